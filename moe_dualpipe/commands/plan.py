@@ -24,9 +24,9 @@ class Run:
     """What both commands take."""
 
     model: str
-    """A preset, a published model by its name, or a config.json of Hugging Face."""
+    """A preset, the name of a published model, or a config.json of Hugging Face."""
     gpu: str
-    """A GPU by its name, such as h100, or a file of `moe-dualpipe plan calibrate`."""
+    """The name of a GPU, such as h100, or a file that `moe-dualpipe plan calibrate` wrote."""
     gpus: int
     """Number of GPUs."""
     cp: int = 1
@@ -34,7 +34,7 @@ class Run:
     seq: int = 4096
     """Sequence length in tokens."""
     global_batch: int = 1024
-    """Sequences per step, of all GPUs together."""
+    """Sequences per step, over all GPUs."""
     precision: Literal["bf16", "fp8", "mxfp8", "fp32"] = "bf16"
     """Precision of matrix products. With fp8 and mxfp8, attention, the router and the head stay in bf16."""
     ep_backend: Literal["nccl", "deepep", "hybrid"] = "deepep"
@@ -52,7 +52,7 @@ class Run:
     flash_attention: bool = True
     """Attention in one kernel, without storing scores."""
     software: str | None = None
-    """Use the measured constant of one software, such as megatron (see docs/planning.md). None: of all."""
+    """Take the measured constant from runs of this software only, such as megatron. None: from all runs."""
     dollars_per_gpu_hour: float | None = None
     """Price of a GPU hour. Also prints the cost of 10^12 tokens."""
     json: bool = False
@@ -115,11 +115,11 @@ class EstimateCommand(Run):
     schedule: ScheduleChoice = "auto"
     """Pipeline schedule. auto: 1f1b, and interleaved_1f1b with --vpp."""
     recompute: Literal["none", "norms", "attention", "full"] = "none"
-    """What backward recomputes instead of reading it from memory."""
+    """What backward recomputes instead of saving it."""
     zero: bool = True
     """Divide the optimizer state over replicas (ZeRO-1)."""
     explain: bool = False
-    """Print where the time goes, from the ideal to the predicted step."""
+    """Also print what each effect adds to the step time."""
 
     def run(self) -> None:
         from ..drawing.plan_figure import save_waterfall

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CalibrateCommand:
-    """Measure this machine's products, copies and links, and write a file for --gpu of the other commands."""
+    """Measure the speed of this machine, and write a file for --gpu of `plan estimate` and `plan search`."""
 
     out: Annotated[Path, arg(metavar="FILE")] = Path("machine.json")
-    """File to write. The name of the device is the name of the file."""
+    """File to write. Its name without .json is the name of the device."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What to measure. auto: cuda if there is a GPU."""
     processes: int | None = None

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileAnalyze:
-    """Analyze traces of torch.profiler or Nsight Systems: how much communication was hidden, and what limits it."""
+    """Analyze traces of torch.profiler or Nsight Systems: how much communication was hidden, and why not more.
+
+    Several traces are analyzed one by one, and then compared.
+    """
 
     traces: Positional[Annotated[list[Path], arg(metavar="TRACE [TRACE ...]")]]
-    """Chrome traces (.json or .json.gz), exports of Nsight Systems (.sqlite), folders of traces, or patterns such as
-    "run/*.json". Several traces are analyzed one by one and then compared."""
+    """Chrome traces (.json, .json.gz), exports of Nsight Systems (.sqlite), folders, or patterns ("run/*.json")."""
     comm: Annotated[str | None, arg(aliases=["--comm-pattern"])] = None
-    """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, in addition to
-    those of NCCL, NVSHMEM, DeepEP and other known libraries."""
+    """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, too."""
     compute: str | None = None
     """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
     phases: bool = False
@@ -37,11 +38,9 @@ class ProfileAnalyze:
     streams: bool = False
     """Print the busy time of each stream (on a CPU, of each thread)."""
     collectives: bool = False
-    """Print a table of the collectives: how often each kind ran in each group, how many bytes it moved, how fast, and
-    where it was launched."""
+    """Print a table of collectives by kind and group: count, bytes, bandwidth, and where they were launched."""
     steps: str | None = None
-    """Analyze only these steps: 3:7 (without step 7), 3:, :7 or 3. all: everything that is recorded. None: all steps,
-    but without start-up."""
+    """Steps to analyze: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps without start-up."""
     kernels: int = 0
     """Print a table of this many kernels (on a CPU, operators) with the longest total time."""
     out: Path | None = None
@@ -93,31 +92,27 @@ class ProfileRun:
     """
 
     mode: Literal["train", "prefill", "decode"] = "train"
-    """train: a forward and a backward. prefill: two forwards of whole sequences. decode: two
-    forwards of one new token per sequence, with a KV cache."""
+    """train: a forward and a backward. prefill: two forwards. decode: two forwards of one new token per sequence."""
     preset: PresetName = "tiny"
     """Size of the model. Only its MoE layers are used, without embedding and head."""
     layers: int = 4
     """Number of MoE layers."""
     ep: int | None = None
-    """Number of expert-parallel ranks. None: the largest number up to 64 that divides
-    the experts evenly."""
+    """Number of expert-parallel ranks. None: the largest number up to 64 that divides the experts evenly."""
     seq: int | None = None
     """Tokens per sequence; in decode, cached tokens per sequence. None: 1024 on a CPU, 4096 on a GPU."""
     tokens: int | None = None
-    """Tokens per micro-batch; in decode, one per sequence. None: 4096, or one sequence if --seq does not divide
-    4096; in decode, 128."""
+    """Tokens per micro-batch; in decode, sequences. None: 4096, or --seq if that does not divide 4096; decode: 128."""
     routing: Literal["balanced", "real"] = "balanced"
     """balanced: every expert gets the same number of tokens. real: what the untrained router chooses."""
     link_gbps: float | None = None
-    """Bandwidth of the modelled link in each direction, in Gb/s. None: 400 on a GPU; on a CPU, a bandwidth at which
-    communication takes 0.7 of the measured computation time."""
+    """Gb/s of the modelled link per direction. None: 400; on a CPU, communication takes 0.7 of the computation time."""
     link_latency_us: float = 0.0
     """Latency of each transfer over the modelled link, in microseconds. Needs --link-gbps."""
     replay: Literal["none", "deepseek"] = "none"
     """deepseek: each transfer takes as long as in DeepSeek's published training trace."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one."""
+    """Device to run on. auto: a GPU if there is one."""
     out: Path | None = None
     """Folder for the recordings, report.json and timelines. None: runs/profile-<mode>."""
     json: bool = False

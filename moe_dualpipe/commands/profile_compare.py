@@ -25,8 +25,7 @@ class ProfileCompare:
     compute: str | None = None
     """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
     steps: str | None = None
-    """Compare only these steps of both: 3:7 (without step 7), 3:, :7 or 3. all: everything that is recorded.
-    None: all steps, but without start-up."""
+    """Steps to compare: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps without start-up."""
     image: Path | None = None
     """Draw the time of each category, A above B, into this file (.png or .svg)."""
     json: bool = False

@@ -1,6 +1,6 @@
-"""Measured over predicted step times, by GPU, precision and software.
+"""The ratio of measured to predicted step times, by GPU, precision and software.
 
-constants.json has them; `python -m benchmarks.planner fit` writes it.
+The ratios are in constants.json, which `python -m benchmarks.planner fit` writes.
 """
 
 import json
@@ -16,14 +16,14 @@ from ..messages import quoted
 
 FILE = Path(__file__).parent / "constants.json"
 LEAST = math.log(1.06)
-"""Repeated publications of one configuration differ by this much (the median): no interval is narrower."""
+"""Published results for the same configuration differ by 6% (median), so no interval is narrower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """factor: what predicted seconds are multiplied by. low, high: the same for the ends of the interval.
+    """factor: multiplies the predicted seconds. low, high: multiply them for the ends of the interval.
 
-    rows: measured runs behind it, of this GPU, precision and software. 0: none, it is that of all runs.
+    rows: number of measured runs of this GPU, precision and software. 0: none, so the factor comes from other runs.
     """
 
     factor: float
@@ -42,9 +42,9 @@ def find_constant(
 ) -> Constant:
     """The constant of the runs that are most alike: the same GPU, precision and software, or else the same software.
 
-    Few families say little: their mean is drawn towards that of all runs, and the interval is wider. Most surprises are
-    slow runs, so the interval reaches further to the slow side. strict: raise ValueError for a software that no run
-    used.
+    The mean of few families is uncertain, so it is pulled towards that of all runs, and the interval is wider. The
+    largest errors are runs slower than predicted, so the interval is wider towards slow runs. strict: raise ValueError
+    for a software that no run used.
     """
     known = read_constants() if known is None else known
     groups = known["groups"]
@@ -72,5 +72,5 @@ def family_means(groups: Iterable[dict[str, Any]]) -> list[float]:
 
 
 def _drawn(mean: float, families: Sequence[float], prior: float) -> float:
-    """The mean of the families, drawn towards `mean`, which counts as much as `prior` families."""
+    """The mean of the families, pulled towards `mean`, which counts as much as `prior` families."""
     return (prior * mean + sum(families)) / (prior + len(families))

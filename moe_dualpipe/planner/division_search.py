@@ -1,8 +1,8 @@
 """All ways to divide a model over some GPUs, ranked by predicted step time.
 
-There are thousands. All are first ranked by a quick estimate, which takes the idle time of a schedule from a pipeline
-with equal stages. For each division and schedule, the fastest way that fits into memory counts. The fastest of these
-are then simulated with their own stages.
+There are thousands. First, all are ranked by a quick estimate, which assumes that all stages take the same time. For
+each division and schedule, only the fastest way that fits into memory is kept. The fastest of these are then simulated
+with the actual cost of each stage.
 """
 
 import dataclasses
@@ -23,20 +23,21 @@ from .workload import Division, Recompute, Workload
 from .workload_memory import memory_of
 
 SIMULATED = 40
-"""How many candidates are simulated with their own stages."""
+"""How many candidates are simulated with the actual cost of each stage."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 CHUNKS = (2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "norms", "attention", "full")
 USABLE = 0.92
-"""Share of a GPU's memory for the tensors of the run; the rest is for the context, libraries and fragments."""
+"""Share of a GPU's memory for the tensors of the run; the rest is for the CUDA context, libraries and fragmentation."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A way to run that fits. step: without the measured constant. memory_gb: of the fullest rank.
 
-    simulated: with its own stages. Otherwise, `step` is a quick estimate with equal stages.
+    simulated: `step` is simulated with the actual cost of each stage. Otherwise, it is a quick estimate with equal
+    stages.
     """
 
     load: Workload
@@ -51,10 +52,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """ranked: each division with each schedule that fits; the simulated ones, then the others, the fastest first.
+    """ranked: all pairs of a division and a schedule that fit: first the simulated ones, then the others, each from
+    fastest to slowest.
 
-    too_large: divisions that do not fit in any way, with the memory of the smallest. tried: how many ways were looked
-    at.
+    too_large: divisions that do not fit in any way, with the GB of the smallest way. tried: how many ways were
+    estimated.
     """
 
     ranked: tuple[Candidate, ...]
@@ -69,9 +71,10 @@ class Found:
 
 
 def search(load: Workload, software: str | None = None) -> Found:
-    """Find how `load` runs best, on as many GPUs: its division, schedule, micro-batch and recomputation vary.
+    """Find the fastest way to run `load` on its number of GPUs, by varying division, schedule, micro-batch and
+    recomputation.
 
-    Raises ValueError if nothing fits, with what comes nearest, and for options that no division can run.
+    Raises ValueError for options that no division can run, and if nothing fits; the message names the smallest way.
     """
     one = Division(load.division.gpus, cp=load.division.cp)
     dataclasses.replace(load, division=one, micro_batch=1, global_batch=max(1, one.dp), schedule="1f1b").check()
@@ -97,7 +100,7 @@ def search(load: Workload, software: str | None = None) -> Found:
 
 
 def _fastest_that_fits(group: Sequence[tuple[Step, Workload]], limit: float) -> tuple[float, Candidate | None]:
-    """The bytes of the smallest way of a group, and the fastest that fits. The group is sorted, the fastest first."""
+    """The bytes of the smallest way of a group, and the fastest way that fits. The group is sorted, fastest first."""
     leanest: dict[int, float] = {}
     failed: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for _, way in sorted(group, key=lambda pair: _size(pair[1])):
@@ -124,7 +127,7 @@ def _key(load: Workload) -> Division:
 
 
 def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:
-    """All ways to run `load` that are not contradictory, with a quick estimate of the step."""
+    """All valid ways to run `load`, with a quick estimate of the step."""
     for one in _divisions(load):
         busy: dict[tuple[object, ...], Step] = {}  # steps without idle time, which depend on the stages only
         for variant in _variants(dataclasses.replace(load, division=one)):
@@ -217,7 +220,7 @@ REASONS = {
 
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
-    """The part of the step that costs the most more than in the best candidate."""
+    """The part of the step that adds most to the time of the best candidate, with its extra seconds."""
     if candidate is best:
         return ""
     more = {part: getattr(candidate.step, part) - getattr(best.step, part) for part in REASONS}

@@ -1,11 +1,11 @@
-"""The peak memory of every pipeline rank of any division of any model, by parts.
+"""The peak memory of each pipeline rank, by parts, for any model and any division.
 
-A `ModelConfig` is what this project trains: its parameters are those of the tensors of a run (parameters.py). A
-`ModelShape` may be any model, with tensor and context parallelism, too. Its parameters are computed, ZeRO divides them
-evenly, and it is converted to a `ModelConfig` with the same sizes for its activations (activations.py). The schedule
-gives how many micro-batches a rank holds.
+A `ModelConfig` is a model that this project trains: its parameters are counted from the tensors of a run
+(parameters.py). A `ModelShape` may be any model, also with tensor and context parallelism. Its parameters are computed
+from its sizes, and ZeRO divides them evenly. For its activations (activations.py), it is converted to a `ModelConfig`
+with the same sizes. The schedule decides how many micro-batches a rank holds.
 
-Not counted: buffers of communication, and fragmentation of the allocator.
+Not counted: communication buffers, and fragmentation of the allocator.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,12 +36,13 @@ class PeakMemory:
     optimizer: int
     """Two moments in fp32, and the weights in fp32 if they are narrower."""
     activations: int
-    """Saved for backward, of all micro-batches that the rank holds at a time."""
+    """Saved for backward, of all micro-batches that the rank holds at once."""
     temporary: int
-    """What the loss or a block needs on top, for a moment, while it computes its backward."""
+    """What the backward of the loss or of one block needs beyond that."""
     dense_parameters: int = 0
-    """Numbers of parameters, which `parts` does not have: all but those of routed experts, and those."""
+    """Number of parameters outside of routed experts. Not in `parts`."""
     expert_parameters: int = 0
+    """Number of parameters of routed experts. Not in `parts`."""
 
     @property
     def total(self) -> int:
@@ -57,16 +58,16 @@ def peak_memory(
     zero: bool = True, fsdp: bool = False, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0,
     loads: Callable[[Sequence[int]], tuple[float, ...]] | None = None,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
-    """The peak memory of each rank of a pipeline. Take the `max` by `total` for the fullest.
+    """The peak memory of each rank of a pipeline. The fullest is `max(..., key=lambda rank: rank.total)`.
 
-    dp: replicas of the model, without those of context parallelism. A stage is on dp x cp x tp ranks, which share its
-    experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1); the fullest counts. fsdp: they
-    divide weights and gradients, too, and gather the weights of two blocks at a time. stages: which layers a stage
-    holds. None: as in this project, with about the same FLOPs each; `even_stages` divides as Megatron-LM does.
-    gradient_copies: how often the gradients of a stage that has replicas are copied while they are summed, when the
-    stage's backwards are done: 1 in this project, 2 on CPUs, 0 if gradients are in one buffer.
+    dp: replicas of the model; ranks of context parallelism do not count. A stage is on dp x cp x tp ranks, which share
+    its experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1); the largest share counts.
+    fsdp: they also divide weights and gradients, and gather the weights of two blocks at a time. stages: the layers of
+    each stage. None: as in this project, with about the same FLOPs each; `even_stages` divides as Megatron-LM does.
+    gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
+    project, 2 on CPUs, 0 if gradients are in one buffer.
     loads: returns `MicroBatch.loads` of the fullest rank that holds these layers. None: experts have even loads.
-    A shape is counted without a few bytes per token of norms and routers.
+    For a `ModelShape`, a few bytes per token of norms and routers are not counted.
 
     Raises ValueError for a model with fewer layers than stages, and for a `ModelConfig` with tp, cp or unknown layers.
     """
@@ -118,7 +119,7 @@ def peak_memory(
 def shape_parameters(
     shape: ModelShape, specs: Sequence[StageSpec], placement: Placement, rank: int, dp: int, batch: MicroBatch
 ) -> RankParameters:
-    """As `built_parameters`, for any model and division, with equal shares of all owners."""
+    """Like `built_parameters`, for any model and division; all owners have equal shares."""
     stages = placement.stages[rank]
     shares = rank_shares(shape, [specs[s] for s in stages], batch)
     holders, ends = len(placement.holders(stages[0])), len(end_holders(placement))
@@ -130,7 +131,8 @@ def shape_parameters(
 class StageBytes(NamedTuple):
     """Bytes of a micro-batch on a stage. saved: from forward to backward. deferred: for its weight gradients.
 
-    full, split: what a full backward and one of inputs need for a moment. sums: from the last action of the stage on.
+    full, split: needed only during a full backward, and only during an input backward (I). sums: needed after the
+    stage's last action, to sum gradients.
     """
 
     saved: int
@@ -141,8 +143,8 @@ class StageBytes(NamedTuple):
 
 
 def peak_of_actions(actions: Iterable[Action], sizes: Mapping[int, StageBytes]) -> tuple[int, int]:
-    """The most bytes that activations and deferred weight gradients of a rank occupy, and how much more it needs at its
-    peak. The order of the actions decides, not their times. sizes: by stage.
+    """The largest number of bytes that a rank's activations and deferred weight gradients take together, and how much
+    more it needs at its peak. Only the order of the actions matters, not their times. sizes: by stage.
     """
     steps = [half for action in actions for half in halves(action)]
     last = {half.stage: index for index, half in enumerate(steps)}
@@ -163,8 +165,8 @@ def peak_of_actions(actions: Iterable[Action], sizes: Mapping[int, StageBytes]) 
 
 
 def rank_shares(shape: ModelShape, specs: Sequence[StageSpec], batch: MicroBatch) -> tuple[int, int, int]:
-    """Parameters of one rank that holds `specs`: dense ones, those of its experts, and the embedding that the first and
-    the last stage share, with tied embeddings or multi-token prediction."""
+    """Parameters of one rank that holds `specs`: dense ones, those of its experts, and the embedding if the first and
+    the last stage share it (tied embeddings or multi-token prediction)."""
     dense = experts = 0
     shared = shape.tied or shape.mtp > 0
     for spec in specs:
@@ -185,8 +187,8 @@ def layer_share(shape: ModelShape, batch: MicroBatch) -> Callable[[Layer], int]:
 
 
 def even_stages(shape: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
-    """Equal numbers of layers on all stages. If that is not possible, the embedding and the head count as a layer each,
-    and a stage may consist of one of them. Modules of multi-token prediction are on the last stage.
+    """Equal numbers of layers on all stages. If that is not possible, the embedding and the head count as one layer
+    each, and may be a stage of their own. Modules of multi-token prediction are on the last stage.
 
     Raises ValueError if the number of layers, or that number + 2, is not a multiple of the number of stages.
     """
@@ -206,7 +208,7 @@ def even_stages(shape: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
 def config_of(shape: ModelShape) -> ModelConfig:
     """A model of this project whose activations have the sizes of `shape`, for planner/activations.py.
 
-    Blocks without a gate have half the inner width here: they save half as many inner activations. Modules of
+    Blocks without a gate get half their inner width, because they save half as many inner activations. Modules of
     multi-token prediction count as further layers. Windows and positions do not change what is saved.
     """
     layers = shape.layers + shape.layers[-1:] * shape.mtp

@@ -1,7 +1,7 @@
 """Everything that is predicted of a training run before it starts: time, memory, cost, and why.
 
 The step time of segments, links and pipeline is multiplied by one measured constant, which depends on the GPU, the
-precision and the software (constants.py). It stands for what no model of kernels knows: the host, clocks under load,
+precision and the software (constants.py). It covers what a model of kernels does not know: the host, clocks under load,
 slower ranks. `python -m benchmarks.planner` fits it to published runs, and prints the error on families that were left
 out.
 """
@@ -20,7 +20,7 @@ from .workload import Recompute, Workload
 from .workload_memory import memory_of
 
 HOST_SECONDS = 9e-3
-"""What the host needs for the forward and the backward of a layer of experts without CUDA graphs: 8.8 to 9.7 ms in runs
+"""The host's time for the forward and the backward of a layer of experts without CUDA graphs: 8.8 to 9.7 ms in runs
 of Qwen3-30B-A3B on H100 and B200 (NVIDIA-NeMo/Megatron-Bridge@067f987df docs/performance-summary-archive.md)."""
 
 
@@ -42,7 +42,7 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds of a step: 80 of 100 comparable runs should be in between."""
+        """The fastest and the slowest likely step, in seconds: 8 of 10 comparable runs should be in between."""
         return self.step.seconds * self.constant.low, self.step.seconds * self.constant.high
 
     @property
@@ -84,7 +84,7 @@ class Estimate:
 
     @cached_property
     def memory(self) -> PeakMemory:
-        """Of the fullest rank."""
+        """The peak memory of the fullest rank."""
         return memory_of(self.load)
 
     def memory_advice(self) -> str:
@@ -97,7 +97,7 @@ class Estimate:
             size = memory_of(replace(load, recompute=kind)).total
             if size <= limit:
                 return f"It does not fit. With --recompute {kind}, it needs {size / 1e9:.1f} GB."
-        return "It does not fit, even with --recompute full: moe-dualpipe plan search finds divisions that do."
+        return "It does not fit, even with --recompute full. moe-dualpipe plan search looks for a division that does."
 
     def host_advice(self) -> str:
         """Empty unless layers are so short that the host may be slower than the GPU, which is not predicted."""
@@ -125,7 +125,7 @@ class Estimate:
         yield "software", self.seconds - before
 
     def as_dict(self, dollars: float | None = None) -> dict[str, Any]:
-        """The JSON report. dollars: for a GPU hour."""
+        """The JSON report. dollars: price of a GPU hour."""
         low, high = self.interval
         report = {
             "step_time_s": self.seconds, "step_time_low_s": low, "step_time_high_s": high,
@@ -141,13 +141,13 @@ class Estimate:
 
 
 def ideal_seconds(load: Workload) -> float:
-    """A step at the peak of the precision, with nothing in the way."""
+    """The time of a step whose model FLOPs run at the peak of the precision, with nothing else."""
     peak = load.device.peak[load.precision]
     assert peak is not None
     return load.tokens * load.shape.train_flops(load.seq) / (load.division.gpus * peak)
 
 
 def estimate(load: Workload, software: str | None = None) -> Estimate:
-    """Raises ValueError, on one line, for a workload that cannot run."""
+    """Predict a run. Raises ValueError, on one line, for a workload that cannot run."""
     load.check()
     return Estimate(load, find_constant(load.device.name, load.precision, software, strict=True))

@@ -1,7 +1,7 @@
 """Find the causes of lost time on one or more devices, and rank them by what their removal would save.
 
-Each cause changes the graph of recorded dependencies; the gain is the difference of the replayed windows. Two causes
-may claim the same time: the gains do not add up.
+Each cause changes the graph of recorded dependencies; the gain is how much shorter the replayed window is. Two
+causes may claim the same time, so gains do not add up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ LEAST_SHARE = 0.01
 
 
 class Examined(NamedTuple):
-    """A device and what was found in its own trace alone."""
+    """A device, and the causes that its own trace shows without those of other ranks."""
 
     device: str
     name: str
@@ -35,7 +35,7 @@ class Examined(NamedTuple):
 
 
 def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], name: str = "") -> Examined | None:
-    """Look at one device. Returns None for a device without a window. name: of the rank, for other ranks' verdicts."""
+    """Look at one device. Returns None if its window is empty. name: the name of its rank in other ranks' verdicts."""
     view = view_of(trace, device, kind_of)
     case = case_of_threads(view, trace) if view.is_cpu else case_of(view)
     if not case.window_us > 0:
@@ -46,9 +46,9 @@ def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], na
 
 
 def conclude(examined: Sequence[Examined | None], meetings: Sequence[Meeting] = ()) -> list[tuple[Verdict, ...]]:
-    """Return the verdicts of each device. None has no verdicts.
+    """Return the verdicts of each device; an entry of None has none.
 
-    meetings: the same collectives on several devices.
+    meetings: collectives that several devices recorded.
     """
     known = [one for one in examined if one is not None]
     names = {number: one.name for number, one in enumerate(known)}
@@ -73,9 +73,9 @@ def diagnose(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -
 def _ranked(one: Examined, repairs: Repairs, rank: int, found: Mapping[Cause, Finding]) -> tuple[Verdict, ...]:
     """The verdicts on one rank.
 
-    The causes of the host are in the order in which one follows from another: late launches count only if they would be
-    late without the calls that wait. A transfer is late by itself only if it would be late without all of them, and
-    without shared queues.
+    One cause may follow from another. Late launches of the host count only if they would also be late without the calls
+    that wait for the device. A late launch of a transfer counts only if the transfer would also be late without all
+    causes of the host and without shared queues.
     """
     case = repairs.cases[rank]
     least = LEAST_SHARE * case.window_us

@@ -1,17 +1,17 @@
-"""One graph of several ranks, whose collectives wait for each other.
+"""One graph of several ranks that wait for each other in collectives.
 
 A rank that gets faster waits longer in its next collective if another rank stays slow. In the graph of one rank, a
 collective takes as long as recorded, waits included. Here, it has three parts:
 
-    join   the rank's own node: the rank is there
-    hub    the last rank is there; one node for all ranks
-    move   what the collective takes from then on
+    join   this rank has joined; one node for each rank
+    hub    all ranks have joined; one node for all ranks
+    move   the time that the collective takes from then on; one node for each rank
 
     rank 0   join --.         .--> move --> what follows on rank 0
                      >--> hub
     rank 1   join --'         '--> move --> what follows on rank 1
 
-Clocks of ranks may differ: a collective ends at the same moment on all of them.
+The clocks of the ranks may differ. They are aligned by the ends of collectives, which are the same on all ranks.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from .replay import DATA, Floats, Graph, Ints, Mask, Times, Waits, merged, renum
 
 
 class JointGraph:
-    """Nodes are numbered: those of all ranks, rank after rank, then hubs, then moves.
+    """Nodes are numbered: first those of rank 0, of rank 1 and so on, then the hubs, then the moves.
 
-    Raises CycleError: the collectives of the ranks wait for each other.
+    Raises CycleError if the waits of the ranks for each other form a cycle.
     """
 
     def __init__(self, cases: Sequence[Case], meetings: Sequence[Met]):
@@ -38,7 +38,7 @@ class JointGraph:
         self.joins: Ints = joins
         self.own_us: Floats = own
         self.lag: Floats = lag
-        """From hub to move, if clocks or recorded ends differ a little."""
+        """The time from hub to move. Not 0 if clocks or recorded ends differ a little."""
         counts = np.cumsum([0, *(met.events_Mn.shape[1] for met in meetings)])
         hubs = [np.tile(np.arange(first, last), len(met.ranks_M)) for met, first, last in
                 zip(meetings, counts[:-1], counts[1:], strict=True)]  # fmt: skip
@@ -54,7 +54,7 @@ class JointGraph:
         self.replay(self.recorded)
 
     def _parts(self, cases: Sequence[Case], met: Met) -> tuple[Ints, Floats, Floats]:
-        """The joins of all ranks, what moves take, and their lags. Shapes [M, n]."""
+        """The joins of all ranks, the durations of their moves, and the lags of these. Shapes [M, n]."""
         nodes = [cases[rank].nodes.event[events] for rank, events in zip(met.ranks_M, met.events_Mn, strict=True)]
         starts = [cases[r].graph.start[own] + self.shift[r] for r, own in zip(met.ranks_M, nodes, strict=True)]
         joins_Mn = np.array(nodes) + self.first[met.ranks_M][:, None]
@@ -69,9 +69,9 @@ class JointGraph:
         return np.concatenate([times, hubs, hubs[self.hub_of - self.first[-1]] + np.maximum(self.lag, 0.0)])
 
     def replay(self, graphs: Sequence[Graph]) -> list[Times]:
-        """Return the times of each rank's nodes. graphs: of the ranks, after changes.
+        """Return the times of each rank's nodes. graphs: the changed graphs of the ranks.
 
-        Raises CycleError: nodes wait for each other.
+        Raises CycleError if the dependencies form a cycle.
         """
         times = replay(renumbered(self._graph(graphs), self.order, self.place))
         start, end = times.start[self.place], times.end[self.place][self.end_of]
@@ -117,7 +117,7 @@ def _has_no_input(graph: Graph) -> Mask:
 
 
 def _clock_shifts(cases: Sequence[Case], meetings: Sequence[Met]) -> Floats:
-    """What to add to the times of each rank so that collectives end together: medians, from rank to rank."""
+    """What to add to the times of each rank so that collectives end together: the median difference to a known rank."""
     shift = np.full(len(cases), np.nan)
     for number in range(len(cases)):
         if np.isnan(shift[number]):

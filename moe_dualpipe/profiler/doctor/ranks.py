@@ -1,7 +1,7 @@
 """What the transfers of several ranks would take if all ranks joined at once, and who joined last.
 
-The same collective on several ranks is a meeting (../meetings.py). It is shortest on the rank that joined last, because
-it ends on all ranks together. This needs no common clock.
+The events of one collective on several ranks are a meeting (../meetings.py). A collective ends on all ranks at the same
+time, so its event is shortest on the rank that joined last. This needs no common clock.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ class Met(NamedTuple):
 
 
 def meetings_of(cases: Sequence[Case], meetings: Sequence[Meeting]) -> list[Met]:
-    """The collectives of which all events are in `cases`. Sends and receives are left out: their causes are others."""
+    """The collectives whose events are all in `cases`. Sends and receives are left out: they have other causes."""
     places = {
         id(case.view.events[event]): (rank, event)
         for rank, case in enumerate(cases)
@@ -64,9 +64,9 @@ def largest(values: Sequence[Floats], meetings: Sequence[Met]) -> list[Floats]:
 
 
 def join(cases: Sequence[Case], meetings: Sequence[Met]) -> Iterator[tuple[Case, Ints | None]]:
-    """Yield each case with the times of its transfers without waits, and the case that joined last in each event.
+    """Yield each case with the durations of its transfers without waits, and the case that joined last in each event.
 
-    A case without meetings has unknown times (None).
+    For a case without meetings, both are unknown (None).
     """
     times = [case.view.duration.copy() for case in cases]
     last = [np.full(len(case.view.events), -1, np.int64) for case in cases]

@@ -1,7 +1,8 @@
-"""What the window of each rank becomes when causes are removed.
+"""How long the window of each rank would be without some of the causes.
 
 All ranks run one program, so a cause is removed on all ranks that have it. Then the ranks are replayed together: a rank
-that gets faster still waits for the others. Only where ranks no longer wait for each other, each is replayed alone.
+that gets faster still waits for the others. If these waits are what is removed, or if they form a cycle, each rank is
+replayed alone.
 """
 
 from collections import Counter
@@ -22,9 +23,9 @@ Cause = tuple[str, int]
 WAITS_FOR_RANKS: Cause = "imbalance", 0
 
 ROUNDS = 10
-"""Replays, at most, in which computation and transfers that slow each other down find their times."""
+"""Maximum number of replays until computation and transfers that slow each other down have stable times."""
 SETTLED = 0.003
-"""They have found them if all durations together are off by less than this share of the window."""
+"""Times are stable if all durations together change by less than this share of the window."""
 
 
 def numbered(findings: Sequence[Finding]) -> dict[Cause, Finding]:
@@ -43,7 +44,7 @@ class Repairs:
         self, cases: Sequence[Case], meetings: Sequence[Met], slowdowns: Sequence[Sequence[Slowdown]],
         found: Sequence[Mapping[Cause, Finding]],
     ):  # fmt: skip
-        """slowdowns, found: of each case."""
+        """slowdowns, found: one for each case."""
         self.cases, self.meetings, self.slowdowns, self.found = cases, meetings, slowdowns, found
         self.joint = _joint(cases, meetings)
         self.windows: dict[frozenset[Cause], list[float] | None] = {}
@@ -71,7 +72,7 @@ class Repairs:
         return times
 
     def _together(self, causes: frozenset[Cause]) -> list[Times] | None:
-        """The times of all ranks; None if the collectives of the ranks would wait for each other."""
+        """The times of all ranks; None if the waits of the ranks for each other form a cycle."""
         if self.joint is None:
             return None
         try:
@@ -83,9 +84,9 @@ class Repairs:
         self, ranks: Sequence[int], causes: frozenset[Cause], meetings: Sequence[Met],
         replayed: Callable[[Sequence[Graph]], list[Times]],
     ) -> list[Times]:  # fmt: skip
-        """Replay, with what still slows computation and transfers down at the times of the replay before.
+        """Replay several times. Each replay applies the slowdowns that follow from the times of the previous one.
 
-        Only half of each difference is applied, so that durations and times do not swing around their solution.
+        Only half of each difference is applied, so that durations and times do not oscillate.
         """
         changed = [self._changed(rank, causes) for rank in ranks]
         left = [[one for one in self.slowdowns[rank] if (one.kind, 0) not in causes] for rank in ranks]
@@ -107,7 +108,7 @@ class Repairs:
         slowdowns: Sequence[Sequence[Slowdown]], changed: Sequence[Graph], graphs: Sequence[Graph],
         times: Sequence[Times],
     ) -> list[Graph]:  # fmt: skip
-        """The graphs `changed` with the durations that `slowdowns` bring at these times of `graphs`."""
+        """The graphs `changed`, with durations as the `slowdowns` make them if `graphs` run at these times."""
         cases = [self.cases[rank] for rank in ranks]
         moving = [self._moving(rank, causes, graph) for rank, graph in zip(ranks, graphs, strict=True)]
         beside = {is_comm: _beside(cases, is_comm, times, moving, meetings) for is_comm in (True, False)}
@@ -148,7 +149,7 @@ def slowdowns_of(cases: Sequence[Case], meetings: Sequence[Met]) -> list[list[Sl
 def _beside(
     cases: Sequence[Case], is_comm: bool, times: Sequence[Times], moving: Sequence[Floats], meetings: Sequence[Met]
 ) -> list[Floats]:  # fmt: skip
-    """For how long each event runs beside the other kind: a collective, on the rank where this is longest."""
+    """For how long each event runs beside the other kind. For a collective: on the rank where this is longest."""
     own = [beside_us(case, is_comm, when, us) for case, when, us in zip(cases, times, moving, strict=True)]
     return largest(own, meetings) if is_comm else own
 

@@ -1,8 +1,8 @@
 """Computation and transfers that slow each other down while they share the device.
 
-Of the events with one kernel, grid and place, those that ran beside the other kind are compared with those that ran
-alone. The speed 1 / duration falls linearly with the share of its time that an event is not alone, so events that are
-beside the other kind for a part of their time count as well.
+Among events with the same kernel, grid and place, those that ran beside the other kind are compared with those that ran
+alone. The speed, 1 / duration, falls linearly with the share of its time that an event runs beside the other kind.
+So events that overlap only partly count as well.
 """
 
 from collections import defaultdict
@@ -24,21 +24,21 @@ LEAST = 4
 SHORTEST = 10.0
 """Microseconds. The duration of shorter events is not exact enough."""
 SPREAD = 0.3
-"""The shares of a kernel's events must differ by so much."""
+"""Minimum difference between the shares of a kernel's events."""
 SPREAD_JOINED = 0.1
 """The same for transfers whose waits for other ranks are known and left out."""
 SLOWER = 1.1
-"""Smaller ratios are ordinary."""
+"""Smaller ratios are ordinary variation."""
 TRIED = 16
-"""Events through which lines are tried."""
+"""Number of events through which lines are tried."""
 NEAR_LINE = 0.1
 """Events fit a line if their speed differs by less than this share."""
 CERTAIN = 5.0
-"""The slowdown must be so many times its standard error."""
+"""The slowdown must be at least this many times its standard error."""
 
 
 class Slowdown(NamedTuple):
-    """How much slower events of one kind are beside the other kind. k: their speed beside it is 1 - k of that alone."""
+    """How much slower events of one kind are beside the other kind. Their speed there is 1 - k of their speed alone."""
 
     is_comm: bool
     """Whether transfers are slowed down, or computation."""
@@ -63,7 +63,7 @@ class Slowdown(NamedTuple):
 
 
 def slowdown_of(case: Case, is_comm: bool, beside_us: Floats) -> Slowdown | None:
-    """How much events of one kind slow down beside the other kind; None if it is little or uncertain.
+    """How much slower events of one kind are beside the other kind; None if the difference is small or uncertain.
 
     beside_us: for how long each event ran beside the other kind.
     """
@@ -79,7 +79,7 @@ def find(case: Case, slowdowns: Sequence[Slowdown]) -> list[Finding]:
 def beside_us(case: Case, is_comm: bool, times: Times, moving_us: Floats) -> Floats:
     """For how long each event of one kind runs beside the other kind; 0 for others.
 
-    moving_us: how long each event runs without waits for other ranks, which are at its start.
+    moving_us: how long each event runs without its wait for other ranks, which comes first.
     """
     start, end = times.start[case.nodes.event], times.end[case.nodes.event]
     others = case.is_comm != is_comm
@@ -88,7 +88,7 @@ def beside_us(case: Case, is_comm: bool, times: Times, moving_us: Floats) -> Flo
 
 
 def _slowdown(case: Case, is_comm: bool, beside_us: Floats) -> Slowdown | None:
-    """The slowdown from all kernels with events of different shares, weighted by certainty; None if it is uncertain."""
+    """The mean slowdown of all kernels whose events have different shares, weighted by certainty; None if uncertain."""
     keys: dict[tuple[object, ...], list[int]] = defaultdict(list)
     chosen = (case.is_comm if is_comm else case.view.kind == COMPUTE) & (case.own_us >= SHORTEST)
     for event in np.flatnonzero(chosen).tolist():

@@ -1,4 +1,4 @@
-"""Exposed transfers: those of a pipeline, and those beside which there is nothing else to compute."""
+"""Exposed transfers: those of a pipeline, and those that have no independent computation to hide behind."""
 
 import re
 
@@ -12,9 +12,9 @@ from ..view import COMM
 
 LEAST = 3
 NOTHING_ELSE = 0.05
-"""Share of the window that must be exposed because there is nothing else to compute."""
+"""Minimum share of the window that is exposed because there is nothing else to compute."""
 SOON = 30.0
-"""Microseconds from the end of a transfer to the start of a computation that waited for it."""
+"""Microseconds, at most, from the end of a transfer to the start of a computation that waited for it."""
 _POINT_TO_POINT = re.compile(r"(^|[:_ ])i?(send|recv)(\b|_|$)(?!.*all)", re.IGNORECASE)
 
 
@@ -56,7 +56,7 @@ def _inputs_from(case: Case, chosen: Mask) -> Mask:
 def find_nothing_else(case: Case, mended: Times) -> list[Finding]:
     """Transfers for which the next computation waits while nothing else is queued.
 
-    mended: the times after all other causes are removed. What is hidden then is not counted.
+    mended: the times without all other causes. Transfers that are hidden then are not counted.
     """
     alone, gaps = _alone(case)
     if case.view.is_cpu or len(alone) < LEAST:  # nothing is ever queued on a CPU
@@ -88,7 +88,7 @@ def _still_exposed(case: Case, transfers: Ints, mended: Times) -> float:
 
 
 def _alone(case: Case) -> tuple[Ints, Intervals]:
-    """Gaps that end with a transfer and before a computation that was queued, and the transfers in them."""
+    """Gaps that last until a transfer ends and a queued computation starts, and the transfers in them."""
     view = case.view
     computing = np.flatnonzero(view.kind != COMM)
     transfers = np.array([i for i in np.flatnonzero(case.is_comm).tolist() if not is_point_to_point(case, i)], np.int64)

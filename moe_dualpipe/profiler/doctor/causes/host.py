@@ -1,7 +1,8 @@
 """The host: calls that wait for the device, and launches that come too late.
 
 After a call that waits for the device, nothing is queued, so the device idles until the host is ahead again. Without
-the wait, the host would have stayed ahead. Only what would still be late then is the host's own time between launches.
+the wait, the host would have stayed ahead. Launches that would be late even then are late because the host itself is
+slow.
 """
 
 from bisect import bisect_right
@@ -20,7 +21,7 @@ from ..view import COMM, Call
 
 SHORT = 10.0
 """Microseconds: about the time that one launch takes."""
-_NESTED = 64  # operators around a call are searched among so many before it
+_NESTED = 64  # operators around a call are searched among this many before it
 
 
 def find_syncs(case: Case, trace: Trace) -> list[Finding]:
@@ -54,8 +55,8 @@ def find_syncs(case: Case, trace: Trace) -> list[Finding]:
 
 
 def _caught_up(case: Case, calls: Sequence[int], awaited_end: Floats) -> Floats:
-    """When the host was ahead of the device again after each call: at the start of the first event that was launched
-    before the event before it had started. At most until the next wait, or until the end of the window."""
+    """When the host was ahead of the device again after each call: at the start of the first event whose launch came
+    before its predecessor on the stream had started. At the latest, at the next wait or the end of the window."""
     view = case.view
     ends = np.array([call.end for call in view.calls])
     known = (view.launch >= 0) & (case.previous >= 0)
@@ -72,7 +73,7 @@ def _caught_up(case: Case, calls: Sequence[int], awaited_end: Floats) -> Floats:
 def _around(
     calls: Sequence[Call], operators: Sequence[HostEvent], annotations: Sequence[HostEvent], origin: float
 ) -> list[str]:
-    """The outermost of the operators around each call, and the annotation around it."""
+    """The outermost operator around each call, and the innermost annotation around it."""
     found = []
     by_start = [sorted(events, key=lambda event: event.start) for events in (operators, annotations)]
     starts = [[event.start for event in events] for events in by_start]
@@ -112,10 +113,10 @@ def find_late_host(case: Case) -> list[Finding]:
     evidence = (
         f"{bound.sum():,} of {len(known):,} kernels and copies were launched when their stream was already idle. "
         f"Nothing was computed for {cost:,.0f} us until they were launched.",
-        f"The host launches one every {np.median(between) if len(between) else 0:,.1f} us (median), and "
+        f"The host launches one of them every {np.median(between) if len(between) else 0:,.1f} us (median), and "
         f"{short.mean():.0%} of the kernels take less than {SHORT:.0f} us.",
-        f"When a kernel is launched, {_queue_depth(case):,.0f} launched before it have not started (median). "
-        f"A launch takes {case.latency:,.1f} us or more until its kernel starts.",
+        f"When a kernel is launched, {_queue_depth(case):,.0f} earlier ones have not started yet (median). "
+        f"A kernel starts {case.latency:,.1f} us or more after its launch.",
     )
     verdict = Verdict(
         "host-bound", "The host launches work too late, and the device waits for it.", evidence,
@@ -127,7 +128,7 @@ def find_late_host(case: Case) -> list[Finding]:
 
 
 def _queue_depth(case: Case) -> float:
-    """The median number of events that are launched and have not started, at the launches."""
+    """The median number of events that are launched but have not started, over all launches."""
     view = case.view
     known = view.launch >= 0
     launches = np.sort(np.array([call.start for call in view.calls])[view.launch[known]])
@@ -136,7 +137,7 @@ def _queue_depth(case: Case) -> float:
 
 
 def _at_once(case: Case) -> Change:
-    """The host takes no time between waits."""
+    """A change after which the host takes no time between waits."""
     nodes: Ints = case.nodes.call
 
     def change(graph: Graph) -> Graph:

@@ -1,10 +1,10 @@
-"""Work that could start, and starts when unrelated work on another stream ends: hardware queues, or the launch order.
+"""Work that could start, but starts only when unrelated work on another stream ends. Two causes:
 
-few-queues    the two streams share a hardware queue, which starts work in the order of its launch: nothing on one of
-              them ever started before what had been launched earlier on the other, and computation waits for transfers
-              too, or transfers for work that was not the last before them
-late-launch   otherwise: the transfer was put behind computation that it does not need, or launched after its data was
-              there
+few-queues    The two streams share a hardware queue, which starts work in the order of launch. The signs: no work on
+              one stream ever started before work that was launched earlier on the other; and computation waits for
+              transfers, too, or transfers wait for work that was not the last one launched before them.
+late-launch   Otherwise. The transfer was put behind computation that it does not need, or launched after its data was
+              ready.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from ..verdict import Verdict
 from ..view import COMM
 
 LEAST = 3
-"""A pattern needs so many occurrences."""
+"""Minimum number of occurrences of a pattern."""
 
 
 def find(case: Case) -> list[Finding]:
@@ -32,7 +32,7 @@ def find(case: Case) -> list[Finding]:
 
 
 def _misordered(case: Case) -> tuple[Ints, tuple[Ints, Ints]]:
-    """The ORDER dependencies of which one side is a transfer, and the events of both sides."""
+    """The ORDER dependencies with a transfer on one side or both, and the events on both sides."""
     waits, event_of = case.graph.waits, case.event_of
     found = np.flatnonzero(waits.kind == ORDER)
     source, target = event_of[waits.source[found]], event_of[waits.target[found]]
@@ -41,7 +41,7 @@ def _misordered(case: Case) -> tuple[Ints, tuple[Ints, Ints]]:
 
 
 def _delays(case: Case, events: Ints) -> Floats:
-    """How long each event waited after it was launched, its stream was free, and its input was there."""
+    """How long each event waited after it was launched, its stream was free, and its input was ready."""
     return case.view.start[events] - np.maximum(case.ready[events], _inputs(case)[events])
 
 
@@ -60,7 +60,7 @@ def _share_queues(case: Case, source: Ints, target: Ints) -> Mask:
 
 
 def _behind_all(case: Case, source: Ints, target: Ints) -> bool:
-    """Whether only transfers wait, each for the last work launched before it: as if they had been put behind it."""
+    """Whether only transfers wait, each for the last work launched before it, as if it had been put behind it."""
     view = case.view
     if case.is_comm[source].any():
         return False
@@ -87,7 +87,7 @@ def _in_launch_order(case: Case, one: int, other: int) -> bool:
 
 
 def _inputs(case: Case) -> Floats:
-    """When the assumed input of each event was there; 0 if none is known."""
+    """When the assumed input of each event was ready; 0 if none is known."""
     waits = case.graph.waits
     assumed = waits.kind == ASSUMED
     ends = np.zeros(len(case.graph.start))
@@ -119,7 +119,7 @@ def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
 
 
 def _in_queues(case: Case, waits: Ints) -> Change:
-    """Work of the streams on both sides of these waits starts in the order of its launch."""
+    """A change after which the streams on both sides of these waits start work in the order of launch."""
     view, nodes, recorded = case.view, case.nodes.event, case.graph.waits
     pairs = np.stack([case.event_of[recorded.source[waits]], case.event_of[recorded.target[waits]]], axis=1)
     queues: list[set[int]] = []
@@ -140,7 +140,7 @@ def _in_queues(case: Case, waits: Ints) -> Change:
 
 
 def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
-    """Transfers that were put behind unrelated computation, or launched after their input was there."""
+    """Transfers that were put behind unrelated computation, or launched after their input was ready."""
     view = case.view
     launched, behind = _launched_late(case), _behind_later(case)
     late, inputs = np.concatenate([launched[0], behind[0]]), np.concatenate([launched[1], behind[1]])
@@ -149,7 +149,7 @@ def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     costs = np.concatenate([_delays(case, events), waited])
     if not len(every):
         return []
-    why = "Until then, work ran that was launched before them, and that they do not need."
+    why = "Until then, work ran that was launched earlier and that they do not need."
     verdict = late_launch(case, every, costs, why)
     drop = without_waits(_chosen(case, waits))
     source_of = _assumed_inputs(case)
@@ -190,10 +190,10 @@ def _assumed_inputs(case: Case, *others: int) -> dict[int, int]:
 
 
 def _launched_late(case: Case) -> tuple[Ints, Ints, Floats]:
-    """Transfers whose launch came after their input was there, the events of these inputs, and how late they were.
+    """Transfers that were launched after their input was ready, the events of these inputs, and how late they were.
 
-    Their input is known only by chunks. Something else must have been computed in between: otherwise, the host as a
-    whole is late. The host must not have waited for the device in between. These are other causes.
+    Only the chunk of the input is known. Two other causes are excluded: if nothing else was computed in between, the
+    host as a whole is late; and the host may have waited for the device in between.
     """
     view = case.view
     waits = union(np.array([(call.start, call.end) for call in view.calls if call.sync]).reshape(-1, 2))
@@ -219,9 +219,9 @@ def _launched_late(case: Case) -> tuple[Ints, Ints, Floats]:
 
 
 def _behind_later(case: Case) -> tuple[Ints, Ints, Floats]:
-    """Transfers that wait on their stream behind a transfer whose input was launched after their own input.
+    """Transfers that wait on their stream for an earlier transfer, whose input was launched after their own input.
 
-    Returns them, the events of their inputs, and how much later they start than if they had been put before it.
+    Returns these transfers, the events of their inputs, and how much later they start than if they had gone first.
     """
     view, source_of, all_of = case.view, _assumed_inputs(case), _assumed_inputs(case, DATA)
     found: dict[int, tuple[int, float]] = {}
@@ -246,7 +246,7 @@ def _columns(found: Mapping[int, tuple[int, float]]) -> tuple[Ints, Ints, Floats
 
 
 def _launched_with(case: Case, moved: Mapping[int, int]) -> Change:
-    """Launch events directly after their inputs, with their place in their stream."""
+    """A change that launches events directly after their inputs, and moves them in their stream accordingly."""
     view, nodes = case.view, case.nodes.event
     before, launch = case.graph.before.copy(), case.graph.launch.copy()
     place = view.launch.astype(np.float64)

@@ -1,8 +1,8 @@
 """The order within a thread of a CPU: waits that come too early, and transfers that start too late.
 
-The segments of a chunk, such as attn(F), compute; between them its transfers start. A segment that waits for a transfer
-that it started itself hides nothing behind it. A transfer whose segment comes behind computation of the other chunk
-starts late.
+The segments of a chunk, such as attn(F), compute, and its transfers start between them. If a segment waits for a
+transfer that it started itself, nothing hides that transfer. If a segment that starts a transfer runs after computation
+of the other chunk, the transfer starts late.
 """
 
 from dataclasses import replace
@@ -20,11 +20,11 @@ from ..view import COMM
 from .order import late_launch
 
 SHORT = 500.0
-"""Microseconds. Transfers that are late by less are not looked at."""
+"""Microseconds. Transfers that are late by less are ignored."""
 
 
 def find(case: Case) -> list[Finding]:
-    """Find waits in the segments that started the transfer, and transfers that start behind other computation."""
+    """Find segments that wait for their own transfers, and transfers that start after other computation."""
     return [*_early_waits(case), *_late_starts(case)]
 
 
@@ -53,7 +53,7 @@ def _early_waits(case: Case) -> list[Finding]:
 
 
 def _waits_at_once(case: Case) -> tuple[list[int], Mask]:
-    """The transfers for which their own segment waits, and these waits among those of the graph."""
+    """The transfers for which their own segment waits, and which waits of the graph these are."""
     waits = case.graph.waits
     early = [i for i, call in enumerate(case.view.calls) if call.name == AT_ONCE]
     chosen = (waits.kind == SYNC) & np.isin(waits.target, case.nodes.call_end[early])
@@ -62,10 +62,10 @@ def _waits_at_once(case: Case) -> tuple[list[int], Mask]:
 
 
 def _late_starts(case: Case) -> list[Finding]:
-    """Transfers that start behind computation of the other chunk, although their input was there."""
+    """Transfers that start after computation of the other chunk, although their input was ready."""
     view = case.view
     late: dict[int, tuple[int, float, float]] = {}
-    early, _ = _waits_at_once(case)  # what waits at once would wait as long elsewhere
+    early, _ = _waits_at_once(case)  # started elsewhere, they would be awaited as long
     for event in np.flatnonzero(case.is_comm & (view.launch >= 0)).tolist():
         if event in early:
             continue
@@ -94,7 +94,8 @@ def _late_starts(case: Case) -> list[Finding]:
 
 
 def _input(case: Case, event: int) -> tuple[int, float]:
-    """The last computation of the chunk before the segment that started a transfer, or -1; and the time to pack it."""
+    """The last computation of the chunk before the segment that started a transfer, or -1; and for how long this
+    segment computed before it started the transfer."""
     view = case.view
     call, label = view.calls[view.launch[event]], view.labels[event]
     own_us = 0.0

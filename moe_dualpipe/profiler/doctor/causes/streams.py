@@ -1,11 +1,11 @@
-"""Transfers of different groups on one stream, which wait for each other although their links could be free.
+"""Transfers of different groups on one stream, which wait for each other although their links may be free.
 
-torch.distributed gives each process group a stream of its own. If transfers of two groups share one, because of one
-communicator or one side stream for both, each waits for the other.
+torch.distributed gives each process group its own stream. Transfers of two groups share a stream if both use one
+communicator or one side stream. Then each waits for the other.
 
-Transfers of one group share their links, so a stream of their own would not send more. Only transfers of different
-groups are separated, or, where groups are unknown, of different annotations. Of groups that are unknown, both are
-slowed down while they run at once: each gets half of the bandwidth.
+Transfers of one group share their links, so more streams would not send more. So only transfers of different groups
+are separated. If groups are unknown, transfers of different annotations are, and each gets half of the bandwidth while
+both run.
 """
 
 from dataclasses import replace
@@ -64,7 +64,7 @@ def _group(case: Case, event: int) -> str:
 
 
 def _could_start(case: Case) -> Floats:
-    """When each event was launched and its known and assumed inputs were there, whatever its stream."""
+    """When each event was launched and its known and assumed inputs were ready, whatever else its stream had to do."""
     view, graph, waits = case.view, case.graph, case.graph.waits
     calls = np.array([call.start for call in view.calls] or [0.0])
     ready = np.full(len(graph.start), -np.inf)
@@ -75,7 +75,8 @@ def _could_start(case: Case) -> Floats:
 
 
 def _apart(case: Case, groups: list[str], events: Ints, waited: Floats, known: bool) -> Change:
-    """Let transfers follow only those of their group; other work on the stream belongs to the transfer after it."""
+    """A change after which transfers follow only those of their group. Other work on the stream goes with the next
+    transfer."""
     view, nodes = case.view, case.nodes.event
     streams = np.unique(view.stream[events])
     before = case.graph.before.copy()

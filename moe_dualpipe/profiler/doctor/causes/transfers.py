@@ -1,8 +1,8 @@
 """Transfers that take longer than others of the same size: because a rank joins late, or because the link is slow.
 
 A collective ends on all ranks together, after the last one has joined. With the traces of several ranks, the shortest
-duration is that of the last rank, and the rest is waiting (imbalance). What still differs is the link (slow transfers).
-With one rank, the two cannot be told apart.
+duration is that of the last rank, and what others take longer is waiting (imbalance). Differences that remain are due
+to the link (slow transfers). With the trace of one rank, the two cannot be told apart.
 """
 
 from collections import defaultdict
@@ -15,9 +15,9 @@ from ..replay import Floats, Ints
 from ..verdict import Verdict
 
 LEAST = 4
-"""Transfers of one kind and size that are compared."""
+"""Minimum number of transfers of one kind and size, to compare them."""
 LONG = 1.5
-"""A transfer is long if it takes so many times the shortest quarter of its kind and size."""
+"""A transfer is long if it takes this many times as long as the fastest quarter of its kind and size."""
 OFTEN = 0.02
 """Waits below this share of the transfers' time are ordinary."""
 
@@ -27,7 +27,7 @@ def find(
 ) -> list[Finding]:  # fmt: skip
     """Find waits for other ranks and slow transfers.
 
-    rank_names: names of the ranks by their number. last: number of the rank that joined last in each event, or -1.
+    rank_names: names of the ranks by number. last: the number of the rank that joined each event last, or -1.
     slowed_us: how much longer each event took because of computation beside it.
     """
     joined, alone = case.comm_us is not None, case.own_us - slowed_us
@@ -39,7 +39,7 @@ def find(
 
 
 def kind_key(case: Case, event: int) -> tuple[object, ...]:
-    """Transfers with one key are expected to take equally long."""
+    """Transfers with the same key should take equally long."""
     found = case.view.events[event]
     c = found.collective
     if c is None or c.in_elems is None:
@@ -48,7 +48,7 @@ def kind_key(case: Case, event: int) -> tuple[object, ...]:
 
 
 def _usual(case: Case, own: Floats) -> Floats:
-    """What each transfer would take if it were as fast as the fastest quarter of its kind; its own time elsewhere."""
+    """How long each transfer takes; for long ones, how long the fastest quarter of its kind takes."""
     keys: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for event in np.flatnonzero(case.is_comm).tolist():
         keys[kind_key(case, event)].append(event)
