@@ -84,7 +84,7 @@ def test_a_process_that_fails_is_one_line():
 
 
 @pytest.mark.parametrize("options,message", [
-    ({"out": "machine.txt"}, "cannot write 'machine.txt': use one of .json"),
+    ({"out": "machine.txt"}, "cannot write 'machine.txt': use .json"),
     ({"out": "none/machine.json"}, "the folder 'none' does not exist"),
     ({"seconds": 0.0}, "--seconds must be at least 0.001: got 0.0"),
     ({"processes": 0}, "--processes must be at least 1: got 0"),
