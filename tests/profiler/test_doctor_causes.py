@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from moe_dualpipe.profiler.files import analyze_files
 from tests.support.diagnosed import verdicts_of
+from tests.support.faults import run
 from tests.support.faults.program import Await, Begin, Collective, End, Item, Job, Kernel, Machine, Python, Record
+from tests.support.traces import kernel, write
 
 MACHINE = Machine(
     call_us=5, launch_us=5, latency_us=3, gap_us=1, slower_beside_transfers=0, slower_beside_computation=0
@@ -69,6 +72,15 @@ def test_host_bound(us, named, tmp_path):
     """A host that takes 40 us for each kernel, and shorter and longer kernels."""
     found = kinds(lambda *_: [Python(30), Kernel("a", us)] * 4, tmp_path, ranks=(0,))
     assert found == ({"host-bound"} if named else set())
+
+
+def test_the_gain_without_late_launches_has_no_time_in_the_calls(tmp_path):
+    """Calls of 7 us launch kernels of 2 us. A host that takes no time lets them run one after another."""
+    machine = replace(MACHINE, call_us=0, launch_us=7)
+    job = Job({0: (Kernel("a", 2),) * 40}, machine, {})
+    [(_, verdict)] = verdicts_of(job, tmp_path)
+    ideal = run(job.on(launch_us=0)).window_us
+    assert verdict.kind == "host-bound" and verdict.gain_us == pytest.approx(run(job).window_us - ideal, rel=0.02)
 
 
 @pytest.mark.parametrize(("queues", "named"), [(1, True), (2, False)])
@@ -153,6 +165,16 @@ def test_imbalance(factor, named, tmp_path):
     assert kinds(layer, tmp_path) == ({"imbalance"} if named else set())
 
 
+@pytest.mark.parametrize(("later_us", "named"), [(15, False), (40, True)])
+def test_waits_for_ranks_that_are_short_beside_the_transfers_are_ordinary(later_us, named, tmp_path):
+    """One rank joins later in transfers of 1,000 us. 15 us are more than 1% of the window, and less than 2% of them."""
+
+    def layer(i, rank):
+        return Kernel("a", 100 + later_us * rank), Record(f"a {i}"), transfer(f"t {i}", 1000, f"a {i}"), done(f"t {i}")
+
+    assert ("imbalance" in kinds(layer, tmp_path)) == named
+
+
 @pytest.mark.parametrize(("slow", "elements", "named"), [(300, 1000, True), (300, 3000, False), (130, 1000, False)])
 def test_slow_transfer(slow, elements, named, tmp_path):
     """Every fourth transfer takes longer: with the same size, with a larger size, and only a little."""
@@ -216,6 +238,17 @@ def test_nothing_to_overlap_at_the_end_of_a_transfer(tail, named, tmp_path):
         return Kernel("a", 300), Record(f"a {i}"), sent, Kernel("b", 300), done(f"t {i}"), Kernel("c", 100)
 
     assert kinds(layer, tmp_path) == ({"nothing-to-overlap"} if named else set())
+
+
+@pytest.mark.parametrize(("after_us", "named"), [(10, True), (50, False)])
+def test_nothing_to_overlap_if_computation_starts_soon_after_the_transfer(after_us, named, tmp_path):
+    """Launches are unknown. Later, the computation waits for something else."""
+    starts = [i * (400 + after_us) for i in range(LAYERS)]
+    events = [kernel("a", start, 300) for start in starts]
+    events += [kernel("ncclDevKernel", start + 300, 100, stream=8) for start in starts]
+    files = analyze_files([write(tmp_path / "t.json", events)], pictures=False)
+    found = {verdict.kind for verdict in files.devices[0].analysis.verdicts}
+    assert found == ({"nothing-to-overlap"} if named else set())
 
 
 def test_time_in_which_two_streams_wait_for_the_host_counts_once(tmp_path):
