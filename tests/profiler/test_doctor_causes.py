@@ -1,12 +1,13 @@
 """For each cause: a small job that has it, and the nearest job that does not."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from moe_dualpipe.profiler.files import analyze_files
 from tests.support.diagnosed import verdicts_of
-from tests.support.faults import run
+from tests.support.faults import run, write_traces
 from tests.support.faults.program import Await, Begin, Collective, End, Item, Job, Kernel, Machine, Python, Record
 from tests.support.traces import kernel, write
 
@@ -83,14 +84,20 @@ def test_the_gain_without_late_launches_has_no_time_in_the_calls(tmp_path):
     assert verdict.kind == "host-bound" and verdict.gain_us == pytest.approx(run(job).window_us - ideal, rel=0.02)
 
 
-@pytest.mark.parametrize(("queues", "named"), [(1, True), (2, False)])
-def test_few_queues(queues, named, tmp_path):
-    """Kernels that are launched after a transfer that they do not need."""
-
-    def layer(i, _):
-        return Kernel("a", 300), Record(f"a {i}"), transfer(f"sum {i}", 200, f"a {i}"), Kernel("b", 300)
-
-    assert kinds(layer, tmp_path, replace(MACHINE, queues=queues)) == ({"few-queues"} if named else set())
+@pytest.mark.parametrize(("queues", "recorded", "found"), [
+    (1, None, ["few-queues"]), (1, 1, ["few-queues"]), (1, 2, ["nothing-to-overlap"]), (2, None, []),
+])  # fmt: skip
+def test_few_queues(queues, recorded, found, tmp_path):
+    """Kernels behind a transfer that they do not need, whose ends are 1 us late. recorded: the number of queues."""
+    sums = [(Record(f"a {i}"), transfer(f"sum {i}", 200, f"a {i}", ranks=(0,))) for i in range(LAYERS)]
+    ops = [op for each in sums for op in (Kernel("a", 300), *each, Kernel("b", 300))]
+    [path] = write_traces(run(Job({0: tuple(ops)}, replace(MACHINE, queues=queues), {"ep": ((0,),)})), tmp_path)
+    whole = json.loads(path.read_text()) | {"CUDA_DEVICE_MAX_CONNECTIONS": recorded}
+    for event in whole["traceEvents"]:
+        event |= {"dur": event["dur"] + 1} if event.get("cat") == "kernel" else {}
+    path.write_text(json.dumps(whole))
+    [device] = analyze_files([path], pictures=False).devices
+    assert [verdict.kind for verdict in device.analysis.verdicts] == found
 
 
 @pytest.mark.parametrize(("stream", "named"), [("ep", True), ("dp", False)])
@@ -206,15 +213,17 @@ def test_starved_computation(slower, named, tmp_path):
     assert ("starved-computation" in found, "starved-transfer" in found) == (named, False)
 
 
-@pytest.mark.parametrize(("ahead", "named"), [(0, True), (1, False)])
-def test_exposed_pipeline(ahead, named, tmp_path):
-    """Computation that needs what arrives now, and what arrived one micro-batch before."""
+@pytest.mark.parametrize(("ahead", "queues", "found"), [
+    (0, 32, {"exposed-pipeline"}), (1, 32, set()), (LAYERS, 1, {"few-queues"}),
+])  # fmt: skip
+def test_exposed_pipeline(ahead, queues, found, tmp_path):
+    """Computation that needs what arrives now, what arrived one micro-batch before, and nothing, in the same queue."""
 
     def layer(i, rank):
         sent = Collective(f"p {i}", "recv" if rank else "send", "ep", RANKS, 100, 1, "ep", f"a {i}", peers=(0, 1))
         return Kernel("a", 300), Record(f"a {i}"), sent, *([done(f"p {i - ahead}")] if rank and i >= ahead else [])
 
-    assert kinds(layer, tmp_path) == ({"exposed-pipeline"} if named else set())
+    assert kinds(layer, tmp_path, replace(MACHINE, queues=queues)) == found
 
 
 @pytest.mark.parametrize("beside", [0, 150])

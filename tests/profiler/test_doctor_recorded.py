@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from moe_dualpipe.profiler import read_trace
+from moe_dualpipe.profiler import NAMES, read_trace
 from moe_dualpipe.profiler.doctor.recorded import recorded_inputs
+from moe_dualpipe.profiler.doctor.view import view_of
 from tests.support.traces import kernel, launch, write
 
 
@@ -55,3 +56,16 @@ def test_a_wait_after_all_work_one_for_the_own_stream_and_a_trace_without_waits(
     assert inputs(tmp_path, wait(99, 70, wait_on_stream=7)) == inputs(tmp_path, wait(99, 55, wait_on_stream=9)) == {}
     assert inputs(tmp_path) is None
     assert inputs(tmp_path, wait(4, 41, wait_on_stream=7, device=1)) is None
+
+
+@pytest.mark.parametrize(("waits", "of_transfer", "of_kernel"), [(0, 0, 0), (1, 1, 0), (2, 1, 1), (3, 1, 2)])
+def test_a_transfer_uses_up_one_of_the_queued_waits(tmp_path, waits, of_transfer, of_kernel):
+    """The kernel is launched after the transfer, and a second kernel after it. Another thread queues a wait."""
+    events = [launch(10 + i, 10 + i, name="cudaStreamWaitEvent") for i in range(waits)]
+    events.append(launch(9, 15, thread=2, name="cudaStreamWaitEvent"))
+    for i, name in enumerate(("ncclDevKernel", "gemm", "gemm")):
+        events += [launch(i, 20 + 5 * i), kernel(name, 100 + 50 * i, 40, stream=8 if i else 9, correlation=i)]
+    trace = read_trace(write(tmp_path / "t.json", events))
+    view = view_of(trace, "0", NAMES.kind_of)
+    assert view.num_waits.tolist() == [of_transfer, of_kernel, 0]
+    assert view.may_wait.tolist() == [of_transfer > 0, of_kernel > 0, False]

@@ -53,6 +53,11 @@ def test_an_unchanged_replay_gives_the_recorded_times(graph):
     np.testing.assert_allclose(times.end, graph.start + graph.duration, atol=1e-9)
 
 
+@given(graphs())
+def test_a_dependency_that_the_recording_contradicts_makes_no_delay_negative(graph):
+    assert (graph.delay >= 0).all()
+
+
 @given(graphs(), st.data())
 def test_shorter_nodes_make_nothing_later(graph, data):
     share = np.array(data.draw(st.lists(st.floats(0, 1), min_size=len(graph.start), max_size=len(graph.start))))
