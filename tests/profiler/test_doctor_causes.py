@@ -88,13 +88,13 @@ def test_the_gain_without_late_launches_has_no_time_in_the_calls(tmp_path):
     (1, None, ["few-queues"]), (1, 1, ["few-queues"]), (1, 2, ["nothing-to-overlap"]), (2, None, []),
 ])  # fmt: skip
 def test_few_queues(queues, recorded, found, tmp_path):
-    """Kernels behind a transfer that they do not need, whose ends are 1 us late. recorded: the number of queues."""
+    """Kernels behind a transfer that they do not need. Ends are 1 us after the next start. recorded: the queues."""
     sums = [(Record(f"a {i}"), transfer(f"sum {i}", 200, f"a {i}", ranks=(0,))) for i in range(LAYERS)]
     ops = [op for each in sums for op in (Kernel("a", 300), *each, Kernel("b", 300))]
     [path] = write_traces(run(Job({0: tuple(ops)}, replace(MACHINE, queues=queues), {"ep": ((0,),)})), tmp_path)
     whole = json.loads(path.read_text()) | {"CUDA_DEVICE_MAX_CONNECTIONS": recorded}
     for event in whole["traceEvents"]:
-        event |= {"dur": event["dur"] + 1} if event.get("cat") == "kernel" else {}
+        event |= {"dur": event["dur"] + 2} if event.get("cat") == "kernel" else {}
     path.write_text(json.dumps(whole))
     [device] = analyze_files([path], pictures=False).devices
     assert [verdict.kind for verdict in device.analysis.verdicts] == found

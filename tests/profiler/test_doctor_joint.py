@@ -6,16 +6,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_dualpipe.profiler import read_trace
+from moe_dualpipe.profiler import NAMES, read_trace
+from moe_dualpipe.profiler.doctor.case import case_of
+from moe_dualpipe.profiler.doctor.causes import contention
 from moe_dualpipe.profiler.doctor.joint import JointGraph
 from moe_dualpipe.profiler.doctor.ranks import meetings_of
 from moe_dualpipe.profiler.doctor.repairs import Repairs
-from moe_dualpipe.profiler.files import analyze_devices
+from moe_dualpipe.profiler.doctor.view import view_of
+from moe_dualpipe.profiler.files import analyze_devices, analyze_files
 from moe_dualpipe.profiler.ranks import compare_traces
 from tests.support.diagnosed import pair, verdicts_of
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.faults.program import Await, Collective, Item, Job, Kernel, Machine, Python, Record
+from tests.support.traces import kernel, write
 
 MACHINE = Machine(
     call_us=5, launch_us=5, latency_us=3, gap_us=1, slower_beside_transfers=0, slower_beside_computation=0
@@ -175,3 +179,46 @@ def test_only_ranks_of_one_group_meet(tmp_path):
             yield Collective(key, kind, "ep", RANKS, 50, 1, "ep", key, peers=(source, 1 - source))
 
     assert cases_of(job(program), tmp_path / "pipeline")[1] == []
+
+
+def test_the_largest_gain_comes_first(tmp_path):
+    both = FAULTS["host sync"].apply(moe_training(layers=4).on(queues=1), 2)
+    for device in analyze_files(write_traces(run(both), tmp_path), pictures=False).devices:
+        gains = [verdict.gain_us or 0.0 for verdict in device.analysis.verdicts]
+        assert len(gains) > 1 and gains == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize(("moving_us", "beside"), [(100, 50), (60, 10), (40, 0)])
+def test_waits_for_other_ranks_are_not_beside_computation(moving_us, beside, tmp_path):
+    """A kernel from 0 to 100 us, and a transfer from 50 to 150 us, which waits at first."""
+    events = [kernel("gemm", 0, 100), kernel("ncclDevKernel", 50, 100, stream=8)]
+    case = case_of(view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of))
+    found = contention.beside_us(case, True, case.graph.recorded, np.array([100.0, moving_us]))
+    assert found.tolist() == [0, beside]
+
+
+def test_transfers_of_unknown_groups_share_the_bandwidth(tmp_path):
+    """Sums of 300 us before dispatches of 200 us. If they run at once, each takes 200 us longer."""
+    ops = [
+        op for i in range(8) for op in (
+            Kernel("a", 300), Record(f"a {i}"),
+            *(Collective(f"{name} {i}", "all_to_allv", name, (0,), us, 1000, "ep", f"a {i}", name)
+              for name, us in (("sum", 300), ("dispatch", 200))),
+            Await(f"done dispatch {i}"), Kernel("b", 300),
+        )
+    ]  # fmt: skip
+    groups = dict.fromkeys(("sum", "dispatch"), ((0,),))
+    [path] = write_traces(run(Job({0: tuple(ops)}, MACHINE, groups)), tmp_path)
+
+    def gain():
+        [device] = analyze_files([path], pictures=False).devices
+        return next(verdict.gain_us for verdict in device.analysis.verdicts if verdict.kind == "shared-stream")
+
+    assert gain() == pytest.approx(8 * 300, rel=0.01)
+    whole = json.loads(path.read_text())
+    for event in whole["traceEvents"]:
+        for name in [*event.get("args", {})]:
+            if name.startswith(("Collective", "Process")):
+                del event["args"][name]
+    path.write_text(json.dumps(whole))
+    assert gain() == pytest.approx(8 * 100, rel=0.03)

@@ -9,6 +9,7 @@ from moe_dualpipe.profiler.doctor.view import COMPUTE, POLL, view_of
 from tests.support.diagnosed import gain_of
 from tests.support.faults import run, write_traces
 from tests.support.faults.program import Await, Collective, Job, Kernel, Machine, Poll, Python, Record
+from tests.support.traces import kernel, launch, write
 
 MACHINE = Machine(
     call_us=5, launch_us=5, latency_us=3, gap_us=1, slower_beside_transfers=1, slower_beside_computation=1
@@ -59,3 +60,10 @@ def test_the_unchanged_replay_gives_the_recorded_window(tmp_path):
 def test_what_is_no_poll(tmp_path, wait, us):
     """A host that is ahead, one that works long after the transfer, and a wait as short as ordinary work."""
     assert polls(recorded(us, wait, tmp_path)) == []
+
+
+@pytest.mark.parametrize(("us", "ends", "waits"), [(150, 140, True), (50, 40, False), (150, 160, False)])
+def test_a_long_call_that_outlasts_its_own_copy_waits_for_it(tmp_path, us, ends, waits):
+    events = [launch(1, 0, name="cudaMemcpyAsync", duration=us), kernel("Memcpy DtoH", 5, ends - 5, correlation=1)]
+    view = view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of)
+    assert [call.sync for call in view.calls] == [waits]
