@@ -197,6 +197,17 @@ def test_waits_for_other_ranks_are_not_beside_computation(moving_us, beside, tmp
     assert found.tolist() == [0, beside]
 
 
+@pytest.mark.parametrize(("alone", "beside", "ratio"), [
+    ((99, 101, 100, 100), (149, 151, 150, 150), 1.5), ((90, 130, 100, 100), (110, 140, 105, 145), None),
+])  # fmt: skip
+def test_a_slowdown_within_the_spread_of_the_durations_is_uncertain(alone, beside, ratio, tmp_path):
+    """Kernels that run alone, and kernels beside transfers all the time."""
+    events = [kernel("gemm", 200 * i, us) for i, us in enumerate((*alone, *beside))]
+    case = case_of(view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of))
+    found = contention.slowdown_of(case, False, np.array([0.0] * 4 + [*beside]))
+    assert (found and found.ratio) == (ratio and pytest.approx(ratio, rel=0.01))
+
+
 def test_transfers_of_unknown_groups_share_the_bandwidth(tmp_path):
     """Sums of 300 us before dispatches of 200 us. If they run at once, each takes 200 us longer."""
     ops = [

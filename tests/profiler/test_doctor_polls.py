@@ -5,6 +5,7 @@ import pytest
 from moe_dualpipe.profiler import read_trace
 from moe_dualpipe.profiler.communication import NAMES
 from moe_dualpipe.profiler.doctor.case import Case, case_of, shorter
+from moe_dualpipe.profiler.doctor.diagnose import diagnose
 from moe_dualpipe.profiler.doctor.view import COMPUTE, POLL, view_of
 from tests.support.diagnosed import gain_of
 from tests.support.faults import run, write_traces
@@ -67,3 +68,18 @@ def test_a_long_call_that_outlasts_its_own_copy_waits_for_it(tmp_path, us, ends,
     events = [launch(1, 0, name="cudaMemcpyAsync", duration=us), kernel("Memcpy DtoH", 5, ends - 5, correlation=1)]
     view = view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of)
     assert [call.sync for call in view.calls] == [waits]
+
+
+def test_a_kernel_that_waits_for_a_transfer_does_not_wait_for_its_launch(tmp_path):
+    """The host works for 600 us between layers, and for 100 us during a transfer that the next kernel needs."""
+    ops = []
+    for i in range(6):
+        sent = Collective(f"t {i}", "all_to_allv", "ep", (0,), 400, 1, "ep", f"a {i}")
+        ops += [Kernel("a", 20), Record(f"a {i}"), sent, Python(100), Await(f"done t {i}"), Kernel("b", 20)]
+        ops.append(Python(600))
+    made = run(Job({0: tuple(ops)}, MACHINE, {"ep": ((0,),)}))
+    kernels = [span for span in made.ranks[0].device if isinstance(span.op, Kernel)]
+    idle = sum(a.start - b.end for b, a in zip(kernels[1::2], kernels[2::2], strict=False))
+    trace = read_trace(*write_traces(made, tmp_path))
+    [verdict] = [one for one in diagnose(trace, "0", NAMES.kind_of) if one.kind == "host-bound"]
+    assert idle > 1000 and verdict.cost_us == pytest.approx(idle, rel=0.02)
