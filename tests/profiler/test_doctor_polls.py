@@ -5,11 +5,11 @@ import pytest
 from moe_dualpipe.profiler import read_trace
 from moe_dualpipe.profiler.communication import NAMES
 from moe_dualpipe.profiler.doctor.case import Case, case_of, shorter
-from moe_dualpipe.profiler.doctor.diagnose import diagnose
+from moe_dualpipe.profiler.doctor.diagnose import diagnose, examine
 from moe_dualpipe.profiler.doctor.view import COMPUTE, POLL, view_of
 from tests.support.diagnosed import gain_of
 from tests.support.faults import run, write_traces
-from tests.support.faults.program import Await, Collective, Job, Kernel, Machine, Poll, Python, Record
+from tests.support.faults.program import Await, Begin, Collective, End, Job, Kernel, Machine, Poll, Python, Record
 from tests.support.traces import kernel, launch, write
 
 MACHINE = Machine(
@@ -83,3 +83,16 @@ def test_a_kernel_that_waits_for_a_transfer_does_not_wait_for_its_launch(tmp_pat
     trace = read_trace(*write_traces(made, tmp_path))
     [verdict] = [one for one in diagnose(trace, "0", NAMES.kind_of) if one.kind == "host-bound"]
     assert idle > 1000 and verdict.cost_us == pytest.approx(idle, rel=0.02)
+
+
+def test_a_launch_is_not_late_by_itself_if_the_host_is_late_for_all_work(tmp_path):
+    """A transfer that is launched 400 us after its input was there, by a host that takes 1,000 us for each layer."""
+    ops = []
+    for i in range(8):
+        sent = Collective(f"t {i}", "all_to_allv", "ep", (0,), 300, 1, "ep", f"F {i}", "combine(F)")
+        ops += [Begin("mlp(F)"), Kernel("a", 100), End(), Record(f"F {i}"), Begin("attn(B)"), Kernel("b", 300), End()]
+        ops += [Python(500), sent, Await(f"done t {i}"), Begin("attn(F)"), Kernel("c", 100), End(), Python(500)]
+    trace = read_trace(*write_traces(run(Job({0: tuple(ops)}, MACHINE, {"ep": ((0,),)})), tmp_path))
+    found = examine(trace, "0", NAMES.kind_of)
+    assert found is not None and "late-launch" in [finding.verdict.kind for finding in found.others]
+    assert [verdict.kind for verdict in diagnose(trace, "0", NAMES.kind_of)] == ["host-bound"]
