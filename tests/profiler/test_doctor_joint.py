@@ -8,7 +8,7 @@ import pytest
 
 from moe_dualpipe.profiler import NAMES, read_trace
 from moe_dualpipe.profiler.doctor.case import case_of
-from moe_dualpipe.profiler.doctor.causes import contention
+from moe_dualpipe.profiler.doctor.causes import contention, order
 from moe_dualpipe.profiler.doctor.joint import JointGraph
 from moe_dualpipe.profiler.doctor.ranks import meetings_of
 from moe_dualpipe.profiler.doctor.repairs import Repairs
@@ -135,6 +135,20 @@ def test_a_shared_queue_keeps_its_order_without_the_waits_of_the_host(tmp_path):
     assert gains["few-queues"] > 5 * true
 
 
+def test_three_streams_of_which_two_pairs_share_a_queue_share_one(tmp_path):
+    def program(_, i):
+        return (
+            Kernel("a", 300), *transfer(f"s {i}", 200, ranks=(0,)), Kernel("b", 300),
+            *transfer(f"t {i}", 200, "dp", ranks=(0,)),
+        )  # fmt: skip
+
+    [case], _ = cases_of(job(program, replace(MACHINE, queues=1), (0,)), tmp_path)
+    [finding] = [found for found in order.find(case) if found.stays is not None]
+    assert len(set(case.view.stream)) == 3
+    nodes = case.nodes.event[np.argsort(case.view.launch, kind="stable")]
+    assert (finding.stays(case.graph).queue[nodes[1:]] == nodes[:-1]).all()
+
+
 def test_a_collective_is_slowed_down_by_computation_on_any_rank(tmp_path):
     """Rank 0 computes nothing beside its transfers, rank 1 does in every other layer."""
 
@@ -153,8 +167,8 @@ def test_slow_transfers_do_not_hide_that_the_others_are_slower_beside_computatio
 
     def program(_, i):
         wait, beside = Await(f"done t {i}"), Kernel("b", 300)
-        order = (wait, beside) if i % 4 in (0, 1) else (beside, wait)
-        return (Kernel("a", 100), *transfer(f"t {i}", 300 if i else 900), *order)
+        both = (wait, beside) if i % 4 in (0, 1) else (beside, wait)
+        return (Kernel("a", 100), *transfer(f"t {i}", 300 if i else 900), *both)
 
     slower = replace(MACHINE, slower_beside_computation=0.6)
     found = {verdict.kind for _, verdict in verdicts_of(job(program, slower), tmp_path)}
