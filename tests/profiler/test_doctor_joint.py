@@ -143,10 +143,11 @@ def test_three_streams_of_which_two_pairs_share_a_queue_share_one(tmp_path):
         )  # fmt: skip
 
     [case], _ = cases_of(job(program, replace(MACHINE, queues=1), (0,)), tmp_path)
-    [finding] = [found for found in order.find(case) if found.stays is not None]
+    [stays] = [found.stays for found in order.find(case) if found.stays is not None]
     assert len(set(case.view.stream)) == 3
     nodes = case.nodes.event[np.argsort(case.view.launch, kind="stable")]
-    assert (finding.stays(case.graph).queue[nodes[1:]] == nodes[:-1]).all()
+    queue = stays(case.graph).queue
+    assert queue is not None and (queue[nodes[1:]] == nodes[:-1]).all()
 
 
 def test_a_collective_is_slowed_down_by_computation_on_any_rank(tmp_path):
