@@ -5,6 +5,7 @@ import pytest
 from moe_dualpipe.profiler import read_trace
 from moe_dualpipe.profiler.communication import NAMES
 from moe_dualpipe.profiler.doctor.case import Case, case_of, shorter
+from moe_dualpipe.profiler.doctor.causes.exposed import find_nothing_else
 from moe_dualpipe.profiler.doctor.diagnose import diagnose, examine
 from moe_dualpipe.profiler.doctor.view import COMPUTE, POLL, view_of
 from tests.support.diagnosed import gain_of
@@ -96,3 +97,15 @@ def test_a_launch_is_not_late_by_itself_if_the_host_is_late_for_all_work(tmp_pat
     found = examine(trace, "0", NAMES.kind_of)
     assert found is not None and "late-launch" in [finding.verdict.kind for finding in found.others]
     assert [verdict.kind for verdict in diagnose(trace, "0", NAMES.kind_of)] == ["host-bound"]
+
+
+@pytest.mark.parametrize(("launched_us", "named"), [(-5, True), (5, False)])
+def test_nothing_to_overlap_if_the_next_kernel_was_queued(launched_us, named, tmp_path):
+    """Kernels start 10 us after the end of a transfer. launched_us: from the end of the transfer."""
+    events = []
+    for i in range(8):
+        end = 410 * i
+        events += [launch(i + 1, end + launched_us), kernel("a", end + 10, 300, correlation=i + 1)]
+        events.append(kernel("ncclDevKernel", end + 310, 100, stream=8))
+    case = case_of(view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of))
+    assert len(find_nothing_else(case, case.graph.recorded)) == named
