@@ -1,11 +1,15 @@
 """For each cause: a small job that has it, and the nearest job that does not."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from moe_dualpipe.profiler.files import analyze_files
 from tests.support.diagnosed import verdicts_of
+from tests.support.faults import run, write_traces
 from tests.support.faults.program import Await, Begin, Collective, End, Item, Job, Kernel, Machine, Python, Record
+from tests.support.traces import kernel, write
 
 MACHINE = Machine(
     call_us=5, launch_us=5, latency_us=3, gap_us=1, slower_beside_transfers=0, slower_beside_computation=0
@@ -71,14 +75,29 @@ def test_host_bound(us, named, tmp_path):
     assert found == ({"host-bound"} if named else set())
 
 
-@pytest.mark.parametrize(("queues", "named"), [(1, True), (2, False)])
-def test_few_queues(queues, named, tmp_path):
-    """Kernels that are launched after a transfer that they do not need."""
+def test_the_gain_without_late_launches_has_no_time_in_the_calls(tmp_path):
+    """Calls of 7 us launch kernels of 2 us. A host that takes no time lets them run one after another."""
+    machine = replace(MACHINE, call_us=0, launch_us=7)
+    job = Job({0: (Kernel("a", 2),) * 40}, machine, {})
+    [(_, verdict)] = verdicts_of(job, tmp_path)
+    ideal = run(job.on(launch_us=0)).window_us
+    assert verdict.kind == "host-bound" and verdict.gain_us == pytest.approx(run(job).window_us - ideal, rel=0.02)
 
-    def layer(i, _):
-        return Kernel("a", 300), Record(f"a {i}"), transfer(f"sum {i}", 200, f"a {i}"), Kernel("b", 300)
 
-    assert kinds(layer, tmp_path, replace(MACHINE, queues=queues)) == ({"few-queues"} if named else set())
+@pytest.mark.parametrize(("queues", "recorded", "found"), [
+    (1, None, ["few-queues"]), (1, 1, ["few-queues"]), (1, 2, ["nothing-to-overlap"]), (2, None, []),
+])  # fmt: skip
+def test_few_queues(queues, recorded, found, tmp_path):
+    """Kernels behind a transfer that they do not need. Ends are 1 us after the next start. recorded: the queues."""
+    sums = [(Record(f"a {i}"), transfer(f"sum {i}", 200, f"a {i}", ranks=(0,))) for i in range(LAYERS)]
+    ops = [op for each in sums for op in (Kernel("a", 300), *each, Kernel("b", 300))]
+    [path] = write_traces(run(Job({0: tuple(ops)}, replace(MACHINE, queues=queues), {"ep": ((0,),)})), tmp_path)
+    whole = json.loads(path.read_text()) | {"CUDA_DEVICE_MAX_CONNECTIONS": recorded}
+    for event in whole["traceEvents"]:
+        event |= {"dur": event["dur"] + 2} if event.get("cat") == "kernel" else {}
+    path.write_text(json.dumps(whole))
+    [device] = analyze_files([path], pictures=False).devices
+    assert [verdict.kind for verdict in device.analysis.verdicts] == found
 
 
 @pytest.mark.parametrize(("stream", "named"), [("ep", True), ("dp", False)])
@@ -153,6 +172,16 @@ def test_imbalance(factor, named, tmp_path):
     assert kinds(layer, tmp_path) == ({"imbalance"} if named else set())
 
 
+@pytest.mark.parametrize(("later_us", "named"), [(15, False), (40, True)])
+def test_waits_for_ranks_that_are_short_beside_the_transfers_are_ordinary(later_us, named, tmp_path):
+    """One rank joins later in transfers of 1,000 us. 15 us are more than 1% of the window, and less than 2% of them."""
+
+    def layer(i, rank):
+        return Kernel("a", 100 + later_us * rank), Record(f"a {i}"), transfer(f"t {i}", 1000, f"a {i}"), done(f"t {i}")
+
+    assert ("imbalance" in kinds(layer, tmp_path)) == named
+
+
 @pytest.mark.parametrize(("slow", "elements", "named"), [(300, 1000, True), (300, 3000, False), (130, 1000, False)])
 def test_slow_transfer(slow, elements, named, tmp_path):
     """Every fourth transfer takes longer: with the same size, with a larger size, and only a little."""
@@ -184,15 +213,17 @@ def test_starved_computation(slower, named, tmp_path):
     assert ("starved-computation" in found, "starved-transfer" in found) == (named, False)
 
 
-@pytest.mark.parametrize(("ahead", "named"), [(0, True), (1, False)])
-def test_exposed_pipeline(ahead, named, tmp_path):
-    """Computation that needs what arrives now, and what arrived one micro-batch before."""
+@pytest.mark.parametrize(("ahead", "queues", "found"), [
+    (0, 32, {"exposed-pipeline"}), (1, 32, set()), (LAYERS, 1, {"few-queues"}),
+])  # fmt: skip
+def test_exposed_pipeline(ahead, queues, found, tmp_path):
+    """Computation that needs what arrives now, what arrived one micro-batch before, and nothing, in the same queue."""
 
     def layer(i, rank):
         sent = Collective(f"p {i}", "recv" if rank else "send", "ep", RANKS, 100, 1, "ep", f"a {i}", peers=(0, 1))
         return Kernel("a", 300), Record(f"a {i}"), sent, *([done(f"p {i - ahead}")] if rank and i >= ahead else [])
 
-    assert kinds(layer, tmp_path) == ({"exposed-pipeline"} if named else set())
+    assert kinds(layer, tmp_path, replace(MACHINE, queues=queues)) == found
 
 
 @pytest.mark.parametrize("beside", [0, 150])
@@ -216,6 +247,17 @@ def test_nothing_to_overlap_at_the_end_of_a_transfer(tail, named, tmp_path):
         return Kernel("a", 300), Record(f"a {i}"), sent, Kernel("b", 300), done(f"t {i}"), Kernel("c", 100)
 
     assert kinds(layer, tmp_path) == ({"nothing-to-overlap"} if named else set())
+
+
+@pytest.mark.parametrize(("after_us", "named"), [(10, True), (50, False)])
+def test_nothing_to_overlap_if_computation_starts_soon_after_the_transfer(after_us, named, tmp_path):
+    """Launches are unknown. Later, the computation waits for something else."""
+    starts = [i * (400 + after_us) for i in range(LAYERS)]
+    events = [kernel("a", start, 300) for start in starts]
+    events += [kernel("ncclDevKernel", start + 300, 100, stream=8) for start in starts]
+    files = analyze_files([write(tmp_path / "t.json", events)], pictures=False)
+    found = {verdict.kind for verdict in files.devices[0].analysis.verdicts}
+    assert found == ({"nothing-to-overlap"} if named else set())
 
 
 def test_time_in_which_two_streams_wait_for_the_host_counts_once(tmp_path):

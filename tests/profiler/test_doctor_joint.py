@@ -6,16 +6,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_dualpipe.profiler import read_trace
+from moe_dualpipe.profiler import NAMES, read_trace
+from moe_dualpipe.profiler.doctor.case import case_of
+from moe_dualpipe.profiler.doctor.causes import contention, order
 from moe_dualpipe.profiler.doctor.joint import JointGraph
 from moe_dualpipe.profiler.doctor.ranks import meetings_of
 from moe_dualpipe.profiler.doctor.repairs import Repairs
-from moe_dualpipe.profiler.files import analyze_devices
+from moe_dualpipe.profiler.doctor.view import view_of
+from moe_dualpipe.profiler.files import analyze_devices, analyze_files
 from moe_dualpipe.profiler.ranks import compare_traces
 from tests.support.diagnosed import pair, verdicts_of
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.faults.program import Await, Collective, Item, Job, Kernel, Machine, Python, Record
+from tests.support.traces import kernel, write
 
 MACHINE = Machine(
     call_us=5, launch_us=5, latency_us=3, gap_us=1, slower_beside_transfers=0, slower_beside_computation=0
@@ -131,6 +135,21 @@ def test_a_shared_queue_keeps_its_order_without_the_waits_of_the_host(tmp_path):
     assert gains["few-queues"] > 5 * true
 
 
+def test_three_streams_of_which_two_pairs_share_a_queue_share_one(tmp_path):
+    def program(_, i):
+        return (
+            Kernel("a", 300), *transfer(f"s {i}", 200, ranks=(0,)), Kernel("b", 300),
+            *transfer(f"t {i}", 200, "dp", ranks=(0,)),
+        )  # fmt: skip
+
+    [case], _ = cases_of(job(program, replace(MACHINE, queues=1), (0,)), tmp_path)
+    [stays] = [found.stays for found in order.find(case) if found.stays is not None]
+    assert len(set(case.view.stream)) == 3
+    nodes = case.nodes.event[np.argsort(case.view.launch, kind="stable")]
+    queue = stays(case.graph).queue
+    assert queue is not None and (queue[nodes[1:]] == nodes[:-1]).all()
+
+
 def test_a_collective_is_slowed_down_by_computation_on_any_rank(tmp_path):
     """Rank 0 computes nothing beside its transfers, rank 1 does in every other layer."""
 
@@ -149,8 +168,8 @@ def test_slow_transfers_do_not_hide_that_the_others_are_slower_beside_computatio
 
     def program(_, i):
         wait, beside = Await(f"done t {i}"), Kernel("b", 300)
-        order = (wait, beside) if i % 4 in (0, 1) else (beside, wait)
-        return (Kernel("a", 100), *transfer(f"t {i}", 300 if i else 900), *order)
+        both = (wait, beside) if i % 4 in (0, 1) else (beside, wait)
+        return (Kernel("a", 100), *transfer(f"t {i}", 300 if i else 900), *both)
 
     slower = replace(MACHINE, slower_beside_computation=0.6)
     found = {verdict.kind for _, verdict in verdicts_of(job(program, slower), tmp_path)}
@@ -175,3 +194,57 @@ def test_only_ranks_of_one_group_meet(tmp_path):
             yield Collective(key, kind, "ep", RANKS, 50, 1, "ep", key, peers=(source, 1 - source))
 
     assert cases_of(job(program), tmp_path / "pipeline")[1] == []
+
+
+def test_the_largest_gain_comes_first(tmp_path):
+    both = FAULTS["host sync"].apply(moe_training(layers=4).on(queues=1), 2)
+    for device in analyze_files(write_traces(run(both), tmp_path), pictures=False).devices:
+        gains = [verdict.gain_us or 0.0 for verdict in device.analysis.verdicts]
+        assert len(gains) > 1 and gains == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize(("moving_us", "beside"), [(100, 50), (60, 10), (40, 0)])
+def test_waits_for_other_ranks_are_not_beside_computation(moving_us, beside, tmp_path):
+    """A kernel from 0 to 100 us, and a transfer from 50 to 150 us, which waits at first."""
+    events = [kernel("gemm", 0, 100), kernel("ncclDevKernel", 50, 100, stream=8)]
+    case = case_of(view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of))
+    found = contention.beside_us(case, True, case.graph.recorded, np.array([100.0, moving_us]))
+    assert found.tolist() == [0, beside]
+
+
+@pytest.mark.parametrize(("alone", "beside", "ratio"), [
+    ((99, 101, 100, 100), (149, 151, 150, 150), 1.5), ((90, 130, 100, 100), (110, 140, 105, 145), None),
+])  # fmt: skip
+def test_a_slowdown_within_the_spread_of_the_durations_is_uncertain(alone, beside, ratio, tmp_path):
+    """Kernels that run alone, and kernels beside transfers all the time."""
+    events = [kernel("gemm", 200 * i, us) for i, us in enumerate((*alone, *beside))]
+    case = case_of(view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of))
+    found = contention.slowdown_of(case, False, np.array([0.0] * 4 + [*beside]))
+    assert (found and found.ratio) == (ratio and pytest.approx(ratio, rel=0.01))
+
+
+def test_transfers_of_unknown_groups_share_the_bandwidth(tmp_path):
+    """Sums of 300 us before dispatches of 200 us. If they run at once, each takes 200 us longer."""
+    ops = [
+        op for i in range(8) for op in (
+            Kernel("a", 300), Record(f"a {i}"),
+            *(Collective(f"{name} {i}", "all_to_allv", name, (0,), us, 1000, "ep", f"a {i}", name)
+              for name, us in (("sum", 300), ("dispatch", 200))),
+            Await(f"done dispatch {i}"), Kernel("b", 300),
+        )
+    ]  # fmt: skip
+    groups = dict.fromkeys(("sum", "dispatch"), ((0,),))
+    [path] = write_traces(run(Job({0: tuple(ops)}, MACHINE, groups)), tmp_path)
+
+    def gain():
+        [device] = analyze_files([path], pictures=False).devices
+        return next(verdict.gain_us for verdict in device.analysis.verdicts if verdict.kind == "shared-stream")
+
+    assert gain() == pytest.approx(8 * 300, rel=0.01)
+    whole = json.loads(path.read_text())
+    for event in whole["traceEvents"]:
+        for name in [*event.get("args", {})]:
+            if name.startswith(("Collective", "Process")):
+                del event["args"][name]
+    path.write_text(json.dumps(whole))
+    assert gain() == pytest.approx(8 * 100, rel=0.03)

@@ -1,11 +1,15 @@
-"""Inputs of work that a trace records as waits of streams."""
+"""Inputs of work: those that a trace records as waits of streams, and those that are inferred."""
 
 import numpy as np
 import pytest
 
-from moe_dualpipe.profiler import read_trace
+from moe_dualpipe.profiler import NAMES, read_trace
+from moe_dualpipe.profiler.doctor.dependencies import ready_times
+from moe_dualpipe.profiler.doctor.inputs import edges_of
 from moe_dualpipe.profiler.doctor.recorded import recorded_inputs
-from tests.support.traces import kernel, launch, write
+from moe_dualpipe.profiler.doctor.replay import ASSUMED, DATA
+from moe_dualpipe.profiler.doctor.view import view_of
+from tests.support.traces import annotation, kernel, launch, write
 
 
 def wait(correlation, time, **arguments):
@@ -55,3 +59,45 @@ def test_a_wait_after_all_work_one_for_the_own_stream_and_a_trace_without_waits(
     assert inputs(tmp_path, wait(99, 70, wait_on_stream=7)) == inputs(tmp_path, wait(99, 55, wait_on_stream=9)) == {}
     assert inputs(tmp_path) is None
     assert inputs(tmp_path, wait(4, 41, wait_on_stream=7, device=1)) is None
+
+
+@pytest.mark.parametrize(("waits", "of_transfer", "of_kernel"), [(0, 0, 0), (1, 1, 0), (2, 1, 1), (3, 1, 2)])
+def test_a_transfer_uses_up_one_of_the_queued_waits(tmp_path, waits, of_transfer, of_kernel):
+    """The kernel is launched after the transfer, and a second kernel after it. Another thread queues a wait."""
+    events = [launch(10 + i, 10 + i, name="cudaStreamWaitEvent") for i in range(waits)]
+    events.append(launch(9, 15, thread=2, name="cudaStreamWaitEvent"))
+    for i, name in enumerate(("ncclDevKernel", "gemm", "gemm")):
+        events += [launch(i, 20 + 5 * i), kernel(name, 100 + 50 * i, 40, stream=8 if i else 9, correlation=i)]
+    trace = read_trace(write(tmp_path / "t.json", events))
+    view = view_of(trace, "0", NAMES.kind_of)
+    assert view.num_waits.tolist() == [of_transfer, of_kernel, 0]
+    assert view.may_wait.tolist() == [of_transfer > 0, of_kernel > 0, False]
+
+
+def inferred(events, folder):
+    """The view of a trace, and its dependencies: sources, targets and kinds."""
+    view = view_of(read_trace(write(folder / "t.json", events)), "0", NAMES.kind_of)
+    return view, [*zip(*edges_of(view, ready_times(view)), strict=True)]
+
+
+@pytest.mark.parametrize(("after_us", "kind"), [(4, DATA), (20, ASSUMED)])
+def test_a_transfer_that_starts_soon_after_its_input_waited_for_it(after_us, kind, tmp_path):
+    events = [launch(1, 0), launch(2, 2), kernel("gemm", 10, 100, correlation=1)]
+    events.append(kernel("ncclDevKernel", 110 + after_us, 50, stream=8, correlation=2))
+    assert inferred(events, tmp_path)[1] == [(0, 1, kind)]
+
+
+def test_a_kernel_after_a_queued_wait_needs_the_transfer_that_ended_last(tmp_path):
+    """The one that was launched last ended before."""
+    events = [launch(1, 0), launch(2, 2), launch(3, 4, name="cudaStreamWaitEvent"), launch(4, 6)]
+    events += [kernel("ncclDevKernel", 10 + i, us, stream=8 + i, correlation=1 + i) for i, us in enumerate((290, 90))]
+    assert inferred([*events, kernel("gemm", 400, 50, correlation=4)], tmp_path)[1] == [(0, 2, ASSUMED)]
+
+
+def test_input_and_weight_gradients_belong_to_the_backward_chunk(tmp_path):
+    letters = "FBIW"
+    events = [event for i, letter in enumerate(letters) for event in (
+        annotation(f"mlp({letter})", 10 * i, 8), launch(i, 10 * i + 2), kernel("gemm", 100 + 10 * i, 9, correlation=i)
+    )]  # fmt: skip
+    view, _ = inferred(events, tmp_path)
+    assert view.letters == ["F", "B", "B", "B"] and view.is_wgrad.tolist() == [False, False, False, True]

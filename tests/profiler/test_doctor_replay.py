@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_dualpipe.profiler import read_trace
 from moe_dualpipe.profiler.communication import NAMES
 from moe_dualpipe.profiler.doctor.case import case_of
-from moe_dualpipe.profiler.doctor.replay import ASSUMED, Graph, Waits, order_of, replay, with_delays
+from moe_dualpipe.profiler.doctor.replay import ASSUMED, NO_WAITS, Graph, Waits, order_of, replay, with_delays
 from moe_dualpipe.profiler.doctor.view import view_of
 from tests.support.faults import FAULTS, run, write_traces
 
@@ -53,6 +53,11 @@ def test_an_unchanged_replay_gives_the_recorded_times(graph):
     np.testing.assert_allclose(times.end, graph.start + graph.duration, atol=1e-9)
 
 
+@given(graphs())
+def test_a_dependency_that_the_recording_contradicts_makes_no_delay_negative(graph):
+    assert (graph.delay >= 0).all()
+
+
 @given(graphs(), st.data())
 def test_shorter_nodes_make_nothing_later(graph, data):
     share = np.array(data.draw(st.lists(st.floats(0, 1), min_size=len(graph.start), max_size=len(graph.start))))
@@ -83,6 +88,15 @@ def test_nodes_that_wait_for_each_other_have_no_order():
     assert order_of(replace(graph, before=np.array([-1, 0], np.int64))) is None
     with pytest.raises(ValueError, match="wait for each other"):
         replay(replace(graph, before=np.array([-1, 0], np.int64)))
+
+
+def test_work_in_a_hardware_queue_starts_once_the_work_before_it_has_started():
+    """Node 0 takes 10 us, and node 1 follows it. Node 2 needs nothing, and is behind node 1 in a queue."""
+    none, zero = np.full(3, -1, np.int64), np.zeros(3)
+    before, durations = np.array([-1, 0, -1], np.int64), np.array([10.0, 100.0, 5.0])
+    graph = Graph(np.ones(3, bool), zero, durations, before, zero, none, zero, NO_WAITS, zero)
+    assert replay(graph).start.tolist() == [0, 10, 0]
+    assert replay(replace(graph, queue=np.array([-1, -1, 1], np.int64))).start.tolist() == [0, 10, 10]
 
 
 @pytest.mark.parametrize("name", ["host sync", "one queue", "shared stream", "late launch", "no graphs"])

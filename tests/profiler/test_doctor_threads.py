@@ -144,25 +144,31 @@ def two_links(op):
     return replace(op, group=op.label[-2], us=5000) if isinstance(op, Start) else op
 
 
+def transfers_of(us, label=""):
+    return lambda op: replace(op, us=us) if isinstance(op, Start) and label in op.label else op
+
+
 def gated(op):
     return replace(op, gated=True) if isinstance(op, Start) else op
 
 
-def late(ops):
-    """Each transfer starts behind the next computation of the other chunk."""
+def late(ops, label="dispatch(F)", behind="mlp(B)"):
+    """Each of these transfers starts behind the next computation that it does not need."""
     result = list(ops)
     for i in range(len(result) - 2, -1, -1):
-        if isinstance(result[i], Start) and result[i].label == "dispatch(F)":
-            following = next(j for j in range(i, len(result)) if result[j] == Compute("mlp(B)"))
+        if isinstance(result[i], Start) and result[i].label == label:
+            following = next(j for j in range(i, len(result)) if result[j].label == behind)
             result.insert(following + 1, result[i])
             del result[i]
     return result
 
 
 HEALTHY = layers(6)
+LONG_F, LONG_B = (layers(6, transfers_of(5000, label)) for label in ("dispatch(F)", "dispatch(B)"))
 FAULTS = {
     "host-sync": (layers(6, waits_at_once), HEALTHY),
-    "late-launch": (late(HEALTHY), HEALTHY),
+    "late-launch": (late(LONG_F), LONG_F),
+    "late-launch behind weight gradients": (late(LONG_B, "dispatch(B)", "mlp(W)"), LONG_B),
     "few-queues": (layers(6, gated), HEALTHY),
     "shared-stream": (layers(6, one_link), layers(6, two_links)),
 }
@@ -178,9 +184,8 @@ def test_a_fault_is_named_with_its_true_gain(kind, tmp_path):
     faulty, healthy = FAULTS[kind]
     true = window_of(faulty, tmp_path) - window_of(healthy, tmp_path)
     first = verdicts_of(faulty, tmp_path)[0]
-    assert first.kind == kind
-    assert true > 1000
-    assert first.gain_us == pytest.approx(true, rel=0.05)
+    assert first.kind == kind.split()[0] and true > 1000
+    assert first.gain_us == pytest.approx(true, rel=0.01)
 
 
 @pytest.mark.parametrize("change", [waits_at_once, gated, one_link, late])
@@ -193,12 +198,7 @@ def test_an_unchanged_replay_gives_the_recorded_times(change, tmp_path):
 def test_shorter_transfers_shorten_the_waits_for_them(factor, tmp_path):
     """The transfers are longer than the computation beside them, so that every wait is for its transfer."""
 
-    def long(op):
-        return replace(op, us=6000) if isinstance(op, Start) else op
-
-    def faster(op):
-        return replace(op, us=6000 * factor) if isinstance(op, Start) else op
-
+    long, faster = transfers_of(6000), transfers_of(6000 * factor)
     case = case_of(layers(4, long), tmp_path)
     true = window_of(layers(4, long), tmp_path / "a") - window_of(layers(4, faster), tmp_path / "b")
     change = shorter(case.nodes.event, (1 - factor) * case.view.duration * case.is_comm)
