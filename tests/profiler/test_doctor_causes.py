@@ -57,17 +57,6 @@ def test_causes_of_less_than_one_percent_are_left_out(us, named, tmp_path):
     assert kinds(layer, tmp_path, ranks=(0,)) == ({"host-sync"} if named else set())
 
 
-@pytest.mark.parametrize(("latency_us", "named"), [(15, True), (40, False)])
-def test_host_bound_on_a_device_with_a_long_latency(latency_us, named, tmp_path):
-    """The host launches a kernel every 40 us, and each begins some time later. With 40 us, one is always waiting."""
-    machine = replace(MACHINE, latency_us=latency_us)
-    programs = {0: tuple(op for _ in range(LAYERS) for op in [Python(30), Kernel("a", 5)] * 4)}
-    found = [verdict for _, verdict in verdicts_of(Job(programs, machine, {}), tmp_path)]
-    assert [verdict.kind for verdict in found] == ["host-bound"] * named
-    for verdict in found:
-        assert verdict.evidence[0].startswith("31 of 32 kernels") and verdict.cost_us == pytest.approx(31 * 35)
-
-
 @pytest.mark.parametrize(("us", "named"), [(20, True), (60, False)])
 def test_host_bound(us, named, tmp_path):
     """A host that takes 40 us for each kernel, and shorter and longer kernels."""

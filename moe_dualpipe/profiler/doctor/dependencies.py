@@ -11,7 +11,7 @@ from .inputs import CLOCK, edges_of
 from .replay import ASSUMED, SYNC, Floats, Graph, Ints, Waits, with_delays
 from .view import View
 
-_LATENCY = 10.0  # at most so much of a launch's latency is taken for unavoidable
+_LATENCY = 10.0  # at most so much of a launch's latency, beyond the call itself, is taken for unavoidable
 _SHORT_CALL = 5.0  # what a call that waits takes without waiting
 _FULL_QUEUE = 900  # launches block when about 1,000 are queued
 _BLOCKED = 100.0
@@ -69,8 +69,10 @@ def latency_of(view: View) -> float:
     known = view.launch >= 0
     if not known.any():
         return 0.0
-    calls = np.array([call.start for call in view.calls])
-    return float(np.clip(np.percentile(view.start[known] - calls[view.launch[known]], 5), 0.0, _LATENCY))
+    starts, ends = (np.array([getattr(call, edge) for call in view.calls]) for edge in ("start", "end"))
+    launch = view.launch[known]
+    most = _LATENCY + float(np.median(ends[launch] - starts[launch]))
+    return float(np.clip(np.percentile(view.start[known] - starts[launch], 5), 0.0, most))
 
 
 def gap_of(view: View, previous: Ints) -> float:
