@@ -218,7 +218,7 @@ def test_each_device_has_its_own_transfers_and_lanes(tmp_path):
 
 
 def test_traces_of_different_runs_do_not_wait_for_each_other(tmp_path):
-    """Two runs of one program: the same transfers, at other times. A slower rank is no cause of lost time."""
+    """Two runs of one program: the same transfers, at other times. A slower rank is not a cause of lost time."""
     paths = []
     for name, apart, duration in (("slow", 2000, 1500), ("fast", 1000, 300)):
         events = [kernel("gemm", apart * i, 200) for i in range(8)]
