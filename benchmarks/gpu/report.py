@@ -291,7 +291,8 @@ def overlap_details(name: str, pair: dict[str, Any]) -> str:
         [w["during"] or "-", w["before"] or "-", *("-" if w[key] is None else f"{w[key]:,.0f}" for key in keys)]
         for w in pair["waits"]
     ]
-    sms = f"transfers use up to {pair['comm_blocks']} thread blocks; the GPU has {pair['num_sms']} multiprocessors"
+    blocks, count = (pair[key] or "-" for key in ("comm_blocks", "num_sms"))
+    sms = f"transfers use up to {blocks} thread blocks; the GPU has {count} multiprocessors"
     late = table(["from ready to the start of the transfer, us", "mean", "longest"], delays)
     waited = table(["no computation during", "next computation", "times", "us", "of this, the host was late"], waits)
     return f"### {name}, overlapped: {sms}\n\n{late}\n\n{waited}"

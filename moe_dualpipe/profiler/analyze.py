@@ -50,7 +50,8 @@ class Kernel:
     """compute, comm or copy."""
     times: int
     total_us: float
-    most_blocks: int
+    most_blocks: int | None
+    """Thread blocks of its largest launch. None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,10 @@ class Analysis:
     idle_us: float
     """Nothing runs."""
     num_comm: int
-    comm_blocks: int
-    """Thread blocks of the largest communication kernel: an upper limit on the SMs that it occupies."""
-    num_sms: int
-    """SMs of the GPU; 0 if unknown."""
+    comm_blocks: int | None
+    """Thread blocks of the largest communication kernel: an upper limit on the SMs that it uses. None: not recorded."""
+    num_sms: int | None
+    """SMs of the GPU. None: not recorded."""
     phases: tuple[Phase, ...]
     waits: tuple[Wait, ...]
     """All time in which no kernel computes: `window_us` - `kernel_compute_us` in total."""
@@ -133,8 +134,8 @@ def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Na
         compute_us=total(compute), kernel_compute_us=total(kernels), comm_us=total(comm), copy_us=total(copies),
         overlapped_us=total(intersection(comm, compute)), hidden_kernels_us=total(intersection(comm, kernels)),
         exposed_comm_us=total(exposed),
-        num_comm=len(by_kind["comm"]), num_sms=trace.num_sms,
-        comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0),
+        num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None,
+        comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0) or None,
         phases=_phases(by_kind, trace, phases, exposed),
         waits=find_waits(trace, phases, difference(extent, kernels), *by_kind.values()),
         delays=start_delays(trace, computing, by_kind["comm"]),
@@ -174,7 +175,7 @@ def _sum(events: Iterable[DeviceEvent]) -> float:
 
 def _kernels(by_kind: dict[str, list[DeviceEvent]]) -> tuple[Kernel, ...]:
     kernels = [
-        Kernel(name, kind, len(same), _sum(same), max(event.blocks for event in same))
+        Kernel(name, kind, len(same), _sum(same), max(event.blocks for event in same) or None)
         for kind, events in by_kind.items()
         for name, same in _group(events, attrgetter("name")).items()
     ]

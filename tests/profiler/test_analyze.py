@@ -51,6 +51,17 @@ def test_overlapping_events_count_once(tmp_path):
     ]  # fmt: skip
 
 
+def test_sizes_that_are_not_recorded_are_null_and_not_0(tmp_path):
+    known = [kernel("gemm", 0, 10, grid=(3, 2, 1)), kernel("ncclDevKernel_SendRecv", 5, 10, grid=(24, 1, 1))]
+    unknown = [{**event, "args": {"stream": 7, "device": 0}} for event in known]
+    for events, blocks, most in ((known, 24, [6, 24]), (unknown, None, [None, None])):
+        found = analysis_of(tmp_path, events).as_object()
+        assert (found["comm_blocks"], found["num_sms"]) == (blocks, None)
+        assert sorted((one["name"], one["most_blocks"]) for one in found["kernels"]) == [
+            ("gemm", most[0]), ("ncclDevKernel_SendRecv", most[1]),
+        ]  # fmt: skip
+
+
 def test_work_belongs_to_the_innermost_annotation_around_its_launch(tmp_path):
     a = analysis_of(tmp_path, [
         annotation("step", 0, 1000), annotation("attn(F)", 10, 20), annotation("dispatch(F)", 40, 10),
