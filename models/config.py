@@ -75,8 +75,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     """Other blocks with a dense MLP, counted from 0."""
     attention: LayerName = "gqa"
-    """Attention. gqa: grouped-query attention. mla: multi-head latent attention, as in DeepSeek-V2 and V3. Or your
-    own: FILE.py:CLASS or MODULE:CLASS (docs/custom_layers.md)."""
+    """Attention. gqa: grouped-query attention. mla: multi-head latent attention, as in DeepSeek-V2 and V3.
+    Or your own: FILE.py:CLASS or MODULE:CLASS (docs/custom_layers.md)."""
     attention_options: OwnOptions = ""
     """Options of your own attention, such as window=128."""
     num_heads: int = 4
@@ -114,8 +114,8 @@ class ModelConfig:
     shared_gate: bool = False
     """Multiply the output of the shared experts by the sigmoid of a linear function of the token."""
     router: LayerName = "topk"
-    """Router. topk: the experts with the highest scores. balanced: all experts equally often, for measurements. Or
-    your own: FILE.py:CLASS or MODULE:CLASS."""
+    """Router. topk: the experts with the highest scores. balanced: all experts equally often, for measurements.
+    Or your own: FILE.py:CLASS or MODULE:CLASS."""
     router_options: OwnOptions = ""
     """Options of your own router."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
@@ -143,8 +143,8 @@ class ModelConfig:
     expert_options: OwnOptions = ""
     """Options of your own expert layer, such as rank=8."""
     block: LayerName = "prenorm"
-    """Transformer block. prenorm: attention, then an MLP or experts, each after a norm. Or your own: FILE.py:CLASS or
-    MODULE:CLASS."""
+    """Transformer block. prenorm: attention, then an MLP or experts, each after a norm.
+    Or your own: FILE.py:CLASS or MODULE:CLASS."""
     block_options: OwnOptions = ""
     """Options of your own block."""
     rope_theta: float = 10_000.0

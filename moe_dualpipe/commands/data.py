@@ -24,8 +24,8 @@ class PrepareData:
     """Encode text into a folder of token ids, for `train.py --data FOLDER`."""
 
     sources: Positional[Annotated[tuple[str, ...], arg(metavar="SOURCE [SOURCE ...]")]]
-    """Text: files, folders, globs, "stdlib", or hf:NAME for a dataset of the Hugging Face Hub. Files with the endings
-    .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow have a document in each row."""
+    """Text: files, folders, globs, "stdlib", or hf:NAME for a dataset of the Hugging Face Hub.
+    Each row of .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow files is a document."""
     out: Path
     """Folder to write: a new or an empty one."""
     tokenizer: str = "bpe"

@@ -50,11 +50,11 @@ class Eval:
     """Evaluate a model: its perplexity on text (--data), or tasks of lm-evaluation-harness (--tasks)."""
 
     model: Positional[Annotated[str, arg(metavar="RUN")]]
-    """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, from `moe-dualpipe export`, or of a
-    published model in Hugging Face's format."""
+    """Folder or URL of a run (its newest checkpoint is used), or of a checkpoint.
+    Or a folder from `moe-dualpipe export`, or a published model in Hugging Face's format."""
     data: str | None = None
-    """Text: a file, a folder, a glob, a .jsonl file, or "stdlib"; or token ids: a .bin file, or a folder written by
-    `moe-dualpipe data prepare`, whose held-out text is used."""
+    """Text: a file, a folder, a glob, a .jsonl file, or "stdlib".
+    Or token ids: a .bin file, or the held-out text of a folder written by `moe-dualpipe data prepare`."""
     data_field: str = "text"
     """Field of a .jsonl line that holds the text."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
@@ -62,8 +62,8 @@ class Eval:
     seq_len: int = 256
     """Maximum number of tokens that the model attends to. Use the --seq-len of training."""
     stride: int | None = None
-    """Tokens between the starts of windows. A stride below --seq-len gives tokens more context, and takes longer.
-    None: --seq-len."""
+    """Tokens between the starts of windows. None: --seq-len.
+    A stride below --seq-len gives tokens more context, and takes longer."""
     max_tokens: int | None = None
     """Evaluate only the start of the text. None: all of it."""
     tasks: Annotated[tuple[str, ...], arg(metavar="TASK [TASK ...]")] = ()

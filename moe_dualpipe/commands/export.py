@@ -32,8 +32,8 @@ class Export:
     max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
     """huggingface: largest size of one file, such as 5GB or 512MiB."""
     architecture: Annotated[str | None, arg(metavar="MODEL_TYPE")] = None
-    """huggingface: architecture to write, such as mixtral. None: that of the published model from which the run
-    started, or the first that can express the model."""
+    """huggingface: architecture to write, such as mixtral.
+    None: that of the published model from which the run started, or the first that can express the model."""
     layers: OmitArgPrefixes[OwnLayers] = NO_OWN_LAYERS
     traceback: bool = False
     """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""

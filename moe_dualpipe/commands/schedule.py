@@ -89,8 +89,8 @@ class CompareSchedules:
     """Compare all schedules for the same model. Memory is the maximum over the ranks, in stages of the model."""
 
     stages: int
-    """Number of stages of the model. They run on as many ranks, and on half as many. The costs are for these stages,
-    which some schedules merge or split."""
+    """Number of stages of the model. They run on as many ranks, and on half as many.
+    The costs are for these stages, which some schedules merge or split."""
     micro_batches: int
     """Number of micro-batches in a step."""
     num_chunks: int = 2

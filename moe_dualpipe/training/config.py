@@ -50,25 +50,28 @@ class ParallelConfig:
     ep: int = 1
     """Number of ranks that share the experts of a layer; divides the experts and the data-parallel ranks."""
     ep_backend: EpBackend = "auto"
-    """How these ranks exchange tokens (docs/expert_parallel.md). auto: symmetric for GPUs of one machine that access
-    each other's memory, shared for CPU ranks of one machine, else all_to_all. deepep needs the package deep_ep. A
-    resumed run may use another."""
+    """How these ranks exchange tokens (docs/expert_parallel.md). deepep needs the package deep_ep.
+    auto: symmetric for GPUs of one machine that access each other's memory, shared for its CPU ranks, else all_to_all.
+    A resumed run may use another."""
     expert_sums: Literal["rank", "choice"] = "rank"
-    """Order of the sum of a token's experts. rank: each rank adds up its own first, so a token returns once from each
-    rank. choice: in the order of the router's choices, which sends more; then moving experts changes no bit."""
+    """Order of the sum of a token's experts.
+    rank: each rank adds up its own first, so a token returns once from each rank.
+    choice: in the order of the router's choices, which sends more; then moving experts changes no bit."""
     place_experts: Annotated[str | None, _optional(str, "FILE|auto")] = None
-    """Which rank holds which expert at first. A file from `moe-dualpipe model balance --json`, or auto: by the loads
-    in the checkpoint of --resume. None: in the order of their ids."""
+    """Which rank holds which expert at first: a file from `moe-dualpipe model balance --json`.
+    auto: by the loads in the checkpoint of --resume. None: in the order of their ids."""
     move_experts_every: Annotated[int | None, _optional(int, "STEPS")] = None
     """Steps between decisions to move experts to other ranks, by the loads since the last one. None: never."""
     move_experts_gain: float = 0.05
     """Move the experts of a layer only if the load of its fullest rank falls by this fraction or more."""
     nodes_per_domain: OptionalInt = None
-    """Number of machines joined by NVLink, next to each other in the order of their names. Ranks that share experts are
-    placed on one machine or, if they do not fit, in one such domain. None: a block of Slurm's topology, or 1."""
+    """Number of machines joined by NVLink, next to each other in the order of their names.
+    Ranks that share experts are placed on one machine or, if they do not fit, in one such domain.
+    None: a block of Slurm's topology, or 1."""
     elastic: Annotated[int | None, _optional(int, "PROCESSES")] = None
-    """The options are for this number of processes. With another one, divide the same batches anew, and continue the
-    run in --out: for torchrun with a range of machines (docs/cluster.md). None: the options are for all processes."""
+    """The options are for this number of processes. None: for all.
+    With another number, divide the same batches anew, and continue the run in --out.
+    For torchrun with a range of machines (docs/cluster.md)."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
     num_chunks: OptionalInt = None
@@ -107,8 +110,8 @@ class BatchConfig:
 
     data: tuple[str, ...] = ("stdlib",)
     """Training data: one or more SOURCE or SOURCE=WEIGHT (docs/training.md).
-    A source is a text file, a folder, a glob, a .jsonl file, a .bin file of token ids, a folder written by
-    `moe-dualpipe data prepare`, a URL of one of these, or "stdlib": the source code of Python's standard library."""
+    A source is a text file, a folder, a glob, a .jsonl file, a .bin file of token ids, or a URL of one of these.
+    Or a folder written by `moe-dualpipe data prepare`, or "stdlib": the source code of Python's standard library."""
     data_field: str = "text"
     """Field of a .jsonl line that holds the text."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
@@ -132,13 +135,13 @@ class CheckpointConfig:
     """Where a run is saved, and what it starts from."""
 
     out: OptionalStr = None
-    """Folder for checkpoints and metrics, or a URL (docs/storage.md). None: that of the resumed run, or a new folder
-    runs/<preset>[-2, -3 ...]."""
+    """Folder for checkpoints and metrics, or a URL (docs/storage.md).
+    None: that of the resumed run, or a new folder runs/<preset>[-2, -3 ...]."""
     resume: OptionalStr = None
     """Resume from the newest checkpoint of this run, or from this checkpoint. A folder or a URL."""
     weights: OptionalStr = None
-    """Start a new run from the weights in this folder or URL: a published model in Hugging Face's format, or what
-    `moe-dualpipe export` wrote."""
+    """Start a new run from the weights in this folder or URL.
+    It has a published model in Hugging Face's format, or what `moe-dualpipe export` wrote."""
     weights_partial: bool = False
     """With --weights: load the weights that fit the model by name and shape. Others keep their initial values."""
     save_every: OptionalInt = None
@@ -150,8 +153,8 @@ class CheckpointConfig:
     save_async: bool = True
     """Continue training while a checkpoint is written. Needs main memory for a copy of weights and moments."""
     staging: OptionalStr = None
-    """Local folder for files on their way to or from a URL. None: moe-dualpipe-<user id> in the folder for temporary
-    files."""
+    """Local folder for files on their way to or from a URL.
+    None: moe-dualpipe-<user id> in the folder for temporary files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +205,8 @@ class HealthConfig:
     """When a run stops because something is wrong."""
 
     timeout: Annotated[float, arg(metavar="SECONDS")] = 600.0
-    """Seconds that a rank waits for another one before the run fails. A rank that dies is detected sooner. After a
-    quarter of this time, the run prints who waits for whom."""
+    """Seconds that a rank waits for another one before the run fails. A rank that dies is detected sooner.
+    After a quarter of this time, the run prints who waits for whom."""
     check_memory: bool = True
     """Refuse to start if weights, gradients and optimizer state do not fit into the memory that is free."""
     max_skipped: int = 10
