@@ -9,6 +9,7 @@ from .figures import new_figure, plain_text, save_figure
 
 BLUE, ORANGE, GREY = "#3b75af", "#e1812c", "#8c8c8c"
 SLOWEST = 3
+"""Candidates that take so many times as long as the best are not drawn."""
 
 
 def save_waterfall(found: Estimate, path: Path) -> None:

@@ -127,8 +127,7 @@ def simulate_step(load: Workload, num_micro_batches: int, costs: Costs) -> float
     So a step of many micro-batches is extrapolated from two shorter ones. A rank with more work than others may delay
     them only later.
     """
-    pp, n = load.division.pp, num_micro_batches
-    chunks = load.division.vpp if load.schedule == "interleaved_1f1b" else None
+    pp, n, chunks = load.division.pp, num_micro_batches, load.num_chunks
     short, long = 4 * pp, 6 * pp
     if n <= long:
         try:

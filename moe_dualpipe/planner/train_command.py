@@ -34,9 +34,8 @@ def missing(load: Workload) -> list[str]:
     found += [load.precision] if load.precision in ("fp8", "mxfp8") else []
     found += [f"overlap in {load.schedule}"] if load.overlap and one.ep > 1 and load.schedule not in PAIRED else []
     found += [] if load.shape.name in PRESETS else [f"the model {load.shape.name}, which is not a preset"]
-    chunks = one.vpp if load.schedule == "interleaved_1f1b" else None
     try:
-        check_numbers(load.schedule, one.pp, load.num_micro_batches, chunks)
+        check_numbers(load.schedule, one.pp, load.num_micro_batches, load.num_chunks)
     except ValueError as error:
         found.append(str(error))
     return found

@@ -86,10 +86,14 @@ class Workload:
         """Micro-batches of a pipeline in a step."""
         return self.global_batch // (self.micro_batch * self.division.dp)
 
+    @property
+    def num_chunks(self) -> int | None:
+        """Stages of a rank, for the schedule that has a choice."""
+        return self.division.vpp if self.schedule == "interleaved_1f1b" else None
+
     @cached_property
     def placement(self) -> Placement:
-        chunks = self.division.vpp if self.schedule == "interleaved_1f1b" else None
-        return placement_of(self.schedule, self.division.pp, chunks)
+        return placement_of(self.schedule, self.division.pp, self.num_chunks)
 
     @property
     def overlaps(self) -> bool:
@@ -185,11 +189,8 @@ class Workload:
             )
         if self.schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
             return  # as in Megatron-LM, any number of micro-batches
-        try:
-            check_micro_batches(self.schedule, one.pp, self.num_micro_batches)
-        except ValueError as error:
-            fault, _, nearest = str(error).partition("; use ")
-            raise ValueError(f"{fault}; use --global-batch {int(nearest) * self.micro_batch * one.dp}") from None
+        each = self.micro_batch * one.dp
+        check_micro_batches(self.schedule, one.pp, self.num_micro_batches, lambda n: f"--global-batch {n * each}")
 
 
 def check_choices(load: Workload) -> None:

@@ -16,8 +16,7 @@ def memory_of(load: Workload) -> PeakMemory:
         load.micro_batch, load.seq, ep=one.ep * one.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
         flash=load.flash,
     )  # fmt: skip
-    chunks = one.vpp if load.schedule == "interleaved_1f1b" else None
-    schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, chunks)
+    schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, load.num_chunks)
     stages = stages_of(load.shape, load.placement.num_stages)
     loads = partial(load.loads.fullest, load.shape, one.ep) if load.loads and one.ep > 1 else None
     ranks = peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages, loads=loads)
