@@ -11,10 +11,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from moe_dualpipe.drawing.figures import new_figure, save_figure
-from moe_dualpipe.drawing.timeline_boxes import COLOURS, LABELS, paler
-from moe_dualpipe.drawing.timeline_plot import draw_timeline
 from moe_dualpipe.schedule import Costs, Timeline, build, simulate
+from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
+from moe_dualpipe.tools.drawing.timeline_boxes import COLOURS, LABELS, paler
+from moe_dualpipe.tools.drawing.timeline_plot import draw_timeline
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = COLOURS["F"], COLOURS["B"], COLOURS["W"], "#d9d9d9"
 

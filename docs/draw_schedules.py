@@ -8,11 +8,11 @@ stages on each rank and hold each stage once, so they split the model into eight
 
 from pathlib import Path
 
-from moe_dualpipe.drawing.captions import timeline_summary
-from moe_dualpipe.drawing.figures import new_figure, save_figure
-from moe_dualpipe.drawing.timeline_plot import add_timeline_legend, draw_timeline
 from moe_dualpipe.schedule import Costs
 from moe_dualpipe.schedule.compare import compare
+from moe_dualpipe.tools.drawing.captions import timeline_summary
+from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
+from moe_dualpipe.tools.drawing.timeline_plot import add_timeline_legend, draw_timeline
 
 OUT = Path(__file__).parent / "images" / "schedules"
 RANKS, MICRO_BATCHES = 4, 8

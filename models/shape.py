@@ -2,7 +2,7 @@
 
 `ModelConfig` describes the models that this project trains. A plan may also be for a model that it cannot train, with
 sliding windows, GELU or learned positions. A `ModelShape` has what FLOPs, parameters and activations depend on, and
-nothing else. `shape_of` (costs.py) returns the shape of a `ModelConfig`; planner/published_shapes.py reads published
+nothing else. `shape_of` (costs.py) returns the shape of a `ModelConfig`; tools/planner/published_shapes.py reads published
 models.
 
 Model FLOPs are those of the necessary matrix products, two for each multiply-add (arXiv 2204.02311, appendix B).

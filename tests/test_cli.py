@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.drawing.tables import comparison_table
-from moe_dualpipe.drawing.timeline_text import timeline_text
 from moe_dualpipe.schedule import Costs, Schedule, add_comms, build, simulate
 from moe_dualpipe.schedule.compare import compare
+from moe_dualpipe.tools.drawing.tables import comparison_table
+from moe_dualpipe.tools.drawing.timeline_text import timeline_text
 
 SHOW = ["schedule", "show", "dualpipe", "--ranks", "4", "--micro-batches", "10"]
 

@@ -14,9 +14,9 @@ import pytest
 
 from moe_dualpipe import cli
 from moe_dualpipe.commands import main as commands_main
-from moe_dualpipe.drawing.captions import format_number
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
+from moe_dualpipe.tools.drawing.captions import format_number
 from moe_dualpipe.training.command_line import parse_arguments
 
 ROOT = Path(__file__).parent.parent

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dualpipe import testing
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.models import StageOptions, build_model
 from moe_dualpipe.overlap import Comm, Compute, PrepareComm
+from moe_dualpipe.tools import checks as testing
 from tests.support.models import CONFIG, with_choices
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, ROOT, SMALL, change, losses, records, settings, train

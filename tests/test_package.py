@@ -43,7 +43,7 @@ def test_the_wheel_contains_all_files_in_one_package(wheel):
         assert len(files) > 3
         assert {f"moe_dualpipe/{path.relative_to(ROOT)}" for path in files} <= set(names)
     data = {str(path.relative_to(ROOT)) for path in (ROOT / "moe_dualpipe" / "planner").rglob("*.json")}
-    assert "moe_dualpipe/planner/devices/h100.json" in data
+    assert "moe_dualpipe/tools/planner/devices/h100.json" in data
     assert data <= set(names)
     assert "moe_dualpipe/py.typed" in names
     assert any(name.endswith("LICENSE") for name in names)

@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.planner.device import load_device
-from moe_dualpipe.planner.workload import PAIRED
+from moe_dualpipe.tools.planner.device import load_device
+from moe_dualpipe.tools.planner.workload import PAIRED
 
 V3 = ("plan estimate --model deepseek-v3 --gpu h800 --gpus 2048 --pp 16 --ep 64 --global-batch 15360 --precision fp8 "
       "--schedule dualpipe --recompute norms")  # fmt: skip
@@ -132,7 +132,7 @@ def test_a_search_that_cannot_start_is_one_line(capsys, option):
 
 def test_a_file_may_be_the_device(capsys, tmp_path):
     source = load_device("h800")
-    from moe_dualpipe.planner.device import FOLDER
+    from moe_dualpipe.tools.planner.device import FOLDER
 
     (tmp_path / "mine.json").write_text((FOLDER / "h800.json").read_text().replace('"name": "h800"', '"name": "mine"'))
     report = json.loads(run(capsys, f"{V3.replace('--gpu h800', f'--gpu {tmp_path}/mine.json')} --json")[1])

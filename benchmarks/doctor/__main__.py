@@ -24,8 +24,8 @@ import torch.distributed as dist
 import tyro
 
 from benchmarks.common import full_range, table, take_turns
-from moe_dualpipe.profiler.doctor.verdict import Verdict
-from moe_dualpipe.profiler.files import analyze_files
+from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
+from moe_dualpipe.tools.profiler.files import analyze_files
 
 from .faults import FAULTS, LATE, QUEUE, READ, SLOW, WAIT, Run
 from .ranks import record_ranks, recordings

@@ -21,8 +21,8 @@ from moe_dualpipe.expert_parallel.modelled.link import LinkTimer
 from moe_dualpipe.expert_parallel.protocol import Combined, Pending, Received, Route
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import BACKWARD, FORWARD, LINK_CALL, SHARED, WEIGHTS, label, with_group
-from moe_dualpipe.profiler.capture import capture
-from moe_dualpipe.profiler.pair import Pair, Workload
+from moe_dualpipe.tools.profiler.capture import capture
+from moe_dualpipe.tools.profiler.pair import Pair, Workload
 
 RANKS = 8
 LAYERS = 4

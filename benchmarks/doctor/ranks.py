@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.overlap.labels import FORWARD, label
-from moe_dualpipe.profiler.capture import capture
-from moe_dualpipe.profiler.pair import Pair
+from moe_dualpipe.tools.profiler.capture import capture
+from moe_dualpipe.tools.profiler.pair import Pair
 
 from .faults import PacedEngine, overlapped, workload
 

@@ -7,8 +7,8 @@ this project's.
 
 from typing import Any
 
-from moe_dualpipe.profiler.measure import measure
-from moe_dualpipe.profiler.pair import Mode, Workload
+from moe_dualpipe.tools.profiler.measure import measure
+from moe_dualpipe.tools.profiler.pair import Mode, Workload
 
 from .context import Context
 

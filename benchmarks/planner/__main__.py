@@ -1,6 +1,6 @@
 """Calibrate the planner with published runs, and print its error.
 
-    python -m benchmarks.planner fit      writes moe_dualpipe/planner/constants.json
+    python -m benchmarks.planner fit      writes moe_dualpipe/tools/planner/constants.json
     python -m benchmarks.planner score    the error on each family of models, with constants fitted to the others
     python -m benchmarks.planner validate the error on rows that took no part in the fit
     python -m benchmarks.planner machine  predicted and measured steps of train.py on this machine's CPUs
@@ -19,7 +19,7 @@ import tyro
 from tyro.conf import Positional
 
 from benchmarks.common import table
-from moe_dualpipe.planner.constants import FILE, read_constants
+from moe_dualpipe.tools.planner.constants import FILE, read_constants
 
 from .fit import Score, fit, predict, score, validate
 from .machine import compare_machine

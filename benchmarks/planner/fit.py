@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_dualpipe.planner.constants import LEAST, family_means, find_constant
-from moe_dualpipe.planner.step import step_of
+from moe_dualpipe.tools.planner.constants import LEAST, family_means, find_constant
+from moe_dualpipe.tools.planner.step import step_of
 
 from .rows import Row
 

@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import table
-from moe_dualpipe.calibration import Plan, device_value, measure
-from moe_dualpipe.calibration.device_file import Machine
-from moe_dualpipe.planner.device import Device, parse_device
-from moe_dualpipe.planner.prediction import estimate
-from moe_dualpipe.planner.published_shapes import read_shape
-from moe_dualpipe.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.calibration import Plan, device_value, measure
+from moe_dualpipe.tools.planner.calibration.device_file import Machine
+from moe_dualpipe.tools.planner.device import Device, parse_device
+from moe_dualpipe.tools.planner.prediction import estimate
+from moe_dualpipe.tools.planner.published_shapes import read_shape
+from moe_dualpipe.tools.planner.workload import Division, Workload
 
 ROOT = Path(__file__).parents[2]
 MICRO_BATCHES, MICRO_BATCH, SEQ, STEPS, WARM_UP = 8, 2, 256, 12, 4

@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moe_dualpipe.planner.device import load_device
-from moe_dualpipe.planner.published_shapes import read_shape
-from moe_dualpipe.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.device import load_device
+from moe_dualpipe.tools.planner.published_shapes import read_shape
+from moe_dualpipe.tools.planner.workload import Division, Workload
 
 MODELS = {"internal-352b": "megascale-352b", "llama3.1-70b": "llama3-70b", "llama3.1-8b": "llama3-8b",
           "deepseek-v3-671b": "deepseek-v3", "gpt-1008.0b": "gpt-1008b"}  # fmt: skip

@@ -32,7 +32,7 @@ class CheckParallel:
             self.options, defaults=defaults, program="moe-dualpipe check parallel", description=_PARALLEL
         )
 
-        from ..testing import check_parallel  # imports torch
+        from ..tools.checks import check_parallel  # imports torch
 
         report = check_parallel(config)
         print(report)

@@ -33,8 +33,8 @@ class CheckCluster:
 
     def run(self) -> int:
         """Print the report on rank 0. Returns the exit code: 1 if there are problems. Raises ValueError for options."""
-        from ..drawing.output import check_output
         from ..runtime.launch import Launch
+        from ..tools.drawing.output import check_output
 
         check_range("--size", self.size, 0.001, 16_384)
         check_range("--timeout", self.timeout, 0.1, 86_400)
@@ -43,7 +43,7 @@ class CheckCluster:
             check_output(self.json, [".json"])
         # torch would print a stack trace for each connection that fails. The report has a line instead.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        from ..cluster import Options, check_cluster
+        from ..tools.cluster import Options, check_cluster
 
         size, min_free = int(self.size * 1e6), int(self.min_free * 1e9)
         options = Options(self.ep, self.out, size, self.timeout, min_free, self.device)
@@ -55,7 +55,7 @@ class CheckCluster:
                 print(f"moe-dualpipe: error: {error}", file=sys.stderr)
             _exit_at_once(1)
         if outcome.report is not None:
-            from ..drawing.cluster_table import cluster_report
+            from ..tools.cluster.table import cluster_report
 
             print(cluster_report(outcome.report))
             if self.json is not None:

@@ -35,7 +35,7 @@ class Sizes:
         """Raises ValueError for sizes that do not fit each other."""
         from dataclasses import asdict, replace
 
-        from ..testing.layers import SMALL
+        from ..tools.checks.layers import SMALL
 
         return replace(SMALL, **asdict(self))
 
@@ -58,7 +58,7 @@ class CheckLayer:
         """Print the table. Returns the exit code: 1 if a check failed. Raises ValueError for invalid options."""
         import shlex
 
-        from .. import testing
+        from ..tools import checks as testing
 
         check: Any = getattr(testing, f"check_{self.kind}")
         report = check(self.layer, shlex.join(self.options), self.sizes.config(), self.device, self.traceback)

@@ -43,10 +43,10 @@ class ShowModel:
 
     def run(self) -> None:
         """Raises ValueError for invalid or conflicting options."""
-        from ..drawing.model_tables import RankMemory, memory_table, size_summary
         from ..models import preset
-        from ..planner import MicroBatch, peak_memory, shape_of
         from ..schedule import build, default_micro_batches, default_schedule
+        from ..tools.planner import MicroBatch, peak_memory, shape_of
+        from ..tools.planner.model_tables import RankMemory, memory_table, size_summary
 
         config = preset(self.preset)
         for name in ("pp", "ep", "seq", "micro_batch_size", "dp", "micro_batches"):
@@ -88,8 +88,8 @@ class ListModels:
     """List the named models and their sizes."""
 
     def run(self) -> None:
-        from ..drawing.model_tables import sizes_table
-        from ..planner import shape_of
+        from ..tools.planner import shape_of
+        from ..tools.planner.model_tables import sizes_table
 
         print(sizes_table([shape_of(config, name) for name, config in PRESETS.items()]))
 

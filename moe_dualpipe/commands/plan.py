@@ -8,13 +8,13 @@ import tyro
 from tyro.conf import subcommand
 
 from .. import strict_json
-from ..drawing.output import check_output
 from ..messages import LARGEST, check_range, printable
+from ..tools.drawing.output import check_output
 from .plan_calibrate import CalibrateCommand
 
 if TYPE_CHECKING:
-    from ..planner.measured_loads import MeasuredLoads
-    from ..planner.workload import Workload
+    from ..tools.planner.measured_loads import MeasuredLoads
+    from ..tools.planner.workload import Workload
 
 ScheduleChoice = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "chimera", "dualpipe", "dualpipev"]
 
@@ -64,9 +64,9 @@ class Run:
         """Raises ValueError for invalid options."""
         import dataclasses
 
-        from ..planner.device import load_device
-        from ..planner.published_shapes import read_shape
-        from ..planner.workload import Division, Workload
+        from ..tools.planner.device import load_device
+        from ..tools.planner.published_shapes import read_shape
+        from ..tools.planner.workload import Division, Workload
 
         for name in ("gpus", "cp", "seq", "global_batch"):
             check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST)
@@ -88,7 +88,7 @@ class Run:
         )  # fmt: skip
 
     def _read_loads(self) -> "MeasuredLoads | None":
-        from ..planner.measured_loads import MeasuredLoads
+        from ..tools.planner.measured_loads import MeasuredLoads
         from .balance import find_loads
 
         if self.loads is None:
@@ -122,9 +122,9 @@ class EstimateCommand(Run):
     """Also print what each effect adds to the step time."""
 
     def run(self) -> None:
-        from ..drawing.plan_figure import save_waterfall
-        from ..drawing.plan_table import estimate_report, routing_line, waterfall_table
-        from ..planner.prediction import estimate
+        from ..tools.planner.figure import save_waterfall
+        from ..tools.planner.prediction import estimate
+        from ..tools.planner.table import estimate_report, routing_line, waterfall_table
 
         for name in ("tp", "pp", "vpp", "ep", "micro_batch"):
             check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, 100_000)
@@ -155,9 +155,9 @@ class SearchCommand(Run):
     """Number of divisions to print."""
 
     def run(self) -> None:
-        from ..drawing.plan_figure import save_candidates
-        from ..drawing.plan_table import search_report, search_rows
-        from ..planner.division_search import search
+        from ..tools.planner.division_search import search
+        from ..tools.planner.figure import save_candidates
+        from ..tools.planner.table import search_report, search_rows
 
         check_range("--top", self.top, 1, 1000)
         found = search(self.workload(1, 1, 1, 1), self.software)

@@ -10,7 +10,7 @@ from tyro.conf import arg
 from ..messages import check_range, plural, printable
 
 if TYPE_CHECKING:
-    from ..calibration.device_file import Machine
+    from ..tools.planner.calibration.device_file import Machine
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class CalibrateCommand:
 
     def run(self) -> None:
         """Raises ValueError for invalid options, and for a device on which something fails."""
-        from ..drawing.output import check_output
         from ..runtime.launch import choose_device, count_gpus
+        from ..tools.drawing.output import check_output
 
         check_output(self.out, [".json"])
         check_range("--seconds", self.seconds, 0.001, 60)
@@ -38,7 +38,7 @@ class CalibrateCommand:
         gpus = count_gpus()
         cuda = choose_device(self.device, gpus, self.processes or 1) == "cuda"
         available = gpus if cuda else len(os.sched_getaffinity(0))
-        from ..calibration import Plan, device_value, measure, to_text
+        from ..tools.planner.calibration import Plan, device_value, measure, to_text
 
         large = {"widths": (256, 512, 1024, 2048, 4096, 8192), "numbers": 2**28, "message": 2**28}
         sizes: dict[str, Any] = large if cuda else {}
@@ -54,9 +54,9 @@ def _machine(device: str, processes: int, name: str) -> "Machine":
     import torch
 
     from .. import strict_json
-    from ..calibration.device_file import Machine
-    from ..planner.device import FOLDER
-    from ..planner.flops import known_device
+    from ..tools.planner.calibration.device_file import Machine
+    from ..tools.planner.device import FOLDER
+    from ..tools.planner.flops import known_device
 
     software = f"torch {torch.__version__}"
     if device == "cpu":

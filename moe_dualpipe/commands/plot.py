@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from ..drawing.output import check_output
 from ..messages import printable
 from ..storage import is_url, local_path, open_folder
+from ..tools.drawing.output import check_output
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Plot:
     """The x axis: steps, training tokens, or hours of training."""
 
     def run(self) -> None:
-        from ..drawing.curves import run_summary, save_curves
+        from ..tools.drawing.curves import run_summary, save_curves
         from ..training.metrics import read_records
 
         if not self.runs:

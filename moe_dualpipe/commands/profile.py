@@ -11,9 +11,9 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from .. import strict_json
-from ..drawing.output import check_output, make_folder
 from ..messages import check_range, printable
 from ..option_types import PresetName
+from ..tools.drawing.output import check_output, make_folder
 from .profile_compare import ProfileCompare
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class ProfileAnalyze:
     """Print JSON: one object for one device, a list of objects for several."""
 
     def run(self) -> None:
-        from ..drawing.lanes import SUFFIXES, save_lanes, trace_pictures
-        from ..drawing.overlap_report import traces_text
-        from ..profiler import Names
-        from ..profiler.files import analyze_files
-        from ..profiler.reading.chrome import MOST_EVENTS
-        from ..profiler.reading.paths import trace_paths
-        from ..profiler.windows import parse_steps
+        from ..tools.profiler import Names
+        from ..tools.profiler.files import analyze_files
+        from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes, trace_pictures
+        from ..tools.profiler.reading.chrome import MOST_EVENTS
+        from ..tools.profiler.reading.paths import trace_paths
+        from ..tools.profiler.reports.overlap import traces_text
+        from ..tools.profiler.windows import parse_steps
 
         try:
             names = Names(self.comm, self.compute)
@@ -132,11 +132,11 @@ class ProfileRun:
         out = self.out or Path("runs") / f"profile-{self.mode}"
         make_folder(out)
 
-        from ..drawing.lanes import measurement_pictures, save_lanes
-        from ..drawing.overlap_report import measurement_text
         from ..expert_parallel import Link
-        from ..profiler.measure import measure
-        from ..profiler.pair import Workload
+        from ..tools.profiler.measure import measure
+        from ..tools.profiler.pair import Workload
+        from ..tools.profiler.pictures.lanes import measurement_pictures, save_lanes
+        from ..tools.profiler.reports.overlap import measurement_text
 
         link = None if gbps is None else Link(gbps / 8, self.link_latency_us)
         sizes = self.layers, self.seq or None, self.tokens or None

@@ -8,8 +8,8 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from .. import strict_json
-from ..drawing.output import check_output
 from ..messages import printable
+from ..tools.drawing.output import check_output
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class ProfileCompare:
     """Print JSON."""
 
     def run(self) -> None:
-        from ..drawing.compare_report import SUFFIXES, compare_text, save_comparison
-        from ..profiler import Names
-        from ..profiler.compare import Comparison
-        from ..profiler.reading.paths import trace_paths
-        from ..profiler.recordings import read_recording
-        from ..profiler.windows import parse_steps
+        from ..tools.profiler import Names
+        from ..tools.profiler.compare import Comparison
+        from ..tools.profiler.reading.paths import trace_paths
+        from ..tools.profiler.recordings import read_recording
+        from ..tools.profiler.reports.comparison import SUFFIXES, compare_text, save_comparison
+        from ..tools.profiler.windows import parse_steps
 
         try:
             names = Names(self.comm, self.compute)

@@ -11,11 +11,6 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from .. import strict_json
-from ..drawing.captions import schedule_sizes
-from ..drawing.output import check_output
-from ..drawing.tables import comparison_table, launches_table
-from ..drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
-from ..drawing.timeline_text import timeline_text
 from ..messages import check_range, plural, printable
 from ..schedule import (
     NAMES,
@@ -32,6 +27,11 @@ from ..schedule import (
 )
 from ..schedule.compare import compare
 from ..schedule.launches import check_launches
+from ..tools.drawing.captions import schedule_sizes
+from ..tools.drawing.output import check_output
+from ..tools.drawing.tables import comparison_table, launches_table
+from ..tools.drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
+from ..tools.drawing.timeline_text import timeline_text
 
 MOST_RECORDED = 50_000  # layers x micro-batches x ep: about 20 minutes on one core
 
@@ -151,7 +151,7 @@ class CheckSchedule:
         print(valid if self.actions_only else f"{valid}\n\n{self._check_launches(schedule, layers)}")
 
     def _check_launches(self, schedule: Schedule, layers: int) -> str:
-        from ..testing.record_launches import record_launches, tiny_model
+        from ..tools.checks.record_launches import record_launches, tiny_model
 
         model = tiny_model(layers, self.dense_layers, self.ep, self.mtp_layers)
         counts = {}

@@ -15,7 +15,10 @@ from ..messages import plural, printable
 from ..models import ModelConfig, TransformerStage
 from ..models.build_experts import expert_class
 from ..models.layer_class import named_parameters
-from ..planner.placement import (
+from ..runtime.groups import EXPERTS, create_group
+from ..runtime.shared_errors import build_on_all_ranks, gather_objects
+from ..runtime.world import World
+from ..tools.planner.placement import (
     LOADS_FILE,
     Loads,
     Placement,
@@ -24,9 +27,6 @@ from ..planner.placement import (
     place_experts,
     read_loads,
 )
-from ..runtime.groups import EXPERTS, create_group
-from ..runtime.shared_errors import build_on_all_ranks, gather_objects
-from ..runtime.world import World
 
 
 def open_spread(

@@ -16,8 +16,8 @@ from .. import strict_json
 from ..models import MoE, TransformerStage
 from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
-from ..planner.placement import LOADS_FILE
 from ..runtime.shared_errors import gather_objects
+from ..tools.planner.placement import LOADS_FILE
 
 
 class Balance:

@@ -16,8 +16,9 @@ from ..expert_parallel.shared import find_machine
 from ..models.build_experts import expert_class
 from ..models.expert_slots import names_by_expert
 from ..models.layer_class import named_parameters
-from ..planner.moves import plan_moves
-from ..planner.placement import (
+from ..runtime.shared_errors import build_on_all_ranks, gather_objects
+from ..tools.planner.moves import plan_moves
+from ..tools.planner.placement import (
     LOADS_FILE,
     Placement,
     count_nodes,
@@ -26,7 +27,6 @@ from ..planner.placement import (
     read_loads,
     read_placement,
 )
-from ..runtime.shared_errors import build_on_all_ranks, gather_objects
 from .config import ParallelConfig
 from .expert_slots import SlotTransfer, check_alike
 from .optimizer import Optimizer

@@ -1,7 +1,7 @@
 """Refuse a run that cannot fit, before anything is allocated, and say which division does.
 
 Weights, gradients and optimizer state are a lower bound: with Muon, one moment per parameter. Activations at the peak
-of a step are predicted (planner/peak.py), and counted with a margin, so that a run that fits is not refused.
+of a step are predicted (tools/planner/peak.py), and counted with a margin, so that a run that fits is not refused.
 They are not counted for custom attention and blocks, and with frozen parameters, with which less is saved. The ranks
 exchange what they need and have, so all of them stop with the same message.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from ..planner.parameters import built_parameters
 from ..runtime.launch import Launch
 from ..runtime.memory import free_gpu_memory, free_main_memory
+from ..tools.planner.parameters import built_parameters
 from .fitting import MARGIN, nearest_division, step_memory
 from .freezing import is_frozen
 from .plan import RunPlan

@@ -13,10 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import strict_json
-from ..drawing.curves import PANELS
 from ..messages import quoted
 from ..models import ModelConfig
-from ..planner.flops import peak_flops, train_flops_per_token
+from ..tools.drawing.curves import PANELS
+from ..tools.planner.flops import peak_flops, train_flops_per_token
 from .appended_file import AppendedFile
 from .sinks import GuardedSink, Sink
 
@@ -152,7 +152,7 @@ def utilisation(
 ) -> float | None:  # fmt: skip
     """Model FLOPs utilization (MFU) = this factor x tokens/s of all devices. None if the peak of a device is unknown.
 
-    planner/flops.py counts the FLOPs. peak_tflops: of one device; None: known for common GPUs. On CPUs, each process
+    tools/planner/flops.py counts the FLOPs. peak_tflops: of one device; None: known for common GPUs. On CPUs, each process
     counts as a device.
     """
     peak = peak_tflops * 1e12 if peak_tflops else None

@@ -19,11 +19,11 @@ from ..data import (
     UnknownTokenizer,
     load_data,
 )
-from ..drawing.output import make_folder
 from ..messages import printable
 from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
 from ..runtime.topology import Placed, machine_limit
+from ..tools.drawing.output import make_folder
 from . import metrics, restart, store_run
 from .agreement import NOTHING_AGREED, Agreed
 from .config import TrainConfig

@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from .. import strict_json
-from ..drawing.overlap_report import compare_ranks
-from ..drawing.pipeline_report import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
 from ..messages import plural
 from ..overlap.labels import STEP
-from ..profiler import NAMES, read_trace
-from ..profiler.capture import capture, synchronize
-from ..profiler.files import TracedDevice, TraceFiles, analyze_devices, compare_devices
-from ..profiler.host import host_as_device
-from ..profiler.pipeline import RecordedPipeline
-from ..profiler.steps import Step, align_clocks, only_expert_transfers, recorded_steps
 from ..runtime.groups import Layout
 from ..schedule import Schedule
+from ..tools.profiler import NAMES, read_trace
+from ..tools.profiler.capture import capture, synchronize
+from ..tools.profiler.files import TracedDevice, TraceFiles, analyze_devices, compare_devices
+from ..tools.profiler.host import host_as_device
+from ..tools.profiler.pipeline import RecordedPipeline
+from ..tools.profiler.reports.overlap import compare_ranks
+from ..tools.profiler.reports.pipeline import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
+from ..tools.profiler.steps import Step, align_clocks, only_expert_transfers, recorded_steps
 
 WARM_UP = 2
 """Number of steps before the first recorded step."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_dualpipe.planner import load_device
+from moe_dualpipe.tools.planner import load_device
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "published_runs").glob("*.json"))

@@ -11,7 +11,7 @@ import pytest
 from moe_dualpipe.checkpoint.huggingface import read_config, write_config
 from moe_dualpipe.checkpoint.huggingface.config import architecture_of, differences
 from moe_dualpipe.models import preset
-from moe_dualpipe.planner import shape_of
+from moe_dualpipe.tools.planner import shape_of
 from tests.support.runs import ROOT
 
 CONFIGS = json.loads((ROOT / "tests/support/published_configs.json").read_text())

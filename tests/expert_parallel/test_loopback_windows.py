@@ -19,7 +19,7 @@ from moe_dualpipe.expert_parallel import Link, Loopback, Replay
 from moe_dualpipe.expert_parallel.modelled.windows import LoopbackWindows
 from moe_dualpipe.kernels.gpu import push as push_module
 from moe_dualpipe.kernels.gpu import signals
-from moe_dualpipe.testing.host_syncs import host_syncs
+from moe_dualpipe.tools.checks.host_syncs import host_syncs
 from tests.support.expert_ids import KINDS, random_ids
 from tests.support.interpreter import allocate_nan, prepare_rank
 

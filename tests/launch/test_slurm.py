@@ -49,7 +49,7 @@ esac
 ANY_SPEED = f"""#!{sys.executable}
 import sys
 from moe_dualpipe import cli
-from moe_dualpipe.cluster import verdicts
+from moe_dualpipe.tools.cluster import verdicts
 verdicts.MIN_WRITE = 0  # other programs may use the disk
 sys.exit(cli.main())
 """

@@ -11,7 +11,7 @@ from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.models import PRESETS, ModelConfig, build_model, split
 from moe_dualpipe.models.router import Router
-from moe_dualpipe.planner.activations import MicroBatch, deferred_bytes, saved_bytes
+from moe_dualpipe.tools.planner.activations import MicroBatch, deferred_bytes, saved_bytes
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, losses, settings, train_each
 

@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import pytest
 
-from moe_dualpipe.drawing.tables import comparison_table
 from moe_dualpipe.schedule import NAMES, Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
+from moe_dualpipe.tools.drawing.tables import comparison_table
 
 COSTS = Costs(F=2, B=5, W=2, FB=6)
 

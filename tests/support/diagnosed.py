@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_dualpipe.drawing.verdict_report import verdicts_text
-from moe_dualpipe.profiler.doctor.case import Case, Change
-from moe_dualpipe.profiler.doctor.replay import replay
-from moe_dualpipe.profiler.doctor.verdict import Verdict
-from moe_dualpipe.profiler.files import analyze_files
+from moe_dualpipe.tools.profiler.doctor.case import Case, Change
+from moe_dualpipe.tools.profiler.doctor.replay import replay
+from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
+from moe_dualpipe.tools.profiler.files import analyze_files
+from moe_dualpipe.tools.profiler.reports.verdicts import verdicts_text
 
 from .faults import FAULTS, PAIRS, Fault, Job, run, write_traces
 from .faults.jobs import HEALTHY

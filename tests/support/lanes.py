@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_dualpipe.profiler.lanes import Lanes
-from moe_dualpipe.profiler.trace import Collective
+from moe_dualpipe.tools.profiler.lanes import Lanes
+from moe_dualpipe.tools.profiler.trace import Collective
 
 
 class Work(NamedTuple):

@@ -8,8 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_dualpipe.profiler.meetings import RankTransfers
-from moe_dualpipe.profiler.trace import Collective, DeviceEvent
+from moe_dualpipe.tools.profiler.matching import RankTransfers
+from moe_dualpipe.tools.profiler.trace import Collective, DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
 
 

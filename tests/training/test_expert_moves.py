@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moe_dualpipe.models import MoE
-from moe_dualpipe.planner.placement import Placement, imbalance, in_order, read_loads
+from moe_dualpipe.tools.planner.placement import Placement, imbalance, in_order, read_loads
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     SHALLOW,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moe_dualpipe.drawing.curves import positions, run_summary, save_curves
+from moe_dualpipe.tools.drawing.curves import positions, run_summary, save_curves
 from moe_dualpipe.training.metrics import FILE, Metrics, read_records
 from tests.support.mutations import check_message, mutations
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from moe_dualpipe.profiler import analyze, read_trace
+from moe_dualpipe.tools.profiler import analyze, read_trace
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, losses, make_plan, resolve, settings, train_each
 

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moe_dualpipe.profiler.files import analyze_devices
-from moe_dualpipe.profiler.steps import Step
-from moe_dualpipe.profiler.trace import DeviceEvent, Trace
 from moe_dualpipe.runtime.groups import Layout
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.walk import Span
+from moe_dualpipe.tools.profiler.files import analyze_devices
+from moe_dualpipe.tools.profiler.steps import Step
+from moe_dualpipe.tools.profiler.trace import DeviceEvent, Trace
 from moe_dualpipe.training import profiling
 from moe_dualpipe.training.profiling import StepProfiler
 

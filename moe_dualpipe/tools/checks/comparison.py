@@ -1,0 +1,143 @@
+"""Run all variants and compare them with the reference, in as few launches of processes as possible.
+
+1. Run the reference. 2. Run all variants. 3. If a variant differs by more than the tolerance, run it again in float64.
+If the results agree there, the difference was rounding, which can change the choice of an expert. 4. Run the other
+variants that differ once more, and record all segments.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...messages import plural
+from ...runtime.groups import check_ep_divides_experts
+from .compare import Compared, compare, find_faults, may_be_rounding
+from .first_difference import Recorded, first_difference
+from .ranks import Failure, run_tasks
+from .recorder import Recorder
+from .report import Check, Report
+from .run import STEPS, Job, Results, find_place, run_variant
+from .variants import REFERENCE, Variant
+
+
+def check_runs(job: Job, variant: Variant) -> None:
+    """Raise ValueError if the variant cannot run with its schedule, or with the model's layers or experts."""
+    check_ep_divides_experts(variant.ep, job.model.num_experts)
+    find_place(job, variant, 0)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a rank runs. folder: holds the results of the reference, one file per dtype, and of recorded runs."""
+
+    job: Job
+    variant: Variant
+    folder: Path
+
+    @property
+    def reference(self) -> Path:
+        return self.folder / f"reference-{self.job.dtype}.pt"
+
+    def recorded(self, rank: int) -> Path:
+        return self.folder / f"{self.variant.name.replace('/', ' ')}-{rank}.pt"
+
+
+def _run_reference(task: _Task) -> None:
+    torch.save(run_variant(task.job, task.variant), task.reference)
+
+
+def _run_and_compare(task: _Task) -> Compared:
+    reference: Results = torch.load(task.reference, weights_only=False, mmap=True)
+    return compare(run_variant(task.job, task.variant), reference)
+
+
+def _run_and_record(task: _Task) -> None:
+    recorder = Recorder()
+    results = run_variant(task.job, task.variant, recorder.observe)
+    torch.save((results, recorder.records), task.recorded(dist.get_rank()))
+
+
+Outcome = list[Any] | Failure
+"""What a function returned on each rank, or the first failure."""
+
+
+class Comparison:
+    """Compares variants with the reference. searched: the number of failed variants whose first difference is found."""
+
+    def __init__(self, job: Job, folder: Path, searched: int):
+        self.job, self.folder, self.searched = job, folder, searched
+
+    def report(self, variants: Sequence[Variant]) -> Report:
+        """Raises ValueError if the model cannot be built."""
+        sequences, length = self.job.tokens.shape[1], self.job.tokens.shape[2] - 1
+        sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length, 'token')}"
+        subject = f"{sizes}, compared with one process: relative differences, of their tolerances"
+        checks: dict[Variant, Check] = {}
+        for variant in variants:
+            try:
+                check_runs(self.job, variant)
+            except ValueError as error:
+                checks[variant] = Check(variant.name, "skipped", problem=str(error))
+        done = self._run(_run_reference, [REFERENCE])[REFERENCE]
+        if isinstance(done, Failure):
+            if done.invalid:
+                raise ValueError(done.message)
+            return Report(subject, (Check(REFERENCE.name, "failed", problem=str(done)),))
+        outcomes = self._run(_run_and_compare, [variant for variant in variants if variant not in checks])
+        checks |= {variant: _judge(variant, outcome) for variant, outcome in outcomes.items()}
+        differing = {v: o for v, o in outcomes.items() if checks[v].status == "failed" and isinstance(o, list)}
+        rounding = [v for v in differing if v.tolerance.parameters and may_be_rounding(differing[v])]
+        for variant in self._rounded(rounding):
+            what = "float32 results differ and float64 results agree: rounding, which can change the choice of experts"
+            checks[variant] = replace(checks[variant], status="warning", problem=f"{what}; {checks[variant].problem}")
+            del differing[variant]
+        for variant, problem in self._first_differences([*differing][: self.searched]).items():
+            checks[variant] = replace(checks[variant], problem=problem)
+        return Report(subject, tuple(checks[variant] for variant in variants))
+
+    def _run(
+        self, function: Callable[[_Task], Any], variants: Sequence[Variant], dtype: torch.dtype = torch.float32
+    ) -> dict[Variant, Outcome]:
+        """Run the function for each variant, in one launch for each number of processes."""
+        job, outcomes = replace(self.job, dtype=dtype), {}
+        for processes in sorted({variant.processes for variant in variants}):
+            group = [variant for variant in variants if variant.processes == processes]
+            tasks = [_Task(job, variant, self.folder) for variant in group]
+            outcomes |= zip(group, run_tasks(processes, function, tasks), strict=True)
+        return outcomes
+
+    def _rounded(self, variants: Sequence[Variant]) -> list[Variant]:
+        """The variants that agree with the reference in float64; empty if the model does not run in float64."""
+        if not variants or isinstance(self._run(_run_reference, [REFERENCE], torch.float64)[REFERENCE], Failure):
+            return []
+        outcomes = self._run(_run_and_compare, variants, torch.float64)
+        in_float64 = {v: _judge(replace(v, tolerance=v.tolerance.in_float64()), o) for v, o in outcomes.items()}
+        return [variant for variant, check in in_float64.items() if check.status == "passed"]
+
+    def _first_differences(self, variants: Sequence[Variant]) -> Mapping[Variant, str]:
+        """Describe the first difference of each variant that differs again while it is recorded."""
+        if not variants:
+            return {}
+        outcomes = self._run(_run_and_record, [REFERENCE, *variants])
+        recorded = {v: self._load(v) for v, outcome in outcomes.items() if not isinstance(outcome, Failure)}
+        if (reference := recorded.pop(REFERENCE, None)) is None:
+            return {}
+        found = {v: first_difference(run, reference, v.tolerance) for v, run in recorded.items()}
+        return {variant: text for variant, text in found.items() if text}
+
+    def _load(self, variant: Variant) -> Recorded:
+        task = _Task(self.job, variant, self.folder)
+        saved = [torch.load(task.recorded(rank), weights_only=False) for rank in range(variant.processes)]
+        results, records = zip(*saved, strict=True)
+        return Recorded(variant, self.job.model.num_experts, results, records)
+
+
+def _judge(variant: Variant, outcome: Outcome) -> Check:
+    if isinstance(outcome, Failure):
+        return Check(variant.name, "failed", problem=str(outcome))
+    measured, faults = find_faults(outcome, variant.tolerance)
+    return Check(variant.name, "failed" if faults else "passed", measured, "; ".join(faults[:2]))

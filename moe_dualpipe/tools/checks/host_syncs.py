@@ -1,0 +1,95 @@
+"""Find host syncs: operations of a layer that make the host wait for the GPU.
+
+On CUDA, torch reports each wait (`torch.cuda.set_sync_debug_mode`). On a CPU nothing waits, so calls that would wait
+on a GPU are intercepted instead.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...user_errors import Place
+
+_CALLS: dict[Any, str] = {
+    Tensor.item: "item()", Tensor.tolist: "tolist()", Tensor.__bool__: "bool()", Tensor.__int__: "int()",
+    Tensor.__float__: "float()", Tensor.__index__: "use as an index", Tensor.nonzero: "nonzero()",
+    torch.nonzero: "nonzero()", Tensor.masked_select: "masked_select()", torch.masked_select: "masked_select()",
+    torch.unique: "unique()", Tensor.unique: "unique()", Tensor.cpu: "cpu()", Tensor.numpy: "numpy()",
+    torch.equal: "equal()", Tensor.equal: "equal()", torch.bincount: "bincount()", Tensor.bincount: "bincount()",
+    torch.allclose: "allclose()", Tensor.allclose: "allclose()",
+}  # fmt: skip
+
+
+class _Intercept(TorchFunctionMode):
+    def __init__(self, report: Callable[[str], None]):
+        super().__init__()
+        self.report = report
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if call := _waits(func, args, kwargs):
+            self.report(call)
+        return func(*args, **kwargs)
+
+
+def _waits(func: Any, args: Any, kwargs: Any) -> str | None:
+    """A call in words if it would wait for a GPU; otherwise None."""
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        masked = any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+        assigned = func is Tensor.__setitem__ and isinstance(args[2], int | float)
+        return "indexing with a mask" if masked and not assigned else None
+    if func in (torch.repeat_interleave, Tensor.repeat_interleave):
+        repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
+        tensor = isinstance(repeats, Tensor) and kwargs.get("output_size") is None
+        return "repeat_interleave() without output_size" if tensor else None
+    if func is torch.where and len(args) == 1 and not kwargs:
+        return "where() with one argument"
+    return _CALLS.get(func)
+
+
+@contextmanager
+def host_syncs(device: str) -> Iterator[dict[str, str]]:
+    """Inside this context, collect host syncs: maps `file:line in function` to the call."""
+    found: dict[str, str] = {}
+    if torch.device(device).type != "cuda":
+        with _Intercept(partial(_add, found)):
+            yield found
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: (
+            _add(found, "a host sync") if "synchroniz" in str(message) else None
+        )
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _add(found: dict[str, str], call: str) -> None:
+    """Add a call by the innermost line outside of torch and the standard library.
+
+    Calls from this package's kernels and checks are left out: on a GPU, other kernels run, which do not wait, and
+    checks are not part of the layer.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+        package = name.partition(".")[0]
+        if package not in ("torch", "warnings", "contextlib", "functools") and name != __name__ and file[0] != "<":
+            break
+        frame = frame.f_back
+    if frame is None or name.startswith(("moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.")):
+        return
+    found.setdefault(str(Place(file, frame.f_lineno, frame.f_code.co_qualname.rpartition("<locals>.")[2])), call)

@@ -1,0 +1,226 @@
+"""One rank of one variant: build the model, run two steps, and collect losses, logits, gradients and buffers.
+
+Two steps are needed, because router biases and the buffers of custom layers carry state from one to the
+next. The keys of results do not depend on the layout: step, sequence, and global name of a parameter.
+
+N sequences, S positions, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...expert_parallel import AllToAll, Local
+from ...expert_parallel.parameters import global_tensors
+from ...kernels.backend import Kernels
+from ...models import ModelConfig, StageOptions, TransformerStage, share_embedding, split
+from ...models.layers import seed_of
+from ...runtime import P2P, Executor, TensorSpec
+from ...runtime.buffers import Buffers
+from ...runtime.groups import Layout, build_groups
+from ...runtime.replicas import ReplicaSet, replica_sets, sum_gradients
+from ...schedule import Forward, Schedule, build, halves
+from ...training.balance import Balance
+from .subject import prepare
+from .variants import Variant
+
+STEPS = 2
+_BIAS_RATE = 0.02  # enough to change choices in one step
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all variants run. tokens: [steps, N, S + 1]. size: sequences per micro-batch of the reference.
+
+    on_rank: called on every rank before the first step, for tests that inject faults. It is sent to other processes.
+    """
+
+    model: ModelConfig
+    options: StageOptions
+    tokens: Tensor
+    size: int
+    dtype: torch.dtype = torch.float32
+    on_rank: "Callable[[Run], None] | None" = None
+
+
+@dataclass(slots=True)
+class Results:
+    """The results of one rank.
+
+    weights: each parameter and buffer before the first step. logits, losses: of each token, [S, V] and [S], by step
+    and sequence. criterion: the value of the criterion of each micro-batch, by step and sequences. buffers: after the
+    first step. local: gradients before their sum over replicas. gradients: after it. All gradients are those of the sum
+    over sequences of the mean loss of the sequence.
+    """
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    criterion: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    local: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank is: the stages it holds, and the sequences of its micro-batches."""
+
+    variant: Variant
+    layout: Layout
+    schedule: Schedule | None
+    micro_batches: tuple[tuple[int, ...], ...]
+    """The sequences of each micro-batch of this data-parallel rank."""
+
+    def forwards(self, stage: int) -> list[int]:
+        """The micro-batches of the stage on this rank, in the order of their forwards."""
+        if self.schedule is None:
+            return [*range(len(self.micro_batches))]
+        parts = (half for action in self.schedule.actions[self.layout.pp_rank] for half in halves(action))
+        return [part.micro_batch for part in parts if isinstance(part, Forward) and part.stage == stage]
+
+
+Observe = Callable[[Place, int, nn.Module], AbstractContextManager]
+"""Returns a context in which a stage, given by its index and module, is observed."""
+
+
+def run_variant(job: Job, variant: Variant, observe: Observe | None = None) -> Results:
+    """Run the variant on this rank. Collective over a world of `variant.processes` ranks."""
+    place = find_place(job, variant, dist.get_rank())
+    run = Run(job, place)
+    if job.on_rank is not None:
+        job.on_rank(run)
+    with ExitStack() as contexts:
+        for index, stage in run.stages.items() if observe else ():
+            contexts.enter_context(observe(place, index, stage))  # type: ignore[misc]
+        return run.steps()
+
+
+def find_place(job: Job, variant: Variant, rank: int) -> Place:
+    """Raises ValueError if the variant cannot run with its schedule, or with the model's layers."""
+    size, num_sequences = variant.size or job.size, job.tokens.shape[1]
+    layout = Layout(variant.pp, variant.dp, variant.ep, rank)
+    order = torch.arange(num_sequences)
+    if variant.neighbours is not None:
+        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(variant.neighbours))
+    per_rank = num_sequences // variant.dp
+    own = order[layout.dp_rank * per_rank :][:per_rank].tolist()
+    micro_batches = tuple(tuple(own[i : i + size]) for i in range(0, per_rank, size))
+    schedule = None
+    if variant.schedule is not None:
+        schedule = build(variant.schedule, variant.pp, len(micro_batches), variant.num_chunks)
+    split(job.model, schedule.num_stages if schedule else 1)
+    return Place(variant, layout, schedule, micro_batches)
+
+
+class Run:
+    """One rank's model and its training steps. `Job.on_rank` receives it before the first step."""
+
+    def __init__(self, job: Job, place: Place):
+        self.job, self.place, self.schedule = job, place, place.schedule
+        model, variant, layout = job.model, place.variant, place.layout
+        # The placement of the reference: one rank with one stage.
+        placed = place.schedule or build("1f1b", 1, len(place.micro_batches))
+        groups = build_groups(layout, placed.placement, shared_embedding=model.last_stage_embeds)
+        kernels: Kernels = job.options.kernels
+        experts = AllToAll(model.num_experts, groups.experts, kernels) if groups.experts else Local(
+            model.num_experts, kernels
+        )  # fmt: skip
+        options = StageOptions(
+            job.options.seed, variant.recompute, kernels, job.options.fused_loss, job.options.document_end_id
+        )
+        specs = split(model, placed.num_stages)
+        self.stages = {
+            index: prepare(TransformerStage(model, specs[index], experts, options), options.seed, job.dtype)
+            for index in placed.placement.stages[layout.pp_rank]
+        }
+        self.last = self.stages.get(placed.num_stages - 1)
+        embedding = share_embedding(self.stages.values())
+        self.replicas = replica_sets(self.stages.values(), groups, embedding)
+        self.buffers = Buffers([*self.stages.values()], groups)
+        self.balance = Balance(model, self.stages, _BIAS_RATE)
+        self.executor = None
+        if place.schedule is not None:
+            shape = len(place.micro_batches[0]), job.tokens.shape[2] - 1
+            specs = [TensorSpec((*shape, model.hidden_size), job.dtype)]
+            specs += [TensorSpec(shape, torch.int32)] * (options.document_end_id is not None)
+            links = P2P.connect(groups.pipeline, specs, _CPU)
+            self.executor = Executor(self.stages, links, overlap=variant.overlap)
+
+    def steps(self) -> Results:
+        results = Results(weights=dict(self._named(_copy)) | self._buffers())
+        for step in range(STEPS):
+            torch.manual_seed(seed_of(self.job.options.seed, f"step {step}"))
+            self._step(step, results)
+            self.buffers.average()
+            self.balance.after_step(self.balance.loads(_CPU), _CPU)
+            if step == 0:
+                results.buffers = self._buffers()
+        results.local = dict(self._named(self._gradient))
+        for replicas in self.replicas:
+            sum_gradients(replicas)
+        results.gradients = dict(self._named(self._gradient))
+        return results
+
+    def _step(self, step: int, results: Results) -> None:
+        tokens = self.job.tokens[step]
+        batches = {m: tokens[list(sequences)] for m, sequences in enumerate(self.place.micro_batches)}
+        if self.executor is None or self.schedule is None:
+            assert self.last is not None
+            for m, batch in batches.items():
+                output = self.last(batch[:, :-1])
+                loss = self.last.loss(output, batch[:, 1:])
+                loss.backward()
+                self._collect(results, step, m, batch, output.detach(), loss)
+            return
+        schedule, own = self.schedule, self.place.layout.pp_rank
+        inputs = {m: (batch[:, :-1],) for m, batch in batches.items() if schedule.rank_of(0, m) == own}
+        ends = {m: batch for m, batch in batches.items() if schedule.rank_of(schedule.num_stages - 1, m) == own}
+        criterion = self.last.loss if self.last is not None else None
+        labels = {m: (batch[:, 1:],) for m, batch in ends.items()}
+        done = self.executor.step(schedule, inputs, labels, criterion, return_outputs=True)
+        for m, batch in ends.items():
+            self._collect(results, step, m, batch, done.outputs[m][0], done.losses[m])
+
+    @torch.no_grad()
+    def _collect(self, results: Results, step: int, m: int, batch: Tensor, output: Tensor, loss: Tensor) -> None:
+        assert self.last is not None
+        sequences = self.place.micro_batches[m]
+        logits_BSV = self.last.logits(output)
+        losses_BS = nn.functional.cross_entropy(
+            logits_BSV.double().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"
+        ).view(batch[:, 1:].shape)
+        results.criterion[step, sequences] = loss.item()
+        for i, sequence in enumerate(sequences):
+            results.logits[step, sequence] = logits_BSV[i].clone()
+            results.losses[step, sequence] = losses_BS[i].clone()
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        grad = parameter.grad
+        if not parameter.requires_grad:
+            return None
+        # A micro-batch's loss is the mean over its sequences.
+        return torch.zeros_like(parameter) if grad is None else grad * len(self.place.micro_batches[0])
+
+    def _named(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        """The global name and the value of each parameter; values that are None are left out."""
+        for replicas in self.replicas:
+            yield from _global_values(replicas, value)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: value for one in self.buffers.sets() for name, value in _global_values(one, _copy)}
+
+
+def _global_values(replicas: ReplicaSet, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in replicas.parameters.items():
+        if (found := value(tensor)) is not None:
+            yield from global_tensors(name, found, replicas.experts.get(name))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

@@ -1,0 +1,120 @@
+"""Measure the links between ranks, and the all-to-all of each expert group, with torch.distributed.
+
+A link is timed by its sender, from the start of a message to the answer of the receiver, which is a few bytes. The
+median of several messages counts. All pairs of a round run at the same time (rounds.py).
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ...runtime.groups import EXPERTS, create_group
+from .bounded_calls import Steps
+from .rounds import Pair
+
+REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Messages from rank `source` to rank `to`. speed: bytes per second. transport: as NCCL calls it; "" if unknown."""
+
+    source: int
+    to: int
+    speed: float
+    transport: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An all-to-all of `ranks`. speed: bytes per second that the slowest rank sends to the others."""
+
+    ranks: tuple[int, ...]
+    speed: float
+
+
+class Links:
+    """Measures on this rank. The default process group must exist; all ranks make the same calls."""
+
+    def __init__(self, rank: int, device: torch.device, size: int, steps: Steps, repeats: int = REPEATS):
+        """size: bytes of a message. `measured` grows link by link, so that a failure leaves what came before it."""
+        self.rank, self.device, self.steps, self.repeats = rank, device, steps, repeats
+        self.message = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.answer = torch.zeros(8, dtype=torch.uint8, device=device)
+        self.measured: list[Link] = []
+
+    def meet(self, why: str) -> None:
+        self.steps.start(f"waiting for the other ranks before {why}", waits=True)
+        dist.all_reduce(torch.zeros(1))  # on CPUs: gloo
+
+    def warm_up(self) -> None:
+        """All ranks of a group must take part in NCCL's first operation."""
+        self.meet("the first operation")
+        self.steps.start("first operation of all ranks")
+        dist.all_reduce(self.answer.float())
+        self._wait()
+
+    def run_rounds(self, rounds: Sequence[Sequence[Pair]]) -> None:
+        """Measure both directions of each pair, and add this rank's as sender to `measured`."""
+        for number, pairs in enumerate(rounds):
+            mine = next((pair for pair in pairs if self.rank in pair), None)
+            for forward in (True, False):
+                self.meet(f"round {number + 1} of {len(rounds)}")
+                if mine is not None:
+                    self._one_way(*(mine if forward else mine[::-1]))
+
+    def _one_way(self, source: int, to: int) -> None:
+        self.steps.start(f"rank {source} -> rank {to}")
+        times = []
+        for _ in range(self.repeats + 1):
+            start = time.perf_counter()
+            if self.rank == source:
+                self._send(self.message, to)
+                self._receive(self.answer, to)
+            else:
+                self._receive(self.message, source)
+                self._send(self.answer, source)
+            times.append(time.perf_counter() - start)
+        if self.rank == source:  # the first message opens the connection
+            self.measured.append(Link(source, to, self.message.numel() / statistics.median(times[1:])))
+
+    def _send(self, tensor: torch.Tensor, to: int) -> None:
+        # As a batch: NCCL then uses the connections of the whole group, not a communicator for each pair.
+        self._run(dist.P2POp(dist.isend, tensor, to))
+
+    def _receive(self, tensor: torch.Tensor, source: int) -> None:
+        self._run(dist.P2POp(dist.irecv, tensor, source))
+
+    def _run(self, operation: dist.P2POp) -> None:
+        for work in dist.batch_isend_irecv([operation]):
+            work.wait()
+        self._wait()
+
+    def exchange(self, ranks_per_group: int, world_size: int, timeout: float) -> Exchange | None:
+        """Time the all-to-all of each group of consecutive ranks, all groups at the same time. None: groups of one."""
+        if ranks_per_group == 1:
+            return None
+        groups = [range(first, first + ranks_per_group) for first in range(0, world_size, ranks_per_group)]
+        self.steps.start("creating the expert groups")
+        created = [create_group([*ranks], timeout, nccl=EXPERTS) for ranks in groups]
+        mine, ranks = next((g, ranks) for g, ranks in zip(created, groups, strict=True) if self.rank in ranks)
+        given = self.message[: self.message.numel() // ranks_per_group * ranks_per_group]
+        received = torch.empty_like(given)
+        times = []
+        for _ in range(self.repeats + 1):
+            self.meet("an all-to-all")
+            self.steps.start(f"all-to-all of ranks {ranks[0]}-{ranks[-1]}")
+            start = time.perf_counter()
+            dist.all_to_all_single(received, given, group=mine)
+            self._wait()
+            times.append(time.perf_counter() - start)
+        sent = given.numel() * (ranks_per_group - 1) / ranks_per_group
+        return Exchange(tuple(ranks), sent / statistics.median(times[1:]))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,23 @@
+"""What a run costs before it starts: parameters, FLOPs, memory of every rank, step time, and the best division."""
+
+from ...models.costs import shape_of
+from ...models.shape import Attention, Layer, ModelShape, Product
+from .activations import MicroBatch
+from .constants import Constant
+from .device import Device, device_names, load_device
+from .division_search import Candidate, Found, search
+from .flops import peak_flops, train_flops_per_token
+from .peak import PeakMemory, even_stages, peak_memory
+from .placement import Placement, imbalance, place_experts
+from .prediction import Estimate, estimate
+from .published_shapes import read_shape
+from .step import Step
+from .workload import Division, Workload
+from .workload_memory import full_schedule
+
+__all__ = [
+    "Attention", "Candidate", "Constant", "Device", "Division", "Estimate", "Found", "Layer", "MicroBatch",
+    "ModelShape", "PeakMemory", "Placement", "Product", "Step", "Workload", "device_names",
+    "estimate", "even_stages", "full_schedule", "imbalance", "load_device", "peak_flops", "peak_memory",
+    "place_experts", "read_shape", "search", "shape_of", "train_flops_per_token",
+]  # fmt: skip

@@ -1,0 +1,111 @@
+"""The routing of a real run: how many tokens each expert of each layer got, and what that costs a plan.
+
+All ranks of an expert group wait for the fullest of each layer. The memory is that of one rank, which may be full in
+some layers only. A rank holds consecutive experts, as in this project.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+from ...messages import printable
+from ...models.shape import ModelShape
+from .placement import check_loads, in_order, read_loads, relative
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredLoads:
+    """Loads of the experts of each layer, and the file that they are from."""
+
+    source: str
+    layers: tuple[int, ...]
+    loads: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError for a file without loads."""
+        layers, loads = read_loads(path)
+        try:
+            check_loads(loads)
+        except ValueError as error:
+            raise ValueError(f"{printable(path)}: {error}") from None
+        return cls(str(path), tuple(layers), tuple(map(tuple, loads)))
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ValueError, on one line, unless these are the loads of a model like `shape`."""
+        layers = [index for index, layer in enumerate(shape.layers) if layer.experts]
+        experts, got = max(layer.experts for layer in shape.layers), len(self.loads[0])
+        name = f"--loads {printable(self.source)}"
+        if not experts:
+            raise ValueError(f"{name}: {shape.name} has no experts; leave out --loads")
+        if got != experts:
+            raise ValueError(
+                f"{name} has loads of {got} experts, and {shape.name} has {experts}; use a run of this model"
+            )
+        if not {*layers} <= {*self.layers} and len(self.layers) != len(layers):
+            raise ValueError(
+                f"{name} has loads of {len(self.layers)} layers, and {shape.name} has {len(layers)} layers with "
+                "experts; use a run of this model"
+            )
+
+    def factors(self, shape: ModelShape, ep: int) -> list[float]:
+        """For each layer of the model, the load of the fullest of `ep` ranks divided by the mean; 1 without experts.
+
+        Example: loads [[3, 1, 2, 2]] and 2 ranks: both have 4, so 1.0. With 4 ranks, 1.5.
+        """
+        return [*map(max, self._of_ranks(shape, ep))]
+
+    def fullest(self, shape: ModelShape, ep: int, layers: Iterable[int]) -> tuple[float, ...]:
+        """For each layer of the model, the load of the rank that has the most in `layers`, divided by the mean.
+
+        Example: loads [[3, 1], [2, 6], [3, 1]] and 2 ranks: in layers 0 and 2, rank 0 has the most: 1.5, 0.5, 1.5.
+        """
+        loads = self._of_ranks(shape, ep)
+        own = [loads[min(layer, len(loads) - 1)] for layer in layers]  # blocks of MTP are like the last layer
+        rank = max(range(ep), key=lambda rank: math.fsum(of_layer[rank] for of_layer in own))
+        return tuple(of_layer[rank] for of_layer in loads)
+
+    def _of_ranks(self, shape: ModelShape, ep: int) -> list[list[float]]:
+        """For each layer of the model, the load of each of `ep` ranks divided by the mean; 1 without experts.
+
+        Loads without numbers of layers, or with other numbers, belong to the layers with experts in their order.
+        """
+        by_layer = dict(zip(self.layers, _relative(self, ep), strict=True))
+        layers = [index for index, layer in enumerate(shape.layers) if layer.experts]
+        if not {*layers} <= {*by_layer}:
+            by_layer = dict(zip(layers, by_layer.values(), strict=True))
+        return [by_layer[index] if layer.experts else [1.0] * ep for index, layer in enumerate(shape.layers)]
+
+    @property
+    def zipf(self) -> float:
+        """The exponent of Zipf's law that fits best: the mean over layers with loads."""
+        return statistics.fmean([zipf_exponent(load_E) for load_E in self.loads if any(load_E)] or [0.0])
+
+
+@lru_cache(maxsize=256)
+def _relative(measured: MeasuredLoads, ep: int) -> list[list[float]]:
+    loads = measured.loads
+    return relative(in_order(len(loads), len(loads[0]), ep).gpu_loads(loads))
+
+
+def zipf_exponent(load_E: Sequence[float]) -> float:
+    """The s for which loads proportional to 1, 1/2^s, 1/3^s, ... are most likely, from the largest load on.
+
+    The most likely s is that whose mean of log(place) is that of the loads. At least 0; at most 10.
+
+    Example: loads 12, 6, 4, 3 have s = 1.
+    """
+    loads = sorted(load_E, reverse=True)
+    logs = [math.log(place) for place in range(1, len(loads) + 1)]
+    wanted = math.fsum(map(math.prod, zip(loads, logs, strict=True))) / math.fsum(loads)
+    low, high = 0.0, 10.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        weights = [math.exp(-middle * log) for log in logs]
+        mean = math.fsum(map(math.prod, zip(weights, logs, strict=True))) / math.fsum(weights)
+        low, high = (middle, high) if mean > wanted else (low, middle)
+    return (low + high) / 2

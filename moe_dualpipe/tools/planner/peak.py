@@ -1,0 +1,237 @@
+"""The peak memory of each pipeline rank, by parts, for any model and any division.
+
+A `ModelConfig` is a model that this project trains: its parameters are counted from the tensors of a run
+(parameters.py). A `ModelShape` may be any model, also with tensor and context parallelism. Its parameters are computed
+from its sizes, and ZeRO divides them evenly. For its activations (activations.py), it is converted to a `ModelConfig`
+with the same sizes. The schedule decides how many micro-batches a rank holds.
+
+Not counted: communication buffers, and fragmentation of the allocator.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from ...models import ModelConfig, StageSpec, split
+from ...models.costs import shape_of
+from ...models.shape import Layer, ModelShape
+from ...runtime.groups import end_holders
+from ...schedule import Action, Forward, Part, Placement, Schedule, halves
+from .activations import MicroBatch, deferred_bytes, saved_bytes
+from .backward_memory import working_bytes
+from .parameters import RankParameters, built_parameters
+
+Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Bytes of a rank at its peak, by parts."""
+
+    weights: int
+    """In the precision of the products; with fp8, also a copy in 8 bits."""
+    gradients: int
+    """In fp32."""
+    optimizer: int
+    """Two moments in fp32, and the weights in fp32 if they are narrower."""
+    activations: int
+    """Saved for backward, of all micro-batches that the rank holds at once."""
+    temporary: int
+    """What the backward of the loss or of one block needs beyond that."""
+    dense_parameters: int = 0
+    """Number of parameters outside of routed experts. Not in `parts`."""
+    expert_parameters: int = 0
+    """Number of parameters of routed experts. Not in `parts`."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        names = "weights", "gradients", "optimizer", "activations", "temporary"
+        return {name: getattr(self, name) for name in names}
+
+
+def peak_memory(
+    model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: Precision = "bf16",
+    zero: bool = True, fsdp: bool = False, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0,
+    loads: Callable[[Sequence[int]], tuple[float, ...]] | None = None,
+) -> tuple[PeakMemory, ...]:  # fmt: skip
+    """The peak memory of each rank of a pipeline. The fullest is `max(..., key=lambda rank: rank.total)`.
+
+    dp: replicas of the model; ranks of context parallelism do not count. A stage is on dp x cp x tp ranks, which share
+    its experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1); the largest share counts.
+    fsdp: they also divide weights and gradients, and gather the weights of two blocks at a time. stages: the layers of
+    each stage. None: as in this project, with about the same FLOPs each; `even_stages` divides as Megatron-LM does.
+    gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
+    project, 2 on CPUs, 0 if gradients are in one buffer.
+    loads: returns `MicroBatch.loads` of the fullest rank that holds these layers. None: experts have even loads.
+    For a `ModelShape`, a few bytes per token of norms and routers are not counted.
+
+    Raises ValueError for a model with fewer layers than stages, and for a `ModelConfig` with tp, cp or unknown layers.
+    """
+    own = isinstance(model, ModelConfig)
+    if own and batch.tp * batch.cp > 1:
+        raise ValueError("tensor and context parallelism need a shape: use shape_of(config)")
+    shape = shape_of(model) if own else model
+    config = model if own and not model.mtp_layers else config_of(shape)
+    element = 4 if precision == "fp32" else 2
+    batch = replace(batch, element=element, fp8=precision in ("fp8", "mxfp8"))
+    specs = stages or split(model if own else config, schedule.num_stages)
+    # Modules of multi-token prediction count as further layers.
+    blocks = [replace(s, layers=range(s.layers.start, s.layers.stop + len(s.mtp)), mtp=range(0)) for s in specs]
+
+    kinds: dict[tuple[object, ...], int] = {}
+    like = [kinds.setdefault((s.embedding, s.head, *map(config.is_dense, s.layers)), i) for i, s in enumerate(blocks)]
+
+    @cache
+    def stage_bytes(stage: int, own: MicroBatch) -> StageBytes:
+        spec = blocks[stage]
+        working = (working_bytes(config, spec, own, deferring) for deferring in (False, True))
+        return StageBytes(saved_bytes(config, spec, own), deferred_bytes(config, spec, own), *working)
+
+    # Messages to and from each neighbour.
+    links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
+    message = batch.tokens * config.hidden_size * element * (schedule.num_ranks > 1)
+    state = 8 if element == 4 else 12
+    gathered = 2 * element * max(map(layer_share(shape, batch), shape.layers)) if fsdp else 0
+    ranks = []
+    for rank, held in enumerate(schedule.placement.stages):
+        if own:
+            mine = built_parameters(model, specs, schedule.placement, rank, dp, batch.ep)
+        else:
+            mine = shape_parameters(shape, blocks, schedule.placement, rank, dp, batch)
+        owned = max(mine.owned)
+        weights, trained = (owned, owned) if fsdp else (mine.dense + mine.experts, mine.trained)
+        copies = 4 * gradient_copies * (dp * batch.cp * len(end_holders(schedule.placement)) > 1)
+        full = replace(batch, loads=loads([layer for s in held for layer in blocks[s].layers])) if loads else batch
+        sums = {s: copies * sum(rank_shares(shape, [blocks[s]], batch)) for s in held}
+        sizes = {s: stage_bytes(s if full.loads else like[s], full)._replace(sums=sums[s]) for s in held}
+        activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
+        ranks.append(PeakMemory(
+            (element + batch.fp8) * weights, 4 * trained, state * (owned if zero or fsdp else trained), activations,
+            gathered + temporary + message * max(links[s] for s in held), mine.dense, mine.experts,
+        ))  # fmt: skip
+    return tuple(ranks)
+
+
+def shape_parameters(
+    shape: ModelShape, specs: Sequence[StageSpec], placement: Placement, rank: int, dp: int, batch: MicroBatch
+) -> RankParameters:
+    """Like `built_parameters`, for any model and division; all owners have equal shares."""
+    stages = placement.stages[rank]
+    shares = rank_shares(shape, [specs[s] for s in stages], batch)
+    holders, ends = len(placement.holders(stages[0])), len(end_holders(placement))
+    replicas = dp * batch.cp * holders, dp * batch.cp * batch.tp * holders // batch.ep, dp * batch.cp * ends
+    owned = sum(-(-number // by) for number, by in zip(shares, replicas, strict=True))
+    return RankParameters(shares[0] + shares[2], shares[1], sum(shares), (owned,))
+
+
+class StageBytes(NamedTuple):
+    """Bytes of a micro-batch on a stage. saved: from forward to backward. deferred: for its weight gradients.
+
+    full, split: needed only during a full backward, and only during an input backward (I). sums: needed after the
+    stage's last action, to sum gradients.
+    """
+
+    saved: int
+    deferred: int
+    full: int
+    split: int
+    sums: int = 0
+
+
+def peak_of_actions(actions: Iterable[Action], sizes: Mapping[int, StageBytes]) -> tuple[int, int]:
+    """The largest number of bytes that a rank's activations and deferred weight gradients take together, and how much
+    more it needs at its peak. Only the order of the actions matters, not their times. sizes: by stage.
+    """
+    steps = [half for action in actions for half in halves(action)]
+    last = {half.stage: index for index, half in enumerate(steps)}
+    now = peak = most = summing = 0
+    for index, half in enumerate(steps):
+        size = sizes[half.stage]
+        if isinstance(half, Forward):
+            now += size.saved
+        else:
+            if half.part is not Part.WEIGHT:
+                most = max(most, now + summing + (size.full if half.part is Part.FULL else size.split))
+                now -= size.saved
+            now += {Part.FULL: 0, Part.INPUT: 1, Part.WEIGHT: -1}[half.part] * size.deferred
+        peak = max(peak, now)
+        summing += size.sums * (last[half.stage] == index)
+        most = max(most, now + summing)
+    return peak, max(0, most - peak)
+
+
+def rank_shares(shape: ModelShape, specs: Sequence[StageSpec], batch: MicroBatch) -> tuple[int, int, int]:
+    """Parameters of one rank that holds `specs`: dense ones, those of its experts, and the embedding if the first and
+    the last stage share it (tied embeddings or multi-token prediction)."""
+    dense = experts = 0
+    shared = shape.tied or shape.mtp > 0
+    for spec in specs:
+        layers = [shape.layers[min(layer, len(shape.layers) - 1)] for layer in spec.layers]
+        dense += sum(layer.dense_parameters(shape.hidden) for layer in layers)
+        experts += sum(layer.expert_parameters(shape.hidden) for layer in layers)
+        dense += spec.embedding * (shape.learned_positions * shape.hidden + shape.embedding * (not shared))
+        join = shape.mtp_join.weights + 3 * shape.hidden
+        dense += spec.head * (shape.mtp * join + shape.other + shape.embedding * (not shape.tied))
+    ends = shape.embedding * (shared and any(spec.embedding or spec.head for spec in specs))
+    return -(-dense // batch.tp), -(-experts // batch.ep), -(-ends // batch.tp)
+
+
+def layer_share(shape: ModelShape, batch: MicroBatch) -> Callable[[Layer], int]:
+    """A function that returns one rank's parameters of a layer."""
+    hidden = shape.hidden
+    return lambda layer: layer.dense_parameters(hidden) // batch.tp + layer.expert_parameters(hidden) // batch.ep
+
+
+def even_stages(shape: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
+    """Equal numbers of layers on all stages. If that is not possible, the embedding and the head count as one layer
+    each, and may be a stage of their own. Modules of multi-token prediction are on the last stage.
+
+    Raises ValueError if the number of layers, or that number + 2, is not a multiple of the number of stages.
+    """
+    layers = len(shape.layers)
+    ends = int(layers % num_stages != 0)
+    each, rest = divmod(layers + 2 * ends, num_stages)
+    if rest:
+        raise ValueError(
+            f"{layers} layers, or {layers + 2} with embedding and head, do not divide into {num_stages} stages"
+        )
+    edges = [min(max(each * s - ends, 0), layers) for s in range(num_stages)] + [layers + shape.mtp]
+    return tuple(
+        StageSpec(range(edges[s], edges[s + 1]), s == 0, s == num_stages - 1, 1 / num_stages) for s in range(num_stages)
+    )
+
+
+def config_of(shape: ModelShape) -> ModelConfig:
+    """A model of this project whose activations have the sizes of `shape`, for tools/planner/activations.py.
+
+    Blocks without a gate get half their inner width, because they save half as many inner activations. Modules of
+    multi-token prediction count as further layers. Windows and positions do not change what is saved.
+    """
+    layers = shape.layers + shape.layers[-1:] * shape.mtp
+    attention = shape.layers[0].attention
+    routed = next((layer for layer in layers if layer.experts), None)
+    dense = max((layer.dense_size // (2 - layer.gated) for layer in layers), default=0)
+    sizes: dict[str, Any] = {}
+    if routed:
+        inner = routed.expert_size // (2 - routed.gated)
+        sizes = {
+            "expert_size": inner, "num_experts": routed.experts, "experts_per_token": routed.top_k,
+            "num_shared_experts": -(-(routed.shared_size // (2 - routed.gated)) // inner),
+            "shared_gate": routed.shared_gate,
+        }  # fmt: skip
+    latents: dict[str, Any] = {
+        "rope_dim": attention.rope_dim,
+        "kv_rank": attention.kv_rank,
+        "value_dim": attention.v_dim,
+    }
+    return ModelConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, num_layers=len(layers), num_dense_layers=0,
+        dense_layers=tuple(index for index, layer in enumerate(layers) if not layer.experts),
+        dense_size=dense or 1, attention=attention.kind, num_heads=attention.heads,
+        num_kv_heads=attention.kv_heads, head_dim=attention.qk_dim - attention.rope_dim, q_rank=attention.q_rank,
+        tied_embeddings=shape.tied, **sizes, **(latents if attention.kind == "mla" else {}),
+    )  # fmt: skip

@@ -1,0 +1,251 @@
+"""Seconds of each segment of a layer for one micro-batch on one GPU, from operations and bytes.
+
+    products         FLOPs / (peak x the share of the peak that a launch of this size reaches)
+    attention        the same, with curves of its own; always in 16 bits
+    memory           bytes that norms, residuals, activations, permutations and casts move / bandwidth
+    launches         a gap for each kernel
+    transfers        links.py
+
+Each of these is an effect that can be left out, to see what it costs (step.py).
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from ...models.shape import Attention, Layer, Product
+from .device import Device
+from .pair import LayerSeconds
+from .real_routing import load_factor
+from .transfer_times import all_to_all, gather, rows_sent
+from .workload import Workload
+
+EFFECTS = (
+    "products", "attention", "memory", "launches", "recomputation", "tensor transfers", "expert transfers",
+    "imbalance", "pipeline", "gradients", "optimizer",
+)  # fmt: skip
+"""What keeps a step from its ideal time, in the order in which the effects are added up."""
+ALL = frozenset(EFFECTS)
+
+TILE = 128
+"""Rows of a tile of a grouped product. The last tile of an expert is half full on average."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward relative to its forward: five products, one of which is computed again."""
+TENSOR_EXPOSED = 0.6
+"""Share of the transfers of tensor parallelism that the products beside them do not hide."""
+CONTEXT_EXPOSED = 0.4
+"""The same for keys and values that travel around the context-parallel ranks."""
+SCORE_BYTES = 16
+"""Bytes moved for a score without flash attention, of the whole square: written, masked, softmax, dropout, read."""
+KERNELS = {"attention": 10, "dense": 5, "experts": 30, "shared": 5}
+"""Launches of a forward; a backward has twice as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Turns operations and bytes into seconds. on: the effects that count."""
+
+    device: Device
+    precision: str
+    on: Collection[str]
+
+    @property
+    def wide(self) -> str:
+        """The precision of what is not computed in 8 bits."""
+        return "fp32" if self.precision == "fp32" else "bf16"
+
+    def product(self, flops: float, precision: str | None = None, kind: str = "product") -> float:
+        precision = precision or self.precision
+        peak = self.device.peak[precision]
+        assert peak is not None
+        if "products" not in self.on or not flops:
+            return flops / peak
+        return flops / (peak * self.device.efficiency(kind, precision, flops))
+
+    def products(self, tokens: float, products: Iterable[Product]) -> float:
+        """Products of `tokens` rows, in 8 bits if the run is, but for those of the router."""
+        narrow = {"router": self.wide, "shared_gate": self.wide}
+        return sum(self.product(tokens * one.flops, narrow.get(one.name)) for one in products)
+
+    def grouped(self, flops: float, experts: float) -> float:
+        """One product for each of `experts` experts in one launch: as fast as the faster of both curves says."""
+        return min(self.product(flops, kind="grouped"), experts * self.product(flops / experts))
+
+    def attention(self, flops: float, kind: str) -> float:
+        peak = self.device.peak[self.wide]
+        assert peak is not None
+        if "attention" not in self.on or not flops:
+            return flops / peak
+        return flops / (peak * self.device.efficiency(kind, self.wide, flops))
+
+    def memory(self, num_bytes: float) -> float:
+        return num_bytes / (self.device.memory_bandwidth * self.device.memory_share) if "memory" in self.on else 0.0
+
+    def launches(self, number: float) -> float:
+        return number * self.device.launch if "launches" in self.on else 0.0
+
+
+def layer_factors(load: Workload, on: Collection[str] = ALL) -> list[float]:
+    """For each layer, the rows of the rank that gets the most, divided by the mean; 1 for layers without experts."""
+    if "imbalance" not in on or (load.loads is None and load.routing == "balanced"):
+        return [1.0] * len(load.shape.layers)
+    if load.loads is not None:
+        return load.loads.factors(load.shape, load.division.ep)
+    return [load_factor(layer.experts, layer.top_k, load.division.ep) for layer in load.shape.layers]
+
+
+def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, factor: float = 1.0) -> LayerSeconds:
+    """The segments of a layer. Transfers of tensor and context parallelism are part of attn and mlp.
+
+    factor: of `layer_factors`.
+    """
+    clock = Clock(load.device, load.precision, on)
+    attn, attn_w = _attention(load, layer, clock)
+    mlp, mlp_w = _experts(load, layer, clock, factor) if layer.experts else _dense(load, layer, clock)
+    around = _tensor_transfers(load, on)
+    keys = _context_transfers(load, layer, on)
+    extra_attn, extra_mlp = _recomputed(load, attn[0] + around, mlp[0] + around, clock)
+    transfers = _expert_transfers(load, layer, on, factor) if layer.experts else (0.0, 0.0, 0.0, 0.0)
+    return LayerSeconds(
+        attn_f=attn[0] + around + keys, mlp_f=mlp[0] + around,
+        attn_b=attn[1] + around + 2 * keys + extra_attn, mlp_b=mlp[1] + around + extra_mlp,
+        attn_w=attn_w, mlp_w=mlp_w, dispatch_f=transfers[0], combine_f=transfers[1], combine_b=transfers[2],
+        dispatch_b=transfers[3],
+    )  # fmt: skip
+
+
+def head_seconds(load: Workload, on: Collection[str] = ALL) -> LayerSeconds:
+    """The embedding lookup, the head and the loss."""
+    clock, shape = Clock(load.device, load.precision, on), load.shape
+    tokens = load.rank_tokens
+    product = clock.product(2 * tokens * shape.hidden * shape.vocab, clock.wide)
+    passes = clock.memory(tokens * (8 * shape.vocab + 2 * load.element * shape.hidden))  # logits in 16 and 32 bits
+    return LayerSeconds(0.0, product + passes, 0.0, product + passes, 0.0, product)
+
+
+Times = tuple[tuple[float, float], float]  # (forward, gradients of inputs), gradients of weights
+
+
+def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
+    tokens, hidden, attention = load.rank_tokens, load.shape.hidden, layer.attention
+    products = attention.products(hidden)
+    linear = clock.products(tokens, products)
+    scores = tokens * attention.score_flops(load.seq)
+    forward, backward = (
+        clock.attention(scores * factor, f"attention_{name}")
+        for name, factor in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))
+    )
+    width = sum(product.outputs for product in products)
+    bytes_forward = tokens * (
+        load.element * (5 * hidden + 2 * width) + _casts(load, sum(product.inputs for product in products))
+    )
+    if not load.flash:
+        bytes_forward += tokens * SCORE_BYTES * attention.heads * load.seq / 2
+    gaps = clock.launches(KERNELS["attention"] + len(products))
+    memory = clock.memory(bytes_forward)
+    return (linear + forward + memory + gaps, linear + backward + 2 * memory + 2 * gaps), linear
+
+
+def _dense(load: Workload, layer: Layer, clock: Clock) -> Times:
+    tokens, hidden = load.rank_tokens, load.shape.hidden
+    one, gaps = clock.products(tokens, layer.mlp_products(hidden)), clock.launches(KERNELS["dense"])
+    memory = clock.memory(
+        tokens * (load.element * 5 * hidden + _activation_bytes(load, layer.dense_size, hidden, layer.gated))
+    )
+    return (one + memory + gaps, one + 2 * memory + 2 * gaps), one
+
+
+def _experts(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
+    tokens, hidden = load.rank_tokens, load.shape.hidden
+    divided = load.division.expert_tp  # these ranks all have the rows of all their tokens
+    rows = divided * tokens * layer.top_k * factor
+    inner, local = layer.expert_size // divided, layer.experts / load.division.ep
+    padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
+    routed = (
+        sum(clock.grouped(2 * rows * one.weights / divided, local) for one in layer.expert_products(hidden)) * padding
+    )
+    every = clock.products(tokens, layer.mlp_products(hidden))  # router and shared experts
+    memory = clock.memory(
+        tokens
+        * (
+            load.element * 5 * hidden
+            + 12 * layer.experts
+            + _activation_bytes(load, layer.shared_size, hidden, layer.gated)
+        )
+        + rows * (load.element * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
+    )
+    gaps = clock.launches(KERNELS["experts"] + KERNELS["shared"] * (layer.shared_size > 0))
+    products = routed + every
+    return (products + memory + gaps, products + 2 * memory + 2 * gaps), products
+
+
+def _activation_bytes(load: Workload, inner: int, hidden: int, gated: bool) -> int:
+    """Bytes of a token's activation function, and of the casts to 8 bits before both products."""
+    return load.element * (2 + gated) * inner + _casts(load, hidden + inner) if inner else 0
+
+
+def _casts(load: Workload, numbers: int) -> int:
+    """Bytes moved to round `numbers` numbers to 8 bits: read 2, write 1, and 1 more for the transposed copy."""
+    return 4 * numbers if load.precision in ("fp8", "mxfp8") else 0
+
+
+def _recomputed(load: Workload, attn: float, mlp: float, clock: Clock) -> tuple[float, float]:
+    """What a backward computes again, in attention and MLP."""
+    if "recomputation" not in clock.on:
+        return 0.0, 0.0
+    norms = clock.memory(load.rank_tokens * 2 * load.element * load.shape.hidden)
+    match load.recompute:
+        case "norms":
+            return norms, norms
+        case "attention":
+            return attn, norms
+        case "full":
+            return attn, mlp
+    return 0.0, 0.0
+
+
+# ---- Transfers ----
+
+
+def _tensor_transfers(load: Workload, on: Collection[str]) -> float:
+    """An all-gather before and a reduce-scatter after attention, or the MLP."""
+    if "tensor transfers" not in on:
+        return 0.0
+    tp = load.division.tp
+    sequence = load.element * load.rank_tokens * tp * load.shape.hidden  # bytes
+    return TENSOR_EXPOSED * 2 * gather(load.device, sequence, tp, 1)
+
+
+def _context_transfers(load: Workload, layer: Layer, on: Collection[str]) -> float:
+    if "tensor transfers" not in on or load.division.cp == 1:
+        return 0.0
+    one, attention = load.division, layer.attention
+    keys = load.element * load.rank_tokens * one.cp * _key_width(attention)  # bytes
+    return CONTEXT_EXPOSED * gather(load.device, keys, one.cp, one.tp)
+
+
+def _key_width(attention: Attention) -> int:
+    """Numbers of a token's keys and values."""
+    return attention.kv_heads * (attention.qk_dim + attention.v_dim)
+
+
+def _expert_transfers(
+    load: Workload, layer: Layer, on: Collection[str], factor: float
+) -> tuple[float, float, float, float]:
+    """dispatch and combine of the forward, then combine and dispatch of the backward."""
+    if "expert transfers" not in on or load.division.ep == 1:
+        return (0.0, 0.0, 0.0, 0.0)
+    device, hidden = load.device, load.shape.hidden
+    rows = rows_sent(
+        layer.experts, layer.top_k, load.division.ep, device.domain.gpus or 1, load.ep_backend, layer.groups,
+        layer.top_groups,
+    )  # fmt: skip
+    tokens = load.rank_tokens * factor
+    wide = load.element * hidden
+    narrow = (
+        hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "nccl" else wide
+    )  # with scales
+    first, other = (all_to_all(device, rows, tokens, width) for width in (narrow, wide))
+    # Without fused kernels, rows are copied once more on each side of a transfer.
+    copies = Clock(device, load.precision, ALL).memory(4 * tokens * (rows.near + rows.far) * wide)
+    copies = copies if load.ep_backend == "nccl" else 0.0
+    return first + copies, other + copies, other + copies, other + copies

@@ -1,0 +1,148 @@
+"""Tables of `moe-dualpipe plan`: what is predicted, what a step is made of, and the ranking of divisions."""
+
+import math
+import statistics
+from typing import Any
+
+from ...messages import plural, printable
+from ..drawing.tables import markdown
+from .division_search import USABLE, Candidate, Found, why_slower
+from .prediction import Estimate
+from .real_routing import ZIPF
+from .segment_times import layer_factors
+from .train_command import missing, train_command
+from .workload import Workload
+
+
+def estimate_report(found: Estimate, dollars: float | None = None) -> str:
+    """The prediction for one division."""
+    load, (low, high) = found.load, found.interval
+    memory, transfers = found.memory, found.step.transfers * found.constant.factor
+    tflops = found.flops_per_gpu / 1e12
+    rows = [
+        ["step time", f"{found.seconds:.3g} s ({low:.3g} to {high:.3g} s)"],
+        ["tokens/s per GPU", f"{found.tokens_per_gpu:,.0f}"],
+        ["model TFLOP/s per GPU", f"{tflops:.{_digits(tflops, 0)}f} ({found.utilization:.1%} of the peak)"],
+        ["hidden transfers", f"{found.hidden:.0%} of {transfers:.3g} s" if transfers else "-"],
+        ["pipeline bubble", f"{found.step.bubble:.1%}"],
+        ["GPU hours for 10^12 tokens", f"{found.gpu_hours:,.0f}"],
+    ]
+    if dollars is not None:
+        rows.append(["dollars for 10^12 tokens", f"{dollars * found.gpu_hours:,.0f}"])
+    digits = _digits(memory.total / 1e9, 1)
+    rows.append(["peak memory", f"{memory.total / 1e9:.{digits}f} of {load.device.memory_gb:.0f} GB"])
+    rows += [[f"  {name}", f"{size / 1e9:.{digits}f} GB"] for name, size in memory.parts().items()]
+    known = f"{plural(found.constant.rows, 'published run')} of this GPU and precision" if found.constant.rows else (
+        "no published run of this GPU and precision: the constant is that of other runs"
+    )  # fmt: skip
+    advice = "".join(f"\n{text}" for text in (found.memory_advice(), found.host_advice()) if text)
+    return (
+        f"{describe(load)}\n\n{markdown([['predicted', ''], *rows])}\n{advice}\n"
+        "8 of 10 comparable runs should be inside the interval. "
+        f"Measured constant: {found.constant.factor:.2f}\n({known})."
+    )
+
+
+def describe(load: Workload) -> str:
+    """The workload, on two lines."""
+    one = load.division
+    overlap = f", {'with' if load.overlaps else 'no'} overlap" if one.ep > 1 else ""
+    return (
+        f"{load.shape.name} on {plural(one.gpus, 'GPU')} ({load.device.name}): {one}, {load.schedule}\n"
+        f"{plural(load.num_micro_batches, 'micro-batch', 'es')} of {load.micro_batch} x {load.seq} tokens, "
+        f"{load.precision}, recompute {load.recompute}{overlap}"
+    )
+
+
+def waterfall_table(found: Estimate) -> str:
+    """What a step is made of, from the ideal to the predicted time."""
+    rows, total = [["what", "seconds", "until here", "share of the peak"]], 0.0
+    ideal, digits = next(iter(found.waterfall()))[1], _digits(found.seconds, 3)
+    for name, seconds in found.waterfall():
+        total += seconds
+        sign = "+" if rows[1:] else ""
+        rows.append([name, f"{seconds:{sign}.{digits}f}", f"{total:.{digits}f}", f"{ideal / total:.1%}"])
+    return markdown(rows)
+
+
+def _digits(total: float, least: int) -> int:
+    """Decimals for three significant digits, but not fewer than `least`. Example: 4 for 0.0199."""
+    return max(least, 2 - math.floor(math.log10(total)))
+
+
+def routing_line(load: Workload) -> str:
+    """How uneven the loads of the experts are taken to be, in sentences."""
+    factors = [one for one, layer in zip(layer_factors(load), load.shape.layers, strict=True) if layer.experts]
+    if not factors:
+        return "Routing: this model has no experts."
+    if load.division.ep == 1:
+        return "Routing: each GPU has all experts, so all get the same number of tokens."
+    if load.loads is None and load.routing == "balanced":
+        return "Routing: balanced. All ranks get the same number of tokens."
+    low, mean, high = min(factors), statistics.fmean(factors), max(factors)
+    ranks = f"The fullest of {plural(load.division.ep, 'rank')} gets {mean:.2f} times the mean"
+    if load.loads is None:
+        return f"Routing: assumed, Zipf's law with exponent {ZIPF}. {ranks}."
+    return (
+        f"Routing: loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}. "
+        f"Zipf's law fits them with exponent {load.loads.zipf:.2f}.\n{ranks}, and {low:.2f} to {high:.2f} by layer."
+    )
+
+
+def search_report(found: Found, top: int, dollars: float | None = None) -> str:
+    """The ranking, with the reason why each is slower than the best, and the command that runs the best."""
+    heading = ["division", "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU", "slower because of"]
+    rows = [_row(found, one) for one in found.ranked[:top]]
+    parts = [estimate_report(found.best, dollars), markdown([heading, *rows])]
+    if len(found.ranked) > top:
+        parts.append(f"and {len(found.ranked) - top} more (--top)")
+    if not all(one.simulated for one in found.ranked[:top]):
+        parts.append("~: estimated with equal stages. The fastest ways are simulated with their own stages.")
+    if found.too_large:
+        division, memory = found.too_large[0]
+        usable = USABLE * found.best.load.device.memory_gb
+        parts.append(
+            f"{plural(len(found.too_large), 'division')} do not fit with any schedule and recomputation: the smallest "
+            f"({division}) needs {memory:.0f} of the {usable:.0f} GB that a run can use"
+        )
+    if found.best.load.overlap is None and any(one.load.division.ep > 1 for one in found.ranked):
+        parts.append(
+            "Only dualpipe and dualpipev hide transfers of experts behind computation, as in train.py.\n"
+            "--overlap assumes it of all schedules, as in Megatron-LM."
+        )
+    parts.append(train_command(found.best.load))
+    first = next((one for one in found.ranked if not missing(one.load)), found.ranked[0])
+    if first is not found.ranked[0]:
+        seconds = f"{first.seconds * found.best.constant.factor:.3g} s"
+        parts[-1] += f". The fastest that it can run, {seconds}:\n\n{train_command(first.load)}"
+    return "\n\n".join(parts)
+
+
+def _row(found: Found, one: Candidate) -> list[str]:
+    load, factor = one.load, found.best.constant.factor
+    tokens = load.tokens / (one.seconds * factor) / load.division.gpus
+    return [
+        str(load.division), load.schedule, str(load.micro_batch), load.recompute,
+        f"{'' if one.simulated else '~'}{one.seconds * factor:.3g}",
+        f"{one.memory_gb:.0f}", f"{tokens:,.0f}", why_slower(one, found.ranked[0]),
+    ]  # fmt: skip
+
+
+def search_rows(found: Found, top: int, dollars: float | None = None) -> dict[str, Any]:
+    """The JSON report."""
+    factor = found.best.constant.factor
+    return {
+        "best": found.best.as_dict(dollars),
+        "tried": found.tried,
+        "ranked": [
+            {
+                "tp": one.load.division.tp, "pp": one.load.division.pp, "vpp": one.load.division.vpp,
+                "ep": one.load.division.ep, "cp": one.load.division.cp, "schedule": one.load.schedule,
+                "micro_batch": one.load.micro_batch, "recompute": one.load.recompute,
+                "step_time_s": one.seconds * factor, "simulated": one.simulated, "peak_memory_gb": one.memory_gb,
+                "slower_because": why_slower(one, found.ranked[0]),
+            }
+            for one in found.ranked[:top]
+        ],
+        "train_command": train_command(found.best.load),
+    }  # fmt: skip

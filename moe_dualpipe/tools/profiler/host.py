@@ -1,0 +1,192 @@
+"""Turn a trace without device events into one whose device is the CPU.
+
+A CPU has neither a queue nor kernels. Its trace has nested operators, annotations, and the transfers of a backend. This
+module converts them into device events, so that the other modules treat CPUs and GPUs alike:
+
+    computation     operators. In annotations that end in (F), (B), (I) or (W), such as attn(F), also the Python code
+                    between operators. Waits and calls of a backend are not computation. Operators inside "wait for x"
+                    are, because they unpack received data; they belong to phase x. A collective of torch.distributed
+                    that blocks is a wait, too, although only its call is recorded.
+    communication   transfers of gloo, of a modelled link or through shared memory, from start to end, and annotations
+                    that are named after communication. Receives of gloo are left out: a receive starts when it is
+                    posted, so only the send shows when data is in flight.
+
+Nested operators become one event with the name of the outermost operator inside the innermost such annotation.
+"""
+
+import re
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import inf
+
+from ...overlap.labels import LINK_TRANSFER, LINK_WAIT, OWN_TRANSFERS, is_wait, letter_of, without_group, without_wait
+from .communication import Names
+from .trace import Collective, DeviceEvent, HostEvent, Trace
+
+_CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
+_LAUNCHES = re.compile(rf"(?:c10d|{OWN_TRANSFERS})::(\w+)")
+
+_LEAST_BLOCKED = 1000.0
+"""Microseconds. A collective that takes less time is not looked at."""
+_WAKE_UP, _WAKE_UP_SHARE = 500.0, 0.25
+"""A blocked thread goes on so many microseconds after the transfer, or this share of the wait if that is longer."""
+
+
+def host_as_device(trace: Trace, names: Names) -> Trace:
+    """Return a trace whose device is "cpu" if `trace` has no device events, otherwise `trace` itself.
+
+    Annotations that `names` takes for transfers become transfers.
+    """
+    if trace.device_events or not (trace.operators or trace.transfers):
+        return trace
+    matching = {event.name for event in trace.annotations if names.is_transfer(event.name) and not _waits(event.name)}
+    annotations = [event for event in trace.annotations if event.name not in matching]
+    transfers = [event for event in trace.transfers if ":recv" not in event.name]
+    transfers += [event for event in trace.annotations if event.name in matching]
+    transfers.sort(key=lambda event: event.start)
+    calls = [*_launches_of(transfers, trace.operators)]
+    groups = [without_group(event.name)[1] for event in transfers]
+    transfers = [event._replace(name=without_group(event.name)[0]) for event in transfers]
+    operators = [*trace.operators, *_blocking(transfers, calls, [*trace.operators, *annotations])]
+    waits = [event for events in (annotations, operators) for event in events if _waits(event.name)]
+    threads: dict[tuple[str, str], list[tuple[HostEvent, bool]]] = defaultdict(list)
+    for event in operators:
+        threads[event.thread].append((event, True))
+    for event in annotations:
+        if letter_of(event.name) or _waits(event.name):
+            threads[event.thread].append((event, False))
+
+    device_events: list[DeviceEvent] = []
+    launches: dict[int, HostEvent] = {}
+
+    def add(event: HostEvent, category: str, launch: HostEvent, collective: Collective | None = None) -> None:
+        launches[correlation := len(device_events)] = launch
+        place = "cpu", event.thread[1], correlation, 0, 0, collective
+        device_events.append(DeviceEvent(event.name, category, event.start, event.end, *place))
+
+    for events in threads.values():
+        for piece in _pieces(events):
+            add(piece, "operator", piece)
+    free: dict[tuple[str, str], float] = {}
+    for transfer, launch, group in zip(transfers, calls, groups, strict=True):
+        if transfer.name == LINK_TRANSFER:  # the recorded start is too late: the link's thread wakes up first
+            start = min(transfer.start, max(launch.start, free.get(transfer.thread, 0.0)))
+            transfer = transfer._replace(start=start)
+            free[transfer.thread] = transfer.end
+        add(transfer, "transfer", launch, Collective("carry", group) if group else None)
+    phases = [event._replace(name=without_wait(event.name)) for event in annotations]
+    return replace(trace, device_events=device_events, launches=launches, annotations=phases, waits=waits)
+
+
+@lru_cache(maxsize=1 << 16)
+def _waits(name: str) -> bool:
+    return is_wait(name) or _CALLS.match(name) is not None
+
+
+class _Open:
+    """An event that has started and not ended."""
+
+    __slots__ = ("end", "in_call", "operator", "outlasting", "owner")
+
+    def __init__(self, event: HostEvent, operator: bool, around: "_Open | None"):
+        self.end, self.operator = event.end, operator
+        self.outlasting: tuple[tuple[HostEvent, bool], ...] = ()
+        """Events that start inside this one and end after it, because clocks are coarse."""
+        if around is not None and event.end > around.end:
+            self.end = around.end
+            around.outlasting += ((event, operator),)
+        name = "" if _waits(event.name) else event.name if operator else "Python"
+        inside = around is not None and around.in_call
+        self.in_call = inside or (operator and not name)
+        """Whether this is, or is inside, a call of a backend, where nothing computes."""
+        if around is not None and (inside or (operator and name and around.operator)):
+            self.owner = around.owner
+        else:
+            self.owner = HostEvent(name, event.start, event.end, event.thread)
+        """The event to which its time outside nested events belongs; without a name if it waits."""
+
+
+def _pieces(events: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
+    """Cut nested events of one thread into pieces that do not overlap, sorted by time.
+
+    events: pairs of an event and whether it is an operator. A moment belongs to the event that started last.
+    """
+    pieces: list[HostEvent] = []
+    stack: list[_Open] = []
+    owner: HostEvent | None = None
+    began = now = -inf
+
+    def until(time: float) -> None:
+        nonlocal owner, began, now
+        if time > now:
+            current = stack[-1].owner if stack else None
+            if current is not owner:
+                if owner is not None and owner.name:
+                    pieces.append(HostEvent(owner.name, began, now, owner.thread))
+                owner, began = current, now
+            now = time
+
+    def close() -> None:
+        until(stack[-1].end)
+        for event, operator in stack.pop().outlasting:
+            stack.append(_Open(event, operator, stack[-1] if stack else None))
+
+    for event, operator in sorted(events, key=lambda item: (item[0].start, -item[0].end)):
+        while stack and stack[-1].end <= event.start:
+            close()
+        until(event.start)
+        stack.append(_Open(event, operator, stack[-1] if stack else None))
+    while stack:
+        close()
+    until(inf)
+    return pieces
+
+
+def _launches_of(transfers: Sequence[HostEvent], operators: Iterable[HostEvent]) -> Iterator[HostEvent]:
+    """Yield for each transfer the call that launched it, or the transfer itself if no call is found.
+
+    transfers: sorted by start. Transfers of one kind start in the order of their calls. Names tell which calls launch a
+    kind: c10d::alltoall_base_ launches gloo:all_to_all.
+    """
+    kinds = {transfer.name: _letters(transfer.name.rpartition(":")[2]) for transfer in transfers}
+    calls = [event for event in operators if _waits(event.name) and _LAUNCHES.match(event.name)]
+    launches: dict[str, deque[HostEvent]] = defaultdict(deque)
+    for event in sorted(calls, key=lambda event: event.start):
+        letters = _letters(event.name.rpartition(":")[2])
+        if fitting := [kind for kind in kinds.values() if kind and letters.startswith(kind)]:
+            launches[max(fitting, key=len)].append(event)
+    for transfer in transfers:
+        waiting = launches[kinds[transfer.name]]
+        yield waiting.popleft() if waiting and waiting[0].start <= transfer.start else transfer
+
+
+def _blocking(
+    transfers: Sequence[HostEvent], calls: Sequence[HostEvent], events: Iterable[HostEvent]
+) -> Iterator[HostEvent]:
+    """Yield a wait for each transfer of torch.distributed during which its thread did nothing.
+
+    calls: the call of each transfer. events: those of all threads, in which the thread's next step is looked for.
+    """
+    blocking = [
+        (transfer, call) for transfer, call in zip(transfers, calls, strict=True)
+        if call.name.startswith("c10d::") and transfer.end - call.end >= _LEAST_BLOCKED
+    ]  # fmt: skip
+    steps: dict[tuple[str, str], list[float]] = {call.thread: [] for _, call in blocking}
+    for event in events if steps else ():
+        if event.thread in steps:
+            steps[event.thread] += event.start, event.end
+    for times in steps.values():
+        times.sort()
+    for transfer, call in blocking:
+        times = steps[call.thread]
+        following = times[at] if (at := bisect_right(times, call.end)) < len(times) else inf
+        waited = transfer.end - call.end
+        if 0 <= following - transfer.end <= max(_WAKE_UP, _WAKE_UP_SHARE * waited):
+            yield HostEvent(LINK_WAIT, call.end, following, call.thread)
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z]", "", name.lower())

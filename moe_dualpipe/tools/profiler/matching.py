@@ -1,0 +1,229 @@
+"""Find the same collective in the traces of several ranks.
+
+A collective belongs to a process group, so it is compared only among the ranks of that group: with tensor and data
+parallelism, each rank meets other ranks in each group. In a group, collectives with the same kind and sequence number
+are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, if all ranks
+recorded the same kinds in the same order. A send and a receive between the same two ranks also meet, the k-th with the
+k-th: PyTorch numbers them on each rank by itself, over all peers (`seqP2P_` in ProcessGroupNCCL.cpp).
+
+Transfers without a recorded group are compared among all ranks, by the names of their kernels.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ...messages import list_ranks, plural
+from .attribution import Partition
+from .collectives import group_name, group_size, kind_of_collective
+from .intervals import EMPTY, Intervals
+from .trace import DeviceEvent
+
+_POINT_TO_POINT = re.compile(r":(send|recv)")  # names of gloo; NCCL's kernel names do not distinguish them
+
+
+@dataclass(frozen=True, slots=True)
+class RankTransfers:
+    """The transfers of one rank, in microseconds."""
+
+    transfers: Sequence[DeviceEvent]
+    start_us: float
+    """Start of its first event."""
+    base_us: float = 0.0
+    """The origin of its times."""
+    host: str = ""
+    """Name of the host; ranks on the same host share a clock. "" if unknown."""
+    rank: int | None = None
+    world_size: int | None = None
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks of each process group, by its name."""
+    places: Sequence[str] = ()
+    """The phase or module of each transfer; "" if unknown."""
+    exposed: Intervals = field(default_factory=lambda: EMPTY)
+    """All its exposed communication."""
+    work: Partition | None = None
+    """What it computed when, which shows why it was late. None: not collected."""
+
+
+class Meeting(NamedTuple):
+    """One collective on the ranks that recorded it."""
+
+    kind: str
+    group: "Group"
+    members: tuple[int, ...]
+    """Positions in the list of ranks."""
+    indices: tuple[int, ...]
+    """Position of the event of each member in its `RankTransfers.transfers`."""
+    events: tuple[DeviceEvent, ...]
+    """The event of each member."""
+
+    @property
+    def shortest_us(self) -> float:
+        """The duration on the last member to join: the time of the transfer itself."""
+        return min(event.end - event.start for event in self.events)
+
+    @property
+    def waited_us(self) -> list[float]:
+        """How long each member waited for the last one."""
+        shortest = self.shortest_us
+        return [event.end - event.start - shortest for event in self.events]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the events of all ranks of the group are known."""
+        return len(self.members) == (2 if self.group.peers else len(self.group.ranks) or self.group.size)
+
+    @property
+    def last(self) -> int:
+        """The member that joined last, which is the one with the shortest duration."""
+        return min(zip(self.members, self.events, strict=True), key=lambda pair: pair[1].end - pair[1].start)[0]
+
+
+class Group(NamedTuple):
+    """A process group as the traces describe it. Without ranks, the size distinguishes groups of one name."""
+
+    name: str = ""
+    label: str = ""
+    """How reports call it."""
+    ranks: tuple[int, ...] = ()
+    size: int | None = None
+    peers: tuple[int, int] | None = None
+    """Source and destination of point-to-point transfers."""
+
+    def __str__(self) -> str:
+        if self.peers:
+            return f"{self.peers[0]} -> {self.peers[1]}"
+        of = f" of {list_ranks(self.ranks)}" if 0 < len(self.ranks) <= 8 else ""
+        return f"{self.label or 'transfers without a recorded group'}{of}"
+
+
+class Matches(NamedTuple):
+    """The meetings of each group, and why other groups have none."""
+
+    by_group: Mapping[Group, Sequence[Meeting]]
+    problems: Sequence[str]
+
+
+def match_collectives(ranks: Sequence[RankTransfers]) -> Matches:
+    """Return the meetings of at least two ranks, by group and in the order of the first member."""
+    recorded: dict[Group, dict[int, list[_Recorded]]] = defaultdict(dict)
+    for position, rank in enumerate(ranks):
+        for index, event in sorted(enumerate(rank.transfers), key=lambda item: item[1].start):
+            if (group := _group_of(event, rank)) is not None:
+                recorded[group].setdefault(position, []).append(_Recorded(index, event))
+    by_group: dict[Group, list[Meeting]] = {}
+    problems = []
+    for group, members in recorded.items():
+        if group == Group() and len(members) < len(ranks) and len(members) > 1:
+            without = [i for i in range(len(ranks)) if i not in members]
+            problems.append(f"transfers without a recorded group: {_names(ranks, without)} recorded none")
+        elif group.size is not None and len(members) > group.size:
+            problems.append(f"{group}: {len(members)} ranks recorded this group of {plural(group.size, 'rank')}")
+        elif len(members) > 1:
+            found, problem = _match(group, members, ranks)
+            if found:
+                by_group[group] = found
+            if problem:
+                problems.append(problem)
+    return Matches(by_group, problems)
+
+
+class _Recorded(NamedTuple):
+    """A transfer and its position among the transfers of its rank."""
+
+    index: int
+    event: DeviceEvent
+
+
+def _group_of(event: DeviceEvent, rank: RankTransfers) -> Group | None:
+    """The group of a transfer; None for a transfer that cannot be compared."""
+    found = event.collective
+    if found is None:
+        return None if _POINT_TO_POINT.search(event.name) else Group()
+    members = found.ranks or rank.groups.get(found.group, ())
+    kind = kind_of_collective(event)
+    if kind in ("send", "recv"):
+        # PyTorch records the global rank of the peer (saveNcclMeta in torch/csrc/profiler/util.cpp)
+        if found.peer is None or rank.rank is None:
+            return None
+        peers = (rank.rank, found.peer) if kind == "send" else (found.peer, rank.rank)
+        return Group(found.group, group_name(found), members, peers=peers)
+    size = None if members else group_size(found)
+    return Group(found.group, group_name(found), members, size)
+
+
+def _match(
+    group: Group, members: Mapping[int, Sequence[_Recorded]], ranks: Sequence[RankTransfers]
+) -> tuple[list[Meeting], str]:
+    """The meetings of one group, and a problem that concerns some or all of its collectives, or ""."""
+    collectives = [one.event.collective for events in members.values() for one in events]
+    if not group.peers and all(found and found.sequence is not None for found in collectives):
+        return _by_key(group, {member: _numbered(events) for member, events in members.items()}), ""
+    kinds = {member: [_kind(group, one.event) for one in events] for member, events in members.items()}
+    (first, expected), *others = kinds.items()
+    for other, found in others:
+        if found != expected:
+            return [], f"{group}: {_difference(_names(ranks, [first]), expected, _names(ranks, [other]), found)}"
+    keyed: dict[int, dict[object, _Recorded]] = {m: dict(enumerate(events)) for m, events in members.items()}
+    return _by_key(group, keyed), ""
+
+
+def _kind(group: Group, event: DeviceEvent) -> str:
+    """What must be the same on all members."""
+    if group.peers:
+        return ""  # a send meets a receive
+    return (kind_of_collective(event) or (event.collective.name if event.collective else "")) or event.name
+
+
+def _numbered(events: Sequence[_Recorded]) -> dict[object, _Recorded]:
+    """The events by sequence number and kind; several with the same ones (in a coalesced call) are counted."""
+    times: Counter[object] = Counter()
+    found: dict[object, _Recorded] = {}
+    for one in events:
+        collective = one.event.collective
+        key = (collective.sequence if collective else None, _kind(Group(), one.event))
+        found[*key, times[key]] = one
+        times[key] += 1
+    return found
+
+
+def _by_key(group: Group, keyed: Mapping[int, Mapping[object, _Recorded]]) -> list[Meeting]:
+    joined: dict[object, list[tuple[int, int, DeviceEvent]]] = defaultdict(list)
+    for member, recorded in keyed.items():
+        for key, one in recorded.items():
+            joined[key].append((member, one.index, one.event))
+    meetings = []
+    for same in joined.values():
+        if len(same) > 1:
+            members, indices, events = zip(*same, strict=True)
+            kind = "send" if group.peers else _kind(group, events[0])
+            meetings.append(Meeting(kind, group, members, indices, events))
+    return meetings
+
+
+def _difference(name: str, expected: Sequence[str], other: str, found: Sequence[str]) -> str:
+    if len(found) != len(expected):
+        return f"{name} recorded {plural(len(expected), 'collective')} and {other} {len(found):,}, without numbers"
+    at = next(i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
+    return f"collective {at} is {expected[at]} on {name} and {found[at]} on {other}"
+
+
+def _names(ranks: Sequence[RankTransfers], positions: Iterable[int]) -> str:
+    numbers = [ranks[position].rank for position in positions]
+    if None in numbers:
+        return f"trace{'s' * (len(numbers) > 1)} {', '.join(map(str, positions))}"
+    return list_ranks([number for number in numbers if number is not None])
+
+
+def ends_of(meetings: Iterable[Meeting], one: int, other: int) -> np.ndarray:
+    """The ends of the meetings that both members joined, shape [n, 2]."""
+    rows = []
+    for meeting in meetings:
+        if one in meeting.members and other in meeting.members:
+            at = meeting.members.index
+            rows.append((meeting.events[at(one)].end, meeting.events[at(other)].end))
+    return np.array(rows).reshape(-1, 2)

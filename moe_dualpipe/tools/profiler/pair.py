@@ -1,0 +1,127 @@
+"""The measured workload: two chunks on a stage in the middle of a pipeline, run in sequence or overlapped.
+
+    train     the forward of one micro-batch and the backward of another
+    prefill   the forwards of two micro-batches of whole sequences
+    decode    the forwards of two micro-batches of one new token per sequence, with a filled KV cache
+
+Like DeepSeek's published profiles, the stage has MoE layers only, without embedding and head.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...expert_parallel import ExpertParallel
+from ...messages import LARGEST, check_range, plural
+from ...models import ModelConfig, StageOptions, StageSpec, TransformerStage, filled_cache, preset
+
+Mode = Literal["train", "prefill", "decode"]
+Routing = Literal["balanced", "real"]
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes of the micro-batches and of the stage.
+
+    tokens: tokens per micro-batch. seq: tokens per sequence. In decode, a micro-batch has one new token for each of
+    `tokens` sequences, and each sequence has `seq` cached tokens. layers: number of MoE layers of `model` in the stage.
+    """
+
+    mode: Mode
+    preset: str
+    model: ModelConfig
+    layers: int
+    seq: int
+    tokens: int
+    routing: Routing
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def from_preset(
+        cls, mode: Mode, name: str, layers: int = 4, seq: int | None = None, tokens: int | None = None,
+        routing: Routing = "balanced", device: torch.device = CPU,
+    ) -> "Workload":  # fmt: skip
+        """A workload on the preset `name`. A size that is None gets the default of `profile run`.
+
+        Raises ValueError for an unknown preset and for invalid or conflicting sizes.
+        """
+        model = preset(name)
+        seq = (4096 if device.type == "cuda" else 1024) if seq is None else seq
+        for flag, number in (("layers", layers), ("seq", seq), ("tokens", 1 if tokens is None else tokens)):
+            check_range(f"--{flag}", number, 1, 10_000 if flag == "layers" else LARGEST)
+        if tokens is None:
+            tokens = 128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq
+        if mode != "decode" and tokens % seq:
+            raise ValueError(f"--tokens {tokens} must be a multiple of --seq {seq}: use {-(-tokens // seq) * seq}")
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return cls(mode, name, model, layers, seq, tokens, routing, device, dtype)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.tokens if self.mode == "decode" else self.tokens // self.seq
+
+    @property
+    def description(self) -> str:
+        tokens = f"with {self.seq:,} cached tokens each" if self.mode == "decode" else f"in sequences of {self.seq:,}"
+        dtype, layers = str(self.dtype).removeprefix("torch."), plural(self.layers, "layer")
+        return (
+            f"{self.mode} on {self.device} in {dtype}: {layers} of {self.preset}, {self.tokens:,} tokens {tokens}, "
+            f"{self.routing} routing"
+        )
+
+
+class Pair:
+    """Two chunks over `expert_parallel`. Call `prepare` before each `sequential` or `overlapped`."""
+
+    def __init__(self, workload: Workload, expert_parallel: ExpertParallel, seed: int = 0):
+        self.workload = workload
+        router = "balanced" if workload.routing == "balanced" else workload.model.router
+        config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0, dense_layers=(), router=router)
+        spec = StageSpec(range(workload.layers), embedding=False, head=False, share=1.0)
+        self.stage = TransformerStage(config, spec, expert_parallel, StageOptions(seed))
+        self.stage.to(workload.device, workload.dtype)
+        length = 1 if workload.mode == "decode" else workload.seq
+        shape = workload.num_sequences, length, config.hidden_size
+        random = torch.Generator().manual_seed(seed)
+        self.x, self.y, self.dx = (
+            torch.randn(shape, generator=random).to(workload.device, workload.dtype) for _ in range(3)
+        )
+        self._chunks: tuple[Any, Any] = (), ()
+
+    def prepare(self) -> None:
+        """Create the inputs of one run. Not measured: the forward for the backward (train), filled caches (decode)."""
+        workload, stage = self.workload, self.stage
+        if workload.mode == "train":
+            stage.zero_grad()
+            x = self.x.clone().requires_grad_()
+            self._chunks = ([stage(x)], [self.dx]), [self.y.clone().requires_grad_()]
+        elif workload.mode == "decode":
+            sizes = range(workload.layers), workload.num_sequences, workload.seq
+            first, second = (filled_cache(stage.config, *sizes, workload.device, workload.dtype) for _ in range(2))
+            self._chunks = [self.x, None, first], [self.y, None, second]
+        else:
+            self._chunks = [self.x], [self.y]
+
+    def sequential(self) -> Tensor:
+        """Run the chunks one after the other. Returns the output of the second chunk (train: of the forward)."""
+        first, second = self._chunks
+        if self.workload.mode == "train":
+            y = self.stage(*second)
+            torch.autograd.backward(*first)
+            return y
+        with torch.no_grad():
+            self.stage(*first)
+            return self.stage(*second)
+
+    def overlapped(self) -> Tensor:
+        """Run both chunks interleaved. Returns the same output as `sequential`."""
+        first, second = self._chunks
+        stage = self.stage
+        if self.workload.mode == "train":
+            return stage.overlapped_forward_backward(stage, second, None, None, stage, None, *first)[0]
+        with torch.no_grad():
+            return stage.interleaved_forward(stage, first, stage, second)[1]

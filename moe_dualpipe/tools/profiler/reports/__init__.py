@@ -1,0 +1,1 @@
+"""The texts and tables that `moe-dualpipe profile` prints."""

@@ -1,0 +1,196 @@
+"""Reports of overlap analyses as text: tables in Markdown, and one sentence with the hidden share."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ....messages import plural, printable
+from ...drawing.tables import markdown
+from ..analyze import Analysis
+from ..gaps import Wait
+from .ranks import collectives_text, lateness_text, path_text
+from .verdicts import verdicts_text
+
+if TYPE_CHECKING:
+    from ..files import TraceFiles
+    from ..measure import Measurement
+
+MAX_STEPS = 20
+MAX_WAITS = 8  # rows of the table of waits; one more row sums up the rest
+
+
+def analysis_text(
+    analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False, collectives: bool = False
+) -> str:
+    """Return the report of one device: busy times, the waits in which nothing computed, and the hidden share.
+
+    phases, streams, collectives: add a table of each. kernels: add a table of this many kernels, those with the longest
+    total time.
+    """
+    tables = [overview_rows({analysis.name: analysis}, in_window=True)]
+    if analysis.waits:
+        tables.append(_wait_rows(analysis))
+    if len(analysis.by_step) > 1:
+        tables.append(_step_rows(analysis))
+    if phases and analysis.phases:
+        tables.append(_phase_rows(analysis))
+    if streams:
+        rows = [[stream, f"{busy:,.0f}"] for stream, busy in analysis.streams.items()]
+        tables.append([["thread" if analysis.device == "cpu" else "stream", "busy, us"], *rows])
+    if kernels:
+        rows = [["kernel", "kind", "times", "total us", "blocks"]]
+        for k in analysis.kernels[:kernels]:
+            rows.append([k.name[:60], k.kind, f"{k.times:,}", f"{k.total_us:,.0f}", str(k.most_blocks or "-")])
+        tables.append(rows)
+    texts = [*map(markdown, tables), *([collectives_text(analysis.collectives)] if collectives else [])]
+    return "\n\n".join([*texts, hidden_sentence(analysis)])
+
+
+def overview_rows(analyses: dict[str, Analysis], in_window: bool = False) -> list[list[str]]:
+    """Return table rows with one column of busy times per analysis. Rows of copies appear only if there are any.
+
+    in_window: add a column with these times as shares of the window. `analyses` must then have one entry.
+    """
+    rows = [["", *(f"{name}, us" for name in analyses), *(["of the window"] * in_window)]]
+    for what, key in (
+        ("window", "window_us"), ("busy", "busy_us"), ("computation", "kernel_compute_us"), ("copies", "copy_us"),
+        ("communication", "comm_us"), ("- hidden behind computation", "hidden_kernels_us"),
+        ("- beside copies only", ""), ("- exposed", "exposed_comm_us"), ("idle", "idle_us"),
+    ):  # fmt: skip
+        times = [getattr(analysis, key) if key else _beside_copies_us(analysis) for analysis in analyses.values()]
+        if "copies" in what and not any(time >= 0.5 for time in times):
+            continue
+        rows.append([what, *(f"{time:,.0f}" for time in times)])
+        if in_window:
+            (analysis,) = analyses.values()
+            rows[-1].append(f"{times[0] / analysis.window_us:.1%}" if analysis.window_us else "-")
+    return rows
+
+
+def _beside_copies_us(analysis: Analysis) -> float:
+    """Communication beside copies and no kernel."""
+    return analysis.overlapped_us - analysis.hidden_kernels_us
+
+
+def traces_text(
+    files: "TraceFiles", phases: bool = False, kernels: int = 0, streams: bool = False, collectives: bool = False
+) -> str:
+    """Return the report of each device and, if there are several, a table that compares them."""
+    parts = []
+    for device in files.devices:
+        text = analysis_text(device.analysis, phases, kernels, streams, collectives)
+        parts.append("\n".join(filter(None, [printable(device.path), device.left_out, text])))
+        num_events = sum(kernel.times for kernel in device.analysis.kernels)
+        parts.append(verdicts_text(device.analysis.verdicts, num_events))
+    if len(files.devices) > 1:
+        parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
+        parts += [lateness_text(files), path_text(files)]
+    return "\n\n".join(filter(None, parts))
+
+
+def compare_ranks(files: "TraceFiles", names: Sequence[str] | None = None) -> str:
+    """Return a table with one row per device, with the time that it waited for other ranks ("-" if unknown), and
+    sentences about what could not be compared."""
+    rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]]
+    for name, device, skew in zip(names or files.names, files.devices, files.skews, strict=True):
+        a, waited = device.analysis, "-" if skew.waited_us is None else f"{skew.waited_us:,.0f}"
+        times = (a.window_us, a.kernel_compute_us, a.comm_us, a.exposed_comm_us)
+        rows.append([name, *(f"{time:,.0f}" for time in times), percent(a.hidden_fraction), waited])
+    problems = [f"Not compared: {printable(p, 300)}." for one in files.comparisons for p in one.problems]
+    return "\n\n".join([markdown(rows), *(["\n".join(problems)] if problems else [])])
+
+
+def measurement_text(measurement: "Measurement") -> str:
+    """Return both runs of this rank beside each other and the lower bound; under torchrun, also a table of ranks."""
+    analyses = {run: files.devices[0].analysis for run, files in measurement.runs.items()}
+    sequential, overlapped = analyses["sequential"], analyses["overlapped"]
+    workload, ranks, bound = measurement.workload, measurement.num_ranks, measurement.bound_us
+    several = len(measurement.runs["overlapped"].devices) > 1
+    parts = [
+        f"{workload.description}; experts over {plural(ranks, 'rank')}"
+        f"{', this is rank 0' if several else ''}\n{measurement.link}",
+        markdown(overview_rows(analyses)),
+        compare_phases(analyses, workload.layers * (1 if workload.mode == "train" else 2)),
+        f"lower bound (computation or communication alone, whichever is longer): {bound:,.0f} us\n"
+        f"overlapped: {overlapped.window_us / bound:.2f} of the bound, "
+        f"{overlapped.window_us / sequential.window_us:.2f} of sequential\n"
+        f"hidden communication: {percent(overlapped.hidden_fraction)} overlapped, "
+        f"{percent(sequential.hidden_fraction)} sequential",
+    ]
+    if several:
+        parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(measurement.runs['overlapped'])}")
+    return "\n\n".join(parts)
+
+
+def _wait_rows(analysis: Analysis) -> list[list[str]]:
+    cause = "not traced" if analysis.device == "cpu" else "not launched yet"
+    rows = [["nothing computed during", "until", "times", "us", cause]]
+    for wait in analysis.waits[:MAX_WAITS]:
+        names = [_short(wait.during or "(nothing)"), _short(wait.before or "the end")]
+        rows.append([*names, f"{wait.times:,}", f"{wait.total_us:,.0f}", _late([wait])])
+    if rest := analysis.waits[MAX_WAITS:]:
+        sums = sum(wait.times for wait in rest), sum(wait.total_us for wait in rest)
+        rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums), _late(rest, syncs=False)])
+    return rows
+
+
+def _late(waits: Sequence[Wait], syncs: bool = True) -> str:
+    """The time before the host launched the next computation; "-" if unknown."""
+    known = [wait.host_us for wait in waits if wait.host_us is not None]
+    sync = sum(wait.sync_us or 0.0 for wait in waits) if syncs else 0.0
+    return f"{sum(known):,.0f}{f' ({sync:,.0f} in a sync)' if sync >= 0.5 else ''}" if known else "-"
+
+
+def _step_rows(analysis: Analysis) -> list[list[str]]:
+    rows = [["step", "us", "computation", "communication", "exposed", "hidden"]]
+    for step in analysis.by_step[:MAX_STEPS]:
+        times = (step.time_us, step.kernel_compute_us, step.comm_us, step.exposed_comm_us)
+        hidden = percent(step.hidden_kernels_us / step.comm_us if step.comm_us else None)
+        rows.append([str(step.step), *(f"{time:,.0f}" for time in times), hidden])
+    if (more := len(analysis.by_step) - MAX_STEPS) > 0:
+        rows.append([f"{more} more", *[""] * 5])
+    return rows
+
+
+def _short(name: str) -> str:
+    """Return at most 40 characters of `name`, without autograd's prefix."""
+    return name.removeprefix("autograd::engine::evaluate_function: ")[:40]
+
+
+def _phase_rows(analysis: Analysis) -> list[list[str]]:
+    rows = [
+        [phase.name, f"{phase.times:,}"]
+        + [f"{time / phase.times:,.0f}" for time in (phase.compute_us, phase.comm_us, phase.exposed_comm_us)]
+        for phase in analysis.phases
+    ]
+    return [["phase", "times", "computation, us each", "communication", "exposed"], *rows]
+
+
+def compare_phases(analyses: dict[str, Analysis], times: int) -> str:
+    """Return a table of each phase's time in each analysis: microseconds per layer and micro-batch.
+
+    times: the number of passes of a micro-batch through a layer. All times are divided by it.
+    """
+    by_name = {run: {phase.name: phase for phase in analysis.phases} for run, analysis in analyses.items()}
+    columns = ("computation", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
+    rows = [[f"us per layer and micro-batch: {' -> '.join(analyses)}", *(what for what, _ in columns)]]
+    for name in dict.fromkeys(name for phases in by_name.values() for name in phases):
+        found = [phases.get(name) for phases in by_name.values()]
+        cells = [[f"{getattr(phase, key) / times:,.0f}" if phase else "-" for phase in found] for _, key in columns]
+        rows.append([name, *(" -> ".join(cell) if set(cell) - {"0", "-"} else "" for cell in cells)])
+    return markdown(rows)
+
+
+def percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.1%}"
+
+
+def hidden_sentence(analysis: Analysis) -> str:
+    """Say how much communication is hidden, in how many transfers, and how many thread blocks they occupy."""
+    if analysis.hidden_fraction is None:
+        return "There is no communication."
+    kernels = plural(analysis.num_comm, "transfer" if analysis.device == "cpu" else "kernel")
+    blocks = f", on up to {analysis.comm_blocks} thread blocks" if analysis.comm_blocks else ""
+    blocks += f" of a GPU of {analysis.num_sms} SMs" if blocks and analysis.num_sms else ""
+    hidden, copies = percent(analysis.hidden_fraction), percent(_beside_copies_us(analysis) / analysis.comm_us)
+    beside = "" if copies == "0.0%" else f", and {copies} runs beside copies only"
+    return f"{hidden} of the communication is hidden{beside} ({kernels}{blocks})."

@@ -1,0 +1,182 @@
+"""Reports about ranks as text: their collectives, which of them were late and why, and what the end depended on."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ....messages import list_ranks, plural, printable
+from ...drawing.tables import markdown
+from ..attribution import COMMUNICATION, IDLE, LATE_HOST, WAITING, Label
+from ..collectives import CollectiveRow, Place
+from ..critical_path import PathPart
+from ..lateness import NOT_COMPUTING, Lateness, Reason
+
+if TYPE_CHECKING:
+    from ..files import TraceFiles
+
+MAX_PLACES = 4  # rows of a collective's places; one more row counts the rest
+MAX_LATE = 4  # ranks whose lateness is explained
+LEAST_SHARE = 0.01
+"""A rank is not late if the others had nothing to do for a smaller share of its window."""
+_MOST_RANKS = 8  # of a group whose ranks are listed
+_MOST_REASONS = 3  # of one kind
+_LEAST_REASON = 0.1  # share of all reasons
+_COMPUTING = "computing"
+_NUMBER = re.compile(r"\d+$")
+
+
+def collectives_text(rows: Sequence[CollectiveRow]) -> str:
+    """Return a table with one row per kind, group and type, each followed by rows of the places that launched it."""
+    if not rows:
+        return "There are no collectives."
+    cells = [["collective", "group", "times", "bytes", "us", "exposed", "GB/s", "bus GB/s"]]
+    for row in rows:
+        kind = f"{printable(row.kind, 60)}{f', {row.dtype}' if row.dtype else ''}"
+        rates = [_rate(rate, row.is_lower_limit) for rate in (row.algorithm_gb_s, row.bus_gb_s)]
+        cells.append([kind, _group(row), *_numbers(row), *rates])
+        for place in row.places[:MAX_PLACES]:
+            cells.append([f"- {printable(place.name, 60)}", "", *_numbers(place), "", ""])
+        if rest := len(row.places) - MAX_PLACES:
+            cells += [[f"- {rest} more", *[""] * 7]] * (rest > 0)
+    text = markdown(cells)
+    if any(row.is_lower_limit and row.algorithm_gb_s is not None for row in rows):
+        text += "\n\n>= : a lower limit, because the time may contain waits for ranks without a trace."
+    return text
+
+
+def _numbers(one: CollectiveRow | Place) -> list[str]:
+    return [f"{one.count:,}", _size(one.bytes), f"{one.total_us:,.0f}", f"{one.exposed_us:,.0f}"]
+
+
+def _size(number: int | None) -> str:
+    if number is None:
+        return "-"
+    unit, divisor = next(((u, d) for u, d in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if number >= d), ("B", 1))
+    return f"{number:,} B" if unit == "B" else f"{number / divisor:,.1f} {unit}"
+
+
+def _group(row: CollectiveRow) -> str:
+    ranks = plural(row.size, "rank") if row.size else "-"
+    if 0 < len(row.ranks) <= _MOST_RANKS:
+        ranks = list_ranks(row.ranks)
+    return f"{printable(row.group, 40)}: {ranks}" if row.group else ranks
+
+
+def _rate(gb_s: float | None, is_lower_limit: bool) -> str:
+    return "-" if gb_s is None else f"{'>= ' * is_lower_limit}{gb_s:,.2f}"
+
+
+def lateness_text(files: "TraceFiles") -> str:
+    """Say which ranks made the others wait, how often and why; "" if no collectives could be compared."""
+    if not any(files.lateness):
+        return ""
+    windows = [device.analysis.window_us for device in files.devices]
+    late = [
+        (name, one, window)
+        for name, one, window in zip(files.names, files.lateness, windows, strict=True)
+        if one is not None and one.exposed_us > LEAST_SHARE * window
+    ]
+    if not late:
+        return "No rank made the others wait, with nothing else to do, for more than 1% of the window."
+    late.sort(key=lambda item: -item[1].exposed_us)
+    lines = [_late(name, files.names, one, window) for name, one, window in late[:MAX_LATE]]
+    if rest := len(late) - MAX_LATE:
+        lines += [f"{plural(rest, 'more rank')} made the others wait, for less time."] * (rest > 0)
+    return "\n".join(lines)
+
+
+def _late(name: str, names: Sequence[str], one: Lateness, window_us: float) -> str:
+    by_kind: dict[str, list[Reason]] = defaultdict(list)
+    for reason in one.reasons:
+        kind = reason.label.category
+        by_kind[kind if kind in NOT_COMPUTING else _COMPUTING].append(reason)
+    longer = {kind: us for kind, found in by_kind.items() if (us := sum(reason.us for reason in found)) > 0}
+    hidden = one.delayed_us - one.exposed_us >= 1
+    waited = f"{one.delayed_us:,.0f} us for it, {one.exposed_us:,.0f} us of that" if hidden else (
+        f"{one.exposed_us:,.0f} us for it")  # fmt: skip
+    lines = [
+        f"{name} was late: it joined {one.last:,} of {plural(one.joined, 'collective')} last. The others waited "
+        f"{waited} with nothing else to do ({one.exposed_us / window_us:.1%} of the window)."
+    ]
+    for kind in sorted(longer, key=lambda kind: -longer[kind]):
+        if (share := longer[kind] / sum(longer.values())) > _LEAST_REASON:
+            text = _reason(kind, by_kind[kind], one.compute_ratio, names)
+            lines.append(f"{'Why' if share > 0.995 else f'Why, {share:.0%}'}: {text}")
+    if len(lines) == 1:
+        lines.append("Why is unknown: nothing that it did before these collectives took longer than on the others.")
+    return "\n   ".join(lines)
+
+
+def _reason(kind: str, found: Sequence[Reason], ratio: float | None, names: Sequence[str]) -> str:
+    if kind == LATE_HOST.category:
+        return "its device had nothing to do, because its host launched work later than the others."
+    if kind == IDLE.category:
+        return "it was idle for longer."
+    if kind == WAITING:
+        ranks = _shares(found, lambda label: "" if label.rank is None else names[label.rank])
+        return f"it had itself waited longer before, for {ranks or 'several ranks'}."
+    phases = _shares(found, lambda label: printable(label.phase, 60))
+    inside = f", most of it in {phases}" if phases else ""
+    if kind == COMMUNICATION:
+        return f"its exposed transfers took longer{inside}."
+    times = "" if ratio is None else f", {ratio:.2f} times the others'"
+    return f"its computation took longer{times}: {_shares(found, lambda label: label.category)}{inside}."
+
+
+def _shares(reasons: Sequence[Reason], key: Callable[[Label], str]) -> str:
+    """The largest shares of what took longer, by key: "GEMM (70%), attention (20%)"; without a share if it is all."""
+    sums: dict[str, float] = defaultdict(float)
+    for reason in reasons:
+        sums[key(reason.label)] += reason.us
+    whole = sum(us for us in sums.values() if us > 0)
+    shown = [(name, us / whole) for name, us in sums.items() if name and us > _LEAST_REASON * whole]
+    shown.sort(key=lambda item: -item[1])
+    if len(shown) == 1 and shown[0][1] > 0.995:
+        return shown[0][0]
+    return ", ".join(f"{name} ({share:.0%})" for name, share in shown[:_MOST_REASONS])
+
+
+def path_text(files: "TraceFiles") -> str:
+    """Return a table of what the end of the recording depended on, by rank; "" if that is unknown."""
+    if not files.critical_path:
+        return ""
+    whole = sum(part.us for part in files.critical_path)
+
+    def row(name: str, us: float, most: str = "") -> list[str]:
+        return [name, f"{us:,.0f}", f"{us / whole:.1%}", most]
+
+    rows = [["the end depended on", "us", "share", "most of it"]]
+    for rank, parts in _grouped(files.critical_path, lambda part: files.names[part.rank]):
+        rows.append(row(rank, sum(part.us for part in parts)))
+        phases = _without_numbers(part.label.phase for part in parts)
+        places = _grouped(parts, lambda part, of=phases: of[part.label.phase] or _plain(part.label, files.names))
+        for place, same in places[:MAX_PLACES]:
+            most = max(same, key=lambda part: part.us).label.category
+            rows.append(row(f"- {printable(place, 60)}", sum(part.us for part in same), "" if most == place else most))
+        if rest := [part.us for _, same in places[MAX_PLACES:] for part in same]:
+            rows.append(row(f"- {len(places) - MAX_PLACES} more", sum(rest)))
+    return markdown(rows)
+
+
+def _grouped(parts: Iterable[PathPart], key: Callable[[PathPart], str]) -> list[tuple[str, list[PathPart]]]:
+    """The parts by key, the longest group first."""
+    groups: dict[str, list[PathPart]] = defaultdict(list)
+    for part in parts:
+        groups[key(part)].append(part)
+    return sorted(groups.items(), key=lambda group: -sum(part.us for part in group[1]))
+
+
+def _without_numbers(names: Iterable[str]) -> dict[str, str]:
+    """Shown names: "1B*" for all of "1B7", "1B8" and so on."""
+    stems: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        stems[_NUMBER.sub("", name)].add(name)
+    return {name: f"{stem}*" if len(same) > 1 else name for stem, same in stems.items() for name in same}
+
+
+def _plain(label: Label, names: Sequence[str]) -> str:
+    """The name of time without a phase."""
+    if label == LATE_HOST:
+        return "the host had not launched"
+    return label.category if label.rank is None else f"waiting for {names[label.rank]}"

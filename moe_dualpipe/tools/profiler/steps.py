@@ -1,0 +1,110 @@
+"""Find the training steps in a rank's recording, and the time of each action of the pipeline.
+
+The training loop annotates steps and STEP_PARTS; the executor annotates actions, such as "0F3". Times are in
+microseconds.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from ...overlap.labels import STEP_PARTS, is_for_experts, step_number
+from ...schedule.actions import Action
+from ...schedule.walk import Span
+from .communication import NAMES
+from .host import host_as_device
+from .intervals import as_intervals, intervals_of, total, union
+from .trace import DeviceEvent, HostEvent, Trace, TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one rank. Times are since the Unix epoch, on the clock of the host."""
+
+    number: int
+    start: float
+    end: float
+    spans: tuple[Span, ...]
+    """Each action, from the start of its first computation to the end of its last one."""
+    waiting: float
+    """Time without computation inside the spans: exposed expert communication, and Python."""
+    parts: Mapping[str, tuple[float, float]]
+    """Start and end of each of STEP_PARTS that launched work."""
+
+
+def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
+    """Return the steps of a rank that runs `actions` in each step. Raises TraceError if the trace lacks an action."""
+    trace = host_as_device(trace, NAMES)
+    texts = {str(action): action for action in actions}
+    annotations = [event for event in trace.annotations if event.name in texts or event.name in STEP_PARTS]
+    around = trace.innermost_around(annotations)
+    launched: dict[HostEvent, list[DeviceEvent]] = defaultdict(list)
+    for event in trace.device_events:
+        if event.correlation in around:
+            launched[around[event.correlation]].append(event)
+    steps = []
+    found = (event for event in trace.annotations if step_number(event.name) is not None)
+    for step in sorted(found, key=lambda event: event.start):
+        inside = sorted((a for a in annotations if step.start <= a.start < step.end), key=lambda a: a.start)
+        computed = {a: [e for e in launched[a] if NAMES.kind_of(e) != "comm"] for a in inside if a.name in texts}
+        if [texts[annotation.name] for annotation in computed] != list(actions) or not all(computed.values()):
+            raise TraceError(f"the recording of {step.name} lacks actions of the schedule")
+        extents = _in_turns(map(_extent, computed.values()))
+        compute = union(intervals_of(event for events in computed.values() for event in events))
+        waiting = total(union(as_intervals(extents))) - total(compute)
+        spans = tuple(Span(action, *extent) for action, extent in zip(actions, extents, strict=True))
+        parts = {a.name: _extent(launched[a]) for a in inside if a.name in STEP_PARTS and launched[a]}
+        recorded = Step(step_number(step.name) or 0, step.start, step.end, spans, waiting, parts)
+        steps.append(_shifted(recorded, trace.base_us))
+    return steps
+
+
+def _extent(events: Sequence[DeviceEvent]) -> tuple[float, float]:
+    return min(event.start for event in events), max(event.end for event in events)
+
+
+def _in_turns(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Move the start of each extent after the end of the previous one. On a GPU they can overlap: a side stream can
+    still pack the rows of an action when the next action starts."""
+    turns, free = [], -inf
+    for start, end in extents:
+        start = max(start, free)
+        free = max(start, end)
+        turns.append((start, free))
+    return turns
+
+
+def only_expert_transfers(trace: Trace) -> Trace:
+    """Return the trace without communication other than dispatch and combine.
+
+    A pipeline transfer starts when one rank is ready and ends after the other one is: it measures the schedule, not the
+    overlap.
+    """
+    trace = host_as_device(trace, NAMES)
+
+    def wanted(event: DeviceEvent) -> bool:
+        annotation = trace.annotation_of(event)
+        return NAMES.kind_of(event) != "comm" or (annotation is not None and is_for_experts(annotation.name))
+
+    return replace(trace, device_events=[event for event in trace.device_events if wanted(event)])
+
+
+def align_clocks(steps: Sequence[Sequence[Step]], hosts: Sequence[str], barriers: Sequence[float]) -> list[list[Step]]:
+    """Return the steps of all ranks on the clock of rank 0.
+
+    barriers: the time at which each rank left the same barrier, on its own clock. Ranks on the same host share a clock.
+    """
+    by_host: dict[str, list[float]] = defaultdict(list)
+    for host, barrier in zip(hosts, barriers, strict=True):
+        by_host[host].append(barrier)
+    medians = {host: statistics.median(times) for host, times in by_host.items()}
+    offsets = [medians[hosts[0]] - medians[host] for host in hosts]
+    return [[_shifted(step, offset) for step in same] for same, offset in zip(steps, offsets, strict=True)]
+
+
+def _shifted(step: Step, by: float) -> Step:
+    spans = tuple(Span(span.action, span.start + by, span.end + by) for span in step.spans)
+    parts = {part: (start + by, end + by) for part, (start, end) in step.parts.items()}
+    return replace(step, start=step.start + by, end=step.end + by, spans=spans, parts=parts)

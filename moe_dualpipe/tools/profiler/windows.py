@@ -1,0 +1,245 @@
+"""The steps of a recording: which are analyzed, and the times of each.
+
+Annotations of steps, such as "ProfilerStep#5", are on the host, which runs ahead of the device. On the device, a step
+lasts from its first computation to that of the next step, on the stream that computes most. A transfer belongs to the
+step that launched it, other work to the step in which it starts. Work is not cut in two.
+
+By default, start-up is left out: what comes before the first step or is launched after the last one, and the first
+step if it takes more than START_UP times as long as any other, of which there must be at least two. A recording of a
+single step is analyzed as a whole.
+"""
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...messages import plural, quoted
+from .communication import Names
+from .intervals import difference, intersection, intervals_of, length_before, union
+from .trace import DeviceEvent, HostEvent, Trace
+
+START_UP = 1.5
+_CLOCK = 1.0  # microseconds
+_NAME = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _])?step|iter(?:ation)?)[ _#:=*]*(\d{1,9})$", re.IGNORECASE)
+_RANGE = re.compile(r"(\d{0,9}):(\d{0,9})|(\d{1,9})")
+
+Floats = NDArray[np.float64]
+Choice = range | Literal["all", "default"]
+"""Numbers of steps. all: everything, also what is outside of steps. default: without start-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step on one device. Times are in microseconds."""
+
+    step: int
+    start_us: float
+    """From the start of the device's first event."""
+    time_us: float
+    kernel_compute_us: float
+    comm_us: float
+    exposed_comm_us: float
+    hidden_kernels_us: float
+
+
+class DeviceStep(NamedTuple):
+    """A step on a device, in microseconds of the trace."""
+
+    number: int
+    start: float
+    end: float
+    """Infinite for the last step if nothing is computed after it."""
+    launched: tuple[float, float]
+    """From its start on the host to the start of the next step, or to its own end."""
+
+
+class Window(NamedTuple):
+    """What is analyzed of one device."""
+
+    trace: Trace
+    steps: Sequence[DeviceStep]
+    """The steps that are analyzed; () if none are recorded."""
+    has_outside: bool
+    """Work outside of steps is analyzed, too."""
+    left_out: str = ""
+    """What is analyzed and what is left out; "" if nothing is."""
+
+    @property
+    def numbers(self) -> range | None:
+        """From the first to the last number."""
+        return range(self.steps[0].number, self.steps[-1].number + 1) if self.steps else None
+
+
+def is_step(name: str) -> bool:
+    """Whether an annotation is named after a step, such as "ProfilerStep#5", "step 5" or "iteration 5"."""
+    return _NAME.match(name) is not None
+
+
+def parse_steps(text: str | None) -> Choice:
+    """Read "3:7" (without step 7), "3:", ":7", "3" or "all". Raises ValueError for another text."""
+    if text is None or text == "all":
+        return text or "default"
+    found = _RANGE.fullmatch(text)
+    if not found:
+        raise ValueError(f"--steps {quoted(text)} is not a range of steps: use 3:7 (without step 7), 3:, :7, 3 or all")
+    first, end, only = found.groups()
+    chosen = range(int(only), int(only) + 1) if only else range(int(first or 0), int(end or 10**9))
+    if not chosen:
+        raise ValueError(f"--steps {text} has no step: the second number must be larger than the first")
+    return chosen
+
+
+def window_of(trace: Trace, device: str, choice: Choice, names: Names, like: range | None = None) -> Window:
+    """Return the part of a trace that is analyzed on one device. `trace` comes from `host_as_device`.
+
+    like: the default for devices with these steps, so that all ranks leave out the same ones. Raises ValueError if
+    steps are chosen that are not recorded.
+    """
+    events = [event for event in trace.device_events if event.device == device]
+    steps = _device_steps(trace, events, names)
+    if isinstance(choice, range) and not steps:
+        raise ValueError(
+            "--steps: no steps are recorded: call step() of torch.profiler, or annotate each step, such as 'step 3'"
+        )
+    if choice == "all" or not steps or (choice == "default" and len(steps) == 1):
+        return Window(replace(trace, device_events=events), steps, True)
+    last = max(event.end for event in events)
+    if choice == "default":
+        chosen, share = _without_start_up(steps, last, like)
+    else:
+        chosen, share = [step for step in steps if step.number in choice], 0.0
+    if not chosen:
+        raise ValueError(f"--steps: no work of device {device} is in these steps; recorded: {_span(steps)}")
+    kept = [event for event in events if _belongs(event, trace, chosen, names)]
+    within = _host_part(replace(trace, device_events=kept), chosen)
+    if len(kept) == len(events):
+        return Window(within, chosen, False)
+    what = f"analyzed: {_span(chosen)}"
+    if choice != "default":
+        return Window(within, chosen, False, f"{what} of {_span(steps)}")
+    without = [_span(part) for part in (steps[: steps.index(chosen[0])], steps[steps.index(chosen[-1]) + 1 :]) if part]
+    without[:1] = [
+        f"{text}, which took {share:.1f} times as long as any other" if share else text for text in without[:1]
+    ]
+    outside = sum(not _belongs(event, trace, steps, names) for event in events)
+    without += [f"{plural(outside, 'event')} outside of the steps"] if outside else []
+    return Window(within, chosen, False, f"{what}, without {' and '.join(without)} (--steps all includes them)")
+
+
+def step_times(window: Window, names: Names) -> tuple[StepTimes, ...]:
+    """Return the times of each step, whose sums are those of the window if nothing outside of steps is in it.
+
+    A step lasts until the next one starts, also if that is not in the window.
+    """
+    by_kind: dict[str, list[DeviceEvent]] = defaultdict(list)
+    for event in window.trace.device_events:
+        by_kind[names.kind_of(event)].append(event)
+    kernels, comm = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm"))
+    work = union(intervals_of([*by_kind["compute"], *by_kind["copy"]]))
+    lengths = [length_before(part) for part in (kernels, comm, difference(comm, work), intersection(comm, kernels))]
+    first = min((event.start for event in window.trace.device_events), default=0.0)
+    last = max((event.end for event in window.trace.device_events), default=0.0)
+    edges = [(step.start, last if step.end == inf else step.end) for step in window.steps]
+    if edges and not window.has_outside:  # transfers can start before their step and end after it
+        edges[0] = (first, edges[0][1])
+        edges[-1] = (edges[-1][0], max(edges[-1][1], last))
+    return tuple(
+        StepTimes(step.number, start - first, end - start, *(_between(before, start, end) for before in lengths))
+        for step, (start, end) in zip(window.steps, edges, strict=True)
+    )
+
+
+def _between(before: Callable[[Floats], Floats], start: float, end: float) -> float:
+    at_start, at_end = before(np.array([start, end])).tolist()
+    return at_end - at_start
+
+
+def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostEvent]]:
+    """The annotated steps of these processes with their numbers, in order.
+
+    None if they overlap or if their numbers do not grow.
+    """
+    found = trace.steps or [event for event in trace.annotations if is_step(event.name)]
+    steps = sorted((e for e in found if e.thread[0] in processes or not processes), key=lambda event: event.start)
+    numbers = [int(match[1]) if (match := _NAME.match(step.name)) else -1 for step in steps]
+    in_order = -1 not in numbers and all(a < b for a, b in pairwise(numbers))
+    apart = all(b.start >= a.end - _CLOCK for a, b in pairwise(steps))
+    return [*zip(numbers, steps, strict=True)] if in_order and apart else []
+
+
+def _device_steps(trace: Trace, events: Sequence[DeviceEvent], names: Names) -> list[DeviceStep]:
+    """The steps that computed something on the device of `events`."""
+    launches = [trace.launch_of(event) for event in events]
+    recorded = _recorded(trace, {launch.thread[0] for launch in launches if launch is not None})
+    if not recorded:
+        return []
+    launched = any(launches)  # then work without a launch was launched before the recording
+    busy: dict[str, float] = defaultdict(float)
+    for event in events:
+        busy[event.stream] += (event.end - event.start) * (names.kind_of(event) == "compute")
+    main = max(busy, key=lambda stream: busy[stream])
+    edges = [*(step.start for _, step in recorded), recorded[-1][1].end]
+    starts = [inf] * len(edges)  # of the first computation of each step, and of that after the last step
+    for event, launch in zip(events, launches, strict=True):
+        if event.stream == main and names.kind_of(event) == "compute" and (launch or not launched):
+            step = bisect_right(edges, launch.start if launch else event.start) - 1
+            if step >= 0:
+                starts[step] = min(starts[step], event.start)
+    found = [i for i in range(len(recorded)) if starts[i] < inf]
+    return [
+        DeviceStep(recorded[i][0], starts[i], starts[then], (edges[i], edges[then]))
+        for i, then in pairwise([*found, len(recorded)])
+    ]
+
+
+def _without_start_up(
+    steps: Sequence[DeviceStep], last: float, like: range | None
+) -> tuple[Sequence[DeviceStep], float]:
+    """The steps without the first one if it is much longer than any other, and how many times as long it is, or 0."""
+    if like and {like[0], like[-1]} <= {step.number for step in steps}:
+        return [step for step in steps if step.number in like], 0.0
+    first, *others = (min(step.end, last) - step.start for step in steps)
+    if len(others) >= 2 and first > START_UP * max(others):
+        return steps[1:], first / max(others)
+    return steps, 0.0
+
+
+def _belongs(event: DeviceEvent, trace: Trace, steps: Sequence[DeviceStep], names: Names) -> bool:
+    launch = trace.launch_of(event)
+    if launch is not None and names.kind_of(event) == "comm":
+        return steps[0].launched[0] <= launch.start < steps[-1].launched[1]
+    return steps[0].start <= event.start < steps[-1].end
+
+
+def _host_part(trace: Trace, steps: Sequence[DeviceStep]) -> Trace:
+    """Leave out what the host did outside of the steps, except for launches of device events and what is around."""
+    first, last = steps[0].launched[0], steps[-1].launched[1]
+    own = {event.correlation for event in trace.device_events}
+    launches = {n: call for n, call in trace.launches.items() if n in own or first <= call.start < last}
+    earliest = min([first, *(call.start for call in launches.values())])
+    latest = max((call.start for call in launches.values()), default=first)
+
+    def around(events: Sequence[HostEvent]) -> list[HostEvent]:
+        return [event for event in events if event.end > earliest and (event.start < last or event.start <= latest)]
+
+    return replace(
+        trace, launches=launches, annotations=around(trace.annotations), modules=around(trace.modules),
+        transfers=around(trace.transfers), waits=around(trace.waits),
+        steps=[step for step in trace.steps if first <= step.start < last],
+        syncs=[call for call in trace.syncs if first <= call.start < last],
+        stream_waits=[wait for wait in trace.stream_waits if first <= wait.time_us < last],
+        memory=[point for point in trace.memory if first <= point.time_us < last],
+    )  # fmt: skip
+
+
+def _span(steps: Sequence[DeviceStep]) -> str:
+    first, last = steps[0].number, steps[-1].number
+    return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,0 +1,76 @@
+"""docs/cluster.md shows what is printed about a cluster like its example."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from moe_dualpipe.tools.cluster import Disk, Exchange, Facts, Gpu, Link, Report, find_problems
+from moe_dualpipe.tools.cluster.facts import machines_of
+from moe_dualpipe.tools.cluster.link_verdicts import find_link_problems
+from moe_dualpipe.tools.cluster.table import cluster_report
+
+PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
+GIB = 2**30
+VERSIONS = {
+    "Python": "3.12.3",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "CUDA": "12.8",
+    "NCCL": "2.28.9",
+    "driver": "570.86.10",
+}
+
+
+def example():
+    """Four machines with two GPUs each. One cable, one clock and one driver differ."""
+    good = Facts(
+        local_size=2, versions=VERSIONS, num_gpus=2, gpu_files=2, gpu=Gpu("NVIDIA H200", 141 * GIB, 140 * GIB),
+        infiniband={"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)"}, shm=64 * 10**9, open_files=1048576, clock_error=0.001,
+        disk=Disk("/data/runs", 9 * 10**12, 2.1e9), sees_mark=True, address="10.0.0.1",
+    )  # fmt: skip
+    changes = [
+        {"clock": 0.0},
+        {"clock": 0.002, "versions": VERSIONS | {"driver": "535.161.08"}},
+        {"clock": -0.001},
+        {"clock": 3600.7},
+    ]
+    facts = [
+        dataclasses.replace(good, rank=2 * i + j, local_rank=j, host=f"gpu-{'abcd'[i]}", **change)
+        for i, change in enumerate(changes)
+        for j in range(2)
+    ]
+    links = [
+        Link(a, b, (1 + 0.01 * ((3 * a + b) % 5)) * speed(a // 2, b // 2), "P2P" if a // 2 == b // 2 else "NET/IB")
+        for a in range(8)
+        for b in range(8)
+        if a != b
+    ]
+    groups = [Exchange((0, 1, 2, 3), 41.2e9), Exchange((4, 5, 6, 7), 40.9e9)]
+    problems = [*find_problems(facts, 8), *find_link_problems(links, groups, machines_of(facts))]
+    return Report(8, "cuda", facts, problems, links, groups)
+
+
+def speed(source, to):
+    return 340e9 if source == to else 6.1e9 if (source, to) == (2, 0) else 46e9
+
+
+def test_the_page_shows_the_report():
+    assert f"```\n{cluster_report(example())}\n```" in PAGE.read_text()
+
+
+def test_the_page_lists_the_options():
+    from moe_dualpipe.commands.check_cluster import CheckCluster
+
+    page = PAGE.read_text()
+    for field in dataclasses.fields(CheckCluster):
+        assert re.search(rf"`--{field.name.replace('_', '-')}[ `]", page), field.name
+
+
+def test_large_clusters_are_summarized():
+    report = example()
+    many = dataclasses.replace(report, world_size=16, problems=[*report.problems] * 40)
+    text = cluster_report(many)
+    assert "to 7" not in text and "| between machines |     48 |" in text
+    assert text.count("\n- ") == 51 and text.endswith(
+        f"and {40 * len(report.problems) - 50} more: --json FILE has all of them"
+    )

@@ -1,0 +1,128 @@
+"""What is read from a machine: files like those of Linux, ports, folders, and NCCL's log."""
+
+import os
+import socket
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.tools.cluster.bounded_calls import Steps, run_watched
+from moe_dualpipe.tools.cluster.disks import measure_disk, remove_mark
+from moe_dualpipe.tools.cluster.ports import port_user
+from moe_dualpipe.tools.cluster.probes import (
+    AGENT_STORE,
+    gather_facts,
+    infiniband_ports,
+    read_versions,
+    rendezvous_port,
+)
+from moe_dualpipe.tools.cluster.transports import read_transports
+
+FIRST = Launch(0, 0, 4, 2)
+
+
+def test_facts_of_this_machine(tmp_path):
+    facts = gather_facts(FIRST, tmp_path / "runs" / "new", Steps(), {"NCCL_IB_TC": "106", "HOME": "/root"})
+    assert (facts.host, facts.local_size, facts.num_gpus) == (socket.gethostname(), 2, torch.cuda.device_count())
+    assert facts.versions["torch"] == torch.__version__ and facts.versions["triton"] != "none"
+    assert facts.settings == {"NCCL_IB_TC": "106"} and facts.open_files > 0
+    assert Path(facts.disk.mark).exists()  # torchrun's other machines look for it
+    remove_mark(facts.disk)
+    assert [*tmp_path.iterdir()] == []
+    other = gather_facts(Launch(1, 1, 4, 2), tmp_path, Steps(), {})
+    assert other.disk is None and other.port is None  # the first rank of a machine speaks for it
+
+
+def test_versions_of_a_driver(tmp_path):
+    lines = {
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Jan 13 10:00:00 UTC 2024": "535.161.08",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build": "570.86.10",
+    }
+    for line, version in lines.items():
+        (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0\n")
+        assert read_versions(tmp_path / "version")["driver"] == version
+    assert "driver" not in read_versions(tmp_path / "absent")
+
+
+def test_infiniband_ports(tmp_path):
+    for card, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / card / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    found = {"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)", "mlx5_1/1": "DOWN, 400 Gb/sec (4X NDR)"}
+    assert infiniband_ports(tmp_path) == found
+    assert infiniband_ports(tmp_path / "absent") == {}
+
+
+def test_the_program_that_uses_a_port_is_named():
+    with closing(socket.socket()) as server:
+        server.bind(("", 0))
+        port = server.getsockname()[1]
+        server.listen()
+        comm = Path("/proc/self/comm").read_text().strip()
+        assert port_user(port) == f"{comm} (process {os.getpid()})"
+    assert port_user(port) == ""
+
+
+def test_who_opens_the_rendezvous_port():
+    assert rendezvous_port(FIRST, {"MASTER_PORT": "1234"}) == 1234
+    assert rendezvous_port(FIRST, {}) == 29500
+    assert rendezvous_port(FIRST, {"MASTER_PORT": "1234", AGENT_STORE: "True"}) is None  # torchrun has opened it
+    assert rendezvous_port(Launch(1, 1, 4, 2), {"MASTER_PORT": "1234"}) is None
+
+
+def test_write_speed_and_free_space(tmp_path):
+    disk = measure_disk(tmp_path, size=1 << 20)
+    assert disk.error == "" and disk.write_speed > 0 and disk.free > 0
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_folders_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert measure_disk(tmp_path / "file" / "runs").error == f"{tmp_path / 'file'}: not a folder"
+    disk = measure_disk(Path("/proc/runs"), size=1)
+    assert disk.error and disk.write_speed is None
+
+
+LOG = """
+gpu-6:4015:4052 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.6<0>
+gpu-6:4015:4052 [0] NCCL INFO Channel 07/0 : 0[0] -> 2[0] [receive] via NET/IB/3/GDRDMA
+gpu-6:4015:4052 [0] NCCL INFO Channel 00/0 : 3[1] -> 2[0] via P2P/CUMEM
+gpu-6:4015:4052 [0] NCCL INFO Channel 00 : 4[a1000] -> 5[c1000] via SHM/direct/direct
+gpu-6:4015:4052 [3] NCCL INFO Channel 02/0 : 35[3] -> 42[2] [send] via NET/Socket/0
+"""
+
+
+def test_transports_in_a_log_of_nccl():
+    assert read_transports(LOG) == {(0, 2): "NET/IB", (3, 2): "P2P", (4, 5): "SHM", (35, 42): "NET/Socket"}
+
+
+def wait(steps):
+    steps.start("reading a disk")
+    import time
+
+    time.sleep(1000)
+
+
+def fail(steps):
+    steps.start("reading a disk")
+    advice = "This is typically caused by a remote worker crashing."
+    raise RuntimeError(f"[/gloo/tcp/pair.cc:553] it is gone. {advice}\nException raised from some C++ file")
+
+
+@pytest.mark.parametrize(
+    "function,failure",
+    [(wait, "reading a disk: no answer for 0.05 s"), (fail, "reading a disk: it is gone"), (lambda _: 3, "")],
+)
+def test_a_function_that_does_not_return_is_given_up(function, failure):
+    ended = run_watched(function, 0.05)
+    assert (ended.failure, ended.value) == (failure, None if failure else 3)
+
+
+def test_a_function_is_given_up_when_another_rank_fails():
+    ended = run_watched(wait, 60, stop=lambda: True, every=0.01)
+    assert ended.waited and ended.failure == "reading a disk: given up, as another rank failed"

@@ -1,0 +1,92 @@
+"""Names from files and folders appear in figures, pages and tables as they are, whatever characters they have."""
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.messages import printable
+from moe_dualpipe.schedule import build
+from moe_dualpipe.tools.drawing.figures import plain_text
+from tests.support.traces import annotation, kernel, launch, write
+
+FORMULA = r"_$\frac{$"  # not a valid formula, and a name that legends leave out
+ODD = f"{FORMULA} a|b \x1b[31m\u202e\udc80</script><script>alert(1)</script>"
+SHOWN = printable(ODD)
+
+
+class Tags(HTMLParser):
+    tags: tuple[str, ...] = ()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags += (tag,)
+
+
+def texts_of(svg):
+    return [html.unescape(text).strip() for text in re.findall(r"<text[^>]*>(.*?)</text>", svg.read_text(), re.DOTALL)]
+
+
+def odd_trace(folder, name=ODD):
+    """A trace with the name as annotation, kernel, device and stream, in a file of that name without slashes."""
+    odd = kernel(name, 10, 90, correlation=1) | {"args": {"device": name, "stream": name, "correlation": 1}}
+    events = [annotation(name, 0, 10), launch(1, 5), odd, kernel("nccl", 50, 100, stream=8, device=name)]
+    return write(folder / f"{name.replace('/', '')}.json", events)
+
+
+def test_curves_of_runs_with_odd_names(tmp_path, capsys):
+    records = [{"step": i, "loss": 1.0, "tokens": 1, "seconds": 1, "tokens_per_s": 1.0} for i in (1, 2)]
+    runs = []
+    for name in (FORMULA, ODD.replace("/", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        runs.append(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert main(["plot", *runs, "--out", "curves.svg"]) == 0
+    assert {printable(name) for name in runs} <= {*texts_of(tmp_path / "curves.svg")}
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(": step")[0] for line in printed] == [*map(printable, runs), "wrote curves.svg"]
+
+
+def test_a_schedule_in_a_file_with_an_odd_name(tmp_path, capsys):
+    path = tmp_path / f"{ODD.replace('/', '')}.csv"
+    path.write_text(build("1f1b", 2, 4).to_csv())
+    assert main(["schedule", "show", str(path), "--out", str(tmp_path / "x.svg")]) == 0
+    assert any(text.startswith(printable(path.name)) for text in texts_of(tmp_path / "x.svg"))
+    assert main(["schedule", "show", str(path)]) == main(["schedule", "check", str(path), "--ep", "1"]) == 0
+    assert main(["schedule", "show", str(path), "--out", str(tmp_path / "x.json")]) == 0
+    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+    path.write_text("0F0,0B0,0B0\n")
+    assert main(["schedule", "check", str(path)]) == 1
+    assert capsys.readouterr().err.startswith(f"{printable(path.name)}: stage 0 runs micro-batch 0 with 2 B")
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+def test_traces_with_odd_names(tmp_path, capsys, suffix):
+    out = tmp_path / f"x.{suffix}"
+    options = ["--phases", "--streams", "--kernels", "5", "--out", str(out)]
+    assert main(["profile", "analyze", str(odd_trace(tmp_path)), str(odd_trace(tmp_path, "b")), *options]) == 0
+    printed = capsys.readouterr().out
+    assert all(line.isprintable() for line in printed.splitlines())
+    assert printed.count(SHOWN.replace("|", "\\|")) >= 4
+    for part in printed.replace("\\|", "").split("\n\n"):
+        assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) <= 1  # as many columns
+    if suffix == "svg":
+        assert any(text.startswith(SHOWN[:40]) for text in texts_of(out))
+
+
+def test_a_page_with_odd_names_runs_no_other_script(tmp_path):
+    out = tmp_path / "x.html"
+    assert main(["profile", "analyze", str(odd_trace(tmp_path)), "--out", str(out)]) == 0
+    (parser := Tags()).feed(text := out.read_text("utf-8"))
+    assert parser.tags.count("script") == 2
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0], parse_constant=pytest.fail)
+    assert SHOWN in data["names"]
+
+
+def test_plain_text():
+    assert plain_text("a") == "a"
+    assert plain_text(r"_$\$") == r" _\$\\$"

@@ -1,0 +1,377 @@
+"""Text, figures and traces show every action of a timeline at its time and in its colour."""
+
+import io
+import itertools
+import json
+import re
+import xml.etree.ElementTree
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from moe_dualpipe.schedule import (
+    Costs,
+    Forward,
+    Overlap,
+    Schedule,
+    Send,
+    Span,
+    Timeline,
+    add_comms,
+    build,
+    halves,
+    simulate,
+)
+from moe_dualpipe.tools.drawing.captions import format_range, timeline_summary
+from moe_dualpipe.tools.drawing.timeline_boxes import COLOURS, boxes
+from moe_dualpipe.tools.drawing.timeline_file import save_timeline
+from moe_dualpipe.tools.drawing.timeline_plot import draw_timeline, timeline_figure
+from moe_dualpipe.tools.drawing.timeline_text import timeline_text
+from moe_dualpipe.tools.drawing.timeline_trace import chrome_trace
+
+COSTS = Costs(F=2, B=5, W=2, FB=6)
+SIZES = [("dualpipe", 4, 10), ("zbv", 3, 6), ("interleaved_1f1b", 2, 4), ("1f1b", 1, 1), ("chimera", 8, 16)]
+timelines = pytest.mark.parametrize("timeline", [simulate(build(*size), COSTS) for size in SIZES], ids=map(str, SIZES))
+
+
+def without_ansi(line):
+    return re.sub(r"\x1b\[[0-9;]*m", "", line)
+
+
+@timelines
+def test_boxes_equal_the_actions_and_their_times(timeline):
+    for rank, spans in enumerate(timeline.spans):
+        row = iter(boxes(timeline, rank))
+        for span in spans:
+            mine = [next(row) for _ in halves(span.action)]
+            assert (mine[0].start, mine[-1].end) == (span.start, span.end)
+            for box, half in zip(mine, halves(span.action), strict=True):
+                letter = "F" if isinstance(half, Forward) else half.part.value
+                assert (box.letter, box.stage, box.micro_batch) == (letter, half.stage, half.micro_batch)
+                assert box.framed == isinstance(span.action, Overlap)
+        assert next(row, None) is None
+
+
+# ---- Text ----
+
+
+@timelines
+def test_lines_fit_the_width(timeline):
+    for width, colour in itertools.product((40, 60, 80, 133, 1000), (False, True)):
+        text = timeline_text(timeline, width, colour)
+        assert max(len(without_ansi(line)) for line in text.splitlines()) <= width
+        assert ("\x1b" in text) == colour
+
+
+@timelines
+def test_text_has_every_box_once(timeline):
+    lines = timeline_text(timeline, 2000, colour=False).splitlines()
+    assert lines[1].split() == ["time", "0"]
+    for rank, stages in enumerate(timeline.schedule.placement.stages):
+        line = lines[2 + rank].removeprefix(f"rank {rank}")
+        wanted = Counter(
+            (box.letter if box.stage == stages[0] else box.letter.lower()) + str(box.micro_batch)
+            for box in boxes(timeline, rank)
+        )
+        assert Counter(re.findall(r"[A-Za-z]\d+", line)) == wanted
+        assert line.count("[") == line.count("]") == sum(box.framed for box in boxes(timeline, rank)) / 2
+
+
+def test_text_of_a_small_schedule():
+    lines = timeline_text(simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), 80, colour=False).splitlines()
+    assert lines == [
+        "1f1b: 2 ranks, 2 stages, 2 micro-batches",
+        "time    0",
+        "rank 0   F0   F1  ..........    B0    .....    B1    ",
+        "rank 1  ..... F0      B0     F1      B1    ..........",
+        "",
+        "F forward   B backward   . idle",
+        "step 18, bubble 6 per rank (33.3%)",
+        "peak: activations of 2 micro-batches, parameters of 1 stage",
+    ]
+
+
+def test_a_box_that_spans_two_bands_has_one_label():
+    timeline = simulate(build("dualpipe", 4, 10), COSTS)
+    for width in range(40, 140, 7):
+        lines = [line for line in timeline_text(timeline, width, colour=False).splitlines() if line.startswith("rank")]
+        named = re.findall(r"[A-Za-z]\d+", "".join(line[8:] for line in lines))
+        every = [box for rank in range(4) for box in boxes(timeline, rank)]
+        assert len(named) == len(every), width
+        assert 2 * "".join(lines).count("[") == 2 * "".join(lines).count("]") == sum(box.framed for box in every)
+
+
+def test_format_of_numbers_and_ranges():
+    assert format_range((0.1 + 0.2, 0.3)) == "0.3"
+    assert format_range((11, 12, 13)) == "11 to 13"
+    assert format_range((39382712, 39382712)) == "39382712"
+    assert "bubble 10.2 per rank" in timeline_summary(simulate(build("1f1b", 4, 8), Costs(F=1.1, B=2.3)))
+
+
+def test_singular_nouns():
+    assert timeline_text(simulate(build("1f1b", 1, 1), COSTS)).startswith("1f1b: 1 rank, 1 stage, 1 micro-batch\n")
+
+
+def test_a_narrow_text_has_several_bands():
+    timeline = simulate(build("dualpipe", 4, 10), COSTS)
+    lines = timeline_text(timeline, 80, colour=False).splitlines()
+    bands = [float(line.split()[1]) for line in lines if line.startswith("time")]
+    assert len(bands) >= 2
+    assert bands == sorted(bands)
+    assert bands[-1] < timeline.makespan
+    assert sum(line.startswith("rank 3") for line in lines) == len(bands)
+
+
+def test_text_uses_the_colours_of_the_actions():
+    timeline = simulate(build("zb1p", 1, 1), COSTS)
+    line = timeline_text(timeline, 80, colour=True).splitlines()[2]
+    for letter in "FIW":
+        rgb = ";".join(str(int(COLOURS[letter][i : i + 2], 16)) for i in (1, 3, 5))
+        assert f"\x1b[48;2;{rgb}m" in line
+
+
+def test_text_of_actions_with_very_different_durations_stays_short():
+    lines = timeline_text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80, colour=False).splitlines()
+    assert len(lines) < 250
+    assert max(map(len, lines)) == 80
+    row = " ".join(line[8:] for line in lines if line.startswith("rank 1"))
+    assert re.findall(r"B\d", row) == ["B0", "B1", "B2", "B3"]
+
+
+def test_the_summary_shows_a_range_if_ranks_differ():
+    assert "bubble 11 to 13 per rank (8.6%)" in timeline_summary(simulate(build("dualpipe", 8, 20), COSTS))
+
+
+# ---- Figures ----
+
+
+@timelines
+def test_a_figure_shows_every_box_at_its_place_and_in_its_colour(timeline):
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    axes: Any = Figure().add_subplot()
+    draw_timeline(axes, timeline)
+    every = [(rank, box) for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)]
+    labels = [(round(-label.get_position()[1]), label.get_position()[0], label.get_text()) for label in axes.texts]
+    assert sorted(labels) == sorted((rank, (b.start + b.end) / 2, str(b.micro_batch)) for rank, b in every)
+    for rank, stages in enumerate(timeline.schedule.placement.stages):
+        filled, framed = axes.collections[2 * rank : 2 * rank + 2]
+        row = list(boxes(timeline, rank))
+        edges = [path.get_extents() for path in filled.get_paths()]
+        assert [e.x0 for e in edges] == pytest.approx([b.start for b in row])
+        assert [e.x1 for e in edges] == pytest.approx([b.end for b in row])
+        for box, colour in zip(row, filled.get_facecolors(), strict=True):
+            if box.stage == stages[0]:
+                assert to_hex(colour) == COLOURS[box.letter]
+            else:
+                assert to_hex(colour) not in COLOURS.values()
+        pairs = [s for s in timeline.spans[rank] if isinstance(s.action, Overlap)]
+        edges = [path.get_extents() for path in framed.get_paths()]
+        assert [(e.x0, e.x1) for e in edges] == [(s.start, s.end) for s in pairs]
+
+
+def test_numbers_in_a_figure_fit_into_their_boxes():
+    """The narrowest box is wider than the widest number, as rendered."""
+    for size in (("dualpipe", 4, 16), ("zbv", 2, 12), ("1f1b", 1, 101)):
+        figure = timeline_figure(simulate(build(*size), COSTS))
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        widest = max(label.get_window_extent().width for label in axes.texts)
+        unit = axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]
+        assert widest < 2 * unit, size
+        assert figure.get_figwidth() <= 60
+
+
+def test_a_very_long_figure_has_no_numbers():
+    assert not timeline_figure(simulate(build("zbv", 2, 200), COSTS)).axes[0].texts
+
+
+def test_saved_files(tmp_path):
+    timeline = simulate(build("dualpipev", 2, 6), COSTS)
+    for name in ("a.svg", "a.PNG", "a.json", "a.csv"):
+        save_timeline(timeline, tmp_path / name)
+    drawn = xml.etree.ElementTree.parse(tmp_path / "a.svg").getroot()
+    assert drawn.tag.endswith("svg")
+    assert "dualpipev: 2 ranks, 4 stages, 6 micro-batches" in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "a.json").read_text()) == chrome_trace(timeline)
+    assert Schedule.from_csv((tmp_path / "a.csv").read_text()) == timeline.schedule
+    save_timeline(timeline, tmp_path / "b.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    with pytest.raises(ValueError, match=r"cannot write 'a.pdf': use one of .svg, .png, .json, .csv"):
+        save_timeline(timeline, tmp_path / "a.pdf")
+
+
+# ---- Chrome traces ----
+
+
+@timelines
+def test_a_trace_has_every_action_transfer_and_count(timeline):
+    events = json.loads(json.dumps(chrome_trace(timeline, microseconds=10)))["traceEvents"]
+    by_kind = {kind: [event for event in events if event["ph"] == kind] for kind in "MXsfC"}
+    assert sum(map(len, by_kind.values())) == len(events)
+
+    slices = sorted((e["pid"], e["ts"], e["dur"], e["name"]) for e in by_kind["X"])
+    spans = [(rank, s) for rank, row in enumerate(timeline.spans) for s in row]
+    assert slices == sorted((rank, 10 * s.start, 10 * s.duration, str(s.action)) for rank, s in spans)
+    assert {(e["pid"], e["args"]["name"]) for e in by_kind["M"] if e["name"] == "process_name"} == {
+        (rank, f"rank {rank}") for rank in range(len(timeline.spans))
+    }
+
+    def inside(event):
+        (name,) = (n for p, ts, dur, n in slices if p == event["pid"] and ts <= event["ts"] < ts + dur)
+        return event["pid"], name
+
+    starts = {e["id"]: inside(e) for e in by_kind["s"]}
+    ends = {e["id"]: inside(e) for e in by_kind["f"]}
+    sends = [s for steps in add_comms(timeline.schedule) for s in steps if isinstance(s, Send)]
+    assert starts.keys() == ends.keys() and len(starts) == len(sends)
+    for arrow, (source, name) in starts.items():
+        assert source != ends[arrow][0]
+        assert re.findall(r"[FBI](\d+)", name), name
+
+    for rank in range(len(timeline.spans)):
+        counts = [e["args"] for e in by_kind["C"] if e["pid"] == rank]
+        assert max(c["activations"] for c in counts) == timeline.peak_activations[rank]
+        assert max(c["deferred weight gradients"] for c in counts) == timeline.peak_deferred[rank]
+
+
+def test_a_pair_in_a_trace():
+    event = next(
+        e for e in chrome_trace(simulate(build("dualpipe", 2, 4), COSTS))["traceEvents"] if "OVER" in e["name"]
+    )
+    assert event["cat"] == "overlapped pair"
+    assert event["args"] == {
+        "forward stage": 1, "forward micro-batch": 3, "backward stage": 0, "backward micro-batch": 0,
+    }  # fmt: skip
+
+
+# ---- Exact output ----
+
+PAIR = simulate(build("dualpipe", 2, 4), COSTS)
+
+
+def shifted(timeline, by):
+    spans = (tuple(Span(s.action, s.start + by, s.end + by) for s in row) for row in timeline.spans)
+    return Timeline(timeline.schedule, tuple(spans))
+
+
+def test_text_with_pairs():
+    assert timeline_text(PAIR, 80, colour=False).splitlines() == [
+        "dualpipe: 2 ranks, 2 stages, 4 micro-batches",
+        "time    0",
+        "rank 0   F0   f2   F1       b2      [ f3    B0   ]      b3        I1    W1  ",
+        "rank 1   f2   F0   f3       B0      [ F1    b2   ]      B1        i3    w3  ",
+        "",
+        "F forward   B backward   I input gradient   W weight gradient",
+        "lowercase: other stages   [ ] pair   . idle",
+        "step 27, bubble 0 per rank (0.0%)",
+        "peak: activations of 3 micro-batches, 1 deferred W, parameters of 2 stages",
+    ]
+
+
+def test_a_coloured_row():
+    def box(red, green, blue, inside):
+        return f"\x1b[38;2;0;0;0m\x1b[48;2;{red};{green};{blue}m{inside}\x1b[0m "
+
+    orange, pale_orange, green, pale_green = (246, 178, 107), (250, 216, 181), (147, 196, 125), (201, 226, 190)
+    row = [(orange, " 0 "), (pale_orange, " 2 "), (orange, " 1 "), (pale_green, "    2    "), (pale_orange, "[3 ")]
+    row += [(green, "  0   ]"), (pale_green, "    3    "), ((188, 216, 106), "  1  "), ((111, 168, 220), " 1 ")]
+    lines = timeline_text(PAIR, 80, colour=True).splitlines()
+    assert lines[2] == "rank 0  " + "".join(box(*colour, inside) for colour, inside in row)
+    assert lines[5].startswith(box(*orange, " F ") + "forward   " + box(*green, " B ") + "backward   ")
+    waits = timeline_text(simulate(build("1f1b", 2, 2), COSTS), 80).splitlines()[3]
+    assert waits.startswith("rank 1  \x1b[2m....\x1b[0m\x1b[38;2;0;0;0m")
+
+
+def test_text_of_a_timeline_that_starts_later():
+    rows, moved = timeline_text(PAIR, 40, colour=False), timeline_text(shifted(PAIR, 100), 40, colour=False)
+    times = [line.split()[1] for line in rows.splitlines() if line.startswith("time")]
+    assert [line.split()[1] for line in moved.splitlines() if line.startswith("time")] == [
+        f"{100 + float(time):g}" for time in times
+    ]
+    assert [line for line in rows.splitlines() if not line.startswith("time")] == [
+        line for line in moved.splitlines() if not line.startswith("time")
+    ]
+    assert timeline_text(PAIR, 10, colour=False) == rows
+
+
+def test_summary():
+    assert timeline_summary(simulate(build("zb1p", 4, 8), Costs(2, 5, 2))) == (
+        "step 65, bubble 9 per rank (13.8%)\npeak: activations of 4 micro-batches, 4 deferred W, parameters of 1 stage"
+    )
+
+
+def test_titles_labels_and_legend_of_a_figure():
+    axes: Any = timeline_figure(shifted(PAIR, 100)).axes[0]
+    assert (
+        axes.get_title(loc="left").splitlines()
+        == timeline_text(PAIR, 80).splitlines()[:1] + timeline_summary(PAIR).splitlines()
+    )
+    assert [label.get_text() for label in axes.get_legend().get_texts()] == [
+        "forward", "backward", "input gradient", "weight gradient", "overlapped pair", "paler: other stages",
+    ]  # fmt: skip
+    plain_legend: Any = timeline_figure(simulate(build("1f1b", 2, 2), COSTS)).axes[0].get_legend()
+    assert [label.get_text() for label in plain_legend.get_texts()] == ["forward", "backward"]
+    assert axes.get_xlim() == (100, 127)
+    assert axes.get_ylim()[0] < -1.43 and axes.get_ylim()[1] > 0.43
+    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    assert [(place, label.get_text()) for place, label in ticks] == [(0, "rank 0"), (-1, "rank 1")]
+    assert all(axes.collections[i + 1].zorder > axes.collections[i].zorder for i in (0, 2))
+    assert [list(COLOURS), *COLOURS.values()] == [["F", "B", "I", "W"], "#f6b26b", "#93c47d", "#bcd86a", "#6fa8dc"]
+    pair = [box for box in boxes(PAIR, 0) if box.framed]
+    assert [(box.start, box.end, box.letter) for box in pair] == [(11, 13, "F"), (13, 17, "B")]
+    heights = [timeline_figure(simulate(build("1f1b", ranks, 16), COSTS)).get_figheight() for ranks in (2, 16)]
+    assert heights[1] > 2 * heights[0]
+
+
+def test_each_further_stage_is_paler():
+    timeline = simulate(build("interleaved_1f1b", 1, 1, 3), COSTS)
+    axes: Any = timeline_figure(timeline).axes[0]
+    forwards = axes.collections[0].get_facecolors()[:3, :3]
+    white = 1 - forwards
+    assert white[1] == pytest.approx(white[0] * 0.75, abs=0.005)
+    assert white[2] == pytest.approx(white[0] * 0.5, abs=0.005)
+
+
+def test_a_long_busy_figure_is_not_white():
+    from PIL import Image
+
+    figure = timeline_figure(simulate(build("1f1b", 2, 3000), Costs()))
+    figure.savefig(path := io.BytesIO(), dpi=30)
+    middle = Image.open(path).convert("RGB")
+    width, height = middle.size
+    row = [middle.getpixel((x, int(height * 0.52))) for x in range(width // 4, width * 3 // 4)]
+    assert sum(min(pixel) > 230 for pixel in row) < 0.05 * len(row)
+
+
+def test_a_timeline_of_fractions_can_be_drawn():
+    third = Fraction(1, 3)
+    timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
+    assert "step 4, bubble 0 per rank (0.0%)" in timeline_text(timeline)
+    timeline_figure(timeline)
+    json.dumps(chrome_trace(timeline))
+
+
+def test_events_of_a_trace():
+    trace = chrome_trace(shifted(simulate(build("zb1p", 2, 2), Costs(2, 5, 2, comm=1)), 100), microseconds=10)
+    events = [event for event in trace["traceEvents"] if event["pid"] == 1]
+    assert [event["args"] for event in events if event["ph"] == "M"] == [
+        {"name": "rank 1"}, {"sort_index": 1}, {"name": "actions"},
+    ]  # fmt: skip
+    assert [(e["name"], e["cat"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"] == [
+        (name, kind, start, end - start, {"stage": 1, "micro-batch": micro_batch})
+        for name, kind, start, end, micro_batch in [
+            ("1F0", "forward", 30, 50, 0), ("1I0", "backward", 50, 80, 0), ("1F1", "forward", 80, 100, 1),
+            ("1I1", "backward", 100, 130, 1), ("1W0", "weight gradient", 130, 150, 0),
+            ("1W1", "weight gradient", 150, 170, 1),
+        ]
+    ]  # fmt: skip
+    assert [(e["ts"], *e["args"].values()) for e in events if e["ph"] == "C"] == [
+        (30, 1, 0), (80, 0, 1), (80, 1, 1), (130, 0, 2), (150, 0, 1), (170, 0, 0),
+    ]  # fmt: skip
+    assert [(e["ts"], e["bp"]) for e in events if e["ph"] == "f"] == [(30, "e"), (80, "e")]
+    assert [e["ts"] for e in events if e["ph"] == "s"] == [65, 115]  # the middle of 1I0 and 1I1

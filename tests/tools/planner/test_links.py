@@ -1,0 +1,80 @@
+"""Transfers: bytes against counts of simulated tokens, and the slower of two links."""
+
+import random
+
+import pytest
+
+from moe_dualpipe.tools.planner.device import load_device
+from moe_dualpipe.tools.planner.transfer_times import all_to_all, gather, rows_sent, seconds
+
+H100 = load_device("h100")
+CASES = [(64, 8, 16, 8), (32, 4, 8, 8), (8, 2, 8, 4), (128, 8, 32, 8), (16, 2, 4, 2)]
+
+
+def simulated(experts, top_k, ep, domain, backend, groups=1, top_groups=1, tokens=4000):
+    """Rows of a token that leave its rank 0, counted on random choices: within the fast domain, and beyond it."""
+    rng, each, in_group, near, far = random.Random(0), experts // ep, experts // groups, 0, 0
+    for _ in range(tokens):
+        chosen = rng.sample(range(groups), top_groups)
+        choices = [group * in_group + index for group in chosen for index in range(in_group)]
+        ranks = [expert // each for expert in rng.sample(choices, top_k)]
+        if backend == "nccl":
+            near += sum(0 < rank < domain for rank in ranks)
+            far += sum(rank >= domain for rank in ranks)
+        else:
+            near += len({rank for rank in ranks if rank != 0})  # also those that another domain forwards
+            far += len({rank // domain for rank in ranks} - {0})
+    return near / tokens, far / tokens
+
+
+@pytest.mark.parametrize("backend", ["nccl", "deepep"])
+@pytest.mark.parametrize("experts,top_k,ep,domain", CASES)
+def test_rows_equal_those_of_random_choices(experts, top_k, ep, domain, backend):
+    rows = rows_sent(experts, top_k, ep, domain, backend)
+    expected = simulated(experts, top_k, ep, domain, backend)
+    assert (rows.near, rows.far) == pytest.approx(expected, rel=0.05, abs=0.02)
+
+
+def test_one_rank_sends_nothing():
+    assert rows_sent(64, 8, 1, 8, "nccl") == rows_sent(64, 8, 1, 8, "deepep") == (rows_sent(0, 0, 8, 8, "nccl"))
+
+
+# A group is a domain, several domains, half a domain, a rank, and a part of a rank.
+GROUPED = [
+    (256, 8, 64, 8, 8, 4),
+    (64, 6, 32, 4, 4, 2),
+    (64, 6, 32, 16, 4, 2),
+    (64, 4, 16, 4, 16, 3),
+    (64, 4, 8, 4, 32, 6),
+]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "deepep"])
+@pytest.mark.parametrize("experts,top_k,ep,domain,groups,top_groups", GROUPED)
+def test_rows_of_tokens_whose_experts_are_in_few_groups(experts, top_k, ep, domain, groups, top_groups, backend):
+    rows = rows_sent(experts, top_k, ep, domain, backend, groups, top_groups)
+    expected = simulated(experts, top_k, ep, domain, backend, groups, top_groups, tokens=10_000)
+    assert (rows.near, rows.far) == pytest.approx(expected, rel=0.05, abs=0.03)
+    free = rows_sent(experts, top_k, ep, domain, backend)
+    assert (rows.far < free.far) == (rows.near < free.near) == (backend == "deepep")
+    if backend == "deepep":  # at most the domains that the groups are in
+        assert rows.far <= top_groups * max(1, ep // groups // domain)
+
+
+def test_all_groups_are_no_limit_and_groups_across_domains_do_not_count():
+    free = rows_sent(64, 8, 16, 4, "deepep")
+    every = rows_sent(64, 8, 16, 4, "deepep", 8, 8)
+    assert (every.near, every.far) == pytest.approx((free.near, free.far), rel=1e-12)
+    assert rows_sent(96, 8, 16, 4, "deepep", 3, 1) == rows_sent(96, 8, 16, 4, "deepep")
+
+
+def test_the_slower_link_counts():
+    rows = rows_sent(64, 8, 16, 8, "nccl")
+    near, far = (seconds(link, count * 1e9) for link, count in ((H100.domain, rows.near), (H100.network, rows.far)))
+    assert all_to_all(H100, rows, 1e6, 1e3) == max(near, far) == far
+
+
+def test_a_ring_uses_the_network_once_it_leaves_the_domain():
+    inside, outside = gather(H100, 1e9, 8, 1), gather(H100, 1e9, 8, 2)
+    assert inside == seconds(H100.domain, 1e9 * 7 / 8) and outside == seconds(H100.network, 1e9 * 7 / 8)
+    assert gather(H100, 1e9, 1, 1) == gather(H100, 0, 8, 1) == 0

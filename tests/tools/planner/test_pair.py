@@ -1,0 +1,87 @@
+"""The time of an overlapped pair: bounds, and the order of the engine, which a real pair of chunks records."""
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+
+from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.tools.planner.pair import LayerSeconds, pair_seconds
+from tests.support.pairs import run_pair, stage
+
+FIELDS = ("attn_f", "mlp_f", "attn_b", "mlp_b", "attn_w", "mlp_w", "dispatch_f", "combine_f", "combine_b", "dispatch_b")
+
+
+def some_layers(rng, number):
+    return [LayerSeconds(**{name: rng.uniform(0.1, 2) for name in FIELDS}) for _ in range(number)]
+
+
+def recorded(forward, backward):
+    """The labels that the engine logs for chunks of so many layers, as on a GPU, without the ends of a block."""
+
+    def bare(layers):
+        return stage(layers, 0, Loopback(8, 2), embedding=False, head=False, num_shared_experts=0)
+
+    log: list[str] = []
+    hidden = torch.randn(1, 4, 16)
+    run_pair(bare(forward), bare(backward), hidden, hidden, True, True, log)
+    return [label for label in log if not label.startswith("add")]
+
+
+def list_schedule(log, forward, backward):
+    """Two streams that each run their work in the order of the log, as soon as its input is there."""
+    layers, counts = {"F": forward, "B": backward[::-1], "W": backward[::-1]}, defaultdict(int)
+    streams, ready = {"compute": 0.0, "transfer": 0.0}, {"F": 0.0, "B": 0.0}
+    for label in log:
+        name, lane = label[:-3], label[-2]
+        layer = layers[lane][counts[label]]
+        counts[label] += 1
+        key = f"{name}_{lane.lower()}" if name in ("attn", "mlp") else f"{name}_{'f' if lane == 'F' else 'b'}"
+        stream = "compute" if name in ("attn", "mlp") else "transfer"
+        after = 0.0 if lane == "W" else ready[lane]  # weight gradients need what the host has queued before them
+        streams[stream] = max(streams[stream], after) + getattr(layer, key)
+        if lane != "W":
+            ready[lane] = streams[stream]
+    return max(*streams.values(), *ready.values())
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 3), (2, 4), (4, 1)])
+def test_the_order_is_that_of_the_engine(sizes):
+    log = recorded(*sizes)
+    rng = random.Random(str(sizes))
+    for _ in range(20):
+        forward, backward = (some_layers(rng, size) for size in sizes)
+        assert pair_seconds(forward, backward) == pytest.approx(list_schedule(log, forward, backward))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_pair_is_between_its_longest_part_and_its_sum(seed):
+    rng = random.Random(seed)
+    forward, backward = some_layers(rng, rng.randint(1, 5)), some_layers(rng, rng.randint(1, 5))
+    compute = sum(one.compute_f for one in forward) + sum(one.compute_b for one in backward)
+    transfers = sum(one.transfer_f for one in forward) + sum(one.transfer_b for one in backward)
+    alone = pair_seconds(forward, backward)
+    assert max(compute, transfers) <= alone <= compute + transfers
+    assert alone <= pair_seconds(forward, backward, slower=0.2) <= compute + transfers + 1e-9
+
+
+def test_without_transfers_there_is_nothing_to_hide():
+    layer = LayerSeconds(1, 2, 3, 4, 5, 6)
+    assert pair_seconds([layer] * 2, [layer] * 2, slower=0.5) == 2 * 21
+
+
+def test_a_stage_without_layers_takes_no_time():
+    assert pair_seconds([], []) == 0
+
+
+def test_the_example():
+    ones = LayerSeconds(*[1.0] * len(FIELDS))
+    assert pair_seconds([ones], [ones]) == 6
+    late = LayerSeconds(1, 1, 1, 1, 1, 1, dispatch_f=1, combine_f=5, combine_b=1, dispatch_b=1)
+    assert pair_seconds([late], [late]) == 4 + 5  # after mlp(F)
+
+
+def test_computation_beside_transfers_is_slower():
+    ones = LayerSeconds(*[1.0] * len(FIELDS))
+    assert pair_seconds([ones], [ones], slower=0.25) == 6 + 4 * 0.25  # all 4 transfers are hidden

@@ -1,0 +1,101 @@
+"""Placement of experts: DeepSeek's published example, and the laws of any placement."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.tools.planner.placement import Placement, imbalance, in_order, place_experts, read_loads
+from tests.support.ranks import run_ranks
+from tests.support.runs import settings, train
+
+# The example of github.com/deepseek-ai/EPLB, README.md.
+LOADS = [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
+PLACED = ((5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1), (7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1))
+
+
+def test_the_published_example():
+    assert place_experts(LOADS, 16, num_gpus=8, num_nodes=2, num_groups=4).experts == PLACED
+
+
+def test_nodes_do_not_matter_if_groups_cannot_be_divided_over_them():
+    expected = place_experts(LOADS, 16, num_gpus=8).experts
+    assert expected == place_experts(LOADS, 16, num_gpus=8, num_nodes=2, num_groups=3).experts != PLACED
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_expert_is_placed_and_groups_stay_on_one_node(seed):
+    rng = random.Random(seed)
+    nodes, per_node, of_node = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 2])
+    gpus, groups = nodes * per_node, nodes * of_node
+    size = per_node * rng.choice([1, 3])
+    experts, slots = groups * size, groups * size + gpus * rng.randrange(3)
+    loads = [[rng.randrange(1000) for _ in range(experts)] for _ in range(2)]
+    placement = place_experts(loads, slots, gpus, nodes, groups)
+    for load_E, placed in zip(loads, placement.experts, strict=True):
+        copies = Counter(placed)
+        assert len(placed) == slots and {*copies} == {*range(experts)}
+        halves = [{expert // size for expert in placed[n * slots // nodes :][: slots // nodes]} for n in range(nodes)]
+        assert sum(map(len, halves)) == groups
+        for node in halves:  # the last copy went to the expert that had the most load for each of its copies
+            mine = [e for e in range(experts) if e // size in node]
+            largest = max(load_E[e] / copies[e] for e in mine)
+            assert all(load_E[e] / (copies[e] - 1) >= largest for e in mine if copies[e] > 1)
+    totals = [sum(load) for load in placement.gpu_loads(loads)]
+    assert totals == pytest.approx([*map(sum, loads)])
+
+
+def test_loads_of_gpus_and_imbalance():
+    placement = Placement(((0, 1, 0, 2),), 2)
+    assert place_experts([[8, 2, 2]], 4, 2) == placement
+    assert placement.gpu_loads([[8, 2, 3]]) == [[6, 7]]
+    assert in_order(1, 4, 2).gpu_loads([[8, 2, 3, 1]]) == [[10, 4]]
+    assert imbalance([[6, 7], [0, 0]]) == [14 / 13, 1]
+
+
+@pytest.mark.parametrize("loads,slots,options,message", [
+    ([], 1, {}, "loads need at least one layer, and the same number of experts in each"),
+    ([[1, 2], [1]], 2, {}, "loads need at least one layer, and the same number of experts in each"),
+    ([[1, -2]], 2, {}, "loads must be finite numbers of at least 0"),
+    ([[1, 2, 3]], 2, {}, "2 slots are too few for 3 experts"),
+    ([[1, 2, 3]], 5, {"num_gpus": 2}, "5 slots cannot be divided evenly over 2 GPUs"),
+    ([[1, 2, 3]], 4, {"num_gpus": 2, "num_nodes": 4}, "2 GPUs cannot be divided evenly over 4 nodes"),
+    ([[1, 2, 3]], 4, {"num_gpus": 2, "num_groups": 2}, "3 experts cannot be divided evenly over 2 groups"),
+    ([[1, 2, 3]], 4, {"num_gpus": 0}, "4 slots cannot be divided evenly over 0 GPUs"),
+])  # fmt: skip
+def test_numbers_that_do_not_fit_are_refused(loads, slots, options, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        place_experts(loads, slots, **{"num_gpus": 1} | options)
+
+
+@pytest.mark.parametrize("text,message", [
+    ("[1]", '"loads", a list of numbers'), ('{"loads": [1]}', '"loads", a list'), ('{"loads": [["a"]]}', '"loads", a'),
+    ('{"loads": [[1]], "layers": [1, 2]}', '"layers" in '), ("{", "cannot read "),
+])  # fmt: skip
+def test_a_wrong_file_is_named(tmp_path, text, message):
+    (tmp_path / "loads.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        read_loads(tmp_path / "loads.json")
+    assert "loads.json" in str(error.value)
+
+
+def test_the_loads_of_a_run_are_in_its_checkpoints(tmp_path, capsys):
+    config = settings(tmp_path / "run", seq_len=16, steps=3, save_every=2, keep=None)
+    run_ranks(1, train, config)
+    tokens = 4 * 16  # of a step
+    for step, steps in ((2, 2), (3, 1)):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:06}"
+        layers, loads = read_loads(folder / "expert_loads.json")
+        assert layers == [*range(config.model.num_dense_layers, config.model.num_layers)]
+        assert [sum(load) for load in loads] == [steps * tokens * config.model.experts_per_token] * len(layers)
+    main(["model", "balance", str(tmp_path / "run"), "--gpus", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    experts = config.model.num_experts
+    assert found["layers"] == layers and found["gpus"] == 2
+    assert all({*placed} == {*range(experts)} and len(placed) == experts + 2 for placed in found["experts"])
+    assert [sum(of_layer) for of_layer in found["gpu_loads"]] == pytest.approx([*map(sum, loads)])
+    (folder / "expert_loads.json").unlink()
+    assert main(["model", "balance", str(folder)]) == 2
+    assert f"{folder} is broken: " in capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""Configurations of published models: parameters against transformers' models, forms of keys, and errors."""
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_dualpipe.models import PRESETS
+from moe_dualpipe.tools.planner import read_shape, shape_of
+from moe_dualpipe.tools.planner.published_shapes import published_models, shape_of_config
+
+DENSE = [
+    "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3", "glm4", "gpt2", "phi", "phi3", "gemma", "gemma2",
+    "gemma3_text", "ernie4_5", "granite", "smollm3", "seed_oss", "cohere", "cohere2", "starcoder2", "falcon", "mpt",
+    "opt", "bloom", "gpt_neox", "gptj", "gpt_bigcode", "arcee", "apertus", "helium",
+    "codegen", "jais2", "nanochat", "persimmon",
+]  # fmt: skip
+EXPERTS = [
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "gpt_oss",
+    "phimoe", "ernie4_5_moe", "minimax_m2", "granitemoe", "granitemoeshared", "llama4_text", "solar_open",
+]  # fmt: skip
+SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10, "intermediate_size": 6}
+
+
+@pytest.mark.parametrize("kind", DENSE + EXPERTS)
+@pytest.mark.long
+def test_parameters_equal_those_of_transformers(kind):
+    """Of the default configuration of each architecture, which leaves out nothing that its class has a default for."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind)
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    number = sum(p.numel() for p in model.parameters())
+    keys = {**config.to_dict(), "num_nextn_predict_layers": 0}  # transformers does not build these
+    assert shape_of_config(keys, kind).parameters == pytest.approx(number, rel=4e-4)  # other biases
+
+
+REAL = json.loads((Path(__file__).parents[1] / "support" / "published_configs.json").read_text())
+
+
+FROM_CARDS = {
+    # Billions of parameters as on the model's page on Hugging Face, and the sizes in its config.json.
+    "Llama-3.2-1B": (1.24, {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256,
+        "tie_word_embeddings": True}),
+    "gemma-2-9b": (9.24, {
+        "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
+        "sliding_window": 4096}),
+    "Phi-3.5-MoE-instruct": (41.9, {
+        "model_type": "phimoe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 6400, "vocab_size": 32064, "num_local_experts": 16,
+        "num_experts_per_tok": 2, "attention_bias": True}),
+    "Llama-4-Maverick, its text model": (400, {"model_type": "llama4", "text_config": {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "vocab_size": 202048, "num_local_experts": 128, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8192}}),
+    "Qwen2-57B-A14B": (57.4, {
+        "model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480, "num_experts": 64, "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1, "vocab_size": 151936}),
+    "Hunyuan-A13B": (80.4, {
+        "model_type": "hunyuan_v1_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "attention_head_dim": 128, "intermediate_size": 3072,
+        "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_experts": 64, "num_shared_expert": [1] * 32,
+        "vocab_size": 128167, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FROM_CARDS)
+def test_parameters_of_models_of_other_families(name):
+    billions, config = FROM_CARDS[name]
+    assert shape_of_config(config, name).parameters / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+@pytest.mark.parametrize("file,billions,named", [
+    ("OLMoE-1B-7B-0924", 6.919, "olmoe-1b-7b"), ("Qwen3-30B-A3B", 30.532, "qwen3-30b-a3b"),
+    ("Mixtral-8x7B-v0.1", 46.703, "mixtral-8x7b"), ("DeepSeek-V2-Lite", 15.706, "deepseek-v2-lite"),
+    ("DeepSeek-V3", 682.6, "deepseek-v3"), ("Qwen1.5-MoE-A2.7B", 14.316, None), ("GLM-4.5-Air", 109.3, "glm-4.5-air"),
+])  # fmt: skip
+def test_real_configurations(file, billions, named):
+    """Those of DeepSeek-V3 and GLM-4.5-Air have a module of multi-token prediction, which their models by name lack."""
+    shape = shape_of_config(REAL[file], file)
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+    if named:
+        assert shape.layers == read_shape(named).layers
+        assert dataclasses.replace(shape, mtp=0).parameters == read_shape(named).parameters
+
+
+def test_every_parameter_of_gpt2_counts():
+    """LayerNorm and its bias, all biases, and the table of positions."""
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    }
+    assert shape_of_config(config, "gpt2").parameters == 124_439_808
+
+
+def published(name):
+    return published_models()[name]
+
+
+def test_names_of_presets_published_models_and_files(tmp_path):
+    assert read_shape("qwen3-30b-a3b") == shape_of(PRESETS["qwen3-30b-a3b"], "qwen3-30b-a3b")
+    assert not {*published_models()} & {*PRESETS}
+    assert read_shape("GLM-4.5") == read_shape("glm-4.5")
+    assert all(config["source"] for config in published_models().values())
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(published("dbrx")))
+    found = read_shape(folder)
+    assert found.name == "copy"
+    assert (found.layers, found.parameters) == (read_shape("dbrx").layers, read_shape("dbrx").parameters)
+    (tmp_path / "other.json").write_text(json.dumps(published("dbrx")))
+    assert read_shape(str(tmp_path / "other.json")).name == "other"
+
+
+CONFIG = {**SMALL, "model_type": "mine", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3}
+
+
+@pytest.mark.parametrize("keys,routed", [
+    ({}, [0, 1, 2, 3]), ({"first_k_dense_replace": 1}, [1, 2, 3]), ({"mlp_only_layers": [2]}, [0, 1, 3]),
+    ({"decoder_sparse_step": 2}, [1, 3]), ({"moe_layer_freq": [0, 1, 1, 0]}, [1, 2]), ({"moe_layers": [1]}, [1]),
+    ({"moe_layer_freq": 2, "model_type": "deepseek_v2", "first_k_dense_replace": 1}, [2]),
+    ({"interleave_moe_layer_step": 2}, [1, 3]), ({"moe_layer_start_index": 1, "moe_layer_end_index": 2}, [1, 2]),
+    ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}, [1, 2]), ({"num_experts": 1}, []),
+    ({"num_experts": 0}, []),
+], ids=str)  # fmt: skip
+def test_which_layers_have_experts(keys, routed):
+    shape = shape_of_config(CONFIG | {"num_hidden_layers": 4} | keys, "mine")
+    assert [i for i, layer in enumerate(shape.layers) if layer.experts] == routed
+    assert {(layer.experts, layer.dense_size) for layer in shape.layers} <= {(4, 0), (0, 6)}
+
+
+@pytest.mark.parametrize("keys,windows", [
+    ({}, [5, 5, 5, 5]), ({"use_sliding_window": False}, [0, 0, 0, 0]), ({"sliding_window": None}, [0, 0, 0, 0]),
+    ({"layer_types": ["sliding_attention", "full_attention"] * 2}, [5, 0, 5, 0]),
+    ({"sliding_window_pattern": 3}, [5, 5, 0, 5]), ({"model_type": "gemma2"}, [5, 0, 5, 0]),
+    ({"sliding_window": None, "attention_chunk_size": 9, "no_rope_layers": [1, 1, 1, 0]}, [9, 9, 9, 0]),
+], ids=str)  # fmt: skip
+def test_which_layers_have_windows(keys, windows):
+    shape = shape_of_config(CONFIG | {"num_hidden_layers": 4, "sliding_window": 5} | keys, "mine")
+    assert [layer.attention.window for layer in shape.layers] == windows
+
+
+@pytest.mark.parametrize("keys,sizes", [
+    ({"n_shared_experts": 2}, (3, 6, False)), ({"shared_expert_intermediate_size": 7}, (3, 7, False)),
+    ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 7}, (3, 7, True)), ({}, (3, 0, False)),
+    ({"moe_intermediate_size": None}, (6, 0, False)), ({"moe_intermediate_size": [3, 3]}, (3, 0, False)),
+], ids=str)  # fmt: skip
+def test_sizes_of_experts(keys, sizes):
+    layer = shape_of_config(CONFIG | keys, "mine").layers[0]
+    assert (layer.expert_size, layer.shared_size, layer.shared_gate) == sizes
+
+
+@pytest.mark.parametrize("keys,heads", [({}, 2), ({"multi_query": True}, 1), (
+    {"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, 2)], ids=str)  # fmt: skip
+def test_heads_of_keys_of_falcon(keys, heads):
+    shape = shape_of_config(CONFIG | {"model_type": "falcon"} | keys, "mine")
+    assert shape.layers[0].attention.kv_heads == heads
+
+
+@pytest.mark.parametrize("keys,groups", [
+    ({}, (1, 1)), ({"n_group": 4, "topk_group": 2}, (4, 2)), ({"n_group": 4, "topk_group": None}, (4, 1)),
+    ({"n_group": 0, "topk_group": 0}, (1, 1)), ({"n_group": 4, "topk_group": 2, "topk_method": "greedy"}, (1, 1)),
+], ids=str)  # fmt: skip
+def test_groups_of_experts(keys, groups):
+    layer = shape_of_config(CONFIG | {"num_experts_per_tok": 1} | keys, "mine").layers[0]
+    assert (layer.groups, layer.top_groups) == groups
+
+
+def test_parts_in_other_objects():
+    config = {"model_type": "outer", "text_config": {**CONFIG, "model_type": "gemma2", "num_experts": 0}}
+    shape = shape_of_config(config, "mine")
+    assert shape == shape_of_config({"model_type": "outer", "language_config": config["text_config"] | {
+        "model_type": "ignored"}} | {"model_type": "gemma2"}, "mine")  # fmt: skip
+    assert shape.tied
+    assert shape.layers[0].other == 4 * 8
+    parts = {"d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 10, "model_type": "dbrx"}
+    attention, experts = (
+        {"kv_n_heads": 1, "model_type": ""},
+        {"ffn_hidden_size": 5, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+    shape = shape_of_config(parts | {"attn_config": attention, "ffn_config": experts}, "mine")
+    assert (shape.layers[0].attention.kv_heads, shape.layers[0].expert_size, shape.layers[0].top_k) == (1, 5, 2)
+
+
+@pytest.mark.parametrize("change,problem", [
+    ({"hidden_size": None}, "it has no hidden_size (also called n_embd, d_model, model_dim)"),
+    ({"num_attention_heads": 0}, "num_attention_heads must be at least 1: got 0"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers must be a whole number of at most 10,000: got '4'"),
+    ({"num_hidden_layers": 10_001}, "num_hidden_layers must be a whole number of at most 10,000: got 10001"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1: got 0"),
+    ({"hidden_size": 0}, "hidden_size must be at least 1: got 0"),
+    ({"hidden_size": 8.0}, "hidden_size must be a whole number"),
+    ({"moe_intermediate_size": 0}, "moe_intermediate_size must be at least 1: got 0"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1: got 0"),
+    ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads are not a multiple of 3 heads of keys"),
+    ({"num_attention_heads": 9}, "it has no head_dim, and hidden_size 8 is less than 9 attention heads"),
+    ({"num_attention_heads": ["a", 2]}, "num_attention_heads must be a whole number of at most 2,147,483,648: got ["),
+    ({"layer_types": [["a"], "b"]}, "layer_types must be a list of numbers or names: got [['a'], 'b']"),
+    ({"mlp_only_layers": [{}]}, "mlp_only_layers must be a list of numbers or names: got [{}]"),
+    ({"num_experts_per_tok": 5}, "a token must use 1 to 4 experts: got 5"),
+    ({"n_group": 4, "topk_group": 1}, "2 experts of a token cannot be in 1 of 4 groups of 4 experts"),
+    ({"n_group": 3, "topk_group": 3}, "2 experts of a token cannot be in 3 of 3 groups of 4 experts"),
+    ({"vocab_size": -3}, "vocab_size must be a whole number of at most 2,147,483,648: got -3"),
+    ({"layer_types": ["linear_attention"] * 2}, "layer_types has 'linear_attention'"),
+    ({"attn_type_list": [1, 0]}, "attn_type_list has linear attention (0)"),
+    ({"model_type": "jetmoe"}, "jetmoe says that the model has experts in attention"),
+    ({"index_topk": 2048}, "index_topk says that the model has sparse attention"),
+    ({"conv_L_cache": 3}, "conv_L_cache says that the model has convolutions"),
+    ({"hybrid_override_pattern": "M-"}, "hybrid_override_pattern says that the model has Mamba layers"),
+    ({"num_experts_per_tok": None}, "it has no num_experts_per_tok (also called experts_per_token, num_experts_per_t"),
+], ids=str)  # fmt: skip
+def test_bad_configurations(change, problem, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG | change))
+    with pytest.raises(ValueError) as caught:
+        read_shape(file)
+    assert str(caught.value).startswith(f"cannot read {file}: {problem}")
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_names(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"unknown model 'deepsek-v3'; did you mean 'deepseek-v3'.*; or give a config\.json"
+    ):
+        read_shape("deepsek-v3")
+    with pytest.raises(
+        ValueError, match=r"cannot read deepseek-ai/DeepSeek-V3: .* a local folder with one \(hf download\)"
+    ):
+        read_shape("deepseek-ai/DeepSeek-V3")
+    with pytest.raises(ValueError, match=r"cannot read .*/config\.json: there is no such file"):
+        read_shape(tmp_path)
+    with pytest.raises(ValueError, match="unknown model ''; choose from: tiny"):
+        read_shape("")
+    with pytest.raises(ValueError, match=r"cannot read nowhere/x\.json: there is no such file"):
+        read_shape("nowhere/x.json")
+    (tmp_path / "config.json").write_text("model_type: llama")
+    with pytest.raises(ValueError, match=r"config\.json: it is not JSON: Expecting value: line 1"):
+        read_shape(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"it must be a JSON object, like every config\.json"):
+        read_shape(tmp_path)

@@ -1,0 +1,256 @@
+"""Parts of a step by hand arithmetic: gradients, optimizer, overlap in schedules without pairs, and the head."""
+
+import dataclasses
+import random
+
+import pytest
+
+from moe_dualpipe.schedule import Costs
+from moe_dualpipe.tools.planner.device import load_device
+from moe_dualpipe.tools.planner.pair import LayerSeconds, pair_seconds
+from moe_dualpipe.tools.planner.published_shapes import read_shape
+from moe_dualpipe.tools.planner.segment_times import ALL, TENSOR_EXPOSED, Clock, head_seconds, layer_seconds
+from moe_dualpipe.tools.planner.step import (
+    HIDDEN_GRADIENTS,
+    OVERLAP,
+    OWNED_BYTES,
+    TRANSFER_SHARE,
+    rank_parameters,
+    simulate_step,
+    step_of,
+)  # fmt: skip
+from moe_dualpipe.tools.planner.transfer_times import all_to_all, gather, rows_sent, seconds
+from moe_dualpipe.tools.planner.workload import Division, Workload
+
+H100 = load_device("h100")
+LOAD = Workload(read_shape("qwen3-30b-a3b"), H100, Division(32, 1, 4, 1, 4), global_batch=256)
+DENSE = Workload(read_shape("llama3-8b"), H100, Division(8), global_batch=64)
+
+
+def changed(load=LOAD, division=None, **options):
+    return dataclasses.replace(load, division=dataclasses.replace(load.division, **(division or {})), **options)
+
+
+def test_the_latency_is_added_to_each_transfer():
+    link = H100.network
+    assert seconds(link, 1e9) - link.latency == pytest.approx(1e9 / (link.bandwidth * link.share))
+    assert seconds(link, 1.0) == pytest.approx(link.latency, rel=1e-3) and seconds(link, 0) == 0
+
+
+def test_parameters_of_a_rank():
+    """A rank of DualPipe holds two stages; tp divides experts only if nothing else does."""
+    shape = LOAD.shape
+    dense, experts = rank_parameters(changed(division={"tp": 2}))
+    assert (dense, experts) == (shape.dense_parameters / (2 * 4), shape.expert_parameters / (4 * 4))
+    assert rank_parameters(changed(division={"tp": 2, "ep": 1}))[1] == shape.expert_parameters / (2 * 4)
+    for schedule, copies in {"dualpipe": 2, "chimera": 2, "dualpipev": 1, "zbv": 1}.items():
+        assert rank_parameters(changed(schedule=schedule)) == tuple(copies * n for n in rank_parameters(LOAD))
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("division", [{}, {"cp": 2}, {"tp": 2}])
+def test_the_optimizer_reads_and_writes_what_a_rank_owns(division, zero):
+    load = changed(division=division, zero=zero)
+    one, (dense, experts) = load.division, rank_parameters(load)
+    replicas = (one.dp * one.cp, 8 // one.ep) if zero else (1, 1)
+    numbers = dense / replicas[0] + experts / replicas[1]
+    assert step_of(load).optimizer == pytest.approx(OWNED_BYTES * numbers / (H100.memory_bandwidth * H100.memory_share))
+
+
+@pytest.mark.parametrize("division", [{}, {"cp": 2}, {"tp": 2}, {"ep": 8}])
+def test_gradients_travel_in_fp32_and_weights_in_16_bits(division):
+    """Without transfers of experts, all transfers are sums of gradients and gathers of weights."""
+    load = changed(division=division, schedule="1f1b")
+    one, (dense, experts) = load.division, rank_parameters(load)
+    wanted = sum(
+        gather(H100, size * dense, one.dp * one.cp, one.tp) + gather(H100, size * experts, 8 // one.ep, one.ep)
+        for size in (4, 2)
+    )
+    step = step_of(load, ALL - {"expert transfers"})
+    assert step.transfers == pytest.approx(wanted)
+    assert step.hidden == 1 - step.sums / step.transfers
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_what_the_last_backward_does_not_hide_of_the_gradients_is_exposed(gpus):
+    load = changed(DENSE, {"gpus": gpus}, global_batch=gpus)
+    dense, _ = rank_parameters(load)
+    layers = [layer_seconds(load, layer) for layer in load.shape.layers] + [head_seconds(load)]
+    exposed = 0.0
+    for size, beside in ((4, sum(one.compute_b for one in layers)), (2, sum(one.compute_f for one in layers))):
+        total = gather(H100, size * dense, gpus, 1)
+        exposed += max(0.05 * total, total - HIDDEN_GRADIENTS * beside)
+    assert step_of(load).sums == pytest.approx(exposed)
+
+
+def test_a_micro_batch_on_one_rank_is_its_layers_and_its_head():
+    """Nothing waits: a step is the sum of all segments. A module of multi-token prediction adds a block and a head."""
+    load = changed(DENSE, {"gpus": 1}, global_batch=3)
+    one = [layer_seconds(load, layer) for layer in load.shape.layers]
+    head = head_seconds(load)
+    expected = 3 * (sum(layer.seconds for layer in one) + head.seconds)
+    assert step_of(load).compute == pytest.approx(expected)
+    more = step_of(changed(load, shape=dataclasses.replace(load.shape, mtp=2))).compute
+    assert more == pytest.approx(expected + 2 * 3 * (one[-1].seconds + head.seconds))
+
+
+def test_overlap_on_one_rank_hides_its_share_of_what_the_order_allows():
+    """The forward of the first micro-batch and the backward of the last have nothing beside them: 15 pairs of 16."""
+    load = changed(division={"gpus": 4, "pp": 1}, global_batch=64, overlap=True)
+    layers = [layer_seconds(load, layer) for layer in load.shape.layers] + [head_seconds(load)]
+    alone = sum(layer.seconds for layer in layers)
+    gain = OVERLAP * (alone - pair_seconds(layers, layers, TRANSFER_SHARE["nccl"] / H100.sms))
+    plain, step = step_of(changed(load, overlap=False)), step_of(load)
+    assert plain.seconds - plain.sums - step.seconds + step.sums == pytest.approx(15 * gain) and gain > 0
+
+
+# ---- Segments ----
+
+
+def test_the_head_reads_and_writes_logits_in_16_and_32_bits():
+    clock, tokens = Clock(H100, "bf16", ALL), LOAD.rank_tokens
+    shape = LOAD.shape
+    product = clock.product(2 * tokens * shape.hidden * shape.vocab)
+    passes = tokens * (8 * shape.vocab + 4 * shape.hidden) / (H100.memory_bandwidth * H100.memory_share)
+    assert head_seconds(LOAD) == LayerSeconds(0, product + passes, 0, product + passes, 0, product)
+
+
+def test_a_backward_moves_twice_the_bytes_and_has_twice_the_launches():
+    load = changed(precision="bf16")
+    layer = load.shape.layers[0]
+    without = layer_seconds(load, layer, ALL - {"memory", "launches"})
+    for effect in ("memory", "launches"):
+        one = layer_seconds(load, layer, ALL - {"memory", "launches"} | {effect})
+        for forward, backward in (("attn_f", "attn_b"), ("mlp_f", "mlp_b")):
+            more = [getattr(one, name) - getattr(without, name) for name in (forward, backward)]
+            assert more[1] == pytest.approx(2 * more[0]) and more[0] > 0
+
+
+def test_tensor_parallel_ranks_gather_and_scatter_whole_sequences():
+    load = changed(DENSE, {"tp": 4})
+    plain, layer = ALL - {"tensor transfers"}, load.shape.layers[0]
+    more = layer_seconds(load, layer).attn_f - layer_seconds(load, layer, plain).attn_f
+    assert more == pytest.approx(TENSOR_EXPOSED * 2 * gather(H100, 2 * 4096 * 4096, 4, 1))
+
+
+def test_context_parallel_ranks_send_keys_and_values_of_the_sequence():
+    """Llama 3 has 8 heads of keys and of values, 128 wide. A backward sends gradients, too."""
+    load = changed(DENSE, {"cp": 4})
+    plain, layer = ALL - {"tensor transfers"}, load.shape.layers[0]
+    one, without = layer_seconds(load, layer), layer_seconds(load, layer, plain)
+    wanted = 0.4 * gather(H100, 2 * 4096 * 2 * 8 * 128, 4, 1)
+    assert (one.attn_f - without.attn_f, one.attn_b - without.attn_b) == pytest.approx((wanted, 2 * wanted))
+
+
+@pytest.mark.parametrize("precision,backend,sizes", [
+    ("bf16", "nccl", (4096, 4096)), ("fp8", "nccl", (4096, 4096)), ("fp8", "deepep", (2048 + 64, 4096)),
+    ("bf16", "deepep", (4096, 4096)),
+])  # fmt: skip
+def test_bytes_of_dispatch_and_combine(precision, backend, sizes):
+    """Rows of 2,048 numbers: in 8 bits with a scale for each 32 numbers, or in 16. NCCL also copies both sides."""
+    load = changed(division={"pp": 1, "gpus": 16, "ep": 16}, precision=precision, ep_backend=backend)
+    layer = load.shape.layers[0]
+    rows = rows_sent(128, 8, 16, 8, backend)
+    bandwidth = H100.memory_bandwidth * H100.memory_share
+    copies = 4 * 4096 * (rows.near + rows.far) * 4096 / bandwidth if backend == "nccl" else 0
+    dispatch, combine = (all_to_all(H100, rows, 4096, size) + copies for size in sizes)
+    one = layer_seconds(load, layer)
+    transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
+    assert transfers == pytest.approx((dispatch, combine, combine, combine))
+    full = layer_seconds(load, layer, factor=1.5)  # the rank that gets the most rows
+    wanted = [all_to_all(H100, rows, 1.5 * 4096, size) + 1.5 * copies for size in sizes]
+    assert (full.dispatch_f, full.combine_f) == pytest.approx(wanted) and full.mlp_f > one.mlp_f
+
+
+def test_what_is_computed_again():
+    layer = LOAD.shape.layers[0]
+    none, norms, attention, full = (
+        layer_seconds(changed(recompute=kind), layer) for kind in ("none", "norms", "attention", "full")
+    )
+    norm = LOAD.rank_tokens * 2 * 2 * 2048 / (H100.memory_bandwidth * H100.memory_share)
+    more = [(one.attn_b - none.attn_b, one.mlp_b - none.mlp_b) for one in (norms, attention, full)]
+    assert more[0] == pytest.approx((norm, norm))
+    assert more[1] == pytest.approx((none.attn_f, norm))
+    assert more[2] == pytest.approx((none.attn_f, none.mlp_f))
+
+
+def test_a_launch_for_all_experts_is_as_fast_as_the_faster_curve_says():
+    clock = Clock(H100, "bf16", ALL)
+    for flops, experts in ((1e9, 8), (1e12, 8), (1e13, 128)):
+        together, each = clock.product(flops, kind="grouped"), experts * clock.product(flops / experts)
+        assert clock.grouped(flops, experts) == min(together, each)
+
+
+def test_the_router_and_the_gate_of_shared_experts_stay_in_16_bits():
+    layer = dataclasses.replace(LOAD.shape.layers[0], shared_size=512, shared_gate=True)
+    clock = Clock(H100, "fp8", frozenset())  # at the peaks
+    products = {one.name: one for one in layer.mlp_products(2048)}
+    wide, narrow = (H100.peak[name] or 0 for name in ("bf16", "fp8"))
+    assert {*products} == {"router", "shared_in", "shared_out", "shared_gate"}
+    for name, one in products.items():
+        rate = wide if name in ("router", "shared_gate") else narrow
+        assert clock.products(1000, [one]) == pytest.approx(1000 * one.flops / rate)
+
+
+def test_tiles_of_experts_are_half_empty_on_average():
+    """Few rows for each expert: 64 rows are 128 with the rest of the tile."""
+    load = changed(division={"gpus": 1, "pp": 1, "ep": 1}, seq=1024, global_batch=1)
+    layer = load.shape.layers[0]
+    rows, experts = 1024 * 8, 128
+    on = frozenset({"products"})
+    clock = Clock(H100, "bf16", on)
+    routed = sum(clock.grouped(2 * rows * one.weights, experts) for one in layer.expert_products(2048))
+    router = clock.products(1024, layer.mlp_products(2048))
+    assert layer_seconds(load, layer, on).mlp_f == pytest.approx(2 * routed + router)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_inputs_of_products_in_8_bits_are_read_and_written_twice(precision):
+    """Llama 3: rows of 4,096, an MLP of 14,336. Rounding a number to 8 bits moves 4 bytes."""
+    load = changed(DENSE, precision=precision)
+    with_memory, without = (layer_seconds(load, load.shape.layers[0], frozenset(on)) for on in ({"memory"}, ()))
+    casts = {"bf16": 0, "fp8": 4}[precision]
+    attention = 2 * (5 * 4096 + 2 * (4096 + 2 * 1024 + 4096)) + casts * (4096 + 4096)
+    mlp = 2 * (5 * 4096 + 3 * 14336) + casts * (4096 + 14336)
+    seconds_of_byte = 4096 / (H100.memory_bandwidth * H100.memory_share)
+    assert with_memory.attn_f - without.attn_f == pytest.approx(attention * seconds_of_byte)
+    assert with_memory.mlp_f - without.mlp_f == pytest.approx(mlp * seconds_of_byte)
+
+
+# ---- The pipeline ----
+
+
+def test_a_message_between_stages_has_a_row_for_each_token():
+    """One micro-batch passes the network twice: forward, and backward. Nothing else uses it here."""
+    load = changed(DENSE, {"gpus": 16, "pp": 2}, global_batch=8, schedule="gpipe")
+    slow = changed(load, device=dataclasses.replace(H100, network=dataclasses.replace(H100.network, bandwidth=1e9)))
+    message = 2 * 4096 * 4096  # bytes
+    wanted = 2 * (message / (1e9 * H100.network.share) - message / (H100.network.bandwidth * H100.network.share))
+    assert step_of(slow).seconds - step_of(load).seconds == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv", "dualpipe", "dualpipev"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_rank_does_more_work_than_there_is_time(schedule, seed):
+    """Also in long steps, which are extrapolated from short ones."""
+    load, choose = changed(schedule=schedule), random.Random(seed)
+    stages, number = load.placement.num_stages, 400
+    forward, backward = ([choose.uniform(1, 4) for _ in range(stages)] for _ in range(2))
+    pairs = [choose.uniform(0.7, 1.0) * (f + b) for f, b in zip(forward, backward, strict=True)]
+    halves = [0.5 * b for b in backward]
+    costs = Costs(tuple(forward), tuple(backward), tuple(halves), tuple(pairs))
+    paired = schedule in ("dualpipe", "dualpipev")
+    work = pairs if paired else [f + b for f, b in zip(forward, backward, strict=True)]
+    share = 0.5 if schedule == "dualpipe" else 1  # half of the micro-batches run in each direction
+    least = max(sum(work[s] for s in own) for own in load.placement.stages) * number * share
+    assert simulate_step(load, number, costs) >= 0.999 * least
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_a_single_rank_exposes_at_most_its_transfers(schedule):
+    """The head is as slow as many layers of a small model, so stages are unequal. The rest of the wait is idle."""
+    small = Workload(read_shape("tiny"), load_device("l40s"), Division(2, ep=2), 256, 1, 4, schedule=schedule)
+    step = step_of(small)
+    assert 0 <= step.hidden <= 1 and 0 < step.exposed <= step.transfers
+    parts = step.compute + step.exposed + step.idle + step.sums + step.optimizer
+    assert step.seconds == pytest.approx(parts)

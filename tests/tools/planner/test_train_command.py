@@ -1,0 +1,64 @@
+"""Commands of planned runs: train.py accepts them, and what it cannot run has a reason."""
+
+import dataclasses
+import shlex
+
+import pytest
+
+from moe_dualpipe.tools.planner.device import load_device
+from moe_dualpipe.tools.planner.published_shapes import read_shape
+from moe_dualpipe.tools.planner.train_command import train_command
+from moe_dualpipe.tools.planner.workload import Division, Workload
+from moe_dualpipe.training.command_line import parse_arguments
+
+BASE = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), Division(16, pp=4, ep=4), seq=2048, global_batch=64)
+
+
+def changed(division=None, **options):
+    return dataclasses.replace(BASE, division=dataclasses.replace(BASE.division, **(division or {})), **options)
+
+
+@pytest.mark.parametrize("load", [
+    changed(), changed({"vpp": 4}, schedule="interleaved_1f1b"), changed(schedule="dualpipe", overlap=False),
+    changed(zero=False, recompute="full"), changed({"gpus": 12, "ep": 1}, global_batch=24),
+], ids=["plain", "chunks", "no overlap", "no zero", "12 GPUs"])  # fmt: skip
+def test_train_accepts_the_command_of_the_same_run(load):
+    load.check()
+    words = shlex.split(train_command(load))
+    options = parse_arguments(words[words.index("train.py") + 1 :])
+    nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+    assert nodes * int(words[words.index("--nproc-per-node") + 1]) == load.division.gpus
+    assert (options.parallel.schedule, options.parallel.pp, options.parallel.zero) == (load.schedule, 4, load.zero)
+    assert options.parallel.num_chunks == (4 if load.division.vpp == 4 else None)
+    assert options.parallel.overlap == (load.overlap is not False)
+    assert options.batch.micro_batches == load.num_micro_batches
+
+
+@pytest.mark.parametrize("load,said", [
+    (changed(overlap=True), "overlap in 1f1b"), (changed({"tp": 2}), "tp 2"), (changed(precision="fp8"), "fp8"),
+    (changed({"vpp": 2}, schedule="interleaved_1f1b", global_batch=24), "use 8"),
+    (changed({"cp": 2}), "cp 2"), (changed(shape=read_shape("llama3-8b")), "llama3-8b, which is not a preset"),
+])  # fmt: skip
+def test_what_train_cannot_run_has_a_reason(load, said):
+    text = train_command(load)
+    assert text.startswith("train.py cannot run it: ") and said in text
+
+
+def test_options_that_differ_from_those_of_the_preset_are_in_the_command():
+    def parsed(load):
+        words = shlex.split(train_command(load))
+        return parse_arguments(words[words.index("train.py") + 1 :])
+
+    assert parsed(BASE).model.mtp_layers == 0
+    assert parsed(changed(shape=dataclasses.replace(BASE.shape, mtp=1))).model.mtp_layers == 1
+    assert parsed(changed(shape=dataclasses.replace(read_shape("deepseek-v3"), mtp=0))).model.mtp_layers == 0
+    assert parsed(changed(precision="fp32")).compute.dtype == "float32" != parsed(BASE).compute.dtype
+    assert train_command(changed({"ep": 1}, overlap=True)).startswith("torchrun")  # nothing to overlap
+
+
+@pytest.mark.parametrize("gpu,gpus,where", [
+    ("h100", 8, "torchrun --nproc-per-node 8 "), ("h100", 12, "torchrun --nnodes 2 --nproc-per-node 6 "),
+    ("gb200", 16, "torchrun --nnodes 4 --nproc-per-node 4 "), ("gh200", 8, "torchrun --nnodes 2 --nproc-per-node 4 "),
+])  # fmt: skip
+def test_machines_have_as_many_gpus_as_are_usual(gpu, gpus, where):
+    assert train_command(changed({"gpus": gpus, "ep": 1}, device=load_device(gpu))).startswith(where)

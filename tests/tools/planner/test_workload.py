@@ -1,0 +1,96 @@
+"""Contradictory divisions are refused in one line that names numbers that work; those numbers do work."""
+
+import dataclasses
+import re
+
+import pytest
+
+from moe_dualpipe.tools.planner.device import load_device
+from moe_dualpipe.tools.planner.published_shapes import read_shape
+from moe_dualpipe.tools.planner.workload import Division, Workload
+
+LOAD = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), Division(64, 2, 4, 1, 8), global_batch=256)
+
+
+def changed(division=None, **options):
+    division = dataclasses.replace(LOAD.division, **(division or {}))
+    return dataclasses.replace(LOAD, division=division, **options)
+
+
+def test_the_numbers_of_a_division():
+    LOAD.check()
+    one = LOAD.division
+    assert (one.dp, one.expert_replicas, one.expert_tp) == (8, 2, 1)
+    assert (LOAD.num_micro_batches, LOAD.tokens, LOAD.rank_tokens) == (32, 256 * 4096, 2048)
+    alone = dataclasses.replace(one, ep=1)
+    assert (alone.expert_tp, alone.expert_replicas) == (2, 8)
+    assert changed(micro_batch=4).num_micro_batches == 8
+    assert one.dp * one.tp * one.pp * one.cp == one.gpus
+
+
+BAD = {
+    "gpus": ({"gpus": 63}, {}, "--gpus 63 is not a multiple of tp x pp x cp = 2 x 4 x 1 = 8; use 64 GPUs"),
+    "positions": ({"tp": 32, "pp": 1, "ep": 1}, {"seq": 48}, "--tp 32 does not divide --seq 48 / --cp 1; use 24"),
+    "positions of a context": ({"tp": 4, "pp": 1, "ep": 1, "cp": 4}, {"seq": 24},
+                               "--tp 4 does not divide --seq 24 / --cp 4; use 3"),
+    "heads": ({"tp": 64, "pp": 1, "ep": 1}, {},
+              "--tp 64 does not divide the 32 attention heads of qwen3-30b-a3b; use 32"),
+    "experts": ({"ep": 3, "pp": 1, "tp": 1, "gpus": 96}, {},
+                "--ep 3 does not divide the 128 experts of a layer; use 2"),
+    "ranks of a stage": ({"ep": 32}, {},
+                         "--ep 32 does not divide the 16 ranks of a pipeline stage (64 GPUs / pp 4); use 16"),
+    "batch": ({}, {"global_batch": 100},
+              "--global-batch 100 is not a multiple of micro-batch x dp = 1 x 8 = 8; use 96"),
+    "larger batch": ({}, {"global_batch": 103}, "= 1 x 8 = 8; use 104"),
+    "sequence": ({"cp": 3, "gpus": 96}, {"global_batch": 4}, "--cp 3 does not divide --seq 4096; use 2"),
+    "layers": ({"pp": 64, "gpus": 128, "ep": 1}, {}, "qwen3-30b-a3b has 48 layers, too few for 64 pipeline stages"),
+    "chunks": ({"vpp": 2}, {"schedule": "zb1p"}, "--vpp 2 needs --schedule interleaved_1f1b: got zb1p"),
+    "precision": ({}, {"precision": "mxfp8"}, "h100 does not support --precision mxfp8: use bf16, fp8"),
+    "unknown": ({}, {"recompute": "some"}, "--recompute must be one of none, norms, attention, full: got some"),
+    "micro-batches": ({}, {"schedule": "dualpipe", "global_batch": 48, "micro_batch": 2},
+                      "dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 4 ranks; "
+                      "use --global-batch 128"),
+    "odd": ({}, {"schedule": "dualpipe", "global_batch": 808},
+            "dualpipe needs an even number of micro-batches >= 2 x ranks: got 101 for 4 ranks; use --global-batch 816"),
+    "one rank": ({"vpp": 2, "pp": 1}, {"schedule": "interleaved_1f1b"}, "--vpp 2 needs --pp of at least 2: got 1"),
+    "zero": ({"tp": 0}, {}, "--tp must be at least 1: got 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("division,options,said", BAD.values(), ids=BAD)
+def test_what_cannot_run_is_refused_in_one_line(division, options, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        changed(division, **options).check()
+    assert "\n" not in str(error.value)
+
+
+def test_multi_token_prediction_needs_further_tokens():
+    shape = dataclasses.replace(LOAD.shape, mtp=2)
+    with pytest.raises(ValueError, match="--seq 2 is too short for 2 modules of multi-token prediction"):
+        changed(shape=shape, seq=2).check()
+    changed({"tp": 1, "gpus": 32}, shape=shape, seq=3).check()
+
+
+def test_the_embedding_and_the_head_may_be_stages_of_their_own():
+    changed({"pp": 50, "gpus": 100, "ep": 1, "tp": 1}, global_batch=100).check()
+    with pytest.raises(ValueError, match="has 48 layers, too few for 51 pipeline stages"):
+        changed({"pp": 51, "gpus": 102, "ep": 1, "tp": 1}, global_batch=102).check()
+
+
+def test_a_dense_model_has_no_experts_to_divide():
+    with pytest.raises(ValueError, match="--ep 8: llama3-8b has no experts; use --ep 1"):
+        changed(shape=read_shape("llama3-8b")).check()
+
+
+@pytest.mark.parametrize(
+    "division,options,fixed",
+    [
+        ({"gpus": 63}, {}, {"gpus": 64}),
+        ({"ep": 32}, {}, {"ep": 16}),
+        ({"ep": 3, "pp": 1, "tp": 1, "gpus": 96}, {"global_batch": 96}, {"ep": 2}),
+    ],
+)
+def test_the_numbers_that_errors_name_do_run(division, options, fixed):
+    with pytest.raises(ValueError, match="use"):
+        changed(division, **options).check()
+    changed(division | fixed, **options).check()

@@ -1,0 +1,247 @@
+"""Exports of Nsight Systems are read like traces of torch.profiler; what a version does not have is not recorded."""
+
+import json
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.tools.profiler import TraceError, analyze, read_trace
+from moe_dualpipe.tools.profiler.phases import Phases
+from moe_dualpipe.tools.profiler.reading import nsys
+from moe_dualpipe.tools.profiler.trace import HostEvent
+from tests.support import traces
+from tests.support.nsys_files import (
+    DOMAIN,
+    EVENT,
+    GRAPH,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    RANGES,
+    RUNTIME,
+    SYNC,
+    call,
+    copy,
+    kernel,
+    nvtx,
+    process,
+    write_export,
+)
+
+GEMM, ALL_REDUCE = "void gemm<float>(float*)", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)"
+
+
+def read(path, **tables):
+    return read_trace(write_export(path / "report.sqlite", **tables))
+
+
+def test_a_recording_gives_the_same_numbers_in_both_formats(tmp_path, capsys):
+    work = [(GEMM, 5_000, 15_000, 3, 7), (ALL_REDUCE, 12_000, 30_500, 4, 9), (GEMM, 40_000, 44_000, 5, 7)]
+    calls = [("cudaLaunchKernel_v7000", 1_000, 2_000, 3), ("cudaLaunchKernelExC_v11060", 3_000, 4_000, 4),
+             ("cudaStreamSynchronize_v3020", 20_000, 35_000, 6), ("cuLaunchKernel", 36_000, 39_000, 5)]  # fmt: skip
+    export = write_export(
+        tmp_path / "report.sqlite",
+        **{KERNEL: [kernel(name, start, end, number, stream=stream) for name, start, end, number, stream in work],
+           MEMCPY: [copy(45_000, 46_500, 8, srcKind=2, dstKind=2)], RUNTIME: [call(*one) for one in calls],
+           RANGES: [nvtx("forward", 500, 5_000), nvtx("optimizer", 35_500, 40_000, registered=True)]},
+    )  # fmt: skip
+    events = [
+        *(traces.kernel(name, start / 1e3, (end - start) / 1e3, stream, number, grid=(2, 3, 1))
+          for name, start, end, number, stream in work),
+        *(traces.launch(number, start / 1e3, 1, name.partition("_")[0], (end - start) / 1e3)
+          for name, start, end, number in calls),
+        traces.kernel("Memcpy DtoD (Device -> Device)", 45, 1.5, cat="gpu_memcpy"),
+        traces.annotation("forward", 0.5, 4.5), traces.annotation("optimizer", 35.5, 4.5),
+    ]  # fmt: skip
+    chrome = traces.write(tmp_path / "trace.json", events)
+    assert analyze(read_trace(export)) == analyze(read_trace(chrome))
+    assert main(["profile", "analyze", str(export), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kernel_compute_us"], found["comm_us"], found["exposed_comm_us"]) == (14.0, 18.5, 15.5)
+    assert [phase["name"] for phase in found["phases"]] == ["forward", "optimizer"]
+
+
+def test_events_calls_and_waits(tmp_path):
+    trace = read(tmp_path, **{
+        KERNEL: [kernel(GEMM, 10_000, 20_000, 1), kernel(GEMM, 30_000, 31_000, 2, stream=13)],
+        MEMCPY: [copy(1_000, 2_000, 1, srcKind=0, dstKind=2, size=640), copy(3_000, 4_000, 10, srcKind=2, dstKind=2),
+                 copy(5_000, 6_000, 8, srcDeviceId=0, dstDeviceId=1), copy(6_000, 7_000, 99)],
+        MEMSET: [{**copy(7_000, 7_500, size=32), "value": 0}],
+        RUNTIME: [call("cudaStreamSynchronize_v3020", 21_000, 23_000, 9, tid=5), call("cuLaunchKernel", 100, 200, 1),
+                  call("cudaEventRecord_v3020", 300, 310, 7)],
+        SYNC: [{"start": 22_000, "end": 23_000, "syncType": 3, "deviceId": 0, "streamId": 13, "correlationId": 9,
+                "globalPid": process(100)},
+               {"start": 400, "end": 410, "syncType": 2, "deviceId": 0, "streamId": 13, "correlationId": 8,
+                "globalPid": process(100), "eventSyncId": 77}],
+        EVENT: [{"globalPid": process(100), "eventSyncId": 77, "streamId": 7, "deviceId": 0, "correlationId": 7}],
+    })  # fmt: skip
+    first, second, *others = trace.device_events
+    assert first == (GEMM, "kernel", 10.0, 20.0, "0", "7", 1, 6, 0, None)
+    assert (second.stream, second.correlation) == ("13", 2)
+    assert [(e.name, e.category, e.bytes) for e in others] == [
+        ("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 640), ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 64),
+        ("Memcpy PtoP", "gpu_memcpy", 64), ("Memcpy unknown", "gpu_memcpy", 64), ("Memset (Device)", "gpu_memset", 32),
+    ]  # fmt: skip
+    assert trace.launches[1] == HostEvent("cuLaunchKernel", 0.1, 0.2, ("100", "1"))
+    assert trace.syncs == [("cudaStreamSynchronize", 21.0, 23.0, ("100", "5"), 9, "13")]
+    assert trace.stream_waits == [(0.4, "0", "13", "7", 7, 8)]
+    assert (trace.num_events, trace.source, trace.truncated) == (10, "nsys", False)
+
+
+def test_processes_have_their_own_correlation_ids(tmp_path):
+    """Two ranks in one file: the same ids mean different calls."""
+    tables = {
+        KERNEL: [kernel("a", 10, 11, 6, device=0, pid=100), kernel("a", 11, 12, 5, device=0, pid=100),
+                 kernel("b", 20, 21, 5, device=1, pid=70_000)],
+        RUNTIME: [call("cudaLaunchKernel", 2_000, 3_000, 5, 70_000, 2), call("cudaLaunchKernel", 0, 1, 5, 100, 1),
+                  call("cudaLaunchKernel", 1_000, 2_000, 6, 100, 1)],
+        RANGES: [nvtx("first", 500, 5_000, 100, 1), nvtx("second", 500, 5_000, 70_000, 2)],
+        "META_DATA_CAPTURE": [{"name": "PROCESS_0:ENVIRONMENT_VARIABLE", "value": 'RANK="0"'}],
+    }  # fmt: skip
+    trace = read(tmp_path, **tables)
+    phases = Phases(trace)
+    places = [(e.device, phases.phase_of(e)) for e in trace.device_events]
+    assert places == [("0", "first"), ("0", ""), ("1", "second")] and trace.rank is None
+    calls = [trace.launches[e.correlation or 0] for e in trace.device_events]
+    assert [(one.start, *one.thread) for one in calls] == [(1.0, "100", "1"), (0.0, "100", "1"), (2.0, "70000", "2")]
+
+
+def test_processes_that_call_their_gpu_0(tmp_path):
+    """With CUDA_VISIBLE_DEVICES, each process has a device 0. They are one device only if the file says so."""
+    both = {KERNEL: [kernel("a", 0, 9_000, pid=100), kernel("b", 5_000, 9_000, pid=200)]}
+    names = [a.device for a in analyze(read(tmp_path, **both))]
+    assert names == ["0 of process 100", "0 of process 200"]
+    (tmp_path / "report.sqlite").unlink()
+    gpus = [{"gpuId": 3, "cudaId": 0, "pid": 100, "numMultiprocessors": 132}, {"gpuId": 3, "cudaId": 0, "pid": 200}]
+    (analysis,) = analyze(trace := read(tmp_path, **both, TARGET_INFO_CUDA_DEVICE=gpus))
+    assert (analysis.device, analysis.num_sms, trace.rank) == ("3", 132, None)
+    assert [*analysis.streams] == ["7 of process 100", "7 of process 200"]
+
+
+def test_an_old_export_without_processes(tmp_path):
+    rows = [{key: value for key, value in kernel("a", 10, 20, 4).items() if key not in ("globalPid", "gridX")}]
+    trace = read(tmp_path, **{KERNEL: rows, RUNTIME: [call("cudaLaunchKernel", 1, 2, 4)]})
+    (event,) = trace.device_events
+    assert (event.blocks, event.bytes, trace.launches[4].name) == (0, 0, "cudaLaunchKernel")
+    assert (trace.base_us, trace.num_sms, trace.host, trace.queues, trace.memory) == (0.0, 0, "", None, [])
+
+
+def test_an_export_with_almost_no_columns(tmp_path):
+    path = tmp_path / "a.sqlite"
+    with closing(sqlite3.connect(path)) as file:
+        file.execute(f'CREATE TABLE {KERNEL} (start, "end", deviceId, streamId, demangledName)')
+        rows = "(1000, 3000, 0, 7, 1), (4000, 5000, 0, 7, 2), (6000, 7000, 0, 7, 3), (8000, 9000, 0, 7, 4)"
+        file.execute(f"INSERT INTO {KERNEL} VALUES {rows}")
+        file.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
+        file.execute("INSERT INTO StringIds VALUES (1, CAST(X'61FF62' AS TEXT)), (3, X'6364'), (4, NULL)")
+        file.commit()
+    trace = read_trace(path)
+    assert [(e.name, e.start, e.end, e.correlation) for e in trace.device_events] == [
+        ("a\ufffdb", 1.0, 3.0, None), ("unnamed kernel", 4.0, 5.0, None), ("cd", 6.0, 7.0, None),
+        ("unnamed kernel", 8.0, 9.0, None),
+    ]  # fmt: skip
+
+
+def test_ranges(tmp_path):
+    operators = [
+        nvtx("train_step", 0, 1_000), nvtx("ProfilerStep#4", 0, 900),
+        nvtx("aten::linear, seq = 3, op_id = 8", 10, 100), nvtx("detach_, op_id = 9", 20, 30),
+        nvtx("AllToAll4D, seq = 4, op_id = 10", 200, 300), nvtx("c10d::alltoall_base_, op_id = 11", 210, 290),
+        nvtx("nccl:all_to_all, op_id = 12", 220, 280), nvtx("ncclGroupEnd", 230, 270),
+        nvtx("ncclAllReduce", 310, 320, registered=True), nvtx("cublasLtMatmul", 330, 340, domain=5),
+        nvtx("mine", 350, 360, domain=6), nvtx("never ended", 370, None),
+        nvtx("cuBLASLt", 0, None, domain=5, kind=DOMAIN), nvtx("MyLibrary", 0, None, domain=6, kind=DOMAIN),
+        nvtx("cuBLAS", 355, None, domain=6, kind=34),
+        nvtx("detach, op_id = 13", 20, 30, tid=2),
+    ]  # fmt: skip
+    trace = read(tmp_path, **{KERNEL: [kernel("a", 10, 20)], RANGES: operators})
+    assert (trace.num_events, dict(trace.skipped)) == (17, {})
+    assert [e.name for e in trace.annotations] == ["train_step", "mine", "AllToAll4D", "detach"]
+    assert [e.name for e in trace.steps] == ["ProfilerStep#4"]
+    assert sorted(e.name for e in trace.transfers) == ["nccl:all_reduce", "nccl:all_to_all"]
+
+
+def test_transfers_are_named_after_their_calls(tmp_path):
+    """The kernel says only that it sends and receives. NCCL's own range is closer to the launch than PyTorch's."""
+    trace = read(tmp_path, **{
+        KERNEL: [kernel("ncclDevKernel_SendRecv(x)", 400, 900, 1), kernel("ncclDevKernel_Generic(x)", 900, 990, 2),
+                 kernel("gemm", 400, 900, 3), kernel("ncclDevKernel_SendRecv(x)", 1_000, 1_100, 4)],
+        RUNTIME: [call("cudaLaunchKernel", start, start + 5, number)
+                  for number, start in ((1, 240), (2, 315), (3, 250), (4, 600))],
+        RANGES: [nvtx("nccl:all_to_all, op_id = 12", 220, 280), nvtx("nccl:coalesced", 305, 330),
+                 nvtx("ncclAllReduce", 310, 320)],
+    })  # fmt: skip
+    assert [e.collective and e.collective.name for e in trace.device_events] == [
+        "all_to_all", "all_reduce", None, None,
+    ]  # fmt: skip
+
+
+def test_graphs_that_were_recorded_as_a_whole(tmp_path, capsys):
+    path = write_export(tmp_path / "a.sqlite", **{GRAPH: [{**kernel("", 0, 9_000, 3), "graphId": 12}]})
+    assert [e.name for e in read_trace(path).device_events] == ["CUDA graph 12"]
+    assert main(["profile", "analyze", str(path)]) == 0
+    assert "record with --cuda-graph-trace=node" in capsys.readouterr().err
+
+
+def test_the_machine_and_the_rank(tmp_path):
+    environment = ['RANK="3"', 'WORLD_SIZE="16"', 'CUDA_DEVICE_MAX_CONNECTIONS="1"', 'RANK="9"', "PATH"]
+    trace = read(
+        tmp_path, **{KERNEL: [kernel("a", 10, 20)]},
+        META_DATA_CAPTURE=[{"name": "PROCESS_0:ENVIRONMENT_VARIABLE", "value": value} for value in environment],
+        TARGET_INFO_SESSION_START_TIME=[{"utcEpochNs": 5_000}], TARGET_INFO_GPU=[{"smCount": 132}],
+        TARGET_INFO_SYSTEM_ENV=[{"name": "Hostname", "value": "node7"}, {"name": "CPU", "value": "x"}],
+    )  # fmt: skip
+    assert (trace.rank, trace.world_size, trace.queues) == (3, 16, 1)
+    assert (trace.base_us, trace.num_sms, trace.host) == (5.0, 132, "node7")
+
+
+def test_rows_without_valid_times_are_skipped(tmp_path):
+    rows = [kernel("a", 10, 20), kernel("b", "soon", 20), kernel("c", 30, 20), kernel("d", None, None)]
+    trace = read(tmp_path, **{KERNEL: rows, RANGES: [nvtx("r", "x", 5)]})
+    assert [e.name for e in trace.device_events] == ["a"]
+    assert dict(trace.skipped) == {"no valid time": 4}
+
+
+def test_a_long_file_is_read_up_to_a_limit(tmp_path):
+    rows = [kernel("a", 10 * i, 10 * i + 5, i) for i in reversed(range(30))]
+    path = write_export(tmp_path / "a.sqlite", **{KERNEL: rows, RUNTIME: [call("f", i, i, i) for i in range(10)]})
+    trace = nsys.read_nsys(path, 20)
+    assert trace.truncated and trace.num_events == 22
+    assert [e.start for e in trace.device_events] == [i / 100 for i in range(16)]
+    assert not nsys.read_nsys(path, 40).truncated
+
+
+@pytest.mark.parametrize("content,message", [
+    ({"notes": [{"text": "hello"}]}, "not an export of Nsight Systems"),
+    ({KERNEL: [], "x": [{"y": 1}]}, "not a usable SQLite file"),
+    ({RUNTIME: [call("cudaLaunchKernel", 0, 1, 1)]}, "recorded no work on a GPU: run it with --trace=cuda,nvtx"),
+])  # fmt: skip
+def test_what_is_not_an_export_with_work(tmp_path, capsys, content, message):
+    path = tmp_path / "a.sqlite"
+    if KERNEL in content:
+        write_export(path, **{KERNEL: [kernel("a" * 500, i, i + 1) for i in range(300)]})
+        path.write_bytes(path.read_bytes()[:6000])
+    else:
+        write_export(path, **content)
+        if "notes" in content:
+            with sqlite3.connect(path) as file:
+                file.execute("DROP TABLE StringIds")
+    with pytest.raises(TraceError, match=message):
+        read_trace(path)
+    assert main(["profile", "analyze", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_report_that_was_not_exported(tmp_path):
+    (tmp_path / "a.nsys-rep").write_bytes(b"\0\1\2")
+    with pytest.raises(TraceError, match="export it with `nsys export --type sqlite`"):
+        read_trace(tmp_path / "a.nsys-rep")
+
+
+def test_a_folder_of_exports(tmp_path, capsys):
+    for rank in (10, 2):
+        write_export(tmp_path / f"rank{rank}.sqlite", **{KERNEL: [kernel("a", 0, 1000 * rank)]})
+    assert main(["profile", "analyze", str(tmp_path), "--json"]) == 0
+    assert [found["window_us"] for found in json.loads(capsys.readouterr().out)] == [2.0, 10.0]

@@ -1,0 +1,366 @@
+"""Analyses of constructed traces with known results, and of DeepSeek's published trace."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.tools.profiler import NAMES, Names, TraceError, analyze, read_trace
+from moe_dualpipe.tools.profiler.reports.overlap import analysis_text, hidden_sentence
+from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY
+from moe_dualpipe.tools.profiler.trace import DeviceEvent
+from tests.support.traces import annotation, kernel, launch, write
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
+
+
+def analysis_of(tmp_path, events, **options):
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)), **options)
+    return analysis
+
+
+# ---- Constructed traces ----
+
+
+def test_overlapping_events_count_once(tmp_path):
+    """Computation at 0-40 (nested, adjacent and parallel) and 70-82; communication at 30-60 (parallel) and 75-90."""
+    a = analysis_of(tmp_path, [
+        kernel("gemm", 1000, 30), kernel("gemm", 1005, 10, stream=8), kernel("norm", 1030, 10),
+        kernel("empty", 1050, 0), kernel("gemm", 1070, 10),
+        kernel("ncclDevKernel_SendRecv", 1030, 30, stream=20, grid=(24, 1, 1)),
+        kernel("void deep_ep::internode::combine<1>", 1035, 20, stream=21, grid=(4, 5, 1)),
+        kernel("Memset (Device)", 1078, 4, cat="gpu_memset"), kernel("nvshmem_barrier", 1075, 15, stream=20),
+    ])  # fmt: skip
+    assert a.window_us == 90
+    assert a.busy_us == 60 + 20
+    assert a.idle_us == 10
+    assert a.compute_us == 40 + 12  # the memset ends 2 us after the last kernel
+    assert a.kernel_compute_us == 40 + 10
+    assert a.copy_us == 4
+    assert a.comm_us == 30 + 15
+    assert a.overlapped_us == 10 + 7
+    assert a.exposed_comm_us == 20 + 8
+    assert a.hidden_kernels_us == 10 + 5
+    assert a.hidden_fraction == 15 / 45
+    assert (a.num_comm, a.comm_blocks) == (3, 24)
+    assert a.streams == {"20": 45, "21": 20, "7": 52, "8": 10}
+    assert [(k.name, k.kind, k.times, k.total_us) for k in a.kernels[:2]] == [
+        ("gemm", "compute", 3, 50), ("ncclDevKernel_SendRecv", "comm", 1, 30),
+    ]  # fmt: skip
+
+
+def test_sizes_that_are_not_recorded_are_null_and_not_0(tmp_path):
+    known = [kernel("gemm", 0, 10, grid=(3, 2, 1)), kernel("ncclDevKernel_SendRecv", 5, 10, grid=(24, 1, 1))]
+    unknown = [{**event, "args": {"stream": 7, "device": 0}} for event in known]
+    for events, blocks, most in ((known, 24, [6, 24]), (unknown, None, [None, None])):
+        found = analysis_of(tmp_path, events).as_object()
+        assert (found["comm_blocks"], found["num_sms"]) == (blocks, None)
+        assert sorted((one["name"], one["most_blocks"]) for one in found["kernels"]) == [
+            ("gemm", most[0]), ("ncclDevKernel_SendRecv", most[1]),
+        ]  # fmt: skip
+
+
+def test_work_belongs_to_the_innermost_annotation_around_its_launch(tmp_path):
+    a = analysis_of(tmp_path, [
+        annotation("step", 0, 1000), annotation("attn(F)", 10, 20), annotation("dispatch(F)", 40, 10),
+        annotation("attn(B)", 60, 30), annotation("attn(F)", 100, 10), annotation("unused", 200, 10),
+        annotation("elsewhere", 0, 5, thread=3),
+        launch(1, 15), launch(2, 45), launch(3, 70, thread=2), launch(4, 35), launch(5, 105), launch(6, 2000),
+        kernel("gemm", 20, 5, correlation=1), kernel("ncclAllToAll", 50, 8, correlation=2),
+        kernel("gemm", 80, 7, correlation=3), kernel("gemm", 90, 1, correlation=4),
+        kernel("gemm", 110, 3, correlation=5), kernel("Memcpy DtoD", 115, 2, correlation=5, cat="gpu_memcpy"),
+        kernel("gemm", 300, 100, correlation=6), kernel("gemm", 500, 100),
+    ])  # fmt: skip
+    assert [(p.name, p.times, p.compute_us, p.comm_us, p.copy_us, p.exposed_comm_us) for p in a.phases] == [
+        ("step", 1, 1, 0, 0, 0),
+        ("attn(F)", 2, 8, 0, 2, 0),
+        ("dispatch(F)", 1, 0, 8, 0, 8),
+        ("attn(B)", 1, 7, 0, 0, 0),  # launched by a thread without annotations
+    ]
+
+
+def test_a_transfer_is_late_from_the_end_of_its_launch_input_or_predecessor_to_its_start(tmp_path):
+    a = analysis_of(tmp_path, [
+        annotation("attn(F)", 0, 10), annotation("mlp(B)", 10, 10), annotation("dispatch(F)", 20, 10),
+        annotation("combine(B)", 30, 10), annotation("dispatch(F)", 40, 10), annotation("other", 50, 10),
+        launch(1, 1), launch(2, 11), launch(3, 21), launch(4, 25), launch(5, 35), launch(6, 45), launch(7, 55),
+        kernel("gemm", 5, 25, correlation=1), kernel("gemm", 30, 70, correlation=2),
+        kernel("pack", 31, 4, stream=20, correlation=3),
+        kernel("ncclSendRecv", 38, 30, stream=20, correlation=4),  # its input ends at 35: not that of the other chunk
+        kernel("ncclSendRecv", 101, 20, stream=21, correlation=5),  # input at 100
+        kernel("ncclSendRecv", 75, 5, stream=20, correlation=6),  # its stream is free at 68
+        kernel("ncclAllReduce", 130, 5, stream=22, correlation=7),  # not a transfer of a chunk
+        kernel("ncclSendRecv", 140, 5, stream=20),  # launched by nobody
+    ])  # fmt: skip
+    assert [(d.name, d.times, d.total_us, d.longest_us) for d in a.delays] == [
+        ("dispatch(F)", 2, 3 + 7, 7), ("combine(B)", 1, 1, 1),
+    ]  # fmt: skip
+
+
+def test_a_transfer_is_not_late_before_the_end_of_all_that_it_needs(tmp_path):
+    a = analysis_of(tmp_path, [
+        annotation("attn(F)", 0, 10), annotation("dispatch(F)", 20, 10), annotation("combine(B)", 30, 50),
+        launch(1, 1), launch(2, 5), launch(3, 25), launch(4, 35, duration=6), launch(5, 45, duration=20),
+        launch(6, 90), annotation("combine(F)", 95, 10), launch(7, 99),
+        kernel("gemm", 5, 65, correlation=1),
+        kernel("gemm", 7, 3, stream=8, correlation=2),  # launched later than the other one, and ends earlier
+        kernel("ncclSendRecv", 72, 3, stream=20, correlation=3),  # input at 70
+        kernel("ncclSendRecv", 45, 3, stream=21, correlation=4),  # its launch ends at 41
+        kernel("ncclSendRecv", 50, 3, stream=21, correlation=5),  # starts before the end of its launch, at 65
+        kernel("cast", 101, 9, stream=20, correlation=6),  # not a computation of a chunk, but on the transfer's stream
+        kernel("ncclSendRecv", 111, 3, stream=20, correlation=7),
+    ])  # fmt: skip
+    assert [(d.name, d.times, d.total_us, d.longest_us) for d in a.delays] == [
+        ("dispatch(F)", 1, 2, 2), ("combine(B)", 2, 4, 4), ("combine(F)", 1, 1, 1),
+    ]  # fmt: skip
+
+
+def test_each_device_has_its_own_analysis(tmp_path):
+    events = [kernel("gemm", 0, 10), kernel("ncclX", 0, 10, device=1), kernel("gemm", 5, 10, device=1)]
+    first, second = analyze(read_trace(write(tmp_path / "t.json", events)))
+    assert (first.device, first.hidden_fraction, first.window_us) == ("0", None, 10)
+    assert (second.device, second.hidden_fraction, second.window_us) == ("1", 0.5, 15)
+    assert hidden_sentence(first) == "There is no communication."
+    assert hidden_sentence(second) == "50.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
+
+
+@pytest.mark.parametrize("name,kind", [
+    ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "comm"),
+    ("void dpsk::ep::internode::cached_notify<false>(int, int)", "comm"),
+    ("void deep_ep::intranode::dispatch<8>(int4*)", "comm"),
+    ("nvshmemi_transfer", "comm"), ("two_shot_all_reduce_kernel", "comm"), ("multimem_all_gather_kernel", "comm"),
+    ("push_kernel", "comm"),
+    ("receive_rows_kernel", "comm"),
+    ("receive_sums_kernel", "comm"),
+    ("release_kernel", "comm"),
+    ("void cuda::per_token_cast_to_fp8_with_channels<__nv_bfloat16>", "compute"),
+    ("void at::native::reduce_kernel<512, 1>", "compute"), ("grouped_gemm_kernel", "compute"),
+    ("void at::native::_scatter_gather_elementwise_kernel<128, 4>", "compute"),
+    ("void cuda::expand_to_fused_with_scales_impl", "compute"),
+])  # fmt: skip
+def test_kind_of_a_kernel_by_its_name(name, kind):
+    assert NAMES.kind_of(DeviceEvent(name, "kernel", 0, 1, "0", "7", None, 1)) == kind
+
+
+def test_own_names_of_communication_and_computation(tmp_path):
+    events = [kernel("my_push", 0, 10), kernel("ncclX", 5, 10)]
+    assert analysis_of(tmp_path, events).comm_us == 10
+    assert analysis_of(tmp_path, events, names=Names("push")).comm_us == 15
+    assert analysis_of(tmp_path, events, names=Names("push", "my")).comm_us == 10
+    assert analysis_of(tmp_path, events, names=Names(compute="nccl")).comm_us == 0
+
+
+# ---- DeepSeek's published trace ----
+
+published = pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace is not here")
+
+
+@published
+def test_the_published_trace():
+    (a,) = analyze(read_trace(PUBLISHED))
+    assert (a.window_us, a.compute_us, a.comm_us) == (129_012, 124_338, 113_440)
+    assert (a.overlapped_us, a.exposed_comm_us, a.num_comm) == (109_263, 4_177, 36)
+    assert a.hidden_fraction == pytest.approx(0.963, abs=0.0005)
+    per_layer = {p.name: (p.comm_us if "c" in p.name else p.compute_us) / 4000 for p in a.phases}
+    assert {name: round(ms, 2) for name, ms in per_layer.items()} == {
+        "attn(F)": 4.36, "mlp(B)": 5.31, "mlp(W)": 6.38, "mlp(F)": 4.60, "attn(B)": 9.34, "attn(W)": 2.39,
+        "dispatch(F)": 6.69, "dispatch(B)": 7.49, "combine(F)": 8.68, "combine(B)": 5.50,
+    }  # fmt: skip
+
+
+@published
+def test_half_of_the_published_trace(tmp_path, capsys):
+    whole = PUBLISHED.read_bytes()
+    path = tmp_path / "half.json.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    trace = read_trace(path)
+    assert trace.truncated and 1000 < trace.num_events < 14240
+    assert main(["profile", "analyze", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"{path}: the file is cut off: only the first {trace.num_events:,} events are analyzed\n"
+    assert "of the communication is hidden" in out
+
+
+# ---- Files ----
+
+
+def test_a_file_that_is_too_long_is_read_up_to_a_limit(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / "trace.json", [kernel("gemm", 10 * i, 5) for i in range(9)])
+    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.chrome.MOST_EVENTS", 4)
+    assert main(["profile", "analyze", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"{path}: the file is too long: only the first 4 events are analyzed\n"
+    assert "| window                      |           35 |" in out
+    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.chrome.MOST_EVENTS", 9)
+    assert not read_trace(path).truncated
+
+
+def test_objects_and_lists_compressed_or_not(tmp_path):
+    events = [kernel("gemm", 0, 10), kernel("ncclX", 5, 10), {"ph": "M", "name": "process_name"}]
+    expected = analysis_of(tmp_path, events)
+    for name, text in (
+        ("list.json", json.dumps(events)),
+        ("indented.json", json.dumps({"traceEvents": events}, indent=4)),
+    ):
+        (tmp_path / name).write_text(text)
+        assert analyze(read_trace(tmp_path / name)) == (expected,)
+        with gzip.open(tmp_path / f"{name}.gz", "wt") as file:
+            file.write(text)
+        assert analyze(read_trace(tmp_path / f"{name}.gz")) == (expected,)
+
+
+def test_the_chunk_size_does_not_matter(tmp_path, monkeypatch):
+    events = [annotation("ä" * 50, 0, 10), *(kernel(f"gemm{i}", i, 1, correlation=i) for i in range(40))]
+    path = write(tmp_path / "trace.json", events, padding="x" * 300)
+    expected = read_trace(path)
+    for size in (1, 7, 64):
+        monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.pieces.CHUNK", size)
+        assert read_trace(path) == expected
+
+
+def test_invalid_events_are_skipped(tmp_path):
+    odd = [
+        {},
+        {"ph": "X"},
+        {"ph": "X", "cat": "kernel", "ts": "then"},
+        {"ph": "X", "cat": "kernel", "args": None, "ts": 3},
+    ]
+    odd += [
+        {"ph": "X", "cat": "kernel", "ts": float("nan")}, {"ph": "X", "cat": "kernel", "ts": 1, "dur": float("inf")},
+        {"ph": "X", "cat": "kernel", "ts": 4, "pid": [1], "tid": {},
+         "args": {"grid": "wide", "correlation": [1], "stream": [7]}},
+        {"ph": "X", "cat": "kernel", "ts": 5, "args": "none"}, {"ph": "X", "cat": "cuda_runtime", "ts": 5, "args": []},
+    ]  # fmt: skip
+    trace = read_trace(
+        write(tmp_path / "trace.json", [*odd, kernel("gemm", 0, 10), {"ph": "i", "name": "now", "ts": 1}])
+    )
+    assert (trace.num_events, len(trace.device_events)) == (11, 4)
+    assert [work.end for work in trace.device_events] == [3, 4, 5, 10]
+    assert all(analysis.num_comm == 0 for analysis in analyze(trace))
+
+
+WANTED = "name a trace of torch.profiler (.json, .json.gz) or an export of Nsight Systems (.sqlite)"
+
+
+@pytest.mark.parametrize("content,problem", [
+    (b"", f"not a trace: the file is empty: {WANTED}"),
+    (gzip.compress(b"[{}]", mtime=0)[:10], f"not a trace: it is cut off before its first event: {WANTED}"),
+    (b"hello", f"not a trace: it begins with 'hello', not with an object or a list: {WANTED}"),
+    (b'{"a": [1, 2]}', f'not a trace: it has no list "traceEvents": {WANTED}'),
+    (b'{"traceEvents": [', "a trace without events: it is cut off before the first event"),
+    (b'{"traceEvents": []}', "a trace without events: nothing was recorded"),
+    (b'{"traceEvents": [1, 2]}', "not a trace: event 0 is 1, not an object"),
+    (b"[" * 200_000, "not a trace: its lists are nested too deeply"),
+    (b"\x89PNG\r\n\x1a\n\xff", f"not a trace: neither text nor gzip: {WANTED}"),
+    (b"\x1f\x8bnonsense", f"not a trace: neither text nor gzip: {WANTED}"),
+])  # fmt: skip
+def test_files_that_are_not_traces(tmp_path, content, problem, capsys):
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(TraceError) as error:
+        read_trace(path)
+    assert str(error.value) == f"{path}: {problem}"
+    assert main(["profile", "analyze", str(path)]) == 2
+    assert capsys.readouterr().err == f"moe-dualpipe: error: {path}: {problem}\n"
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(TraceError, match=r"no\.json: No such file or directory"):
+        read_trace(tmp_path / "no.json")
+    with pytest.raises(TraceError, match="Is a directory"):
+        read_trace(tmp_path)
+
+
+def test_invalid_json_after_some_events(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps([kernel("gemm", 0, 10)])[:-1] + ", {broken" + "x" * 5000)
+    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.chrome.LONGEST_EVENT", 1000)
+    with pytest.raises(TraceError, match=r"not a trace: .* in event 1"):
+        read_trace(path)
+
+
+# ---- The command ----
+
+
+def test_the_command_prints_tables_or_json(tmp_path, capsys):
+    events = [annotation("dispatch(F)", 0, 10), launch(1, 5), kernel("gemm", 10, 30),
+              kernel("ncclX", 30, 20, correlation=1, grid=(8, 1, 1))]  # fmt: skip
+    paths = [str(write(tmp_path / f"rank{rank}.json", events)) for rank in range(2)]
+    (analysis,) = analyze(read_trace(paths[0]))
+    assert main(["profile", "analyze", *paths, "--phases", "--kernels", "1"]) == 0
+    expected = analysis_text(analysis, phases=True, kernels=1)
+    out = capsys.readouterr().out
+    assert out.startswith("\n\n".join(f"{path}\n{expected}\n\n{HEALTHY}" for path in paths) + "\n\n|")
+    heading, _, *rows = next(part for part in out.split("\n\n") if "waited for others" in part).splitlines()
+    assert heading.split("|")[2].strip() == "window, us"
+    for row, path in zip(rows, paths, strict=True):
+        assert [cell.strip() for cell in row.split("|")[1:-1]] == [
+            f"{path}, device 0", "40", "30", "20", "10", "50.0%", "0",
+        ]  # fmt: skip
+    assert expected.splitlines()[:9] == [
+        "|                             | device 0, us | of the window |",
+        "|-----------------------------|-------------:|--------------:|",
+        "| window                      |           40 |        100.0% |",
+        "| busy                        |           40 |        100.0% |",
+        "| computation                 |           30 |         75.0% |",
+        "| communication               |           20 |         50.0% |",
+        "| - hidden behind computation |           10 |         25.0% |",
+        "| - exposed                   |           10 |         25.0% |",
+        "| idle                        |            0 |          0.0% |",
+    ]
+    assert "| dispatch(F)             | the end |     1 | 10 |                - |" in expected
+    assert "| dispatch(F) |     1 |                    0 |            20 |      10 |" in expected
+    assert "| gemm   | compute |     1 |       30 |      1 |" in expected
+    assert expected.endswith("50.0% of the communication is hidden (1 kernel, on up to 8 thread blocks).")
+
+    assert main(["profile", "analyze", paths[1], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trace"] == paths[1] and found["truncated"] is False
+    assert {key: found[key] for key in ("window_us", "busy_us", "compute_us", "comm_us", "hidden_fraction")} == {
+        "window_us": 40, "busy_us": 40, "compute_us": 30, "comm_us": 20, "hidden_fraction": 0.5,
+    }  # fmt: skip
+    assert (found["overlapped_us"], found["exposed_comm_us"]) == (10, 10)
+    assert found["phases"] == [{
+        "name": "dispatch(F)", "times": 1, "compute_us": 0, "comm_us": 20, "copy_us": 0, "exposed_comm_us": 10,
+    }]  # fmt: skip
+    assert main(["profile", "analyze", *paths, "--json"]) == 0
+    several = json.loads(capsys.readouterr().out)
+    assert [one["trace"] for one in several] == paths
+    (row,) = found["collectives"]
+    compared = [{**row, "compared": 1, "transfer_us": 20}]  # by order: the kernels have no recorded group
+    changed = {"waited_us": 0, "shift_us": 0, "collectives": compared}
+    other = {key for key, value in several[1].items() if value != found[key]}
+    assert other == {"waited_us", "collectives", "lateness", "critical_path"}
+    assert {key: several[1][key] for key in changed} == changed
+
+
+@pytest.mark.parametrize("options,problem", [
+    (["--comm", "("], "--comm '(' is not a regular expression"),
+    (["--comm-pattern", "("], "--comm '(' is not a regular expression"),  # its former name
+    (["--compute", "[z-a]"], "--compute '[z-a]' is not a regular expression"),
+    (["--kernels", "-1"], "--kernels must be at least 0: got -1"),
+])  # fmt: skip
+def test_invalid_options(tmp_path, capsys, options, problem):
+    path = write(tmp_path / "trace.json", [kernel("gemm", 0, 1)])
+    assert main(["profile", "analyze", str(path), *options]) == 2
+    err = capsys.readouterr().err
+    assert problem in err and err.count("\n") == 1
+
+
+def test_a_trace_without_device_work(tmp_path, capsys):
+    path = write(tmp_path / "trace.json", [annotation("attn(F)", 0, 10)])
+    assert main(["profile", "analyze", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"moe-dualpipe: error: {path}: there is no kernel on a device, and no operator on a CPU, in 1 event\n"
+    )
+
+
+def test_the_table_of_phases_shows_the_mean_of_its_annotations(tmp_path):
+    analysis = analysis_of(tmp_path, [
+        annotation("mlp(F)", 0, 10), annotation("mlp(F)", 20, 10), launch(1, 5), launch(2, 25), launch(3, 26),
+        kernel("gemm", 100, 30, correlation=1), kernel("gemm", 200, 10, correlation=2),
+        kernel("ncclX", 300, 6, correlation=3),
+    ])  # fmt: skip
+    assert "| mlp(F) |     2 |                   20 |             3 |       3 |" in analysis_text(analysis, phases=True)

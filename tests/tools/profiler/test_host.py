@@ -1,0 +1,320 @@
+"""A CPU as the device: computation from nested operators and annotations, and communication from transfers."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moe_dualpipe.tools.profiler import NAMES, Names, TraceError, analyze, read_trace
+from moe_dualpipe.tools.profiler.files import analyze_files
+from moe_dualpipe.tools.profiler.host import host_as_device
+from moe_dualpipe.tools.profiler.trace import HostEvent, Trace
+from tests.support.traces import annotation, kernel, operator, write
+
+
+def traced(tmp_path, events, names=NAMES):
+    return host_as_device(read_trace(write(tmp_path / "trace.json", events)), names)
+
+
+def pieces(tmp_path, events):
+    """Name, start and end of each computation, sorted by thread and start."""
+    work = traced(tmp_path, events).device_events
+    return [
+        (w.name, w.start, w.end) for w in sorted(work, key=lambda w: (w.stream, w.start)) if w.category == "operator"
+    ]
+
+
+# ---- Computation ----
+
+
+def test_nested_operators_are_one_event_named_after_the_outermost(tmp_path):
+    assert pieces(tmp_path, [
+        operator("aten::linear", 0, 20), operator("aten::t", 2, 3), operator("aten::addmm", 5, 15),
+        operator("aten::copy_", 7, 2), operator("aten::add", 20, 4), operator("aten::add", 24, 4),
+        operator("aten::add", 30, 5),
+    ]) == [("aten::linear", 0, 20), ("aten::add", 20, 24), ("aten::add", 24, 28), ("aten::add", 30, 35)]  # fmt: skip
+
+
+def test_python_computes_inside_annotations_of_segments(tmp_path):
+    """attn(F) is a segment; the step around it, and dispatch without a letter, are not."""
+    assert pieces(tmp_path, [
+        annotation("step", 0, 100), annotation("attn(F)", 10, 20), operator("aten::mm", 13, 4),
+        annotation("attn(W)", 40, 5), annotation("dispatch", 60, 10), operator("aten::cat", 62, 3),
+        annotation("after attn(F), late", 70, 10),
+    ]) == [
+        ("Python", 10, 13), ("aten::mm", 13, 17), ("Python", 17, 30), ("Python", 40, 45), ("aten::cat", 62, 65),
+    ]  # fmt: skip
+
+
+def test_an_operator_around_annotations_and_a_wait(tmp_path):
+    """For example the backward of an autograd function, on a thread without annotations."""
+    assert pieces(tmp_path, [
+        operator("PairBackward", 0, 100, thread=2), operator("aten::empty", 5, 1, thread=2),
+        annotation("attn(B)", 10, 20, thread=2), operator("aten::mm", 12, 8, thread=2),
+        operator("aten::copy_", 14, 2, thread=2),
+        annotation("wait for dispatch(B)", 40, 30, thread=2), operator("aten::resize_", 45, 5, thread=2),
+        operator("aten::add", 80, 20, thread=2),
+    ]) == [
+        ("PairBackward", 0, 10), ("Python", 10, 12), ("aten::mm", 12, 20), ("Python", 20, 30),
+        ("PairBackward", 30, 40), ("aten::resize_", 45, 50), ("PairBackward", 70, 100),
+    ]  # fmt: skip
+
+
+def test_waits_and_calls_of_a_backend_do_not_compute(tmp_path):
+    events = [
+        annotation("mlp(F)", 0, 30), annotation("wait for combine(F)", 10, 5), annotation("attn(F)", 11, 2),
+        annotation("wait for dispatch(F)", 50, 10), operator("aten::mm", 52, 5),
+        operator("c10d::alltoall_base_", 70, 10), operator("record_param_comms", 71, 5), operator("aten::mm", 90, 4),
+        operator("_c10d_functional::wait_tensor", 100, 5), annotation("link::carry", 110, 5),
+        annotation("wait for the counts", 120, 10), operator("aten::mm", 125, 3),
+    ]  # fmt: skip
+    assert pieces(tmp_path, events) == [
+        ("Python", 0, 10), ("Python", 11, 13), ("Python", 15, 30), ("aten::mm", 52, 57), ("aten::mm", 90, 94),
+        ("aten::mm", 125, 128),
+    ]  # fmt: skip
+    assert sorted((event.start, event.end) for event in traced(tmp_path, events).waits) == [
+        (10, 15), (50, 60), (70, 80), (100, 105), (110, 115), (120, 130),
+    ]  # fmt: skip
+
+
+def test_threads_are_separate_and_empty_events_are_dropped(tmp_path):
+    events = [
+        operator("aten::a", 0, 10), operator("aten::b", 5, 10, thread=2), annotation("wait for x(F)", 5, 5, thread=2),
+        operator("aten::c", 3, 0), annotation("mlp(F)", 4, 0), operator("aten::d", 20, 0),
+    ]  # fmt: skip
+    assert pieces(tmp_path, events) == [("aten::a", 0, 10), ("aten::b", 10, 15)]
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
+    assert (analysis.device, analysis.streams, analysis.hidden_fraction) == ("cpu", {"1": 10, "2": 5}, None)
+
+
+def test_an_event_that_ends_after_the_event_around_it(tmp_path):
+    """With a coarse clock, the second operator starts before the end of the first."""
+    assert pieces(tmp_path, [
+        operator("aten::a", 0, 10), operator("aten::b", 9.75, 90), operator("aten::c", 50, 100),
+    ]) == [("aten::a", 0, 10), ("aten::b", 10, 99.75), ("aten::c", 99.75, 150)]  # fmt: skip
+
+
+KINDS = ("aten::a", "aten::b", "c10d::x", "attn(F)", "mlp(B)", "wait for attn(F)", "step")
+marks = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.integers(0, 16), st.integers(0, 12), st.integers(1, 2)), max_size=12
+)
+
+
+def evaluated(open_marks):
+    """The computation inside nested events, outermost first: a name, or None if nothing computes."""
+    name, in_operator = None, False
+    for event in open_marks:
+        if event.name.startswith("c10d::"):
+            return None
+        if event.name.startswith("wait for "):
+            name, in_operator = None, False
+        elif event.name.endswith(")"):
+            name, in_operator = "Python", False
+        elif event.name.startswith("aten::"):
+            name, in_operator = name if in_operator else event.name, True
+    return name
+
+
+@settings(max_examples=250, deadline=None)
+@given(marks)
+@example(
+    [("aten::a", 0, 10, 1), ("aten::b", 5, 10, 1), ("aten::a", 6, 8, 1), ("attn(F)", 4, 9, 1), ("aten::b", 0, 9, 1)]
+)
+def test_pieces_agree_with_a_stack_at_every_moment(drawn):
+    """Events can overlap without being nested. Then the event that started last counts."""
+    every = [HostEvent(name, start, start + length, ("9", str(thread))) for name, start, length, thread in drawn]
+    operators = [event for event in every if "::" in event.name]
+    annotations = [event for event in every if "::" not in event.name]
+    trace = host_as_device(Trace(operators=operators, annotations=annotations), NAMES)
+    found = {}
+    for thread in "12":
+        works = [work for work in trace.device_events if work.stream == thread]
+        assert all(work.start < work.end for work in works)
+        assert all(before.end <= after.start for before, after in pairwise(works))
+        found |= {(thread, at): work.name for work in works for at in range(int(work.start), int(work.end))}
+    in_order = sorted([*operators, *annotations], key=lambda event: (event.start, -event.end))
+    expected = {}
+    for thread in "12":
+        for at in range(30):
+            inside = [event for event in in_order if event.thread[1] == thread and event.start <= at < event.end]
+            if operators and (name := evaluated(inside)) is not None:
+                expected[thread, at] = name
+    assert found == expected
+    assert all(trace.launches[work.correlation].start == work.start for work in trace.device_events)
+
+
+# ---- Communication ----
+
+
+def transfers(tmp_path, events, names=NAMES):
+    """Name and start of each transfer and of its launch."""
+    trace = traced(tmp_path, events, names)
+    found = [(work, trace.launches[work.correlation]) for work in trace.device_events if work.category == "transfer"]
+    return [(work.name, work.start, launch.name, launch.start) for work, launch in found]
+
+
+def test_transfers_are_matched_to_their_calls(tmp_path):
+    """In the order of the calls of each kind. The first transfer was launched before the recording."""
+    assert transfers(tmp_path, [
+        annotation("gloo:all_to_all", 1, 3, thread=5), operator("aten::mm", 0, 1),
+        operator("c10d::alltoall_base_", 16, 2), operator("c10d::allreduce_", 13, 2),
+        operator("c10d::alltoall_base_", 10, 2), annotation("link::carry", 19, 1),
+        annotation("gloo:all_reduce", 14, 30, thread=6), annotation("gloo:all_to_all", 11, 20, thread=5),
+        annotation("gloo:all_to_all", 31, 5, thread=5), annotation("link:carry", 50, 5, thread=7),
+        annotation("gloo:barrier", 60, 5, thread=5),
+    ]) == [
+        ("gloo:all_to_all", 1, "gloo:all_to_all", 1), ("gloo:all_to_all", 11, "c10d::alltoall_base_", 10),
+        ("gloo:all_reduce", 14, "c10d::allreduce_", 13), ("gloo:all_to_all", 31, "c10d::alltoall_base_", 16),
+        ("link:carry", 19, "link::carry", 19), ("gloo:barrier", 60, "gloo:barrier", 60),
+    ]  # fmt: skip
+
+
+def test_a_call_matches_the_longest_transfer_name_that_it_starts_with(tmp_path):
+    assert transfers(tmp_path, [
+        operator("c10d::reduce_scatter_", 0, 1), operator("c10d::reduce_", 2, 1),
+        operator("c10d::_allgather_base_", 4, 1), annotation("gloo:reduce", 3, 2, thread=5),
+        annotation("gloo:reduce_scatter", 5, 2, thread=5), annotation("gloo:_all_gather_base", 7, 2, thread=5),
+    ]) == [
+        ("gloo:reduce", 3, "c10d::reduce_", 2), ("gloo:reduce_scatter", 5, "c10d::reduce_scatter_", 0),
+        ("gloo:_all_gather_base", 7, "c10d::_allgather_base_", 4),
+    ]  # fmt: skip
+
+
+def test_a_link_transfer_starts_when_it_is_called_and_the_link_is_free(tmp_path):
+    """The recorded start is later: the link's thread wakes up first. The first launch was before the recording."""
+    assert transfers(tmp_path, [
+        annotation("link:carry", 5, 5, thread=5), annotation("link::carry", 20, 1), annotation("link::carry", 25, 1),
+        annotation("link:carry", 23, 17, thread=5), annotation("link:carry", 41, 9, thread=5),
+    ]) == [
+        ("link:carry", 5, "link:carry", 5), ("link:carry", 20, "link::carry", 20),
+        ("link:carry", 40, "link::carry", 25),
+    ]  # fmt: skip
+
+
+def test_receives_are_not_transfers(tmp_path):
+    assert transfers(tmp_path, [
+        operator("c10d::recv_", 0, 1), operator("c10d::send", 5, 1), operator("c10d::recv_any_source_", 7, 1),
+        annotation("gloo:recv", 1, 20, thread=5), annotation("gloo:send", 6, 9, thread=5),
+        annotation("gloo:recvAnySource", 8, 9, thread=5),
+    ]) == [("gloo:send", 6, "c10d::send", 5)]  # fmt: skip
+
+
+def test_a_transfer_belongs_to_the_annotation_around_its_call(tmp_path):
+    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", [
+        annotation("dispatch(F)", 0, 10), operator("c10d::alltoall_base_", 5, 1),
+        annotation("mlp(F)", 20, 30), annotation("gloo:all_to_all", 22, 40, thread=5),
+    ])))  # fmt: skip
+    assert [(p.name, p.compute_us, p.comm_us, p.exposed_comm_us) for p in analysis.phases] == [
+        ("dispatch(F)", 9, 40, 12), ("mlp(F)", 30, 0, 0),
+    ]  # fmt: skip
+    assert (analysis.num_comm, analysis.comm_us, analysis.overlapped_us) == (1, 40, 28)
+
+
+def test_annotations_that_match_the_pattern_are_transfers(tmp_path):
+    """Waits for matching annotations are not transfers. Python inside them is not computation."""
+    events = [
+        annotation("push(F)", 0, 10), operator("aten::mm", 2, 3), annotation("wait for push(F)", 20, 10),
+        operator("aten::mm", 22, 3), operator("c10d::send", 1, 1),
+    ]  # fmt: skip
+    trace = traced(tmp_path, events, Names("push"))
+    assert [(w.name, w.category, w.start, w.end) for w in trace.device_events] == [
+        ("aten::mm", "operator", 2, 5), ("aten::mm", "operator", 22, 25), ("push(F)", "transfer", 0, 10),
+    ]  # fmt: skip
+    assert sorted(event.name for event in trace.waits) == ["c10d::send", "wait for push(F)"]
+    assert [event.name for event in trace.annotations] == ["push(F)"]  # the wait
+    assert transfers(tmp_path, [*events, annotation("通信", 12, 5)], Names("通信")) == [("通信", 12, "通信", 12)]
+
+
+def test_a_trace_with_device_events_is_unchanged(tmp_path):
+    events = [kernel("gemm", 0, 10), operator("aten::mm", 0, 3), annotation("gloo:all_to_all", 0, 30)]
+    trace = read_trace(write(tmp_path / "trace.json", events))
+    assert host_as_device(trace, NAMES) is trace
+    assert [analysis.device for analysis in analyze(trace)] == ["0"]
+
+
+def test_a_trace_without_computation_or_transfers(tmp_path):
+    path = write(tmp_path / "trace.json", [operator("c10d::barrier", 0, 3), annotation("wait for x(F)", 5, 5)])
+    with pytest.raises(TraceError, match=r"no kernel on a device, and no operator on a CPU, in 2 events$"):
+        analyze_files([path])
+    assert analyze(read_trace(path)) == ()
+    assert transfers(tmp_path, [annotation("gloo:send", 1, 2), annotation("push", 5, 2)], Names("push")) == [
+        ("gloo:send", 1, "gloo:send", 1), ("push", 5, "push", 5),
+    ]  # fmt: skip
+
+
+# ---- The fields of a file ----
+
+
+def test_header_fields(tmp_path):
+    events = [kernel("gemm", 0, 10)]
+    trace = read_trace(write(
+        tmp_path / "trace.json", events, deviceProperties=[{"id": 0, "numSms": 132}, {"id": 1, "numSms": 78}],
+        distributedInfo={"backend": "nccl", "rank": 3, "world_size": 8}, host_name="här", baseTimeNanoseconds=1_500,
+    ))  # fmt: skip
+    assert (trace.num_sms, trace.rank, trace.host, trace.base_us) == (132, 3, "här", 1.5)
+
+
+@pytest.mark.parametrize("header", [
+    {}, {"deviceProperties": [], "distributedInfo": None, "baseTimeNanoseconds": "now"},
+    {"deviceProperties": [7], "distributedInfo": {"rank": "first"}}, {"deviceProperties": {"numSms": 1}},
+    {"deviceProperties": [{"numSms": "many"}], "distributedInfo": {}, "baseTimeNanoseconds": None},
+])  # fmt: skip
+def test_missing_or_invalid_header_fields(tmp_path, header):
+    trace = read_trace(write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], **header))
+    assert (trace.num_sms, trace.rank, trace.host, trace.base_us, len(trace.device_events)) == (0, None, "", 0, 1)
+
+
+def test_a_header_in_chunks_or_too_long(tmp_path, monkeypatch):
+    path = write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], padding="x" * 300, host_name="a")
+    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.pieces.CHUNK", 7)
+    assert read_trace(path).host == "a"
+    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.chrome.LONGEST_HEADER", 100)
+    trace = read_trace(path)
+    assert (trace.host, len(trace.device_events)) == ("", 1)
+
+
+@pytest.mark.parametrize("name,category,kept", [
+    ("gloo:all_to_all", "user_annotation", "transfers"), ("nccl:all_to_all", "cpu_op", "transfers"),
+    ("link:carry", "user_annotation", "transfers"), ("link::carry", "user_annotation", "operators"),
+    ("shared:send", "user_annotation", "transfers"), ("shared::send", "user_annotation", "operators"),
+    ("attn(F)", "user_annotation", "annotations"), ("aten::mm", "cpu_op", "operators"),
+    ("gloo::detail", "cpu_op", "operators"), ("my gloo:all_to_all", "user_annotation", "annotations"),
+    ("forward", "python_function", None), ("aten::mm", "ac2g", None),
+])  # fmt: skip
+def test_kind_of_a_host_event(tmp_path, name, category, kept):
+    trace = read_trace(write(tmp_path / "trace.json", [annotation(name, 1, 2) | {"cat": category}]))
+    found = [
+        key for key in ("device_events", "launches", "annotations", "operators", "transfers") if getattr(trace, key)
+    ]
+    assert found == ([kept] if kept else [])
+    assert kept is None or getattr(trace, kept) == [HostEvent(name, 1, 3, ("9", "1"))]
+
+
+# ---- Collectives that block ----
+
+
+def reduction(*following, transfer=4000):
+    """A collective in attn(F), whose transfer ends at 600 + `transfer`."""
+    return [
+        annotation("attn(F)", 0, 9000), operator("aten::mm", 0, 400), operator("c10d::allreduce_", 500, 50),
+        annotation("gloo:all_reduce", 600, transfer, thread=2), *following,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("goes_on", [4600, 5000, 5600])
+def test_a_collective_that_blocks_is_a_wait(goes_on, tmp_path):
+    events = reduction(operator("aten::item", goes_on, 10))
+    assert pieces(tmp_path, events) == [
+        ("aten::mm", 0, 400), ("Python", 400, 500), ("aten::item", goes_on, goes_on + 10),
+        ("Python", goes_on + 10, 9000),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("events", [
+    reduction(operator("aten::mm", 4500, 10)), reduction(operator("aten::mm", 5700, 10)),
+    reduction(annotation("step", 4000, 10)), reduction(operator("aten::mm", 1700, 10), transfer=900), reduction(),
+], ids=["during the transfer", "later", "an annotation", "short", "the end of the segment"])  # fmt: skip
+def test_a_collective_beside_python_code_is_none(events, tmp_path):
+    assert ("Python", 400, 500) in pieces(tmp_path, events)
+    assert any(name == "Python" and start == 550 for name, start, _ in pieces(tmp_path, events))

@@ -1,0 +1,69 @@
+"""Every wrong value at every place of a trace: an error of one line, or a report and valid JSON."""
+
+import json
+import random
+
+import pytest
+
+from moe_dualpipe import strict_json
+from moe_dualpipe.schedule import Schedule, build, validate
+from moe_dualpipe.tools.profiler.files import analyze_files
+from moe_dualpipe.tools.profiler.reports.overlap import traces_text
+from moe_dualpipe.tools.profiler.trace import TraceError
+from tests.support.mutations import VALUES, check_message, mutations
+from tests.support.traces import annotation, kernel, launch, operator
+
+EVENTS = [
+    annotation("mlp(F)", 0, 20), launch(1, 5), kernel("gemm", 10, 30, correlation=1), operator("aten::mm", 6, 3),
+    kernel("ncclDevKernel", 20, 40, stream=8, correlation=2), launch(2, 8),
+]  # fmt: skip
+TRACE = {
+    "distributedInfo": {"rank": 1}, "deviceProperties": [{"numSms": 132}], "baseTimeNanoseconds": 5_000,
+    "host_name": "a", "traceEvents": EVENTS,
+}  # fmt: skip
+
+
+def test_every_wrong_value_in_a_trace_is_refused_or_analyzed(tmp_path):
+    path, analyzed = tmp_path / "trace.json", 0
+    for _, text in mutations(TRACE, VALUES[::2]):
+        path.write_text(text)
+        try:
+            found = analyze_files([path])
+        except TraceError as error:
+            check_message(error)
+            assert str(error).startswith(f"{path}: ")
+            continue
+        analyzed += 1
+        report = traces_text(found, phases=True, kernels=5, streams=True)
+        assert all(line.isprintable() and len(line) < 1000 for line in report.splitlines())
+        strict_json.parse(strict_json.write(objects := found.as_objects()))
+        json.dumps(objects, allow_nan=False)  # without replacing anything
+    assert analyzed > 250
+
+
+PIECES = ["", "9", "9" * 5000, "-", ",", "\n", '"', "\x1b[31m", "F", "0F0", "\udc80", "\0", "²"]
+
+
+def test_random_changes_of_a_schedule_file_are_refused_or_valid():
+    text, rng, valid = build("dualpipev", 2, 4).to_csv(), random.Random(0), 0
+    for _ in range(400):
+        changed = list(text)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(changed))
+            changed[at] = rng.choice(PIECES)
+        try:
+            validate(Schedule.from_csv("".join(changed)))
+            valid += 1
+        except ValueError as error:
+            assert all(line.isprintable() for line in str(error).splitlines())
+            assert len(str(error).splitlines()[0]) < 300
+    assert 0 < valid < 100
+
+
+@pytest.mark.parametrize("stage", ["9" * 10, "9" * 5000])
+def test_a_long_number_is_not_an_action(stage):
+    with pytest.raises(
+        ValueError, match=r"line 1, cell 1: not an action: '9{9}.*; expected forms such as 0F3"
+    ) as refused:
+        Schedule.from_csv(f"{stage}F0")
+    check_message(refused.value)

@@ -1,0 +1,283 @@
+"""The pair of chunks: equal results of both runs, balanced routing, modelled links, and the command."""
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.expert_parallel import Link, Loopback, Replay
+from moe_dualpipe.models import ModelConfig, MoE
+from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
+from moe_dualpipe.tools.profiler import TraceError, measure, read_trace
+from moe_dualpipe.tools.profiler.pair import Pair, Workload
+from tests.support.runs import ROOT, torchrun
+
+MODEL = ModelConfig(
+    hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12, num_experts=8, experts_per_token=3,
+    init_std=0.3,
+)  # fmt: skip
+LATENT = replace(MODEL, attention="mla", num_heads=3, head_dim=5, q_rank=9, kv_rank=6, rope_dim=4, value_dim=7)
+CPU = torch.device("cpu")
+WORKLOAD = Workload("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
+SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--ep", "4"]
+
+
+@pytest.mark.parametrize("mode,sequences,routing,model", [
+    ("train", 3, "balanced", MODEL), ("train", 3, "real", LATENT), ("prefill", 3, "real", MODEL),
+    ("prefill", 3, "balanced", LATENT), ("decode", 24, "balanced", MODEL), ("decode", 24, "real", LATENT),
+], ids=lambda value: f"attention {value.attention}" if isinstance(value, ModelConfig) else None)  # fmt: skip
+def test_both_runs_give_equal_outputs_and_gradients(mode, sequences, routing, model):
+    pair = Pair(replace(WORKLOAD, mode=mode, routing=routing, model=model), Loopback(8, 4))
+    assert pair.workload.num_sequences == sequences
+    results: list[list[torch.Tensor]] = []
+    inputs: list[torch.Tensor] = []
+    pair.stage.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    for run in (pair.sequential, pair.overlapped):
+        torch.manual_seed(1)  # for the cached keys and values
+        pair.prepare()
+        if mode == "train":  # a stage in the middle of a pipeline sends the gradient of its input
+            assert pair._chunks[1][0].requires_grad
+        if mode == "decode":
+            assert [cache.length for _, _, cache in pair._chunks] == [8, 8]
+        output = run()
+        if mode == "train":
+            assert inputs[0].grad is not None
+            inputs.clear()
+        grads = [parameter.grad for parameter in pair.stage.parameters()]
+        assert all((grad is not None) == (mode == "train") for grad in grads)
+        results.append([output.detach(), *(grad.clone() for grad in grads if grad is not None)])
+    assert results[0][0].shape == (sequences, 1 if mode == "decode" else 8, 16)
+    for sequential, overlapped in zip(*results, strict=True):
+        assert torch.equal(sequential, overlapped)
+
+
+def test_the_stage_has_moe_layers_only():
+    stage = Pair(WORKLOAD, Loopback(8, 4)).stage
+    names = {name.split(".")[2] for name, _ in stage.named_parameters() if name.startswith("layers.1.")}
+    assert names == {"attention_norm", "attention", "mlp_norm", "mlp"}
+    assert {name.split(".")[0] for name, _ in stage.named_parameters()} == {"layers"}
+    assert all(isinstance(layer.mlp, MoE) for layer in stage.layers.values())
+
+
+@pytest.mark.parametrize(
+    "experts,k,groups,top", [(4, 2, 1, 1), (8, 3, 1, 1), (12, 5, 1, 1), (256, 8, 8, 4), (16, 3, 4, 2), (6, 6, 1, 1)]
+)
+def test_balanced_routing(experts, k, groups, top):
+    config = replace(MODEL, num_experts=experts, experts_per_token=k, expert_groups=groups, top_groups=top)
+    ids = balanced_ids(config, 2 * experts, CPU)
+    assert torch.equal(torch.bincount(ids.flatten(), minlength=experts), torch.full((experts,), 2 * k))
+    assert all(len(set(row)) == k for row in ids.tolist())
+    assert all(len({expert // (experts // groups) for expert in row}) == min(top, k) for row in ids.tolist())
+    router = BalancedRouter(config)
+    x = torch.randn(2 * experts, 16)
+    weights, chosen = router(x)
+    assert torch.equal(chosen.sort(1).values, ids.sort(1).values)
+    torch.testing.assert_close(weights.sum(1), torch.ones(len(x)))
+    logits = router.logits(x).gather(1, chosen)
+    torch.testing.assert_close(weights, logits.softmax(1))
+
+
+def test_balanced_experts_of_a_token_are_far_apart():
+    config = replace(MODEL, num_experts=4, experts_per_token=2)
+    assert balanced_ids(config, 4, CPU).tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
+    config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
+    assert balanced_ids(config, 10, CPU)[::9].tolist() == [
+        [0, 32, 64, 96, 16, 48, 80, 112],
+        [33, 65, 97, 129, 49, 81, 113, 145],
+    ]
+
+
+def test_description_of_a_workload():
+    assert WORKLOAD.description == (
+        "train on cpu in float32: 2 layers of a small one, 24 tokens in sequences of 8, balanced routing"
+    )
+    assert (
+        ", 24 tokens with 8 cached tokens each, real " in replace(WORKLOAD, mode="decode", routing="real").description
+    )
+
+
+def test_balanced_routing_sends_each_choice_of_a_token_to_another_rank():
+    config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
+    ranks = balanced_ids(config, 300, CPU) // 4
+    assert all(len(set(row)) == 8 for row in ranks.tolist())
+
+
+def test_balanced_choices_are_cached_per_device():
+    """A copy to the device makes the host wait, and delays all later launches."""
+    assert balanced_ids(MODEL, 24, CPU) is balanced_ids(MODEL, 24, CPU)
+    assert balanced_ids(MODEL, 24, torch.device("meta")).is_meta
+
+
+def test_both_routers_have_the_same_weights():
+    assert {*Router(MODEL).state_dict()} == {*BalancedRouter(MODEL).state_dict()}
+    torch.manual_seed(1)
+    real = Pair(replace(WORKLOAD, routing="real"), Loopback(8, 4)).stage.state_dict()
+    balanced = Pair(WORKLOAD, Loopback(8, 4)).stage.state_dict()
+    assert all(torch.equal(real[name], balanced[name]) for name in real)
+
+
+def test_replayed_transfers_take_the_given_times():
+    """Each kind of transfer runs once per layer. Two transfers of sizes take no time."""
+    seconds = {"dispatch(F)": 0.001, "combine(F)": 0.002, "dispatch(B)": 0.004, "combine(B)": 0.008}
+    backend = Replay(8, 4, seconds, sms=3)
+    pair = Pair(WORKLOAD, backend)
+    for run in (pair.sequential, pair.overlapped):
+        pair.prepare()
+        before = backend.timer.busy_seconds
+        run()
+        assert backend.timer.busy_seconds - before == pytest.approx(2 * 0.015)
+        assert backend.link.sms == 3
+
+
+def test_a_dispatch_without_weights_takes_the_time_of_a_combine_backward():
+    seconds = {"dispatch(F)": 0.001, "combine(F)": 0.002, "dispatch(B)": 0.004, "combine(B)": 0.008}
+    backend, x = Replay(8, 4, seconds, sms=3), torch.zeros(2, 4)
+    route = backend.prepare(torch.tensor([[0, 2], [4, 6]]))
+    backend.dispatch(x, route, torch.ones(2, 2)).wait()
+    assert backend.link.latency_us == pytest.approx(1000)
+    backend.dispatch(x, route).wait()
+    assert backend.link.latency_us == pytest.approx(8000)
+
+
+def test_loopback_counts_what_it_sends():
+    backend = Loopback(8, 4, Link(gb_per_s=1.0))
+    pair = Pair(WORKLOAD, backend)
+    pair.prepare()
+    sent, busy = backend.bytes_sent, backend.timer.busy_seconds
+    pair.overlapped()
+    assert backend.bytes_sent - sent > 0
+    assert backend.timer.busy_seconds - busy == pytest.approx((backend.bytes_sent - sent) / 1e9)
+
+
+# ---- The command ----
+
+
+@pytest.fixture
+def one_round(monkeypatch):
+    """Record each run once instead of three times, which takes half the time."""
+    monkeypatch.setattr(measure, "measure", partial(measure.measure, rounds=1))
+
+
+@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
+@pytest.mark.quick("train")
+def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, request):
+    if mode != "train":
+        request.getfixturevalue("one_round")
+    assert main([*SMALL, "--mode", mode, "--link-gbps", "0.1", "--link-latency-us", "50", "--out", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{mode} on cpu in float32: 2 layers of tiny, 32 tokens ")
+    assert lines[1] == "modelled link: 0.1 Gb/s, latency 50 us"
+    assert lines[3].split() == ["|", "|", "sequential,", "us", "|", "overlapped,", "us", "|"]
+    files = ["overlapped.json.gz", "report.json", "sequential.json.gz", "timeline.html", "timeline.png"]
+    assert lines[-1] == f"in {tmp_path}: {', '.join(files)}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    report = json.loads((tmp_path / "report.json").read_text())
+    sequential, overlapped = report["sequential"], report["overlapped"]
+    assert report["bound_us"] == max(min(sequential[key], overlapped[key]) for key in ("compute_us", "comm_us"))
+    assert overlapped["window_us"] >= report["bound_us"]
+    transfers = (4 if mode == "train" else 2) * 2 * (1 if mode == "train" else 2)
+    counts = 2 if mode == "train" else 4
+    assert sequential["num_comm"] == overlapped["num_comm"] == transfers + counts
+    phases = {phase["name"] for phase in overlapped["phases"]}
+    assert {"attn(F)", "dispatch(F)", "mlp(F)", "combine(F)"} <= phases
+    assert ({"attn(B)", "mlp(B)", "attn(W)", "mlp(W)", "dispatch(B)", "combine(B)"} <= phases) == (mode == "train")
+    for analysis, run in ((sequential, "sequential"), (overlapped, "overlapped")):
+        assert analysis["trace"] == str(tmp_path / f"{run}.json.gz")
+        assert read_trace(analysis["trace"]).num_events > 100
+        assert analysis["comm_us"] >= transfers * 50
+        assert analysis["overlapped_us"] + analysis["exposed_comm_us"] == pytest.approx(analysis["comm_us"])
+    page = (tmp_path / "timeline.html").read_text()
+    assert "attn(F)" in page and "combine(F)" in page
+
+
+@pytest.mark.usefixtures("one_round")
+@pytest.mark.long
+def test_run_without_a_link(tmp_path, capsys):
+    assert main([*SMALL, "--out", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    # 32 tokens go to 2 of 4 ranks each, so 48 rows are sent to other ranks. In each of 2 layers a row is sent 4 times,
+    # with 512 B of activations or gradients, and three times with 16 B of ids, weights or weight gradients.
+    assert round(48 * 2 * (4 * 512 + 3 * 16) / 1e6, 1) == 0.2
+    assert re.search(
+        r": (0\.2 MB take|chosen again to take) 0\.7 of the computation time.*; \d+\.\d\d in ", report["link"]
+    )
+    assert (report["mode"], report["num_ranks"], report["tokens"], report["seq"]) == ("train", 4, 32, 16)
+    assert {"sequential", "overlapped", "bound_us"} <= report.keys()
+
+
+@pytest.mark.usefixtures("one_round")
+@pytest.mark.long
+def test_run_with_deepseeks_transfer_times(tmp_path, capsys):
+    assert main([*SMALL, "--out", str(tmp_path), "--replay", "deepseek", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["link"] == "modelled link: transfers take as long as in DeepSeek's training trace"
+    assert report["sequential"]["comm_us"] >= 2 * (6690 + 8680 + 7490 + 5500)
+
+
+@pytest.mark.long
+def test_run_under_torchrun(tmp_path):
+    launch = "--standalone", "--nproc-per-node", 2, "-m", "moe_dualpipe.cli"
+    done = torchrun(*launch, *SMALL[:-2], "--out", tmp_path, folder=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "experts over 2 ranks, this is rank 0\ntorch.distributed, gloo, 2 processes\n" in done.stdout
+    assert done.stdout.count("hidden communication: ") == 1  # only rank 0 prints
+    assert "\n| rank 0 |" in done.stdout and "\n| rank 1 |" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        f"{run}-rank{rank}.json.gz" for run in ("sequential", "overlapped") for rank in range(2)
+    }
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["overlapped"]["num_comm"] == report["sequential"]["num_comm"] == 2 * 4 + 2
+    assert report["overlapped"]["rank"] == 0
+    assert [one["rank"] for one in report["ranks"]] == [0, 1] and report["ranks"][0] == report["overlapped"]
+
+
+@pytest.mark.parametrize("options,problem", [
+    (["--preset", "huge"], "unknown preset 'huge'; choose from: tiny, small, olmoe-1b-7b"),
+    (["--ep", "3"], "8 experts cannot be divided evenly over 3 ranks"),
+    (["--layers", "0"], "--layers must be at least 1: got 0"),
+    (["--tokens", "33"], "--tokens 33 must be a multiple of --seq 16: use 48"),
+    (["--seq", "-4"], "--seq must be at least 1: got -4"),
+    (["--link-gbps", "-1"], "--link-gbps must be at least 0.001: got -1.0"),
+    (["--link-latency-us", "9"], "--link-latency-us needs --link-gbps"),
+    (["--link-gbps", "9", "--replay", "deepseek"], "--replay sets the transfer times: leave out --link-gbps"),
+    (["--out", "/dev/null/x"], "cannot write to --out /dev/null/x: Not a directory"),
+])  # fmt: skip
+def test_invalid_run_options(options, problem, capsys, tmp_path):
+    assert main([*SMALL, "--out", str(tmp_path), *options]) == 2
+    err = capsys.readouterr().err
+    assert problem in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_run_without_a_gpu(capsys, tmp_path):
+    assert main([*SMALL, "--out", str(tmp_path), "--device", "cuda"]) == 2
+    assert "torch finds no GPU on this machine; use --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options,problem", [
+    (["--link-gbps", "9"], "links are modelled in one process, but there are 2"),
+    (["--replay", "deepseek"], "links are modelled in one process, but there are 2"),
+    (["--ep", "4"], "torchrun started 2 processes, which are the ranks: leave out --ep 4"),
+])  # fmt: skip
+def test_invalid_run_options_under_torchrun(options, problem, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["profile", "run", "--out", str(tmp_path), *options]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == lines and (problem in err or not lines)
+
+
+def test_a_recording_without_device_events_is_an_error(tmp_path):
+    (tmp_path / "t.json").write_text('{"traceEvents": [{"ph": "M", "name": "nothing"}]}')
+    from moe_dualpipe.tools.profiler.files import analyze_files
+
+    with pytest.raises(TraceError, match=r"no kernel on a device, and no operator on a CPU, in 1 event$"):
+        analyze_files([tmp_path / "t.json"])

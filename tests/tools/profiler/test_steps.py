@@ -1,0 +1,330 @@
+"""Recordings made from a timeline: reading them returns this timeline, and simulating their costs does too."""
+
+import json
+import statistics
+from dataclasses import fields
+
+import pytest
+
+from moe_dualpipe.schedule import Costs, build, simulate
+from moe_dualpipe.schedule.actions import Backward, Forward
+from moe_dualpipe.schedule.walk import Span
+from moe_dualpipe.tools.profiler import TraceError, read_trace
+from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, StepBreakdown, measured_costs, step_breakdowns
+from moe_dualpipe.tools.profiler.reports.pipeline import pipeline_objects, pipeline_text, save_pipeline_figure
+from moe_dualpipe.tools.profiler.steps import Step, align_clocks, only_expert_transfers, recorded_steps
+from tests.support.traces import annotation, kernel, launch, write
+
+COSTS = Costs(F=20, B=50, W=15, FB=60)
+EPOCH = 1_700_000_000_000_000
+
+
+def events_of(timeline, rank, number=1, begin=1000.0, tail=()):
+    """The events of a step on a CPU: an annotation for each action, with a wait and then operators inside."""
+
+    def event(name, start, end, cat="user_annotation"):
+        return {"ph": "X", "cat": cat, "name": name, "ts": begin + start, "dur": end - start, "pid": 1, "tid": 1}
+
+    end = timeline.makespan + sum(length for _, length in tail)
+    yield event(f"step {number}", -5, end + 7)
+    before = 0.0
+    for span in timeline.spans[rank]:
+        yield event(str(span.action), before, span.end)  # starts with a wait
+        yield event("wait for it(F)", before, span.start)
+        yield event("aten::mm", span.start, (span.start + span.end) / 2 - 1, "cpu_op")
+        yield event("aten::mm", (span.start + span.end) / 2 + 1, span.end, "cpu_op")  # 2 us between them
+        before = span.end
+    done = timeline.makespan
+    for part, length in tail:  # the first part starts when this rank has finished, the others when all ranks have
+        done += length
+        yield event(part, before, done)
+        yield event("aten::add", before, done, "cpu_op")
+        before = done
+
+
+def recorded(tmp_path, timelines, rank, base=EPOCH, tail=()):
+    """The steps of a rank, read from a file with one step for each timeline."""
+    begins = [1000.0 + 10_000 * i for i in range(len(timelines))]
+    events = [
+        event
+        for i, (timeline, begin) in enumerate(zip(timelines, begins, strict=True))
+        for event in events_of(timeline, rank, i + 1, begin, tail)
+    ]
+    path = tmp_path / f"{timelines[0].schedule.name}-{rank}.json"
+    path.write_text(json.dumps({"baseTimeNanoseconds": base * 1000, "traceEvents": events}))
+    return recorded_steps(read_trace(path), timelines[0].schedule.actions[rank])
+
+
+def pipeline_of(tmp_path, timelines, **options):
+    schedule = timelines[0].schedule
+    return RecordedPipeline(
+        schedule, [recorded(tmp_path, timelines, rank, **options) for rank in range(schedule.num_ranks)]
+    )
+
+
+@pytest.mark.parametrize("name,ranks,micro_batches", [
+    ("dualpipe", 4, 10), ("dualpipev", 2, 6), ("1f1b", 3, 5), ("zb1p", 2, 4), ("gpipe", 2, 3), ("zbv", 2, 4),
+    ("interleaved_1f1b", 2, 4), ("chimera", 4, 8),
+])  # fmt: skip
+def test_a_recording_gives_the_timeline_and_the_costs_that_made_it(tmp_path, name, ranks, micro_batches):
+    schedule = build(name, ranks, micro_batches)
+    simulated = simulate(schedule, COSTS)
+    pipeline = pipeline_of(tmp_path, [simulated])
+    for ours, theirs in zip(pipeline.timeline(0).spans, simulated.spans, strict=True):
+        assert [span.action for span in ours] == [span.action for span in theirs]
+        assert [span.start for span in ours] == pytest.approx([span.start / 1e3 for span in theirs], abs=1e-3)
+        assert [span.end for span in ours] == pytest.approx([span.end / 1e3 for span in theirs], abs=1e-3)
+    assert pipeline.predicted.makespan == pytest.approx(simulated.makespan / 1e3, rel=1e-3)
+    assert pipeline.predicted.bubble == pytest.approx([b / 1e3 for b in simulated.bubble], abs=2e-3)
+    for rank, account in enumerate(step_breakdowns(pipeline)):
+        assert account.bubble == pytest.approx(simulated.bubble[rank] / 1e3, abs=1e-3)
+        assert account.waiting == pytest.approx(2e-3 * len(schedule.actions[rank]), abs=1e-3)
+
+
+def test_breakdown_of_a_step(tmp_path):
+    """The pipeline, then 30 us of gradients and 40 us of the optimizer, and 12 us around them."""
+    timeline = simulate(build("dualpipe", 2, 4), COSTS)
+    pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
+    for rank, account in enumerate(step_breakdowns(pipeline)):
+        by_kind = {"F": 0.0, "B": 0.0, "I": 0.0, "W": 0.0, "O": 0.0}
+        for span in timeline.spans[rank]:
+            text = str(span.action)
+            by_kind["O" if text.startswith("(") else text[1]] += span.duration
+        assert account.forward == pytest.approx(by_kind["F"] / 1e3, abs=1e-3)
+        assert account.backward == pytest.approx((by_kind["B"] + by_kind["I"]) / 1e3, abs=1e-3)
+        assert account.weights == pytest.approx(by_kind["W"] / 1e3, abs=1e-3)
+        assert account.pairs == pytest.approx(by_kind["O"] / 1e3, abs=1e-3)
+        assert account.gradients == pytest.approx(0.030, abs=1e-3)
+        assert account.optimizer == pytest.approx(0.040, abs=1e-3)
+        assert account.step == pytest.approx((timeline.makespan + 70 + 12) / 1e3, abs=1e-3)
+        parts = [f.name for f in fields(StepBreakdown) if f.name not in ("step", "waiting", "predicted_bubble")]
+        assert sum(getattr(account, part) for part in parts) == pytest.approx(account.step)
+
+
+def test_the_typical_step_has_the_median_length(tmp_path):
+    schedule = build("1f1b", 2, 3)
+    timelines = [simulate(schedule, Costs(F=f, B=2 * f)) for f in (30, 10, 20)]
+    pipeline = pipeline_of(tmp_path, timelines)
+    assert pipeline.typical == 2
+    assert pipeline.steps[0][2].number == 3
+    assert pytest.approx((0.02, 0.02), abs=1e-3) == pipeline.costs.F
+    (found,) = pipeline_objects([pipeline])
+    assert found["step"] == 3
+    assert found["makespan_ms"] == pytest.approx(timelines[2].makespan / 1e3, abs=1e-3)
+    assert [rank["bubble"] for rank in found["ranks_ms"]] == pytest.approx(
+        [bubble / 1e3 for bubble in timelines[2].bubble], abs=1e-3
+    )
+    json.dumps(found)
+
+
+def test_costs_of_each_stage_are_means():
+    schedule = build("1f1b", 2, 3)
+    times = {"0F": [4, 9, 5], "1F": [2, 2, 2], "0B": [7, 8, 30], "1B": [6, 6, 5]}
+    every = [action for actions in schedule.actions for action in actions if isinstance(action, Forward | Backward)]
+    spans = [Span(action, 0, times[str(action)[:2]][action.micro_batch]) for action in every]
+    assert measured_costs(schedule, spans) == Costs(F=(6, 2), B=(15, 17 / 3))
+
+
+def test_costs_from_split_backwards_and_from_pairs_only():
+    zero_bubble = build("zb1p", 2, 4)
+    spans = [span for row in simulate(zero_bubble, Costs(F=2, B=(7, 5), W=(3, 2))).spans for span in row]
+    assert measured_costs(zero_bubble, spans) == Costs(F=(2, 2), B=(7, 5), W=(3, 2))
+    pairs = [span for span in spans_of("dualpipe", 2, 4, COSTS) if str(span.action).startswith("(")]
+    costs = measured_costs(build("dualpipe", 2, 4), pairs)
+    assert (costs.FB, costs.F, costs.B, costs.W) == ((60, 60), (20, 20), (40, 40), None)
+
+
+def test_weight_gradients_cost_less_than_their_backward():
+    spans = [*spans_of("zb1p", 2, 4, Costs(F=2, B=5, W=4)), *spans_of("1f1b", 2, 4, Costs(F=2, B=3))]
+    costs = measured_costs(build("zb1p", 2, 4), spans)
+    assert costs.B == (3, 3) and pytest.approx((2.7, 2.7)) == costs.W
+
+
+def spans_of(name, ranks, micro_batches, costs):
+    return [span for row in simulate(build(name, ranks, micro_batches), costs).spans for span in row]
+
+
+def test_clocks_of_hosts_are_aligned_by_a_barrier(tmp_path):
+    timeline = simulate(build("1f1b", 4, 4), COSTS)
+    ahead = [0, 0, 700, 700]
+    steps = [
+        recorded(tmp_path, [timeline], rank, base=EPOCH + ahead[rank], tail=(("gradients", 30),)) for rank in range(4)
+    ]
+    with pytest.raises(AssertionError):
+        assert RecordedPipeline(timeline.schedule, steps).timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
+    moments = [EPOCH + 1, EPOCH + 3, EPOCH + 700 + 2, EPOCH + 700 + 2]  # all ranks leave the barrier within 2 us
+    together = align_clocks(steps, ["a", "a", "b", "b"], moments)
+    pipeline = RecordedPipeline(timeline.schedule, together)
+    assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3, abs=1e-3)
+    ours, theirs = together[2][0], steps[2][0]
+    times = (ours.start, ours.end, *ours.parts["gradients"])
+    expected = [time - 700 for time in (theirs.start, theirs.end, *theirs.parts["gradients"])]
+    assert times == pytest.approx(expected, rel=0, abs=1)  # the times are about 1.7e15
+    assert align_clocks(steps, ["a"] * 4, moments) == steps
+
+
+def test_a_recording_without_all_actions_is_an_error(tmp_path):
+    timeline = simulate(build("1f1b", 2, 3), COSTS)
+    events = [e for e in events_of(timeline, 0) if e["name"] != "0F2"]
+    (tmp_path / "t.json").write_text(json.dumps(events))
+    with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
+        recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0])
+
+
+def test_an_action_without_computation_is_an_error(tmp_path):
+    timeline = simulate(build("1f1b", 2, 3), COSTS)
+    events = [*events_of(timeline, 0)]
+    inside = next(event for event in events if event["name"] == "0F2")
+    start, end = inside["ts"], inside["ts"] + inside["dur"]
+    events = [e for e in events if e["name"] == "step 1" or e is inside or not start <= e["ts"] < end]
+    (tmp_path / "t.json").write_text(json.dumps(events))
+    with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
+        recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0])
+
+
+def test_events_may_come_in_any_order(tmp_path):
+    timeline = simulate(build("1f1b", 2, 3), COSTS)
+    events = [*events_of(timeline, 0, 1), *events_of(timeline, 0, 2, begin=9000.0)]
+    found = []
+    for same in (events, events[::-1]):
+        (tmp_path / "t.json").write_text(json.dumps(same))
+        found.append(recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0]))
+    assert found[0] == found[1] and [step.number for step in found[0]] == [1, 2]
+
+
+def test_a_stage_without_a_kind_of_action_takes_the_mean_of_the_others():
+    uneven = Costs(F=(20, 22, 24, 29), B=(50, 52, 54, 56), W=(15, 16, 17, 18), FB=(60, 64, 68, 77))
+    spans = spans_of("dualpipe", 4, 10, uneven)
+    schedule = build("dualpipe", 4, 10)
+    assert measured_costs(schedule, spans).FB == uneven.FB
+    without = [span for span in spans if not str(span.action).startswith("3F")]
+    assert measured_costs(schedule, without).F == (20, 22, 24, 22)
+
+
+def stretched():
+    """A step whose actions start at 1.5 times the simulated times. Rank 1 has no optimizer."""
+    timeline = simulate(build("1f1b", 2, 2), Costs(F=(10, 20), B=(20, 50)))
+    spans = [
+        tuple(Span(s.action, 1500 * s.start, 1500 * s.start + 1000 * s.duration) for s in row) for row in timeline.spans
+    ]
+    end = max(row[-1].end for row in spans)
+    parts = [
+        {"gradients": (spans[0][-1].end - 10_000, end + 4_000), "optimizer": (end + 5_000, end + 7_000)},
+        {"gradients": (spans[1][-1].end, spans[1][-1].end + 1_000)},
+    ]
+    return RecordedPipeline(
+        timeline.schedule,
+        [[Step(12, -3_000 - rank, end + 9_000 + rank, spans[rank], 2_000, parts[rank])] for rank in range(2)],
+    )
+
+
+def test_text_and_figure_of_a_stretched_step(tmp_path):
+    pipeline = stretched()
+    headings, _, *rows, _, line = pipeline_text([pipeline]).splitlines()
+    table = [dict(zip(headings.split("|"), row.split("|"), strict=True)) for row in rows]
+    table = [{key.strip(): value.strip() for key, value in row.items() if key.strip()} for row in table]
+    same = {"step, ms": "257.0", "weights": "0.0", "pairs": "0.0", "idle inside": "2.0"}
+    assert table == [
+        same | {"forward": "20.0", "backward": "40.0", "bubble": "185.0", "predicted": "110.0", "gradients": "4.0",
+                "optimizer": "2.0", "rest": "6.0"},
+        same | {"forward": "40.0", "backward": "100.0", "bubble": "105.0", "predicted": "30.0", "gradients": "0.0",
+                "optimizer": "0.0", "rest": "12.0"},
+    ]  # fmt: skip
+    assert line == (
+        "1f1b: 245.0 ms, bubble 59.2%; predicted from the measured F 10 to 20, B 20 to 50 ms: 170.0 ms, bubble 41.2%"
+    )
+    (found,) = pipeline_objects([pipeline])
+    assert (found["step"], found["makespan_ms"], found["predicted_makespan_ms"]) == (12, 245, 170)
+    save_pipeline_figure([pipeline], tmp_path / "steps.svg")
+    drawn = (tmp_path / "steps.svg").read_text()
+    assert "step 12 measured: 245.0 ms, 59.2% bubble" in drawn and "predicted: 170.0 ms, 41.2% bubble" in drawn
+
+
+def test_only_dispatch_and_combine_transfers_remain(tmp_path):
+    events = []
+    marks = ("prepare dispatch(F)", "dispatch(F)", "combine(B)", "attn(F)", "0F1", "gradients")
+    for i, name in enumerate(marks):
+        at = 10 * i
+        events += [annotation(name, at, 9), launch(i, at + 1), kernel(f"nccl {name}", at + 3, 5, correlation=i)]
+    events += [launch(50, 70), kernel("nccl of a pipeline", 73, 5, correlation=50)]
+    events += [launch(51, 71), kernel("gemm", 73, 5, correlation=51)]
+    kept = only_expert_transfers(read_trace(write(tmp_path / "t.json", events))).device_events
+    assert [work.name for work in kept] == [*(f"nccl {name}" for name in marks[:3]), "gemm"]
+
+
+def test_text_and_figure_of_a_pipeline(tmp_path):
+    timeline = simulate(build("dualpipe", 4, 10), COSTS)
+    pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
+    heading, _, *rows = pipeline_text([pipeline]).splitlines()
+    cells = [cell.strip() for cell in heading.split("|")[2:-1]]
+    assert cells == [
+        "step, ms", "forward", "backward", "weights", "pairs", "idle inside", "bubble", "predicted", "gradients",
+        "optimizer", "rest",
+    ]  # fmt: skip
+    assert [row.split("|")[1].strip() for row in rows[:4]] == [f"pipeline rank {rank}" for rank in range(4)]
+    share = f"{timeline.bubble_share:.1%}"
+    assert rows[-1] == (
+        f"dualpipe: {timeline.makespan / 1e3:.1f} ms, bubble {share}; predicted from the measured F 0.02, "
+        f"B 0.05, W 0.015, FB 0.06 ms: {timeline.makespan / 1e3:.1f} ms, bubble {share}"
+    )
+    assert "pipeline rank 3, data rank 1" in pipeline_text([pipeline, pipeline])
+    save_pipeline_figure([pipeline, pipeline], tmp_path / "steps.svg")
+    drawn = (tmp_path / "steps.svg").read_text()
+    assert "step 1 measured, data rank 1" in drawn and "predicted, data rank 0" in drawn
+    assert statistics.mean(pipeline.timeline(0).bubble) > 0
+
+
+def test_on_a_gpu_an_action_runs_when_its_kernels_run(tmp_path):
+    """Kernels run long after their launch. Transfers on another stream are not part of an action."""
+    timeline = simulate(build("1f1b", 2, 3), COSTS)
+
+    def device(name, start, end, correlation, stream=7):
+        arguments = {"device": 0, "stream": stream, "correlation": correlation}
+        return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "pid": 0, "tid": stream,
+                "args": arguments}  # fmt: skip
+
+    def host(name, start, length, cat="user_annotation", **arguments):
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "pid": 1, "tid": 1, "args": arguments}
+
+    steps = []
+    for rank in range(2):
+        events, delay = [host("step 1", 0, 5000)], 500
+        for i, span in enumerate(timeline.spans[rank]):
+            events += [
+                host(str(span.action), 10 * i, 9), host("attn(F)", 10 * i + 1, 6),
+                host("cudaLaunchKernel", 10 * i + 2, 1, "cuda_runtime", correlation=i),
+                host("cudaLaunchKernel", 10 * i + 4, 1, "cuda_runtime", correlation=100 + i),
+                device("gemm", delay + span.start, delay + span.end, i),
+                device("ncclDevKernel_SendRecv", delay + span.end, delay + span.end + 40, 100 + i, stream=9),
+            ]  # fmt: skip
+        events += [
+            host("gradients", 100, 9), host("cudaLaunchKernel", 102, 1, "cuda_runtime", correlation=900),
+            device("ncclDevKernel_AllReduce", 2000 + rank, 2300, 900, stream=9),
+        ]  # fmt: skip
+        path = tmp_path / f"gpu{rank}.json"
+        path.write_text(json.dumps(events))
+        steps.append(recorded_steps(read_trace(path), timeline.schedule.actions[rank]))
+    pipeline = RecordedPipeline(timeline.schedule, steps)
+    assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
+    assert pipeline.timeline(0).bubble == pytest.approx([bubble / 1e3 for bubble in timeline.bubble])
+    assert all(account.waiting == 0 for account in step_breakdowns(pipeline))
+    assert [step.parts for (step,) in steps] == [{"gradients": (2000 + rank, 2300)} for rank in range(2)]
+
+
+def test_an_action_starts_after_the_side_stream_of_the_previous_one(tmp_path):
+    schedule = build("gpipe", 1, 2)
+    actions = schedule.actions[0]
+    events = [{"ph": "X", "cat": "user_annotation", "name": "step 1", "ts": 0, "dur": 500, "pid": 1, "tid": 1}]
+    for i, action in enumerate(actions):
+        events += [
+            {"ph": "X", "cat": "user_annotation", "name": str(action), "ts": 10 * i, "dur": 9, "pid": 1, "tid": 1},
+            {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": 10 * i + 1, "dur": 1, "pid": 1, "tid": 1,
+             "args": {"correlation": i}},
+            {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 100 * i, "dur": 100, "pid": 0, "tid": 7,
+             "args": {"correlation": i}},
+            {"ph": "X", "cat": "kernel", "name": "pack", "ts": 100 * i + 90, "dur": 30, "pid": 0, "tid": 9,
+             "args": {"correlation": i}},
+        ]  # fmt: skip
+    (tmp_path / "t.json").write_text(json.dumps(events))
+    (step,) = recorded_steps(read_trace(tmp_path / "t.json"), actions)
+    assert [(span.start, span.end) for span in step.spans] == [(0, 120), (120, 220), (220, 320), (320, 420)]

@@ -1,0 +1,267 @@
+"""Steps of a recording: which work belongs to which, what is left out, and that the rows of steps add up."""
+
+import json
+import random
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.tools.profiler import NAMES, analyze, read_trace
+from moe_dualpipe.tools.profiler.files import analyze_files
+from moe_dualpipe.tools.profiler.host import host_as_device
+from moe_dualpipe.tools.profiler.windows import StepTimes, parse_steps, step_times, window_of
+from tests.support.traces import annotation, kernel, launch, operator, write
+
+STEP = "ProfilerStep#"
+ALL_REDUCE = "ncclDevKernel_AllReduce"
+
+
+def steps_on_host(numbers, length=100, name=STEP, first=100):
+    return [annotation(f"{name}{n}", first + i * length, length) for i, n in enumerate(numbers)]
+
+
+def lagging(starts, lengths, behind=1000, first=100, length=100):
+    """One GEMM per step, launched at the start of the step, at `behind` + `starts` on the device."""
+    return [
+        event
+        for i, (start, duration) in enumerate(zip(starts, lengths, strict=True))
+        for event in (launch(i, first + i * length + 1), kernel("gemm", behind + start, duration, correlation=i))
+    ]
+
+
+def window(tmp_path, events, choice="default", **options):
+    trace = host_as_device(read_trace(write(tmp_path / "t.json", events)), NAMES)
+    return window_of(trace, trace.device_events[0].device, choice, NAMES, **options)
+
+
+def names_in(found):
+    return [event.name for event in found.trace.device_events]
+
+
+def test_a_step_lasts_from_its_first_computation_to_that_of_the_next(tmp_path):
+    """The host runs ahead: when the first step starts on the device, it has long launched all of them."""
+    found = window(tmp_path, [*steps_on_host([5, 6, 7]), *lagging([0, 50, 90], [40, 30, 35])])
+    assert [(s.number, s.start) for s in found.steps] == [(5, 1000), (6, 1050), (7, 1090)]
+    rows = step_times(found, NAMES)
+    assert rows == (
+        StepTimes(5, 0, 50, 40, 0, 0, 0), StepTimes(6, 50, 40, 30, 0, 0, 0), StepTimes(7, 90, 35, 35, 0, 0, 0),
+    )  # fmt: skip
+    assert found.left_out == ""
+
+
+def test_transfers_belong_to_the_step_that_launched_them_and_copies_to_that_in_which_they_run(tmp_path):
+    events = [
+        *steps_on_host([0, 1, 2]), *lagging([0, 100, 200], [90, 90, 90]),
+        launch(10, 150), kernel(ALL_REDUCE, 1095, 20, 9, 10),  # of step 0, and runs into step 1
+        launch(11, 215), kernel(ALL_REDUCE, 1080, 10, 9, 11),  # of step 1, and starts in step 0
+        launch(12, 310), kernel("Memcpy HtoD", 1010, 5, 11, 12, cat="gpu_memcpy"),  # for step 2, during step 0
+    ]  # fmt: skip
+    assert names_in(window(tmp_path, events, range(1))) == ["gemm", ALL_REDUCE, "Memcpy HtoD"]
+    second = window(tmp_path, events, range(1, 2))
+    assert names_in(second) == ["gemm", ALL_REDUCE]
+    (row,) = step_times(second, NAMES)
+    assert row == StepTimes(1, 0, 120, 90, 10, 10, 0)
+    assert names_in(window(tmp_path, events, range(2, 3))) == ["gemm"]
+    assert second.left_out == "analyzed: step 1 of steps 0 to 2"
+
+
+def test_early_work_on_a_side_stream_does_not_start_a_step(tmp_path):
+    events = [*steps_on_host([0, 1]), *lagging([0, 50], [40, 30]), launch(9, 210), kernel("cast", 1005, 10, 11, 9)]
+    found = window(tmp_path, events)
+    assert [(s.number, s.start) for s in found.steps] == [(0, 1000), (1, 1050)]
+
+
+def test_steps_of_the_process_that_uses_the_device(tmp_path):
+    """Two processes in one file: their steps overlap, and each device has those of its own."""
+    other = [event | {"pid": 8} for event in steps_on_host([5, 6], first=150)]
+    launches = [launch(20 + i, 160 + 100 * i) | {"pid": 8} for i in (0, 1)]
+    work = [kernel("gemm", 1000 + 70 * i, 60, device=1, correlation=20 + i) for i in (0, 1)]
+    path = write(tmp_path / "t.json", [*steps_on_host([0, 1]), *lagging([0, 50], [40, 30]), *other, *launches, *work])
+    files = analyze_files([path])
+    assert [[row.step for row in device.analysis.by_step] for device in files.devices] == [[0, 1], [5, 6]]
+
+
+def test_what_is_outside_of_steps_is_left_out(tmp_path):
+    events = [
+        *steps_on_host([3, 4]), *lagging([0, 50], [40, 40]),
+        launch(7, 20), kernel("early", 900, 30, correlation=7), kernel("unknown", 950, 20),
+        launch(8, 305), kernel("late", 1200, 30, correlation=8), launch(9, 306), kernel(ALL_REDUCE, 1100, 9, 9, 9),
+    ]  # fmt: skip
+    found = window(tmp_path, events)
+    assert names_in(found) == ["gemm", "gemm"]
+    assert found.left_out == (
+        "analyzed: steps 3 to 4, without 4 events outside of the steps (--steps all includes them)"
+    )
+    whole = window(tmp_path, events, "all")
+    assert len(names_in(whole)) == 6 and whole.left_out == ""
+    assert [(row.start_us, row.time_us) for row in step_times(whole, NAMES)] == [(100, 50), (150, 150)]
+
+
+@pytest.mark.parametrize("lengths,first", [([151, 100, 90, 95], 1), ([149.5, 100, 90, 95], 0), ([500, 100], 0)])
+def test_a_long_first_step_is_start_up(tmp_path, lengths, first):
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    found = window(tmp_path, [*steps_on_host(range(len(lengths))), *lagging(starts, lengths)])
+    assert [step.number for step in found.steps] == [*range(first, len(lengths))]
+    said = f"without step 0, which took {lengths[0] / 100:.1f} times as long as any other" if first else ""
+    assert said in found.left_out and bool(said) == bool(found.left_out)
+
+
+def test_all_ranks_leave_out_the_same_steps(tmp_path):
+    for rank, lengths in enumerate([[400, 100, 100], [140, 100, 100]]):
+        starts = [sum(lengths[:i]) for i in range(3)]
+        write(tmp_path / f"{rank}.json", [*steps_on_host(range(3)), *lagging(starts, lengths)])
+    files = analyze_files([tmp_path / "0.json", tmp_path / "1.json"])
+    assert [[step.step for step in device.analysis.by_step] for device in files.devices] == [[1, 2]] * 2
+    assert files.devices[1].left_out == "analyzed: steps 1 to 2, without step 0 (--steps all includes them)"
+    backwards = analyze_files([tmp_path / "1.json", tmp_path / "0.json"])
+    assert [len(device.analysis.by_step) for device in backwards.devices] == [3, 3]
+
+
+def test_steps_of_other_programs_leave_out_their_own_start_up(tmp_path):
+    write(tmp_path / "0.json", [*steps_on_host([7, 8]), *lagging([0, 100], [90, 90])])
+    write(tmp_path / "1.json", [*steps_on_host([0, 1, 2]), *lagging([0, 400, 500], [400, 100, 100])])
+    files = analyze_files([tmp_path / "0.json", tmp_path / "1.json"])
+    assert [[step.step for step in device.analysis.by_step] for device in files.devices] == [[7, 8], [1, 2]]
+
+
+def test_one_step_is_not_cut_out_of_its_recording(tmp_path):
+    found = window(tmp_path, [*steps_on_host([1]), *lagging([0], [40]), kernel("early", 900, 30)])
+    assert names_in(found) == ["gemm", "early"] and len(found.steps) == 1
+    assert names_in(
+        window(tmp_path, [*steps_on_host([1]), *lagging([0], [40]), kernel("early", 900, 30)], range(5))
+    ) == ["gemm"]
+
+
+@pytest.mark.parametrize("names", [
+    ["step 1", "step 2"], ["Step 1", "Step 2"], ["train_step 1", "train_step 2"], ["iteration: 1", "iteration: 2"],
+    ["iter#1", "iter#2"], ["training step 1", "training step 2"],
+])  # fmt: skip
+def test_annotations_that_are_steps(tmp_path, names):
+    marks = [annotation(name, 100 + 100 * i, 100) for i, name in enumerate(names)]
+    assert [s.number for s in window(tmp_path, [*marks, *lagging([0, 50], [40, 30])]).steps] == [1, 2]
+
+
+@pytest.mark.parametrize("names", [
+    ["step 2", "step 1"], ["step", "step"], ["Step 1: F0", "Step 2: B0"], ["sidestep 1", "sidestep 2"],
+    [f"{STEP}1", "step 1"],
+])  # fmt: skip
+def test_annotations_that_are_not_steps(tmp_path, names):
+    marks = [annotation(name, 100 + 100 * i, 100) for i, name in enumerate(names)]
+    assert len(window(tmp_path, [*marks, *lagging([0, 50], [40, 30])]).steps) == (names[0] == f"{STEP}1")
+
+
+def test_steps_inside_each_other_are_no_steps(tmp_path):
+    marks = [annotation("step 1", 100, 300), annotation("step 2", 200, 100)]
+    assert window(tmp_path, [*marks, *lagging([0, 50], [40, 30])]).steps == []
+
+
+def test_launches_annotations_and_waits_of_other_steps_are_left_out(tmp_path):
+    sync = launch(50, 150, name="cudaDeviceSynchronize")
+    events = [
+        *steps_on_host([0, 1, 2]), *lagging([0, 50, 90], [40, 30, 35]), sync, launch(51, 250, name="cudaFree"),
+        annotation("forward", 100, 50), annotation("forward", 200, 50), annotation("forward", 300, 50),
+        {"ph": "i", "name": "[memory]", "ts": 120, "args": {"Total Allocated": 5, "Total Reserved": 9, "Device Id": 0}},
+    ]  # fmt: skip
+    found = window(tmp_path, events, range(1, 2)).trace
+    assert sorted(found.launches) == [1, 51] and found.syncs == [] and found.memory == []
+    assert [event.start for event in found.annotations] == [200] and [s.name for s in found.steps] == [f"{STEP}1"]
+    assert len(window(tmp_path, events, range(1)).trace.syncs) == 1
+    assert len(window(tmp_path, events, range(1)).trace.memory) == 1
+
+
+def test_steps_of_a_cpu(tmp_path):
+    events = [
+        *(annotation(f"step {n}", 100 * n, 100) for n in range(3)),
+        *(operator("aten::mm", 100 * n + 20, 60) for n in range(3)), operator("aten::mm", 320, 10),
+    ]  # fmt: skip
+    found = window(tmp_path, events)
+    assert [(s.number, s.start) for s in found.steps] == [(0, 20), (1, 120), (2, 220)]
+    assert "without 1 event outside of the steps" in found.left_out
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_add_up_to_the_whole(tmp_path, seed):
+    """Also with transfers across the borders, several streams, and gaps."""
+    rng = random.Random(seed)
+    events = steps_on_host(range(2, 7))
+    for i in range(120):
+        name = rng.choice(["gemm", "gemm", "add", ALL_REDUCE, "Memcpy DtoD"])
+        at, stream = rng.uniform(100, 600), {ALL_REDUCE: 9}.get(name, rng.choice([7, 7, 8]))
+        cat = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+        events += [
+            launch(i, at),
+            kernel(name, 500 + 3 * at + rng.uniform(0, 200), rng.uniform(1, 60), stream, i, cat=cat),
+        ]
+    for choice in (range(2, 7), range(3, 6), range(4, 5)):
+        found = window(tmp_path, events, choice)
+        (analysis,) = analyze(found.trace)
+        rows = step_times(found, NAMES)
+        assert [row.step for row in rows] == [*choice]
+        for field in fields(StepTimes)[3:]:
+            whole = getattr(analysis, field.name)
+            assert sum(getattr(row, field.name) for row in rows) == pytest.approx(whole, abs=1e-6)
+        start = min(event.start for event in found.trace.device_events)
+        end = max(event.end for event in found.trace.device_events)
+        until = found.steps[-1].end if choice[-1] < 6 else end
+        assert sum(row.time_us for row in rows) == pytest.approx(max(until, end) - start)
+        assert all(a.start_us + a.time_us == pytest.approx(b.start_us) for a, b in pairwise(rows))
+
+
+def test_the_command(tmp_path, capsys):
+    lengths = [400, 100, 100, 100]
+    marks = [*steps_on_host(range(4)), *lagging([0, 400, 500, 600], lengths)]
+    path = write(tmp_path / "t.json", [*marks, launch(20, 402), kernel(ALL_REDUCE, 1700, 50, 9, 20)])
+    assert main(["profile", "analyze", str(path)]) == 0
+    out = capsys.readouterr().out
+    said = (
+        "analyzed: steps 1 to 3, without step 0, which took 2.7 times as long as any other (--steps all includes them)"
+    )
+    assert out.splitlines()[1] == said
+    assert "| 3    |" in out and "| 0    |" not in out
+    assert main(["profile", "analyze", str(path), "--steps", "1:3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["window_us"], [row["step"] for row in found["by_step"]]) == (200, [1, 2])
+    assert found["left_out"] == "analyzed: steps 1 to 2 of steps 0 to 3"
+
+
+@pytest.mark.parametrize("text,message", [
+    ("9:", "no work of device 0 is in these steps; recorded: steps 0 to 1"), ("x", "is not a range of steps"),
+    ("5:5", "has no step"), ("-1:", "is not a range"), ("1:2:3", "is not a range"), ("", "is not a range"),
+])  # fmt: skip
+def test_wrong_steps(tmp_path, capsys, text, message):
+    path = write(tmp_path / "t.json", [*steps_on_host([0, 1]), *lagging([0, 50], [40, 30])])
+    assert main(["profile", "analyze", str(path), f"--steps={text}"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_no_steps_recorded(tmp_path, capsys):
+    path = write(tmp_path / "t.json", lagging([0], [10]))
+    assert main(["profile", "analyze", str(path), "--steps", "1:2"]) == 2
+    assert "no steps are recorded" in capsys.readouterr().err
+    assert main(["profile", "analyze", str(path), "--steps", "all"]) == 0
+
+
+def test_choices():
+    assert parse_steps(None) == "default" and parse_steps("all") == "all"
+    assert [parse_steps(text) for text in ("3:7", ":7", "3:", "3")] == [
+        range(3, 7), range(7), range(3, 10**9), range(3, 4),
+    ]  # fmt: skip
+
+
+def test_the_example_of_the_documentation(tmp_path, monkeypatch, capsys):
+    starts, ends = [0, 900, 1500, 2100, 2720], [400, 450, 450, 480, 450]
+    events = [*steps_on_host([1, 2, 3, 4, 5]), *lagging(starts, [400] * 5)]
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        events += [launch(10 + i, 150 + 100 * i), kernel(ALL_REDUCE, 1200 + start, end - 200, 9, 10 + i)]
+    write(tmp_path / "steps.json", events)
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "analyze", "steps.json", "--steps", "3:5"]) == 0
+    out = capsys.readouterr().out
+    page = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text()
+    shown = page.split("analyze steps.json --steps 3:5\n```\n\n```\n")[1].split("```")[0]
+    for part in shown.split("...\n"):
+        assert part in out
