@@ -2,7 +2,6 @@
 # make bench   measure                                    make lint   ruff and pyright
 # make docs    build the documentation in build/site
 # make soak    run the long tests, then attack runs and files at random, for about 25 minutes
-# make kernel-hub   write the kernels for Hugging Face's kernel hub, in build/kernel-hub
 # make codegen   compile the kernels for GPUs, without one, with both versions of Triton
 
 SHELL := /bin/bash
@@ -10,7 +9,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: venv train test pytest soak lint bench codegen kernel-hub docs clean
 
 venv: $(INSTALLED)
 
@@ -54,8 +52,6 @@ codegen: venv
 		--target $(OLDER) triton==3.6.0
 	PYTHONPATH=$(OLDER) $(BIN)/python -m benchmarks.codegen --quiet
 
-kernel-hub: venv
-	$(BIN)/python -m kernel_hub build/kernel-hub
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -2,8 +2,7 @@
 
 `ModelConfig` describes the models that this project trains. A plan may also be for a model that it cannot train, with
 sliding windows, GELU or learned positions. A `ModelShape` has what FLOPs, parameters and activations depend on, and
-nothing else. `shape_of` (costs.py) returns the shape of a `ModelConfig`; tools/planner/published_shapes.py reads published
-models.
+nothing else. `shape_of` (costs.py) returns the shape of a `ModelConfig`; the planner reads published models.
 
 Model FLOPs are those of the necessary matrix products, two for each multiply-add (arXiv 2204.02311, appendix B).
 Recomputation, norms, the softmax and the embedding lookup do not count. A token's K experts and the shared experts

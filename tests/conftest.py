@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 
 
-SLOWEST = ("training", "benchmarks", "runtime", "profiler", "kernels", "gpu")  # folders, slowest files first
+SLOWEST = ("training", "benchmarks", "runtime", "tools", "kernels", "gpu")  # folders, slowest files first
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out the long tests

@@ -42,7 +42,7 @@ def test_the_wheel_contains_all_files_in_one_package(wheel):
         files = [path for kind in ("*.py", "*.json") for path in (ROOT / top).rglob(kind)]
         assert len(files) > 3
         assert {f"moe_dualpipe/{path.relative_to(ROOT)}" for path in files} <= set(names)
-    data = {str(path.relative_to(ROOT)) for path in (ROOT / "moe_dualpipe" / "planner").rglob("*.json")}
+    data = {str(path.relative_to(ROOT)) for path in (ROOT / "moe_dualpipe" / "tools" / "planner").rglob("*.json")}
     assert "moe_dualpipe/tools/planner/devices/h100.json" in data
     assert data <= set(names)
     assert "moe_dualpipe/py.typed" in names

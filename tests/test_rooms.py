@@ -1,4 +1,4 @@
-"""The rooms of the package, and which of them may import which: arrows point down, so there are no circles."""
+"""The wings and rooms of the package, and which of them may import which: arrows point down, so there are no circles."""
 
 import ast
 from pathlib import Path
@@ -7,66 +7,99 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_dualpipe"
-ALLOWED = {
+CORE = {
     "schedule": set(),
     "kernels": set(),
-    "integrations": {"kernels", "checkpoint", "inference"},
     "overlap": {"kernels"},
     "expert_parallel": {"kernels", "overlap"},
     "runtime": {"schedule", "kernels", "overlap", "expert_parallel"},
     "models": {"kernels", "overlap", "expert_parallel"},
-    "storage": set(),
-    "data": {"storage"},
-    "planner": {"schedule", "expert_parallel", "runtime", "models"},
-    "checkpoint": {"expert_parallel", "runtime", "models", "storage", "data"},
-    "health": {"schedule", "overlap", "runtime"},
-    "cluster": {"runtime"},
-    "calibration": {"kernels", "planner"},
-    "inference": {"schedule", "runtime", "models"},
-    "profiler": {"schedule", "overlap", "expert_parallel", "runtime", "models"},
-    "drawing": {"schedule", "overlap", "profiler", "planner", "cluster"},
-    "training": {
-        *("schedule", "kernels", "overlap", "expert_parallel", "runtime", "models", "storage", "data", "planner"),
-        *("checkpoint",),
-        *("health", "inference", "profiler", "drawing"),
-    },
 }
-ALLOWED["testing"] = {*ALLOWED}
-ALLOWED["commands"] = {*ALLOWED}
+APP = {
+    "data": {*CORE},
+    "health": {*CORE},
+    "inference": {*CORE, "data", "checkpoint"},
+    "checkpoint": {*CORE, "data"},
+    "integrations": {*CORE, "checkpoint", "inference"},
+    "training": {*CORE, "data", "checkpoint", "health", "inference"},
+}
+TOOLS = {
+    "tools/drawing": {*CORE, *APP},
+    "tools/planner": {*CORE, *APP, "tools/drawing"},
+    "tools/profiler": {*CORE, *APP, "tools/drawing"},
+    "tools/cluster": {*CORE, *APP, "tools/drawing"},
+    "tools/checks": {*CORE, *APP},
+}
+ALLOWED = {**CORE, **APP, **TOOLS, "commands": {*CORE, *APP, *TOOLS}}
+"""The rooms that the modules of a room may import, besides messages.py and errors.py."""
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """The rooms that a module imports, anywhere in it, absolutely or relatively."""
+def room_of(module: str) -> str:
+    """Example: "moe_dualpipe.tools.planner.peak" -> "tools/planner"; "" outside of the rooms."""
+    parts = module.split(".")[1:]
+    room = "/".join(parts[: 2 if parts[:1] == ["tools"] else 1])
+    return room if room in ALLOWED else ""
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules of the package that a file imports, anywhere in it, absolutely or relatively."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = path.relative_to(ROOT).with_suffix("").parts[: -node.level] if node.level else ()
             module = ".".join((*above, *filter(None, [node.module])))
-            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        found |= {name.split(".")[1] for name in names if name.startswith("moe_dualpipe.")}
-    return found & {*ALLOWED}
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name.startswith("moe_dualpipe.")}
 
 
 def test_every_room_is_listed():
-    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert rooms == {*ALLOWED}
+    folders = [*PACKAGE.iterdir(), *(PACKAGE / "tools").iterdir()]
+    rooms = {path.relative_to(PACKAGE).as_posix() for path in folders if (path / "__init__.py").exists()}
+    assert rooms - {"tools"} == {*ALLOWED}
 
 
-def test_there_is_no_circle():
-    """Rooms can be taken away one by one, each when all that it imports are gone."""
-    left = dict(ALLOWED)
-    while left:
-        lowest = [room for room, below in left.items() if not below & {*left}]
-        assert lowest, f"a circle among {sorted(left)}"
-        for room in lowest:
-            del left[room]
+def circles(below: dict[str, set[str]]) -> set[str]:
+    """The nodes that stay when all whose imports are gone are taken away, one by one."""
+    left = dict(below)
+    while lowest := [node for node, imports in left.items() if not imports & {*left}]:
+        for node in lowest:
+            del left[node]
+    return {*left}
+
+
+def test_there_is_no_circle_of_rooms():
+    assert not circles(ALLOWED)
 
 
 @pytest.mark.parametrize("room", ALLOWED)
 def test_a_room_imports_only_what_is_below_it(room):
     for path in (PACKAGE / room).rglob("*.py"):
-        above = imported_rooms(path) - ALLOWED[room] - {room}
+        above = {room_of(name) for name in imported_modules(path)} - ALLOWED[room] - {room, ""}
         assert not above, f"{path.relative_to(PACKAGE)} imports {', '.join(sorted(above))}"
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_there_is_no_circle_of_modules(room):
+    """Within a room. What is only imported for type checkers does not count."""
+    files = {}
+    for path in (PACKAGE / room).rglob("*.py"):
+        name = ".".join(("moe_dualpipe", *path.relative_to(PACKAGE).with_suffix("").parts))
+        files[name] = path
+    modules = {name: imported_at_run_time(path) & {*files} for name, path in files.items() if "__init__" not in name}
+    assert not circles(modules)
+
+
+def imported_at_run_time(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = path.relative_to(ROOT).with_suffix("").parts[: -node.level]
+            module = ".".join((*above, *filter(None, [node.module])))
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names

@@ -3,11 +3,11 @@
 A checkpoint does not depend on the parallel layout of its run: any number of ranks can load it.
 """
 
+from .destinations import list_checkpoints
 from .load import check_model, find_checkpoint, load_checkpoint
 from .manifest import RUN_FILE, Manifest, read_manifest, read_tensor_metadata, verify_checkpoint
 from .model_folder import find_model, load_spread_model, open_model
 from .partial import PartialLoad
-from .places import list_checkpoints
 from .save import SaveError, Saver, SaveResult, save_checkpoint
 from .weights import (
     WEIGHTS_FILE,

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .. import storage
+from ..data import stores as storage
 from ..messages import printable
+from .destinations import hidden, sync, write_synced
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum
-from .places import hidden, sync, write_synced
 from .save import UPLOAD
 
 LAST_FILE = "config.json"

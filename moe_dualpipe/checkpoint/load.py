@@ -21,15 +21,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .. import storage
+from ..data import stores as storage
 from ..messages import printable, quoted
 from ..models import ModelConfig
 from ..models.config import BUILT_IN
 from ..models.layer_class import same_layer
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import gather_objects
+from .destinations import STEP_FOLDER, list_checkpoints
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
-from .places import STEP_FOLDER, list_checkpoints
 
 # Options that do not change what the saved weights mean: those of initialization, loss and precision.
 _MAY_DIFFER = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}

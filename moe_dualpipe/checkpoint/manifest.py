@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .. import storage
+from ..data import stores as storage
+from ..data.strict_json import check_regular, read_file
 from ..messages import printable, quoted
-from ..strict_json import check_regular, read_file
 
 RUN_FILE, TENSORS_FILE, EXPORT_FILE = "run.json", "tensors.json", "checksums.json"
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from .. import storage
 from ..data import Tokenizer, find_tokenizer
+from ..data import stores as storage
 from ..expert_parallel import ExpertParallel
 from ..messages import printable
 from ..models import ModelConfig, MoE, TransformerStage, build_model

@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from .. import storage
+from ..data import stores as storage
 from ..messages import printable
 from ..models import ModelConfig
 from ..runtime.groups import create_group
 from ..runtime.shared_errors import Result, gather_objects
+from .destinations import RunUploads, place_of
 from .files import Announce, ChecksumFiles, Writer
 from .manifest import TENSORS_FILE, FileChecksum, Manifest
-from .places import RunUploads, place_of
 
 _WAIT_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for the disks of others, however slow they are."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..data import DataFile
+from ..data.stores import RangedFile, url_of
+from ..data.strict_json import parse
 from ..messages import printable, quoted
-from ..storage import RangedFile, url_of
-from ..strict_json import parse
 from .manifest import MAX_DIMS, reading, valid_count
 
 DTYPES = {

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..data.stores import exists, sizes_of
+from ..data.strict_json import read_file
 from ..messages import plural, printable, quoted
-from ..storage import exists, sizes_of
-from ..strict_json import read_file
 from .manifest import reading, valid_file_name
 from .tensor_file import TensorEntry, TensorFile
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..messages import quoted
+from .destinations import sync, write_synced
 from .files import PIECE, SYNC
-from .places import sync, write_synced
 from .tensor_file import TensorEntry, make_header, parse_header
 from .tensor_folder import INDEX_FILE, SINGLE_FILE
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from ..data.stores import is_url
 from ..messages import LARGEST, check_range, printable
-from ..storage import is_url
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from .. import strict_json
+from ..data import strict_json
+from ..data.stores import block_cache, is_url
 from ..messages import check_range, printable
-from ..storage import block_cache, is_url
 from .own_layers import NO_OWN_LAYERS, OwnLayers
 
 CACHE_BYTES = 20 * 10**9

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from ..data.stores import Url, is_url, sizes_of, staged_folder
 from ..messages import plural, printable
-from ..storage import Url, is_url, sizes_of, staged_folder
 from .own_layers import NO_OWN_LAYERS, OwnLayers
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ class Generate:
         check_range("--copies", self.copies, 0)
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
         if current_launch().world_size > 1:
-            from .spread import open_spread
+            from ..inference.spread import open_spread
 
             with join_world(self.device) as world:
                 tokens = -(-self.num // world.size) * max(self.max_length, len(self.prompt.encode()))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
-from .. import strict_json
+from ..data import strict_json
 from ..messages import LARGEST, check_range, plural
 from ..models import PRESETS
 from ..option_types import ScheduleName

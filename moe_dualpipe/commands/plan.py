@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import subcommand
 
-from .. import strict_json
+from ..data import strict_json
 from ..messages import LARGEST, check_range, printable
 from ..tools.drawing.output import check_output
 from .plan_calibrate import CalibrateCommand

@@ -53,7 +53,7 @@ def _machine(device: str, processes: int, name: str) -> "Machine":
     """What is known without measuring."""
     import torch
 
-    from .. import strict_json
+    from ..data import strict_json
     from ..tools.planner.calibration.device_file import Machine
     from ..tools.planner.device import FOLDER
     from ..tools.planner.flops import known_device

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from ..data.stores import is_url, local_path, open_folder
 from ..messages import printable
-from ..storage import is_url, local_path, open_folder
 from ..tools.drawing.output import check_output
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
-from .. import strict_json
+from ..data import strict_json
 from ..messages import check_range, printable
 from ..option_types import PresetName
 from ..tools.drawing.output import check_output, make_folder

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from .. import strict_json
+from ..data import strict_json
 from ..messages import printable
 from ..tools.drawing.output import check_output
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
-from .. import strict_json
+from ..data import strict_json
 from ..messages import check_range, plural, printable
 from ..schedule import (
     NAMES,

@@ -5,7 +5,7 @@
 
 from .batches import Source, TextData
 from .files import DataFile
-from .given import Batches, GivenBatches
+from .given_batches import Batches, GivenBatches
 from .prepare import prepare_data
 from .progress import Progress
 from .read_ahead import ReadAhead

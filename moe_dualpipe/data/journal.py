@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import strict_json
+from . import strict_json
 from .split_writer import Encoder, SplitWriter
 
 JOURNAL = "progress.json"

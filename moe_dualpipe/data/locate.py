@@ -1,13 +1,13 @@
 """Find what a source of --data names: a path, or the local copies of what is at a URL.
 
-Token ids stay on the store, and are read in blocks (storage/blocks.py). Text is copied, as it is read as a whole.
+Token ids stay on the store, and are read in blocks (data/stores/blocks.py). Text is copied, as it is read as a whole.
 """
 
 import os
 from pathlib import Path
 
-from .. import storage
 from ..messages import printable
+from . import stores as storage
 from .files import DataFile
 from .token_files import HELD_OUT_FILES, TRAIN_FILE
 from .tokenizer import TOKENIZER_FILE

@@ -28,7 +28,6 @@ from .engines import Engine, InProcess, Processes, threads
 from .files import DataFile
 from .held_out import ContentHash, Split
 from .journal import JOURNAL, Finished, Journal
-from .parts import PART_BYTES, Blocks, Part, Rows, SourceFile, divide, has_known_size
 from .progress import Progress
 from .ray_engine import Ray
 from .rows import RowError, TextField
@@ -36,6 +35,7 @@ from .split_writer import Encoder, SplitWriter
 from .tasks import DIGEST_BYTES, Encode, Encoded, HashDocuments, Measure, Setup, pack, without
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokensOnDisk
 from .tokenizer import BYTES, TOKENIZER_FILE, BPETokenizer, Tokenizer, digest, read_tokenizer
+from .work_units import PART_BYTES, Blocks, Part, Rows, SourceFile, divide, has_known_size
 
 FILES = (TRAIN_FILE, HELD_OUT_FILES[0])
 HASHES = "hashes.bin"

@@ -1,7 +1,7 @@
 """Read the token ids of the next steps from a store before they are needed.
 
 Batches are a function of the step, so it is known which windows of which files the next steps read. Their blocks are
-requested several steps ahead, into the cache of the files (storage/blocks.py). A step then finds them on the local
+requested several steps ahead, into the cache of the files (data/stores/blocks.py). A step then finds them on the local
 disk. One that does not waits, and is counted.
 """
 
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from ..messages import plural
-from ..storage import BLOCK, RemoteFile, StorageError
 from .batches import TextData, TokenStream
-from .given import GivenBatches
+from .given_batches import GivenBatches
+from .stores import BLOCK, RemoteFile, StorageError
 from .token_files import TokensOnDisk
 
 _MOST_STEPS = 32

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from ..messages import check_range, plural, printable
-from ..storage import BlockCache, exists
 from .batches import Source, TextData, TokenStream
 from .documents import Documents
 from .held_out import ContentHash, Split, held_out_size
 from .locate import is_file, locate, open_file
+from .stores import BlockCache, exists
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from .held_out import ContentHash, Split
-from .parts import Blocks, Part, PartReader, SourceFile
 from .rows import TextField
 from .split_writer import Encoder, SplitWriter
 from .text_files import TextChunk, blocks
 from .tokenizer import Tokenizer, tokenizer_from_json
+from .work_units import Blocks, Part, PartReader, SourceFile
 
 ENCODE_BATCH = 64  # text chunks encoded at a time
 DIGEST_BYTES = 16  # of the hash by which equal documents are found

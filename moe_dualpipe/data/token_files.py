@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import strict_json
 from ..messages import printable, quoted
-from ..storage import RemoteFile
+from . import strict_json
 from .files import DataFile, read_whole
+from .stores import RemoteFile
 from .tokenizer import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, find_tokenizer, read_tokenizer
 
 TRAIN_FILE, HELD_OUT_FILES = "train.bin", ("held_out.bin", "val.bin")

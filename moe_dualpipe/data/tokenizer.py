@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .. import strict_json
 from ..messages import check_range, printable, quoted
+from . import strict_json
 from .files import read_whole
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import storage
 from ..checkpoint import find_checkpoint, list_checkpoints
+from ..checkpoint.destinations import STEP_FOLDER
 from ..checkpoint.manifest import RUN_FILE
-from ..checkpoint.places import STEP_FOLDER
+from ..data import stores as storage
 from ..health.watch import joining
 from ..messages import printable
 from ..runtime.groups import leave_store, rendezvous

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from .. import storage
 from ..checkpoint import Saver, SaveResult, find_checkpoint
 from ..checkpoint.huggingface import companion_files, plan_checkpoint_export
+from ..data import stores as storage
 from ..data import tokenizer_files
 from ..health.heartbeat import SAVING
 from ..messages import printable

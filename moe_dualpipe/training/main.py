@@ -19,8 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _train(arguments: Sequence[str], stop: Stop) -> None:
     from .. import __version__
+    from ..data.stores import StorageError
     from ..runtime.launch import Launch
-    from ..storage import StorageError
     from .command_line import exit_on_invalid_option, parse_arguments
 
     with exit_on_invalid_option(True, ValueError):

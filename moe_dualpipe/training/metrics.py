@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .. import strict_json
+from ..data import strict_json
 from ..messages import quoted
 from ..models import ModelConfig
 from ..tools.drawing.curves import PANELS
@@ -152,7 +152,7 @@ def utilisation(
 ) -> float | None:  # fmt: skip
     """Model FLOPs utilization (MFU) = this factor x tokens/s of all devices. None if the peak of a device is unknown.
 
-    tools/planner/flops.py counts the FLOPs. peak_tflops: of one device; None: known for common GPUs. On CPUs, each process
+    the planner counts the FLOPs. peak_tflops: of one device; None: known for common GPUs. On CPUs, each process
     counts as a device.
     """
     peak = peak_tflops * 1e12 if peak_tflops else None

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .. import storage
 from ..checkpoint import check_model, check_weights, find_checkpoint, is_published, start_tokenizer
 from ..checkpoint.atomic_folder import is_there
 from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
@@ -19,6 +18,7 @@ from ..data import (
     UnknownTokenizer,
     load_data,
 )
+from ..data import stores as storage
 from ..messages import printable
 from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from .. import strict_json
+from ..data import strict_json
 from ..messages import plural
 from ..overlap.labels import STEP
 from ..runtime.groups import Layout

@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from .. import storage
 from ..checkpoint import RUN_FILE, find_checkpoint, list_checkpoints
+from ..data import stores as storage
 
 
 def mark_folder(folder: Path, local_rank: int) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .. import storage
+from ..data import stores as storage
 from ..models import ModelConfig
 from ..models.config import BUILT_IN, options_field
 

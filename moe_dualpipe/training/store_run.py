@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from .. import storage
+from ..data import stores as storage
 from ..runtime.launch import Launch
 from . import metrics, restart
 

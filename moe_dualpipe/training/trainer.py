@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from .. import storage
 from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights, load_weights_in_part
 from ..data import ReadAhead
+from ..data import stores as storage
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop

@@ -9,7 +9,6 @@ import random
 import pytest
 import torch
 
-from moe_dualpipe import strict_json
 from moe_dualpipe.checkpoint import (
     check_model,
     find_checkpoint,
@@ -19,6 +18,7 @@ from moe_dualpipe.checkpoint import (
     verify_checkpoint,
 )
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
+from moe_dualpipe.data import strict_json
 from moe_dualpipe.models import ModelConfig
 from tests.support.checkpoints import loaded_step, newest, state_of
 from tests.support.mutations import check_message

@@ -20,10 +20,10 @@ from moe_dualpipe.checkpoint import (
     files,
     find_checkpoint,
     load_checkpoint,
-    places,
     save_checkpoint,
     verify_checkpoint,
 )
+from moe_dualpipe.checkpoint import destinations as places
 from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.models import ModelConfig
 from tests.support import ranks

@@ -17,9 +17,9 @@ from moe_dualpipe.checkpoint import (
     open_model,
     save_checkpoint,
 )
+from moe_dualpipe.data.stores import Patience, Url, local_path, staged_folder, write
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.storage import Patience, Url, local_path, staged_folder, write
 from tests.support import ranks
 from tests.support.checkpoints import loaded_step, state_of
 from tests.support.object_store import BUCKET, access, in_environment

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.data import Progress, duplicates, engines, journal, parts, prepare, prepare_data, text_files
+from moe_dualpipe.data import Progress, duplicates, engines, journal, prepare, prepare_data, text_files
+from moe_dualpipe.data import work_units as parts
 from moe_dualpipe.data.documents import Documents
-from moe_dualpipe.data.parts import PartReader, SourceFile, WholeFiles, divide
 from moe_dualpipe.data.rows import TEXT
+from moe_dualpipe.data.work_units import PartReader, SourceFile, WholeFiles, divide
 from tests.support.runs import ROOT
 
 PART = 2000  # bytes of text in a part

@@ -16,9 +16,9 @@ import pytest
 from moe_dualpipe.cli import main
 from moe_dualpipe.data import jsonl, load_data, prepare, prepare_data, tables, text_files
 from moe_dualpipe.data.documents import Documents
-from moe_dualpipe.data.parts import PartReader, SourceFile, divide
 from moe_dualpipe.data.rows import TEXT
 from moe_dualpipe.data.tasks import Measure, Setup, Worker
+from moe_dualpipe.data.work_units import PartReader, SourceFile, divide
 
 TEXTS = [f"{i} grün\n" * (i % 9) + "x" * (i % 5) for i in range(150)]
 

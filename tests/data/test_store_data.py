@@ -8,7 +8,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.data import BYTES, ReadAhead, load_data, read_stream
-from moe_dualpipe.storage import BLOCK, BlockCache
+from moe_dualpipe.data.stores import BLOCK, BlockCache
 from tests.support.object_store import access, first, in_environment, slow
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, change, losses, settings, train

@@ -12,7 +12,7 @@ from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Shared
 from moe_dualpipe.expert_parallel.shared.backend import SLOTS
-from moe_dualpipe.expert_parallel.shared.segments import MIN_BYTES
+from moe_dualpipe.expert_parallel.shared.memory import MIN_BYTES
 from tests.support.expert_ids import KINDS, random_ids
 from tests.support.ranks import exits_and_logs, run_failing_ranks, run_ranks
 

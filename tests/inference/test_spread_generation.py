@@ -7,10 +7,10 @@ import torch
 
 from moe_dualpipe.checkpoint import export_weights, find_checkpoint, find_model, load_spread_model, open_model
 from moe_dualpipe.cli import main
-from moe_dualpipe.commands.spread import _place, open_spread
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.inference import generate
 from moe_dualpipe.inference.sampling import Sampling
+from moe_dualpipe.inference.spread import _place, open_spread
 from moe_dualpipe.models import MoE
 from moe_dualpipe.runtime.world import World
 from tests.support.ranks import run_ranks

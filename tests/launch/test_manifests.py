@@ -1,4 +1,4 @@
-"""launch/kubernetes.yaml and launch/skypilot.yaml fit the schemas of their programs, and start valid commands."""
+"""The manifests of Kubernetes and SkyPilot fit the schemas of their programs, and start valid commands."""
 
 import copy
 import json
@@ -14,8 +14,8 @@ import yaml
 from moe_dualpipe.training.command_line import parse_arguments
 
 ROOT = Path(__file__).parents[2]
-KUBERNETES = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
-SKYPILOT = yaml.safe_load((ROOT / "launch" / "skypilot.yaml").read_text())
+KUBERNETES = yaml.safe_load((ROOT / "examples" / "launch" / "kubernetes.yaml").read_text())
+SKYPILOT = yaml.safe_load((ROOT / "examples" / "launch" / "skypilot.yaml").read_text())
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
 
 

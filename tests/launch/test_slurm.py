@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch, with a srun that starts all tasks on this machine, and a scontrol that notes its commands."""
+"""slurm.sbatch, with a srun that starts all tasks on this machine, and a scontrol that notes its commands."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.runs import SMALL, losses, records
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "launch" / "slurm.sbatch"
+SCRIPT = ROOT / "examples" / "launch" / "slurm.sbatch"
 SRUN = f"""#!{sys.executable} -S
 import json, os, subprocess, sys
 words = sys.argv[1:]
@@ -232,7 +232,7 @@ def test_a_stopped_job_is_queued_again_and_resumes(tmp_path):
 
 @pytest.mark.parametrize("page", [SCRIPT, ROOT / "docs" / "cluster.md"], ids=["script", "page"])
 def test_the_commands_that_are_shown(page):
-    commands = re.findall(r"sbatch launch/slurm.sbatch ([^`\n]+)", page.read_text())
+    commands = re.findall(r"sbatch examples/launch/slurm.sbatch ([^`\n]+)", page.read_text())
     assert commands
     for command in commands:
         parse_arguments(command.split())

@@ -16,7 +16,8 @@ from typing import Any
 from unittest import mock
 
 from moe_dualpipe import messages
-from moe_dualpipe.storage import copies, stand_in, store
+from moe_dualpipe.data.stores import copies, store
+from moe_dualpipe.data.stores import local_copies as stand_in
 
 BUCKET = "bucket"
 ACCESS = {

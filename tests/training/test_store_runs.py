@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, read_tensor_metadata
+from moe_dualpipe.data.stores import StorageError, Url, local_path, read, staged_folder, url_of
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.storage import StorageError, Url, local_path, read, staged_folder, url_of
 from moe_dualpipe.training import restart
 from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.metrics import read_records

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...data import TOKENIZER_FILE
+from ...data.strict_json import parse, read_named
 from ...messages import describe, printable, quoted
-from ...strict_json import parse, read_named
 
 COMPANIONS_FILE = "published.json"
 NAMES = (

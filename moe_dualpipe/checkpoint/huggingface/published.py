@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...data.strict_json import read_named
 from ...messages import plural, printable, quoted
 from ...models import ModelConfig
-from ...strict_json import read_named
 from ..partial import group_names
 from ..tensor_folder import TensorFolder
 from .architectures import Architecture

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ... import storage
 from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
+from ...data import stores as storage
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
 from ...runtime.shared_errors import gather_objects
 from ..atomic_folder import check_new, new_folder, upload_files
+from ..destinations import hidden, write_synced
 from ..load import read_tensor
 from ..manifest import read_manifest, read_tensor_metadata
 from ..model_options import model_config
-from ..places import hidden, write_synced
 from ..tensor_writer import TensorWriter
 from ..weights import global_weights
 from .architectures import ARCHITECTURES

@@ -27,7 +27,7 @@ from ..exchange import AsyncResult
 from ..protocol import Combined, Pending, Received, Route
 from ..sends import count_sends
 from .mailbox import Mailbox, Notice
-from .segments import Segment, create_file, field_bytes
+from .memory import Segment, create_file, field_bytes
 
 V = TypeVar("V")
 SLOTS = 4

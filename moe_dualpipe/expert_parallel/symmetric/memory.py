@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..shared.mailbox import Mailbox, Notice
-from ..shared.segments import Segment, create_file
+from ..shared.memory import Segment, create_file
 
 ALLOCATED = 0  # the kind of all notices
 TIMEOUT = 600.0  # seconds

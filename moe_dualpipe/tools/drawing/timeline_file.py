@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ... import strict_json
+from ...data import strict_json
 from ...schedule.timeline import Timeline
 from .figures import save_figure
 from .timeline_plot import timeline_figure

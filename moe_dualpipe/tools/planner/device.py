@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ... import strict_json
+from ...data import strict_json
 from ...messages import printable, quoted, unknown_name
 
 FOLDER = Path(__file__).parent / "devices"

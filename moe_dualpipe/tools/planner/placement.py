@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...data.strict_json import read_named
 from ...messages import printable
-from ...strict_json import read_named
 
 LOADS_FILE = "expert_loads.json"
 """The file of a checkpoint with `layers`, the numbers of layers, and `loads`, [layers, experts]."""

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ... import strict_json
+from ...data import strict_json
 from ...messages import printable, quoted, unknown_name
 from ...models import PRESETS
 from ...models.costs import shape_of

@@ -9,7 +9,7 @@ from moe_dualpipe.tools.cluster.facts import machines_of
 from moe_dualpipe.tools.cluster.link_verdicts import find_link_problems
 from moe_dualpipe.tools.cluster.table import cluster_report
 
-PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
+PAGE = Path(__file__).parents[3] / "docs" / "cluster.md"
 GIB = 2**30
 VERSIONS = {
     "Python": "3.12.3",

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.browser import INSTALL, browser, programs
 
-RECORDER = Path(__file__).parents[1] / "support" / "canvas_recorder.js"
+RECORDER = Path(__file__).parents[2] / "support" / "canvas_recorder.js"
 
 
 @pytest.fixture(scope="session")

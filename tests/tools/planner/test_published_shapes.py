@@ -38,7 +38,7 @@ def test_parameters_equal_those_of_transformers(kind):
     assert shape_of_config(keys, kind).parameters == pytest.approx(number, rel=4e-4)  # other biases
 
 
-REAL = json.loads((Path(__file__).parents[1] / "support" / "published_configs.json").read_text())
+REAL = json.loads((Path(__file__).parents[2] / "support" / "published_configs.json").read_text())
 
 
 FROM_CARDS = {

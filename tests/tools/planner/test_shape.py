@@ -12,7 +12,7 @@ from moe_dualpipe.tools.planner import Attention, Layer, ModelShape, read_shape,
 from moe_dualpipe.tools.planner.parameters import parameter_sizes
 from moe_dualpipe.tools.planner.published_shapes import published_models
 
-PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published_runs.json"
+PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "published_runs.json"
 AWKWARD = ModelConfig(
     vocab_size=37, hidden_size=20, num_layers=5, num_dense_layers=1, dense_layers=(3,), num_heads=6, num_kv_heads=3,
     head_dim=10, qk_norm="full", qkv_bias=True, dense_size=7, expert_size=11, num_experts=5, experts_per_token=3,

@@ -13,7 +13,7 @@ from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY
 from moe_dualpipe.tools.profiler.trace import DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
 
-PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
+PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
 
 
 def analysis_of(tmp_path, events, **options):

@@ -8,7 +8,7 @@ import pytest
 from moe_dualpipe.tools.profiler.communication import LIBRARIES, NAMES, Names, function_name
 from moe_dualpipe.tools.profiler.trace import DeviceEvent
 
-PAGE = Path(__file__).parents[2] / "docs" / "profiling.md"
+PAGE = Path(__file__).parents[3] / "docs" / "profiling.md"
 LINK = "https://github.com/{}/{}/blob/HEAD/{}"
 
 

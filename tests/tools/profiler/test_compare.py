@@ -383,5 +383,5 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     write_traces(run(moe_training()), tmp_path / "after")
     assert main(["profile", "compare", "before", "after"]) == 0
     printed = capsys.readouterr().out.partition("\nGone in B")[0]
-    page = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "profiling.md").read_text()
     assert f"$ moe-dualpipe profile compare before after\n{printed}" in page

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from moe_dualpipe import strict_json
+from moe_dualpipe.data import strict_json
 from moe_dualpipe.schedule import Schedule, build, validate
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.reports.overlap import traces_text

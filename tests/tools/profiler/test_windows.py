@@ -261,7 +261,7 @@ def test_the_example_of_the_documentation(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["profile", "analyze", "steps.json", "--steps", "3:5"]) == 0
     out = capsys.readouterr().out
-    page = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "profiling.md").read_text()
     shown = page.split("analyze steps.json --steps 3:5\n```\n\n```\n")[1].split("```")[0]
     for part in shown.split("...\n"):
         assert part in out

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from .... import strict_json
+from ....data import strict_json
 from ....messages import printable
 from .page_data import page_data
 

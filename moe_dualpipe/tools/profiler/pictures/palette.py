@@ -1,7 +1,7 @@
 """The colours of lanes.
 
 If phases have this project's letters, (F), (B), (I) and (W), a colour shows the letter. In all other traces, a colour
-shows the category of a kernel (tools/profiler/categories.py). Most colours are of Paul Tol's scheme "light" for computation,
+shows the category of a kernel (../categories.py). Most colours are of Paul Tol's scheme "light" for computation,
 which was made for black text, and of his "vibrant" for communication: both can be told apart by people who are
 colour-blind (https://personal.sron.nl/~pault/). "light" has too few colours: rarer categories have others.
 """

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from moe_dualpipe.storage import BLOCK, BlockCache, RemoteFile, Url
-from moe_dualpipe.storage.stand_in import locked
+from moe_dualpipe.data.stores import BLOCK, BlockCache, RemoteFile, Url
+from moe_dualpipe.data.stores.local_copies import locked
 from tests.support import ranks
 from tests.support.object_store import access, first, slow
 
@@ -141,7 +141,7 @@ def test_a_file_that_was_replaced_is_another_file(stored, content, tmp_path, mon
     stored.put(KEY, content[::-1])
     assert open_file(tmp_path).read(0, 5) == content[::-1][:5]
     file.check_unchanged()
-    monkeypatch.setattr("moe_dualpipe.storage.blocks._CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("moe_dualpipe.data.stores.blocks._CHECK_SECONDS", 0.0)
     file.read(BLOCK, 5)
     with pytest.raises(ValueError, match="was replaced while it was in use: do not change data in place"):
         file.check_unchanged()

@@ -7,8 +7,8 @@ A local path never comes here: it keeps its code. A URL is represented by a loca
 from .blocks import BLOCK, BlockCache, RemoteFile, block_cache
 from .copies import drop, exists, fetch, fetch_all, open_folder, size_of, sizes_of
 from .errors import StorageError
+from .local_copies import local_path, staged_folder, url_of
 from .ranges import RangedFile
-from .stand_in import local_path, staged_folder, url_of
 from .store import QUICK, Patience, delete, delete_folder, info, list_folder, read, write
 from .upload import abort_uploads, upload_file
 from .urls import Url, is_url

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import BACKWARD_WEIGHT, OVERLAP_F_B, ScheduleDualPipeV, _Action
 
 from moe_dualpipe.expert_parallel import AllToAll
+from moe_dualpipe.integrations.torch_pipelining import backward_weight, overlap_f_b, register
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss, split
-from moe_dualpipe.torch_pipelining import backward_weight, overlap_f_b, register
 from tests.support.ranks import cosine_distance, run_ranks
 
 CONFIG = ModelConfig(

@@ -6,7 +6,7 @@ repeated, and those that will not: no such file, no permission, a missing packag
 
 import errno
 
-from ..messages import printable
+from ...messages import printable
 from .urls import Url
 
 _LIBRARIES = {

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..messages import printable, show_as
+from ...messages import printable, show_as
 from .urls import Url, is_url
 
 _STANDS_FOR: dict[Path, Url] = {}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moe_dualpipe import strict_json
+from moe_dualpipe.data import strict_json
 from tests.support.mutations import check_message
 
 ODD = {"a": [1, -2.5, True, None, "\u202e\x00 é"], "b": {"c": [], "d": {}}}

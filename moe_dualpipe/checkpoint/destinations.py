@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from .. import storage
+from ..data import stores as storage
 from ..messages import printable
 from ..runtime.launch import Launch
 from .manifest import RUN_FILE, FileChecksum, Manifest

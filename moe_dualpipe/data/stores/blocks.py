@@ -15,10 +15,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from ..messages import printable
-from ..user_errors import without_frames
+from ...messages import printable
+from ...user_errors import without_frames
 from .errors import StorageError
-from .stand_in import base_folder, locked
+from .local_copies import base_folder, locked
 from .store import Patience, info, read
 from .urls import Url
 

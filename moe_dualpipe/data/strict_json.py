@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .messages import describe, printable, quoted
+from ..messages import describe, printable, quoted
 
 MAX_DEPTH = 32
 MAX_BYTES = 2**28  # five times the size of a tensors.json with a million tensors

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from moe_dualpipe.storage import Patience, StorageError, Url, abort_uploads, info, upload_file
+from moe_dualpipe.data.stores import Patience, StorageError, Url, abort_uploads, info, upload_file
 from tests.support import ranks
 from tests.support.object_store import access, first, slow
 

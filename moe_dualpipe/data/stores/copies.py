@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .errors import StorageError
-from .stand_in import local_path, locked, url_of
+from .local_copies import local_path, locked, url_of
 from .store import QUICK, Entry, Patience, find_files, info, list_folder, read
 from .urls import Url
 

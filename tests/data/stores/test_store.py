@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from moe_dualpipe.storage import (
+from moe_dualpipe.data.stores import (
     Patience,
     StorageError,
     Url,

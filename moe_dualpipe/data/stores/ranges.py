@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .copies import entry_of
 from .errors import StorageError
-from .stand_in import url_of
+from .local_copies import url_of
 from .store import Entry, read
 
 _PART = 8 * 2**20

@@ -2,9 +2,19 @@
 
 import pytest
 
-from moe_dualpipe import storage
+from moe_dualpipe.data import stores as storage
+from moe_dualpipe.data.stores import (
+    StorageError,
+    Url,
+    drop,
+    exists,
+    fetch,
+    local_path,
+    open_folder,
+    staged_folder,
+    url_of,
+)
 from moe_dualpipe.messages import printable
-from moe_dualpipe.storage import StorageError, Url, drop, exists, fetch, local_path, open_folder, staged_folder, url_of
 
 FOLDER = "s3://bucket/folder"
 
@@ -60,7 +70,7 @@ def test_local_paths_never_reach_the_store(tmp_path, monkeypatch):
 
 
 def test_a_folder_for_local_files_that_others_can_change_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_dualpipe.storage.stand_in.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("moe_dualpipe.data.stores.local_copies.tempfile.gettempdir", lambda: str(tmp_path))
     assert local_path("s3://bucket/private").is_dir()
     [folder] = tmp_path.iterdir()
     folder.chmod(0o777)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from ..messages import quoted
+from ...messages import quoted
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 

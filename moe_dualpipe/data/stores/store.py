@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from ..messages import plural, printable, unknown_name
+from ...messages import plural, printable, unknown_name
 from .errors import MissingError, StorageError, lasting_error, may_pass, missing_bucket
 from .urls import Url
 
