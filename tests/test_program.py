@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_dualpipe import program
-from moe_dualpipe.program import launcher_options, program_name
+from moe_dualpipe.health import program
+from moe_dualpipe.health.program import launcher_options, program_name
 from moe_dualpipe.training.command_line import resume_command
 
 BIN = Path(sys.executable).parent

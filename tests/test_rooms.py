@@ -1,4 +1,4 @@
-"""The wings and rooms of the package, and which of them may import which: arrows point down, so there are no circles."""
+"""The wings and rooms of the package, and which may import which: arrows point down, so there are no circles."""
 
 import ast
 from pathlib import Path

@@ -30,8 +30,9 @@ class Balance:
     """Print JSON instead, with the expert in each slot."""
 
     def run(self) -> None:
+        from ..checkpoint.expert_loads import read_loads
+        from ..expert_parallel.placement import in_order, place_experts
         from ..tools.planner.balance_table import balance_report
-        from ..tools.planner.placement import in_order, place_experts, read_loads
 
         for name in ("gpus", "nodes", "groups"):
             check_range(f"--{name}", getattr(self, name), 1, LARGEST)
@@ -57,7 +58,7 @@ class Balance:
 def find_loads(run_or_file: str) -> Path:
     """The file with the loads of a run, or the file itself. Raises the errors of `find_checkpoint`."""
     from ..checkpoint import find_checkpoint
-    from ..tools.planner.placement import LOADS_FILE
+    from ..checkpoint.expert_loads import LOADS_FILE
 
     if not is_url(run_or_file) and not Path(run_or_file).is_dir():
         return Path(run_or_file)

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from ..program import program_name
+from .program import program_name
 
 _CHECKS = 20
 _WRITE_SECONDS = 5.0

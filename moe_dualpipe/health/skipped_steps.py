@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from ..program import program_name
+from .program import program_name
 
 
 class SkippedSteps:

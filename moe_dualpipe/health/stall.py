@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from ..program import program_name
 from .deadline import print_now
 from .heartbeat import Heartbeat
+from .program import program_name
 from .waits import describe_waits
 
 _REPORT = "report"

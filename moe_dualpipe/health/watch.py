@@ -21,10 +21,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from ..program import program_name
 from ..user_errors import error_text, fault_of, locate
 from .deadline import Deadline, end_process
 from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace, state_of
+from .program import program_name
 from .report import report_error
 from .stall import StallReport
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import find_model, load_spread_model, start_tokenizer
+from ..checkpoint.expert_loads import LOADS_FILE, read_loads
 from ..checkpoint.weights import OwnLayer
 from ..data import Tokenizer
 from ..expert_parallel import ByChoice, choose_backend
+from ..expert_parallel.placement import Loads, Placement, count_nodes, imbalance, place_experts
 from ..expert_parallel.shared import find_machine
 from ..messages import plural, printable
 from ..models import ModelConfig, TransformerStage
@@ -18,15 +20,6 @@ from ..models.layer_class import named_parameters
 from ..runtime.groups import EXPERTS, create_group
 from ..runtime.shared_errors import build_on_all_ranks, gather_objects
 from ..runtime.world import World
-from ..tools.planner.placement import (
-    LOADS_FILE,
-    Loads,
-    Placement,
-    count_nodes,
-    imbalance,
-    place_experts,
-    read_loads,
-)
 
 
 def open_spread(

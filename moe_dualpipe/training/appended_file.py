@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ..health.program import program_name
 from ..messages import plural
-from ..program import program_name
 
 
 def warn(text: str) -> None:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checkpoint.expert_loads import LOADS_FILE
 from ..data import strict_json
 from ..models import MoE, TransformerStage
 from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
 from ..runtime.shared_errors import gather_objects
-from ..tools.planner.placement import LOADS_FILE
 
 
 class Balance:

@@ -9,11 +9,11 @@ from typing import Any
 
 import tyro
 
+from ..health.program import program_name, training_command
 from ..health.report import report_error
 from ..messages import describe, shell_word
 from ..models import preset
 from ..option_errors import one_line_errors
-from ..program import program_name, training_command
 from ..runtime.launch import Launch
 from .config import CheckpointConfig, TrainConfig
 

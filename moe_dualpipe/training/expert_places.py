@@ -12,21 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checkpoint.expert_loads import LOADS_FILE, read_loads, read_placement
+from ..expert_parallel.moves import plan_moves
+from ..expert_parallel.placement import Placement, count_nodes, imbalance, in_order
 from ..expert_parallel.shared import find_machine
 from ..models.build_experts import expert_class
 from ..models.expert_slots import names_by_expert
 from ..models.layer_class import named_parameters
 from ..runtime.shared_errors import build_on_all_ranks, gather_objects
-from ..tools.planner.moves import plan_moves
-from ..tools.planner.placement import (
-    LOADS_FILE,
-    Placement,
-    count_nodes,
-    imbalance,
-    in_order,
-    read_loads,
-    read_placement,
-)
 from .config import ParallelConfig
 from .expert_slots import SlotTransfer, check_alike
 from .optimizer import Optimizer

@@ -10,9 +10,9 @@ import signal
 import time
 from typing import NoReturn
 
+from ..health.program import program_name
 from ..health.report import report_error
 from ..health.signals import Stop
-from ..program import program_name
 from ..runtime.launch import Launch
 from ..runtime.versions import OtherVersionsError
 

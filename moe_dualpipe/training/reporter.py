@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from ..checkpoint import PartialLoad, SaveResult, list_checkpoints
 from ..data.stores import StorageError
+from ..health.program import program_name
 from ..inference import printable_text
 from ..messages import plural, printable, with_shown_names
-from ..program import program_name
 from .command_line import resume_command
 from .fitting import step_memory
 from .interval import merged

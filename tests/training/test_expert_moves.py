@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from moe_dualpipe.checkpoint.expert_loads import read_loads
+from moe_dualpipe.expert_parallel.placement import Placement, imbalance, in_order
 from moe_dualpipe.models import MoE
-from moe_dualpipe.tools.planner.placement import Placement, imbalance, in_order, read_loads
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     SHALLOW,

@@ -8,7 +8,6 @@ from .device import Device, device_names, load_device
 from .division_search import Candidate, Found, search
 from .flops import peak_flops, train_flops_per_token
 from .peak import PeakMemory, even_stages, peak_memory
-from .placement import Placement, imbalance, place_experts
 from .prediction import Estimate, estimate
 from .published_shapes import read_shape
 from .step import Step
@@ -17,7 +16,7 @@ from .workload_memory import full_schedule
 
 __all__ = [
     "Attention", "Candidate", "Constant", "Device", "Division", "Estimate", "Found", "Layer", "MicroBatch",
-    "ModelShape", "PeakMemory", "Placement", "Product", "Step", "Workload", "device_names",
-    "estimate", "even_stages", "full_schedule", "imbalance", "load_device", "peak_flops", "peak_memory",
-    "place_experts", "read_shape", "search", "shape_of", "train_flops_per_token",
+    "ModelShape", "PeakMemory", "Product", "Step", "Workload", "device_names",
+    "estimate", "even_stages", "full_schedule", "load_device", "peak_flops", "peak_memory",
+    "read_shape", "search", "shape_of", "train_flops_per_token",
 ]  # fmt: skip

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from ...expert_parallel.placement import Loads, Placement, imbalance
 from ...messages import plural
 from ..drawing.tables import markdown
-from .placement import Loads, Placement, imbalance
 
 
 def balance_report(

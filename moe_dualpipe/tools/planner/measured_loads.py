@@ -12,9 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
+from ...checkpoint.expert_loads import read_loads
+from ...expert_parallel.placement import check_loads, in_order, relative
 from ...messages import printable
 from ...models.shape import ModelShape
-from .placement import check_loads, in_order, read_loads, relative
 
 
 @dataclass(frozen=True, eq=False)

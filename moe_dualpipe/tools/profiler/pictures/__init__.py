@@ -1,1 +1,5 @@
 """Pictures of traces: computation above communication, as an image or as a page to zoom into."""
+
+from .lanes import Picture, lanes_figure, measurement_pictures, save_lanes, trace_pictures
+
+__all__ = ["Picture", "lanes_figure", "measurement_pictures", "save_lanes", "trace_pictures"]

@@ -15,14 +15,6 @@ shares of its load.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from ...data.strict_json import read_named
-from ...messages import printable
-
-LOADS_FILE = "expert_loads.json"
-"""The file of a checkpoint with `layers`, the numbers of layers, and `loads`, [layers, experts]."""
 
 Loads = Sequence[Sequence[float]]
 """Load of each expert in each layer: numbers of tokens, or anything proportional to them."""
@@ -138,34 +130,3 @@ def _check_numbers(experts: int, num_slots: int, num_gpus: int, num_nodes: int, 
     ):  # fmt: skip
         if divisor < 1 or number % divisor:
             raise ValueError(f"{number} {what} cannot be divided evenly over {divisor} {over}")
-
-
-def read_loads(path: Path) -> tuple[list[int], list[list[float]]]:
-    """The numbers of the layers, from 0 if the file has none, and their loads. Raises ValueError for a wrong file."""
-    found = read_named(path)
-    loads = found.get("loads") if isinstance(found, dict) else None
-    rows: list[Any] = loads if isinstance(loads, list) else [None]
-    if not all(isinstance(row, list) and all(type(load) in (int, float) for load in row) for row in rows):
-        raise ValueError(f'{printable(path)} must have "loads", a list of numbers for each layer')
-    layers = found.get("layers", [*range(len(rows))])
-    if not isinstance(layers, list) or len(layers) != len(rows) or any(type(layer) is not int for layer in layers):
-        raise ValueError(f'"layers" in {printable(path)} must be a number for each list of "loads"')
-    return layers, rows
-
-
-def read_placement(path: Path) -> tuple[list[int], Placement]:
-    """The numbers of the layers and the placement in a file that `moe-dualpipe model balance --json` has printed.
-
-    Raises ValueError for a wrong file.
-    """
-    found = read_named(path)
-    found = found if isinstance(found, dict) else {}
-    layers, gpus, experts = (found.get(key) for key in ("layers", "gpus", "experts"))
-    rows: list[Any] = experts if isinstance(experts, list) and experts else [None]
-    if not all(isinstance(row, list) and row and all(type(e) is int and e >= 0 for e in row) for row in rows):
-        raise ValueError(f'{printable(path)} must have "experts", a list of expert ids for each layer')
-    if not isinstance(layers, list) or len(layers) != len(rows) or any(type(layer) is not int for layer in layers):
-        raise ValueError(f'"layers" in {printable(path)} must be a number for each list of "experts"')
-    if type(gpus) is not int or gpus < 1 or any(len(row) != len(rows[0]) or len(row) % gpus for row in rows):
-        raise ValueError(f'"gpus" in {printable(path)} must divide the slots of each layer, which have equal numbers')
-    return layers, Placement(tuple(map(tuple, rows)), gpus)

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from moe_dualpipe.tools.planner.moves import between, plan_moves
-from moe_dualpipe.tools.planner.placement import Placement, imbalance, in_order, place_experts
+from moe_dualpipe.expert_parallel.moves import between, plan_moves
+from moe_dualpipe.expert_parallel.placement import Placement, imbalance, in_order, place_experts
 
 LOADS = [[9, 8, 1, 1, 2, 3, 4, 5], [1, 1, 1, 1, 1, 1, 1, 2]]
 

@@ -7,7 +7,7 @@ fullest rank falls enough, and new places are numbered so that as many experts a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...messages import plural
+from ..messages import plural
 from .placement import Loads, Placement, imbalance, place_experts
 
 

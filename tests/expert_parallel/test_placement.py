@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from moe_dualpipe.checkpoint.expert_loads import read_loads
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.planner.placement import Placement, imbalance, in_order, place_experts, read_loads
+from moe_dualpipe.expert_parallel.placement import Placement, imbalance, in_order, place_experts
 from tests.support.ranks import run_ranks
 from tests.support.runs import settings, train
 
