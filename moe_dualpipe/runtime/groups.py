@@ -8,7 +8,6 @@ On GPUs, each group has two backends: NCCL for CUDA tensors, and gloo for CPU te
 sent with gloo, because an NCCL kernel would wait for the queued computation and occupy multiprocessors (SMs).
 """
 
-import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..messages import plural
 from ..schedule import Placement
 from .launch import Launch
+from .layout import Layout
 
 MOST_CONNECTED = 64
 """In larger worlds, gloo connects two ranks when they first send to each other. Otherwise it connects all pairs of a
@@ -150,51 +149,6 @@ def create_group(
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """The ranks of `group`, in order. For None, an empty tuple."""
     return () if group is None else tuple(dist.get_process_group_ranks(group))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Parallel degrees, and the place of one rank among them."""
-
-    pp: int
-    dp: int
-    ep: int
-    rank: int
-
-    @property
-    def pp_rank(self) -> int:
-        return self.rank // self.dp
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank % self.dp
-
-    def world_rank(self, pp_rank: int, dp_rank: int) -> int:
-        return pp_rank * self.dp + dp_rank
-
-
-def check_ep_divides_experts(ep: int, num_experts: int) -> None:
-    """Raise ValueError unless the experts can be divided over `ep` ranks."""
-    if num_experts % ep:
-        use = _either(divisors(num_experts))
-        raise ValueError(f"--ep {ep} does not divide the {plural(num_experts, 'expert')}: use --ep {use}")
-
-
-def check_ep_divides_ranks(ep: int, num_experts: int, dp: int, ranks: str = "") -> None:
-    """Raise ValueError unless `ep` divides the `dp` data-parallel ranks. ranks: the origin of `dp`, for the error."""
-    if dp % ep:
-        use = _either([e for e in divisors(dp) if num_experts % e == 0])
-        raise ValueError(f"--ep {ep} does not divide the {plural(dp, 'data-parallel rank')}{ranks}: use --ep {use}")
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, in order. Example: 12 -> [1, 2, 3, 4, 6, 12]."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(map(str, numbers))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ..messages import plural
-from ..runtime.groups import divisors
+from ..runtime.layout import divisors
 from ..schedule import check_numbers, default_schedule
 
 MOST_SUGGESTED = 3

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ..expert_parallel.parameters import ExpertIds, global_tensors
 from ..models.expert_slots import expert_tensors
-from ..runtime.groups import Groups, Layout, ranks_of
+from ..runtime.groups import Groups, ranks_of
+from ..runtime.layout import Layout
 from .optimizer import Optimizer
 
 

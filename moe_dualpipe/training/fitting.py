@@ -14,7 +14,7 @@ from typing import Any
 
 from ..models import ModelConfig
 from ..models.config import RECOMPUTE, Recompute
-from ..runtime.groups import divisors
+from ..runtime.layout import divisors
 from ..schedule import Schedule, check_numbers, default_schedule
 from ..tools.planner import MicroBatch, ModelShape, PeakMemory, full_schedule, peak_memory, shape_of
 from .config import TrainConfig

@@ -31,15 +31,8 @@ from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.background import Background
 from ..runtime.graphs import MicroBatchGraph
-from ..runtime.groups import (
-    EXPERTS,
-    Layout,
-    build_groups,
-    check_ep_divides_experts,
-    check_ep_divides_ranks,
-    divisors,
-    product_sms,
-)
+from ..runtime.groups import EXPERTS, build_groups, product_sms
+from ..runtime.layout import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
 from ..runtime.replicas import gradient_norm, replica_sets
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.stage_sums import GradientSums, StageOrder

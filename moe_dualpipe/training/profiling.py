@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from ..data import strict_json
 from ..messages import plural
 from ..overlap.labels import STEP
-from ..runtime.groups import Layout
+from ..runtime.layout import Layout
 from ..schedule import Schedule
 from ..tools.profiler import NAMES, read_trace
 from ..tools.profiler.capture import capture, synchronize

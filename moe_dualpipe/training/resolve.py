@@ -11,8 +11,8 @@ from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fuse import missing_for_compile
 from ..messages import plural
 from ..models.auxiliary_losses import loss_factors
-from ..runtime.groups import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
 from ..runtime.launch import Launch, choose_device, count_gpus
+from ..runtime.layout import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
 from ..schedule import Schedule, build, default_micro_batches, default_schedule
 from ..tools.planner.flops import train_flops_per_token
 from . import restart, store_run

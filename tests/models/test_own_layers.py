@@ -98,9 +98,9 @@ def test_a_class_inside_of_another_is_found(tmp_path):
 
 def test_a_file_that_exits_is_an_error(tmp_path):
     """As a program without `if __name__ == "__main__":` may do."""
-    file = tmp_path / "health/program.py"
+    file = tmp_path / "program.py"
     file.write_text("raise SystemExit(0)\n")
-    with pytest.raises(ValueError, match=r"health/program.py:1: SystemExit: 0$"):
+    with pytest.raises(ValueError, match=r"program.py:1: SystemExit: 0$"):
         check_layers(with_choices(experts=f"{file}:Own"))
 
 

@@ -15,7 +15,6 @@ from moe_dualpipe.models.experts import SwiGLUExperts
 from moe_dualpipe.overlap.engine import engine_for
 from moe_dualpipe.runtime.groups import (
     Groups,
-    Layout,
     Nccl,
     build_groups,
     create_group,
@@ -24,8 +23,9 @@ from moe_dualpipe.runtime.groups import (
     product_sms,
     ranks_of,
     rendezvous,
-)  # fmt: skip
+)
 from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import Placement, build
 from moe_dualpipe.training.pipeline import Pipeline

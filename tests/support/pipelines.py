@@ -8,7 +8,8 @@ from moe_dualpipe.expert_parallel import AllToAll, Local
 from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, share_embedding, split
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.runtime.groups import Layout, build_groups
+from moe_dualpipe.runtime.groups import build_groups
+from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.runtime.replicas import check_equal, gradient_norm, replica_sets, sum_gradients
 from moe_dualpipe.runtime.zero import Shards
 from moe_dualpipe.schedule import build

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.models import ModelConfig, split
-from moe_dualpipe.runtime.groups import divisors
+from moe_dualpipe.runtime.layout import divisors
 from moe_dualpipe.schedule import NAMES, build, default_schedule
 from moe_dualpipe.training.division import Division, Limits, NoDivisionError, choose_division, fitting_numbers, problem
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moe_dualpipe.runtime.groups import Layout
+from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.walk import Span
 from moe_dualpipe.tools.profiler.files import analyze_devices

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...messages import plural
-from ...runtime.groups import check_ep_divides_experts
+from ...runtime.layout import check_ep_divides_experts
 from .compare import Compared, compare, find_faults, may_be_rounding
 from .first_difference import Recorded, first_difference
 from .ranks import Failure, run_tasks

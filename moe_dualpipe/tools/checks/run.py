@@ -21,7 +21,8 @@ from ...models import ModelConfig, StageOptions, TransformerStage, share_embeddi
 from ...models.layers import seed_of
 from ...runtime import P2P, Executor, TensorSpec
 from ...runtime.buffers import Buffers
-from ...runtime.groups import Layout, build_groups
+from ...runtime.groups import build_groups
+from ...runtime.layout import Layout
 from ...runtime.replicas import ReplicaSet, replica_sets, sum_gradients
 from ...schedule import Forward, Schedule, build, halves
 from ...training.balance import Balance

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ...messages import list_ranks, plural
-from ...runtime.groups import divisors, init_world
+from ...runtime.groups import init_world
 from ...runtime.launch import Launch
+from ...runtime.layout import divisors
 from .bounded_calls import Ended, Steps, run_watched
 from .disks import remove_mark
 from .facts import Facts, Machine, machines_of

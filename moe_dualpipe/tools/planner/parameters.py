@@ -13,7 +13,8 @@ import torch
 from ...expert_parallel import Loopback
 from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...models import ModelConfig, StageSpec, TransformerStage, share_embedding
-from ...runtime.groups import check_ep_divides_experts, check_ep_divides_ranks, end_holders
+from ...runtime.groups import end_holders
+from ...runtime.layout import check_ep_divides_experts, check_ep_divides_ranks
 from ...runtime.zero import elements_per_owner
 from ...schedule import Placement
 

@@ -1,0 +1,72 @@
+"""How a model is divided over ranks, as one value for training, planning and checks."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..messages import plural
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Parallel degrees, and the place of one rank among them. rank = pipeline rank x dp + data-parallel rank.
+
+    pp: ranks that share the layers. dp: replicas. ep: data-parallel ranks that share the experts of a layer. chunks:
+    stages of a pipeline rank, for schedules with a choice; None: the schedule's default. tp, cp: ranks that share each
+    matrix, and each sequence; only the planner has more than one.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    rank: int = 0
+    chunks: int | None = None
+    tp: int = 1
+    cp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.tp * self.cp
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // self.dp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank % self.dp
+
+    def world_rank(self, pp_rank: int, dp_rank: int) -> int:
+        return pp_rank * self.dp + dp_rank
+
+
+def layouts(num_ranks: int, num_layers: int, num_experts: int) -> Iterator[Layout]:
+    """All layouts of `num_ranks` ranks with a layer or more on each pipeline rank, and experts divided evenly."""
+    for pp in divisors(num_ranks):
+        if pp <= num_layers:
+            dp = num_ranks // pp
+            yield from (Layout(pp, dp, ep) for ep in divisors(math.gcd(dp, num_experts)))
+
+
+def check_ep_divides_experts(ep: int, num_experts: int) -> None:
+    """Raise ValueError unless the experts can be divided over `ep` ranks."""
+    if num_experts % ep:
+        use = _either(divisors(num_experts))
+        raise ValueError(f"--ep {ep} does not divide the {plural(num_experts, 'expert')}: use --ep {use}")
+
+
+def check_ep_divides_ranks(ep: int, num_experts: int, dp: int, ranks: str = "") -> None:
+    """Raise ValueError unless `ep` divides the `dp` data-parallel ranks. ranks: the origin of `dp`, for the error."""
+    if dp % ep:
+        use = _either([e for e in divisors(dp) if num_experts % e == 0])
+        raise ValueError(f"--ep {ep} does not divide the {plural(dp, 'data-parallel rank')}{ranks}: use --ep {use}")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in order. Example: 12 -> [1, 2, 3, 4, 6, 12]."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))
