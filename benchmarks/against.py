@@ -48,8 +48,9 @@ from moe_dualpipe.models import PRESETS, ModelConfig, build_model
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.training import config as training
-from moe_dualpipe.training.plan import Given, plan_run
-from moe_dualpipe.training.trainer import Trainer
+from moe_dualpipe.training.options import Request
+from moe_dualpipe.training.preflight import Given, prepare
+from moe_dualpipe.training.step import Trainer
 
 from .common import quartiles, ratios, table, take_turns
 from .plain import plain_loss
@@ -114,17 +115,19 @@ def ours(size: Size, start: Start, compiled: bool) -> Step:
     batches = {0: (no_tokens, no_tokens)}
     config = training.TrainConfig(
         model=size.model, steps=10**9, optim=OPTIM, parallel=training.ParallelConfig(schedule="1f1b"),
-        batch=training.BatchConfig(micro_batches=1, micro_batch_size=size.batch[0], seq_len=size.batch[1]),
+        batch=training.BatchConfig(batch_size=size.batch[0], micro_batch_size=size.batch[0], seq_len=size.batch[1]),
         compute=training.ComputeConfig(device="cpu", compile="on" if compiled else "off"),
     )  # fmt: skip
-    trainer = Trainer(plan_run(config, Launch(0, 0, 1, 1), None, Given(start.weights, batches.__getitem__)))
+    trainer = Trainer(
+        prepare(Request(config), Launch(0, 0, 1, 1), Given(start.weights, batches.__getitem__), from_command=False)
+    )
     numbers = itertools.count(1)
 
     def step(inputs_BS: Tensor, labels_BS: Tensor) -> float:
         number = next(numbers)
         batches[number] = inputs_BS, labels_BS
         if size.update:
-            return trainer.train_step(number)["loss"]
+            return trainer.step(number).record["loss"]
         losses = trainer.training_losses(number)
         trainer.optimizer.drop_gradients()
         return losses[0].item()

@@ -55,7 +55,7 @@ def run_options(ranks: int, parallel: training.ParallelConfig, out: str, preset:
     model = PRESETS[preset]
     return training.TrainConfig(
         model=dataclasses.replace(model, num_layers=max(model.num_layers, 2 * ranks)), parallel=parallel,
-        batch=training.BatchConfig(micro_batches=default_micro_batches(ranks)),
+        batch=training.BatchConfig(batch_size=2 * default_micro_batches(ranks), micro_batch_size=2),
         compute=training.ComputeConfig(device="cpu"), checkpoint=training.CheckpointConfig(out=out),
         health=training.HealthConfig(timeout=60.0),
     )  # fmt: skip

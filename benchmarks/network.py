@@ -46,8 +46,9 @@ from moe_dualpipe.runtime import StepResult
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.config import ParallelConfig
-from moe_dualpipe.training.plan import plan_run
-from moe_dualpipe.training.trainer import Trainer
+from moe_dualpipe.training.options import Request
+from moe_dualpipe.training.preflight import prepare
+from moe_dualpipe.training.step import Trainer
 
 ADDRESSES, PORT = ("10.213.77.1", "10.213.77.2"), "29400"
 BURST = "20kb"  # small: after an idle time, this much is sent without a limit
@@ -153,7 +154,7 @@ def rank_main() -> None:
     launch = Launch.from_environment()
     config = run_options(options.pp, ParallelConfig(pp=options.pp, ep=2), str(folder))
     init_world(torch.device("cpu"), launch, config.health.timeout)
-    trainer = Trainer(plan_run(config, launch))
+    trainer = Trainer(prepare(Request(config), launch))
     rows = measure_links(trainer, options, device)
     if launch.rank == 0:
         (folder / "rows.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
@@ -172,7 +173,7 @@ def measure_links(trainer: Trainer, options: Options, device: str) -> list[Row]:
         dist.barrier()
         trainer.executor.overlap = overlap
         start = _bytes_sent(device)
-        seconds = trainer.train_step(next(steps))["seconds"]
+        seconds = trainer.step(next(steps)).record["seconds"]
         return _Step(seconds, inside[-1][0], _bytes_sent(device) - start, inside[-1][1])
 
     cases = {(mbit, overlap): partial(one_step, mbit, overlap) for mbit in links for overlap in (False, True)}

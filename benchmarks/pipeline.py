@@ -24,8 +24,9 @@ import tyro
 from benchmarks.common import full_range, run_options, table, take_turns
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.config import ParallelConfig
-from moe_dualpipe.training.plan import plan_run
-from moe_dualpipe.training.trainer import Trainer
+from moe_dualpipe.training.options import Request
+from moe_dualpipe.training.preflight import prepare
+from moe_dualpipe.training.step import Trainer
 
 WARM_UP = 2
 
@@ -50,8 +51,8 @@ def _measure(rank: int, options: Options, schedule: str, world_size: int, thread
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
     config = run_options(options.ranks, ParallelConfig(schedule=schedule), out, options.preset)
-    trainer = Trainer(plan_run(config, Launch(rank, rank, world_size, world_size)))
-    seconds = [trainer.train_step(step)["seconds"] for step in range(WARM_UP + options.steps)]
+    trainer = Trainer(prepare(Request(config), Launch(rank, rank, world_size, world_size)))
+    seconds = [trainer.step(step).record["seconds"] for step in range(WARM_UP + options.steps)]
     if rank == 0:
         results.put(seconds[WARM_UP:])
     dist.destroy_process_group()
@@ -77,8 +78,7 @@ def main() -> None:
     medians = {name: statistics.median(chain(*measured)) for name, measured in rounds.items()}
     config = run_options(ranks, ParallelConfig(), "", options.preset)
     layers, batch = config.model.num_layers, config.batch
-    assert batch.micro_batches is not None
-    tokens = batch.micro_batches * batch.micro_batch_size * batch.seq_len
+    tokens = batch.batch_size * batch.seq_len
     rows = []
     for name, measured in rounds.items():
         median, baseline = medians[name], next(iter(medians.values()))

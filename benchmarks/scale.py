@@ -50,11 +50,12 @@ def measure_rank(ranks: int) -> dict[str, float]:
     from moe_dualpipe.runtime.launch import Launch
     from moe_dualpipe.tools.checks.recording_group import recording_world
     from moe_dualpipe.training.config import BatchConfig, ParallelConfig, TrainConfig
-    from moe_dualpipe.training.plan import plan_run
-    from moe_dualpipe.training.trainer import Trainer
+    from moe_dualpipe.training.options import Request
+    from moe_dualpipe.training.preflight import prepare
+    from moe_dualpipe.training.step import Trainer
 
     config = TrainConfig(
-        model=small_model(), steps=STEPS, batch=BatchConfig(micro_batch_size=1, seq_len=16),
+        model=small_model(), steps=STEPS, batch=BatchConfig(batch_size=2 * ranks, micro_batch_size=1, seq_len=16),
         parallel=ParallelConfig(pp=4, ep=8, ep_backend="all_to_all"),
     )  # fmt: skip
     launch = Launch(0, 0, ranks, 1)
@@ -62,13 +63,13 @@ def measure_rank(ranks: int) -> dict[str, float]:
     with recording_world(0, ranks):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
-        trainer = Trainer(plan_run(config, launch, None))
+        trainer = Trainer(prepare(Request(config), launch, from_command=False))
         built = time.perf_counter()
-        trainer.train_step(0)
+        trainer.step(0)
         seconds = []
         for step in range(1, STEPS):
             begin = time.perf_counter()
-            trainer.train_step(step)
+            trainer.step(step)
             seconds.append(time.perf_counter() - begin)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         member = len(dist.distributed_c10d._world.pg_names)

@@ -38,16 +38,21 @@ class StageSpec:
         return f"{' + '.join(parts)} ({self.share:.0%} of the work)"
 
 
+def check_stages(num_stages: int, num_layers: int) -> None:
+    """Raise ValueError if there are fewer layers than stages."""
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{plural(num_layers, 'layer')} cannot be divided over {plural(num_stages, 'pipeline stage')}: "
+            f"use at least {num_stages} layers, fewer pipeline ranks, or a schedule with fewer stages (1f1b)"
+        )
+
+
 def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
     """Divide the blocks over `num_stages` stages so that the slowest stage is as fast as possible.
 
     Raises ValueError if there are fewer blocks than stages.
     """
-    if config.num_layers < num_stages:
-        raise ValueError(
-            f"{plural(config.num_layers, 'layer')} cannot be divided over {plural(num_stages, 'pipeline stage')}: "
-            f"use at least {num_stages} layers, fewer pipeline ranks, or a schedule with fewer stages (1f1b)"
-        )
+    check_stages(num_stages, config.num_layers)
     shape = flops_shape(config)
     costs = [layer.flops(shape.hidden) for layer in shape.layers]
     # The head and the MTP modules are on the stage of the last block.

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code, or raises SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["train"]:
-        from .training.main import main as train  # handles signals before it imports what takes time
+        from .commands.train import main as train  # handles signals before it imports what takes time
 
         train(arguments[1:])
         return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_dualpipe.training.main import main
+from moe_dualpipe.commands.train import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -15,9 +15,9 @@ import sys
 import torch
 from torch import Tensor
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import ModelConfig, RouterLayer
 from moe_dualpipe.models.layers import Linear
-from moe_dualpipe.training.main import main
 
 
 class ExpertChoice(RouterLayer):

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.kernels.backend import Kernels, use_triton
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.models import ExpertLayer, ModelConfig
-from moe_dualpipe.training.main import main
 
 BLOCK: Any = 1024
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.kernels.experts import swiglu
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.models.experts import SwiGLUExperts
-from moe_dualpipe.training.main import main
 
 
 @dataclass

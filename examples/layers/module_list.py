@@ -12,8 +12,8 @@ import sys
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.training.main import main
 
 
 class GELUExpert(nn.Module):

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.expert_parallel import ExpertParallel
 from moe_dualpipe.models import BlockLayer, KVCache, ModelConfig, MoE, StageOptions
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.overlap import Comm, Compute, Segments
-from moe_dualpipe.training.main import main
 
 
 class ParallelBlock(BlockLayer):

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import AttentionLayer, ModelConfig
 from moe_dualpipe.models.layers import Linear
 from moe_dualpipe.models.rotary import Rotary, rotate
-from moe_dualpipe.training.main import main
 
 
 @dataclass

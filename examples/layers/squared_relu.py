@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.models import ExpertLayer, ModelConfig
-from moe_dualpipe.training.main import main
 
 
 class SquaredReLUExperts(ExpertLayer):

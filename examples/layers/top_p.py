@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import ModelConfig, RouterLayer, attach
 from moe_dualpipe.models.layers import Linear
-from moe_dualpipe.training.main import main
 
 
 @dataclass

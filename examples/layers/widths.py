@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.training.main import main
 
 
 @dataclass

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.training.main import main
 
 
 @dataclass

@@ -24,13 +24,11 @@ class CheckParallel:
 
     def run(self) -> int:
         """Print the table. Returns the exit code: 1 if a check failed. Raises ValueError for invalid options."""
-        from ..training.command_line import parse_arguments
         from ..training.config import BatchConfig, TrainConfig
+        from ..training.options import parse_arguments
 
         defaults = TrainConfig(batch=BatchConfig(seq_len=16))
-        config = parse_arguments(
-            self.options, defaults=defaults, program="moe-dualpipe check parallel", description=_PARALLEL
-        )
+        config = parse_arguments(self.options, defaults)
 
         from ..tools.checks import check_parallel  # imports torch
 

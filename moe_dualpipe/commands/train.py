@@ -1,15 +1,67 @@
-"""`moe-dualpipe train`: the command train.py."""
+"""The command train.py, which `moe-dualpipe train` runs as well; and `moe_dualpipe.train`, the same from Python.
 
+Signals are handled first: importing torch takes seconds. Here the tools meet the app: a run gets the planner's
+prediction of its memory, the peak speed of its GPUs, and the profiler of `--profile`.
+"""
+
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..health.signals import Stop
+
+if TYPE_CHECKING:
+    from ..training import TrainConfig, Trainer
+    from ..training.preflight import Instruments
 
 
 @dataclass(frozen=True)
 class Train:
     """Train a Mixture-of-Experts transformer, as train.py does."""
 
-    # cli.py passes on the options before this class is built: training/main.py handles signals before it parses them.
+    # cli.py passes on the options before this class is built: main handles signals before it parses them.
 
     def run(self) -> None:
-        from ..training.main import main
-
         main([])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run train.py. Invalid options print one line and exit with code 2. Main thread only."""
+    with Stop().on_signals() as stop:
+        _train(sys.argv[1:] if arguments is None else arguments, stop)
+
+
+def _train(arguments: Sequence[str], stop: Stop) -> None:
+    from .. import __version__
+    from ..runtime.launch import Launch
+    from ..training.invalid import exit_on_invalid_option
+    from ..training.options import parse
+    from ..training.run import run
+
+    with exit_on_invalid_option(True, ValueError):
+        launch = Launch.from_environment()
+    stop.announce = launch.rank == 0
+    if "--version" in arguments:
+        if launch.rank == 0:
+            print(f"moe-dualpipe {__version__}")
+        return
+    with exit_on_invalid_option(launch.local_rank == 0, ValueError, OSError):
+        request = parse(arguments, quiet=launch.local_rank > 0)
+    run(request, launch, stop, instruments())
+
+
+def train(config: "TrainConfig | None" = None, *arguments: Any, **options: Any) -> "Trainer":
+    """Train from Python, as train.py does: see `moe_dualpipe.training.train`, which takes the same arguments."""
+    from ..training.run import train as start
+
+    return start(config, *arguments, **{"instruments": instruments(), **options})
+
+
+def instruments() -> "Instruments":
+    """What the tools add to a run."""
+    from ..tools.planner.flops import peak_flops
+    from ..tools.profiler.profiled_steps import profiled_steps
+    from ..training.preflight import Instruments
+
+    return Instruments(peak_flops=peak_flops, extensions=(profiled_steps,))

@@ -1,4 +1,4 @@
-"""Training batches: random windows of token streams, as a pure function of (seed, step, rank).
+"""Training batches: random windows of token streams, as a pure function of (seed, step).
 
 A resumed run therefore needs no data-loader state, and every pipeline rank can build the same batch without
 communication. A stream is all documents of a source in order, each followed by the end-of-document id. A sequence is a
@@ -50,20 +50,32 @@ class TextData:
     tokenizer: Tokenizer = BYTES
     has_held_out: ClassVar[bool] = True
 
-    def batch(self, seed: int, step: int, rank: int, count: int, seq_len: int) -> "tuple[Tensor, Tensor]":
-        """Draw `count` training sequences for data-parallel rank `rank`: inputs and labels, each [B, S] int64."""
-        return self._read(self.windows(seed, step, rank, count, seq_len), seq_len)
+    def batch(self, seed: int, step: int, rows: range, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
+        """Draw the `total` sequences of a step, and read `rows` of them: inputs and labels, each [B, S] int64.
 
-    def windows(self, seed: int, step: int, rank: int, count: int, seq_len: int) -> list[tuple[TokenStream, int]]:
+        So the sequences of a step do not depend on which rank reads which of them.
+        """
+        return self._read(self.windows(seed, step, rows, total, seq_len), seq_len)
+
+    def num_labels(self, step: int, total: int, seq_len: int) -> int:
+        """The number of labeled tokens in the `total` sequences of a step."""
+        return total * seq_len
+
+    def num_held_out_labels(self, total: int, seq_len: int) -> int:
+        """The number of labeled tokens in `total` held-out sequences."""
+        return total * seq_len
+
+    def windows(self, seed: int, step: int, rows: range, total: int, seq_len: int) -> list[tuple[TokenStream, int]]:
         """The windows that `batch` reads: a stream, and the index of the first token. Reads nothing."""
-        random = np.random.Generator(np.random.Philox(key=[seed, (step << 20) + rank]))
+        random = np.random.Generator(np.random.Philox(key=[seed, step << 20]))
         streams = [source.train for source in self.sources]
         if len(streams) > 1:
-            streams = [streams[i] for i in random.choice(len(streams), count, p=self.shares)]
+            streams = [streams[i] for i in random.choice(len(streams), total, p=self.shares)]
             starts = random.integers(0, [len(stream) - seq_len for stream in streams])
         else:
-            streams, starts = streams * count, random.integers(0, len(streams[0]) - seq_len, count)
-        return list(zip(streams, starts.tolist(), strict=True))
+            streams, starts = streams * total, random.integers(0, len(streams[0]) - seq_len, total)
+        drawn = list(zip(streams, starts.tolist(), strict=True))
+        return drawn[rows.start : rows.stop]
 
     def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Return sequences `first` to `first + count` of `total`, spaced evenly over the held-out text.

@@ -5,7 +5,7 @@ requested several steps ahead, into the cache of the files (data/stores/blocks.p
 disk. One that does not waits, and is counted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from ..messages import plural
@@ -20,16 +20,14 @@ _SHARE = 16
 
 
 class ReadAhead:
-    """The steps of a rank up to step `last`: `count` sequences of `seq_len` tokens for each number in `draws`.
+    """The steps of a rank up to step `last`: `rows` of `total` sequences of `seq_len` tokens, as `TextData.batch`.
 
-    draws: as `rank` of `TextData.batch`. ahead: the number of steps that are requested before they are needed. Raises
+    ahead: the number of steps that are requested before they are needed. Raises
     ValueError if the cache cannot hold the blocks of two steps.
     """
 
-    def __init__(
-        self, text: TextData | GivenBatches, seed: int, draws: Sequence[int], count: int, seq_len: int, last: int
-    ):
-        self.text, self.last, self._step = text, last, (seed, draws, count, seq_len)
+    def __init__(self, text: TextData | GivenBatches, seed: int, rows: range, total: int, seq_len: int, last: int):
+        self.text, self.last, self._step = text, last, (seed, rows, total, seq_len)
         streams = [s for one in text.sources for s in (one.train, one.held_out)] if isinstance(text, TextData) else []
         found = {id(s.file): s.file for s in streams if isinstance(s, TokensOnDisk) and isinstance(s.file, RemoteFile)}
         self.files, self._requested, self._waits = [*found.values()], 0, 0
@@ -37,10 +35,10 @@ class ReadAhead:
             self.ahead = 0
             return
         size = max(s.dtype.itemsize for s in streams if isinstance(s, TokensOnDisk)) * (seq_len + 1)
-        limit, needed = self.files[0].cache.limit, len(draws) * count * (size // BLOCK + 2) * BLOCK
+        limit, needed = self.files[0].cache.limit, len(rows) * (size // BLOCK + 2) * BLOCK
         if limit < 2 * needed:
             least = f"use {2 * needed / 1e9:.2g} or more"
-            raise ValueError(f"--data-cache-gb {limit / 1e9:g} cannot hold the blocks of two steps: {least}")
+            raise ValueError(f"data_cache_gb {limit / 1e9:g} cannot hold the blocks of two steps: {least}")
         self.ahead = max(1, min(_MOST_STEPS, limit // _SHARE // needed))
 
     def fill(self, first: int) -> None:
@@ -74,9 +72,8 @@ class ReadAhead:
     def _request(self, step: int) -> list["Future[bytes]"]:
         if step >= self.last or not isinstance(self.text, TextData):
             return []
-        seed, draws, count, seq_len = self._step
-        windows = [one for rank in draws for one in self.text.windows(seed, step, rank, count, seq_len)]
-        return request(windows, seq_len)
+        seed, rows, total, seq_len = self._step
+        return request(self.text.windows(seed, step, rows, total, seq_len), seq_len)
 
     def __str__(self) -> str:
         return f"data is read {plural(self.ahead, 'step')} ahead"

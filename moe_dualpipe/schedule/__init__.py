@@ -7,7 +7,15 @@
 """
 
 from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, halves, parse
-from .build import NAMES, build, check_numbers, default_micro_batches, default_schedule, placement_of
+from .build import (
+    NAMES,
+    build,
+    check_micro_batches,
+    check_numbers,
+    default_micro_batches,
+    default_schedule,
+    placement_of,
+)
 from .comms import add_comms, counterpart, receive_early
 from .grid import ScheduleError, grid
 from .placement import Placement
@@ -19,7 +27,8 @@ from .walk import DeadlockError, Span
 
 __all__ = [
     "NAMES", "Action", "Backward", "Costs", "DeadlockError", "Flow", "Forward", "Held", "Overlap", "Part", "Placement",
-    "Recv", "Schedule", "ScheduleError", "Send", "Span", "Step", "Timeline", "add_comms", "build", "check_numbers",
+    "Recv", "Schedule", "ScheduleError", "Send", "Span", "Step", "Timeline", "add_comms", "build",
+    "check_micro_batches", "check_numbers",
     "counterpart", "default_micro_batches", "default_schedule", "grid", "halves", "parse", "placement_of",
     "receive_early", "simulate", "steps_from_csv", "validate", "validate_transfers",
 ]  # fmt: skip

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from ..messages import LARGEST, check_range, printable
+from ..messages import LARGEST, check_range, printable, unknown_name
 from .config import TrainConfig
 from .learning_rate import decay_steps
-from .metrics import check_tensorboard
-from .wandb_run import check_wandb
+from .options import all_keys, option_name, value_of
+from .sinks import check_installed
 
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
     ("steps parallel.ep parallel.pp parallel.nodes_per_domain parallel.num_chunks parallel.max_deferred "
-     "parallel.move_experts_every parallel.elastic "
-     "batch.seq_len batch.micro_batch_size batch.micro_batches checkpoint.save_every checkpoint.keep "
+     "parallel.move_experts_every "
+     "batch.seq_len batch.micro_batch_size batch.batch_size checkpoint.save_every checkpoint.keep "
      "metrics.eval_sequences metrics.log_every metrics.eval_every health.max_skipped health.check_replicas_every "
      "optim.decay_steps", 1, LARGEST),
     ("metrics.profile optim.warmup_steps", 0, LARGEST),
@@ -30,10 +30,6 @@ RANGES: tuple[tuple[str, float, float], ...] = (
 # Options, test, requirement.
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("optim.beta1 optim.beta2 optim.momentum", lambda x: 0 <= x < 1, "at least 0 and below 1"),
-    ("compute.dtype", ("float32", "bfloat16", "auto").__contains__, "float32, bfloat16 or auto"),
-    ("parallel.expert_sums", ("rank", "choice").__contains__, "rank or choice"),
-    ("optim.name", ("adamw", "muon").__contains__, "adamw or muon"),
-    ("optim.schedule", ("cosine", "wsd").__contains__, "cosine or wsd"),
     ("freeze", lambda patterns: not isinstance(patterns, str), "a tuple of patterns"),
 )
 
@@ -43,43 +39,38 @@ def check_options(config: TrainConfig) -> None:
     for options, low, high in RANGES:
         for option in options.split():
             if (value := attrgetter(option)(config)) is not None:
-                check_range(_flag(option), value, low, high)
+                check_range(option_name(option), value, low, high)
+    for key in all_keys().values():
+        if key.choices and (value := value_of(config, key.name)) not in (*key.choices, None):
+            raise unknown_name(option_name(key.name), str(value), key.choices)
     for options, valid, requirement in RULES:
         for option in options.split():
             value = attrgetter(option)(config)
             if not valid(value):
                 got = repr(value) if isinstance(value, str) else value
-                raise ValueError(f"{_flag(option)} must be {requirement}: got {got}")
+                raise ValueError(f"{option_name(option)} must be {requirement}: got {got}")
     config.sample.sampling()  # raises ValueError
     optim, mtp_layers, seq_len = config.optim, config.model.mtp_layers, config.batch.seq_len
     for option in ("place_experts", "move_experts_every"):
         if (value := getattr(config.parallel, option)) and config.parallel.ep == 1:
             raise ValueError(
-                f"{_flag(option)} {printable(value)} needs --ep 2 or more: with --ep 1, each rank has all experts"
+                f"{option_name(option)} {printable(value)} needs --ep 2 or more: with --ep 1, each rank has all experts"
             )
     if config.checkpoint.weights and config.checkpoint.resume:
         raise ValueError("--weights starts a new run and --resume continues an old one: use one of them")
     if config.checkpoint.weights_partial and not config.checkpoint.weights:
         raise ValueError("--weights-partial needs --weights, the folder to load from")
-    if config.metrics.tensorboard:
-        check_tensorboard()
-    if config.metrics.wandb:
-        check_wandb()
+    check_installed(config)
     if optim.schedule == "cosine" and optim.decay_steps:
-        what = f"--optim.decay-steps {optim.decay_steps}"
-        raise ValueError(f"{what} is for --optim.schedule wsd: cosine decays in all steps")
+        what = f"optim.decay_steps {optim.decay_steps}"
+        raise ValueError(f"{what} is for --lr-schedule wsd: cosine decays in all steps")
     decay = decay_steps(optim, config.steps)
     if optim.schedule == "wsd" and optim.warmup_steps + decay > config.steps:
         raise ValueError(
             f"{optim.warmup_steps} warm-up and {decay} decay steps do not fit into --steps {config.steps}: "
-            "use fewer --optim.warmup-steps or --optim.decay-steps"
+            "use fewer --warmup-steps or optim.decay_steps"
         )
     if seq_len <= mtp_layers:
-        raise ValueError(f"--model.mtp-layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {seq_len}")
+        raise ValueError(f"model.mtp_layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {seq_len}")
     if config.batch.document_mask and mtp_layers:
-        raise ValueError(f"--document-mask needs --model.mtp-layers 0: got {mtp_layers}")
-
-
-def _flag(option: str) -> str:
-    name = option if option.startswith("optim.") else option.split(".")[-1]
-    return f"--{name.replace('_', '-')}"
+        raise ValueError(f"--document-mask needs model.mtp_layers 0: got {mtp_layers}")

@@ -1,52 +1,33 @@
-"""The options of a training run, grouped by subject. A field is a flag of train.py, and its docstring the help text.
+"""The options of a training run, grouped by subject. A field is a key of run.toml, and its docstring the help text.
 
-None means no limit, or a value that `resolve.py` chooses from the other options. `checks.py` has the valid values.
+options.py lists the keys that are flags of train.py, and reads all of them from flags, `--set` and TOML files. None
+means no limit, or a value that setup.py chooses from the others.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
-
-from tyro.conf import OmitArgPrefixes, arg
-from tyro.constructors import PrimitiveConstructorSpec
+from typing import TYPE_CHECKING, Literal, cast
 
 from ..expert_parallel.options import EpBackend
 from ..kernels.options import Kernels
 from ..models import ModelConfig, preset
 from ..models.config import Recompute
-from ..option_types import OptionalPreset, ScheduleName
 from .start_model import start_model
 
 if TYPE_CHECKING:
     from ..inference import Sampling
 
-
-def _optional(kind: Callable[[str], Any], metavar: str) -> PrimitiveConstructorSpec:
-    """A value that may be None; on the command line 0 and the empty string mean None, too."""
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda words: None if words[0] == "None" else kind(words[0]) or None,
-        is_instance=lambda value: value is None or isinstance(value, int | float | str),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
 DEFAULT_PRESET = "tiny"
 _OF_PRESET = cast(ModelConfig, None)
-OptionalInt = Annotated[int | None, _optional(int, "INT")]
-OptionalFloat = Annotated[float | None, _optional(float, "FLOAT")]
-OptionalStr = Annotated[str | None, _optional(str, "STR")]
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """How the work is divided over processes: pipeline x data-parallel ranks."""
 
-    pp: OptionalInt = None
-    """Number of pipeline ranks. None: processes / ep."""
+    pp: int | None = None
+    """Pipeline ranks. None: processes / ep."""
     ep: int = 1
     """Number of ranks that share the experts of a layer; divides the experts and the data-parallel ranks."""
     ep_backend: EpBackend = "auto"
@@ -57,28 +38,24 @@ class ParallelConfig:
     """Order of the sum of a token's experts.
     rank: each rank adds up its own first, so a token returns once from each rank.
     choice: in the order of the router's choices, which sends more; then moving experts changes no bit."""
-    place_experts: Annotated[str | None, _optional(str, "FILE|auto")] = None
+    place_experts: str | None = None
     """Which rank holds which expert at first: a file from `moe-dualpipe model balance --json`.
     auto: by the loads in the checkpoint of --resume. None: in the order of their ids."""
-    move_experts_every: Annotated[int | None, _optional(int, "STEPS")] = None
+    move_experts_every: int | None = None
     """Steps between decisions to move experts to other ranks, by the loads since the last one. None: never."""
     move_experts_gain: float = 0.05
     """Move the experts of a layer only if the load of its fullest rank falls by this fraction or more."""
-    nodes_per_domain: OptionalInt = None
+    nodes_per_domain: int | None = None
     """Number of machines joined by NVLink, next to each other in the order of their names.
     Ranks that share experts are placed on one machine or, if they do not fit, in one such domain.
     None: a block of Slurm's topology, or 1."""
-    elastic: Annotated[int | None, _optional(int, "PROCESSES")] = None
-    """The options are for this number of processes. None: for all.
-    With another number, divide the same batches anew, and continue the run in --out.
-    For torchrun with a range of machines (docs/cluster.md)."""
-    schedule: ScheduleName = "auto"
+    schedule: str = "auto"
     """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
-    num_chunks: OptionalInt = None
+    num_chunks: int | None = None
     """Stages per rank, for schedules that allow a choice (interleaved_1f1b). None: the schedule's default."""
     overlap: bool = True
     """Run the communication of one micro-batch during the computation of another, where the schedule pairs them."""
-    max_deferred: OptionalInt = None
+    max_deferred: int | None = None
     """Maximum number of chunks with deferred weight gradients; a limit saves activation memory. None: no limit."""
     zero: bool = True
     """Divide the optimizer state among the ranks that hold the same weights (ZeRO-1). Results are bit-identical."""
@@ -116,7 +93,7 @@ class BatchConfig:
     """Field of a .jsonl line that holds the text."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of a .bin file without a description file (little-endian)."""
-    data_cache: OptionalStr = None
+    data_cache: str | None = None
     """Local folder for blocks of token ids that are read from a URL. None: data-cache in --staging."""
     data_cache_gb: float = 20.0
     """Largest size of this folder in GB."""
@@ -124,35 +101,35 @@ class BatchConfig:
     """Tokens per sequence."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document."""
-    micro_batch_size: int = 2
-    """Sequences per micro-batch."""
-    micro_batches: OptionalInt = None
-    """Micro-batches per step on each data-parallel rank. None: 8, or more if the schedule needs them."""
+    batch_size: int = 16
+    """Sequences per step, over all ranks. Step n reads the same ones in every layout."""
+    micro_batch_size: int | None = None
+    """Sequences per micro-batch. None: 2, or 1 if the schedule needs more micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """Where a run is saved, and what it starts from."""
 
-    out: OptionalStr = None
+    out: str | None = None
     """Folder for checkpoints and metrics, or a URL (docs/storage.md).
     None: that of the resumed run, or a new folder runs/<preset>[-2, -3 ...]."""
-    resume: OptionalStr = None
+    resume: str | None = None
     """Resume from the newest checkpoint of this run, or from this checkpoint. A folder or a URL."""
-    weights: OptionalStr = None
+    weights: str | None = None
     """Start a new run from the weights in this folder or URL.
     It has a published model in Hugging Face's format, or what `moe-dualpipe export` wrote."""
     weights_partial: bool = False
     """With --weights: load the weights that fit the model by name and shape. Others keep their initial values."""
-    save_every: OptionalInt = None
+    save_every: int | None = None
     """Steps between checkpoints. None: save only at the end."""
-    keep: OptionalInt = 3
+    keep: int | None = 3
     """Number of checkpoints to keep. None: all."""
-    export: OptionalStr = None
+    export: str | None = None
     """At the end, write the model into this new folder or URL in Hugging Face's format (docs/checkpoints.md)."""
     save_async: bool = True
     """Continue training while a checkpoint is written. Needs main memory for a copy of weights and moments."""
-    staging: OptionalStr = None
+    staging: str | None = None
     """Local folder for files on their way to or from a URL.
     None: moe-dualpipe-<user id> in the folder for temporary files."""
 
@@ -164,17 +141,17 @@ class MetricsConfig:
     log_every: int = 1
     """Number of steps per record of the metrics. A record has the mean loss and the speed of these steps.
     A record also ends at a checkpoint, at a validation, and at the end of the run."""
-    eval_every: OptionalInt = None
+    eval_every: int | None = None
     """Steps between validations. They do not change training. None: validate only before and after the run."""
     eval_sequences: int = 64
     """Number of held-out sequences for the validation loss, rounded up to whole batches."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
-    wandb: Annotated[str | None, _optional(str, "PROJECT")] = None
+    wandb: str | None = None
     """Also log the metrics to this Weights & Biases (W&B) project."""
-    peak_tflops: OptionalFloat = None
+    peak_tflops: float | None = None
     """Peak TFLOP/s of one device, for the metric mfu (model FLOPs utilization). None: known for common GPUs."""
-    profile: Annotated[int, arg(metavar="STEPS")] = 0
+    profile: int = 0
     """Number of steps to profile on every rank, after two warm-up steps (docs/profiling.md)."""
 
 
@@ -188,7 +165,7 @@ class SampleConfig:
     """Text that the sample continues."""
     temperature: float = 0.8
     """Sampling temperature. Lower is more predictable; 0 is greedy decoding."""
-    top_k: OptionalInt = None
+    top_k: int | None = None
     """Sample from the k most likely tokens. None: no limit."""
     top_p: float = 1.0
     """Sample from the most likely tokens with this total probability. 1: no limit."""
@@ -204,14 +181,14 @@ class SampleConfig:
 class HealthConfig:
     """When a run stops because something is wrong."""
 
-    timeout: Annotated[float, arg(metavar="SECONDS")] = 600.0
+    timeout: float = 600.0
     """Seconds that a rank waits for another one before the run fails. A rank that dies is detected sooner.
     After a quarter of this time, the run prints who waits for whom."""
     check_memory: bool = True
     """Refuse to start if weights, gradients and optimizer state do not fit into the memory that is free."""
     max_skipped: int = 10
     """Stop after this many consecutive steps with a non-finite loss or gradient. Such steps are skipped."""
-    check_replicas_every: OptionalInt = 1
+    check_replicas_every: int | None = 1
     """Steps between checks that replicas are bit-equal, before the update (docs/reliability.md).
     None: check only at the start, before each checkpoint, and at the end."""
     traceback: bool = False
@@ -230,7 +207,7 @@ class OptimizerConfig:
     """Learning rate after the warm-up. cosine: cosine decay; wsd: constant, then 1 - sqrt decay over decay_steps."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
-    decay_steps: OptionalInt = None
+    decay_steps: int | None = None
     """wsd: steps of the decay at the end. None: a fifth of all steps."""
     final_lr: float = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
@@ -242,7 +219,7 @@ class OptimizerConfig:
     """muon: decay rate of the momentum."""
     weight_decay: float = 0.1
     """Decoupled weight decay, on matrices only."""
-    clip: OptionalFloat = 1.0
+    clip: float | None = 1.0
     """Maximum gradient norm over all ranks; larger gradients are scaled down. None: no limit."""
 
 
@@ -257,7 +234,7 @@ class TrainConfig:
     $ moe-dualpipe --version
     """
 
-    preset: OptionalPreset = None
+    preset: str | None = None
     """Model size; --model.* options override single values. None: the model of --resume or --weights, or tiny."""
     steps: int = 320
     """Total number of optimizer steps, including those before a resume."""
@@ -265,17 +242,17 @@ class TrainConfig:
     """Seed of the initial weights and of the order of the data."""
     bias_rate: float = 3e-3
     """Change of a router's biases per step (--model.router-bias); use less for long runs. 0: biases do not change."""
-    freeze: Annotated[tuple[str, ...], arg(metavar="PATTERN [PATTERN ...]")] = ()
+    freeze: tuple[str, ...] = ()
     """Parameters to exclude from training: their names in checkpoints, with * for any text (docs/training.md).
     Example: --freeze embedding.weight 'layers.*.experts.*'"""
 
-    parallel: OmitArgPrefixes[ParallelConfig] = ParallelConfig()
-    compute: OmitArgPrefixes[ComputeConfig] = ComputeConfig()
-    batch: OmitArgPrefixes[BatchConfig] = BatchConfig()
-    checkpoint: OmitArgPrefixes[CheckpointConfig] = CheckpointConfig()
-    metrics: OmitArgPrefixes[MetricsConfig] = MetricsConfig()
-    sample: OmitArgPrefixes[SampleConfig] = SampleConfig()
-    health: OmitArgPrefixes[HealthConfig] = HealthConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    compute: ComputeConfig = ComputeConfig()
+    batch: BatchConfig = BatchConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    sample: SampleConfig = SampleConfig()
+    health: HealthConfig = HealthConfig()
     optim: OptimizerConfig = OptimizerConfig()
     model: ModelConfig = _OF_PRESET
 

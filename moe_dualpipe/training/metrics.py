@@ -1,7 +1,7 @@
-"""The metrics of a run: a file with one JSON object per line, TensorBoard and other sinks, and a progress bar."""
+"""The metrics of a run: a file with one JSON object per line, and the sinks that get the same records."""
 
-import importlib.util
 import json
+import math
 import resource
 import sys
 from collections.abc import Sequence
@@ -9,58 +9,78 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
 from ..data import strict_json
 from ..messages import quoted
 from ..models import ModelConfig
-from ..tools.drawing.curves import PANELS
-from ..tools.planner.flops import peak_flops, train_flops_per_token
+from ..models.costs import train_flops_per_token
 from .appended_file import AppendedFile
 from .sinks import GuardedSink, Sink
 
 FILE = "metrics.jsonl"
-_NUMBERS = {*(panel.key for panel in PANELS), "validation_loss", "tokens", "seconds"}
+_TEXTS = ("layout", "division", "save_error")
+"""Keys whose value is text; all others are numbers."""
+SUMS = (
+    "seconds", "tokens", "reduce_seconds", "reduce_exposed_seconds", "gather_seconds", "gather_exposed_seconds",
+    "moved_experts", "data_waits",
+)  # fmt: skip
+RATES = ("tokens_per_s", "mfu")
+LATEST = ("step", "lr", "skipped", "peak_memory_mb")
 
 
 class Metrics:
-    """Appends records to `<run>/metrics.jsonl`. tensorboard: also writes them to `<run>/tensorboard/`.
+    """Appends records to `<run>/metrics.jsonl`, and passes them on.
 
-    run: None writes no files. sinks: also get the records (sinks.py). enabled: True on one rank; the others write
-    nothing. first_step: removes the records of later steps, which a resumed run repeats. If a file cannot be written,
-    training continues, and later calls try again (appended_file.py).
+    run: None writes no file. sinks: also get the records (sinks.py). first_step: removes the records of later steps,
+    which a resumed run repeats. If the file cannot be written, training continues, and later calls try again
+    (appended_file.py).
     """
 
-    def __init__(
-        self, run: Path | None, enabled: bool, first_step: int = 0, tensorboard: bool = False,
-        sinks: Sequence[Sink] = (),
-    ):  # fmt: skip
-        self._file = self._board = None
-        self._sinks = [GuardedSink(sink) for sink in sinks] if enabled else []
-        if run is None:
-            return
-        if enabled:
+    def __init__(self, run: Path | None, first_step: int = 0, sinks: Sequence[Sink] = ()):
+        self._sinks, self._file = [GuardedSink(sink) for sink in sinks], None
+        if run is not None:
             path = run / FILE
             self._file = AppendedFile(path, lambda: _remove_later(path, first_step))
-        if enabled and tensorboard:
-            from .event_file import EventFile
-
-            self._board = EventFile(run / "tensorboard", first_step + 1)
 
     def write(self, **record: Any) -> None:
         """Append a record, with the key `step`."""
         if self._file is not None:
             self._file.append((strict_json.write(record) + "\n").encode())  # NaN as null
-        if self._board is not None:
-            self._board.write(**record)
         for sink in self._sinks:
             sink.log(record)
 
     def close(self) -> None:
-        for file in (self._file, self._board, *self._sinks):
+        for file in (self._file, *self._sinks):
             if file is not None:
                 file.close()
+
+
+def merged(records: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the record of an interval from those of its steps.
+
+    Seconds and tokens are sums. Rates are those of the whole interval. The step, the learning rate, the number of
+    skipped steps and the peak memory are those of the last step. All other values, such as the loss, are means of the
+    finite values, or NaN if none is finite.
+
+    Example: losses [3, NaN, 1] and seconds [1, 1, 2] give a loss of 2 and 4 seconds.
+    """
+    if len(records) == 1:
+        return records[0]
+    return {key: _merge(key, records) for key in dict.fromkeys(key for record in records for key in record)}
+
+
+def _merge(key: str, records: Sequence[dict[str, float]]) -> float:
+    values = [record[key] for record in records if key in record]
+    if key in LATEST:
+        return values[-1]
+    if key in SUMS:
+        return round(sum(values), 4)
+    if key in RATES:
+        weighted = [(record[key] * record["seconds"], record["seconds"]) for record in records if key in record]
+        amounts, seconds = (sum(column) for column in zip(*weighted, strict=True))
+        return round(amounts / max(seconds, 1e-9), 4)
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def _remove_later(path: Path, step: int) -> None:
@@ -75,12 +95,6 @@ def _remove_later(path: Path, step: int) -> None:
             fresh.replace(path)
         finally:
             fresh.unlink(missing_ok=True)
-
-
-def check_tensorboard() -> None:
-    """Raise ValueError if TensorBoard is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard needs TensorBoard: pip install 'moe-dualpipe[tensorboard]'")
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
@@ -104,9 +118,9 @@ def read_records(run: Path) -> list[dict[str, Any]]:
 def _checked(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
         raise ValueError("not a record with a step")
-    for key in _NUMBERS & {*record}:
-        if record[key] is not None and type(record[key]) not in (int, float):
-            raise ValueError(f"{key} is not a number")
+    for key, value in record.items():
+        if key not in _TEXTS and value is not None and type(value) not in (int, float):
+            raise ValueError(f"{quoted(key, 60)} is not a number")
     for key in ("tokens", "seconds", "tokens_per_s") if "loss" in record else ():
         if record.get(key) is None or not 0 <= record[key] < 1e15:
             raise ValueError(f"a step without valid {key}")
@@ -123,42 +137,12 @@ def _lines(path: Path) -> list[str]:
         raise ValueError(f"{path} is not text: {error.reason} at byte {error.start}") from None
 
 
-def progress_bar(steps: int, first: int, enabled: bool) -> tqdm:
-    """Shows loss, tokens/s and time left; updates less often if stderr is not a terminal."""
-    interval = 0.2 if sys.stderr.isatty() else 5.0
-    return tqdm(
-        total=steps, initial=first, disable=not enabled, mininterval=interval, unit="step", dynamic_ncols=True,
-        bar_format="{desc}{percentage:3.0f}%|{bar}| step {n}/{total} [{elapsed} < {remaining}{postfix}]",
-    )  # fmt: skip
-
-
-def load_statistics(load_LE: Tensor) -> dict[str, float]:
-    """The maximum load of an expert over the mean, in the worst layer, and the fraction of experts without a token.
-
-    load_LE: tokens per layer and expert. Example: [[4, 0, 2, 2]] has a mean of 2, so these are 2.0 and 0.25.
-    """
-    if not load_LE.sum():
-        return {}
-    mean_L = load_LE.float().mean(1).clamp(min=1e-9)
-    return {
-        "expert_load_max_over_mean": round((load_LE.max(1).values / mean_L).max().item(), 3),
-        "dead_experts": round((load_LE == 0).float().mean().item(), 4),
-    }
-
-
-def utilisation(
-    model: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype, num_devices: int,
-    peak_tflops: float | None = None,
-) -> float | None:  # fmt: skip
+def utilization(model: ModelConfig, seq_len: int, num_devices: int, peak_flops: float | None) -> float | None:
     """Model FLOPs utilization (MFU) = this factor x tokens/s of all devices. None if the peak of a device is unknown.
 
-    the planner counts the FLOPs. peak_tflops: of one device; None: known for common GPUs. On CPUs, each process
-    counts as a device.
+    peak_flops: FLOP/s of one device. On CPUs, each process counts as a device.
     """
-    peak = peak_tflops * 1e12 if peak_tflops else None
-    if peak is None and device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(device), dtype)
-    return train_flops_per_token(model, seq_len) / (peak * num_devices) if peak else None
+    return train_flops_per_token(model, seq_len) / (peak_flops * num_devices) if peak_flops else None
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..overlap.probe import Observed, probe
 from ..runtime.replicas import sum_gradients
-from .trainer import Trainer
+from .step import Trainer
 
 _WEIGHTS, _FORWARD, _LOSS, _BACKWARD, _WEIGHT_GRADIENTS, _SUMS = range(6)
 

@@ -196,4 +196,4 @@ def check_saved(checkpoint: Path, config: OptimizerConfig, model: ModelConfig) -
             saved = "adamw"
     if saved != config.name:
         what = f"{checkpoint} holds the state of {saved}, which {config.name} cannot use"
-        raise ValueError(f"{what}: use --optim.name {saved}")
+        raise ValueError(f"{what}: use --optimizer {saved}")

@@ -9,6 +9,7 @@ B sequences, S positions, L layers, E experts, N tokens to generate.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,16 +143,21 @@ class Pipeline:
         self.executor.before_stage, self.divided = optimizer.wait, zero
         return optimizer
 
-    def step(self, inputs_BS: Tensor, labels_BS: Tensor, sum_gradients: bool = False) -> list[Tensor]:
+    def step(
+        self, inputs_BS: Tensor, labels_BS: Tensor, sum_gradients: bool = False, num_labels: float | None = None
+    ) -> list[Tensor]:
         """Run forward and backward of one batch; under `torch.no_grad()`, only forward.
 
         sum_gradients: start the sum of a stage's gradients over replicas when they are complete, while the pipeline
         drains. Call `sum_gradients` afterwards, before another step. For the last batch of an update.
 
-        inputs_BS, labels_BS: token ids of `num_sequences` sequences, the same on all ranks of a pipeline. The
-        gradients, summed over micro-batches, are added to those of the parameters. Returns the loss, in nats per
-        token, of each micro-batch whose last stage is on this rank. Raises ValueError for inputs or labels of
-        another shape.
+        inputs_BS, labels_BS: token ids of `num_sequences` sequences, the same on all ranks of a pipeline. Labels of
+        -100 are ignored. num_labels: the number of the other labels on all data-parallel ranks; None: count them.
+
+        Returns a loss for each micro-batch whose last stage is on this rank, in nats per token. A micro-batch with
+        more labels than the average counts as much more, so the mean of all losses (`mean_loss`) is the mean over all
+        labeled tokens. Their gradients, summed over micro-batches, are added to those of the parameters. Raises
+        ValueError for inputs or labels of another shape.
         """
         if not self._kernels_loaded:
             self.load_kernels()
@@ -159,17 +165,20 @@ class Pipeline:
         for name, tensor in (("inputs", inputs_BS), ("labels", labels_BS)):
             self._check_shape(name, tensor)
         inputs, labels = {}, {}
+        weights = self._weights(labels_BS, num_labels)
         size = self.micro_batch[0]
         for m, (x, y) in enumerate(zip(inputs_BS.split(size), labels_BS.split(size), strict=True)):
             if schedule.rank_of(0, m) == pp_rank:
                 inputs[m] = (x.to(self.device),)
             if schedule.rank_of(last, m) == pp_rank:
-                labels[m] = (y.to(self.device),)
-        criterion = self.stages[last].loss if last in self.stages else None
+                labels[m] = (y.to(self.device), weights[m])
+        criterion = weighted(self.stages[last].loss) if last in self.stages else None
         sums = self._gradient_sums() if sum_gradients else None
         on_gradients = sums.complete if sums else None
         if self.cuda_graphs and torch.is_grad_enabled():
-            losses = [self._replay(*inputs[m], *labels[m]) for m in inputs]
+            if any(weight != 1 for weight in weights):
+                raise ValueError("cuda_graphs needs as many labels in each micro-batch: got labels of -100")
+            losses = [self._replay(inputs[m][0], labels[m][0]) for m in inputs]
         else:
             result = self.executor.step(schedule, inputs, labels, criterion, on_gradients=on_gradients)
             losses = list(result.losses.values())
@@ -178,6 +187,18 @@ class Pipeline:
         if self._on_action is not None:
             self._on_action(None)
         return losses
+
+    def _weights(self, labels_BS: Tensor, num_labels: float | None) -> list[float]:
+        """For each micro-batch, its number of labels divided by the mean over the micro-batches of all ranks."""
+        if num_labels == labels_BS.numel() * self.layout.dp:
+            return [1.0] * self.schedule.num_micro_batches
+        counts = [int((y >= 0).sum()) for y in labels_BS.split(self.micro_batch[0])]
+        if num_labels is None:
+            total = torch.tensor(sum(counts))
+            if dist.is_initialized():
+                dist.all_reduce(total)
+            num_labels = int(total) / self.layout.pp
+        return [count * self.num_micro_batches / num_labels if num_labels else 0.0 for count in counts]
 
     def _replay(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         """Run a micro-batch as a CUDA graph, which the first one captures. Returns its loss."""
@@ -262,6 +283,22 @@ class Pipeline:
         if [*tensor.shape] != expected:
             parts = plural(self.schedule.num_micro_batches, "micro-batch", "es")
             raise ValueError(f"{name} must be {expected}, {parts} of {[*self.micro_batch]}: got {[*tensor.shape]}")
+
+
+def weighted(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The criterion times a weight, which follows its arguments. With the weight 0, a loss of no labels is 0, not nan.
+
+    The auxiliary losses that are attached to the loss keep their factors.
+    """
+
+    def loss(*arguments: Any) -> Tensor:
+        *others, weight = arguments
+        value = criterion(*others)
+        if weight == 1:
+            return value
+        return value * weight if weight else value.nan_to_num() * 0
+
+    return loss
 
 
 def _layout(schedule: Schedule, ep: int, num_experts: int) -> Layout:

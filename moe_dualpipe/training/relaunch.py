@@ -1,4 +1,4 @@
-"""How ranks end when torchrun is to bring the machines of an elastic run together again.
+"""How ranks end when torchrun is to bring the machines of a run together again.
 
 torchrun starts the ranks of a machine again if one of them fails, or if another machine waits to join. If all ranks of
 a machine end with code 0, it takes the run as complete, and ends it for all machines. So a rank that stops because
@@ -22,7 +22,7 @@ SIGNAL_SECONDS = 10.0
 
 
 def end_after_stop(stop: Stop, rank: int, seconds: float = SIGNAL_SECONDS) -> None:
-    """End a rank of a run that was stopped by a signal to any rank.
+    """End a rank of a run on several machines that was stopped by a signal to any rank.
 
     If its launcher sends a signal too, all machines stop, or another one joins: returns. Otherwise a machine leaves,
     and the others go on: exits with code 1, so that torchrun starts this rank again.
@@ -36,7 +36,7 @@ def end_after_stop(stop: Stop, rank: int, seconds: float = SIGNAL_SECONDS) -> No
         time.sleep(_POLL)
 
 
-def end_without_division(error: ValueError, launch: Launch, seconds: float) -> NoReturn:
+def end_without_layout(error: ValueError, launch: Launch, seconds: float) -> NoReturn:
     """End a run that cannot go on with this number of processes, unless more come: waits, then exits with code 2.
 
     torchrun ends the process if a machine joins. If it ended at once, torchrun would use up its restarts.
@@ -49,15 +49,15 @@ def end_without_division(error: ValueError, launch: Launch, seconds: float) -> N
     raise SystemExit(2)
 
 
-def end_with_other_versions(error: OtherVersionsError, machine: str, launch: Launch, elastic: bool) -> NoReturn:
-    """End a rank because machines have different versions. In an elastic run, the odd ones leave; the others go on.
+def end_with_other_versions(error: OtherVersionsError, machine: str, launch: Launch) -> NoReturn:
+    """End a rank because machines have different versions. After a restart, the odd ones leave, and the others go on.
 
     torchrun on an odd machine gets a signal: if it ended by itself, it would end the run of all machines.
     """
     if launch.local_rank == 0:
         report_error(f"{program_name()}: error: {error}\n")
-    if not elastic:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         raise SystemExit(2)
-    if machine in error.machines and "TORCHELASTIC_RUN_ID" in os.environ and launch.local_rank == 0:
+    if machine in error.machines and launch.local_rank == 0:
         os.kill(os.getppid(), signal.SIGTERM)
     raise SystemExit(1)

@@ -6,16 +6,16 @@ import time
 from pathlib import Path
 
 import pytest
+from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.training import restart
-from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.checkpoints import write_manifest
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, change, losses, make_plan, options, records, resolve, settings, torchrun, train
 
 KILLS_ITSELF = """
 import os, signal
-from moe_dualpipe.training.main import main
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.training.trainer import Trainer
 
 train_step = Trainer.train_step

@@ -12,8 +12,8 @@ import time
 
 import pytest
 import torch
-
 from moe_dualpipe.training.command_line import parse_arguments
+
 from moe_dualpipe.training.loop import TrainingRun
 from tests.support import namespaces
 from tests.support.machines import Machines
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(namespaces.why_not()), r
 NOTES_SEQUENCES = """
 import json, time
 from moe_dualpipe.training import trainer
-from moe_dualpipe.training.main import main
+from moe_dualpipe.commands.train import main
 
 draw = trainer.sequences_of_step
 train_step = trainer.Trainer.train_step

@@ -7,11 +7,11 @@ import re
 from unittest import mock
 
 import pytest
+from moe_dualpipe.training.command_line import parse_arguments
 
 from examples import own_stages as example
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.schedule import build
-from moe_dualpipe.training.command_line import parse_arguments
-from moe_dualpipe.training.main import main
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, command, losses, records, train_and_listen
 

@@ -4,12 +4,12 @@ import dataclasses
 import re
 
 import pytest
-
-from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.training import memory
 from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.fitting import MARGIN, Division, division_of, nearest_division, step_memory
-from moe_dualpipe.training.main import main
+
+from moe_dualpipe.commands.train import main
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.training import memory
 from tests.support.runs import SMALL, change, options, resolve
 
 NOW = Division(4, 2, 2, 4, "none", False)

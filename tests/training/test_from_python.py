@@ -5,8 +5,10 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe import build_schedule, join_world, preset, train
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.world import check_backends
 from moe_dualpipe.training import (
@@ -17,8 +19,6 @@ from moe_dualpipe.training import (
     Pipeline,
     TrainConfig,
 )
-from moe_dualpipe.training.command_line import parse_arguments
-from moe_dualpipe.training.main import main
 from tests.support.programs import run_example
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, TEXT, change, losses, records, settings

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.training import profiling, restart
 from moe_dualpipe.training.appended_file import AppendedFile
 from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.main import main
 from moe_dualpipe.training.metrics import Metrics, read_records
 from tests.support import ranks
 from tests.support.ranks import run_failing_ranks, run_ranks

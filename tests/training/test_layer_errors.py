@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from moe_dualpipe.training.main import main
+from moe_dualpipe.commands.train import main
 from tests.support.runs import SMALL
 
 LINE = r"train.py: error: tests/support/broken_layers.py:\d+ in {}: {}\n"

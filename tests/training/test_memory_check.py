@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from moe_dualpipe.training.memory import RankMemory, RankNeeds, check_memory, memory_problem, rank_needs
 
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.models.experts import SwiGLUExperts
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import memory
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.main import main
-from moe_dualpipe.training.memory import RankMemory, RankNeeds, check_memory, memory_problem, rank_needs
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, SMALL, change, make_plan, make_trainer, settings
 

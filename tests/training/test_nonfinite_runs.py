@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moe_dualpipe.checkpoint import list_checkpoints
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.expert_parallel import Combined, Completed
 from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.main import main
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, SMALL, change, make_trainer, save
 from tests.support.runs import settings as shallow_settings

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from moe_dualpipe.training.command_line import parse_arguments, resume_command
+
+from moe_dualpipe.commands.train import main
 from moe_dualpipe.training.config import TrainConfig
-from moe_dualpipe.training.main import main
 from tests.support.runs import ROOT, change, option_values, options, resolve
 
 # ---- Flags ----

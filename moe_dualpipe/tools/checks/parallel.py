@@ -14,6 +14,7 @@ import torch
 from ...models import StageOptions
 from ...training.checks import check_options
 from ...training.config import TrainConfig
+from ...training.layout_choice import DEFAULT_SIZE
 from .comparison import Comparison, check_runs
 from .report import Report
 from .run import STEPS, Job, Run
@@ -35,7 +36,10 @@ def check_parallel(
     """
     requested = requested_variant(config.parallel, config.compute.recompute)
     if variants is None:
-        variants = [*([requested] if requested else []), *default_variants(config.batch.micro_batch_size)]
+        variants = [
+            *([requested] if requested else []),
+            *default_variants(config.batch.micro_batch_size or DEFAULT_SIZE),
+        ]
     job = make_job(config, variants, on_rank)
     if requested is not None and requested in variants:
         check_runs(job, requested)
@@ -50,7 +54,7 @@ def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable
         raise ValueError(
             "check parallel computes in float32, because rounding in bfloat16 hides faults: leave out --dtype"
         )
-    size, vocab_size = config.batch.micro_batch_size, config.model.vocab_size
+    size, vocab_size = (config.batch.micro_batch_size or DEFAULT_SIZE), config.model.vocab_size
     shape = STEPS, micro_batches_for([*variants]) * size, config.batch.seq_len + 1
     generator = torch.Generator().manual_seed(config.seed % 2**63)
     tokens = torch.randint(vocab_size, shape, generator=generator)

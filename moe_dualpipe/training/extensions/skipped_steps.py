@@ -8,11 +8,13 @@ import math
 import sys
 
 import torch
+from torch import Tensor
 
-from .program import program_name
+from ...health.program import program_name
+from . import Extension, Update
 
 
-class SkippedSteps:
+class SkippedSteps(Extension):
     """Counts skipped steps. `total` is part of a checkpoint: the optimizer has done steps - total updates.
 
     in_a_row: the number of steps that were skipped since the last update or the start of this process.
@@ -23,17 +25,20 @@ class SkippedSteps:
         self.total = torch.zeros((), dtype=torch.int64)
         self.in_a_row = 0
 
-    def finite(self, step: int, loss: float, norm: float) -> bool:
-        """Whether to do the update of `step`."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.in_a_row = 0
-            return True
-        self.in_a_row += 1
-        self.total += 1
-        if self.announce:
-            skipped = f"step {step} is skipped: its loss is {loss}, its gradient norm {norm} ({int(self.total)} so far)"
-            sys.stderr.write(f"{program_name()}: {skipped}\n")
-        return False
+    def before_update(self, update: Update) -> None:
+        update.finite = math.isfinite(update.loss) and math.isfinite(update.norm)
+        self.in_a_row = 0 if update.finite else self.in_a_row + 1
+        if not update.finite:
+            self.total += 1
+            if self.announce:
+                why = f"its loss is {update.loss}, its gradient norm {update.norm} ({int(self.total)} so far)"
+                sys.stderr.write(f"{program_name()}: step {update.step + 1} is skipped: {why}\n")
+
+    def after_update(self, update: Update) -> None:
+        update.record["skipped"] = int(self.total)
+
+    def state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state | {"skipped": self.total}
 
     @property
     def too_many(self) -> bool:

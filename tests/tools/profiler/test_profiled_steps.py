@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from moe_dualpipe.training.profiling import StepProfiler
 
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import Costs, build, simulate
@@ -13,7 +14,6 @@ from moe_dualpipe.tools.profiler.files import analyze_devices
 from moe_dualpipe.tools.profiler.steps import Step
 from moe_dualpipe.tools.profiler.trace import DeviceEvent, Trace
 from moe_dualpipe.training import profiling
-from moe_dualpipe.training.profiling import StepProfiler
 
 TRANSFERS = (600, 400, 500, 850)
 """The length of each rank's transfer: ranks 0 and 1 share a collective, and so do ranks 2 and 3."""

@@ -6,70 +6,65 @@ run knows experts by their ids: the router, its bias and the loads, and the tens
 E experts, L layers with experts.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.expert_loads import LOADS_FILE, read_loads, read_placement
-from ..expert_parallel.moves import plan_moves
-from ..expert_parallel.placement import Placement, count_nodes, imbalance, in_order
-from ..expert_parallel.shared import find_machine
-from ..models.build_experts import expert_class
-from ..models.expert_slots import names_by_expert
-from ..models.layer_class import named_parameters
-from ..runtime.shared_errors import build_on_all_ranks, gather_objects
-from .config import ParallelConfig
-from .expert_slots import SlotTransfer, check_alike
-from .optimizer import Optimizer
-from .pipeline import Pipeline
+from ...checkpoint.expert_loads import LOADS_FILE, read_loads, read_placement
+from ...expert_parallel.moves import plan_moves
+from ...expert_parallel.placement import Placement, count_nodes, imbalance, in_order
+from ...expert_parallel.shared import find_machine
+from ...models.build_experts import expert_class
+from ...models.expert_slots import names_by_expert
+from ...models.layer_class import named_parameters
+from ...runtime.shared_errors import build_on_all_ranks, gather_objects
+from ..config import ParallelConfig
+from ..pipeline import Pipeline
+from . import Extension, Update
+from .slot_transfer import SlotTransfer, check_alike
 
 
-class ExpertPlaces:
+class ExpertMoves(Extension):
     """The places of the experts of all layers. Collective.
 
-    Raises ValueError, on all ranks, for expert layers whose experts cannot move.
+    Raises ValueError, on all ranks, for expert layers whose experts cannot move, and for a file or a checkpoint of
+    `place_experts` that cannot be used.
     """
 
-    def __init__(self, pipeline: Pipeline, optimizer: Optimizer, options: ParallelConfig):
-        self.pipeline, self.options, self.balance = pipeline, options, pipeline.balance
-        stages = pipeline.stages.values()
+    def __init__(self, trainer: Any):
+        pipeline, self.options = trainer.pipeline, trainer.config.parallel
+        self.pipeline, self.balance, self.progress = pipeline, pipeline.balance, trainer.progress
         build_on_all_ranks(self._check)
-        self.transfer = SlotTransfer(stages, pipeline.layout, pipeline.groups, optimizer)
-        self.placement = in_order(*self.balance.shape, pipeline.layout.ep)
+        self.transfer = SlotTransfer(pipeline.stages.values(), pipeline.layout, pipeline.groups, trainer.optimizer)
+        self.placement = in_order(len(self.balance.rows), pipeline.model.num_experts, pipeline.layout.ep)
         self.shape = _count_machines(pipeline), pipeline.model.expert_groups
         self._load_LE = torch.zeros(self.balance.shape, dtype=torch.int64)  # since the last decision
-        self._said = ""
+        if source := self.options.place_experts:
+            placement, self.start = build_on_all_ranks(lambda: self._chosen(source, trainer.run.resume))
+            self._move(placement)
 
-    def start(self, source: str, resume: Path | None) -> None:
-        """Place experts as a file says, or by the loads of the checkpoint `resume` if `source` is "auto".
+    @staticmethod
+    def wanted(options: ParallelConfig) -> bool:
+        return bool(options.place_experts or options.move_experts_every)
 
-        Raises ValueError, on all ranks, for a file or a checkpoint that cannot be used.
-        """
-        placement, self._said = build_on_all_ranks(lambda: self._chosen(source, resume))
-        self._move(placement)
-
-    def after_step(self, load_LE: Tensor, step: int) -> dict[str, float]:
-        """Count the loads of a step, and move experts if it is time. Returns entries for the record of the step."""
-        self._load_LE += load_LE
-        ranks_L = imbalance(self.placement.gpu_loads(load_LE.tolist()))
-        record: dict[str, float] = {"rank_load_max_over_mean": round(sum(ranks_L) / len(ranks_L), 4)}
-        if not (every := self.options.move_experts_every) or step % every:
-            return record
-        moves = plan_moves(self.placement, self._load_LE.tolist(), self.options.move_experts_gain, *self.shape)
-        self._move(moves.placement)
+    def after_update(self, update: Update) -> None:
+        """Count the loads of a step, and move experts if it is time."""
+        with self.progress.during("moves of experts"):
+            self._load_LE += update.loads_LE
+            ranks_L = imbalance(self.placement.gpu_loads(update.loads_LE.tolist()))
+            update.record["rank_load_max_over_mean"] = round(sum(ranks_L) / len(ranks_L), 4)
+            if not (every := self.options.move_experts_every) or (update.step + 1) % every:
+                return
+            moves = plan_moves(self.placement, self._load_LE.tolist(), self.options.move_experts_gain, *self.shape)
+            self._move(moves.placement)
         self._load_LE.zero_()
-        self._said = f"step {step}: {moves}"
+        update.notes.append(f"step {update.step + 1}: {moves}")
         measured = {"rank_load_before": round(moves.before, 4), "rank_load_after": round(moves.after, 4)}
-        return record | {"moved_experts": moves.moved} | measured
+        update.record |= {"moved_experts": moves.moved, **measured}
 
-    def take_said(self) -> str:
-        """What moved since the last call, in one line; "" if there was no decision."""
-        said, self._said = self._said, ""
-        return said
-
-    def by_expert(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """`state` by names with the ids of experts, instead of the numbers of the slots that they are in."""
         experts = dict(zip(self.balance.rows, self.placement.experts, strict=True))
         names = {slot: name for slot, name, _ in names_by_expert(self.pipeline.stages.values(), experts)}
@@ -91,7 +86,7 @@ class ExpertPlaces:
     def _check(self) -> None:
         model = self.pipeline.model
         if not self.balance.rows:
-            raise ValueError("this model has no experts to place: leave out --place-experts and --move-experts-every")
+            raise ValueError("this model has no experts to place: leave out place_experts and move_experts_every")
         if {"expert_id", "expert_ids"} & named_parameters(expert_class(model).make):
             raise ValueError(
                 f"the experts {model.experts!r} are built for their ids, so they cannot move to other ranks"
@@ -103,15 +98,15 @@ class ExpertPlaces:
         if source == "auto":
             file = resume and resume / LOADS_FILE
             if not file or not file.is_file():
-                what = f"--place-experts auto needs the loads of a checkpoint, and {resume or 'a new run'} has none"
-                raise ValueError(f"{what}: use --move-experts-every, or a file")
+                what = f"place_experts auto needs the loads of a checkpoint, and {resume or 'a new run'} has none"
+                raise ValueError(f"{what}: use move_experts_every, or a file")
             saved, loads = read_loads(file)
             if saved != layers or any(len(row) != num_experts for row in loads):
-                raise ValueError(f"--place-experts auto: {file} has the loads of another model")
+                raise ValueError(f"place_experts auto: {file} has the loads of another model")
             moves = plan_moves(self.placement, loads, 0.0, *self.shape)
             return moves.placement, str(moves)
         saved, placement = read_placement(Path(source))
-        check_placement(f"--place-experts {source}", saved, placement, layers, num_experts, ep)
+        check_placement(f"place_experts {source}", saved, placement, layers, num_experts, ep)
         return placement, f"experts placed on {ep} ranks by {source}"
 
 
@@ -120,7 +115,7 @@ def check_placement(
 ) -> None:
     """Raise ValueError unless a placement, of the layers `saved`, fits these layers. name: what messages call it."""
     if placement.num_gpus != ep:
-        raise ValueError(f"{name} is for {placement.num_gpus} GPUs, and --ep is {ep}: make it with --gpus {ep}")
+        raise ValueError(f"{name} is for {placement.num_gpus} GPUs, and ep is {ep}: make it with --gpus {ep}")
     if saved != layers or any({*row} != {*range(num_experts)} for row in placement.experts):
         have = f"{num_experts} experts in layers {', '.join(map(str, layers))}"
         raise ValueError(f"{name} is for another model: this one has {have}")

@@ -1,4 +1,4 @@
-"""Record some training steps on every rank, and report at the end of the run where their time went.
+"""`--profile N`: record some training steps on every rank, and report where their time went.
 
 A recording that cannot be written, as on a full disk, does not end the run: the report says why there is none.
 """
@@ -7,25 +7,23 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ..data import strict_json
-from ..messages import plural
-from ..overlap.labels import STEP
-from ..runtime.layout import Layout
-from ..schedule import Schedule
-from ..tools.profiler import NAMES, read_trace
-from ..tools.profiler.capture import capture, synchronize
-from ..tools.profiler.files import TracedDevice, TraceFiles, analyze_devices, compare_devices
-from ..tools.profiler.host import host_as_device
-from ..tools.profiler.pipeline import RecordedPipeline
-from ..tools.profiler.reports.overlap import compare_ranks
-from ..tools.profiler.reports.pipeline import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
-from ..tools.profiler.steps import Step, align_clocks, only_expert_transfers, recorded_steps
+from ...data import strict_json
+from ...messages import plural
+from ...overlap.labels import STEP
+from ...training.extensions import Extension, Update
+from . import NAMES, read_trace
+from .capture import capture, synchronize
+from .files import TracedDevice, TraceFiles, analyze_devices, compare_devices
+from .host import host_as_device
+from .pipeline import RecordedPipeline
+from .reports.overlap import compare_ranks
+from .reports.pipeline import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
+from .steps import Step, align_clocks, only_expert_transfers, recorded_steps
 
 WARM_UP = 2
 """Number of steps before the first recorded step."""
@@ -33,42 +31,55 @@ WARM_UP = 2
 RankPart = tuple[list[Step], str, float, TracedDevice]
 
 
-class StepProfiler:
-    """Record `steps` steps of this rank into `folder`, after WARM_UP steps that follow `first_step`."""
+def profiled_steps(trainer: Any) -> Extension | None:
+    """The extension, if the run is to be profiled. Raises ValueError if the run has too few steps for it."""
+    run, steps = trainer.run, trainer.config.metrics.profile
+    last = run.first_step + WARM_UP + steps
+    if not steps or (run.restarted and last > trainer.config.steps):
+        return None
+    if last > trainer.config.steps:
+        raise ValueError(
+            f"--profile {steps} needs {WARM_UP + steps} steps, including {WARM_UP} to warm up, but "
+            f"the run has {trainer.config.steps - run.first_step}: use --steps {last}"
+        )
+    return ProfiledSteps(trainer)
 
-    def __init__(
-        self, folder: Path, steps: int, first_step: int, schedule: Schedule, layout: Layout, device: torch.device
-    ):
-        self.folder, self.schedule, self.layout, self.device = folder, schedule, layout, device
-        self.recorded = range(first_step + WARM_UP, first_step + WARM_UP + steps)
-        self.path = folder / f"rank{layout.rank}.json.gz"
-        self._barrier_us = 0.0
-        self._open = ExitStack()
-        self._error = ""
 
-    @contextmanager
-    def step(self, index: int) -> Iterator[None]:
-        """Wrap the training step with this index, counted from 0. Collective."""
-        if self.recorded and index == self.recorded.start:
+class ProfiledSteps(Extension):
+    """Records the steps that follow WARM_UP steps. Collective."""
+
+    def __init__(self, trainer: Any):
+        run, first = trainer.run, trainer.run.first_step + WARM_UP
+        self.progress, self.schedule, self.layout, self.device = trainer.progress, run.schedule, run.layout, run.device
+        self.folder = run.folder / "profile"
+        self.recorded = range(first, first + trainer.config.metrics.profile)
+        self.path = self.folder / f"rank{self.layout.rank}.json.gz"
+        self._barrier_us, self._error = 0.0, ""
+        self._open, self._step = ExitStack(), ExitStack()
+
+    def before_step(self, step: int) -> None:
+        if step == self.recorded.start:
             with self._no_failure():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._open.enter_context(capture(self.path, self.device))
             dist.barrier()
             self._barrier_us = time.time_ns() / 1e3
-        with record_function(f"{STEP}{index + 1}"):
-            yield
-            if index in self.recorded:
-                synchronize(self.device)  # the recording of a step must include its update
-        if index + 1 == self.recorded.stop:
+            self.exclusive = True
+        self._step.enter_context(record_function(f"{STEP}{step + 1}"))
+
+    def after_update(self, update: Update) -> None:
+        if update.step in self.recorded:
+            synchronize(self.device)  # the recording of a step must include its update
+        self._step.close()
+        if update.step + 1 == self.recorded.stop:
             with self._no_failure():
                 self._open.close()
             if self._error:
                 with suppress(OSError):
                     self.path.unlink(missing_ok=True)  # part of a trace; a full disk needs the space
-
-    def recording(self, done: int) -> bool:
-        """Whether the recording has begun, and continues after `done` steps: only training belongs into it."""
-        return self.recorded.start < done < self.recorded.stop
+            self.exclusive = False
+            with self.progress.during("profile"):
+                update.notes.append(self.report())
 
     @contextmanager
     def _no_failure(self) -> Iterator[None]:
@@ -81,10 +92,8 @@ class StepProfiler:
     def report(self) -> str:
         """Write the report and the figure, and return the report as text on rank 0. Collective.
 
-        The text is empty on other ranks, and if no step was recorded. If a rank could not record or write, it says why.
+        The text is empty on other ranks. If a rank could not record or write, it says why.
         """
-        if not self.recorded:
-            return ""
         own = None
         with self._no_failure():
             own = self._own_part() if not self._error else None

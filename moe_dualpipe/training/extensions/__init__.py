@@ -1,0 +1,56 @@
+"""What a run may do beside its steps, each in one file behind the same four hooks.
+
+`Trainer.step` is forward and backward, the norm of the gradients, and the update. Around it, each extension is called
+in the order of `Trainer.extensions`; all calls are collective. An extension that has nothing to do in a run is not
+built. `Instruments` (run.py) adds further ones, such as the profiler of `--profile`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Update:
+    """What extensions see of a step. loss, norm: of the whole batch, before clipping, the same on all ranks.
+
+    step: the number of steps before it. finite: False skips the update. loads_LE: tokens per layer and expert, summed
+    over all ranks. record: the metrics of the step; `after_update` may add to it. notes: lines to print.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    loads_LE: Tensor
+    finite: bool = True
+    record: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Extension:
+    """The hooks, which do nothing by default. start: a line to print before the first step.
+
+    exclusive: whether validation has to wait, because only training may run between these steps.
+    """
+
+    start = ""
+    exclusive = False
+
+    def before_step(self, step: int) -> None:
+        """Before the forward of a step."""
+
+    def before_update(self, update: Update) -> None:
+        """Gradients are summed over all ranks; weights are those of the forward."""
+
+    def after_update(self, update: Update) -> None:
+        """After the update, or after it was skipped."""
+
+    def state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a checkpoint by global name, with those of this extension. Loading them restores it."""
+        return state
+
+
+Build = Callable[[Any], "Extension | None"]
+"""Called with the Trainer; returns None for a run that does not need the extension."""

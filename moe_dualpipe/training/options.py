@@ -1,0 +1,392 @@
+"""The options of train.py: one TrainConfig from flags, `--set`, a TOML file or an earlier run, and back to run.toml.
+
+A key is a field of TrainConfig with its section, such as "optim.lr". Each key can stand in a TOML file and in
+`--set optim.lr=0.001`; the keys of FLAGS also have a flag. What is typed overrides the file, and the file the preset.
+"""
+
+import ast
+import inspect
+import json
+import tomllib
+import typing
+from argparse import ArgumentParser, BooleanOptionalAction
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NoReturn
+
+from ..data import stores
+from ..health.program import program_name
+from ..messages import printable, quoted, unknown_name
+from ..models import PRESETS
+from ..schedule import NAMES
+from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
+
+FLAGS: dict[str, str] = {
+    "preset": "preset", "steps": "steps", "seed": "seed", "timeout": "health.timeout",
+    "traceback": "health.traceback", "freeze": "freeze",
+    "pp": "parallel.pp", "ep": "parallel.ep", "ep-backend": "parallel.ep_backend", "schedule": "parallel.schedule",
+    "device": "compute.device", "dtype": "compute.dtype", "kernels": "compute.kernels", "compile": "compute.compile",
+    "recompute": "compute.recompute", "fused-loss": "compute.fused_loss",
+    "data": "batch.data", "seq-len": "batch.seq_len", "batch-size": "batch.batch_size",
+    "micro-batch-size": "batch.micro_batch_size", "document-mask": "batch.document_mask",
+    "out": "checkpoint.out", "resume": "checkpoint.resume", "weights": "checkpoint.weights",
+    "weights-partial": "checkpoint.weights_partial", "save-every": "checkpoint.save_every", "keep": "checkpoint.keep",
+    "export": "checkpoint.export",
+    "log-every": "metrics.log_every", "eval-every": "metrics.eval_every", "wandb": "metrics.wandb",
+    "profile": "metrics.profile",
+    "sample-tokens": "sample.sample_tokens", "prompt": "sample.prompt",
+    "optimizer": "optim.name", "lr": "optim.lr", "lr-schedule": "optim.schedule", "warmup-steps": "optim.warmup_steps",
+    "weight-decay": "optim.weight_decay", "clip": "optim.clip",
+    "experts": "model.experts", "attention": "model.attention", "router": "model.router", "block": "model.block",
+    "num-layers": "model.num_layers", "num-experts": "model.num_experts",
+}  # fmt: skip
+TYPED_FIRST = (
+    "preset", "steps", "data", "seq-len", "batch-size", "lr", "optimizer", "num-layers", "num-experts", "experts",
+    "pp", "ep", "schedule", "device", "recompute", "out", "resume", "weights", "save-every", "eval-every", "export",
+    "profile", "prompt",
+)  # fmt: skip
+RUN_FILE = "run.toml"
+_FLAG_OF = {key: flag for flag, key in FLAGS.items()}
+_CHOICES = {"preset": [*PRESETS], "parallel.schedule": ["auto", *NAMES]}
+_ONCE = (
+    "checkpoint.resume",
+    "checkpoint.weights",
+    "checkpoint.weights_partial",
+    "checkpoint.export",
+    "metrics.profile",
+)
+"""Keys of a run that do not hold for its continuation."""
+_REPLACED = {
+    "micro_batches": "--batch-size, the number of sequences per step over all ranks",
+    "elastic": "nothing: a restarted run chooses a layout for the processes that there are",
+}
+
+
+class OptionError(ValueError):
+    """An option that does not exist, or a value that it cannot have."""
+
+
+# ---- Keys ----
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """kind: the type of its value. text: the help."""
+
+    name: str
+    kind: Any
+    default: Any
+    text: str
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of the value; NoneType is last, if the value may be None."""
+        union = typing.get_origin(self.kind) in (typing.Union, type(int | None))
+        return typing.get_args(self.kind) if union else (self.kind,)
+
+    @property
+    def choices(self) -> list[str]:
+        literal = typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+        return _CHOICES.get(self.name, [*literal])
+
+    @property
+    def metavar(self) -> str:
+        if self.choices:
+            return "{" + ",".join(self.choices) + "}"
+        first = self.kinds[0]
+        return "..." if typing.get_origin(first) is tuple else getattr(first, "__name__", "str").upper()
+
+
+@cache
+def all_keys() -> dict[str, Key]:
+    """The keys of TrainConfig in order, by name."""
+    found = {}
+    for section, kind, default, text in _fields_of(TrainConfig):
+        inner = _fields_of(kind) if is_dataclass(kind) else [("", kind, default, text)]
+        for name, *rest in inner:
+            key = f"{section}.{name}" if name else section
+            found[key] = Key(key, *rest)
+    return found
+
+
+def _fields_of(section: Any) -> list[tuple[str, Any, Any, str]]:
+    """Name, type, default and docstring of each field of a dataclass."""
+    kinds, texts = typing.get_type_hints(section), {}
+    body = ast.parse(inspect.getsource(section)).body[0].body  # type: ignore[attr-defined]
+    for node, following in pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
+            texts[ast.unparse(node.target)] = inspect.cleandoc(ast.literal_eval(following.value))
+    return [(one.name, kinds[one.name], one.default, texts.get(one.name, "")) for one in fields(section)]
+
+
+def option_name(key: str) -> str:
+    """How messages name a key: as its flag if it has one, such as "--lr"."""
+    return f"--{_FLAG_OF[key]}" if key in _FLAG_OF else key
+
+
+def value_of(config: TrainConfig, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def convert(key: Key, value: Any) -> Any:
+    """The value of a key, from a word of a command line or from TOML. 0, "" and "none" are None where that is valid.
+
+    Raises OptionError for a value of another type.
+    """
+    kinds, name = key.kinds, option_name(key.name)
+    if NoneType in kinds and (value in ("", "none", "None") or (value in (0, "0") and str not in kinds)):
+        return None
+    if key.choices and isinstance(value, str):
+        if value not in key.choices:
+            raise OptionError(str(unknown_name(name, value, key.choices)))
+        return value
+    kind = kinds[0]
+    if typing.get_origin(kind) is tuple:
+        words = value.split(",") if isinstance(value, str) else value
+        entry = Key(key.name, typing.get_args(kind)[0], None, "")
+        if isinstance(words, list | tuple):
+            return tuple(convert(entry, word) for word in words)
+    elif kind is bool:
+        truth = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+        if isinstance(truth, bool):
+            return truth
+    elif kind in (int, float):
+        if isinstance(value, str) or (type(value) in (int, float) and kind(value) == value):
+            try:
+                return kind(value)
+            except ValueError:
+                pass
+    elif isinstance(value, str) or (key.name.endswith("_options") and isinstance(value, Mapping)):
+        return value
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, "a list")
+    raise OptionError(f"{name} must be {wanted}: got {quoted(value, 60)}")
+
+
+# ---- From text to a TrainConfig ----
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for. typed: the keys on the command line. changes: how they differ from the run to continue."""
+
+    config: TrainConfig
+    typed: frozenset[str] = field(default_factory=frozenset)
+    changes: tuple[str, ...] = ()
+    from_file: bool = False
+    """Whether other options come from a TOML file or from the run that is resumed."""
+
+
+def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig | None = None) -> Request:
+    """Read a command line. `--help` prints and exits. quiet: print nothing. defaults: of all keys but those of `model`.
+
+    Raises OptionError and, for a file or folder that cannot be read, ValueError.
+    """
+    typed, file = _parse_flags(arguments, quiet)
+    base: dict[str, Any] = {}
+    resume = typed.get("checkpoint.resume")
+    if file is not None:
+        base = read_toml(Path(file))
+    if resume and (saved := _run_file(resume, typed.get("checkpoint.staging"))):
+        base |= {key: value for key, value in read_toml(saved).items() if key not in _ONCE}
+    if "preset" in typed or "checkpoint.weights" in typed:
+        base = {key: value for key, value in base.items() if not key.startswith("model.") and key != "preset"}
+    config = build_config(base | typed, defaults)
+    old = build_config(base | {"checkpoint.resume": resume}, defaults) if resume and base else config
+    changes = [
+        f"{key} {quoted(before, 60)} -> {quoted(now, 60)}"
+        for key in typed
+        if key not in (*_ONCE, "steps") and (before := value_of(old, key)) != (now := value_of(config, key))
+    ]
+    return Request(config, frozenset(typed), tuple(changes), bool(base))
+
+
+def parse_arguments(arguments: Sequence[str], defaults: TrainConfig | None = None) -> TrainConfig:
+    """The options on a command line; see `parse`."""
+    return parse([*map(str, arguments)], defaults=defaults).config
+
+
+def build_config(values: Mapping[str, Any], defaults: TrainConfig | None = None) -> TrainConfig:
+    """The configuration with these values, by key. Raises ValueError for values that contradict each other."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    top, config = sections.pop("", {}), defaults or TrainConfig(preset=DEFAULT_PRESET)
+    start = sections.get("checkpoint", {})
+    start = CheckpointConfig(**{name: start[name] for name in ("resume", "weights", "staging") if name in start})
+    model = TrainConfig(preset=top.get("preset"), checkpoint=start).model
+    changed = {name: replace(getattr(config, name), **values) for name, values in sections.items() if name != "model"}
+    model = replace(model, **sections.get("model", {}))
+    from_preset = not (start.resume or start.weights)
+    return replace(config, **{"preset": DEFAULT_PRESET if from_preset else None, **top, **changed, "model": model})
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values in a TOML file, by key. Raises ValueError for a file that cannot be read, and OptionError."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read {printable(path)}: {printable(reason)}") from None
+    values = {}
+    for name, value in tables.items():
+        entries = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        for key, one in entries.items():
+            try:
+                values[key] = convert(find_key(key), one)
+            except OptionError as error:
+                raise OptionError(f"{printable(path)}: {error}") from None
+    return values
+
+
+def to_toml(config: TrainConfig) -> str:
+    """All values of `config` but `checkpoint.out`, which is the folder of the file, as TOML. None is "none"."""
+    lines, section = [], ""
+    for key in sorted(all_keys(), key=lambda key: "." in key):  # keys without a section come first; stable
+        if key == "checkpoint.out":
+            continue
+        if key.partition(".")[0] != section and "." in key:
+            section = key.partition(".")[0]
+            lines += ["", f"[{section}]"]
+        lines.append(f"{key.rpartition('.')[2]} = {_toml(value_of(config, key))}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps("none" if value is None else str(value), ensure_ascii=False)
+
+
+def _run_file(resume: str, staging: str | None) -> Path | None:
+    """The run.toml of the run that has the folder or checkpoint `resume`; None for a run without one."""
+    path = stores.local_path(resume, staging)
+    run = path.parent.parent if path.name.startswith("step-") else path.parent if path.name == "checkpoints" else path
+    if stores.url_of(run) is not None:
+        stores.open_folder(run)
+    return found if (found := run / RUN_FILE).is_file() else None
+
+
+# ---- The command line ----
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(message.removeprefix("argument "))
+
+
+def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any], str | None]:
+    """The values on the command line, by key, and the TOML file, if there is one."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("file", nargs="?")
+    parser.add_argument("--set", nargs="+", action="extend", default=[])
+    for name in ("-h", "--help", "--help-all"):
+        parser.add_argument(name, action="store_true")
+    for flag, name in FLAGS.items():
+        key = all_keys()[name]
+        if key.kind is bool:
+            parser.add_argument(f"--{flag}", dest=name, action=BooleanOptionalAction, default=None)
+        elif key.metavar == "...":
+            parser.add_argument(f"--{flag}", dest=name, nargs="+", action="extend")
+        else:
+            parser.add_argument(f"--{flag}", dest=name)
+    given, unknown = parser.parse_known_args(arguments)
+    if given.h or given.help or given.help_all:
+        if not quiet:
+            print(help_text(every_key=given.help_all))
+        raise SystemExit(0)
+    if unknown:
+        raise OptionError(_unknown(unknown[0]))
+    values = {
+        name: convert(all_keys()[name], value) for name in FLAGS.values() if (value := getattr(given, name)) is not None
+    }
+    for word in given.set:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise OptionError(f"--set needs KEY=VALUE, such as optim.beta2=0.99: got {quoted(word, 60)}")
+        section, _, inner = name.rpartition(".")
+        if section.endswith("_options"):  # model.expert_options.rank=8
+            values.setdefault(section, {})[inner] = value
+        else:
+            values[name] = convert(find_key(name), value)
+    return values, given.file
+
+
+def find_key(name: str) -> Key:
+    """Raises OptionError, with the nearest name, for a key that does not exist."""
+    if name not in all_keys():
+        same = [key for key in all_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
+        suggestion = (
+            f"did you mean {same[0]}" if same else str(unknown_name("key", name, [*all_keys()])).partition(";")[2]
+        )
+        raise OptionError(
+            f"unknown key {quoted(name, 60)}; {suggestion.strip().partition('?')[0]}? --help-all lists all"
+        )
+    return all_keys()[name]
+
+
+def _unknown(word: str) -> str:
+    """What to type instead of an unknown word: for a flag of earlier versions, its `--set`."""
+    flag = word.partition("=")[0]
+    parts = flag.lstrip("-").replace("-", "_").split(".")
+    name = parts[-1].removeprefix("no_")
+    if flag.startswith("--") and name in _REPLACED:
+        return f"{flag} is gone; use {_REPLACED[name]}"
+    if len(parts) == 3 and parts[1].endswith("_options"):
+        return f"{flag} is gone; use --set {'.'.join(parts)}=VALUE"
+    named = [key for key in all_keys() if key.rpartition(".")[2] == name and key.startswith(".".join(parts[:-1]))]
+    if not flag.startswith("--") or not named:
+        return (
+            str(unknown_name("option", flag, [f"--{flag}" for flag in FLAGS])).partition("Choose")[0]
+            + "--help lists all"
+        )
+    key = all_keys()[named[0]]
+    if key.name in _FLAG_OF:
+        return f"{flag} is gone; use --{_FLAG_OF[key.name]}"
+    value = "VALUE" if key.kind is not bool else str(not parts[-1].startswith("no_")).lower()
+    return f"{flag} is gone; use --set {key.name}={value}"
+
+
+_USAGE = """\
+{program}: train a Mixture-of-Experts transformer with pipeline parallelism
+
+  python train.py                                  one process
+  torchrun --nproc-per-node 2 train.py             two pipeline ranks, DualPipe
+  torchrun --nproc-per-node 4 train.py --ep 2      experts spread over two ranks
+  python train.py runs/tiny/run.toml --steps 640   the options of a file; what is typed overrides them
+  python train.py --set optim.beta2=0.99           any other key
+"""
+
+
+def help_text(every_key: bool) -> str:
+    """The help: what people type first, or every key with its section."""
+    lines = [_USAGE.format(program=program_name())]
+    if not every_key:
+        lines += [_entry(f"--{flag}", all_keys()[FLAGS[flag]], first_line=True) for flag in TYPED_FIRST]
+        return "\n".join([*lines, "", "--help-all lists the other flags, and every key of --set and of TOML files."])
+    section = ""
+    for key in all_keys().values():
+        if (named := key.name.rpartition(".")[0]) != section:
+            section = named
+            lines += ["", f"[{section}]"]
+        flag = f" (--{_FLAG_OF[key.name]})" if key.name in _FLAG_OF else ""
+        lines.append(_entry(f"{key.name}{flag}", key))
+    return "\n".join(lines)
+
+
+def _entry(name: str, key: Key, first_line: bool = False) -> str:
+    text, shown = key.text.partition("\n")[0] if first_line else key.text, f"{name} {key.metavar}"
+    default = "" if key.default is None or key.name in ("preset", "model.dense_layers") else f" ({_toml(key.default)})"
+    if first_line:
+        return f"  {shown if len(shown) < 30 else name:<26} {text}{default}"
+    return f"  {shown}{default}\n" + "\n".join(f"      {line}" for line in text.split("\n"))

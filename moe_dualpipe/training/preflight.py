@@ -1,0 +1,291 @@
+"""What a run will do, checked on every rank before the ranks join: layout, stages, text, and the checkpoint to resume.
+
+All ranks come to the same result. So an invalid option ends the run with one line and exit code 2, and never hangs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint import check_model, check_weights, find_checkpoint, is_published, start_tokenizer
+from ..checkpoint.atomic_folder import is_there
+from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
+from ..data import BYTES, TOKENIZER_FILE, Batches, GivenBatches, TextData, UnknownTokenizer, load_data, stores
+from ..kernels.backend import Kernels
+from ..messages import printable
+from ..models import StageSpec, check_layers, split
+from ..runtime.launch import Launch
+from ..runtime.layout import Layout
+from ..runtime.topology import Placed, machine_limit
+from ..schedule import Schedule
+from . import metrics, setup, store_run
+from .agreement import Agreed, agree
+from .checks import check_options
+from .config import TrainConfig
+from .extensions import Build
+from .layout_choice import Choice, choose
+from .optimizer import check_saved
+from .options import Request
+
+Problem = Callable[[TrainConfig, Schedule, Layout, torch.dtype, torch.device, int], str]
+Line = Callable[[TrainConfig, Schedule, Layout, torch.dtype, torch.device], str]
+LAYOUT_KEYS = frozenset(("parallel.pp", "parallel.ep", "parallel.schedule", "batch.micro_batch_size"))
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a program passes to `train` in memory, in place of files."""
+
+    weights: Mapping[str, Tensor] | None = None
+    batches: Batches | None = None
+    validation: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """What the tools add to a run. The app does not know them; the command does (commands/train.py).
+
+    memory_problem: why a choice needs more than so many bytes on a rank; "" if it fits or is unknown. memory_line: what
+    a step will need. peak_flops: FLOP/s of a GPU, by its name and dtype. extensions: more of them.
+    """
+
+    memory_problem: Problem = lambda *_: ""
+    memory_line: Line = lambda *_: ""
+    peak_flops: Callable[[str, torch.dtype], float | None] = lambda *_: None
+    extensions: Sequence[Build] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A checked run. config: the options, with the values that were chosen. folder: None: the run writes nothing."""
+
+    config: TrainConfig
+    request: Request
+    choice: Choice
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Kernels
+    compiled: bool
+    folder: Path | None
+    stages: Sequence[StageSpec]
+    text: TextData | GivenBatches
+    resume: Path | None
+    """The checkpoint to start from."""
+    weights: Mapping[str, Tensor] | None
+    """The weights to start from, if they are given in memory."""
+    differences: Sequence[str]
+    """With --weights-partial: the options in which the model of the weights differs, one message each."""
+    first_step: int
+    """Number of steps that were done before."""
+    restarted: bool
+    """Whether this launcher has begun the run before."""
+    companions: Mapping[str, str]
+    """The texts of files that came with the weights of a published model, by file name, for an export."""
+    from_command: bool
+    instruments: Instruments
+    store: dist.Store | None = None
+    """Where the ranks have met."""
+    machines: str = ""
+    """Where the expert groups are, in one line. Empty on one machine."""
+    peak_flops: float | None = None
+    """Of one device; None: unknown."""
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.choice.schedule
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.choice.micro_batch_size
+
+    def placed(self, placed: Placed) -> "Run":
+        """The run of the rank that this process has become."""
+        layout, model, text = replace(self.layout, rank=placed.launch.rank), self.config.model, placed.description
+        if placed.span > 1:
+            most = machine_limit(placed.span, model.expert_groups, model.top_groups)
+            text += f"; a token goes to at most {most} of {placed.span} machines"
+        return replace(self, layout=layout, machines=text)
+
+
+NOTHING_GIVEN, NO_INSTRUMENTS = Given(), Instruments()
+
+
+def prepare(
+    request: Request, launch: Launch, given: Given = NOTHING_GIVEN, instruments: Instruments = NO_INSTRUMENTS,
+    from_command: bool = True,
+) -> Run:  # fmt: skip
+    """Check everything about a run. Collective: the ranks agree on where a restarted run goes on. Raises ValueError.
+
+    from_command: False for a run from Python, which writes only into a folder that is named.
+    """
+    config = request.config
+    check_options(config)
+    _check_given(given, config)
+    _check_export(config)
+    check_layers(config.model)
+    device, kernels = setup.choose_kernels(config.compute, launch)
+    options, folder = config.checkpoint, None
+    if from_command or options.out or options.resume:
+        folder = setup.run_folder(options, config.name)
+    else:
+        setup.check_writes_nothing(config)
+    agreed = agree(folder, device, launch, config.health.timeout)
+    folder, restarted = agreed.folder, agreed.resume is not None
+    if folder and not restarted:
+        setup.check_new(folder, options)
+    config, choice = _choose(request, launch, agreed, device, instruments)
+    compiled = setup.choose_compiled(config, device, choice.layout.pp)
+    if config.compute.cuda_graphs:
+        setup.check_cuda_graphs(config, device, kernels, launch.world_size)
+    config = replace(config, compute=replace(config.compute, compile="on" if compiled else "off"))
+    resume = agreed.resume or (_find(options.resume, options.staging) if options.resume else None)
+    weights = stores.local_path(options.weights, options.staging) if options.weights else None
+    if weights:
+        stores.open_folder(weights)
+    first_step, differences = 0, []
+    if resume:
+        first_step = check_model(resume, config.model)
+        check_saved(resume, config.optim, config.model)
+    elif weights:
+        differences = check_weights(weights, config.model, options.weights_partial)
+    if first_step >= config.steps and not restarted:
+        raise ValueError(f"{resume} is already at step {first_step}: use a larger --steps")
+    if given.batches:
+        text = _given_text(config, given, resume or weights, first_step)
+        config = _options_of_given(config, text)
+    else:
+        text = _load_text(config, resume or weights)
+    if config.batch.document_mask and text.tokenizer.end_id < 0:
+        raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
+    if folder:
+        make_folder(folder)
+        store_run.prepare(folder, launch, resumed=resume is not None)
+        if Path(folder, metrics.FILE).exists():
+            metrics.read_records(folder)  # raises ValueError
+    dtype = setup.choose_dtype(config.compute, device.type)
+    return Run(
+        config, request, choice, replace(choice.layout, rank=launch.rank), device, dtype, kernels, compiled, folder,
+        split(config.model, choice.schedule.num_stages), text, resume, None if resume else given.weights, differences,
+        first_step, restarted, _companions(resume, weights), from_command, instruments, agreed.store,
+        peak_flops=_peak_flops(config, device, dtype, instruments),
+    )  # fmt: skip
+
+
+def _choose(
+    request: Request, launch: Launch, agreed: Agreed, device: torch.device, instruments: Instruments
+) -> tuple[TrainConfig, Choice]:
+    """The layout, and the options with it. What was typed for a new run, or for --resume, must fit as it is."""
+    config = request.config
+    dtype = setup.choose_dtype(config.compute, device.type)
+
+    def problem(choice: Choice) -> str:
+        if not config.health.check_memory or agreed.free is None:
+            return ""
+        batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
+        chosen = replace(config, batch=batch), choice.schedule, choice.layout
+        return instruments.memory_problem(*chosen, dtype, device, agreed.free)
+
+    typed = bool(request.typed & LAYOUT_KEYS)
+    strict = agreed.resume is None and (typed or not request.from_file)
+    choice = choose(config, launch.world_size, strict, problem)
+    if strict and (reason := problem(choice)):
+        raise ValueError(reason)
+    parallel = replace(config.parallel, pp=choice.layout.pp, ep=choice.layout.ep, schedule=choice.name)
+    if choice.layout.ep != config.parallel.ep:  # experts start in order, and one rank moves none
+        every = parallel.move_experts_every if choice.layout.ep > 1 else None
+        parallel = replace(parallel, place_experts=None, move_experts_every=every)
+    batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
+    return replace(config, parallel=parallel, batch=batch), choice
+
+
+def make_folder(folder: Path) -> None:
+    """Raises ValueError if the folder cannot be created."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot create {printable(folder)}: {error.strerror}") from None
+
+
+def _peak_flops(
+    config: TrainConfig, device: torch.device, dtype: torch.dtype, instruments: Instruments
+) -> float | None:  # fmt: skip
+    if config.metrics.peak_tflops:
+        return config.metrics.peak_tflops * 1e12
+    return instruments.peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+def _find(run: str, staging: str | None) -> Path:
+    stores.local_path(run, staging)  # copies of files of a URL come here
+    return find_checkpoint(run)
+
+
+def _companions(resume: Path | None, weights: Path | None) -> dict[str, str]:
+    if resume:
+        return companions_of(resume)
+    return read_companions(weights) if weights and is_published(weights) else {}
+
+
+def _check_export(config: TrainConfig) -> None:
+    """Raise ValueError if --export cannot write this model."""
+    folder = config.checkpoint.export
+    if not folder:
+        return
+    if is_there(store_run.folder_of(store_run.location(folder), config.checkpoint.staging)):
+        raise ValueError(f"--export {printable(folder)} already exists: choose another folder")
+    try:
+        find_architecture(config.model)
+    except ValueError as error:
+        raise ValueError(f"--export {printable(folder)}: {error}") from None
+
+
+def _check_given(given: Given, config: TrainConfig) -> None:
+    """Raise ValueError for something given that contradicts an option."""
+    for option in ("weights", "resume"):
+        if given.weights is not None and getattr(config.checkpoint, option):
+            raise ValueError(f"`weights` and CheckpointConfig({option}=...) both say where to start: use one of them")
+    if given.validation is not None and given.batches is None:
+        raise ValueError("`validation` needs `batches`: without them, the held-out text of the data is used")
+    if given.batches is not None and given.validation is None and config.metrics.eval_every:
+        raise ValueError(f"eval_every={config.metrics.eval_every} with `batches` needs `validation`")
+
+
+def _given_text(config: TrainConfig, given: Given, start: Path | None, first_step: int) -> GivenBatches:
+    assert given.batches is not None
+    vocab_size, batch = config.model.vocab_size, config.batch
+    tokenizer = start_tokenizer(start, vocab_size) if start else UnknownTokenizer(vocab_size)
+    shape = batch.batch_size, batch.seq_len
+    return GivenBatches(given.batches, shape, vocab_size, tokenizer, given.validation, first_step)
+
+
+def _options_of_given(config: TrainConfig, text: GivenBatches) -> TrainConfig:
+    """The options with those that follow from given batches: validate all sequences, and sample only text."""
+    if text.validation is not None:
+        config = replace(config, metrics=replace(config.metrics, eval_sequences=len(text.validation[0])))
+    if isinstance(text.tokenizer, UnknownTokenizer):
+        config = replace(config, sample=replace(config.sample, sample_tokens=0))
+    return config
+
+
+def _load_text(config: TrainConfig, start: Path | None) -> TextData:
+    batch, vocab_size = config.batch, config.model.vocab_size
+    unknown = start is not None and is_published(start) and not (start / TOKENIZER_FILE).is_file()
+    tokenizer = start_tokenizer(start, vocab_size) if start else BYTES
+    if isinstance(tokenizer, UnknownTokenizer) and not unknown:
+        tokenizer = BYTES  # `check_tokenizer` says that it is another one
+    cache = None
+    if any(map(stores.is_url, batch.data)):
+        cache = stores.block_cache(batch.data_cache, int(batch.data_cache_gb * 1e9), config.checkpoint.staging)
+    text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer, cache)
+    if start and not unknown:
+        text.check_tokenizer(start)
+    if config.sample.sample_tokens:
+        largest = max(text.tokenizer.encode(config.sample.prompt or "\n"), default=None)
+        if largest is None or largest >= vocab_size:
+            what = "has no token" if largest is None else f"has token {largest}, but model.vocab_size is {vocab_size}"
+            raise ValueError(f"--prompt {config.sample.prompt!r} {what}: use another one, or --sample-tokens 0")
+    return text

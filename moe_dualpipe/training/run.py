@@ -1,0 +1,170 @@
+"""Open a training run, join the other ranks, train, and end it: for the command, and from Python."""
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..data import Batches
+from ..health.deadline import Deadline
+from ..health.heartbeat import Progress
+from ..health.signals import Stop
+from ..health.watch import PATIENCE, joining, watch_ranks
+from ..runtime.groups import init_world, leave_store, leave_world
+from ..runtime.launch import Launch
+from ..runtime.shared_errors import build_on_all_ranks
+from ..runtime.topology import place
+from ..runtime.versions import OtherVersionsError
+from ..runtime.world import current_launch, joined
+from . import restart
+from .config import TrainConfig
+from .console import RunFailed
+from .invalid import exit_on_invalid_option
+from .layout_choice import NoLayoutError
+from .loop import Callback, train_loop
+from .options import RUN_FILE, Request, read_toml, to_toml
+from .preflight import NO_INSTRUMENTS, Given, Instruments, Run, prepare
+from .relaunch import end_after_stop, end_with_other_versions, end_without_layout
+from .sinks import Sink, chosen_sinks
+from .step import Trainer
+
+
+def run(request: Request, launch: Launch, stop: Stop, instruments: Instruments = NO_INSTRUMENTS) -> None:
+    """Do the run that was asked for. Invalid options print one line and exit with code 2. Collective.
+
+    stop: receives the signals.
+    """
+    health = request.config.health
+    first, full_traceback = launch.local_rank == 0, health.traceback
+    several_machines = launch.world_size > launch.local_world_size
+    try:
+        with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
+            try:
+                plan = prepare(request, launch, instruments=instruments)
+            except NoLayoutError as error:
+                end_without_layout(error, launch, health.timeout)
+            _open_folder(plan, launch)
+        with watched_world(plan, launch) as (plan, progress):
+            with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
+                trainer, sinks = build(plan, progress, stop)
+            stopped = train_loop(trainer, sinks)
+    except OtherVersionsError as error:
+        end_with_other_versions(error, socket.gethostname(), launch)
+    if stopped and several_machines:
+        end_after_stop(stop, plan.layout.rank)
+
+
+def train(
+    config: TrainConfig | None = None, callbacks: Sequence[Callback] = (), log: Sequence[Sink] = (),
+    verbose: bool = True, *, weights: Mapping[str, Tensor] | None = None, batches: Batches | None = None,
+    validation: tuple[Tensor, Tensor] | None = None, instruments: Instruments = NO_INSTRUMENTS,
+) -> Trainer:  # fmt: skip
+    """Train with the options of train.py, and return the trainer with the trained model. Collective under torchrun.
+
+    config: the options; None: all defaults. Without `CheckpointConfig(out=...)`, no file is written.
+    callbacks: each is called as `callback(trainer, record)` after every step, on all ranks. record: the step's metrics,
+    as in metrics.jsonl; entries that a callback adds are logged, too. A callback may call `trainer.request_stop()` on
+    any rank, and `trainer.validation_loss()` and `trainer.sample()` on all ranks; and it may set `trainer.lr_factor`.
+    log: objects with a method `log(dict)`. On the first rank, they receive the same records and the validation losses.
+    verbose: print what train.py prints, and a progress bar.
+    weights: the weights to start from: the state dict of a whole model (`build_model(config.model)`), or tensors by the
+    names in checkpoints. Every rank gets all of them, and copies those that it holds.
+    batches: called as `batches(step)` with the number of steps before, on every rank. Returns inputs and labels of the
+    whole step, token ids [B, S] for `batch_size` = B sequences. The run then reads no text: `config.batch.data` has no
+    effect, and the run prints no sample. Labels of -100 are ignored.
+    validation: with `batches`, inputs and labels [N, S] for the validation loss; None: no validation. N is a multiple
+    of B.
+    instruments: what tools add to the run; `moe_dualpipe.train` passes those of train.py.
+
+    Under torchrun, `train` creates the default process group of torch.distributed, and destroys it at the end. A group
+    that already exists is used and kept. With several processes, the returned trainer works only while the group
+    exists, as inside `with join_world():`.
+
+    Raises ValueError for invalid options, before the first step, and for batches of another shape. Raises RuntimeError
+    if the loss does not stay finite, or if the last checkpoint cannot be written.
+    """
+    launch = current_launch()
+    given = Given(weights, batches, validation)
+    plan = prepare(Request(config or TrainConfig()), launch, given, instruments, from_command=False)
+    _open_folder(plan, launch)
+    invalid: ValueError | None = None
+    try:
+        with _world(plan, launch) as (plan, progress):
+            try:
+                trainer, sinks = build(plan, progress)
+            except ValueError as error:  # raised on all ranks: if it left the context, the processes would end
+                invalid = error
+            else:
+                train_loop(trainer, [*sinks, *log], callbacks, verbose)
+                return trainer
+    except RunFailed as error:
+        raise RuntimeError(error.text) from None
+    assert invalid is not None
+    raise invalid
+
+
+def build(plan: Run, progress: Progress, stop: Stop | None = None) -> tuple[Trainer, list[Sink]]:
+    """Return the trainer, and the sinks that the options choose. Collective.
+
+    Raises ValueError, on all ranks, for options that cannot work here.
+    """
+    trainer = Trainer(plan, progress, stop, plan.instruments.extensions)
+    folder = plan.folder if plan.layout.rank == 0 else None
+    return trainer, build_on_all_ranks(lambda: chosen_sinks(plan.config, folder, plan.first_step) if folder else [])
+
+
+def _open_folder(plan: Run, launch: Launch) -> None:
+    """Mark the folder as one of this launcher, and write run.toml. Raises ValueError if the mark cannot be written.
+
+    A run that goes on in its own folder still started where it did at first.
+    """
+    if plan.folder is None:
+        return
+    restart.mark_folder(plan.folder, launch.local_rank)
+    if launch.local_rank == 0:
+        file, config = plan.folder / RUN_FILE, plan.config
+        if plan.resume and plan.resume.is_relative_to(plan.folder):
+            started = read_toml(file).get("checkpoint.resume") if file.is_file() else None
+            config = replace(config, checkpoint=replace(config.checkpoint, resume=started))
+        part = plan.folder / f".{RUN_FILE}.{socket.gethostname()}"
+        with suppress(OSError):  # a full disk does not end a run
+            part.write_text(to_toml(config), encoding="utf-8")
+            part.replace(file)
+
+
+@contextmanager
+def watched_world(plan: Run, launch: Launch) -> Iterator[tuple[Run, Progress]]:
+    """Join the other ranks, and watch them (health/watch.py).
+
+    Yields the run with this process's place among them, and what the main thread notes its progress in.
+    """
+    timeout, nodes = plan.config.health.timeout, plan.config.parallel.nodes_per_domain
+    with joining(launch.rank, timeout):
+        placed = place(launch, plan.layout.ep, nodes, timeout, plan.store)
+        if not placed.other_versions:
+            init_world(plan.device, placed.launch, timeout, placed.store)
+    if placed.other_versions:
+        if placed.store is not None:
+            leave_store(placed.store, launch.rank, launch.world_size, min(PATIENCE, timeout / 2))
+        raise OtherVersionsError(placed.other_versions, placed.odd_machines)
+    try:
+        with watch_ranks(timeout, full_traceback=plan.config.health.traceback) as progress:
+            yield plan.placed(placed), progress
+        leave_world(timeout=min(PATIENCE, timeout / 2))
+    finally:
+        with Deadline(timeout, f"rank {placed.launch.rank} stops: it cannot leave the process groups"):
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _world(plan: Run, launch: Launch) -> Iterator[tuple[Run, Progress]]:
+    """Join the other ranks and watch them. A single process, or a group that the program created, is not watched."""
+    if dist.is_initialized() or launch.world_size == 1:
+        with joined(plan.device, launch, plan.config.health.timeout):
+            yield plan, Progress()
+        return
+    with watched_world(plan, launch) as placed:
+        yield placed

@@ -1,0 +1,94 @@
+"""The checkpoints of a run, and the export at its end. All ranks write parts of them."""
+
+from contextlib import closing
+from pathlib import Path
+
+from ..checkpoint import Saver, SaveResult, find_checkpoint
+from ..checkpoint.huggingface import companion_files, plan_checkpoint_export
+from ..data import stores, tokenizer_files
+from ..health.heartbeat import SAVING
+from ..messages import printable
+from . import store_run
+from .console import Console, RunFailed
+from .step import Trainer
+
+
+class Saving:
+    """Starts saves and reports their results. Without a folder, does nothing. Collective."""
+
+    def __init__(self, trainer: Trainer, console: Console):
+        self.trainer, self.console, self.saver = trainer, console, None
+        self.last: SaveResult | None = None
+        run, options = trainer.run, trainer.config.checkpoint
+        if run.folder:
+            patience = stores.Patience(trainer.config.health.timeout / 2)  # then, the run does not look like it hangs
+            self.saver = Saver(
+                run.folder, trainer.config.model, options.keep or 0, options.save_async, trainer.progress.save.note,
+                patience,
+            )  # fmt: skip
+
+    def start(self, step: int) -> None:
+        """Wait until the last checkpoint is written, then start to write the one of `step`.
+
+        It stores one replica of each parameter, so they are compared before.
+        """
+        trainer = self.trainer
+        trainer.check_replicas()
+        self.console.write_steps()
+        if self.saver is None:
+            return
+        if self.saver.busy:
+            self.console.say(f"step {step}: waiting for the last checkpoint, which is still being written")
+        with trainer.progress.during(SAVING):
+            self._note(self.saver.wait())
+            files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.companions)
+            self.saver.start(step, trainer.state(), files | trainer.balance.take_loads_file())
+
+    def poll(self) -> None:
+        """Report a save that has ended."""
+        if self.saver:
+            self._note(self.saver.poll())
+
+    def keep_all(self) -> None:
+        """Remove no earlier checkpoint from now on."""
+        if self.saver:
+            self.saver.keep = 0
+
+    def finished(self) -> Path | None:
+        """Wait for the last save and return its folder; None without a folder. Raises RunFailed if it failed."""
+        if self.saver is None:
+            return None
+        with self.trainer.progress.during(SAVING):
+            self._note(self.saver.wait())
+        if self.last is None:  # a restart after the last step
+            return self.trainer.run.resume
+        if self.last.error:
+            raise RunFailed(f"{self.last.path} could not be written: {self.last.error}")  # reported already
+        return self.last.path
+
+    def export(self, checkpoint: Path) -> None:
+        """Write the model of a checkpoint in Hugging Face's format, if wanted."""
+        options = self.trainer.config.checkpoint
+        if not (folder := options.export):
+            return
+        try:
+            with self.trainer.progress.during(SAVING):
+                if stores.url_of(checkpoint) is not None:  # its local files were removed after the upload
+                    checkpoint = find_checkpoint(str(checkpoint))
+                plan = plan_checkpoint_export(checkpoint)
+                plan.write(store_run.folder_of(store_run.location(folder), options.staging))
+        except (ValueError, OSError) as error:
+            self.console.fail(f"--export {printable(folder)}: {error}")
+        model_type, size = plan.layout.architecture.model_type, plan.num_bytes / 1e6
+        self.console.say(f"exported {printable(folder)}: {model_type}, {size:,.1f} MB")
+
+    def close(self) -> None:
+        """Finish the last save."""
+        if self.saver:
+            with self.trainer.progress.during(SAVING), closing(self.saver):
+                pass
+
+    def _note(self, result: SaveResult | None) -> None:
+        if result:
+            self.last = result
+            self.console.saved(result)

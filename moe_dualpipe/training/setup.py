@@ -1,0 +1,108 @@
+"""What the options leave open: device, kernels, dtype, compilation, and the folder of the run."""
+
+import itertools
+from pathlib import Path
+
+import torch
+
+from ..checkpoint import list_checkpoints
+from ..data import stores
+from ..kernels.backend import Kernels, validate_kernels
+from ..kernels.fuse import missing_for_compile
+from ..models.auxiliary_losses import loss_factors
+from ..models.costs import train_flops_per_token
+from ..runtime.launch import Launch, choose_device, count_gpus
+from . import restart, store_run
+from .config import CheckpointConfig, ComputeConfig, TrainConfig
+
+WORTH_COMPILING = 1e14
+"""FLOPs of a rank in a run on a CPU from which --compile auto compiles: about an hour and a half on one core.
+
+Compiling takes about a minute, unless an earlier run left its graphs on the disk, and saves about 2% of the time.
+"""
+
+
+def choose_dtype(compute: ComputeConfig, kind: str) -> torch.dtype:
+    """The type of weights and activations on a device of this kind, cpu or cuda."""
+    auto = "bfloat16" if kind == "cuda" else "float32"
+    return getattr(torch, auto if compute.dtype == "auto" else compute.dtype)
+
+
+def choose_kernels(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kernels]:
+    """The device of this process, and its kernels."""
+    kind = choose_device(compute.device, count_gpus(), launch.local_world_size)
+    device = torch.device("cuda", launch.local_rank) if kind == "cuda" else torch.device("cpu")
+    kernels = validate_kernels(compute.kernels)
+    if kernels == "auto":
+        kernels = "triton" if kind == "cuda" else "reference"
+    elif kernels == "triton" and kind == "cpu":
+        raise ValueError("--kernels triton needs a GPU, and this run is on the CPU: use --kernels reference, or auto")
+    return device, kernels
+
+
+def choose_compiled(config: TrainConfig, device: torch.device, pp: int) -> bool:
+    """Whether to fuse operators with torch.compile. run.toml has the answer, so a resumed run does the same."""
+    choice, batch = config.compute.compile, config.batch
+    if choice == "off":
+        return False
+    missing = missing_for_compile()
+    if missing and choice == "on":
+        raise ValueError(f"--compile on needs {missing}, or use --compile off")
+    if choice == "auto" and device.type == "cpu":
+        flops = config.steps * batch.batch_size * batch.seq_len * train_flops_per_token(config.model, batch.seq_len)
+        return missing is None and flops / pp >= WORTH_COMPILING
+    return missing is None
+
+
+def check_cuda_graphs(config: TrainConfig, device: torch.device, kernels: Kernels, processes: int) -> None:
+    """Raise ValueError for a run that cuda_graphs cannot capture, or that keeps state in Python."""
+    model, losses = config.model, [*loss_factors(config.model)]
+    refused = (
+        (device.type != "cuda", "needs a GPU, and this run is on the CPU: use compute.cuda_graphs=false"),
+        (processes > 1, f"is for one process: got {processes}; use compute.cuda_graphs=false"),
+        (kernels != "triton", f"needs kernels without host syncs: got --kernels {kernels}; use --kernels triton"),
+        (model.own_layers, f"cannot capture your own {', '.join(model.own_layers)}: use compute.cuda_graphs=false"),
+        (losses, f"cannot count {' and '.join(losses)}: use factors of 0, or compute.cuda_graphs=false"),
+        (model.mtp_layers, "cannot count the MTP loss: use model.mtp_layers=0, or compute.cuda_graphs=false"),
+        (config.metrics.profile, "runs no schedule to profile: use --profile 0, or compute.cuda_graphs=false"),
+    )
+    for applies, reason in refused:
+        if applies:
+            raise ValueError(f"cuda_graphs {reason}")
+
+
+def check_writes_nothing(config: TrainConfig) -> None:
+    """Raise ValueError for an option that writes files: a run from Python has a folder only if it is named."""
+    wanted = (
+        ("save_every", config.checkpoint.save_every), ("tensorboard", config.metrics.tensorboard),
+        ("profile", config.metrics.profile), ("wandb", config.metrics.wandb), ("export", config.checkpoint.export),
+    )  # fmt: skip
+    for option, value in wanted:
+        if value:
+            raise ValueError(f"{option}={value!r} writes files: name a folder, CheckpointConfig(out=...)")
+
+
+def run_folder(options: CheckpointConfig, name: str) -> Path:
+    """The run's folder, or the one that stands for its URL: that of --out or --resume, or a new one for `name`."""
+    if options.out:
+        return store_run.folder_of(store_run.location(options.out), options.staging)
+    if options.resume:
+        return store_run.folder_of(resumed_run(options.resume), options.staging)
+    folders = (Path(f"runs/{name}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
+    return next(path for path in folders if restart.is_own_folder(path) or not Path(path, "checkpoints").exists())
+
+
+def resumed_run(resume: str) -> Path | stores.Url:
+    """The run that --resume names, from its folder or from a checkpoint in it."""
+    run = store_run.location(resume)
+    run = run.parent if run.name.startswith("step-") else run
+    return run.parent if run.name == "checkpoints" else run
+
+
+def check_new(folder: Path, options: CheckpointConfig) -> None:
+    """Raise ValueError if a new run would use the folder of an old one."""
+    out, resume = options.out, options.resume
+    goes_on = resume and (not out or store_run.same(store_run.location(out), resumed_run(resume)))
+    if not goes_on and list_checkpoints(folder / "checkpoints"):
+        out = out or folder
+        raise ValueError(f"--out {out} already holds a run: continue it with --resume {out}, or use another --out")

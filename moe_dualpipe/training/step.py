@@ -1,0 +1,251 @@
+"""One rank of a training run: its model, its optimizer, and one training step.
+
+B sequences, S positions, L layers, E experts.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights, load_weights_in_part
+from ..data import ReadAhead, stores
+from ..expert_parallel.parameters import older_names
+from ..health.heartbeat import Progress
+from ..health.signals import Stop
+from ..models import StageOptions
+from ..models.layers import seed_of
+from ..overlap.engine import engine_for
+from ..overlap.labels import GRADIENTS, OPTIMIZER
+from ..runtime.groups import ranks_of
+from ..runtime.shared_errors import build_on_all_ranks
+from .extensions import Build, Extension, Update
+from .extensions.averaged_buffers import AveragedBuffers
+from .extensions.balance import Balancing
+from .extensions.expert_moves import ExpertMoves
+from .extensions.replica_checks import ReplicaChecks
+from .extensions.skipped_steps import SkippedSteps
+from .extensions.timings import Timings
+from .freezing import freeze
+from .learning_rate import learning_rate
+from .metrics import utilization
+from .pipeline import Pipeline
+from .preflight import Run
+from .same_text import check_same_text
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """What one all-reduce tells all ranks about a step. loss: mean over all labeled tokens. stop: ranks asked to stop.
+
+    remote_bytes: sent between machines by dispatch and combine. data_waits: reads that waited for a store.
+    """
+
+    loss: float = 0.0
+    stop: int = 0
+    remote_bytes: int = 0
+    data_waits: int = 0
+
+
+class Trainer:
+    """One rank of a run. All methods are collective, except `state` and `request_stop`.
+
+    pipeline: the model, divided over the ranks. optimizer: its state. config: the options. lr_factor: a factor on the
+    learning rate, which a callback may change on all ranks; checkpoints do not store it. wait_for_weights: False lets
+    `step` return before the other ranks' new weights have arrived: call `optimizer.wait` before you read weights.
+    extensions: what else a step does (extensions/).
+    """
+
+    def __init__(
+        self, run: Run, progress: Progress | None = None, stop: Stop | None = None, extensions: Iterable[Build] = ()
+    ):
+        self.run, self.config, self.text, self.schedule = run, run.config, run.text, run.schedule
+        self.layout, self.device, self.dtype = run.layout, run.device, run.dtype
+        self.progress, self.stop, self.stopping = progress or Progress(), stop or Stop(), False
+        self.lr_factor, self.wait_for_weights, self.sums = 1.0, True, StepSums()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        check_same_text(self.text)
+        self.pipeline = self._build_pipeline()
+        self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
+        self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
+        self.progress.watch(engine_for(self.device), self.executor.p2p, ranks_of(self.groups.experts))
+        self.balance.rate = self.config.bias_rate
+        freeze(self.stages.values(), self.config.freeze, self.config.model.num_experts)
+        *_, trained = self.count_parameters()
+        if not trained:
+            raise ValueError("all parameters of the model are frozen (requires_grad=False): there is nothing to train")
+        averaged = AveragedBuffers(self)
+        self.buffers = averaged.buffers
+        self.optimizer = self.pipeline.optimizer(self.config.optim, self.config.parallel.zero)
+        self.executor.before_stage = self._wait_for_weights
+        batch = self.config.batch
+        self.read_ahead = build_on_all_ranks(
+            lambda: ReadAhead(
+                self.text, self.config.seed, self._own, batch.batch_size, batch.seq_len, self.config.steps
+            )
+        )
+        self.skipped = SkippedSteps(self.config.health.max_skipped, announce=self.layout.rank == 0)
+        self.replica_checks = ReplicaChecks(self)
+        self.extensions: list[Extension] = [self.skipped, averaged, self.replica_checks]
+        self.partial = self._load()
+        factor = utilization(self.config.model, batch.seq_len, dist.get_world_size(), run.peak_flops)
+        moves = [ExpertMoves(self)] if ExpertMoves.wanted(self.config.parallel) else []
+        self.extensions += [Balancing(self), *moves, Timings(self, factor)]
+        self.extensions += [built for build in extensions if (built := build(self)) is not None]
+
+    def _build_pipeline(self) -> Pipeline:
+        config, run = self.config, self.run
+        parallel, compute = config.parallel, config.compute
+        end_id = self.text.tokenizer.end_id if config.batch.document_mask else None
+        options = StageOptions(
+            config.seed, compute.recompute, run.kernels, compute.fused_loss, end_id, compiled=run.compiled
+        )
+        return Pipeline(
+            config.model, self.schedule, (run.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
+            ep=self.layout.ep, ep_backend=parallel.ep_backend, options=options, overlap=parallel.overlap,
+            max_deferred=parallel.max_deferred, timeout=config.health.timeout, on_action=self.progress.note,
+            cuda_graphs=compute.cuda_graphs, sum_by_choice=parallel.expert_sums == "choice",
+        )  # fmt: skip
+
+    def _load(self) -> PartialLoad | None:
+        """Load what the run starts from. Returns what --weights-partial loaded."""
+        run, options, partial = self.run, self.config.checkpoint, None
+        older = older_names(self.stages.values())
+        if run.resume:
+            load_checkpoint(run.resume, self.state(), older)
+        elif run.weights is not None:
+            load_tensors(run.weights, self.config.model.num_experts, self.state(), self.stages.values())
+        elif options.weights:
+            load = load_weights_in_part if options.weights_partial else load_weights
+            partial = load(stores.local_path(options.weights, options.staging), self.state(), older)
+        else:
+            return None
+        self.optimizer.after_load(run.first_step - int(self.skipped.total) if run.resume else 0)
+        return partial
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's part of a checkpoint, by global name. Loading into these tensors restores the run."""
+        state = self.optimizer.tensors()
+        for extension in self.extensions:
+            state = extension.state(state)
+        return state
+
+    def step(self, step: int) -> Update:
+        """Do one update and return it with its metrics. `step` is the number of steps before it."""
+        self.progress.begin(step + 1)
+        for extension in self.extensions:
+            extension.before_step(step)
+        losses = self.training_losses(step, sum_gradients=True)
+        mean = 1 / self.pipeline.num_micro_batches  # the sum of the gradients is divided by it in the update
+        with self.progress.during(GRADIENTS), record_function(GRADIENTS):
+            norm = self.pipeline.sum_gradients() * mean
+        # The host waits for the device before the update, not after it: the next step starts without a wait.
+        with self.progress.during("expert loads"):
+            load_LE = self.balance.loads(self.device)
+        self.sums = self._sum_over_ranks(losses)
+        self.stopping = self.sums.stop > 0
+        update = Update(step, self.sums.loss, norm.item(), load_LE)
+        for extension in self.extensions:
+            extension.before_update(update)
+        clip, lr = self.config.optim.clip, self.lr_factor * learning_rate(self.config.optim, step, self.config.steps)
+        update.record |= {"step": step + 1, "loss": update.loss, "grad_norm": update.norm, "lr": lr}
+        if self.config.model.mtp_layers:
+            update.record["mtp_loss"] = self._mtp_loss()
+        with self.progress.during(OPTIMIZER), record_function(OPTIMIZER):
+            if update.finite:
+                self.optimizer.step(lr, mean * (clip / norm.clamp(min=clip) if clip else 1.0), self.wait_for_weights)
+            else:
+                self.optimizer.drop_gradients()
+        for extension in self.extensions:
+            extension.after_update(update)
+        return update
+
+    def training_losses(self, step: int, sum_gradients: bool = False) -> list[Tensor]:
+        """Run forward and backward of a step, where `step` is the number of steps before it. Returns its losses.
+
+        sum_gradients: as for `Pipeline.step`.
+        """
+        config = self.config
+        torch.manual_seed(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"))  # for dropout
+        self.read_ahead.advance(step)
+        total, length = config.batch.batch_size, config.batch.seq_len
+        batch = self.text.batch(config.seed, step, self._own, total, length)
+        return self.pipeline.step(*batch, sum_gradients, num_labels=self.text.num_labels(step, total, length))
+
+    @property
+    def _own(self) -> range:
+        """The sequences of a step that this data-parallel rank runs."""
+        count = self.pipeline.num_sequences
+        return range(self.layout.dp_rank * count, (self.layout.dp_rank + 1) * count)
+
+    def validation_loss(self) -> float:
+        """The mean loss of the held-out sequences; see validation.py."""
+        from .validation import validation_loss
+
+        return validation_loss(self)
+
+    def request_stop(self) -> None:
+        """Stop the run after this step. For callbacks; one rank is enough. Not collective."""
+        self.stop.requested = True
+
+    def agree_to_stop(self) -> None:
+        """If a rank was asked to stop, all ranks stop after this step."""
+        self.stopping |= self.largest(float(self.stop.requested)) > 0
+
+    def sample(self, prompt: str | None = None, num_tokens: int | None = None) -> str:
+        """The model's continuation of the prompt. None: as in `config.sample`."""
+        config, tokenizer = self.config, self.text.tokenizer
+        text = config.sample.prompt if prompt is None else prompt
+        tokens_S = torch.tensor(tokenizer.encode(text or "\n"))
+        number = config.sample.sample_tokens if num_tokens is None else num_tokens
+        with self.progress.during("sampling"):
+            tokens = self.pipeline.generate([tokens_S], number, config.sample.sampling(), config.seed)
+        return tokenizer.decode(tokens[0].tolist())
+
+    def check_replicas(self) -> None:
+        """Raise RuntimeError if replicas of a parameter or buffer differ."""
+        self.replica_checks.check()
+
+    def count_parameters(self) -> tuple[float, float, float]:
+        """The numbers of dense and of expert parameters of the whole model, and of those that are trained."""
+        counts = torch.zeros(3, dtype=torch.float64)
+        for replicas in self.replicas:
+            for parameter in replicas.parameters.values():
+                number = parameter.numel() / replicas.num_replicas
+                counts[int(bool(replicas.experts))] += number
+                counts[2] += number * parameter.requires_grad
+        dist.all_reduce(counts)
+        dense, experts, trained = counts.tolist()
+        return dense, experts, trained
+
+    def largest(self, value: float) -> float:
+        """The maximum of the ranks' values."""
+        tensor = torch.tensor(value, dtype=torch.float64)
+        if dist.is_initialized():  # a finished run of one process has no group
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.item()
+
+    def _wait_for_weights(self, stage: int) -> None:
+        with self.progress.waiting_for(f"new weights of stage {stage}"):
+            self.optimizer.wait(stage)
+
+    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> StepSums:
+        experts = self.pipeline.expert_parallel
+        experts.check()
+        loss = torch.stack([*losses]).double().sum().item() if losses else 0.0
+        own = [loss, len(losses), self.stop.requested, experts.take_remote_bytes(), self.read_ahead.take_waits()]
+        total = torch.tensor(own, dtype=torch.float64)
+        with self.progress.during("mean loss"):
+            if dist.is_initialized():
+                dist.all_reduce(total)
+        loss, count, *others = total.tolist()
+        return StepSums(loss / count, *map(int, others))
+
+    def _mtp_loss(self) -> float:
+        """The mean loss of multi-token prediction (MTP) in this step. The training loss does not include it."""
+        last = self.stages.get(self.schedule.num_stages - 1)
+        return self.pipeline.mean_loss([last.mtp.take_loss()] if last is not None and last.mtp is not None else [])
