@@ -17,7 +17,7 @@ with join_world() as world:
     optimizer = pipeline.optimizer(config)
     data = load_data(SOURCE, SEQ_LEN)
     for step in range(STEPS):
-        inputs, labels = data.batch(seed=0, step=step, rank=0, count=SIZE * MICRO_BATCHES, seq_len=SEQ_LEN)
+        inputs, labels = data.batch(seed=0, step=step, count=SIZE * MICRO_BATCHES, seq_len=SEQ_LEN)
         losses = pipeline.step(inputs, labels)  # forward and backward of all micro-batches
         mean = 1 / pipeline.num_micro_batches
         norm = pipeline.sum_gradients() * mean

@@ -14,11 +14,11 @@ from .lazy_exports import on_first_use
 
 if TYPE_CHECKING:
     from .checkpoint.huggingface import from_pretrained, save_pretrained
+    from .commands.train import train
     from .data import load_data
     from .inference import generate
     from .models import ModelConfig, build_model, preset
     from .runtime import Executor, join_world
-    from .commands.train import train
     from .schedule import Costs, simulate
     from .schedule import build as build_schedule
     from .training import OptimizerConfig, Pipeline, TrainConfig, Trainer

@@ -146,7 +146,7 @@ def train_for(context: Context, setup: TrainingSetup, model: TransformerStage) -
 def device_batches(context: Context, setup: TrainingSetup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     step = 0
     while True:
-        x_BS, y_BS = setup.text.batch(0, step, 0, setup.sequences, setup.length)
+        x_BS, y_BS = setup.text.batch(0, step, setup.sequences, setup.length)
         yield x_BS.to(context.device), y_BS.to(context.device)
         step += 1
 

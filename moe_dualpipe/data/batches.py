@@ -50,32 +50,36 @@ class TextData:
     tokenizer: Tokenizer = BYTES
     has_held_out: ClassVar[bool] = True
 
-    def batch(self, seed: int, step: int, rows: range, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
-        """Draw the `total` sequences of a step, and read `rows` of them: inputs and labels, each [B, S] int64.
+    def batch(
+        self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None
+    ) -> "tuple[Tensor, Tensor]":
+        """Draw the `count` sequences of a step: inputs and labels, each [B, S] int64.
 
-        So the sequences of a step do not depend on which rank reads which of them.
+        rows: the ones to read; None: all. Which sequences a step has does not depend on who reads which of them.
         """
-        return self._read(self.windows(seed, step, rows, total, seq_len), seq_len)
+        return self._read(self.windows(seed, step, count, seq_len, rows), seq_len)
 
-    def num_labels(self, step: int, total: int, seq_len: int) -> int:
-        """The number of labeled tokens in the `total` sequences of a step."""
-        return total * seq_len
+    def num_labels(self, step: int, count: int, seq_len: int) -> int:
+        """The number of labeled tokens in the `count` sequences of a step."""
+        return count * seq_len
 
-    def num_held_out_labels(self, total: int, seq_len: int) -> int:
-        """The number of labeled tokens in `total` held-out sequences."""
-        return total * seq_len
+    def num_held_out_labels(self, count: int, seq_len: int) -> int:
+        """The number of labeled tokens in `count` held-out sequences."""
+        return count * seq_len
 
-    def windows(self, seed: int, step: int, rows: range, total: int, seq_len: int) -> list[tuple[TokenStream, int]]:
+    def windows(
+        self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None
+    ) -> list[tuple[TokenStream, int]]:
         """The windows that `batch` reads: a stream, and the index of the first token. Reads nothing."""
         random = np.random.Generator(np.random.Philox(key=[seed, step << 20]))
         streams = [source.train for source in self.sources]
         if len(streams) > 1:
-            streams = [streams[i] for i in random.choice(len(streams), total, p=self.shares)]
+            streams = [streams[i] for i in random.choice(len(streams), count, p=self.shares)]
             starts = random.integers(0, [len(stream) - seq_len for stream in streams])
         else:
-            streams, starts = streams * total, random.integers(0, len(streams[0]) - seq_len, total)
+            streams, starts = streams * count, random.integers(0, len(streams[0]) - seq_len, count)
         drawn = list(zip(streams, starts.tolist(), strict=True))
-        return drawn[rows.start : rows.stop]
+        return drawn if rows is None else drawn[rows.start : rows.stop]
 
     def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Return sequences `first` to `first + count` of `total`, spaced evenly over the held-out text.

@@ -37,16 +37,19 @@ class GivenBatches:
         self._last: tuple[int, tuple[Tensor, Tensor]] | None = None
         self.validation = None if validation is None else self._checked("validation", validation, multiple=True)
 
-    def batch(self, seed: int, step: int, rows: range, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
-        """Sequences `rows` of a step: inputs and labels, each [B, S]."""
+    def batch(
+        self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None
+    ) -> "tuple[Tensor, Tensor]":
+        """Sequences `rows` of a step, or all: inputs and labels, each [B, S]."""
         inputs_BS, labels_BS = self.whole(step)
-        return inputs_BS[rows.start : rows.stop], labels_BS[rows.start : rows.stop]
+        own = slice(None) if rows is None else slice(rows.start, rows.stop)
+        return inputs_BS[own], labels_BS[own]
 
-    def num_labels(self, step: int, total: int, seq_len: int) -> int:
+    def num_labels(self, step: int, count: int, seq_len: int) -> int:
         """The number of labels of a step that are not ignored."""
         return int((self.whole(step)[1] >= 0).sum())
 
-    def num_held_out_labels(self, total: int, seq_len: int) -> int:
+    def num_held_out_labels(self, count: int, seq_len: int) -> int:
         """The number of validation labels that are not ignored."""
         assert self.validation is not None
         return int((self.validation[1] >= 0).sum())

@@ -20,14 +20,14 @@ _SHARE = 16
 
 
 class ReadAhead:
-    """The steps of a rank up to step `last`: `rows` of `total` sequences of `seq_len` tokens, as `TextData.batch`.
+    """The steps of a rank up to step `last`: `rows` of `count` sequences of `seq_len` tokens, as `TextData.batch`.
 
     ahead: the number of steps that are requested before they are needed. Raises
     ValueError if the cache cannot hold the blocks of two steps.
     """
 
-    def __init__(self, text: TextData | GivenBatches, seed: int, rows: range, total: int, seq_len: int, last: int):
-        self.text, self.last, self._step = text, last, (seed, rows, total, seq_len)
+    def __init__(self, text: TextData | GivenBatches, seed: int, count: int, seq_len: int, rows: range, last: int):
+        self.text, self.last, self._step = text, last, (seed, count, seq_len, rows)
         streams = [s for one in text.sources for s in (one.train, one.held_out)] if isinstance(text, TextData) else []
         found = {id(s.file): s.file for s in streams if isinstance(s, TokensOnDisk) and isinstance(s.file, RemoteFile)}
         self.files, self._requested, self._waits = [*found.values()], 0, 0
@@ -61,7 +61,7 @@ class ReadAhead:
     def held_out(self, first: int, count: int, total: int) -> None:
         """Request sequences of the held-out text, as `TextData.held_out_batch` reads them."""
         if self.files and isinstance(self.text, TextData):
-            request(self.text.held_out_windows(first, count, total, self._step[3]), self._step[3])
+            request(self.text.held_out_windows(first, count, total, self._step[2]), self._step[2])
 
     def take_waits(self) -> int:
         """The reads since the last call that waited for the store."""
@@ -72,8 +72,8 @@ class ReadAhead:
     def _request(self, step: int) -> list["Future[bytes]"]:
         if step >= self.last or not isinstance(self.text, TextData):
             return []
-        seed, rows, total, seq_len = self._step
-        return request(self.text.windows(seed, step, rows, total, seq_len), seq_len)
+        seed, count, seq_len, rows = self._step
+        return request(self.text.windows(seed, step, count, seq_len, rows), seq_len)
 
     def __str__(self) -> str:
         return f"data is read {plural(self.ahead, 'step')} ahead"

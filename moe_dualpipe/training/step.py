@@ -173,7 +173,7 @@ class Trainer:
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"))  # for dropout
         self.read_ahead.advance(step)
         total, length = config.batch.batch_size, config.batch.seq_len
-        batch = self.text.batch(config.seed, step, self._own, total, length)
+        batch = self.text.batch(config.seed, step, total, length, self._own)
         return self.pipeline.step(*batch, sum_gradients, num_labels=self.text.num_labels(step, total, length))
 
     @property

@@ -18,12 +18,12 @@ import torch.distributed.run as torch_launcher
 from moe_dualpipe.checkpoint import Saver
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
-from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.plan import RunPlan, plan_run
-from moe_dualpipe.training.resolve import RunSetup, resolve_options
-from moe_dualpipe.training.trainer import Trainer
+from moe_dualpipe.training.console import Console
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.options import Request, all_keys, parse, value_of
+from moe_dualpipe.training.preflight import Run, prepare
+from moe_dualpipe.training.step import Trainer
 from tests.support import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def settings(out, **changes) -> TrainConfig:
     """The options of a small run in the folder `out`. Changes have the names of the flags, without groups."""
     small = TrainConfig(model=SHALLOW, steps=6, optim=OptimizerConfig(warmup_steps=2))
     default = {
-        "seq_len": 32, "micro_batch_size": 1, "micro_batches": 4, "eval_sequences": 4, "sample_tokens": 0,
+        "seq_len": 32, "micro_batch_size": 1, "batch_size": 4, "eval_sequences": 4, "sample_tokens": 0,
         "data": (TEXT,), "out": str(out),
     }  # fmt: skip
     return change(small, **{**default, **changes})
@@ -59,13 +59,8 @@ def change(config: TrainConfig, **changes) -> TrainConfig:
 
 
 def option_values(config: TrainConfig) -> dict[str, Any]:
-    """The value of every option, by its flag without the dashes."""
-    values = {}
-    for group, value in vars(config).items():
-        inner = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {group: value}
-        prefix = f"{group}." if group in ("optim", "model") else ""
-        values |= {f"{prefix}{name}".replace("_", "-"): value for name, value in inner.items()}
-    return values
+    """The value of every option, by its key."""
+    return {key: value_of(config, key) for key in all_keys()}
 
 
 def options(**changes) -> TrainConfig:
@@ -73,23 +68,19 @@ def options(**changes) -> TrainConfig:
     return change(TrainConfig(), **changes)
 
 
-def resolve(config: TrainConfig | list[str], processes=1) -> RunSetup:
-    """The values that the first rank chooses for `config`, or for a command line."""
-    config = parse_arguments(config) if isinstance(config, list) else config
-    return resolve_options(config, Launch(0, 0, processes, processes))
-
-
-def make_plan(config, rank=0, world_size=1) -> RunPlan:
-    return plan_run(config, Launch(rank, rank, world_size, world_size))
+def make_run(config: TrainConfig | list[str], rank=0, world_size=1) -> Run:
+    """The checked run of a configuration, or of a command line."""
+    request = parse(config) if isinstance(config, list) else Request(config)
+    return prepare(request, Launch(rank, rank, world_size, world_size))
 
 
 def make_trainer(rank, config) -> Trainer:
-    return Trainer(make_plan(config, rank, torch.distributed.get_world_size()))
+    return Trainer(make_run(config, rank, torch.distributed.get_world_size()))
 
 
 def save(trainer, step) -> Path:
     """Write a checkpoint after `step` updates and wait for it."""
-    with contextlib.closing(Saver(trainer.plan.setup.folder, trainer.config.model, 0)) as saver:
+    with contextlib.closing(Saver(trainer.run.folder, trainer.config.model, 0)) as saver:
         saver.start(step, trainer.state())
         result = saver.wait()
     assert result is not None and not result.error
@@ -98,7 +89,7 @@ def save(trainer, step) -> Path:
 
 def train(rank, config):
     """Do a run on this rank. Returns the records that rank 0 wrote."""
-    TrainingRun(make_trainer(rank, config)).run()
+    train_loop(make_trainer(rank, config))
     return records(config.checkpoint.out)
 
 
@@ -136,7 +127,7 @@ def introduction(rank, config):
     """What a run prints about its parameters before it starts."""
     trainer = make_trainer(rank, config)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        TrainingRun(trainer).reporter.introduce(*trainer.count_parameters(), 0.0)
+        Console(trainer.run).introduce(*trainer.count_parameters(), 0.0)
     return out.getvalue()
 
 
@@ -176,7 +167,6 @@ def _launch(arguments, folder, stdout, stderr):
 
 
 SMALL = [
-    *("--model.hidden-size", 32, "--model.num-layers", 2, "--model.head-dim", 8, "--seq-len", 32),
-    *("--micro-batches", 4, "--micro-batch-size", 1, "--eval-sequences", 8, "--sample-tokens", 12),
-    *("--data", TEXT),
+    *("--num-layers", 2, "--seq-len", 32, "--batch-size", 4, "--micro-batch-size", 1, "--sample-tokens", 12),
+    *("--set", "model.hidden_size=32", "model.head_dim=8", "metrics.eval_sequences=8", "--data", TEXT),
 ]
