@@ -84,9 +84,7 @@ class Trainer:
         self.executor.before_stage = self._wait_for_weights
         batch = self.config.batch
         self.read_ahead = build_on_all_ranks(
-            lambda: ReadAhead(
-                self.text, self.config.seed, self._own, batch.batch_size, batch.seq_len, self.config.steps
-            )
+            lambda: ReadAhead(self.text, seed, batch.batch_size, batch.seq_len, self._own, last)
         )
         self.skipped = SkippedSteps(self.config.health.max_skipped, announce=self.layout.rank == 0)
         self.replica_checks = ReplicaChecks(self)
