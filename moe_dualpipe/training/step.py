@@ -82,7 +82,7 @@ class Trainer:
         self.buffers = averaged.buffers
         self.optimizer = self.pipeline.optimizer(self.config.optim, self.config.parallel.zero)
         self.executor.before_stage = self._wait_for_weights
-        batch = self.config.batch
+        batch, seed, last = self.config.batch, self.config.seed, self.config.steps
         self.read_ahead = build_on_all_ranks(
             lambda: ReadAhead(self.text, seed, batch.batch_size, batch.seq_len, self._own, last)
         )

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from moe_dualpipe.health.signals import Stop
 from moe_dualpipe.health.watch import joining, watch_ranks
-from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.trainer import Trainer
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.step import Trainer
 from tests.support import ranks
-from tests.support.runs import make_plan
+from tests.support.runs import make_run
 
 
 def ranked_run(rank, size, port, config, patience, log, sabotage):
@@ -28,10 +28,10 @@ def ranked_run(rank, size, port, config, patience, log, sabotage):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     stop = Stop()
     with stop.on_signals(), watch_ranks(config.health.timeout, patience) as progress:
-        trainer = Trainer(make_plan(config, rank, size), progress, stop)
+        trainer = Trainer(make_run(config, rank, size), progress, stop)
         if sabotage is not None:
             sabotage(trainer)
-        TrainingRun(trainer).run()
+        train_loop(trainer)
     dist.destroy_process_group()
 
 
