@@ -21,7 +21,7 @@ from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.replicas import replica_sets
 from moe_dualpipe.tools.planner.flops import train_flops_per_token
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.optimizer import Optimizer
+from moe_dualpipe.runtime.optimizer import Optimizer
 
 from .context import Context
 from .measure import Quartiles, error_summary, measure_ceilings, rate_statistics
