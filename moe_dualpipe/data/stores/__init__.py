@@ -16,6 +16,6 @@ from .urls import Url, is_url
 __all__ = [
     "BLOCK", "QUICK", "BlockCache", "Patience", "RangedFile", "RemoteFile", "StorageError", "Url", "abort_uploads",
     "block_cache", "delete", "delete_folder", "drop", "exists", "fetch", "fetch_all", "info", "is_url", "list_folder",
-    "local_path", "open_folder", "output_folder", "read", "size_of", "sizes_of", "staged_folder", "upload_file", "url_of",
-    "write",
+    "local_path", "open_folder", "output_folder", "read", "size_of", "sizes_of", "staged_folder", "upload_file",
+    "url_of", "write",
 ]  # fmt: skip
