@@ -39,9 +39,6 @@ class ParallelConfig:
     """Order of the sum of a token's experts.
     rank: each rank adds up its own first, so a token returns once from each rank.
     choice: in the order of the router's choices, which sends more; then moving experts changes no bit."""
-    place_experts: str | None = None
-    """Which rank holds which expert at first: a file from `moe-dualpipe model balance --json`.
-    auto: by the loads in the checkpoint of --resume. None: in the order of their ids."""
     move_experts_every: int | None = None
     """Steps between decisions to move experts to other ranks, by the loads since the last one. None: never."""
     move_experts_gain: float = 0.05

@@ -76,9 +76,6 @@ def _introduce(trainer: Trainer, console: Console) -> None:
     console.introduce(*trainer.count_parameters(), state_mb)
     if trainer.layout.ep > 1:
         console.say(str(trainer.pipeline.expert_parallel))
-    for extension in trainer.extensions:
-        if extension.start:
-            console.say(extension.start)
     if trainer.partial:
         console.loaded(trainer.partial)
     trainer.check_replicas()

@@ -209,9 +209,9 @@ def _choose(
     if strict and (reason := problem(choice)):
         raise ValueError(reason)
     parallel = replace(config.parallel, pp=choice.layout.pp, ep=choice.layout.ep, schedule=choice.name)
-    if choice.layout.ep != config.parallel.ep:  # experts start in order, and one rank moves none
+    if choice.layout.ep != config.parallel.ep:  # one rank moves none
         every = parallel.move_experts_every if choice.layout.ep > 1 else None
-        parallel = replace(parallel, place_experts=None, move_experts_every=every)
+        parallel = replace(parallel, move_experts_every=every)
     batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
     return replace(config, parallel=parallel, batch=batch), choice
 

@@ -35,6 +35,7 @@ from .freezing import freeze
 from .metrics import utilization
 from .pipeline import Pipeline
 from .preflight import Run
+from .validation import validation_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Trainer:
         self.extensions: list[Extension] = [self.skipped, averaged, self.replica_checks]
         self.partial = self._load()
         factor = utilization(self.config.model, batch.seq_len, dist.get_world_size(), run.peak_flops)
-        moves = [ExpertMoves(self)] if ExpertMoves.wanted(self.config.parallel) else []
+        moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every else []
         self.extensions += [Balancing(self), *moves, Timings(self, factor)]
         self.extensions += [built for build in extensions if (built := build(self)) is not None]
 
@@ -182,8 +183,6 @@ class Trainer:
 
     def validation_loss(self) -> float:
         """The mean loss of the held-out sequences; see validation.py."""
-        from .validation import validation_loss
-
         return validation_loss(self)
 
     def request_stop(self) -> None:
