@@ -39,6 +39,14 @@ def flops_shape(config: ModelConfig) -> ModelShape:
     return ModelShape("model", config.hidden_size, config.vocab_size, layers, mtp=config.mtp_layers)
 
 
+def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """FLOPs of a forward and a backward per token, with your own layers: `ModelShape.train_flops`.
+
+    models/shape.py says which FLOPs count. Causal attention gives a lower utilization than counting all scores would.
+    """
+    return flops_shape(config).train_flops(seq_len)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLayer(Layer):
     """The FLOPs of a block with layers of your own."""

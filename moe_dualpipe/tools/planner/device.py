@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...data import strict_json
 from ...messages import printable, quoted, unknown_name
@@ -21,12 +21,13 @@ from ...messages import printable, quoted, unknown_name
 FOLDER = Path(__file__).parent / "devices"
 KINDS = ("product", "grouped", "attention_forward", "attention_backward")
 
+Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
 Curve = tuple[tuple[float, float], ...]
 """Points (FLOPs of one launch, share of the peak), with increasing FLOPs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpec:
     """What connects the devices of a domain, or the domains."""
 
     bandwidth: float
@@ -54,9 +55,9 @@ class Device:
     """Streaming multiprocessors or compute units."""
     peak: Mapping[str, float | None]
     """FLOP/s of dense products by precision. None: the device does not compute in this precision."""
-    domain: Link
+    domain: LinkSpec
     """Devices connected by NVLink or xGMI, or processes of one machine."""
-    network: Link
+    network: LinkSpec
     """What connects the domains."""
     curves: Mapping[str, Mapping[str, Curve]]
     """Curves by kind of kernel and precision."""
@@ -169,10 +170,10 @@ def _curve(points: Any, key: str) -> Curve:
     return curve
 
 
-def _link(value: Any, key: str) -> Link:
+def _link(value: Any, key: str) -> LinkSpec:
     link = _dict(value, key)
     gpus = _count(link, key, "gpus") if key == "domain" else None
-    return Link(_number(link, key, "bandwidth"), _share(link, key, "share"), _number(link, key, "latency"), gpus)
+    return LinkSpec(_number(link, key, "bandwidth"), _share(link, key, "share"), _number(link, key, "latency"), gpus)
 
 
 def _dict(value: Any, key: str, above: str = "") -> dict[str, Any]:

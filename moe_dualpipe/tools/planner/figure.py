@@ -2,10 +2,15 @@
 
 import statistics
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..drawing.figures import new_figure, plain_text, save_figure
-from .division_search import Found
+from .layout_search import Found
 from .prediction import Estimate
+from .workload import Workload, layout_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#3b75af", "#e1812c", "#8c8c8c"
 SLOWEST = 3
@@ -37,12 +42,7 @@ def save_waterfall(found: Estimate, path: Path) -> None:
     axes.set_yticks(range(last + 1), [*(name for name, _ in parts), "predicted step"])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max(high, found.seconds))
-    axes.set_xlabel("seconds of a step")
-    axes.spines[["top", "right"]].set_visible(False)
-    load = found.load
-    axes.set_title(plain_text(f"{load.shape.name}, {load.division.gpus} x {load.device.name}: {load.division}"),
-                   fontsize=10, loc="left")  # fmt: skip
-    save_figure(figure, path)
+    _finish(figure, found.load, f": {layout_text(found.load.layout)}", "seconds of a step", path)
 
 
 def save_candidates(found: Found, path: Path) -> None:
@@ -61,17 +61,23 @@ def save_candidates(found: Found, path: Path) -> None:
     if slower := len(found.ranked) - len(shown):
         axes.text(1, -0.14, f"{slower} slower ones are not shown", transform=axes.transAxes, ha="right", fontsize=8)
     left = best.memory_gb > statistics.fmean(axes.get_xlim())  # on which side of the point there is room
-    axes.annotate(f"{best.load.division}", (best.memory_gb, best.seconds * factor), (-8 if left else 8, -6), va="top",
-                  textcoords="offset points", ha="right" if left else "left", fontsize=8)  # fmt: skip
+    axes.annotate(layout_text(best.load.layout), (best.memory_gb, best.seconds * factor), (-8 if left else 8, -6),
+                  va="top", textcoords="offset points", ha="right" if left else "left", fontsize=8)  # fmt: skip
     axes.scatter([best.memory_gb], [best.seconds * factor], s=140, facecolors="none", edgecolors="black")
     device = best.load.device
     axes.axvline(device.memory_gb, color=GREY, linestyle="--", linewidth=1)
     limit = f"{device.name}: {device.memory_gb:.0f} GB "
     axes.text(device.memory_gb, axes.get_ylim()[1], limit, ha="right", va="top", fontsize=8, color=GREY)
-    axes.set_xlabel("peak memory of the fullest GPU, GB")
     axes.set_ylabel("predicted seconds of a step")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    axes.set_title(plain_text(f"{best.load.shape.name}, {best.load.division.gpus} x {device.name}"), fontsize=10,
-                   loc="left")  # fmt: skip
+    _finish(figure, best.load, "", "peak memory of the fullest GPU, GB", path)
+
+
+def _finish(figure: "Figure", load: Workload, more: str, across: str, path: Path) -> None:
+    """Add title and label, and save the figure."""
+    (axes,) = figure.axes
+    axes.set_xlabel(across)
+    axes.spines[["top", "right"]].set_visible(False)
+    title = f"{load.shape.name}, {load.layout.num_ranks} x {load.device.name}{more}"
+    axes.set_title(plain_text(title), fontsize=10, loc="left")
     save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""The peak memory of each pipeline rank, by parts, for any model and any division.
+"""The peak memory of each pipeline rank, by parts, for any model and any layout.
 
 A `ModelConfig` is a model that this project trains: its parameters are counted from the tensors of a run
 (parameters.py). A `ModelShape` may be any model, also with tensor and context parallelism. Its parameters are computed
@@ -11,7 +11,7 @@ Not counted: communication buffers, and fragmentation of the allocator.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ...models import ModelConfig, StageSpec, split
 from ...models.costs import shape_of
@@ -20,9 +20,8 @@ from ...runtime.groups import end_holders
 from ...schedule import Action, Forward, Part, Placement, Schedule, halves
 from .activations import MicroBatch, deferred_bytes, saved_bytes
 from .backward_memory import working_bytes
+from .device import Precision
 from .parameters import RankParameters, built_parameters
-
-Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ def peak_memory(
 def shape_parameters(
     shape: ModelShape, specs: Sequence[StageSpec], placement: Placement, rank: int, dp: int, batch: MicroBatch
 ) -> RankParameters:
-    """Like `built_parameters`, for any model and division; all owners have equal shares."""
+    """Like `built_parameters`, for any model and layout; all owners have equal shares."""
     stages = placement.stages[rank]
     shares = rank_shares(shape, [specs[s] for s in stages], batch)
     holders, ends = len(placement.holders(stages[0])), len(end_holders(placement))

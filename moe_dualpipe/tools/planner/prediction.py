@@ -10,13 +10,14 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
+from ...models.config import RECOMPUTE
 from .constants import Constant, find_constant
 from .peak import PeakMemory
 from .segment_times import EFFECTS, layer_factors
 from .step import Step, step_of
-from .workload import Recompute, Workload
+from .workload import Workload
 from .workload_memory import memory_of
 
 HOST_SECONDS = 9e-3
@@ -48,7 +49,7 @@ class Estimate:
     @property
     def tokens_per_gpu(self) -> float:
         """Tokens per second and GPU."""
-        return self.load.tokens / self.seconds / self.load.division.gpus
+        return self.load.tokens / self.seconds / self.load.layout.num_ranks
 
     @property
     def flops_per_gpu(self) -> float:
@@ -92,18 +93,17 @@ class Estimate:
         load, limit = self.load, self.load.device.memory_gb * 1e9
         if self.memory.total <= limit:
             return ""
-        kinds = get_args(Recompute)
-        for kind in kinds[kinds.index(load.recompute) + 1 :]:
+        for kind in RECOMPUTE[RECOMPUTE.index(load.recompute) + 1 :]:
             size = memory_of(replace(load, recompute=kind)).total
             if size <= limit:
                 return f"It does not fit. With --recompute {kind}, it needs {size / 1e9:.1f} GB."
-        return "It does not fit, even with --recompute full. moe-dualpipe plan search looks for a division that does."
+        return "It does not fit, even with --recompute full. moe-dualpipe plan search looks for a layout that does."
 
     def host_advice(self) -> str:
         """Empty unless layers are so short that the host may be slower than the GPU, which is not predicted."""
         load = self.load
         layers = sum(layer.experts > 0 for layer in load.shape.layers)
-        each = self.seconds * load.division.pp / (load.num_micro_batches * max(1, layers))
+        each = self.seconds * load.layout.pp / (load.num_micro_batches * max(1, layers))
         if not layers or load.precision == "fp32" or each >= HOST_SECONDS:
             return ""
         return (
@@ -144,7 +144,7 @@ def ideal_seconds(load: Workload) -> float:
     """The time of a step whose model FLOPs run at the peak of the precision, with nothing else."""
     peak = load.device.peak[load.precision]
     assert peak is not None
-    return load.tokens * load.shape.train_flops(load.seq) / (load.division.gpus * peak)
+    return load.tokens * load.shape.train_flops(load.seq) / (load.layout.num_ranks * peak)
 
 
 def estimate(load: Workload, software: str | None = None) -> Estimate:

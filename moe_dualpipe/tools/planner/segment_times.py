@@ -89,8 +89,8 @@ def layer_factors(load: Workload, on: Collection[str] = ALL) -> list[float]:
     if "imbalance" not in on or (load.loads is None and load.routing == "balanced"):
         return [1.0] * len(load.shape.layers)
     if load.loads is not None:
-        return load.loads.factors(load.shape, load.division.ep)
-    return [load_factor(layer.experts, layer.top_k, load.division.ep) for layer in load.shape.layers]
+        return load.loads.factors(load.shape, load.layout.ep)
+    return [load_factor(layer.experts, layer.top_k, load.layout.ep) for layer in load.shape.layers]
 
 
 def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, factor: float = 1.0) -> LayerSeconds:
@@ -156,9 +156,9 @@ def _dense(load: Workload, layer: Layer, clock: Clock) -> Times:
 
 def _experts(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
     tokens, hidden = load.rank_tokens, load.shape.hidden
-    divided = load.division.expert_tp  # these ranks all have the rows of all their tokens
+    divided = load.expert_tp  # these ranks all have the rows of all their tokens
     rows = divided * tokens * layer.top_k * factor
-    inner, local = layer.expert_size // divided, layer.experts / load.division.ep
+    inner, local = layer.expert_size // divided, layer.experts / load.layout.ep
     padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
     routed = (
         sum(clock.grouped(2 * rows * one.weights / divided, local) for one in layer.expert_products(hidden)) * padding
@@ -210,15 +210,15 @@ def _tensor_transfers(load: Workload, on: Collection[str]) -> float:
     """An all-gather before and a reduce-scatter after attention, or the MLP."""
     if "tensor transfers" not in on:
         return 0.0
-    tp = load.division.tp
+    tp = load.layout.tp
     sequence = load.element * load.rank_tokens * tp * load.shape.hidden  # bytes
     return TENSOR_EXPOSED * 2 * gather(load.device, sequence, tp, 1)
 
 
 def _context_transfers(load: Workload, layer: Layer, on: Collection[str]) -> float:
-    if "tensor transfers" not in on or load.division.cp == 1:
+    if "tensor transfers" not in on or load.layout.cp == 1:
         return 0.0
-    one, attention = load.division, layer.attention
+    one, attention = load.layout, layer.attention
     keys = load.element * load.rank_tokens * one.cp * _key_width(attention)  # bytes
     return CONTEXT_EXPOSED * gather(load.device, keys, one.cp, one.tp)
 
@@ -232,20 +232,20 @@ def _expert_transfers(
     load: Workload, layer: Layer, on: Collection[str], factor: float
 ) -> tuple[float, float, float, float]:
     """dispatch and combine of the forward, then combine and dispatch of the backward."""
-    if "expert transfers" not in on or load.division.ep == 1:
+    if "expert transfers" not in on or load.layout.ep == 1:
         return (0.0, 0.0, 0.0, 0.0)
     device, hidden = load.device, load.shape.hidden
     rows = rows_sent(
-        layer.experts, layer.top_k, load.division.ep, device.domain.gpus or 1, load.ep_backend, layer.groups,
+        layer.experts, layer.top_k, load.layout.ep, device.domain.gpus or 1, load.ep_backend, layer.groups,
         layer.top_groups,
     )  # fmt: skip
     tokens = load.rank_tokens * factor
     wide = load.element * hidden
     narrow = (
-        hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "nccl" else wide
+        hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "all_to_all" else wide
     )  # with scales
     first, other = (all_to_all(device, rows, tokens, width) for width in (narrow, wide))
     # Without fused kernels, rows are copied once more on each side of a transfer.
     copies = Clock(device, load.precision, ALL).memory(4 * tokens * (rows.near + rows.far) * wide)
-    copies = copies if load.ep_backend == "nccl" else 0.0
+    copies = copies if load.ep_backend == "all_to_all" else 0.0
     return first + copies, other + copies, other + copies, other + copies

@@ -1,4 +1,4 @@
-"""Peak memory of any division: a shape is counted as the model that is built, and published peaks are met."""
+"""Peak memory of any layout: a shape is counted as the model that is built, and published peaks are met."""
 
 import dataclasses
 
