@@ -55,7 +55,8 @@ class PeakMemory:
 def peak_memory(
     model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: Precision = "bf16",
     zero: bool = True, fsdp: bool = False, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0,
-    loads: Callable[[Sequence[int]], tuple[float, ...]] | None = None,
+    loads: Callable[[Sequence[int]], tuple[float, ...]] | None = None, frozen: Callable[[str], bool] | None = None,
+    moments: int = 2,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
     """The peak memory of each rank of a pipeline. The fullest is `max(..., key=lambda rank: rank.total)`.
 
@@ -66,6 +67,8 @@ def peak_memory(
     gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
     project, 2 on CPUs, 0 if gradients are in one buffer.
     loads: returns `MicroBatch.loads` of the fullest rank that holds these layers. None: experts have even loads.
+    frozen: of a `ModelConfig`, whether the parameter of this global name is not trained. moments: of the
+    optimizer for a parameter: 2 with AdamW.
     For a `ModelShape`, a few bytes per token of norms and routers are not counted.
 
     Raises ValueError for a model with fewer layers than stages, and for a `ModelConfig` with tp, cp or unknown layers.
@@ -93,12 +96,12 @@ def peak_memory(
     # Messages to and from each neighbour.
     links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
     message = batch.tokens * config.hidden_size * element * (schedule.num_ranks > 1)
-    state = 8 if element == 4 else 12
+    state = 4 * moments + 4 * (element < 4)
     gathered = 2 * element * max(map(layer_share(shape, batch), shape.layers)) if fsdp else 0
     ranks = []
     for rank, held in enumerate(schedule.placement.stages):
         if own:
-            mine = built_parameters(model, specs, schedule.placement, rank, dp, batch.ep)
+            mine = built_parameters(model, specs, schedule.placement, rank, dp, batch.ep, frozen)
         else:
             mine = shape_parameters(shape, blocks, schedule.placement, rank, dp, batch)
         owned = max(mine.owned)
