@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .device import Device, device_names, load_device
     from .flops import peak_flops
     from .layout_search import Candidate, Found, search
-    from .peak import PeakMemory, even_stages, peak_memory
+    from .peak import PeakMemory, peak_memory, stages_of
     from .prediction import Estimate, estimate
     from .published_shapes import read_shape
     from .step import Step
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attention", "Candidate", "Constant", "Device", "Estimate", "Found", "Layer", "MicroBatch", "ModelShape",
-    "PeakMemory", "Product", "Step", "Workload", "device_names", "estimate", "even_stages", "full_schedule",
-    "layout_of", "load_device", "peak_flops", "peak_memory", "read_shape", "search", "shape_of",
+    "PeakMemory", "Product", "Step", "Workload", "device_names", "estimate", "full_schedule",
+    "layout_of", "load_device", "peak_flops", "peak_memory", "read_shape", "search", "shape_of", "stages_of",
     "train_flops_per_token",
 ]  # fmt: skip
 

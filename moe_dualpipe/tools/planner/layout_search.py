@@ -16,7 +16,7 @@ from operator import itemgetter
 
 from ...models.config import RECOMPUTE
 from ...runtime.layout import Layout, layouts
-from ...schedule import Costs
+from ...schedule import Costs, build, simulate
 from .constants import find_constant
 from .prediction import Estimate
 from .segment_times import ALL
@@ -84,7 +84,7 @@ def search(load: Workload, software: str | None = None) -> Found:
     ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
     groups: dict[tuple[Layout, str], list[tuple[Step, Workload]]] = defaultdict(list)
     for step, way in ways:
-        groups[_key(way), way.schedule].append((step, way))
+        groups[dataclasses.replace(way.layout, chunks=None), way.schedule].append((step, way))
     smallest: dict[Layout, float] = {}
     found: list[Candidate] = []
     for (layout, _), group in groups.items():
@@ -123,10 +123,6 @@ def _size(load: Workload) -> tuple[int, int]:
     return load.micro_batch, -RECOMPUTE.index(load.recompute)
 
 
-def _key(load: Workload) -> Layout:
-    return dataclasses.replace(load.layout, chunks=None)
-
-
 def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:
     """All valid ways to run `load`, with a quick estimate of the step."""
     for one in _layouts(load):
@@ -144,7 +140,7 @@ def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:
 def _layouts(load: Workload) -> Iterator[Layout]:
     shape, gpus, cp = load.shape, load.layout.num_ranks, load.layout.cp
     experts = max(1, *(layer.experts for layer in shape.layers))
-    for tp in _powers(min(load.device.domain.gpus or 1, gpus)):
+    for tp in [1 << i for i in range(min(load.device.domain.gpus or 1, gpus).bit_length())]:
         for one in layouts(gpus, len(shape.layers), experts):
             if one.dp % (tp * cp) == 0:
                 yield dataclasses.replace(one, dp=one.dp // (tp * cp), tp=tp, cp=cp)
@@ -172,31 +168,20 @@ def _variants(load: Workload) -> Iterator[Workload]:
 
 def _with_idle_time(load: Workload, step: Step) -> Step:
     """`step` with the idle time of a pipeline with equal stages."""
-    if load.layout.pp == 1:
+    pp, n = load.layout.pp, load.num_micro_batches
+    if pp == 1:
         return step
-    busy = step.compute + step.exposed
-    return dataclasses.replace(step, idle=busy * (_idle_factor(load.schedule, load.layout.pp, load.layout.chunks,
-                                                               load.num_micro_batches) - 1))  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _idle_factor(schedule: str, pp: int, chunks: int | None, num_micro_batches: int) -> float:
-    """The step time of a pipeline with equal stages, relative to one without idle time."""
-    short, long = (_makespan(schedule, pp, chunks, count * pp) for count in (4, 6))
-    slope = (long - short) / (2 * pp)
-    stages = chunks or (2 if schedule in ("zbv", "dualpipev") else 1)
-    return (long + (num_micro_batches - 6 * pp) * slope) / (num_micro_batches * 3 * stages)
+    long, slope, each = _makespans(load.schedule, pp, load.layout.chunks)
+    factor = (long + (n - 6 * pp) * slope) / (n * each)  # relative to no idle time
+    return dataclasses.replace(step, idle=(step.compute + step.exposed) * (factor - 1))
 
 
 @functools.lru_cache(maxsize=1024)
-def _makespan(schedule: str, pp: int, chunks: int | None, num_micro_batches: int) -> float:
-    from ...schedule import build, simulate
-
-    return simulate(build(schedule, pp, num_micro_batches, chunks), Costs(F=1, B=2, W=1)).makespan
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+def _makespans(schedule: str, pp: int, chunks: int | None) -> tuple[float, float, int]:
+    """With equal stages: the time of 6 pp micro-batches, that of one more, and that of one alone on a rank."""
+    short, long = (build(schedule, pp, count * pp, chunks) for count in (4, 6))
+    times = [simulate(one, Costs(F=1, B=2, W=1)).makespan for one in (short, long)]
+    return times[1], (times[1] - times[0]) / (2 * pp), 3 * long.num_stages // pp
 
 
 def _nothing_fits(load: Workload, too_large: Sequence[tuple[Layout, float]]) -> str:

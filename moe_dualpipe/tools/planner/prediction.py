@@ -59,18 +59,7 @@ class Estimate:
     @property
     def utilization(self) -> float:
         """Model FLOPs utilization (MFU), of the peak in the precision of the run."""
-        return self.flops_per_gpu / self.peak
-
-    @property
-    def peak(self) -> float:
-        peak = self.load.device.peak[self.load.precision]
-        assert peak is not None
-        return peak
-
-    @property
-    def hidden(self) -> float:
-        """Share of the transfers of experts and gradients that computation hides."""
-        return self.step.hidden
+        return self.flops_per_gpu / self.load.peak
 
     @property
     def imbalance(self) -> float:
@@ -130,7 +119,7 @@ class Estimate:
         report = {
             "step_time_s": self.seconds, "step_time_low_s": low, "step_time_high_s": high,
             "tokens_per_s_per_gpu": self.tokens_per_gpu, "model_tflops_per_gpu": self.flops_per_gpu / 1e12,
-            "mfu": self.utilization, "hidden_fraction": self.hidden, "bubble_fraction": self.step.bubble,
+            "mfu": self.utilization, "hidden_fraction": self.step.hidden, "bubble_fraction": self.step.bubble,
             "gpu_hours_per_trillion_tokens": self.gpu_hours, "peak_memory_gb": self.memory.total / 1e9,
             "memory_gb": {name: size / 1e9 for name, size in self.memory.parts().items()},
             "expert_imbalance": self.imbalance, "waterfall_s": dict(self.waterfall()),
@@ -142,9 +131,7 @@ class Estimate:
 
 def ideal_seconds(load: Workload) -> float:
     """The time of a step whose model FLOPs run at the peak of the precision, with nothing else."""
-    peak = load.device.peak[load.precision]
-    assert peak is not None
-    return load.tokens * load.shape.train_flops(load.seq) / (load.layout.num_ranks * peak)
+    return load.tokens * load.shape.train_flops(load.seq) / (load.layout.num_ranks * load.peak)
 
 
 def estimate(load: Workload, software: str | None = None) -> Estimate:

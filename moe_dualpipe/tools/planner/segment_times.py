@@ -54,28 +54,21 @@ class Clock:
         return "fp32" if self.precision == "fp32" else "bf16"
 
     def product(self, flops: float, precision: str | None = None, kind: str = "product") -> float:
+        """A launch of a kind in KINDS, an effect of its own for attention."""
         precision = precision or self.precision
-        peak = self.device.peak[precision]
-        assert peak is not None
-        if "products" not in self.on or not flops:
-            return flops / peak
-        return flops / (peak * self.device.efficiency(kind, precision, flops))
+        share = 1.0
+        if flops and ("attention" if kind.startswith("attention") else "products") in self.on:
+            share = self.device.efficiency(kind, precision, flops)
+        return flops / ((self.device.peak[precision] or 0.0) * share)
 
     def products(self, tokens: float, products: Iterable[Product]) -> float:
         """Products of `tokens` rows, in 8 bits if the run is, but for those of the router."""
-        narrow = {"router": self.wide, "shared_gate": self.wide}
-        return sum(self.product(tokens * one.flops, narrow.get(one.name)) for one in products)
+        wide = {"router": self.wide, "shared_gate": self.wide}
+        return sum(self.product(tokens * one.flops, wide.get(one.name)) for one in products)
 
     def grouped(self, flops: float, experts: float) -> float:
         """One product for each of `experts` experts in one launch: as fast as the faster of both curves says."""
         return min(self.product(flops, kind="grouped"), experts * self.product(flops / experts))
-
-    def attention(self, flops: float, kind: str) -> float:
-        peak = self.device.peak[self.wide]
-        assert peak is not None
-        if "attention" not in self.on or not flops:
-            return flops / peak
-        return flops / (peak * self.device.efficiency(kind, self.wide, flops))
 
     def memory(self, num_bytes: float) -> float:
         return num_bytes / (self.device.memory_bandwidth * self.device.memory_share) if "memory" in self.on else 0.0
@@ -131,7 +124,7 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     linear = clock.products(tokens, products)
     scores = tokens * attention.score_flops(load.seq)
     forward, backward = (
-        clock.attention(scores * factor, f"attention_{name}")
+        clock.product(scores * factor, clock.wide, f"attention_{name}")
         for name, factor in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))
     )
     width = sum(product.outputs for product in products)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from ...schedule import Backward, Costs, Forward, Overlap, build, simulate
 from .pair import LayerSeconds, pair_seconds
+from .peak import stages_of
 from .segment_times import ALL, Clock, head_seconds, layer_factors, layer_seconds
-from .stages import stages_of
 from .transfer_times import gather, seconds
 from .workload import PAIRED, Workload
 

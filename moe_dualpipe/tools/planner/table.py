@@ -23,7 +23,7 @@ def estimate_report(found: Estimate, dollars: float | None = None) -> str:
         ["step time", f"{found.seconds:.3g} s ({low:.3g} to {high:.3g} s)"],
         ["tokens/s per GPU", f"{found.tokens_per_gpu:,.0f}"],
         ["model TFLOP/s per GPU", f"{tflops:.{_digits(tflops, 0)}f} ({found.utilization:.1%} of the peak)"],
-        ["hidden transfers", f"{found.hidden:.0%} of {transfers:.3g} s" if transfers else "-"],
+        ["hidden transfers", f"{found.step.hidden:.0%} of {transfers:.3g} s" if transfers else "-"],
         ["pipeline bubble", f"{found.step.bubble:.1%}"],
         ["GPU hours for 10^12 tokens", f"{found.gpu_hours:,.0f}"],
     ]

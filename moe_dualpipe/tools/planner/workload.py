@@ -92,6 +92,11 @@ class Workload:
         return self.schedule in PAIRED if self.overlap is None else self.overlap
 
     @property
+    def peak(self) -> float:
+        """FLOP/s of a GPU in the precision of the run. `check` refuses a device that has none."""
+        return self.device.peak[self.precision] or 0.0
+
+    @property
     def element(self) -> int:
         """Bytes of a number outside of products in 8 bits."""
         return 4 if self.precision == "fp32" else 2

@@ -4,8 +4,7 @@ from functools import lru_cache, partial
 
 from ...schedule import Schedule, build
 from .activations import MicroBatch
-from .peak import PeakMemory, peak_memory
-from .stages import stages_of
+from .peak import PeakMemory, peak_memory, stages_of
 from .workload import Workload
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner.device import load_device
+from moe_dualpipe.tools.planner.peak import stages_of
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS
-from moe_dualpipe.tools.planner.stages import stages_of
 from moe_dualpipe.tools.planner.step import simulate_step, step_of
 from moe_dualpipe.tools.planner.workload import Workload, layout_of
 from tests.support.planned import relaid
