@@ -60,8 +60,6 @@ class Run:
     """Price of a GPU hour. Also prints the cost of 10^12 tokens."""
     json: bool = False
     """Print JSON instead."""
-    picture: Path | None = None
-    """Also draw a picture: .png, .svg or .pdf."""
 
     def workload(self, tp: int, pp: int, vpp: int, ep: int, **options) -> "Workload":
         """Raises ValueError for invalid options."""
@@ -75,8 +73,6 @@ class Run:
             check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST)
         if self.dollars_per_gpu_hour is not None:
             check_range("--dollars-per-gpu-hour", self.dollars_per_gpu_hour, 0, LARGEST)
-        if self.picture is not None:
-            check_output(self.picture, (".png", ".svg", ".pdf"))
         if self.overlap and self.no_overlap:
             raise ValueError("--overlap and --no-overlap contradict each other: use one of them")
         shape = read_shape(self.model)
@@ -125,7 +121,6 @@ class EstimateCommand(Run):
     """Also print what each effect adds to the step time."""
 
     def run(self) -> None:
-        from ..tools.planner.figure import save_waterfall
         from ..tools.planner.prediction import estimate
         from ..tools.planner.table import estimate_report, routing_line, waterfall_table
 
@@ -144,10 +139,6 @@ class EstimateCommand(Run):
             print(estimate_report(found, self.dollars_per_gpu_hour))
             if self.explain:
                 print(f"\n{waterfall_table(found)}\n\n{routing_line(found.load)}")
-        if self.picture is not None:
-            save_waterfall(found, self.picture)
-            if not self.json:
-                print(f"wrote {printable(self.picture)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +147,8 @@ class SearchCommand(Run):
 
     top: int = 12
     """Number of layouts to print."""
+    picture: Path | None = None
+    """Also draw step time against memory: .png, .svg or .pdf."""
 
     def run(self) -> None:
         from ..tools.planner.figure import save_candidates
@@ -163,6 +156,8 @@ class SearchCommand(Run):
         from ..tools.planner.table import search_report, search_rows
 
         check_range("--top", self.top, 1, 1000)
+        if self.picture is not None:
+            check_output(self.picture, (".png", ".svg", ".pdf"))
         found = search(self.workload(1, 1, 1, 1), self.software)
         if self.json:
             print(strict_json.write(search_rows(found, self.top, self.dollars_per_gpu_hour), indent=1))
