@@ -93,7 +93,7 @@ def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, facto
     """
     clock = Clock(load.device, load.precision, on)
     attn, attn_w = _attention(load, layer, clock)
-    mlp, mlp_w = _experts(load, layer, clock, factor) if layer.experts else _dense(load, layer, clock)
+    mlp, mlp_w = _mlp(load, layer, clock, factor)
     around = _tensor_transfers(load, on)
     keys = _context_transfers(load, layer, on)
     extra_attn, extra_mlp = _recomputed(load, attn[0] + around, mlp[0] + around, clock)
@@ -138,36 +138,22 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     return (linear + forward + memory + gaps, linear + backward + 2 * memory + 2 * gaps), linear
 
 
-def _dense(load: Workload, layer: Layer, clock: Clock) -> Times:
-    tokens, hidden = load.rank_tokens, load.shape.hidden
-    one, gaps = clock.products(tokens, layer.mlp_products(hidden)), clock.launches(KERNELS["dense"])
-    memory = clock.memory(
-        tokens * (load.element * 5 * hidden + _activation_bytes(load, layer.dense_size, hidden, layer.gated))
-    )
-    return (one + memory + gaps, one + 2 * memory + 2 * gaps), one
-
-
-def _experts(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
-    tokens, hidden = load.rank_tokens, load.shape.hidden
-    divided = load.expert_tp  # these ranks all have the rows of all their tokens
-    rows = divided * tokens * layer.top_k * factor
-    inner, local = layer.expert_size // divided, layer.experts / load.layout.ep
-    padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
-    routed = (
-        sum(clock.grouped(2 * rows * one.weights / divided, local) for one in layer.expert_products(hidden)) * padding
-    )
-    every = clock.products(tokens, layer.mlp_products(hidden))  # router and shared experts
-    memory = clock.memory(
-        tokens
-        * (
-            load.element * 5 * hidden
-            + 12 * layer.experts
-            + _activation_bytes(load, layer.shared_size, hidden, layer.gated)
-        )
-        + rows * (load.element * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
-    )
-    gaps = clock.launches(KERNELS["experts"] + KERNELS["shared"] * (layer.shared_size > 0))
-    products = routed + every
+def _mlp(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
+    """The dense MLP, or the router, the experts and the shared experts."""
+    tokens, hidden, inner = load.rank_tokens, load.shape.hidden, layer.dense_size + layer.shared_size
+    products = clock.products(tokens, layer.mlp_products(hidden))
+    every = load.element * 5 * hidden + 12 * layer.experts + _activation_bytes(load, inner, hidden, layer.gated)
+    moved = tokens * every
+    launches = KERNELS["experts" if layer.experts else "dense"] + KERNELS["shared"] * (layer.shared_size > 0)
+    if layer.experts:
+        divided = load.expert_tp  # these ranks all have the rows of all their tokens
+        rows, local = divided * tokens * layer.top_k * factor, layer.experts / load.layout.ep
+        padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
+        routed = (clock.grouped(2 * rows * one.weights / divided, local) for one in layer.expert_products(hidden))
+        products += sum(routed) * padding
+        inner = layer.expert_size // divided
+        moved += rows * (load.element * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
+    memory, gaps = clock.memory(moved), clock.launches(launches)
     return (products + memory + gaps, products + 2 * memory + 2 * gaps), products
 
 
