@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> list[dict[str, Any]]:
-    """Return what each process measured: the fields of `kernels.Measured`, and "link", those of `links.Measured`.
+    """Return what each process measured: see kernels.py, and the "link", see links.py.
 
     Raises ValueError if a process fails, with the last line that it printed.
     """
@@ -58,9 +58,8 @@ def _work(rank: int, plan: Plan, folder: str) -> None:
     )  # fmt: skip
     watch = kernels.Stopwatch(device, plan.seconds, lambda: dist.all_reduce(torch.zeros(1)))  # gloo, also with GPUs
     dtype = torch.bfloat16 if cuda else torch.float32
-    measured = asdict(kernels.measure_kernels(watch, dtype, plan.widths, plan.numbers))
-    link = links.measure_link(rank, device, plan.message) if plan.processes > 1 else None
-    measured["link"] = asdict(link) if link else None
+    measured = kernels.measure_kernels(watch, dtype, plan.widths, plan.numbers)
+    measured["link"] = links.measure_link(rank, device, plan.message) if plan.processes > 1 else None
     (Path(folder) / f"{rank}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()
