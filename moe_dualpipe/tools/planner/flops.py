@@ -4,7 +4,6 @@ import re
 
 import torch
 
-from ...models.costs import train_flops_per_token as train_flops_per_token
 from .device import device_names, load_device
 
 PARTIAL = {"mig", "laptop", "d"}  # these words mark a slice of a device, or a smaller device of the same name
