@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .files import DataFile, FileStatus
-from .rows import RowReader, TextField, open_rows, row_format
+from .open_rows import open_rows
+from .rows import RowReader, TextField, row_format
 from .text_files import BLOCK_BYTES, TextChunk, read_text
 
 PART_BYTES = 1 << 20

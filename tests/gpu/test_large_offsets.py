@@ -16,7 +16,7 @@ from moe_dualpipe.kernels.gpu.permute import dot_rows, gather_rows, sum_partials
 from moe_dualpipe.kernels.gpu.routing import top_k_experts
 from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
-from moe_dualpipe.kernels.routing import RoutingOptions
+from moe_dualpipe.kernels.options import RoutingOptions
 from tests.support.kernels import DEVICE, all_kernels
 
 WIDTH = 16
