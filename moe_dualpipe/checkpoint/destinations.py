@@ -23,7 +23,7 @@ STEP_FOLDER = re.compile(r"step-(\d+)")
 Announce = Callable[[str], object]
 
 
-class Place(Protocol):
+class Destination(Protocol):
     """A checkpoint that is being written. folder: where this rank writes its files."""
 
     folder: Path
@@ -49,10 +49,10 @@ class Place(Protocol):
         ...
 
 
-def place_of(final: Path, rank: int, announce: Announce, patience: storage.Patience) -> Place:
-    """The place of the checkpoint `final`. rank: of this process. patience: for uploads."""
+def destination_of(final: Path, rank: int, announce: Announce, patience: storage.Patience) -> Destination:
+    """The destination of the checkpoint `final`. rank: of this process. patience: for uploads."""
     url = storage.url_of(final)
-    return FolderPlace(final, announce) if url is None else StorePlace(final, url, rank, announce, patience)
+    return FolderDestination(final, announce) if url is None else StoreDestination(final, url, rank, announce, patience)
 
 
 def with_contents(manifest: Manifest, contents: Mapping[str, bytes]) -> Manifest:
@@ -87,7 +87,7 @@ def _step_folders(url: storage.Url) -> list[str]:
 # ---- A folder: only the leader makes and renames it ----
 
 
-class FolderPlace:
+class FolderDestination:
     """A folder that all ranks share."""
 
     def __init__(self, final: Path, announce: Announce):
@@ -166,7 +166,7 @@ def sync(path: Path) -> None:
 # ---- A store: each rank has a local folder of its own ----
 
 
-class StorePlace:
+class StoreDestination:
     """A folder on a store, at `url`. `final`: the local path that stands for it."""
 
     def __init__(self, final: Path, url: storage.Url, rank: int, announce: Announce, patience: storage.Patience):

@@ -24,7 +24,7 @@ from ..messages import printable
 from ..models import ModelConfig
 from ..runtime.groups import create_group
 from ..runtime.shared_errors import Result, gather_objects
-from .destinations import RunUploads, place_of
+from .destinations import RunUploads, destination_of
 from .files import Announce, ChecksumFiles, Writer
 from .manifest import TENSORS_FILE, FileChecksum, Manifest
 
@@ -132,29 +132,29 @@ def save_checkpoint(
     """Save `state` (global name -> tensor) as the checkpoint after `step` updates. Collective over `group`.
 
     extra: more files, name -> contents, which rank 0 writes. keep: number of checkpoints to keep, counting this one;
-    older ones are removed; 0 keeps all. run: a folder, or one that stands for a URL (places.py). uploads: the other
-    files of the run, which are uploaded before the checkpoint is complete. patience: for uploads.
+    older ones are removed; 0 keeps all. run: a folder, or one that stands for a URL (destinations.py). uploads: the
+    other files of the run, which are uploaded before the checkpoint is complete. patience: for uploads.
 
     Raises SaveError on all ranks if any rank could not write; then the earlier checkpoints are unchanged, and nothing
     is left of this one in a local folder.
     """
     final, rank = checkpoint_folder(run, step), dist.get_rank(group)
     leader, files = rank == 0, ChecksumFiles(announce)
-    place = place_of(final, rank, announce, patience)
+    destination = destination_of(final, rank, announce, patience)
     try:
-        _run_on_all(lambda: place.create(leader), group, announce)
-        writer = Writer(place.folder, files)
+        _run_on_all(lambda: destination.create(leader), group, announce)
+        writer = Writer(destination.folder, files)
         dcp.save(dict(state), storage_writer=writer, process_group=group)
         checksums: dict[str, FileChecksum] = {}
-        for of_rank in _run_on_all(lambda: place.send(files.checksums), group, announce):
+        for of_rank in _run_on_all(lambda: destination.send(files.checksums), group, announce):
             checksums |= of_rank
         if uploads:
             _run_on_all(lambda: uploads.send(announce), group, announce)
         manifest = Manifest(step, dataclasses.asdict(model), checksums)
         more = {**(extra or {}), TENSORS_FILE: writer.tensors}
-        _run_on_all(lambda: place.complete(manifest, more) if leader else None, group, announce)
+        _run_on_all(lambda: destination.complete(manifest, more) if leader else None, group, announce)
     except (dcp.CheckpointException, SaveError) as error:
-        place.discard(leader)
+        destination.discard(leader)
         announce("")
         dist.barrier(group)
         if isinstance(error, SaveError):
@@ -162,7 +162,7 @@ def save_checkpoint(
         failures = sorted(error.failures.items())
         raise SaveError("; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in failures)) from None
     if leader:
-        place.remove_old(keep)
+        destination.remove_old(keep)
     announce("")
     dist.barrier(group)
     return final

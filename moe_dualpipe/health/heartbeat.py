@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..overlap.engine import Engine
 from ..overlap.labels import PREPARE, is_for_experts, letter_of, spoken, without_wait
 from ..runtime.p2p import P2P
-from ..schedule import Backward, Flow, Forward, Overlap, Send, halves
+from ..schedule import Backward, Flow, Forward, Overlap, Send, members
 from .waits import RankState
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -177,7 +177,7 @@ def _expert_transfer(label: str, layer: int | None, action: object) -> str:
     text = spoken(without_wait(label).removeprefix(PREPARE)) + ("" if layer is None else f" of layer {layer}")
     if not isinstance(action, Forward | Backward | Overlap):
         return text
-    parts = halves(action)
+    parts = members(action)
     return f"{text}, micro-batch {parts[0 if letter_of(label) == Flow.ACTIVATION.value else -1].micro_batch}"
 
 

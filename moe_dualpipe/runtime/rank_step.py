@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..overlap.annotation import annotation
-from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, halves
+from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, members
 from ..schedule.stage_order import last_gradients
 from .p2p import P2P, TensorSpec, Transfer
 from .stage import Criterion, Stage, Tensors, as_tuple
@@ -90,7 +90,7 @@ class RankStep:
     # ---- Stages ----
 
     def begin_stages(self, action: Action) -> None:
-        for stage in {half.stage for half in halves(action)} - self.used:
+        for stage in {member.stage for member in members(action)} - self.used:
             self.used.add(stage)
             if self.before_stage:
                 self.before_stage(stage)
@@ -241,5 +241,5 @@ class RankStep:
 
 def _describe(step: Step) -> str:
     """The step in the schedule's notation and in words: `0F3 (stage 0, micro-batch 3)`."""
-    acts = halves(step) if isinstance(step, Forward | Backward | Overlap) else (step,)
+    acts = members(step) if isinstance(step, Forward | Backward | Overlap) else (step,)
     return f"{step} ({'; '.join(f'stage {act.stage}, micro-batch {act.micro_batch}' for act in acts)})"

@@ -13,7 +13,7 @@ from moe_dualpipe.runtime import topology
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.shared_errors import gather_objects
-from moe_dualpipe.runtime.topology import Place, describe, find_domains, machine_limit, place, placement_order
+from moe_dualpipe.runtime.topology import RankPlace, describe, find_domains, machine_limit, place, placement_order
 from moe_dualpipe.runtime.versions import OtherVersionsError
 from moe_dualpipe.training.from_options import watched_world
 from moe_dualpipe.training.loop import TrainingRun
@@ -26,7 +26,7 @@ from tests.support.runs import losses, records, settings
 
 def places_of(machines):
     """machines: a letter for each rank; capitals and small letters of a letter are one domain."""
-    return [Place(m, m.lower()) for m in machines]
+    return [RankPlace(m, m.lower()) for m in machines]
 
 
 def groups_of(machines, ep):

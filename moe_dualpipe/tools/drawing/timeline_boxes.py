@@ -7,7 +7,7 @@ but its first have paler colours.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...schedule.actions import Forward, Overlap, halves
+from ...schedule.actions import Forward, Overlap, members
 from ...schedule.timeline import Timeline
 
 COLOURS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
@@ -33,9 +33,9 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
     for span in timeline.spans[rank]:
         start, end, pair = float(span.start), float(span.end), isinstance(span.action, Overlap)
         middle = start + (end - start) * _FORWARD_SHARE if pair else end
-        for half, left, right in zip(halves(span.action), (start, middle), (middle, end), strict=False):
-            letter = "F" if isinstance(half, Forward) else half.part.value
-            yield Box(left, right, letter, half.stage, half.micro_batch, framed=pair)
+        for member, left, right in zip(members(span.action), (start, middle), (middle, end), strict=False):
+            letter = "F" if isinstance(member, Forward) else member.part.value
+            yield Box(left, right, letter, member.stage, member.micro_batch, framed=pair)
 
 
 def letters(timeline: Timeline) -> list[str]:

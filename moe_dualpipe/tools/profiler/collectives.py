@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .communication import function_name
-from .intervals import Intervals, intersection, intervals_of, total, union
+from .intervals import Intervals, intersection, intervals_of, union, union_length
 from .trace import Collective, DeviceEvent
 
 _KINDS: Mapping[str, tuple[str, int | None]] = {
@@ -53,7 +53,7 @@ DTYPE_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchSite:
     """The part of a row that was launched in one phase or module."""
 
     name: str
@@ -98,7 +98,7 @@ class CollectiveRow:
     bus_gb_s: float | None
     is_lower_limit: bool
     """Whether the bandwidths are lower limits, because the times may contain waits for ranks without a trace."""
-    places: tuple[Place, ...]
+    places: tuple[LaunchSite, ...]
     """Sorted by total time, longest first. Empty if no place is known."""
 
 
@@ -208,7 +208,8 @@ def _row(
         if (place := place_of(index)) not in ("", kind, event.name, event.collective and event.collective.name):
             by_place[place].append(event)
     places = [
-        Place(name, len(same), _bytes(same), _sum(same), _exposed(same, exposed)) for name, same in by_place.items()
+        LaunchSite(name, len(same), _bytes(same), _sum(same), _exposed(same, exposed))
+        for name, same in by_place.items()
     ]
     return CollectiveRow(
         kind=kind, group=group, ranks=ranks, size=size, dtype=dtype, count=len(events), bytes=_bytes(events),
@@ -235,4 +236,4 @@ def _sum(events: Iterable[DeviceEvent]) -> float:
 
 
 def _exposed(events: Iterable[DeviceEvent], exposed: Intervals) -> float:
-    return total(intersection(union(intervals_of(events)), exposed))
+    return union_length(intersection(union(intervals_of(events)), exposed))

@@ -1,7 +1,7 @@
 """Arithmetic on sets of time intervals: union, intersection, difference, and total length.
 
 A set is an array of shape [n, 2] with rows [start, end). The rows of a `union` are sorted and disjoint, so a moment in
-which two events run counts once in its `total`.
+which two events run counts once in its `union_length`.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ def union(intervals: Intervals) -> Intervals:
     return np.stack([intervals[first, 0], reach[last]], axis=1)
 
 
-def total(intervals: Intervals) -> float:
+def union_length(intervals: Intervals) -> float:
     """The length of a union."""
     return float((intervals[:, 1] - intervals[:, 0]).sum())
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import StageOptions
 from moe_dualpipe.schedule import NAMES, ScheduleError, build, validate
-from moe_dualpipe.schedule.launches import Launch, check_launches
+from moe_dualpipe.schedule.launches import CommLaunch, check_launches
 from moe_dualpipe.tools.checks.record_launches import record_launches, run_step, tiny_model, tokens_of
 from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.ranks import run_ranks
@@ -25,7 +25,7 @@ def model_for(schedule, ep, seed, mtp_layers=0):
 
 def experts_only(programs):
     """The launches in the groups of experts."""
-    return [[s for s in p if isinstance(s, Launch) and s.group.name == "experts"] for p in programs]
+    return [[s for s in p if isinstance(s, CommLaunch) and s.group.name == "experts"] for p in programs]
 
 
 def check(name, num_ranks, ep, mtp_layers=0, options=None):
@@ -233,7 +233,7 @@ def launched(rank, schedule, ep):
 def test_a_real_run_launches_what_is_recorded(name):
     schedule = build(name, 2, 4)
     programs = record_launches(MODEL, schedule, 2, queued=False)
-    expected = [[(s.group.ranks, shape(s.what)) for s in p if isinstance(s, Launch)] for p in programs]
+    expected = [[(s.group.ranks, shape(s.what)) for s in p if isinstance(s, CommLaunch)] for p in programs]
     assert run_ranks(4, launched, schedule, 2) == expected
 
 

@@ -21,7 +21,7 @@ from moe_dualpipe.schedule import (
     Timeline,
     add_comms,
     build,
-    halves,
+    members,
     simulate,
 )
 from moe_dualpipe.tools.drawing.captions import format_range, timeline_summary
@@ -45,11 +45,11 @@ def test_boxes_equal_the_actions_and_their_times(timeline):
     for rank, spans in enumerate(timeline.spans):
         row = iter(boxes(timeline, rank))
         for span in spans:
-            mine = [next(row) for _ in halves(span.action)]
+            mine = [next(row) for _ in members(span.action)]
             assert (mine[0].start, mine[-1].end) == (span.start, span.end)
-            for box, half in zip(mine, halves(span.action), strict=True):
-                letter = "F" if isinstance(half, Forward) else half.part.value
-                assert (box.letter, box.stage, box.micro_batch) == (letter, half.stage, half.micro_batch)
+            for box, member in zip(mine, members(span.action), strict=True):
+                letter = "F" if isinstance(member, Forward) else member.part.value
+                assert (box.letter, box.stage, box.micro_batch) == (letter, member.stage, member.micro_batch)
                 assert box.framed == isinstance(span.action, Overlap)
         assert next(row, None) is None
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...drawing.figures import new_figure, plain_text
-from ..intervals import Intervals, intersection, total, union
+from ..intervals import Intervals, intersection, union, union_length
 from ..kernel_names import shortened
 from ..lanes import COMMUNICATION, LANES, Ints, Lanes, runs
 from .lanes_windows import Window, label_of, time_until, windows_of
@@ -206,8 +206,10 @@ def _style_times(picture: "Picture", window: Window, letters: bool) -> NDArray[n
     """How long each style runs in a window."""
     lanes, inside = picture.lanes, np.array([window]) - picture.shift_us
     styles = styles_of(lanes, letters)
-    times = np.array([total(intersection(lanes.busy(styles == number), inside)) for number in range(len(STYLES))])
-    exposed = total(intersection(lanes.exposed, inside))
+    times = np.array(
+        [union_length(intersection(lanes.busy(styles == number), inside)) for number in range(len(STYLES))]
+    )
+    exposed = union_length(intersection(lanes.exposed, inside))
     times[STYLES.index(EXPOSED)] += exposed
     times[STYLES.index(HIDDEN)] -= exposed
     return times
