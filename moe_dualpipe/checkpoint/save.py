@@ -22,6 +22,7 @@ from torch import Tensor
 from ..data import stores as storage
 from ..messages import printable
 from ..models import ModelConfig
+from ..overlap.waits import waits_for_ranks
 from ..runtime.groups import create_group
 from ..runtime.shared_errors import Result, gather_objects
 from .destinations import RunUploads, destination_of
@@ -82,12 +83,12 @@ class Saver:
             state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
         self._pending = self._threads.submit(self._write, step, state, extra or {})
         if not self.background:
-            futures.wait([self._pending])
+            _finished(self._pending)
 
     def wait(self) -> SaveResult | None:
         """Wait for the last save and return its result, or None if that was already returned."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.result()
+        return None if pending is None else _finished(pending).result()
 
     def poll(self) -> SaveResult | None:
         """Like `wait`, but returns None while a save is running."""
@@ -118,6 +119,12 @@ class Saver:
             return SaveResult(step, path)
         except SaveError as error:
             return SaveResult(step, checkpoint_folder(self.run, step), str(error))
+
+
+@waits_for_ranks
+def _finished(saving: futures.Future[SaveResult]) -> futures.Future[SaveResult]:
+    futures.wait([saving])
+    return saving
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:

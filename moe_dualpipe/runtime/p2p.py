@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..overlap.waits import wait_for_all
 from ..schedule import Recv, Send
 from .groups import PIPELINE, create_group
 
@@ -47,8 +48,7 @@ class Transfer:
     works: tuple[dist.Work, ...] = ()
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        for work in self.works:
-            work.wait()
+        wait_for_all(self.works)
         return self.tensors
 
 

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ...overlap.waits import waits_for_ranks
+
 _SECRET = 16  # bytes
 _HELLO = struct.Struct(f"=I{_SECRET}s")
 
@@ -82,7 +84,7 @@ class Mailbox:
         except (BrokenPipeError, ConnectionResetError):
             pass
 
-    # Health reports recognize a rank that waits for others by this name (CodePosition in health/heartbeat.py).
+    @waits_for_ranks
     def wait(self, missing: Callable[[], list[int]], what: str) -> None:
         """Receive notices until `missing` returns no peers. Raises DistError if one of them ends or is too late."""
         end = time.monotonic() + self.timeout
