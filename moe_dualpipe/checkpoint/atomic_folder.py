@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..data import stores as storage
+from ..data.synced_files import sync, write_synced
 from ..messages import printable
-from .destinations import hidden, sync, write_synced
+from .destinations import hidden
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum
 from .save import UPLOAD
 

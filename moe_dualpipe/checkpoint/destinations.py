@@ -6,7 +6,6 @@ run.json: a file appears there at once and complete. run.json is also what is re
 """
 
 import dataclasses
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..data import stores as storage
+from ..data.synced_files import sync, write_synced
 from ..messages import printable
 from ..runtime.launch import Launch
 from .manifest import RUN_FILE, FileChecksum, Manifest
@@ -145,22 +145,6 @@ class FolderDestination:
 def hidden(folder: Path, suffix: str) -> Path:
     """A name beside `folder` for something that is not, or no longer, complete."""
     return folder.with_name(f".{folder.name}.{suffix}")
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- A store: each rank has a local folder of its own ----

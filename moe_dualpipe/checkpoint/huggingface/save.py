@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
 from ...data import stores as storage
+from ...data.synced_files import write_synced
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
 from ...runtime.shared_errors import gather_objects
 from ..atomic_folder import check_new, new_folder, upload_files
-from ..destinations import hidden, write_synced
+from ..destinations import hidden
 from ..load import read_tensor
 from ..manifest import read_manifest, read_tensor_metadata
 from ..model_options import model_config
