@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..data import stores as storage
+from ..expert_parallel.gather import gather_objects
 from ..messages import printable, quoted
 from ..models import ModelConfig
 from ..models.config import BUILT_IN
 from ..models.layer_class import same_layer
 from ..runtime.launch import Launch
-from ..runtime.shared_errors import gather_objects
+from ..runtime.shared_errors import raise_on_all_ranks
 from .destinations import STEP_FOLDER, list_checkpoints
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
 
@@ -164,10 +165,8 @@ def check_on_all_ranks(fault: str, checksum: int, different: str) -> None:
 
     fault: a message, or "". different: the message for checksums that differ.
     """
-    verdicts = gather_objects((fault, checksum))
-    if faults := [fault for fault, _ in verdicts if fault]:
-        raise ValueError(faults[0])
-    if len(set(verdicts)) > 1:
+    raise_on_all_ranks(fault)
+    if len({*gather_objects(checksum)}) > 1:
         raise ValueError(different)
 
 

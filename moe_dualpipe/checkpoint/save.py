@@ -20,11 +20,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from ..data import stores as storage
+from ..expert_parallel.gather import gather_objects
 from ..messages import printable
 from ..models import ModelConfig
 from ..overlap.waits import waits_for_ranks
 from ..runtime.groups import create_group
-from ..runtime.shared_errors import Result, gather_objects
+from ..runtime.shared_errors import Result
 from .destinations import RunUploads, destination_of
 from .files import Announce, ChecksumFiles, Writer
 from .manifest import TENSORS_FILE, FileChecksum, Manifest

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_dualpipe.expert_parallel.gather import gather_objects
 from moe_dualpipe.runtime import topology
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.runtime.shared_errors import gather_objects
 from moe_dualpipe.runtime.topology import RankPlace, describe, find_domains, machine_limit, place, placement_order
 from moe_dualpipe.runtime.versions import OtherVersionsError
 from moe_dualpipe.training.from_options import watched_world

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ...overlap.waits import waits_for_ranks
+from ..gather import gather_objects
 
 _SECRET = 16  # bytes
 _HELLO = struct.Struct(f"=I{_SECRET}s")
@@ -122,8 +123,7 @@ def _connect(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.socke
     rank, size = group.rank(), group.size()
     with _listener(size) as (listening, address):
         secret = secrets.token_bytes(_SECRET)
-        known: list[Any] = [None] * size
-        dist.all_gather_object(known, (address, secret), group)
+        known = gather_objects((address, secret), group)
         sockets = {}
         for peer in range(rank):
             sockets[peer] = one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
