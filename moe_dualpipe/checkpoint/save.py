@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from ..data import stores as storage
+from ..data import stores
 from ..expert_parallel.gather import gather_objects
 from ..messages import printable
 from ..models import ModelConfig
@@ -32,7 +32,7 @@ from .manifest import TENSORS_FILE, FileChecksum, Manifest
 
 _WAIT_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for the disks of others, however slow they are."""
-UPLOAD = storage.Patience(300.0)
+UPLOAD = stores.Patience(300.0)
 """How long an upload is repeated while a store cannot be reached."""
 
 
@@ -58,7 +58,7 @@ class Saver:
 
     def __init__(
         self, run: Path, model: ModelConfig, keep: int, background: bool = True,
-        announce: Announce = _announce_nothing, patience: storage.Patience = UPLOAD,
+        announce: Announce = _announce_nothing, patience: stores.Patience = UPLOAD,
     ):  # fmt: skip
         """background: if False, `start` waits for the save. announce: see `Announce`; called by a thread.
 
@@ -66,7 +66,7 @@ class Saver:
         """
         self.run, self.model, self.keep, self.background, self.announce = run, model, keep, background, announce
         self._patience = patience
-        self._uploads = None if storage.url_of(run) is None else RunUploads(run, patience)
+        self._uploads = None if stores.url_of(run) is None else RunUploads(run, patience)
         group = create_group(backend="gloo", timeout=_WAIT_SECONDS)
         assert group is not None
         self._group = group
@@ -135,7 +135,7 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 def save_checkpoint(
     run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig, extra: Mapping[str, bytes] | None = None,
     keep: int = 0, group: dist.ProcessGroup | None = None, announce: Announce = _announce_nothing,
-    uploads: RunUploads | None = None, patience: storage.Patience = UPLOAD,
+    uploads: RunUploads | None = None, patience: stores.Patience = UPLOAD,
 ) -> Path:  # fmt: skip
     """Save `state` (global name -> tensor) as the checkpoint after `step` updates. Collective over `group`.
 

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
-from ...data import stores as storage
+from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer, stores
 from ...data.synced_files import write_synced
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
@@ -90,7 +89,7 @@ class Export:
         with ExitStack() as stack:
             with errors_on_all_ranks():
                 check_new(folder)
-            if storage.url_of(folder) is not None:
+            if stores.url_of(folder) is not None:
                 self._upload(folder, max_shard_size, (rank, size))
                 return
             with errors_on_all_ranks():
