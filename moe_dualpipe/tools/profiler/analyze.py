@@ -23,7 +23,7 @@ from .delays import Delay, start_delays
 from .doctor.verdict import Verdict
 from .gaps import Wait, find_waits
 from .host import host_as_device
-from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, union, union_length
+from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, total_time, union, union_length
 from .phases import Phases
 from .trace import DeviceEvent, Trace
 from .windows import StepTimes
@@ -158,7 +158,7 @@ def _phases(
     order = {name: number for number, name in enumerate(phases.times)}
     for name in sorted((name for name in launched if name), key=lambda name: order.get(name, len(order))):
         comm_exposed = union_length(intersection(union(intervals_of(launched[name]["comm"])), exposed))
-        compute, comm, copies = (_sum(events) for events in launched[name].values())
+        compute, comm, copies = (total_time(events) for events in launched[name].values())
         times = phases.times[name] - times_waited[name] if name in order else len(launched[name]["comm"])
         found.append(Phase(name, max(times, 1), compute, comm, copies, comm_exposed))
     return tuple(found)
@@ -171,13 +171,9 @@ def _group(events: Iterable[DeviceEvent], key: Callable[[DeviceEvent], str]) -> 
     return groups
 
 
-def _sum(events: Iterable[DeviceEvent]) -> float:
-    return sum(event.end - event.start for event in events)
-
-
 def _kernels(by_kind: dict[str, list[DeviceEvent]]) -> tuple[Kernel, ...]:
     kernels = [
-        Kernel(name, kind, len(same), _sum(same), max(event.blocks for event in same) or None)
+        Kernel(name, kind, len(same), total_time(same), max(event.blocks for event in same) or None)
         for kind, events in by_kind.items()
         for name, same in _group(events, attrgetter("name")).items()
     ]
