@@ -155,7 +155,7 @@ class P2P:
         return Transfer(tuple(tensors), works)
 
     def _open_links(self) -> None:
-        """Connect all pairs of neighbours now. Otherwise NCCL does it on the first message, blocking the host."""
+        """Connect all pairs of neighbors now. Otherwise NCCL does it on the first message, blocking the host."""
         token = TensorSpec((1,), torch.float32)
         for low in range(self.num_ranks - 1):
             for source, to in ((low, low + 1), (low + 1, low)):

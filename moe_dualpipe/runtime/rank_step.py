@@ -178,7 +178,7 @@ class RankStep:
     def send_activation(self, stage: int, micro_batch: int, outputs: Tensors, loss: Tensor | None) -> None:
         """After a forward: send the outputs to the next stage, or store the loss and outputs of the last stage."""
         if stage < self.last:
-            self._send_to_neighbour(stage, micro_batch, Flow.ACTIVATION, outputs)
+            self._send_to_neighbor(stage, micro_batch, Flow.ACTIVATION, outputs)
             return
         if loss is not None:
             self.result.losses[micro_batch] = loss.detach()
@@ -188,14 +188,14 @@ class RankStep:
     def send_gradient(self, stage: int, micro_batch: int, input_grads: Tensors) -> None:
         """After a backward: send the input gradients to the previous stage."""
         if stage > 0:
-            self._send_to_neighbour(stage, micro_batch, Flow.GRADIENT, input_grads)
+            self._send_to_neighbor(stage, micro_batch, Flow.GRADIENT, input_grads)
 
-    def _send_to_neighbour(self, stage: int, micro_batch: int, flow: Flow, tensors: Tensors) -> None:
-        neighbour = stage + 1 if flow is Flow.ACTIVATION else stage - 1
+    def _send_to_neighbor(self, stage: int, micro_batch: int, flow: Flow, tensors: Tensors) -> None:
+        neighbor = stage + 1 if flow is Flow.ACTIVATION else stage - 1
         # In inference a stage may also return None, which is not sent.
         tensors = tuple(tensor.detach() for tensor in tensors if tensor is not None)
-        if self.schedule.rank_of(neighbour, micro_batch) == self.p2p.rank:
-            self.receiving[flow][neighbour, micro_batch] = Transfer(tensors)
+        if self.schedule.rank_of(neighbor, micro_batch) == self.p2p.rank:
+            self.receiving[flow][neighbor, micro_batch] = Transfer(tensors)
             return
         self._check_specs(stage, flow, tensors)
         if not torch.is_grad_enabled():

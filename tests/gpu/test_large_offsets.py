@@ -39,7 +39,7 @@ class LastRows:
 
 
 def at_the_end(num_rows, near):
-    """A tensor of `num_rows` rows that ends with the rows `near`. The others are uninitialised."""
+    """A tensor of `num_rows` rows that ends with the rows `near`. The others are uninitialized."""
     t = torch.empty(num_rows, *near.shape[1:], dtype=near.dtype, device=DEVICE)
     t[num_rows - len(near) :] = near
     return t

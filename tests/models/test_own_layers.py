@@ -58,10 +58,10 @@ def test_a_class_of_a_function_is_found_by_its_object():
 
 
 def test_a_file_imports_other_files_of_its_folder_once(tmp_path):
-    (tmp_path / "neighbour_of_experts.py").write_text("WIDTH = 5\n")
+    (tmp_path / "neighbor_of_experts.py").write_text("WIDTH = 5\n")
     file = tmp_path / "my experts.py"
     file.write_text(
-        "import torch\nfrom neighbour_of_experts import WIDTH\n\n\nclass Own(torch.nn.Linear):\n"
+        "import torch\nfrom neighbor_of_experts import WIDTH\n\n\nclass Own(torch.nn.Linear):\n"
         "    def __init__(self, config):\n        super().__init__(config.hidden_size, config.hidden_size)\n"
         "        self.width = WIDTH\n"
     )

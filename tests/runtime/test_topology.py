@@ -43,7 +43,7 @@ def groups_of(machines, ep):
     ("aabbAABB", 4, ["aaAA", "bbBB"]),  # but it fits a domain
     ("aaaaaaaabbbbbbbbcccccccc", 6, ["aaaaaa", "aabbcc", "bbbbbb", "cccccc"]),  # six of eight: only one group is split
     ("aaabbbAAA", 3, ["aaa", "bbb", "AAA"]),
-    ("aaaabbbbAAAABBBB", 16, ["aaaaAAAAbbbbBBBB"]),  # machines of a domain are neighbours
+    ("aaaabbbbAAAABBBB", 16, ["aaaaAAAAbbbbBBBB"]),  # machines of a domain are neighbors
 ])  # fmt: skip
 def test_groups_are_on_few_machines(machines, ep, expected):
     assert groups_of(machines, ep) == expected

@@ -107,8 +107,8 @@ def find_assignment(job: Job, variant: Variant, rank: int) -> RankAssignment:
     size, num_sequences = variant.size or job.size, job.tokens.shape[1]
     layout = Layout(variant.pp, variant.dp, variant.ep, rank)
     order = torch.arange(num_sequences)
-    if variant.neighbours is not None:
-        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(variant.neighbours))
+    if variant.neighbors is not None:
+        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(variant.neighbors))
     per_rank = num_sequences // variant.dp
     own = order[layout.dp_rank * per_rank :][:per_rank].tolist()
     micro_batches = tuple(tuple(own[i : i + size]) for i in range(0, per_rank, size))

@@ -150,7 +150,7 @@ def _free_row(held: Sequence[Intervals], own: Intervals) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring events of one row that belong to the same phase or, without a phase, have the same name."""
+    """Neighboring events of one row that belong to the same phase or, without a phase, have the same name."""
 
     lane: int
     row: int

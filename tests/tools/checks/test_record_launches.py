@@ -69,7 +69,7 @@ def test_recomputation_and_a_fused_loss_launch_the_same(recompute):
 
 @pytest.mark.long
 def test_an_order_that_is_valid_launches_in_an_order_that_cannot_hang():
-    """Two neighbouring actions of one rank exchanged: `validate` refuses the schedule, or it runs."""
+    """Two neighboring actions of one rank exchanged: `validate` refuses the schedule, or it runs."""
     numbers, refused, ran = random.Random(0), 0, 0
     for name, num_ranks in (("dualpipe", 4), ("dualpipev", 2), ("zb1p", 3), ("interleaved_1f1b", 2)) * 8:
         schedule = build(name, num_ranks, 2 * num_ranks)
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_overlap_is_found():
 
 
 def test_one_process_group_for_both_directions_is_found():
-    """NCCL would then run the transfers of two neighbours one after the other, in two different orders."""
+    """NCCL would then run the transfers of two neighbors one after the other, in two different orders."""
 
     def change(_, pipeline):
         links = pipeline.executor.p2p

@@ -105,7 +105,7 @@ def test_machines_of_one_name_are_told_apart():
 
 def test_facts_travel_between_versions_of_the_project():
     assert Facts.from_json(GOOD.to_json()) == GOOD
-    newer = GOOD.to_json() | {"colour": "red", "gpu": {"name": "X", "cores": 7}}
+    newer = GOOD.to_json() | {"color": "red", "gpu": {"name": "X", "cores": 7}}
     assert Facts.from_json(newer).gpu == Gpu("X")
     assert Facts.from_json({"rank": 3, "host": "old"}) == Facts(3, "old")
 

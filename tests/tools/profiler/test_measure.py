@@ -150,19 +150,19 @@ def test_the_default_link_depends_on_the_computation_time(monkeypatch):
     monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 35_000_000))
     words = measure._set_link(pair, backend, None, 3)  # type: ignore[arg-type]
     assert backend.link.gb_per_s == pytest.approx(0.025) and not backend.link.latency_us
-    assert words == ("modelled link: 0.2 Gb/s, latency 0 us: 35.0 MB take 0.7 of the computation time, 2,000 ms")
+    assert words == ("modeled link: 0.2 Gb/s, latency 0 us: 35.0 MB take 0.7 of the computation time, 2,000 ms")
     pair.workload = replace(WORKLOAD, device=torch.device("cuda"))
-    assert measure._set_link(pair, backend, None, 3) == "modelled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
+    assert measure._set_link(pair, backend, None, 3) == "modeled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
     monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 0))
-    assert measure._set_link(pair, backend, None, 3) == "modelled link: unused, there is only one rank"  # type: ignore[arg-type]
+    assert measure._set_link(pair, backend, None, 3) == "modeled link: unused, there is only one rank"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shares,gb_per_s,words", [
     ([0.75], 1.0, "first; 0.75 in the recording"),
     ([0.0], 1.0, "first"),
-    ([1.4, 0.35, 0.7], 1.0, "modelled link: 8 Gb/s, latency 0 us: chosen again to take 0.7 of the computation time; "
+    ([1.4, 0.35, 0.7], 1.0, "modeled link: 8 Gb/s, latency 0 us: chosen again to take 0.7 of the computation time; "
      "0.70 in the recording"),
-    ([1.4] * 4, 8.0, "modelled link: 64 Gb/s, latency 0 us: chosen again to take 0.7 of the computation time; "
+    ([1.4] * 4, 8.0, "modeled link: 64 Gb/s, latency 0 us: chosen again to take 0.7 of the computation time; "
      "1.40 in the recording: the speed of this machine varies too much"),
 ])  # fmt: skip
 def test_a_link_is_fitted_again_while_the_recording_has_another_share(tmp_path, monkeypatch, shares, gb_per_s, words):
