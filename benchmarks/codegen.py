@@ -47,7 +47,7 @@ from moe_dualpipe.kernels.gpu import (
 from moe_dualpipe.kernels.gpu.families import family_of
 from moe_dualpipe.kernels.gpu.gluon import CONFIGS
 from moe_dualpipe.kernels.gpu.launch_args import interpreter_enabled
-from moe_dualpipe.kernels.routing import RoutingOptions, Score
+from moe_dualpipe.kernels.options import RoutingOptions, Score
 
 from .generated_code import DTYPES, GLUON, Built, Compiled, describe
 

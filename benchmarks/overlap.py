@@ -3,7 +3,7 @@
     python -m benchmarks.overlap                 all parts, about seven minutes
     python -m benchmarks.overlap --only link     one part: link, overhead, recompute, schedulers, network
 
-One process plays one rank of 16 over a modelled link (modelled/loopback.py). The computation of a pair is timed first.
+One process plays one rank of 16 over a modeled link (modeled/loopback.py). The computation of a pair is timed first.
 Then the bandwidth is set so that the transfers of the pair take the given multiple of that time. All cases take turns,
 round by round. Tables give medians, and the range of the ratio over the rounds.
 
@@ -135,7 +135,7 @@ def two_micro_batches() -> Tensor:
 
 
 class Pair:
-    """The forward of one micro-batch and the backward of another on one stage, over a modelled link."""
+    """The forward of one micro-batch and the backward of another on one stage, over a modeled link."""
 
     def __init__(self, recompute: Any = "none") -> None:
         self.ep = Loopback(MODEL.num_experts, RANKS)
@@ -176,9 +176,9 @@ def ms(seconds: float) -> str:
 
 
 def link_part(options: Options) -> None:
-    """Step time over the modelled link, from fast to slow."""
+    """Step time over the modeled link, from fast to slow."""
     tokens = SEQUENCES * LENGTH
-    print(f"## Modelled link: one of {RANKS} ranks, {MODEL.num_layers} MoE layers, {tokens} tokens per micro-batch\n")
+    print(f"## Modeled link: one of {RANKS} ranks, {MODEL.num_layers} MoE layers, {tokens} tokens per micro-batch\n")
     pair, engine, traces, rows = Pair(), TracingEngine(), list[Trace](), list[list[str]]()
 
     def free() -> float:

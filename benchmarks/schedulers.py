@@ -44,7 +44,7 @@ from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.p2p import Transfer
 from moe_dualpipe.runtime.rank_step import RankStep
 from moe_dualpipe.runtime.stage import Stage
-from moe_dualpipe.schedule import Backward, Flow, Forward, Part, Recv, Schedule, Send, Step, build, halves
+from moe_dualpipe.schedule import Backward, Flow, Forward, Part, Recv, Schedule, Send, Step, build, members
 
 SEQ_LEN = 256
 CLOCK = TensorSpec((1,), torch.float64)
@@ -84,21 +84,23 @@ def waiting_order(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     before: list[list[Step]] = [[] for _ in actions]
     after: list[list[Step]] = [[] for _ in (*actions, None)]
     for i, action in enumerate(actions):
-        for half in halves(action):
-            ahead = 1 if isinstance(half, Forward) else -1
-            flow = Flow.ACTIVATION if isinstance(half, Forward) else Flow.GRADIENT
-            if isinstance(half, Backward) and half.part is Part.WEIGHT:
+        for member in members(action):
+            ahead = 1 if isinstance(member, Forward) else -1
+            flow = Flow.ACTIVATION if isinstance(member, Forward) else Flow.GRADIENT
+            if isinstance(member, Backward) and member.part is Part.WEIGHT:
                 continue
-            if elsewhere(half.stage - ahead, half.micro_batch):
-                before[i].append(Recv(half.stage, half.micro_batch, flow))
-            if elsewhere(half.stage + ahead, half.micro_batch):
-                after[i].append(Send(half.stage, half.micro_batch, flow))
+            if elsewhere(member.stage - ahead, member.micro_batch):
+                before[i].append(Recv(member.stage, member.micro_batch, flow))
+            if elsewhere(member.stage + ahead, member.micro_batch):
+                after[i].append(Send(member.stage, member.micro_batch, flow))
 
     warm_up = next(i for i, action in enumerate(actions) if not isinstance(action, Forward))
     if rank == schedule.num_ranks - 1:
         warm_up -= 1  # the first forward of the steady state, which is not in a pair here
-    far = [i for i in range(warm_up) if any(half.stage >= middle for half in halves(actions[i]))]
-    near = [j for j, act in enumerate(actions) if any(isinstance(h, Forward) and h.stage < middle for h in halves(act))]
+    far = [i for i in range(warm_up) if any(member.stage >= middle for member in members(actions[i]))]
+    near = [
+        j for j, act in enumerate(actions) if any(isinstance(h, Forward) and h.stage < middle for h in members(act))
+    ]
     for i in far:
         # Forwards on both stages: receive the first stage's next input, and send its output, with those of the second.
         coming = next(j for j in near if j > i)

@@ -13,10 +13,10 @@ from matplotlib.patches import Patch
 
 from moe_dualpipe.schedule import Costs, Timeline, build, simulate
 from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
-from moe_dualpipe.tools.drawing.timeline_boxes import COLOURS, LABELS, paler
+from moe_dualpipe.tools.drawing.timeline_boxes import COLORS, LABELS, paler
 from moe_dualpipe.tools.drawing.timeline_plot import draw_timeline
 
-FORWARD, BACKWARD, WEIGHT, COMMUNICATION = COLOURS["F"], COLOURS["B"], COLOURS["W"], "#d9d9d9"
+FORWARD, BACKWARD, WEIGHT, COMMUNICATION = COLORS["F"], COLORS["B"], COLORS["W"], "#d9d9d9"
 
 
 def draw_schedule(axes: Axes, timeline: Timeline) -> None:
@@ -44,8 +44,8 @@ def draw_pair(axes: Axes) -> None:
         ("combine", "F", 20.65, 8.68), ("combine", "B", 29.99, 2.39),
     ]  # fmt: skip
     at = 0.0
-    for name, letter, width, colour in compute:
-        draw_box(axes, f"{name}\n({letter})", at, width, 0, colour)
+    for name, letter, width, color in compute:
+        draw_box(axes, f"{name}\n({letter})", at, width, 0, color)
         at += width
     for name, letter, start, width in communication:
         draw_box(axes, f"{name}\n({letter})", start, width, -1, COMMUNICATION)
@@ -57,8 +57,8 @@ def draw_pair(axes: Axes) -> None:
     )  # fmt: skip
 
 
-def draw_box(axes: Axes, label: str, start: float, width: float, row: int, colour: str) -> None:
-    axes.barh(row, width, left=start, height=0.86, color=colour, edgecolor="white")
+def draw_box(axes: Axes, label: str, start: float, width: float, row: int, color: str) -> None:
+    axes.barh(row, width, left=start, height=0.86, color=color, edgecolor="white")
     axes.text(start + width / 2, row, label, ha="center", va="center", fontsize=8, linespacing=1.05)
 
 
@@ -73,7 +73,7 @@ def main() -> None:
         axes.set_frame_on(False)
         axes.tick_params(length=0)
         axes.margins(0.005)
-    entries = [Patch(facecolor=colour, label=LABELS[letter]) for letter, colour in COLOURS.items()]
+    entries = [Patch(facecolor=color, label=LABELS[letter]) for letter, color in COLORS.items()]
     entries += [
         Patch(facecolor="white", edgecolor="black", label="overlapped pair"),
         Patch(facecolor=paler(FORWARD, 0.5), label="paler: micro-batches that flow up"),

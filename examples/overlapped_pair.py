@@ -1,4 +1,4 @@
-"""Run two chunks in sequence and overlapped, over a modelled link, and compare the times.
+"""Run two chunks in sequence and overlapped, over a modeled link, and compare the times.
 
 python examples/overlapped_pair.py
 python examples/overlapped_pair.py --gb-per-s 0.02 --ranks 8
@@ -25,7 +25,7 @@ MODEL = ModelConfig(
 
 @dataclass
 class Options:
-    """The modelled link."""
+    """The modeled link."""
 
     gb_per_s: float = 0.05
     """Bandwidth of the link in GB/s."""

@@ -29,8 +29,8 @@ from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_do
 from .fuse import fuse
 from .grouped_gemm import GroupedGemmOptions, grouped_linear
 from .linear import apply_autocast, compute_or_defer, grad_dtype
+from .order import ExpertOrder
 from .permute import check_routing_weights, check_rows, permute, unpermute
-from .routing import ExpertOrder
 from .weight_grads import WeightGrads
 
 

@@ -30,7 +30,7 @@ class _LinearFunction(torch.autograd.Function):
         if not fp32:
             return F.linear(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(_at_least_fp32(x), _at_least_fp32(weight))
+            return F.linear(at_least_fp32(x), at_least_fp32(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -93,5 +93,6 @@ def linear(x: Tensor, weight: Tensor, weight_grads: WeightGrads | None = None, f
     return _LinearFunction.apply(x, weight, weight_grads, fp32)  # type: ignore[return-value]
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
+    """`x` in fp32, or in fp64 if it is fp64: scores, angles and losses need that precision in a bf16 model."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

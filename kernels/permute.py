@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .backend import Kernels, check_contiguous_rows, forbid_double_backward, use_triton
-from .routing import ExpertOrder
+from .order import ExpertOrder
 
 
 def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels: Kernels = "auto") -> Tensor:

@@ -14,13 +14,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe_dualpipe.kernels.fuse import copy_compiled, fuse
+from moe_dualpipe.kernels.linear import at_least_fp32
 
 from .attention_layer import AttentionLayer
 from .config import ModelConfig
 from .kv_cache import KVCache
 from .latent_attention import LatentAttention
 from .layer_class import LayerClass, find_layer
-from .layers import Linear, at_least_fp32
+from .layers import Linear
 from .rotary import Rotary, rotate
 from .sdpa import ScaledDotProduct
 from .shape import Attention as AttentionShape

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_dualpipe.kernels.linear import at_least_fp32
+
 from .config import ModelConfig
-from .layers import at_least_fp32
 
 
 class _Attach(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.experts import experts
-from moe_dualpipe.kernels.routing import ExpertOrder
+from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 
 from .config import ModelConfig

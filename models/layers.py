@@ -75,11 +75,6 @@ def elementwise_matrices(stages: Iterable[nn.Module]) -> set[str]:
     }
 
 
-def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32, or in fp64 if it is fp64: scores, angles and losses need that precision in a bf16 model."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def seed_of(seed: int, name: str) -> int:
     """A seed that depends on `seed` and `name`."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")

@@ -15,8 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from moe_dualpipe.kernels.linear import at_least_fp32
+
 from .config import ModelConfig
-from .layers import at_least_fp32
 
 
 @dataclass(frozen=True, slots=True)

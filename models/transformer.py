@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from moe_dualpipe.expert_parallel import ExpertParallel, Local
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.kernels.fuse import fuse
-from moe_dualpipe.kernels.linear import linear
+from moe_dualpipe.kernels.linear import at_least_fp32, linear
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
@@ -30,7 +30,7 @@ from .block import block_class, block_parts
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .kv_cache import KVCache
 from .layer_class import own_source
-from .layers import Linear, at_least_fp32, seeded
+from .layers import Linear, seeded
 from .mtp import MTP
 from .partition import StageSpec, split
 from .recompute import add_and_normalize, add_up

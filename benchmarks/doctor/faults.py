@@ -1,7 +1,7 @@
 """A pair of chunks with faults, whose segments and transfers take known times.
 
 The engine, the layers and the recording are real. The model is tiny, and each segment sleeps, so that other programs on
-the machine hardly change its time. Transfers are those of modelled links, which sleep as well.
+the machine hardly change its time. Transfers are those of modeled links, which sleep as well.
 """
 
 import threading
@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
-from moe_dualpipe.expert_parallel.modelled.link import LinkTimer
+from moe_dualpipe.expert_parallel.modeled.link import LinkTimer
 from moe_dualpipe.expert_parallel.protocol import Combined, Pending, Received, Route
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import BACKWARD, FORWARD, LINK_CALL, SHARED, WEIGHTS, label, with_group
@@ -103,7 +103,7 @@ class GatedTimer(LinkTimer):
         gate.wait()
         with record_function(
             with_group(f"{SHARED}:carry", group)
-        ):  # of a modelled link, the profiler would correct the start
+        ):  # of a modeled link, the profiler would correct the start
             time.sleep(seconds)
 
 

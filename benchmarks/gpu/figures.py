@@ -5,7 +5,7 @@ from typing import Any
 
 from .report import PHASES, implementation_names, shape_name, title_of
 
-COLOURS = ("#d1495b", "#2e4057", "#66a182", "#edae49", "#8d96a3", "#00798c", "#7d5ba6")
+COLORS = ("#d1495b", "#2e4057", "#66a182", "#edae49", "#8d96a3", "#00798c", "#7d5ba6")
 
 
 def draw(results: dict[str, Any], out: Path) -> list[Path]:
@@ -36,7 +36,7 @@ def _experts(record: dict[str, Any], path: Path) -> Path:
             at = [x + (i - (len(names) - 1) / 2) * width for x, _ in bars]
             heights = [m["median"] for _, m in bars]
             errors = [[m["median"] - m["low"] for _, m in bars], [m["high"] - m["median"] for _, m in bars]]
-            style = {"label": title_of(name), "color": COLOURS[i % 7], "error_kw": {"lw": 1}}
+            style = {"label": title_of(name), "color": COLORS[i % 7], "error_kw": {"lw": 1}}
             drawn = axis.bar(at, heights, width * 0.92, yerr=errors, **style)
             axis.bar_label(drawn, fmt=lambda v: f"{v:.3g}", fontsize=7, padding=2)
         for x, entry in enumerate(shapes):
@@ -67,10 +67,10 @@ def _training(record: dict[str, Any], path: Path) -> Path:
 
     fig, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     titles = {"triton": "Triton kernels", "reference": "torch grouped_mm", "loop": "a loop over experts"}
-    for (name, run), colour in zip(record["runs"].items(), COLOURS, strict=False):
+    for (name, run), color in zip(record["runs"].items(), COLORS, strict=False):
         if run["status"] == "timed":
             seconds, losses = zip(*run["curve"], strict=True)
-            axis.plot(seconds, losses, color=colour, label=f"{titles[name]}, {run['steps']} steps")
+            axis.plot(seconds, losses, color=color, label=f"{titles[name]}, {run['steps']} steps")
     axis.set_xlabel("seconds of training")
     axis.set_ylabel("training loss, nats per byte")
     axis.spines[["top", "right"]].set_visible(False)

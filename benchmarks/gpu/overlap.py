@@ -1,4 +1,4 @@
-"""Section "overlap": how much communication of a 64-rank job is hidden, measured on one GPU over a modelled link.
+"""Section "overlap": how much communication of a 64-rank job is hidden, measured on one GPU over a modeled link.
 
 Each run profiles a pair of chunks, sequential and overlapped. In the first run, transfers take as long as in DeepSeek's
 published training trace: 4 layers of DeepSeek-V3, experts over 64 ranks, 4,096 tokens, balanced routing. Computation is

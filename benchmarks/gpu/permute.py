@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.permute import permute, unpermute
-from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
+from moe_dualpipe.kernels.routing import expert_order
 
 from .context import Context
 from .correctness import TOLERANCE

@@ -235,13 +235,13 @@ def training_section(record: dict[str, Any]) -> str:
         memory = outcome["peak_memory_gb"]
         rows.append([
             titles[name], f"{outcome['tokens_per_s']['median']:,.0f}", format_quartiles(outcome["tokens_per_s"]),
-            f"{outcome['utilisation']:.1%}", "-" if memory is None else f"{memory:.1f}", str(outcome["steps"]),
+            f"{outcome['utilization']:.1%}", "-" if memory is None else f"{memory:.1f}", str(outcome["steps"]),
             f"{outcome['loss']:.4f}",
         ])  # fmt: skip
-    header = ["experts", "tokens/s", "quartiles", "utilisation", "peak, GB", "steps", "validation loss, nats per byte"]
+    header = ["experts", "tokens/s", "quartiles", "utilization", "peak, GB", "steps", "validation loss, nats per byte"]
     return (
         f"## Training\n\n{record['seconds']:.0f} s per run, {record['tokens_per_step']:,} tokens per step. "
-        "Utilisation: model FLOPs per second / the dense matmul's. Model FLOPs per token: 6 x active parameters + "
+        "Utilization: model FLOPs per second / the dense matmul's. Model FLOPs per token: 6 x active parameters + "
         f"6 x layers x heads x head_dim x length.\n\n{table(header, rows)}"
     )
 

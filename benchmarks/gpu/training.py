@@ -3,7 +3,7 @@
 The runs differ only in the experts. They share the initial weights, the batches and their order, real text (the source
 of Python's standard library), and AdamW as in train.py. The first steps compile kernels and are not timed.
 
-Utilisation is model FLOPs per token (models/costs.py) x tokens per second / the rate of a dense matmul.
+Utilization is model FLOPs per token (models/costs.py) x tokens per second / the rate of a dense matmul.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class TrainingHistory:
 
 
 def run(context: Context, record: dict[str, Any]) -> None:
-    """Fill record["runs"]: by name, tokens/s, utilisation, peak memory and losses."""
+    """Fill record["runs"]: by name, tokens/s, utilization, peak memory and losses."""
     wanted = 0.0 if context.smoke else context.training_seconds
     seconds = min(wanted, context.seconds_left() / len(RUNS) - SETUP_SECONDS) if not context.smoke else 0.0
     if wanted and seconds < 5:
@@ -115,7 +115,7 @@ def train(context: Context, setup: TrainingSetup, kernels: Any, experts: str, de
     per_second = rate_statistics(history.seconds, setup.tokens, "tokens/s")
     return {
         "status": "timed", "steps": len(history.losses), "tokens_per_s": per_second, "flops_per_token": flops,
-        "utilisation": per_second["median"] * flops / (dense * 1e12),
+        "utilization": per_second["median"] * flops / (dense * 1e12),
         "step_ms": 1e3 * Quartiles.of(history.seconds).median, "peak_memory_gb": peak_memory_gb(context),
         "first_losses": history.losses[:3], "loss": validation_loss(context, setup, model),
         "curve": loss_curve(setup, history),

@@ -1,7 +1,7 @@
 """Section "transfers": rates of one-sided dispatch and combine against the number of multiprocessors.
 
 One GPU plays one of R ranks that all send the same rows: it writes them into its own windows, and then copies or sums
-them (expert_parallel/modelled/windows.py). No link limits the rate. The reference is a device-to-device copy of as many
+them (expert_parallel/modeled/windows.py). No link limits the rate. The reference is a device-to-device copy of as many
 rows in the same run, which uses all multiprocessors. Rates are the bytes of rows read and written, per second.
 
     dispatch   push: read and write S rows;  receive_rows: read and write S rows
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_dualpipe.expert_parallel.exchange import round_up
-from moe_dualpipe.expert_parallel.modelled.windows import mirrored_memory
+from moe_dualpipe.expert_parallel.modeled.windows import mirrored_memory
 from moe_dualpipe.expert_parallel.symmetric.one_sided import plan_route
 from moe_dualpipe.kernels.permute import gather_sum
 

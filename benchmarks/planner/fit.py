@@ -1,7 +1,7 @@
 """Fit the planner's constants to published runs, and measure its error on families of models that were left out.
 
 One constant for each (GPU, precision, software): the mean of log(measured / predicted seconds). Every family of models
-counts once in it, whatever its number of rows. Groups with few families are drawn towards the mean of all groups.
+counts once in it, whatever its number of rows. Groups with few families are drawn toward the mean of all groups.
 """
 
 import itertools

@@ -4,7 +4,7 @@ A program takes rows one after another, finds the destination of each in the off
 offsets are read on the device, so the host need not know how many rows go where. The number of programs is the number
 of multiprocessors used. signals.py has the waits and the releases.
 
-Rows can be written at the pace of a modelled link: before a program writes a row, it waits until such a link would have
+Rows can be written at the pace of a modeled link: before a program writes a row, it waits until such a link would have
 carried the row and all rows before it. Rows for the own rank take no time. The programs occupy their multiprocessors
 until the end of the transfer. The interpreter has no clock, and does not wait.
 
@@ -36,7 +36,7 @@ BLOCK = 4096  # words that a program moves at a time: 4 loads of 16 bytes in fli
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The speed of a modelled link. `sent` counts the bytes sent to other ranks: one int64 on the device.
+    """The speed of a modeled link. `sent` counts the bytes sent to other ranks: one int64 on the device.
 
     row_bytes: bytes of a row. latency_ns: of a transfer. ns_per_row: time of one row.
     """

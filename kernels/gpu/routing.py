@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..routing import RoutingOptions
+from ..options import RoutingOptions
 from .launch_args import ceil_div, next_power_of_2
 
 

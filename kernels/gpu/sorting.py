@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..routing import ExpertOrder
+from ..order import ExpertOrder
 from .launch_args import ceil_div, next_power_of_2
 from .tiles import Tiling, store_tiles
 

@@ -96,7 +96,7 @@ def weight_gradients_kernel(
         row_a = _row_numbers(index_a, start, end, GATHER_A, BLOCK_K)
         row_b = _row_numbers(index_b, start, end, GATHER_B, BLOCK_K)
         m = start
-        # At least one step: ptxas serialises the products of a loop that may run zero times.
+        # At least one step: ptxas serializes the products of a loop that may run zero times.
         for _ in range(tl.maximum(tl.cdiv(end - start, BLOCK_K), 1)):
             a_tile = _load_tile(a, row_a, m, end, i_tile, STRIDE_A, I, TMA_A, True, BLOCK_K, BLOCK_M)
             b_tile = _load_tile(b, row_b, m, end, j_tile, STRIDE_B, J, TMA_B, False, BLOCK_K, BLOCK_N)

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..data import stores as storage
+from ..data import stores
+from ..data.synced_files import sync, write_synced
 from ..messages import printable
-from .destinations import hidden, sync, write_synced
+from .destinations import hidden
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum
 from .save import UPLOAD
 
@@ -35,7 +36,7 @@ def new_folder(folder: Path, checksums: bool = False) -> Iterator[Path]:
         if checksums:
             manifest = ExportManifest({path.name: FileChecksum.of_file(path) for path in files})
             write_synced(unfinished / EXPORT_FILE, manifest.encode())
-        if storage.url_of(folder) is not None:
+        if stores.url_of(folder) is not None:
             upload_files(unfinished, folder)
             upload_files(unfinished, folder, last=True)
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -50,7 +51,7 @@ def new_folder(folder: Path, checksums: bool = False) -> Iterator[Path]:
 
 def is_there(folder: Path) -> bool:
     """Whether there is something at `folder`; on a store, a model that is complete."""
-    return storage.exists(folder if storage.url_of(folder) is None else folder / LAST_FILE)
+    return stores.exists(folder if stores.url_of(folder) is None else folder / LAST_FILE)
 
 
 def check_new(folder: Path) -> None:
@@ -61,8 +62,8 @@ def check_new(folder: Path) -> None:
 
 def upload_files(local: Path, folder: Path, last: bool = False) -> None:
     """Upload the files in `local` to the URL that `folder` stands for: config.json if `last`, or else the others."""
-    url = storage.url_of(folder)
+    url = stores.url_of(folder)
     assert url is not None
     for path in sorted(local.iterdir()):
         if (path.name == LAST_FILE) == last:
-            storage.upload_file(path, url / path.name, UPLOAD)
+            stores.upload_file(path, url / path.name, UPLOAD)

@@ -6,7 +6,6 @@ run.json: a file appears there at once and complete. run.json is also what is re
 """
 
 import dataclasses
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from ..data import stores as storage
+from ..data import stores
+from ..data.synced_files import sync, write_synced
 from ..messages import printable
 from ..runtime.launch import Launch
 from .manifest import RUN_FILE, FileChecksum, Manifest
@@ -23,7 +23,7 @@ STEP_FOLDER = re.compile(r"step-(\d+)")
 Announce = Callable[[str], object]
 
 
-class Place(Protocol):
+class Destination(Protocol):
     """A checkpoint that is being written. folder: where this rank writes its files."""
 
     folder: Path
@@ -49,10 +49,10 @@ class Place(Protocol):
         ...
 
 
-def place_of(final: Path, rank: int, announce: Announce, patience: storage.Patience) -> Place:
-    """The place of the checkpoint `final`. rank: of this process. patience: for uploads."""
-    url = storage.url_of(final)
-    return FolderPlace(final, announce) if url is None else StorePlace(final, url, rank, announce, patience)
+def destination_of(final: Path, rank: int, announce: Announce, patience: stores.Patience) -> Destination:
+    """The destination of the checkpoint `final`. rank: of this process. patience: for uploads."""
+    url = stores.url_of(final)
+    return FolderDestination(final, announce) if url is None else StoreDestination(final, url, rank, announce, patience)
 
 
 def with_contents(manifest: Manifest, contents: Mapping[str, bytes]) -> Manifest:
@@ -73,11 +73,11 @@ def run_of(checkpoint: str) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first, including broken ones; on a store, only complete ones."""
-    url = storage.url_of(folder)
+    url = stores.url_of(folder)
     if url is None:
         paths = [*folder.glob("step-*")]
     else:
-        names = [name for name in _step_folders(url) if storage.info(url / name / RUN_FILE)]
+        names = [name for name in _step_folders(url) if stores.info(url / name / RUN_FILE)]
         paths = [folder / name for name in names]
     found = [(int(match[1]), path) for path in paths if (match := STEP_FOLDER.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
@@ -89,15 +89,15 @@ def too_old(checkpoints: list[Path], newest: Path, keep: int) -> list[Path]:
     return checkpoints[first + keep :] if keep else []
 
 
-def _step_folders(url: storage.Url) -> list[str]:
-    entries = storage.list_folder(url).values()
+def _step_folders(url: stores.Url) -> list[str]:
+    entries = stores.list_folder(url).values()
     return [entry.name for entry in entries if entry.is_folder and STEP_FOLDER.fullmatch(entry.name)]
 
 
 # ---- A folder: only the leader makes and renames it ----
 
 
-class FolderPlace:
+class FolderDestination:
     """A folder that all ranks share."""
 
     def __init__(self, final: Path, announce: Announce):
@@ -157,29 +157,13 @@ def hidden(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # ---- A store: each rank has a local folder of its own ----
 
 
-class StorePlace:
+class StoreDestination:
     """A folder on a store, at `url`. `final`: the local path that stands for it."""
 
-    def __init__(self, final: Path, url: storage.Url, rank: int, announce: Announce, patience: storage.Patience):
+    def __init__(self, final: Path, url: stores.Url, rank: int, announce: Announce, patience: stores.Patience):
         self._final, self._url, self._announce, self._patience = final, url, announce, patience
         self._suffix = f"rank-{rank}"
         self.folder = hidden(final, self._suffix)
@@ -190,20 +174,20 @@ class StorePlace:
             shutil.rmtree(remnant, ignore_errors=True)
         self.folder.mkdir(parents=True)
         if leader:  # a checkpoint of this step, if it was saved before, is replaced: it is incomplete from now on
-            storage.delete(self._url / RUN_FILE, self._patience)
+            stores.delete(self._url / RUN_FILE, self._patience)
 
     def send(self, files: Mapping[str, FileChecksum]) -> Mapping[str, FileChecksum]:
         for name in files:
-            storage.upload_file(self.folder / name, self._url / name, self._patience, self._announce)
+            stores.upload_file(self.folder / name, self._url / name, self._patience, self._announce)
         shutil.rmtree(self.folder, ignore_errors=True)
         return files
 
     def complete(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
         for name, data in contents.items():
             self._announce(f"uploading {name}")
-            storage.write(self._url / name, data, self._patience)
+            stores.write(self._url / name, data, self._patience)
         self._announce(f"uploading {RUN_FILE}")
-        storage.write(self._url / RUN_FILE, with_contents(manifest, contents).encode(), self._patience)
+        stores.write(self._url / RUN_FILE, with_contents(manifest, contents).encode(), self._patience)
 
     def discard(self, leader: bool) -> None:
         """What was uploaded stays: it is not sent again if the run is resumed, and the next save removes it."""
@@ -218,8 +202,8 @@ class StorePlace:
             remnants = [name for name in _step_folders(parent) if name not in names]
             for name in [*(path.name for path in too_old(complete, self._final, keep)), *remnants]:
                 self._announce(f"removing {name}")
-                storage.delete_folder(parent / name, first=RUN_FILE)
-            storage.abort_uploads(parent)
+                stores.delete_folder(parent / name, first=RUN_FILE)
+            stores.abort_uploads(parent)
 
 
 class RunUploads:
@@ -228,13 +212,13 @@ class RunUploads:
     On each machine, the first process uploads what this machine has.
     """
 
-    def __init__(self, run: Path, patience: storage.Patience):
+    def __init__(self, run: Path, patience: stores.Patience):
         self._run, self._patience = run, patience
         self._sent: dict[Path, tuple[int, int]] = {}
 
     def send(self, announce: Announce = lambda _: None) -> None:
         """Raises StorageError. Does nothing for a local run."""
-        url = storage.url_of(self._run)
+        url = stores.url_of(self._run)
         if url is None or Launch.from_environment().local_rank:
             return
         for path in sorted(self._run.rglob("*")):
@@ -247,10 +231,10 @@ class RunUploads:
                 self._send(path, url / name.as_posix(), announce)
                 self._sent[path] = state
 
-    def _send(self, path: Path, url: storage.Url, announce: Announce) -> None:
+    def _send(self, path: Path, url: stores.Url, announce: Announce) -> None:
         copy = hidden(path, "copy")  # training goes on, and adds records
         try:
             shutil.copyfile(path, copy)
-            storage.upload_file(copy, url, self._patience, announce)
+            stores.upload_file(copy, url, self._patience, announce)
         finally:
             copy.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..data.synced_files import SyncedFile
 from .manifest import FileChecksum, encode_tensors
 
 Announce = Callable[[str], object]
 """Called with the next operation on the disk, and with "" before the rank waits for others."""
-PIECE = 16 * 2**20
-"""Bytes that are written at once."""
-SYNC = 256 * 2**20
-"""A file is synced each time that it has grown by this many bytes, so that no single sync takes long."""
 
 
 class ChecksumFile(io.BufferedWriter):
@@ -34,26 +32,17 @@ class ChecksumFile(io.BufferedWriter):
     error: OSError | None = None
 
     def __init__(self, path: str | os.PathLike, announce: Announce):
-        self._operation, self._announce = f"writing {Path(path).name}", announce
-        announce(self._operation)
-        super().__init__(io.FileIO(path, "w"))
+        announce(operation := f"writing {Path(path).name}")
+        super().__init__(SyncedFile(path, "w", partial(announce, operation)))
 
     def write(self, data: Any) -> int:
-        start, size = self.length, memoryview(data).nbytes
-        whole = memoryview(data).cast("B") if size else memoryview(b"")
-        for offset in range(0, size, PIECE):
-            self._announce(self._operation)
-            piece = whole[offset : offset + PIECE]
-            try:
-                self.length += super().write(piece)
-                if (self.length - len(piece)) // SYNC < self.length // SYNC:
-                    self.flush()
-                    os.fsync(self.fileno())
-            except OSError as error:
-                self.error = error
-                raise
-            self.crc32 = zlib.crc32(piece, self.crc32)
-        return self.length - start
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.length, self.crc32 = self.length + written, zlib.crc32(data, self.crc32)
+        return written
 
 
 class ChecksumFiles(FileSystem):

@@ -21,13 +21,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..data import stores as storage
+from ..data import stores
+from ..expert_parallel.gather import gather_objects
 from ..messages import printable, quoted
 from ..models import ModelConfig
 from ..models.config import BUILT_IN
 from ..models.layer_class import same_layer
 from ..runtime.launch import Launch
-from ..runtime.shared_errors import gather_objects
+from ..runtime.shared_errors import raise_on_all_ranks
 from .destinations import STEP_FOLDER, list_checkpoints
 from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
 
@@ -46,8 +47,8 @@ def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Pat
     each newer checkpoint that is broken. Raises ValueError, with the reasons, if there is no intact one, and
     StorageError if a store cannot be read.
     """
-    given = storage.local_path(path)
-    if storage.exists(given / RUN_FILE) or STEP_FOLDER.fullmatch(given.name):
+    given = stores.local_path(path)
+    if stores.exists(given / RUN_FILE) or STEP_FOLDER.fullmatch(given.name):
         if fault := _find_fault(given):
             raise ValueError(f"{given} is broken: {fault}; {_suggest_other(given)}")
         return given
@@ -137,7 +138,7 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor], older: Mappin
     except dcp.CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
         raise ValueError(f"cannot load {checkpoint}: rank {rank}: {_reason(reason)}") from None
-    storage.drop(checkpoint, {place.relative_path for place in metadata.storage_data.values()})
+    stores.drop(checkpoint, {place.relative_path for place in metadata.storage_data.values()})
 
 
 def read_tensor(checkpoint: Path, metadata: dcp.Metadata, name: str) -> Tensor:
@@ -164,10 +165,8 @@ def check_on_all_ranks(fault: str, checksum: int, different: str) -> None:
 
     fault: a message, or "". different: the message for checksums that differ.
     """
-    verdicts = gather_objects((fault, checksum))
-    if faults := [fault for fault, _ in verdicts if fault]:
-        raise ValueError(faults[0])
-    if len(set(verdicts)) > 1:
+    raise_on_all_ranks(fault)
+    if len({*gather_objects(checksum)}) > 1:
         raise ValueError(different)
 
 
@@ -221,10 +220,10 @@ class _Reader(dcp.FileSystemReader):
         self._checkpoint, self._metadata = checkpoint, metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
-        if storage.url_of(self._checkpoint) is not None:
+        if stores.url_of(self._checkpoint) is not None:
             files = read_manifest(self._checkpoint).files
             for name in sorted({self._metadata.storage_data[item.storage_index].relative_path for item in plan.items}):
-                storage.fetch(self._checkpoint / name, files[name].crc32)
+                stores.fetch(self._checkpoint / name, files[name].crc32)
         return super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:

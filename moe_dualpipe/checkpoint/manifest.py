@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..data import stores as storage
+from ..data import stores
 from ..data.strict_json import check_regular, read_file
 from ..messages import printable, quoted
 
@@ -111,8 +111,8 @@ def verify_export(folder: Path, *required: str) -> int:
         manifest = ExportManifest(_files(saved))
         _check_description(saved, manifest, *required)
     for name, expected in manifest.files.items():
-        if storage.exists(folder / name):
-            storage.fetch(folder / name, expected.crc32)
+        if stores.exists(folder / name):
+            stores.fetch(folder / name, expected.crc32)
     _verify_files(folder, manifest.files, follow_links=True)
     return manifest.checksum
 
@@ -137,7 +137,7 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
     Reads all files once, at the speed of the disk or of CRC-32 (1 GB/s or more), whichever is slower. On a store, reads
     only small files, and compares the sizes of the others. Raises StorageError if a store cannot be read.
     """
-    storage.open_folder(checkpoint)
+    stores.open_folder(checkpoint)
     manifest = read_manifest(checkpoint)
     _verify_files(checkpoint, manifest.files, follow_links=False)
     return manifest
@@ -191,13 +191,13 @@ def valid_file_name(value: Any) -> str:
 
 
 def _only_on_store(path: Path) -> bool:
-    return storage.url_of(path) is not None and not path.exists()
+    return stores.url_of(path) is not None and not path.exists()
 
 
 def _size_of(folder: Path, name: str, follow_links: bool = False) -> int:
     """The size of a file. Raises ValueError if it is missing, not regular, or a link that could lead elsewhere."""
     try:
-        if (size := storage.size_of(folder / name)) is not None:
+        if (size := stores.size_of(folder / name)) is not None:
             return size
         return check_regular(folder / name, follow_links).st_size
     except FileNotFoundError:

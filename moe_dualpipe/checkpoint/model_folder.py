@@ -6,8 +6,7 @@ from typing import Literal
 
 import torch
 
-from ..data import Tokenizer, find_tokenizer
-from ..data import stores as storage
+from ..data import Tokenizer, find_tokenizer, stores
 from ..expert_parallel import ExpertParallel
 from ..messages import printable
 from ..models import ModelConfig, MoE, TransformerStage, build_model
@@ -44,8 +43,8 @@ def open_model(
 
 def _find_folder(path: str, own_layers: Mapping[str, OwnLayer] | None) -> tuple[Path, bool, bool]:
     """The folder of a model, whether it is an export, and whether of a published model. Raises ValueError."""
-    folder = storage.local_path(path)
-    storage.open_folder(folder)
+    folder = stores.local_path(path)
+    stores.open_folder(folder)
     exported = (folder / CONFIG_FILE).is_file()
     folder = folder if exported else find_checkpoint(path)
     published = exported and is_published(folder)

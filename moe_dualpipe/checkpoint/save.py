@@ -19,18 +19,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from ..data import stores as storage
+from ..data import stores
+from ..expert_parallel.gather import gather_objects
 from ..messages import printable
 from ..models import ModelConfig
+from ..overlap.waits import waits_for_ranks
 from ..runtime.groups import create_group
-from ..runtime.shared_errors import Result, gather_objects
-from .destinations import RunUploads, place_of
+from ..runtime.shared_errors import Result
+from .destinations import RunUploads, destination_of
 from .files import Announce, ChecksumFiles, Writer
 from .manifest import TENSORS_FILE, FileChecksum, Manifest
 
 _WAIT_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for the disks of others, however slow they are."""
-UPLOAD = storage.Patience(300.0)
+UPLOAD = stores.Patience(300.0)
 """How long an upload is repeated while a store cannot be reached."""
 
 
@@ -56,7 +58,7 @@ class Saver:
 
     def __init__(
         self, run: Path, model: ModelConfig, keep: int, background: bool = True,
-        announce: Announce = _announce_nothing, patience: storage.Patience = UPLOAD,
+        announce: Announce = _announce_nothing, patience: stores.Patience = UPLOAD,
     ):  # fmt: skip
         """background: if False, `start` waits for the save. announce: see `Announce`; called by a thread.
 
@@ -64,7 +66,7 @@ class Saver:
         """
         self.run, self.model, self.keep, self.background, self.announce = run, model, keep, background, announce
         self._patience = patience
-        self._uploads = None if storage.url_of(run) is None else RunUploads(run, patience)
+        self._uploads = None if stores.url_of(run) is None else RunUploads(run, patience)
         group = create_group(backend="gloo", timeout=_WAIT_SECONDS)
         assert group is not None
         self._group = group
@@ -82,12 +84,12 @@ class Saver:
             state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
         self._pending = self._threads.submit(self._write, step, state, extra or {})
         if not self.background:
-            futures.wait([self._pending])
+            _finished(self._pending)
 
     def wait(self) -> SaveResult | None:
         """Wait for the last save and return its result, or None if that was already returned."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.result()
+        return None if pending is None else _finished(pending).result()
 
     def poll(self) -> SaveResult | None:
         """Like `wait`, but returns None while a save is running."""
@@ -120,6 +122,12 @@ class Saver:
             return SaveResult(step, checkpoint_folder(self.run, step), str(error))
 
 
+@waits_for_ranks
+def _finished(saving: futures.Future[SaveResult]) -> futures.Future[SaveResult]:
+    futures.wait([saving])
+    return saving
+
+
 def checkpoint_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
@@ -127,34 +135,34 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 def save_checkpoint(
     run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig, extra: Mapping[str, bytes] | None = None,
     keep: int = 0, group: dist.ProcessGroup | None = None, announce: Announce = _announce_nothing,
-    uploads: RunUploads | None = None, patience: storage.Patience = UPLOAD,
+    uploads: RunUploads | None = None, patience: stores.Patience = UPLOAD,
 ) -> Path:  # fmt: skip
     """Save `state` (global name -> tensor) as the checkpoint after `step` updates. Collective over `group`.
 
     extra: more files, name -> contents, which rank 0 writes. keep: number of checkpoints to keep, counting this one;
-    older ones are removed; 0 keeps all. run: a folder, or one that stands for a URL (places.py). uploads: the other
-    files of the run, which are uploaded before the checkpoint is complete. patience: for uploads.
+    older ones are removed; 0 keeps all. run: a folder, or one that stands for a URL (destinations.py). uploads: the
+    other files of the run, which are uploaded before the checkpoint is complete. patience: for uploads.
 
     Raises SaveError on all ranks if any rank could not write; then the earlier checkpoints are unchanged, and nothing
     is left of this one in a local folder.
     """
     final, rank = checkpoint_folder(run, step), dist.get_rank(group)
     leader, files = rank == 0, ChecksumFiles(announce)
-    place = place_of(final, rank, announce, patience)
+    destination = destination_of(final, rank, announce, patience)
     try:
-        _run_on_all(lambda: place.create(leader), group, announce)
-        writer = Writer(place.folder, files)
+        _run_on_all(lambda: destination.create(leader), group, announce)
+        writer = Writer(destination.folder, files)
         dcp.save(dict(state), storage_writer=writer, process_group=group)
         checksums: dict[str, FileChecksum] = {}
-        for of_rank in _run_on_all(lambda: place.send(files.checksums), group, announce):
+        for of_rank in _run_on_all(lambda: destination.send(files.checksums), group, announce):
             checksums |= of_rank
         if uploads:
             _run_on_all(lambda: uploads.send(announce), group, announce)
         manifest = Manifest(step, dataclasses.asdict(model), checksums)
         more = {**(extra or {}), TENSORS_FILE: writer.tensors}
-        _run_on_all(lambda: place.complete(manifest, more) if leader else None, group, announce)
+        _run_on_all(lambda: destination.complete(manifest, more) if leader else None, group, announce)
     except (dcp.CheckpointException, SaveError) as error:
-        place.discard(leader)
+        destination.discard(leader)
         announce("")
         dist.barrier(group)
         if isinstance(error, SaveError):
@@ -162,7 +170,7 @@ def save_checkpoint(
         failures = sorted(error.failures.items())
         raise SaveError("; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in failures)) from None
     if leader:
-        place.remove_old(keep)
+        destination.remove_old(keep)
     announce("")
     dist.barrier(group)
     return final

@@ -9,20 +9,17 @@ tensor is written to its place in its shard, so the memory needed is that of one
 """
 
 import json
-import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..data.synced_files import SyncedFile, sync, write_synced
 from ..messages import quoted
-from .destinations import sync, write_synced
-from .files import PIECE, SYNC
 from .tensor_file import TensorEntry, make_header, parse_header
 from .tensor_folder import INDEX_FILE, SINGLE_FILE
 
@@ -74,7 +71,7 @@ class TensorWriter:
         self.own_files = self.files[rank::size]
         self._writes_index = rank == 0 and len(self.files) > 1
         self._left = deque((file, name) for file in self.own_files for name in file.names)
-        self._output: _SyncedFile | None = None
+        self._output: SyncedFile | None = None
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor. Raises ValueError if another one was planned, or another dtype or shape."""
@@ -88,12 +85,13 @@ class TensorWriter:
             expected = f"{entry.dtype} {[*entry.shape]}"
             raise ValueError(f"{quoted(name, 60)} was planned as {expected}: got {tensor.dtype} {[*tensor.shape]}")
         if self._output is None:
-            self._output = _SyncedFile(file.path)
-            self._output.write(0, memoryview(file.header))
-        self._output.write(entry.start, _bytes_of(tensor))
+            self._output = SyncedFile(file.path, "x")
+            self._output.write(file.header)
+        self._output.seek(entry.start)
+        self._output.write(_bytes_of(tensor))
         self._left.popleft()
         if not self._left or self._left[0][0] is not file:
-            self._output.close()
+            self._output.sync_and_close()
             self._output = None
 
     def close(self) -> None:
@@ -107,34 +105,6 @@ class TensorWriter:
             index = {"metadata": {"total_size": total}, "weight_map": listed}
             write_synced(self.folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
         sync(self.folder)
-
-
-class _SyncedFile:
-    """A new file. It is written in pieces and synced regularly, so that no single call waits long for the disk."""
-
-    def __init__(self, path: Path):
-        self._path, self._unsynced = path, 0
-        self._file = path.open("xb", buffering=0)
-
-    def write(self, start: int, data: memoryview) -> None:
-        with self._named_errors():
-            while data:
-                count = os.pwrite(self._file.fileno(), data[:PIECE], start)
-                start, data, self._unsynced = start + count, data[count:], self._unsynced + count
-                if self._unsynced >= SYNC:
-                    os.fsync(self._file.fileno())
-                    self._unsynced = 0
-
-    def close(self) -> None:
-        with self._named_errors(), self._file:
-            os.fsync(self._file.fileno())
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..data import TOKENIZER_FILE
+from ..expert_parallel.gather import gather_objects
 from ..expert_parallel.parameters import ExpertIds, expert_ids, global_tensors, older_names
 from ..messages import printable
 from ..models import ModelConfig, TransformerStage, build_model
 from ..models.layer_class import Factory
-from ..runtime.shared_errors import gather_objects
+from ..runtime.shared_errors import raise_on_all_ranks
 from .atomic_folder import check_new, new_folder
 from .load import load_checkpoint
 from .manifest import read_manifest, read_tensor_metadata
@@ -126,10 +127,8 @@ def load_tensors(
         names |= dict.fromkeys(parts, name)
     own = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
     faults = (_fault(name, tensor, given.get(name)) for name, tensor in own.items())
-    parts = gather_objects((fault or next(filter(None, faults), ""), {names[name] for name in own if name in names}))
-    if faults := [fault for fault, _ in parts if fault]:
-        raise ValueError(faults[0])
-    if surplus := weights.keys() - set().union(*(used for _, used in parts)):
+    raise_on_all_ranks(fault or next(filter(None, faults), ""))
+    if surplus := weights.keys() - set().union(*gather_objects({names[name] for name in own if name in names})):
         raise ValueError(f"`weights` has names that the model does not have: {group_names(surplus)}")
     for name, tensor in own.items():
         tensor.copy_(given[name])

@@ -15,10 +15,10 @@ from torch import Tensor
 from ..data import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, find_tokenizer
 from ..data.stores import StorageError, exists
 from ..data.strict_json import read_named
+from ..expert_parallel.gather import gather_objects
 from ..expert_parallel.parameters import older_names
 from ..messages import printable
 from ..models import ModelConfig, TransformerStage, build_model
-from ..runtime.shared_errors import gather_objects
 from .huggingface import PublishedModel
 from .load import check_on_all_ranks, check_shapes, model_differences, with_older_names
 from .manifest import EXPORT_FILE, verify_export

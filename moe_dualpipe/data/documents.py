@@ -13,7 +13,8 @@ from ..messages import printable
 from .files import DataFile, FileStatus
 from .find import FoundFiles, find_files
 from .hub import find_dataset, is_dataset
-from .rows import FORMATS, TEXT, TextField, open_rows, row_format
+from .open_rows import open_rows
+from .rows import FORMATS, TEXT, TextField, row_format
 from .text_files import TextChunk, problem_of, read_text
 
 

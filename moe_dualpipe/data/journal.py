@@ -15,6 +15,7 @@ from typing import Any
 
 from . import strict_json
 from .split_writer import Encoder, SplitWriter
+from .synced_files import write_synced
 
 JOURNAL = "progress.json"
 INTERVAL = 1.0  # seconds
@@ -90,10 +91,8 @@ class Journal:
 
     def write(self, finished: Finished) -> None:
         path = self._folder / JOURNAL
-        with path.with_suffix(".new").open("w") as file:
-            json.dump([dataclasses.asdict(entry) for entry in (finished, self._before_file)], file)
-            file.flush()
-            os.fsync(file.fileno())
+        entries = [dataclasses.asdict(entry) for entry in (finished, self._before_file)]
+        write_synced(path.with_suffix(".new"), json.dumps(entries).encode())
         path.with_suffix(".new").replace(path)
 
 

@@ -5,15 +5,16 @@ import io
 import json
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, BinaryIO, TypeVar
 
 from ..messages import printable, quoted
 from . import text_files
 from .files import DataFile
-from .rows import JSONL, RowError, TextField, damaged
+from .rows import RowError, TextField, damaged
 
+T = TypeVar("T")
 NEWLINE = b"\n"
 FEED_BYTES = 1 << 10  # compressed bytes at a time; 1 KiB of Zstandard expands to at most 32 MiB
 LARGEST_WINDOW = 1 << 31  # of `zstd --long=31`
@@ -25,7 +26,8 @@ class JsonLines:
 
     def __init__(self, file: DataFile, ending: str, field: TextField):
         self._file, self._field = file, field
-        self._bytes = _Plain(file) if ending == JSONL else _Gzip(file) if ending.endswith("gz") else _Zstandard(file)
+        stream: Any = gzip.GzipFile(fileobj=as_stream(file)) if ending.endswith("gz") else as_stream(file)
+        self._bytes = _Zstandard(file) if ending.endswith("zst") else _Streamed(file, stream)
         self._lines: deque[bytes] = deque()
         self._parts: list[bytes] = []  # of a line whose end was not read yet
         self._next = self._done = 0  # where the next line starts; before this place, all lines were read
@@ -91,46 +93,45 @@ class JsonLines:
         return True
 
 
-class _Bytes(Protocol):
-    """The uncompressed bytes of a file, read in order. at: the place of the next one."""
+class _Streamed:
+    """The uncompressed bytes of a file, from a stream that can seek."""
 
-    at: int
+    def __init__(self, file: DataFile, stream: BinaryIO):
+        self._file, self._stream = file, stream
 
-    def seek(self, first: int) -> None: ...
+    @property
+    def at(self) -> int:
+        """The place of the next byte."""
+        return self._stream.tell()
+
+    def seek(self, first: int) -> None:
+        self._read(lambda: self._stream.seek(first))
 
     def read(self, size: int) -> bytes:
         """The next bytes: at least one, and `size` or somewhat more; b"" at the end."""
-        ...
-
-    def size(self) -> int: ...
-
-
-class _Plain:
-    def __init__(self, file: DataFile):
-        self._file, self.at = file, 0
-
-    def seek(self, first: int) -> None:
-        self.at = first
-
-    def read(self, size: int) -> bytes:
-        block = self._file.read(self.at, min(size, self._file.size - self.at)) if self.at < self._file.size else b""
-        self.at += len(block)
-        return block
+        return self._read(lambda: self._stream.read(size))
 
     def size(self) -> int:
-        return self._file.size
+        return self._read(lambda: self._stream.seek(0, io.SEEK_END))
+
+    def _read(self, operation: Callable[[], T]) -> T:
+        try:
+            return operation()
+        except (EOFError, OSError, zlib.error) as error:
+            raise damaged(self._file.path, error) from None
 
 
-class _Decompressed:
-    """Reads from the start of a file on; to go back, it starts again."""
+class _Zstandard:
+    """Like `_Streamed`, for frames one after the other. The library's own stream takes a truncated frame for a
+    complete one. To go back, it starts again.
+    """
 
     def __init__(self, file: DataFile):
-        self._file, self.at, self._rest = file, 0, b""
+        self._file, self._library = file, _zstandard(file)
         self._restart()
 
     def seek(self, first: int) -> None:
         if first < self.at:
-            self.at, self._rest = 0, b""
             self._restart()
         while self.at < first and (block := self.read(text_files.BLOCK_BYTES)):
             if self.at > first:
@@ -138,7 +139,7 @@ class _Decompressed:
                 self.at = first
 
     def read(self, size: int) -> bytes:
-        block, self._rest = (self._rest, b"") if self._rest else (self._decompress(size), b"")
+        block, self._rest = self._rest or self._decompress(size), b""
         self.at += len(block)
         return block
 
@@ -148,28 +149,7 @@ class _Decompressed:
         return self.at
 
     def _restart(self) -> None:
-        raise NotImplementedError
-
-    def _decompress(self, size: int) -> bytes:
-        raise NotImplementedError
-
-
-class _Gzip(_Decompressed):
-    def _restart(self) -> None:
-        self._gzip = gzip.GzipFile(fileobj=as_stream(self._file))
-
-    def _decompress(self, size: int) -> bytes:
-        try:
-            return self._gzip.read(size)
-        except (EOFError, OSError, zlib.error) as error:
-            raise damaged(self._file.path, error) from None
-
-
-class _Zstandard(_Decompressed):
-    """Frames one after the other. The library's own stream takes a truncated frame for a complete one."""
-
-    def _restart(self) -> None:
-        self._library = _zstandard(self._file)
+        self.at, self._rest = 0, b""
         self._frame: Any = None
         self._first = 0  # the place in the file of the next compressed byte
         self._input, self._input_first = b"", 0  # what was read of the file, and from where

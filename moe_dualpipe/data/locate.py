@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..messages import printable
-from . import stores as storage
+from . import stores
 from .files import DataFile
 from .token_files import HELD_OUT_FILES, TRAIN_FILE
 from .tokenizer import TOKENIZER_FILE
@@ -20,41 +20,41 @@ def locate(source: str) -> str:
 
     Raises ValueError if there is nothing at the URL, or if it cannot be read.
     """
-    if not storage.is_url(source):
+    if not stores.is_url(source):
         return source
     try:
         return str(_locate(source))
-    except storage.StorageError as error:
+    except stores.StorageError as error:
         raise ValueError(f"--data {error}") from None
 
 
 def _locate(source: str) -> Path:
-    url = storage.Url(source)
+    url = stores.Url(source)
     if source.endswith(".bin"):
-        folder = storage.local_path(str(url.parent))
-        storage.open_folder(folder, {f"{url.name}.json", TOKENIZER_FILE})
+        folder = stores.local_path(str(url.parent))
+        stores.open_folder(folder, {f"{url.name}.json", TOKENIZER_FILE})
         return folder / url.name
-    folder = storage.local_path(source)
-    storage.open_folder(folder, _DESCRIPTIONS)
-    names = storage.sizes_of(folder)
+    folder = stores.local_path(source)
+    stores.open_folder(folder, _DESCRIPTIONS)
+    names = stores.sizes_of(folder)
     if {TRAIN_FILE, f"{TRAIN_FILE}.json", *HELD_OUT_FILES} & names.keys():
         return folder
-    return storage.fetch_all(url)
+    return stores.fetch_all(url)
 
 
 def is_file(path: Path) -> bool:
     """Whether there is a regular file on this machine, or a file on the store."""
-    return os.path.isfile(path) or (storage.url_of(path) is not None and storage.exists(path))
+    return os.path.isfile(path) or (stores.url_of(path) is not None and stores.exists(path))
 
 
-def open_file(path: Path, cache: "storage.BlockCache | None") -> "DataFile | storage.RemoteFile":
+def open_file(path: Path, cache: "stores.BlockCache | None") -> "DataFile | stores.RemoteFile":
     """A local file, or one on a store that is read through `cache`. Raises ValueError if it cannot be read."""
-    url = storage.url_of(path)
+    url = stores.url_of(path)
     if url is None or path.exists():
         return DataFile(path)
     if cache is None:
         raise ValueError(f"{printable(path)} needs a cache for its blocks")
     try:
-        return storage.RemoteFile(url, path, cache)
-    except storage.StorageError as error:
+        return stores.RemoteFile(url, path, cache)
+    except stores.StorageError as error:
         raise ValueError(f"--data {error}") from None

@@ -35,7 +35,7 @@ from .split_writer import Encoder, SplitWriter
 from .tasks import DIGEST_BYTES, Encode, Encoded, HashDocuments, Measure, Setup, pack, without
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokensOnDisk
 from .tokenizer import BYTES, TOKENIZER_FILE, BPETokenizer, Tokenizer, digest, read_tokenizer
-from .work_units import PART_BYTES, Blocks, Part, Rows, SourceFile, divide, has_known_size
+from .work_units import PART_BYTES, Blocks, Rows, SourceFile, WorkUnit, divide, has_known_size
 
 FILES = (TRAIN_FILE, HELD_OUT_FILES[0])
 HASHES = "hashes.bin"
@@ -182,7 +182,7 @@ class _Job:
         journal = Journal(self.folder, entries[-1] if before else start)
         return chosen, self._write(tasks, setup, Encoder(chosen, split), before or start, journal)
 
-    def _divide(self, field: TextField) -> list[Part]:
+    def _divide(self, field: TextField) -> list[WorkUnit]:
         files = [SourceFile(*file) for documents in self.found for file in documents.files.items()]
         unknown = [file for file in files if not has_known_size(file)]
         measured = self.engine.map(Setup(field), None, [Measure(file, self.part_bytes) for file in unknown])
@@ -244,7 +244,7 @@ class _Job:
         return [_write_sidecar(*each, encoder.tokenizer, encoder.dtype) for each in counts]
 
 
-def _append(writer: SplitWriter, part: Part, encoded: Encoded, dtype: np.dtype) -> int:
+def _append(writer: SplitWriter, part: WorkUnit, encoded: Encoded, dtype: np.dtype) -> int:
     """Write the token ids of a part. Returns their number."""
     if isinstance(part, Blocks):
         writer.add_tokens(np.frombuffer(encoded.train, dtype), encoded.text_bytes[0])
@@ -259,7 +259,7 @@ def _append(writer: SplitWriter, part: Part, encoded: Encoded, dtype: np.dtype) 
 
 
 def _numbered(
-    tasks: Iterable[Encode], results: Iterator[Any], rows: int = 0, last: Part | None = None
+    tasks: Iterable[Encode], results: Iterator[Any], rows: int = 0, last: WorkUnit | None = None
 ) -> Iterator[tuple[Any, int]]:
     """Yield each result and the number of rows of its file so far. The rows in errors are counted from the first one.
 
@@ -277,7 +277,7 @@ def _numbered(
         yield result, rows
 
 
-def _same_file(part: Part, last: Part | None) -> bool:
+def _same_file(part: WorkUnit, last: WorkUnit | None) -> bool:
     """Whether two parts belong to one file."""
     return isinstance(part, Rows | Blocks) and isinstance(last, Rows | Blocks) and part.file == last.file
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 from ..messages import printable, quoted
-from .files import DataFile
 
 JSONL = ".jsonl"
 COMPRESSED, TABLES = (".jsonl.gz", ".jsonl.zst"), (".parquet", ".arrow")
@@ -81,16 +80,6 @@ class RowReader(Protocol):
     def measure(self, range_bytes: int) -> tuple[int, int]:
         """The size of the file, and that of a range with about `range_bytes` of text, in the unit of `texts`."""
         ...
-
-
-def open_rows(file: DataFile, field: TextField) -> RowReader:
-    """Read a file of one of FORMATS. Raises ValueError if it is damaged, or if a library is missing."""
-    from .jsonl import JsonLines
-    from .tables import Table
-
-    if (ending := row_format(file.path)) in TABLES:
-        return Table(file, field)
-    return JsonLines(file, ending, field)
 
 
 def damaged(path: Path, error: object) -> ValueError:

@@ -19,7 +19,7 @@ from .rows import TextField
 from .split_writer import Encoder, SplitWriter
 from .text_files import TextChunk, blocks
 from .tokenizer import Tokenizer, tokenizer_from_json
-from .work_units import Blocks, Part, PartReader, SourceFile
+from .work_units import Blocks, SourceFile, WorkUnit, WorkUnitReader
 
 ENCODE_BATCH = 64  # text chunks encoded at a time
 DIGEST_BYTES = 16  # of the hash by which equal documents are found
@@ -44,7 +44,7 @@ class Worker:
     """The state of a worker."""
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer | None = None):
-        self.setup, self.reader, self._tokenizer = setup, PartReader(setup.field, setup.same_machine), tokenizer
+        self.setup, self.reader, self._tokenizer = setup, WorkUnitReader(setup.field, setup.same_machine), tokenizer
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -80,7 +80,7 @@ class Hashes:
 class HashDocuments:
     """Hash each document of a part, to find equal ones."""
 
-    part: Part
+    part: WorkUnit
 
     def run(self, worker: Worker) -> Hashes:
         found, current = [], _digest()
@@ -115,7 +115,7 @@ class Encoded:
 class Encode:
     """Encode the documents of a part. dropped: one bit per document, set for those to leave out; b"" for none."""
 
-    part: Part
+    part: WorkUnit
     dropped: bytes = b""
 
     def run(self, worker: Worker) -> Encoded:
@@ -172,7 +172,7 @@ def _digest() -> Any:
     return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
-def _hash_file(reader: PartReader, source: SourceFile, found: Any) -> Any:
+def _hash_file(reader: WorkUnitReader, source: SourceFile, found: Any) -> Any:
     """Update the hash `found` with the content of a file."""
     with reader.open_file(source) as file:
         for block in blocks(file):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .files import DataFile, FileStatus
-from .rows import RowReader, TextField, open_rows, row_format
+from .open_rows import open_rows
+from .rows import RowReader, TextField, row_format
 from .text_files import BLOCK_BYTES, TextChunk, read_text
 
 PART_BYTES = 1 << 20
@@ -68,10 +69,10 @@ class Rows:
         return self.file.status.size * self.stop // self.size - self.file.status.size * self.first // self.size
 
 
-Part = WholeFiles | Blocks | Rows
+WorkUnit = WholeFiles | Blocks | Rows
 
 
-class PartReader:
+class WorkUnitReader:
     """Reads parts. A file of rows stays open, because the next part is often a later one of the same file.
 
     same_machine: whether the files were found on this machine. On others they have the same sizes and times, but not
@@ -83,7 +84,7 @@ class PartReader:
         self._open: tuple[SourceFile, RowReader] | None = None
         self.rows = 0  # that the last part had; 0 for text files
 
-    def chunks(self, part: Part) -> Iterator[TextChunk]:
+    def chunks(self, part: WorkUnit) -> Iterator[TextChunk]:
         """The text of a part. A document may continue in the next part if this one is `Blocks`.
 
         Raises RowError for an invalid row, counted from the start of the part, and ValueError if a file has changed.
@@ -123,7 +124,7 @@ def has_known_size(file: SourceFile) -> bool:
     return row_format(file.path) in ("", ".jsonl")
 
 
-def divide(files: Iterable[SourceFile], measured: Iterable[tuple[int, int]], part_bytes: int) -> Iterator[Part]:
+def divide(files: Iterable[SourceFile], measured: Iterable[tuple[int, int]], part_bytes: int) -> Iterator[WorkUnit]:
     """Divide the files into parts of about `part_bytes` of text.
 
     measured: for each file without a known size, in order: the size and that of a part, as `RowReader.measure` returns.

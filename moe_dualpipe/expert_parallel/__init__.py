@@ -1,6 +1,6 @@
 """Expert parallelism: send tokens to the ranks that hold their experts, and bring the results back.
 
-`ExpertParallel` (protocol.py) is the interface; each backend is a file or a folder. Those in modelled/ simulate links.
+`ExpertParallel` (protocol.py) is the interface; each backend is a file or a folder. Those in modeled/ simulate links.
 """
 
 from typing import TYPE_CHECKING
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from .by_choice import ByChoice
     from .choose import Choice, choose_backend
     from .local import Local
-    from .modelled.delayed import Delayed
-    from .modelled.link import Link
-    from .modelled.loopback import Loopback, Replay
+    from .modeled.delayed import Delayed
+    from .modeled.link import Link
+    from .modeled.loopback import Loopback, Replay
     from .options import EpBackend
     from .protocol import Combined, Completed, ExpertParallel, Pending, Received, Route
     from .shared import Shared

@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..kernels.backend import Kernels
 from .all_to_all import AllToAll
+from .gather import gather_objects
 from .local import Local
 from .options import EpBackend
 from .protocol import ExpertParallel
@@ -93,8 +94,7 @@ def choose_backend(
         return Choice(Local(num_experts, kernels), "none", "each rank has all experts")
     tried = {"auto": ["symmetric"] * (device.type == "cuda")}.get(name, [name])
     mine = find_facts(device, tried)
-    facts: list[Facts] = [mine] * group.size()
-    dist.all_gather_object(facts, mine, group)
+    facts = gather_objects(mine, group)
     chosen, reason = decide(name, facts)
     seconds = default_pg_timeout.total_seconds() if timeout is None else timeout
     sizes: dict[str, Any] = {"max_tokens": max_tokens, "hidden_size": hidden_size, "top_k": top_k}

@@ -23,6 +23,7 @@ from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.permute import gather, gather_sum
 from ..overlap.annotation import annotation
 from ..overlap.labels import SIZES_WAIT
+from ..overlap.waits import wait_for_all
 from .protocol import Combined, Pending, Received, Route
 from .sends import Sends, count_sends
 
@@ -41,8 +42,7 @@ class AsyncResult(Generic[V]):
 
     def wait(self) -> V:
         if self._finish is not None:
-            for work in self._works:
-                work.wait()
+            wait_for_all(self._works)
             self._value = self._finish()
             self._works, self._finish = (), None
         return self._value  # type: ignore[return-value]

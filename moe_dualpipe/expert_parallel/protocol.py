@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from ..kernels.backend import Kernels
-from ..kernels.routing import ExpertOrder, expert_order
+from ..kernels.order import ExpertOrder
+from ..kernels.routing import expert_order
 
 V = TypeVar("V", covariant=True)
 

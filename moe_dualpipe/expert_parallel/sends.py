@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.backend import Kernels, use_triton
-from ..kernels.routing import ExpertOrder, count_choices, rank_order
+from ..kernels.order import ExpertOrder
+from ..kernels.routing import count_choices, rank_order
 from ..overlap import streams
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .gather import first_fault
 from .protocol import ExpertParallel
 
 TOKENS = 64
@@ -31,7 +32,7 @@ def try_backend(
         backend = build()
     except Exception as error:  # any error of a driver or compiler
         fault = _first_line(error)
-    if not (fault := _fault_of_any(fault, group)):
+    if not (fault := first_fault(fault, group)):
         assert backend is not None
         try:
             tokens = min(max_tokens, TOKENS)
@@ -43,7 +44,7 @@ def try_backend(
                 fault = "its results differ from those of all_to_all"
         except Exception as error:
             fault = _first_line(error)
-        fault = _fault_of_any(fault, group)
+        fault = first_fault(fault, group)
     return (None, fault) if fault else (backend, "")
 
 
@@ -62,12 +63,6 @@ def _exchange(
     dx_TD, grads_TK = ep.combine(again_ND, route, weights_NK).wait()
     assert grads_TK is not None
     return [y_TD, dx_TD, grads_TK]
-
-
-def _fault_of_any(fault: str, group: dist.ProcessGroup) -> str:
-    faults: list[str] = [""] * group.size()
-    dist.all_gather_object(faults, fault, group)
-    return next(filter(None, faults), "")
 
 
 def _first_line(error: Exception) -> str:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from ..overlap.engine import Engine
 from ..overlap.labels import PREPARE, is_for_experts, letter_of, spoken, without_wait
+from ..overlap.waits import is_marked
 from ..runtime.p2p import P2P
-from ..schedule import Backward, Flow, Forward, Overlap, Send, halves
+from ..schedule import Backward, Flow, Forward, Overlap, Send, members
 from .waits import RankState
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -148,7 +149,8 @@ class CodePosition:
             return cls("its end", False, (0, 0))
         own = next((f for f in frames if not f.f_code.co_filename.startswith(_TORCH)), frames[-1])
         called = frames[: frames.index(own)]
-        waiting = own.f_code.co_name == "wait" or any(f.f_code.co_filename == _COLLECTIVES for f in called)
+        in_collective = any(frame.f_code.co_filename == _COLLECTIVES for frame in called)
+        waiting = in_collective or any(is_marked(frame.f_code) for frame in frames)
         text = f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}"
         return cls(text, waiting, (id(frames[0].f_code), frames[0].f_lasti))
 
@@ -177,7 +179,7 @@ def _expert_transfer(label: str, layer: int | None, action: object) -> str:
     text = spoken(without_wait(label).removeprefix(PREPARE)) + ("" if layer is None else f" of layer {layer}")
     if not isinstance(action, Forward | Backward | Overlap):
         return text
-    parts = halves(action)
+    parts = members(action)
     return f"{text}, micro-batch {parts[0 if letter_of(label) == Flow.ACTIVATION.value else -1].micro_batch}"
 
 

@@ -11,6 +11,7 @@ from ..checkpoint.expert_loads import LOADS_FILE, read_loads
 from ..checkpoint.weights import OwnLayer
 from ..data import Tokenizer
 from ..expert_parallel import ByChoice, choose_backend
+from ..expert_parallel.gather import gather_objects
 from ..expert_parallel.placement import Loads, Placement, count_nodes, imbalance, place_experts
 from ..expert_parallel.shared import find_machine
 from ..messages import plural, printable
@@ -18,7 +19,7 @@ from ..models import ModelConfig, TransformerStage
 from ..models.build_experts import expert_class
 from ..models.layer_class import named_parameters
 from ..runtime.groups import EXPERTS, create_group
-from ..runtime.shared_errors import build_on_all_ranks, gather_objects
+from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.world import World
 
 

@@ -135,7 +135,7 @@ class _Pipe(nn.Module):
         self._weight_grads = _StoreBacked()
         self.rank = self._p2p.rank
         self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
-        # Neighbours in the pipeline, as ranks of the group; None at the ends of the pipeline.
+        # Neighbors in the pipeline, as ranks of the group; None at the ends of the pipeline.
         order = list(range(self.num_ranks)) if rank_mapping is None else list(rank_mapping)
         self.first_rank, self.last_rank = order.index(0), order.index(self.num_ranks - 1)
         self.prev_rank = None if self.is_first_rank else order.index(self.rank - 1)

@@ -10,7 +10,7 @@ backward would run in I. The runtime accepts functions that replace an action:
 
 These functions keep the runtime's bookkeeping and change only the computation: a pair is one call of
 `overlapped_forward_backward`, and I defers weight gradients to W. Pass `input_args` and `output_args` (floating-point
-ones with requires_grad=True). Otherwise torch infers shapes by running a backward on uninitialised numbers, and the
+ones with requires_grad=True). Otherwise torch infers shapes by running a backward on uninitialized numbers, and the
 first step starts with those weight gradients.
 
 Limits: the functions use a few private names of torch; `loss_kwargs` of `step` do not reach the loss of an overlapped
@@ -121,7 +121,7 @@ class _StageAction:
             raise TypeError(f"{where}, which is not Segmented: {way_out}")
         if getattr(getattr(self.stage, "_inference_mode", None), "name", None) == "DYNAMIC":
             raise ValueError(
-                f"{where}; torch inferred its shapes by running a backward on uninitialised numbers, so its gradients "
+                f"{where}; torch inferred its shapes by running a backward on uninitialized numbers, so its gradients "
                 "are wrong: give every PipelineStage its input_args and output_args"
             )
 

@@ -27,6 +27,7 @@ from . import streams
 from .annotation import annotation
 from .labels import PREPARE, WAIT_FOR, WEIGHTS, label, spoken
 from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
+from .waits import waits_for_ranks
 
 
 class Engine:
@@ -186,6 +187,7 @@ class Lane:
             self.weight_grads.run_deferred(key)
         return outputs
 
+    @waits_for_ranks  # also for the transfers of a backend of one's own
     def _wait(self, transfer: Any, text: str, layer: int | None) -> Tensors:
         with self.engine.annotate(text, layer, log=False):
             return transfer.wait()

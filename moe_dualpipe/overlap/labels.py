@@ -4,9 +4,9 @@
     prepare dispatch(F)      the setup of a transfer
     wait for dispatch(F)     a wait for a transfer
     wait for sizes           a wait for the number of rows that each rank sends
-    link::carry              a call that starts a transfer over a modelled link; link::carry of x: in the group x
+    link::carry              a call that starts a transfer over a modeled link; link::carry of x: in the group x
     link:carry               that transfer, from its start to its end; link:carry of x: in the group x
-    link::wait               a wait for a transfer, of a modelled link or of torch.distributed
+    link::wait               a wait for a transfer, of a modeled link or of torch.distributed
     shared::send             a call that copies rows into memory shared with other ranks; shared::receive: out of it
     shared:send              the copies of that call; shared:receive: the wait for the other ranks, and the copies
     step 12                  a training step: the pipeline's actions ("0F3", see schedule/actions.py), then STEP_PARTS

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..overlap import streams
 from ..overlap.annotation import annotation
+from ..overlap.waits import wait_for_all
 
 Start = Callable[[], Sequence[dist.Work | None]]
 """Starts collectives, and returns their handles; None from a rank outside the group."""
@@ -98,8 +99,7 @@ class _OnHost:
         self.ends = [work.get_future().then(lambda _: perf_counter()) for work in self.works]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        wait_for_all(self.works)
 
     def interval(self) -> tuple[float, float]:
         return self.began, max((end.wait() for end in self.ends), default=self.began)

@@ -22,7 +22,7 @@ from ..schedule import (
     Schedule,
     Step,
     add_comms,
-    halves,
+    members,
     receive_early,
     validate,
 )
@@ -94,18 +94,23 @@ class Executor:
         """The pairs of this rank that `overlapped_forward_backward` runs; others run as a forward, then a backward."""
 
         def has_method(pair: Overlap) -> bool:
-            first, second = (self.modules[half.stage] for half in halves(pair))
+            first, second = (self.modules[member.stage] for member in members(pair))
             return type(first) is type(second) and isinstance(first, OverlappedModule)
 
         actions = schedule.actions[self.p2p.rank] if self.overlap else ()
         return frozenset(action for action in actions if isinstance(action, Overlap) and has_method(action))
 
     def _stage(self, index: int, actions: Sequence[Action], pairs: frozenset[Overlap]) -> Stage:
-        in_pairs = {half for pair in pairs for half in halves(pair)}
+        in_pairs = {member for pair in pairs for member in members(pair)}
         overlapped = {b.micro_batch for b in in_pairs if isinstance(b, Backward) and b.stage == index}
-        alone = [half for action in actions for half in halves(action) if half.stage == index and half not in in_pairs]
-        forwards = {half.micro_batch for half in alone if isinstance(half, Forward)}
-        whole = {half.micro_batch for half in alone if isinstance(half, Backward) and half.part is Part.FULL}
+        alone = [
+            member
+            for action in actions
+            for member in members(action)
+            if member.stage == index and member not in in_pairs
+        ]
+        forwards = {member.micro_batch for member in alone if isinstance(member, Forward)}
+        whole = {member.micro_batch for member in alone if isinstance(member, Backward) and member.part is Part.FULL}
         return Stage(index, self.modules[index], self.weight_grads, overlapped, forwards & whole)
 
     def _check(
@@ -116,15 +121,15 @@ class Executor:
         if schedule.num_ranks != self.p2p.num_ranks:
             ranks = plural(schedule.num_ranks, "rank")
             raise ValueError(f"{schedule.name} is for {ranks}, but the pipeline has {self.p2p.num_ranks}")
-        for half in (half for action in schedule.actions[rank] for half in halves(action)):
-            stage, micro_batch = half.stage, half.micro_batch
+        for member in (member for action in schedule.actions[rank] for member in members(action)):
+            stage, micro_batch = member.stage, member.micro_batch
             if stage not in self.modules:
                 held = ", ".join(map(str, self.modules)) or "none"
-                raise ValueError(f"rank {rank} must run {half}, but it holds these stages: {held}")
-            if isinstance(half, Forward) and stage == 0 and micro_batch not in inputs:
+                raise ValueError(f"rank {rank} must run {member}, but it holds these stages: {held}")
+            if isinstance(member, Forward) and stage == 0 and micro_batch not in inputs:
                 raise ValueError(f"no input for micro-batch {micro_batch}, which enters at rank {rank}")
             if stage == schedule.num_stages - 1:
-                if isinstance(half, Backward) and criterion is None:
+                if isinstance(member, Backward) and criterion is None:
                     raise ValueError(f"rank {rank} holds the last stage and needs a criterion to train")
                 if criterion is not None and labels is not None and micro_batch not in labels:
                     raise ValueError(f"no labels for micro-batch {micro_batch}, which ends on rank {rank}")

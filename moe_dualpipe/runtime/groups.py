@@ -111,7 +111,7 @@ EXPERTS = Nccl(high_priority=True, max_ctas=20)
 """Dispatch and combine run at the same time as products. 20 SMs are enough for NVLink and InfiniBand (DeepSeek-V3,
 section 3.2.2, arXiv 2412.19437). The products use the other SMs (`product_sms`)."""
 PIPELINE = Nccl(high_priority=True, min_ctas=2, max_ctas=4)
-"""A message between stages is small and has one receiver, but the neighbour waits for it."""
+"""A message between stages is small and has one receiver, but the neighbor waits for it."""
 REPLICAS = Nccl()
 """Sums of gradients and gathers of weights run beside the pipeline, at its end and at its start. Nothing waits for them
 as soon as for its messages, so their priority is lower. They may use all SMs that are free."""

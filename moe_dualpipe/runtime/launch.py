@@ -36,7 +36,7 @@ CONNECTIONS = 32
 """The number of hardware queues through which CUDA sends work to a GPU. 32 is the maximum; CUDA's default is 8.
 
 Streams that share a queue wait for each other needlessly, such as a transfer for a product. A rank uses more than 7
-streams: one for computation, one for each of the two chunks of a pair, one for experts, one for each neighbour and
+streams: one for computation, one for each of the two chunks of a pair, one for experts, one for each neighbor and
 direction of the pipeline, and one for replicas.
 """
 

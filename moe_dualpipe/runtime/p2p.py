@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..overlap.waits import wait_for_all
 from ..schedule import Recv, Send
 from .groups import PIPELINE, create_group
 
@@ -47,8 +48,7 @@ class Transfer:
     works: tuple[dist.Work, ...] = ()
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        for work in self.works:
-            work.wait()
+        wait_for_all(self.works)
         return self.tensors
 
 
@@ -155,7 +155,7 @@ class P2P:
         return Transfer(tuple(tensors), works)
 
     def _open_links(self) -> None:
-        """Connect all pairs of neighbours now. Otherwise NCCL does it on the first message, blocking the host."""
+        """Connect all pairs of neighbors now. Otherwise NCCL does it on the first message, blocking the host."""
         token = TensorSpec((1,), torch.float32)
         for low in range(self.num_ranks - 1):
             for source, to in ((low, low + 1), (low + 1, low)):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..overlap.annotation import annotation
-from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, halves
+from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, members
 from ..schedule.stage_order import last_gradients
 from .p2p import P2P, TensorSpec, Transfer
 from .stage import Criterion, Stage, Tensors, as_tuple
@@ -90,7 +90,7 @@ class RankStep:
     # ---- Stages ----
 
     def begin_stages(self, action: Action) -> None:
-        for stage in {half.stage for half in halves(action)} - self.used:
+        for stage in {member.stage for member in members(action)} - self.used:
             self.used.add(stage)
             if self.before_stage:
                 self.before_stage(stage)
@@ -178,7 +178,7 @@ class RankStep:
     def send_activation(self, stage: int, micro_batch: int, outputs: Tensors, loss: Tensor | None) -> None:
         """After a forward: send the outputs to the next stage, or store the loss and outputs of the last stage."""
         if stage < self.last:
-            self._send_to_neighbour(stage, micro_batch, Flow.ACTIVATION, outputs)
+            self._send_to_neighbor(stage, micro_batch, Flow.ACTIVATION, outputs)
             return
         if loss is not None:
             self.result.losses[micro_batch] = loss.detach()
@@ -188,14 +188,14 @@ class RankStep:
     def send_gradient(self, stage: int, micro_batch: int, input_grads: Tensors) -> None:
         """After a backward: send the input gradients to the previous stage."""
         if stage > 0:
-            self._send_to_neighbour(stage, micro_batch, Flow.GRADIENT, input_grads)
+            self._send_to_neighbor(stage, micro_batch, Flow.GRADIENT, input_grads)
 
-    def _send_to_neighbour(self, stage: int, micro_batch: int, flow: Flow, tensors: Tensors) -> None:
-        neighbour = stage + 1 if flow is Flow.ACTIVATION else stage - 1
+    def _send_to_neighbor(self, stage: int, micro_batch: int, flow: Flow, tensors: Tensors) -> None:
+        neighbor = stage + 1 if flow is Flow.ACTIVATION else stage - 1
         # In inference a stage may also return None, which is not sent.
         tensors = tuple(tensor.detach() for tensor in tensors if tensor is not None)
-        if self.schedule.rank_of(neighbour, micro_batch) == self.p2p.rank:
-            self.receiving[flow][neighbour, micro_batch] = Transfer(tensors)
+        if self.schedule.rank_of(neighbor, micro_batch) == self.p2p.rank:
+            self.receiving[flow][neighbor, micro_batch] = Transfer(tensors)
             return
         self._check_specs(stage, flow, tensors)
         if not torch.is_grad_enabled():
@@ -241,5 +241,5 @@ class RankStep:
 
 def _describe(step: Step) -> str:
     """The step in the schedule's notation and in words: `0F3 (stage 0, micro-batch 3)`."""
-    acts = halves(step) if isinstance(step, Forward | Backward | Overlap) else (step,)
+    acts = members(step) if isinstance(step, Forward | Backward | Overlap) else (step,)
     return f"{step} ({'; '.join(f'stage {act.stage}, micro-batch {act.micro_batch}' for act in acts)})"

@@ -5,29 +5,32 @@ because only the first rank of a machine prints invalid options.
 """
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-import torch.distributed as dist
-
+from ..expert_parallel.gather import first_fault, gather_objects
 from ..user_errors import user_error
 
 Result = TypeVar("Result")
 
 
-def gather_objects(mine: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-    """Return the `mine` of every rank of `group`, or [mine] if torch.distributed is not initialized."""
-    gathered = [mine]
-    if dist.is_initialized():
-        gathered *= dist.get_world_size(group)
-        dist.all_gather_object(gathered, mine, group)
-    return gathered
-
-
 def raise_on_all_ranks(fault: str) -> None:
     """Raise ValueError on all ranks if any rank passes a message; "" means no fault. Collective."""
-    if faults := [fault for fault in gather_objects(fault) if fault]:
-        raise ValueError(faults[0])
+    if first := first_fault(fault):
+        raise ValueError(first)
+
+
+@contextmanager
+def errors_on_all_ranks() -> Iterator[None]:
+    """If any rank raises an error in this context, raise it on all ranks when all have left it. Collective."""
+    fault: Exception | None = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        fault = error
+    if faults := [found for found in gather_objects(fault) if found]:
+        raise faults[0]
 
 
 def build_on_all_ranks(build: Callable[[], Result]) -> Result:

@@ -45,7 +45,7 @@ class StageOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StageParameters:
     """The parameters of a replica set that the same stages of this rank hold."""
 
     shards: Shards
@@ -75,7 +75,7 @@ class Part:
             yield from ([[tensors[n] for n in names] for names in bucket] for bucket in self.shards.buckets(sizes))
 
 
-def parts_of(shards: Shards, holders: Mapping[str, frozenset[int]], order: Sequence[int]) -> list[Part]:
+def parts_of(shards: Shards, holders: Mapping[str, frozenset[int]], order: Sequence[int]) -> list[StageParameters]:
     """The parts of a replica set in the order of their stages. Empty without replicas."""
     if shards.group is None:
         return []
@@ -88,7 +88,7 @@ def parts_of(shards: Shards, holders: Mapping[str, frozenset[int]], order: Seque
         found.setdefault(held[name], []).append(name)
     place = {stage: i for i, stage in enumerate(order)}
     ordered = sorted(found, key=lambda stages: max((place[stage] for stage in stages), default=0))
-    return [Part(shards, stages, tuple(found[stages])) for stages in ordered]
+    return [StageParameters(shards, stages, tuple(found[stages])) for stages in ordered]
 
 
 class GradientSums:
@@ -145,7 +145,7 @@ class GradientSums:
             owned += [grads[name] for name in shards.owned]
         return owned
 
-    def _start(self, part: Part) -> None:
+    def _start(self, part: StageParameters) -> None:
         with self.background.named(f"{SUM_GRADIENTS} of {part}"), torch.no_grad():
             for bucket in part.buckets(part.gradients()):
                 self._sums.append(ReduceScatter(bucket, part.group, self.background))
@@ -161,7 +161,7 @@ class WeightGathers:
     def __init__(self, shards: Sequence[Shards], order: StageOrder, background: Background):
         self.background = background
         self.parts = [part for one in shards if one.divide for part in parts_of(one, order.holders, order.use)]
-        self._running: list[tuple[Part, AllGather]] = []
+        self._running: list[tuple[StageParameters, AllGather]] = []
 
     @torch.no_grad()
     def start(self) -> None:

@@ -27,7 +27,7 @@ from .versions import other_versions, own_versions
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where a rank is. machine: a host name. domain: equal for machines whose GPUs are joined by NVLink."""
 
     machine: str
@@ -87,16 +87,16 @@ def slurm_block(environment: Any) -> str:
     return names[levels.index("block")] if "block" in levels and len(names) == len(levels) else ""
 
 
-def find_domains(told: Sequence[tuple[str, str]], nodes_per_domain: int | None) -> list[Place]:
+def find_domains(told: Sequence[tuple[str, str]], nodes_per_domain: int | None) -> list[RankPlace]:
     """The place of each rank, from its machine and the block of it."""
     machines = sorted({machine for machine, _ in told}, key=_natural)
     if nodes_per_domain is None:
-        return [Place(machine, block or machine) for machine, block in told]
+        return [RankPlace(machine, block or machine) for machine, block in told]
     domain = {machine: str(i // nodes_per_domain) for i, machine in enumerate(machines)}
-    return [Place(machine, domain[machine]) for machine, _ in told]
+    return [RankPlace(machine, domain[machine]) for machine, _ in told]
 
 
-def placement_order(places: Sequence[Place], ep: int) -> list[int]:
+def placement_order(places: Sequence[RankPlace], ep: int) -> list[int]:
     """The ranks in an order in which `ep` consecutive ones share experts: order[new rank] = old rank.
 
     As many groups as possible are on one machine, then, of the ranks that remain, in one domain. Ranks of a group are
@@ -104,7 +104,11 @@ def placement_order(places: Sequence[Place], ep: int) -> list[int]:
     """
     groups: list[list[int]] = []
     remaining = list(range(len(places)))
-    levels: tuple[Callable[[Place], Any], ...] = (lambda p: (p.domain, p.machine), lambda p: p.domain, lambda _: None)
+    levels: tuple[Callable[[RankPlace], Any], ...] = (
+        lambda p: (p.domain, p.machine),
+        lambda p: p.domain,
+        lambda _: None,
+    )
     for level in levels:
         together: dict[Any, list[int]] = {}
         for rank in remaining:
@@ -130,7 +134,7 @@ def machine_limit(span: int, expert_groups: int, top_groups: int) -> int:
     return span  # a group may have experts on any two machines
 
 
-def describe(groups: Sequence[Sequence[Place]], order: Sequence[int]) -> str:
+def describe(groups: Sequence[Sequence[RankPlace]], order: Sequence[int]) -> str:
     """A line about the expert groups. order: from `placement_order`."""
     machines = len({p.machine for group in groups for p in group})
     text = f"{plural(len(order), 'rank')} on {plural(machines, 'machine')}"
@@ -142,7 +146,7 @@ def describe(groups: Sequence[Sequence[Place]], order: Sequence[int]) -> str:
     return text + (f"; {plural(moved, 'rank')} renumbered for that" if moved else "")
 
 
-def _kind(group: Sequence[Place]) -> str:
+def _kind(group: Sequence[RankPlace]) -> str:
     machines, domains = len({p.machine for p in group}), len({p.domain for p in group})
     if machines == 1:
         return "within one machine"

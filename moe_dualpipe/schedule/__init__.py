@@ -6,7 +6,7 @@
 0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1
 """
 
-from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, halves, parse
+from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, members, parse
 from .build import (
     NAMES,
     build,
@@ -29,6 +29,6 @@ __all__ = [
     "NAMES", "Action", "Backward", "Costs", "DeadlockError", "Flow", "Forward", "Held", "Overlap", "Part", "Placement",
     "Recv", "Schedule", "ScheduleError", "Send", "Span", "Step", "Timeline", "add_comms", "build",
     "check_micro_batches", "check_numbers",
-    "counterpart", "default_micro_batches", "default_schedule", "grid", "halves", "parse", "placement_of",
+    "counterpart", "default_micro_batches", "default_schedule", "grid", "members", "parse", "placement_of",
     "receive_early", "simulate", "steps_from_csv", "validate", "validate_transfers",
 ]  # fmt: skip

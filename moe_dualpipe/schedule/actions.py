@@ -117,6 +117,6 @@ def parse(text: str) -> Step:
     )
 
 
-def halves(action: Action) -> tuple[Forward | Backward, ...]:
+def members(action: Action) -> tuple[Forward | Backward, ...]:
     """Return (forward, backward) for an overlapped pair, and (action,) for any other action."""
     return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
-from .actions import Action, Backward, Flow, Forward, Part, Recv, Send, Step, Transfer, halves
+from .actions import Action, Backward, Flow, Forward, Part, Recv, Send, Step, Transfer, members
 from .schedule import Schedule
 from .walk import Result, needs, produces, walk
 
@@ -26,22 +26,22 @@ def add_comms(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
             steps[rank].append(action)
         for rank, action in running:
             # The gradient of an overlapped pair is sent first: it is ready before the last weight gradient.
-            for half in reversed(halves(action)):
-                if (peer := destination(schedule, half)) is not None:
-                    flow = Flow.ACTIVATION if isinstance(half, Forward) else Flow.GRADIENT
-                    send = Send(half.stage, half.micro_batch, flow)
+            for member in reversed(members(action)):
+                if (peer := destination(schedule, member)) is not None:
+                    flow = Flow.ACTIVATION if isinstance(member, Forward) else Flow.GRADIENT
+                    send = Send(member.stage, member.micro_batch, flow)
                     steps[rank].append(send)
                     steps[peer].append(counterpart(send))
     return tuple(map(tuple, steps))
 
 
-def destination(schedule: Schedule, half: Forward | Backward) -> int | None:
-    """Return the rank that receives the result of `half`, or None if no other rank needs it."""
-    if isinstance(half, Backward) and half.part is Part.WEIGHT:
+def destination(schedule: Schedule, member: Forward | Backward) -> int | None:
+    """Return the rank that receives the result of `member`, or None if no other rank needs it."""
+    if isinstance(member, Backward) and member.part is Part.WEIGHT:
         return None
-    route = schedule.route_of(half.micro_batch)
-    target = half.stage + (1 if isinstance(half, Forward) else -1)
-    return route[target] if 0 <= target < len(route) and route[target] != route[half.stage] else None
+    route = schedule.route_of(member.micro_batch)
+    target = member.stage + (1 if isinstance(member, Forward) else -1)
+    return route[target] if 0 <= target < len(route) and route[target] != route[member.stage] else None
 
 
 def carried(transfer: Transfer) -> Result:
@@ -96,11 +96,11 @@ def required_actions(schedule: Schedule) -> dict[Result, tuple[int, ...]]:
     required: dict[Result, tuple[int, ...]] = {}
     latest = [(0,) * schedule.num_ranks] * schedule.num_ranks  # for each rank: the counts after its last action
     for rank, action in chain.from_iterable(_simultaneous(schedule)):
-        inputs = [required[need] for half in halves(action) for need in needs(half, schedule.num_stages)]
+        inputs = [required[need] for member in members(action) for need in needs(member, schedule.num_stages)]
         counts = [max(column) for column in zip(latest[rank], *inputs, strict=True)]
         counts[rank] += 1
         latest[rank] = tuple(counts)
-        required |= dict.fromkeys(map(produces, halves(action)), latest[rank])
+        required |= dict.fromkeys(map(produces, members(action)), latest[rank])
     return required
 
 

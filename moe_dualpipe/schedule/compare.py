@@ -2,7 +2,7 @@
 
 Problem: a schedule with two stages per rank needs half as many ranks for the same stages, so it is not fair to fix only
 the number of ranks or only the number of stages. The schedules are therefore compared twice: on as many ranks as the
-model has stages, and on half as many. If a schedule has another number of stages, neighbouring stages of the model are
+model has stages, and on half as many. If a schedule has another number of stages, neighboring stages of the model are
 merged or split, with their costs. Memory is always counted in stages of the model.
 """
 

@@ -29,7 +29,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class CommLaunch:
     """A transfer or collective. what: its description, equal on all ranks of the group."""
 
     group: Group
@@ -43,7 +43,7 @@ class Wait:
     launch: int
 
 
-Program = tuple[Launch | Wait, ...]
+Program = tuple[CommLaunch | Wait, ...]
 """What one rank launches and waits for, in order."""
 
 _AROUND = 3  # launches shown before and after a difference
@@ -57,7 +57,7 @@ def check_launches(name: str, programs: Sequence[Program]) -> dict[Group, int]:
     orders: defaultdict[Group, defaultdict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for rank, program in enumerate(programs):
         for step in program:
-            if isinstance(step, Launch):
+            if isinstance(step, CommLaunch):
                 orders[step.group][rank].append(step.what)
     for group, by_rank in orders.items():
         if strangers := sorted({*by_rank} - {*group.ranks}):
@@ -84,7 +84,7 @@ def _side_by_side(ranks: tuple[int, int], orders: tuple[list[str], list[str]]) -
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _run(programs: Sequence[Program]) -> dict[int, tuple[Launch, int]]:
+def _run(programs: Sequence[Program]) -> dict[int, tuple[CommLaunch, int]]:
     """Run all ranks until each ends or waits forever. Returns, for each rank that waits, the launch and who is missing.
 
     The launches of a group must have the same order on all its ranks.
@@ -94,16 +94,16 @@ def _run(programs: Sequence[Program]) -> dict[int, tuple[Launch, int]]:
         counts: defaultdict[Group, int] = defaultdict(int)
         numbers.append({})
         for i, step in enumerate(program):
-            if isinstance(step, Launch):
+            if isinstance(step, CommLaunch):
                 numbers[-1][i] = counts[step.group]
                 counts[step.group] += 1
     launched: defaultdict[tuple[Group, int], int] = defaultdict(int)
     done = [0] * len(programs)
 
-    def missing(rank: int, index: int) -> tuple[Launch, int] | None:
+    def missing(rank: int, index: int) -> tuple[CommLaunch, int] | None:
         """The launch, and a rank of its group that has not launched it; None if it can run."""
         launch = programs[rank][index]
-        assert isinstance(launch, Launch)
+        assert isinstance(launch, CommLaunch)
         late = [r for r in launch.group.ranks if launched[launch.group, r] <= numbers[rank][index]]
         return (launch, late[0]) if late else None
 
@@ -113,7 +113,7 @@ def _run(programs: Sequence[Program]) -> dict[int, tuple[Launch, int]]:
         for rank, program in enumerate(programs):
             while done[rank] < len(program):
                 step = program[done[rank]]
-                if isinstance(step, Launch):
+                if isinstance(step, CommLaunch):
                     launched[step.group, rank] += 1
                 elif found := missing(rank, step.launch):
                     stuck[rank] = found
@@ -123,7 +123,7 @@ def _run(programs: Sequence[Program]) -> dict[int, tuple[Launch, int]]:
     return stuck
 
 
-def _cycle(stuck: dict[int, tuple[Launch, int]]) -> str:
+def _cycle(stuck: dict[int, tuple[CommLaunch, int]]) -> str:
     """Who waits for whom, from one rank until a rank repeats."""
     rank, seen = min(stuck), list[int]()
     while rank not in seen and rank in stuck:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from .actions import Action, Forward, Recv, Send, Step, halves, parse
+from .actions import Action, Forward, Recv, Send, Step, members, parse
 from .grid import ScheduleError, grid
 from .placement import Placement
 
@@ -41,7 +41,7 @@ class Schedule:
     def forward_only(self) -> "Schedule":
         """Return the schedule without backwards, for inference."""
         forwards = tuple(
-            tuple(half for action in actions for half in halves(action) if isinstance(half, Forward))
+            tuple(member for action in actions for member in members(action) if isinstance(member, Forward))
             for actions in self.actions
         )
         return replace(self, name=f"{self.name}, forward only", actions=forwards)
@@ -97,11 +97,11 @@ def steps_from_csv(text: str) -> tuple[tuple[Step, ...], ...]:
 def _infer_placement(rows: Sequence[tuple[Action, ...]]) -> tuple[Placement, int]:
     """Return the placement and the number of micro-batches."""
     forwards = {
-        (half.micro_batch, half.stage): rank
+        (member.micro_batch, member.stage): rank
         for rank, actions in enumerate(rows)
         for action in actions
-        for half in halves(action)
-        if isinstance(half, Forward)
+        for member in members(action)
+        if isinstance(member, Forward)
     }
     if not forwards:
         raise ValueError("the schedule has no forward action")

@@ -81,7 +81,7 @@ class Costs:
                 return self.weight(stage)
 
     def divided(self, num_stages: int, into: int) -> "Costs":
-        """Return the costs of the same model split into `into` stages: neighbouring stages are merged or split.
+        """Return the costs of the same model split into `into` stages: neighboring stages are merged or split.
 
         `comm` stays the same. Raises ValueError if neither number of stages divides the other.
         """

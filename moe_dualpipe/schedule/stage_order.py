@@ -6,13 +6,13 @@ in one order. So each order is that of the slowest holder, and depends only on t
 
 from collections.abc import Callable, Iterable
 
-from .actions import Action, Backward, halves
+from .actions import Action, Backward, members
 from .schedule import Schedule
 
 
 def last_gradients(actions: Iterable[Action]) -> dict[int, Action]:
     """For each stage, the action of a rank's list after which its gradients are complete."""
-    return {half.stage: action for action in actions for half in halves(action) if isinstance(half, Backward)}
+    return {member.stage: action for action in actions for member in members(action) if isinstance(member, Backward)}
 
 
 def order_of_completion(schedule: Schedule) -> tuple[int, ...]:
@@ -30,7 +30,7 @@ def order_of_use(schedule: Schedule) -> tuple[int, ...]:
     """The stages in the order of their first actions."""
 
     def position(rank: int, stage: int) -> int:
-        uses = (i for i, action in enumerate(schedule.actions[rank]) if any(h.stage == stage for h in halves(action)))
+        uses = (i for i, action in enumerate(schedule.actions[rank]) if any(h.stage == stage for h in members(action)))
         return next(uses, len(schedule.actions[rank]))
 
     return _by_slowest(schedule, position)

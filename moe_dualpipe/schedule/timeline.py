@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..messages import plural
-from .actions import Forward, Part, halves
+from .actions import Forward, Part, members
 from .schedule import Schedule
 from .walk import Span
 
@@ -112,11 +112,11 @@ class Timeline:
         activations, deferred = activations or ones, deferred or ones
         alive = waiting = 0
         for span in self.spans[rank]:
-            for half in halves(span.action):
-                if isinstance(half, Forward):
-                    alive += activations[half.stage]
+            for member in members(span.action):
+                if isinstance(member, Forward):
+                    alive += activations[member.stage]
                     yield Held(span.start, alive, waiting)
                 else:
-                    alive -= 0 if half.part is Part.WEIGHT else activations[half.stage]
-                    waiting += {Part.INPUT: 1, Part.WEIGHT: -1, Part.FULL: 0}[half.part] * deferred[half.stage]
+                    alive -= 0 if member.part is Part.WEIGHT else activations[member.stage]
+                    waiting += {Part.INPUT: 1, Part.WEIGHT: -1, Part.FULL: 0}[member.part] * deferred[member.stage]
                     yield Held(span.end, alive, waiting)

@@ -11,7 +11,7 @@ from collections import deque
 from typing import NoReturn
 
 from ..messages import plural
-from .actions import Backward, Forward, Part, Recv, Send, Step, halves
+from .actions import Backward, Forward, Part, Recv, Send, Step, members
 from .comms import add_comms, carried, destination
 from .grid import Cell, ScheduleError, grid
 from .schedule import Schedule
@@ -68,14 +68,18 @@ def _check_cells(schedule: Schedule) -> None:
         )
     for rank, actions in enumerate(schedule.actions):
         for step, action in enumerate(actions):
-            for half in halves(action):
-                if not (0 <= half.stage < schedule.num_stages and 0 <= half.micro_batch < schedule.num_micro_batches):
+            for member in members(action):
+                if not (
+                    0 <= member.stage < schedule.num_stages and 0 <= member.micro_batch < schedule.num_micro_batches
+                ):
                     problem = (
-                        f"{half} is outside the schedule's {plural(schedule.num_stages, 'stage')} and "
+                        f"{member} is outside the schedule's {plural(schedule.num_stages, 'stage')} and "
                         f"{plural(schedule.num_micro_batches, 'micro-batch', 'es')}"
                     )
-                elif (home := schedule.rank_of(half.stage, half.micro_batch)) != rank:
-                    problem = f"{half} is on rank {rank}, but rank {home} holds stage {half.stage} for that micro-batch"
+                elif (home := schedule.rank_of(member.stage, member.micro_batch)) != rank:
+                    problem = (
+                        f"{member} is on rank {rank}, but rank {home} holds stage {member.stage} for that micro-batch"
+                    )
                 else:
                     continue
                 raise _error(schedule, problem, [(rank, step)])
@@ -85,9 +89,9 @@ def _check_counts(schedule: Schedule) -> None:
     where: dict[tuple[int, int, str], list[Cell]] = {}
     for rank, actions in enumerate(schedule.actions):
         for step, action in enumerate(actions):
-            for half in halves(action):
-                letter = "F" if isinstance(half, Forward) else half.part.value
-                where.setdefault((half.stage, half.micro_batch, letter), []).append((rank, step))
+            for member in members(action):
+                letter = "F" if isinstance(member, Forward) else member.part.value
+                where.setdefault((member.stage, member.micro_batch, letter), []).append((rank, step))
     for stage in range(schedule.num_stages):
         for micro_batch in range(schedule.num_micro_batches):
             cells = {letter: where.get((stage, micro_batch, letter), []) for letter in "FBIW"}
@@ -116,9 +120,9 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[Queue]:
     for rank, actions in enumerate(schedule.actions):
         if tuple(step for step in steps[rank] if not isinstance(step, _TRANSFERS)) != actions:
             refuse(f"the compute actions of rank {rank} are not those of the schedule")
-        for half in (half for action in actions for half in halves(action)):
-            if (peer := destination(schedule, half)) is not None:
-                endpoints[produces(half)] = rank, peer
+        for member in (member for action in actions for member in members(action)):
+            if (peer := destination(schedule, member)) is not None:
+                endpoints[produces(member)] = rank, peer
 
     queues: list[Queue] = [[] for _ in steps]
     sent, received = set[Result](), set[Result]()
@@ -139,15 +143,15 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[Queue]:
                 done.add(result)
                 queues[rank].append((i, result, other))
                 continue
-            for half in halves(step):
-                for need in needs(half, schedule.num_stages):
+            for member in members(step):
+                for need in needs(member, schedule.num_stages):
                     if need not in known:
-                        refuse(f"rank {rank} runs {half} before it has received {result_name(need)}", (rank, i))
-            known.update(map(produces, halves(step)))
+                        refuse(f"rank {rank} runs {member} before it has received {result_name(need)}", (rank, i))
+            known.update(map(produces, members(step)))
     for result, (rank, _) in endpoints.items():
         if result not in sent:
             for i, step in enumerate(steps[rank]):
-                if not isinstance(step, _TRANSFERS) and result in map(produces, halves(step)):
+                if not isinstance(step, _TRANSFERS) and result in map(produces, members(step)):
                     refuse(f"rank {rank} never sends {result_name(result)}", (rank, i))
     return queues
 
@@ -155,16 +159,16 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[Queue]:
 def _missing(schedule: Schedule, rank: int, waiting: dict[int, int]) -> str:
     """Name the results that the next action of `rank` needs and that no rank has computed."""
     known = {
-        produces(half)
+        produces(member)
         for other, actions in enumerate(schedule.actions)
         for action in actions[: waiting.get(other, len(actions))]
-        for half in halves(action)
+        for member in members(action)
     }
     wanted = []
-    for half in halves(schedule.actions[rank][waiting[rank]]):
-        missing = [need for need in needs(half, schedule.num_stages) if need not in known]
-        if isinstance(half, Backward) and half.part is Part.WEIGHT:
-            wanted += [str(Backward(half.stage, half.micro_batch, Part.INPUT)) for _ in missing]
+    for member in members(schedule.actions[rank][waiting[rank]]):
+        missing = [need for need in needs(member, schedule.num_stages) if need not in known]
+        if isinstance(member, Backward) and member.part is Part.WEIGHT:
+            wanted += [str(Backward(member.stage, member.micro_batch, Part.INPUT)) for _ in missing]
         else:
             wanted += map(result_name, missing)
     return " and ".join(wanted)

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .actions import Action, Backward, Forward, Part, halves
+from .actions import Action, Backward, Forward, Part, members
 from .schedule import Schedule
 
 Result = tuple[int, int, str]
@@ -39,21 +39,21 @@ class DeadlockError(Exception):
         self.waiting = waiting
 
 
-def needs(half: Forward | Backward, num_stages: int) -> tuple[Result, ...]:
-    """Return the results, of any rank, that `half` depends on."""
-    stage, micro_batch = half.stage, half.micro_batch
-    if isinstance(half, Forward):
+def needs(member: Forward | Backward, num_stages: int) -> tuple[Result, ...]:
+    """Return the results, of any rank, that `member` depends on."""
+    stage, micro_batch = member.stage, member.micro_batch
+    if isinstance(member, Forward):
         return ((stage - 1, micro_batch, "F"),) if stage > 0 else ()
-    if half.part is Part.WEIGHT:
+    if member.part is Part.WEIGHT:
         return ((stage, micro_batch, "B"),)
     own = stage, micro_batch, "F"
     return (own, (stage + 1, micro_batch, "B")) if stage < num_stages - 1 else (own,)
 
 
-def produces(half: Forward | Backward) -> Result:
-    """Return the result of `half`."""
-    letter = "F" if isinstance(half, Forward) else "W" if half.part is Part.WEIGHT else "B"  # an I produces a B
-    return half.stage, half.micro_batch, letter
+def produces(member: Forward | Backward) -> Result:
+    """Return the result of `member`."""
+    letter = "F" if isinstance(member, Forward) else "W" if member.part is Part.WEIGHT else "B"  # an I produces a B
+    return member.stage, member.micro_batch, letter
 
 
 def result_name(result: Result) -> str:
@@ -67,8 +67,8 @@ def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 
     duration: returns the duration of an action. A rank runs one action at a time.
     comm: the time to transfer a result to another rank. Transfers do not slow each other down.
 
-    An overlapped pair starts when the inputs of both halves exist, and its results exist when it ends. Times start at 0
-    and are exact for integers and fractions. Raises DeadlockError if the order cannot run.
+    An overlapped pair starts when the inputs of both members exist, and its results exist when it ends. Times start at
+    0 and are exact for integers and fractions. Raises DeadlockError if the order cannot run.
     """
     num_stages = schedule.num_stages
     spans: list[list[Span]] = [[] for _ in schedule.actions]
@@ -79,8 +79,8 @@ def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 
     def start(rank: int, action: Action) -> float | None:
         """Return the earliest start of `action` on `rank`, or None if it needs a result that does not exist yet."""
         time = spans[rank][-1].end if spans[rank] else 0
-        for half in halves(action):
-            for need in needs(half, num_stages):
+        for member in members(action):
+            for need in needs(member, num_stages):
                 if need not in known:
                     waiting[need].append(rank)
                     return None
@@ -96,9 +96,9 @@ def walk(schedule: Schedule, duration: Callable[[Action], float], comm: float = 
                 break
             end = begin + duration(action)
             spans[rank].append(Span(action, begin, end))
-            for half in halves(action):
-                known[produces(half)] = end, rank
-                ready.extend(waiting.pop(produces(half), ()))
+            for member in members(action):
+                known[produces(member)] = end, rank
+                ready.extend(waiting.pop(produces(member), ()))
 
     stuck = {r: len(done) for r, done in enumerate(spans) if len(done) < len(schedule.actions[r])}
     if stuck:

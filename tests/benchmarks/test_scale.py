@@ -5,7 +5,7 @@ import pytest
 from benchmarks.scale import measured
 
 
-def test_a_rank_of_a_group_that_connects_when_used_reads_only_the_addresses_of_its_neighbours():
+def test_a_rank_of_a_group_that_connects_when_used_reads_only_the_addresses_of_its_neighbors():
     assert measured("--one-group", 24, TORCH_GLOO_LAZY_INIT="1")["operations"] <= 6
 
 

@@ -262,7 +262,7 @@ def test_a_killed_export_leaves_nothing_under_its_name(run, tmp_path):
 
 @pytest.mark.parametrize("call", [1, 7, 20, 31])
 def test_a_disk_that_fails_midway_leaves_nothing(run, tmp_path, monkeypatch, capsys, call):
-    pwrite, fsync, count = os.pwrite, os.fsync, 0
+    write, fsync, count = os.write, os.fsync, 0
 
     def failing(function):
         def either(*arguments):
@@ -275,7 +275,7 @@ def test_a_disk_that_fails_midway_leaves_nothing(run, tmp_path, monkeypatch, cap
         return either
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", failing(pwrite))
+        patch.setattr(os, "write", failing(write))
         patch.setattr(os, "fsync", failing(fsync))
         assert export(run, tmp_path / "out", "--max-shard-size", "100KB") == 1
     error = capsys.readouterr().err
@@ -287,7 +287,7 @@ def test_a_disk_that_fails_midway_leaves_nothing(run, tmp_path, monkeypatch, cap
 
 def test_a_model_is_saved_completely_or_not_at_all(run, tmp_path, monkeypatch):
     model = load_model(find_checkpoint(str(run)))
-    monkeypatch.setattr(os, "pwrite", lambda *_: 1 / 0)
+    monkeypatch.setattr(os, "write", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_pretrained(model, tmp_path / "out")
     assert not [*tmp_path.iterdir()]

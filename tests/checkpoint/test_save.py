@@ -25,6 +25,7 @@ from moe_dualpipe.checkpoint import (
 )
 from moe_dualpipe.checkpoint import destinations as places
 from moe_dualpipe.checkpoint import save as save_module
+from moe_dualpipe.data import synced_files
 from moe_dualpipe.models import ModelConfig
 from tests.support import ranks
 from tests.support.checkpoints import FullDisk, checkpoint_names, loaded_step, newest, save_steps, state_of
@@ -233,8 +234,8 @@ def save_in_pieces(rank, run):
     save_checkpoint(run, 9, state, ModelConfig(), announce=operations.append)
     operations.append("the second save")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "PIECE", 7000)
-        patch.setattr(files, "SYNC", 20_000)
+        patch.setattr(synced_files, "PIECE", 7000)
+        patch.setattr(synced_files, "SYNC", 20_000)
         patch.setattr(os, "fsync", sync)
         save_checkpoint(run, 10, state, ModelConfig(), keep=1, announce=operations.append)
     i = operations.index("the second save")

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moe_dualpipe.checkpoint import tensor_writer
 from moe_dualpipe.checkpoint.atomic_folder import new_folder
 from moe_dualpipe.checkpoint.tensor_folder import TensorFolder
 from moe_dualpipe.checkpoint.tensor_writer import TensorWriter, parse_size
+from moe_dualpipe.data import synced_files
 from tests.support.ranks import run_ranks
 from tests.support.safetensors_files import every_dtype, same, tensor_of
 
@@ -173,11 +173,11 @@ def test_existing_files_stay(tmp_path):
 
 
 def test_files_are_written_in_pieces_and_synced(tmp_path, monkeypatch):
-    synced, fsync, pwrite = [], os.fsync, os.pwrite
-    monkeypatch.setattr(tensor_writer, "PIECE", 1000)
-    monkeypatch.setattr(tensor_writer, "SYNC", 4000)
+    synced, fsync, os_write = [], os.fsync, os.write
+    monkeypatch.setattr(synced_files, "PIECE", 1000)
+    monkeypatch.setattr(synced_files, "SYNC", 4000)
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
-    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:999], at))
+    monkeypatch.setattr(os, "write", lambda file, data: os_write(file, data[:999]))
     tensors = {"a": tensor_of(torch.uint8, 10_000), "b": tensor_of(torch.uint8, 100)}
     write(tmp_path, tensors, 10_000)
     assert all(same(read_with_library(tmp_path)[name], tensor) for name, tensor in tensors.items())

@@ -20,7 +20,7 @@ from moe_dualpipe.data import Progress, duplicates, engines, journal, prepare, p
 from moe_dualpipe.data import work_units as parts
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.rows import TEXT
-from moe_dualpipe.data.work_units import PartReader, SourceFile, WholeFiles, divide
+from moe_dualpipe.data.work_units import SourceFile, WholeFiles, WorkUnitReader, divide
 from tests.support.runs import ROOT
 
 PART = 2000  # bytes of text in a part
@@ -100,7 +100,7 @@ def test_the_parts_of_a_file_have_its_chunks(tmp_path, monkeypatch, block_bytes)
     files = [SourceFile(*file) for file in documents.files.items()]
     expected = list(documents)
     for part_bytes in (1, 3, 20, 1 << 20):
-        reader, found, rows = PartReader(TEXT), [], 0
+        reader, found, rows = WorkUnitReader(TEXT), [], 0
         for part in divide(files, [], part_bytes):
             found += reader.chunks(part)
             rows += reader.rows
@@ -287,11 +287,12 @@ def test_files_on_another_machine_have_other_inodes(source, tmp_path):
     shutil.copytree(source, tmp_path / "there")
     moved = [move(part, tmp_path / "there") for part in parts_here]
     texts = [
-        [list(PartReader(TEXT, there).chunks(part)) for part in every] for there, every in ((0, moved), (1, parts_here))
+        [list(WorkUnitReader(TEXT, there).chunks(part)) for part in every]
+        for there, every in ((0, moved), (1, parts_here))
     ]
     assert texts[0] == texts[1]
     with pytest.raises(ValueError, match="was written to"):
-        list(PartReader(TEXT).chunks(moved[0]))
+        list(WorkUnitReader(TEXT).chunks(moved[0]))
 
 
 def move(part, folder: Path):

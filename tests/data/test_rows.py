@@ -18,7 +18,7 @@ from moe_dualpipe.data import jsonl, load_data, prepare, prepare_data, tables, t
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.rows import TEXT
 from moe_dualpipe.data.tasks import Measure, Setup, Worker
-from moe_dualpipe.data.work_units import PartReader, SourceFile, divide
+from moe_dualpipe.data.work_units import SourceFile, WorkUnitReader, divide
 
 TEXTS = [f"{i} grün\n" * (i % 9) + "x" * (i % 5) for i in range(150)]
 
@@ -86,7 +86,7 @@ def test_the_parts_of_each_format_have_its_documents(rows, monkeypatch):
     (file,) = (SourceFile(*file) for file in documents.files.items())
     for part_bytes in (150, 1000, 1 << 20):
         parts = list(divide([file], [Measure(file, part_bytes).run(Worker(Setup(TEXT)))], part_bytes))
-        in_order, skipping, odd = PartReader(TEXT), PartReader(TEXT), {}
+        in_order, skipping, odd = WorkUnitReader(TEXT), WorkUnitReader(TEXT), {}
         assert [chunk.text for part in parts for chunk in in_order.chunks(part)] == expected
         for part in parts[1::2]:  # another worker reads the others
             odd[part] = [chunk.text for chunk in skipping.chunks(part)]

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder as Builder
 
 from moe_dualpipe.expert_parallel import Link, Loopback, Replay
-from moe_dualpipe.expert_parallel.modelled.windows import LoopbackWindows
+from moe_dualpipe.expert_parallel.modeled.windows import LoopbackWindows
 from moe_dualpipe.kernels.gpu import push as push_module
 from moe_dualpipe.kernels.gpu import signals
 from moe_dualpipe.tools.checks.host_syncs import host_syncs

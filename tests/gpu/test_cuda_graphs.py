@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_dualpipe.expert_parallel import local as local_backend
-from moe_dualpipe.kernels.routing import ExpertOrder
+from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
 from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime.world import join_world

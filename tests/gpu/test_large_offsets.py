@@ -16,7 +16,7 @@ from moe_dualpipe.kernels.gpu.permute import dot_rows, gather_rows, sum_partials
 from moe_dualpipe.kernels.gpu.routing import top_k_experts
 from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
-from moe_dualpipe.kernels.routing import RoutingOptions
+from moe_dualpipe.kernels.options import RoutingOptions
 from tests.support.kernels import DEVICE, all_kernels
 
 WIDTH = 16
@@ -39,7 +39,7 @@ class LastRows:
 
 
 def at_the_end(num_rows, near):
-    """A tensor of `num_rows` rows that ends with the rows `near`. The others are uninitialised."""
+    """A tensor of `num_rows` rows that ends with the rows `near`. The others are uninitialized."""
     t = torch.empty(num_rows, *near.shape[1:], dtype=near.dtype, device=DEVICE)
     t[num_rows - len(near) :] = near
     return t

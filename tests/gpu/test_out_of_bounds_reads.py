@@ -15,8 +15,9 @@ import torch
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu.configs import TileConfig
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
+from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.permute import gather, permute, unpermute
-from moe_dualpipe.kernels.routing import ExpertOrder, expert_order, rank_order, route
+from moe_dualpipe.kernels.routing import expert_order, rank_order, route
 from tests.support.kernels import DEVICE, all_kernels, offsets_of
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="protects pages of host memory")

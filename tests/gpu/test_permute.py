@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from moe_dualpipe.kernels.backend import use_triton
+from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
-from moe_dualpipe.kernels.routing import ExpertOrder, expert_order
+from moe_dualpipe.kernels.routing import expert_order
 from tests.support.kernels import DEVICE, DTYPES, RUNS, assert_as_good_as
 
 pytestmark = pytest.mark.usefixtures("guards")

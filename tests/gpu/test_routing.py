@@ -13,9 +13,9 @@ pytestmark = pytest.mark.usefixtures("guards")
 
 CHOICES = {
     "softmax": {},
-    "softmax, not normalised": {"normalize": False, "scale": 2.5},
+    "softmax, not normalized": {"normalize": False, "scale": 2.5},
     "sigmoid": {"score": "sigmoid", "scale": 1.5},
-    "sigmoid, not normalised": {"score": "sigmoid", "normalize": False},
+    "sigmoid, not normalized": {"score": "sigmoid", "normalize": False},
     "groups": {"num_groups": 4, "top_groups": 2},
     "groups, sigmoid": {"score": "sigmoid", "num_groups": 4, "top_groups": 3},
     "groups by their best expert": {"num_groups": 4, "top_groups": 2, "group_score": "best"},

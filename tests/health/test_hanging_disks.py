@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from moe_dualpipe.checkpoint import Saver, files, find_checkpoint, load_checkpoint
+from moe_dualpipe.data import synced_files
 from moe_dualpipe.health.heartbeat import SAVING, CodePosition
 from moe_dualpipe.health.watch import watch_ranks
 from moe_dualpipe.models import ModelConfig
@@ -38,7 +39,7 @@ def saving_rank(rank, port, run, log, disk, background):
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
-    write, files.PIECE = files.ChecksumFile.write, 500
+    write, synced_files.PIECE = files.ChecksumFile.write, 500
 
     def on_disk(file, data):
         if rank == 1:

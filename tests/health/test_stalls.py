@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.health.watch import DIAGNOSING_RANKS, Watchdog
-from moe_dualpipe.schedule import Forward, halves
+from moe_dualpipe.schedule import Forward, members
 from tests.support.killed_runs import Processes
 from tests.support.runs import settings
 
@@ -45,7 +45,7 @@ def slow(trainer):
 
     def run(*arguments, **options):
         action = trainer.progress.action
-        if trainer.layout.rank == 1 and trainer.progress.step == 2 and Forward(1, 3) in halves(action):
+        if trainer.layout.rank == 1 and trainer.progress.step == 2 and Forward(1, 3) in members(action):
             doze()
         return run_experts(*arguments, **options)
 

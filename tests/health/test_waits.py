@@ -1,16 +1,23 @@
 """The deduction of who waits for whom, what a rank says that it does, and that a stall is reported once."""
 
+import threading
+import time
+from concurrent import futures
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moe_dualpipe.checkpoint.save import Saver
+from moe_dualpipe.expert_parallel.exchange import AsyncResult
+from moe_dualpipe.expert_parallel.shared.mailbox import Mailbox
 from moe_dualpipe.health.heartbeat import CodePosition, Heartbeat, Progress, state_of
 from moe_dualpipe.health.stall import StallReport
 from moe_dualpipe.health.waits import RankState, describe_waits
-from moe_dualpipe.overlap import Engine
+from moe_dualpipe.overlap import Comm, Engine
 from moe_dualpipe.runtime import P2P
+from moe_dualpipe.runtime.p2p import Transfer
 from moe_dualpipe.schedule import Flow, Recv, Send, parse
 
 BUSY = RankState("step 3, 1F2 (own.py:5 in forward)", seconds=30.6, order=(9, 40))
@@ -162,6 +169,69 @@ def test_a_wait_for_a_pipeline_rank_names_its_global_rank(step, text):
     assert links.wait(Transfer(), step, 1) == ("data",)
     assert (seen[0].transfer, seen[0].peer) == (text, 6)
     assert said(progress).peer is None
+
+
+def position_during(call):
+    """What another thread sees of the main thread while `call` waits for an event."""
+    event, positions = threading.Event(), []
+
+    def look():
+        time.sleep(0.1)
+        positions.append(CodePosition.of_main_thread())
+        event.set()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    call(event)
+    looker.join()
+    return positions[0]
+
+
+class Blocks:
+    """A transfer of a user's backend: none of its functions is marked."""
+
+    def __init__(self, event):
+        self.receive = event.wait
+
+    def wait(self):
+        self.receive()
+        return ()
+
+
+def run_in_engine(event):
+    def segments():
+        (yield Comm("dispatch", lambda: Blocks(event), lambda: None)).wait()
+
+    Engine(torch.device("cpu")).run(segments(), "F")
+
+
+def receive_a_notice(event):
+    mailbox = Mailbox.__new__(Mailbox)
+    mailbox.timeout = 9
+    mailbox.wait(lambda: [] if event.wait() else [1], "it answered")
+
+
+def wait_for_a_save(event):
+    with futures.ThreadPoolExecutor(1) as pool:
+        saver = Saver.__new__(Saver)
+        saver._pending = pool.submit(event.wait)
+        saver.wait()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        run_in_engine, receive_a_notice, wait_for_a_save,
+        lambda event: Transfer((), (Blocks(event),)).wait(),
+        lambda event: AsyncResult([Blocks(event)], lambda: None).wait(),
+    ],
+)  # fmt: skip
+def test_a_marked_wait_is_seen_whatever_it_calls(call):
+    assert position_during(call).waiting
+
+
+def test_a_function_does_not_wait_for_ranks_because_of_its_name():
+    assert not position_during(lambda event: Blocks(event).wait()).waiting
 
 
 # ---- The report ----

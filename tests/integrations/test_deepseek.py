@@ -1,7 +1,7 @@
 """Programs written for DeepSeek's package run after changing only the import.
 
 Each test is such a program: modules that use `WeightGradStore`, a criterion, inputs on the outer ranks, and losses and
-outputs compared with a single process. The expectations are DeepSeek's documented behaviour.
+outputs compared with a single process. The expectations are DeepSeek's documented behavior.
 """
 
 import pytest
@@ -302,7 +302,7 @@ def test_modules_and_flags_may_change_after_construction():
     run_ranks(1, changed_after_construction)
 
 
-def neighbours(rank, order):
+def neighbors(rank, order):
     model = DualPipe((PlainStage(), PlainStage()), rank_mapping=order)
     assert model.rank == order[rank]
     assert model.is_middle_rank == (model.rank in (1, 2))
@@ -315,8 +315,8 @@ def neighbours(rank, order):
     assert (model.prev_rank, model.next_rank) == (at(model.rank - 1), at(model.rank + 1))
 
 
-def test_neighbours_are_ranks_of_the_group():
-    run_ranks(4, neighbours, [2, 0, 3, 1])
+def test_neighbors_are_ranks_of_the_group():
+    run_ranks(4, neighbors, [2, 0, 3, 1])
 
 
 def other_batch_dim(rank):

@@ -170,13 +170,13 @@ def test_the_task_of_the_page_runs_from_the_command_line(run, tmp_path):
     (task,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     (rows,) = re.findall(r"```\n(\{\"question\".*?)```", PAGE, re.DOTALL)
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "colours.yaml").write_text(task)
+    (tmp_path / "tasks" / "colors.yaml").write_text(task)
     questions = [json.loads(row) for row in rows.splitlines()]
     questions += [{"question": f"{i} is", "choices": ["even", "odd"], "answer": i % 2} for i in range(6)]
-    (tmp_path / "colours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (tmp_path / "colors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
 
     def evaluate(*more):
-        arguments = [sys.executable, "-m", "moe_dualpipe.cli", "eval", run, "--tasks", "colours", "--device", "cpu"]
+        arguments = [sys.executable, "-m", "moe_dualpipe.cli", "eval", run, "--tasks", "colors", "--device", "cpu"]
         environment = os.environ | {
             "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
@@ -188,7 +188,7 @@ def test_the_task_of_the_page_runs_from_the_command_line(run, tmp_path):
 
     done = evaluate("--seq-len", str(LENGTH), "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["colours"]
+    found = json.loads(done.stdout)["colors"]
     model, _ = open_model(run)
     right = 0
     for row in questions:
@@ -201,7 +201,7 @@ def test_the_task_of_the_page_runs_from_the_command_line(run, tmp_path):
 
     table = evaluate("--limit", "2")
     assert table.returncode == 0, table.stderr
-    assert re.search(r"^\|colours *\|.*\|acc *\|", table.stdout, re.MULTILINE)
+    assert re.search(r"^\|colors *\|.*\|acc *\|", table.stdout, re.MULTILINE)
 
     unknown = evaluate("--tasks", "nowhere")
     assert unknown.returncode == 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from moe_dualpipe.training.command_line import parse_arguments
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Local
@@ -17,7 +18,6 @@ from moe_dualpipe.models.costs import flops_shape
 from moe_dualpipe.models.layer_class import name_of
 from moe_dualpipe.models.layer_options import options_text, parse_options
 from moe_dualpipe.models.router import router_class
-from moe_dualpipe.training.command_line import parse_arguments
 from tests.support import own_layers
 from tests.support.models import CONFIG, with_choices
 from tests.support.oracles import moe_oracle
@@ -58,10 +58,10 @@ def test_a_class_of_a_function_is_found_by_its_object():
 
 
 def test_a_file_imports_other_files_of_its_folder_once(tmp_path):
-    (tmp_path / "neighbour_of_experts.py").write_text("WIDTH = 5\n")
+    (tmp_path / "neighbor_of_experts.py").write_text("WIDTH = 5\n")
     file = tmp_path / "my experts.py"
     file.write_text(
-        "import torch\nfrom neighbour_of_experts import WIDTH\n\n\nclass Own(torch.nn.Linear):\n"
+        "import torch\nfrom neighbor_of_experts import WIDTH\n\n\nclass Own(torch.nn.Linear):\n"
         "    def __init__(self, config):\n        super().__init__(config.hidden_size, config.hidden_size)\n"
         "        self.width = WIDTH\n"
     )

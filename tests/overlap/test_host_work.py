@@ -76,7 +76,7 @@ def test_packing_does_not_wait_for_the_other_lanes_transfer():
 
 
 @needs_triton
-def test_a_modelled_link_carries_one_transfer_at_a_time():
+def test_a_modeled_link_carries_one_transfer_at_a_time():
     operators, _ = run_pair(Loopback(8, 4, Link(gb_per_s=1.0)))
     kernels = [access for access in operators if access.operator in ("push", "receive_rows", "receive_sums")]
     assert [access.operator for access in kernels[:2]] == ["push", "receive_rows"]

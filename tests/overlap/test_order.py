@@ -141,7 +141,7 @@ def test_the_first_weight_gradients_run_during_the_first_transfer():
     assert log[:5] == ["loss(B)", "last(B)", "move(B)", "last(W)", "first(F)"]
 
 
-def test_segments_are_labelled_for_profilers():
+def test_segments_are_labeled_for_profilers():
     model = stage()
     with torch.profiler.profile() as profile:
         run_pair(model, model, tokens(1), tokens(2), True)

@@ -15,7 +15,7 @@ from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.segmented import engine_for
 from moe_dualpipe.overlap.tape import Tape
 from moe_dualpipe.runtime.p2p import P2P
-from moe_dualpipe.schedule import Backward, Flow, Forward, Overlap, Part, Send, add_comms, build, halves
+from moe_dualpipe.schedule import Backward, Flow, Forward, Overlap, Part, Send, add_comms, build, members
 from tests.support.pipelines import CONFIG, SEED, make_pipeline, run_step
 from tests.support.ranks import run_failing_ranks, run_ranks
 
@@ -126,8 +126,8 @@ def live_chunks(actions) -> int:
     """The maximum number of forwards whose backward has not ended; in a pair, the forward comes first."""
     live = peak = 0
     for action in actions:
-        for half in halves(action):
-            match half:
+        for member in members(action):
+            match member:
                 case Forward():
                     live += 1
                 case Backward(part=Part.FULL | Part.INPUT):

@@ -16,7 +16,7 @@ from moe_dualpipe.runtime.background import Background, covered
 from moe_dualpipe.runtime.replicas import ReplicaSet, gradient_norm, sum_gradients
 from moe_dualpipe.runtime.stage_sums import GradientSums, StageOrder, WeightGathers
 from moe_dualpipe.runtime.zero import Shards
-from moe_dualpipe.schedule import NAMES, build, halves
+from moe_dualpipe.schedule import NAMES, build, members
 from moe_dualpipe.schedule.stage_order import last_gradients, order_of_completion, order_of_use
 from moe_dualpipe.tools.checks.record_launches import record_launches, tiny_model
 from tests.support.ranks import run_ranks
@@ -183,7 +183,7 @@ def test_the_sums_of_a_stage_start_after_its_last_backward_and_before_the_last_a
             stage for stage in order_of_completion(schedule) if stage in last
         ]
         early += min(sums.values()) < seen.index(actions[-1])
-        assert {half.stage for half in halves(actions[-1])} <= {*last}
+        assert {member.stage for member in members(actions[-1])} <= {*last}
     assert early == 2 * ranks
 
 

@@ -8,17 +8,17 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from moe_dualpipe.training.from_options import watched_world
+from moe_dualpipe.training.plan import plan_run
+from moe_dualpipe.training.trainer import Trainer
 
+from moe_dualpipe.expert_parallel.gather import gather_objects
 from moe_dualpipe.runtime import topology
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.runtime.shared_errors import gather_objects
-from moe_dualpipe.runtime.topology import Place, describe, find_domains, machine_limit, place, placement_order
+from moe_dualpipe.runtime.topology import RankPlace, describe, find_domains, machine_limit, place, placement_order
 from moe_dualpipe.runtime.versions import OtherVersionsError
-from moe_dualpipe.training.from_options import watched_world
 from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.plan import plan_run
-from moe_dualpipe.training.trainer import Trainer
 from tests.support.pretended_machines import pretend
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, records, settings
@@ -26,7 +26,7 @@ from tests.support.runs import losses, records, settings
 
 def places_of(machines):
     """machines: a letter for each rank; capitals and small letters of a letter are one domain."""
-    return [Place(m, m.lower()) for m in machines]
+    return [RankPlace(m, m.lower()) for m in machines]
 
 
 def groups_of(machines, ep):
@@ -43,7 +43,7 @@ def groups_of(machines, ep):
     ("aabbAABB", 4, ["aaAA", "bbBB"]),  # but it fits a domain
     ("aaaaaaaabbbbbbbbcccccccc", 6, ["aaaaaa", "aabbcc", "bbbbbb", "cccccc"]),  # six of eight: only one group is split
     ("aaabbbAAA", 3, ["aaa", "bbb", "AAA"]),
-    ("aaaabbbbAAAABBBB", 16, ["aaaaAAAAbbbbBBBB"]),  # machines of a domain are neighbours
+    ("aaaabbbbAAAABBBB", 16, ["aaaaAAAAbbbbBBBB"]),  # machines of a domain are neighbors
 ])  # fmt: skip
 def test_groups_are_on_few_machines(machines, ep, expected):
     assert groups_of(machines, ep) == expected

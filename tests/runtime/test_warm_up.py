@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from moe_dualpipe.expert_parallel.gather import gather_objects
 from moe_dualpipe.models import StageOptions, TransformerStage
 from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime.p2p import P2P
-from moe_dualpipe.runtime.shared_errors import gather_objects
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL

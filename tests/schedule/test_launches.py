@@ -3,13 +3,13 @@
 import pytest
 
 from moe_dualpipe.schedule import ScheduleError
-from moe_dualpipe.schedule.launches import Group, Launch, Wait, check_launches
+from moe_dualpipe.schedule.launches import CommLaunch, Group, Wait, check_launches
 
 PAIR, ALL = Group("pair", (0, 2)), Group("all", (0, 1, 2))
 
 
 def launches(group, *whats):
-    return tuple(Launch(group, what) for what in whats)
+    return tuple(CommLaunch(group, what) for what in whats)
 
 
 def test_equal_orders_may_be_mixed_with_other_groups_in_any_way():

@@ -22,7 +22,7 @@ from moe_dualpipe.schedule import (
     Span,
     Timeline,
     build,
-    halves,
+    members,
     simulate,
     validate,
 )
@@ -217,7 +217,7 @@ def test_work_is_conserved_and_steps_respect_the_critical_path(size, c, comm):
 
 def lower_bound(schedule, c):
     """A lower bound for any order: the longest chain of a micro-batch, or a rank's work after its first input."""
-    takes = {half: c.of(action) for actions in schedule.actions for action in actions for half in halves(action)}
+    takes = {member: c.of(action) for actions in schedule.actions for action in actions for member in members(action)}
     last = schedule.num_stages - 1
     chains = []
     for m in range(schedule.num_micro_batches):
@@ -229,7 +229,7 @@ def lower_bound(schedule, c):
         chains.append(time + 2 * hops * c.comm)
     ranks = []
     for rank, actions in enumerate(schedule.actions):
-        first = halves(actions[0])[0]
+        first = members(actions[0])[0]
         route = schedule.route_of(first.micro_batch)[: first.stage + 1]
         hops = sum(a != b for a, b in pairwise(route))
         arrives = sum(takes[Forward(s, first.micro_batch)] for s in range(first.stage)) + hops * c.comm
@@ -257,30 +257,30 @@ def test_times_equal_a_tick_by_tick_simulation(size, c, comm, data):
             if position[rank] == len(actions) or busy[rank] > tick:
                 continue
             action = actions[position[rank]]
-            if all(arrival(results, half, rank, schedule, comm) <= tick for half in halves(action)):
+            if all(arrival(results, member, rank, schedule, comm) <= tick for member in members(action)):
                 busy[rank] = tick + c.of(action)
                 got[rank].append(Span(action, tick, busy[rank]))
                 position[rank] += 1
-                for half in halves(action):
-                    if not isinstance(half, Backward) or half.part is not Part.WEIGHT:
-                        results[type(half), half.stage, half.micro_batch] = busy[rank], rank
-                    results[half] = busy[rank], rank
+                for member in members(action):
+                    if not isinstance(member, Backward) or member.part is not Part.WEIGHT:
+                        results[type(member), member.stage, member.micro_batch] = busy[rank], rank
+                    results[member] = busy[rank], rank
         tick += 1
     assert timeline.spans == tuple(map(tuple, got))
 
 
-def arrival(results, half, rank, schedule, comm):
+def arrival(results, member, rank, schedule, comm):
     def known(key):
         end, where = results.get(key, (float("inf"), rank))
         return end + (comm if where != rank else 0)
 
-    m = half.micro_batch
-    if isinstance(half, Forward):
-        return known((Forward, half.stage - 1, m)) if half.stage else 0
-    if half.part is Part.WEIGHT:
-        return known(Backward(half.stage, m, Part.INPUT))
-    after = known((Backward, half.stage + 1, m)) if half.stage + 1 < schedule.num_stages else 0
-    return max(known((Forward, half.stage, m)), after)
+    m = member.micro_batch
+    if isinstance(member, Forward):
+        return known((Forward, member.stage - 1, m)) if member.stage else 0
+    if member.part is Part.WEIGHT:
+        return known(Backward(member.stage, m, Part.INPUT))
+    after = known((Backward, member.stage + 1, m)) if member.stage + 1 < schedule.num_stages else 0
+    return max(known((Forward, member.stage, m)), after)
 
 
 @MANY
@@ -422,15 +422,17 @@ def test_the_walk_is_linear_in_the_number_of_actions(name, monkeypatch):
     """The walk examines an action once, and at most once more for each result that it waited for."""
     examined = 0
 
-    def counted(half, num_stages):
+    def counted(member, num_stages):
         nonlocal examined
         examined += 1
-        return needs(half, num_stages)
+        return needs(member, num_stages)
 
     monkeypatch.setattr("moe_dualpipe.schedule.walk.needs", counted)
     for ranks in (4, 16):
         schedule = build(name, ranks, 4 * ranks)
-        wanted = sum(1 + len(needs(h, schedule.num_stages)) for row in schedule.actions for a in row for h in halves(a))
+        wanted = sum(
+            1 + len(needs(h, schedule.num_stages)) for row in schedule.actions for a in row for h in members(a)
+        )
         examined = 0
         simulate(schedule, Costs(2, 5, 2, 6))
-        assert sum(len(halves(action)) for row in schedule.actions for action in row) <= examined <= wanted
+        assert sum(len(members(action)) for row in schedule.actions for action in row) <= examined <= wanted

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moe_dualpipe.schedule import NAMES, build, default_micro_batches, halves, parse
+from moe_dualpipe.schedule import NAMES, build, default_micro_batches, members, parse
 from moe_dualpipe.schedule.stage_order import order_of_completion, order_of_use
 
 
@@ -13,7 +13,7 @@ def test_each_stage_has_the_place_of_its_slowest_holder(name):
     schedule = build(name, 4, max(8, default_micro_batches(4)))
     ends, starts = {}, {}
     for actions in schedule.actions:
-        on_rank = [{half.stage for half in halves(action)} for action in actions]
+        on_rank = [{member.stage for member in members(action)} for action in actions]
         for stage in {stage for stages in on_rank for stage in stages}:
             uses = [i for i, stages in enumerate(on_rank) if stage in stages]
             ends.setdefault(stage, []).append(uses[-1] - len(actions))

@@ -16,7 +16,7 @@ from moe_dualpipe.schedule import (
     Send,
     add_comms,
     build,
-    halves,
+    members,
     receive_early,
     validate,
     validate_transfers,
@@ -65,9 +65,9 @@ def ancestors_of_results(schedule):
     found, last = {}, [frozenset()] * schedule.num_ranks
     spans = [(span.start, rank, span.action) for rank, own in enumerate(walk(schedule, lambda _: 1)) for span in own]
     for _, rank, action in sorted(spans, key=lambda span: span[0]):
-        inputs = (found[need] for half in halves(action) for need in needs(half, schedule.num_stages))
+        inputs = (found[need] for member in members(action) for need in needs(member, schedule.num_stages))
         last[rank] = last[rank].union(*inputs, [(rank, action)])
-        found |= {produces(half): last[rank] for half in halves(action)}
+        found |= {produces(member): last[rank] for member in members(action)}
     return found
 
 
@@ -170,10 +170,10 @@ def is_in_place(row, i):
         k
         for k, step in enumerate(row)
         if not is_transfer(step)
-        for half in halves(step)
-        if isinstance(half, kind)
-        and (half.stage, half.micro_batch) == (row[i].stage, row[i].micro_batch)
-        and getattr(half, "part", None) is not Part.WEIGHT
+        for member in members(step)
+        if isinstance(member, kind)
+        and (member.stage, member.micro_batch) == (row[i].stage, row[i].micro_batch)
+        and getattr(member, "part", None) is not Part.WEIGHT
     )
     return action < i if isinstance(row[i], Send) else i < action
 

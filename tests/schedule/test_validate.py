@@ -13,7 +13,7 @@ from moe_dualpipe.schedule import (
     ScheduleError,
     build,
     grid,
-    halves,
+    members,
     validate,
 )
 
@@ -34,9 +34,9 @@ def test_a_missing_or_repeated_action_is_refused(size):
                 validate(with_row(schedule, rank, actions[:i] + actions[i + 1 :]))
             with pytest.raises(ScheduleError, match=">"):
                 validate(with_row(schedule, rank, (*actions, action)))
-            for half in halves(action) if isinstance(action, Overlap) else ():
+            for member in members(action) if isinstance(action, Overlap) else ():
                 with pytest.raises(ScheduleError):
-                    validate(with_row(schedule, rank, (*actions[:i], half, *actions[i + 1 :])))
+                    validate(with_row(schedule, rank, (*actions[:i], member, *actions[i + 1 :])))
 
 
 @pytest.mark.parametrize("size", MUTATED, ids=str)
@@ -46,12 +46,12 @@ def test_an_action_before_its_inputs_on_the_same_rank_is_refused(size):
     moved = 0
     for rank, actions in enumerate(schedule.actions):
         for i, action in enumerate(actions):
-            for half in halves(action):
+            for member in members(action):
                 needed = [
                     j
                     for j, earlier in enumerate(actions[:i])
-                    for other in halves(earlier)
-                    if is_input_on_the_rank(other, half)
+                    for other in members(earlier)
+                    if is_input_on_the_rank(other, member)
                 ]
                 if needed:
                     j = max(needed)
@@ -61,12 +61,12 @@ def test_an_action_before_its_inputs_on_the_same_rank_is_refused(size):
     assert moved > schedule.num_micro_batches
 
 
-def is_input_on_the_rank(other, half):
-    if isinstance(half, Forward):
-        return isinstance(other, Forward) and other == Forward(half.stage - 1, half.micro_batch)
-    if half.part is Part.WEIGHT:
-        return other == Backward(half.stage, half.micro_batch, Part.INPUT)
-    return other == Forward(half.stage, half.micro_batch)
+def is_input_on_the_rank(other, member):
+    if isinstance(member, Forward):
+        return isinstance(other, Forward) and other == Forward(member.stage - 1, member.micro_batch)
+    if member.part is Part.WEIGHT:
+        return other == Backward(member.stage, member.micro_batch, Part.INPUT)
+    return other == Forward(member.stage, member.micro_batch)
 
 
 def test_a_deadlock_between_two_ranks_is_refused():

@@ -12,10 +12,10 @@ window.drawn = {};
   };
   record("clearRect", (of) => Object.assign(of, nothing()));
   record("fillText", (of, pen, text, x, y) => {
-    of.texts.push({ text, x, y, width: pen.measureText(text).width, colour: pen.fillStyle });
+    of.texts.push({ text, x, y, width: pen.measureText(text).width, color: pen.fillStyle });
   });
   record("fillRect", (of, pen, x, y, width, height) => {
-    of.rects.push({ x, y, width, height, colour: pen.fillStyle, alpha: pen.globalAlpha });
+    of.rects.push({ x, y, width, height, color: pen.fillStyle, alpha: pen.globalAlpha });
   });
   record("stroke", (of) => { of.lines++; });
   record("strokeRect", (of, pen, x, y, width, height) => {

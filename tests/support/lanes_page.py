@@ -30,13 +30,13 @@ def x_of(page: Page, time: float) -> float:
     return AXIS + (time - start) / (end - start) * axis(page)
 
 
-def rects(page: Page, colour: str, canvas: str = "lanes") -> list[dict[str, Any]]:
-    return [rect for rect in drawn(page, canvas)["rects"] if rect["colour"] == colour]
+def rects(page: Page, color: str, canvas: str = "lanes") -> list[dict[str, Any]]:
+    return [rect for rect in drawn(page, canvas)["rects"] if rect["color"] == color]
 
 
-def row_of(page: Page, colour: str) -> float:
-    """The middle of the row in which this colour is drawn."""
-    rect = max(rects(page, colour), key=lambda rect: rect["height"])
+def row_of(page: Page, color: str) -> float:
+    """The middle of the row in which this color is drawn."""
+    rect = max(rects(page, color), key=lambda rect: rect["height"])
     return rect["y"] + rect["height"] / 2
 
 

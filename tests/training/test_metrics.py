@@ -101,7 +101,7 @@ def test_plot_draws_only_recorded_quantities(tmp_path, capsys, along):
     drawn = out.read_text()
     titles = ("training loss", "tokens/s", "gradient norm", "fraction of experts without a token", str(tmp_path / "b"))
     assert all(f">{title}" in drawn for title in titles)
-    assert ">model FLOPs utilisation" not in drawn
+    assert ">model FLOPs utilization" not in drawn
     assert drawn.count(f">{along}<") == 4
     printed = capsys.readouterr().out
     assert f"{tmp_path / 'b'}: step 8, loss -3.0000, validation 1.2500, 600 tokens/s (median)" in printed

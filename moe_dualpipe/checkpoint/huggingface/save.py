@@ -9,8 +9,8 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
-from ...data import stores as storage
+from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer, stores
+from ...data.synced_files import write_synced
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
-from ...runtime.shared_errors import gather_objects
+from ...runtime.shared_errors import errors_on_all_ranks
 from ..atomic_folder import check_new, new_folder, upload_files
-from ..destinations import hidden, write_synced
+from ..destinations import hidden
 from ..load import read_tensor
 from ..manifest import read_manifest, read_tensor_metadata
 from ..model_options import model_config
@@ -87,29 +87,29 @@ class Export:
         """
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with ExitStack() as stack:
-            with _on_all_ranks():
+            with errors_on_all_ranks():
                 check_new(folder)
-            if storage.url_of(folder) is not None:
+            if stores.url_of(folder) is not None:
                 self._upload(folder, max_shard_size, (rank, size))
                 return
-            with _on_all_ranks():
+            with errors_on_all_ranks():
                 if rank == 0:
                     stack.enter_context(new_folder(folder))
-            with _on_all_ranks():
+            with errors_on_all_ranks():
                 self._write_share(hidden(folder, "unfinished"), max_shard_size, (rank, size))
-            with _on_all_ranks():
+            with errors_on_all_ranks():
                 stack.close()  # renames the folder
 
     def _upload(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
         """Write a share of the files into a folder of this rank, and upload them."""
         own = hidden(folder, f"rank-{share[0]}")
         try:
-            with _on_all_ranks():
+            with errors_on_all_ranks():
                 shutil.rmtree(own, ignore_errors=True)
                 own.mkdir(parents=True)
                 self._write_share(own, max_shard_size, share)
                 upload_files(own, folder)
-            with _on_all_ranks():
+            with errors_on_all_ranks():
                 upload_files(own, folder, last=True)
         finally:
             shutil.rmtree(own, ignore_errors=True)
@@ -136,18 +136,6 @@ class Export:
         config = (json.dumps(self.config, indent=2) + "\n").encode()
         for name, content in {**self.files, CONFIG_FILE: config}.items():
             write_synced(folder / name, content)
-
-
-@contextmanager
-def _on_all_ranks() -> Iterator[None]:
-    """If any rank raises an error in this context, raise it on all ranks when all have left it. Collective."""
-    fault: Exception | None = None
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        fault = error
-    if faults := [found for found in gather_objects(fault) if found]:
-        raise faults[0]
 
 
 def plan_export(

@@ -1,9 +1,9 @@
 """Which published tensors make up each tensor of this model, as a table that serves both directions.
 
 This model stacks matrices that are multiplied together: queries, keys and values; gate and up. Published models store
-each matrix separately, or stack the experts of a layer. So a tensor of this model is a list of `Part`, stacked along
-the first dimension. The rows of a part may be in another order: DeepSeek rotates channels (2i, 2i + 1) together, and
-this model rotates channels (i, i + C/2).
+each matrix separately, or stack the experts of a layer. So a tensor of this model is a list of `PublishedRows`, stacked
+along the first dimension. The rows may be in another order: DeepSeek rotates channels (2i, 2i + 1) together, and this
+model rotates channels (i, i + C/2).
 
 E experts, D model dim, F inner width, H heads.
 """
@@ -23,7 +23,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PublishedRows:
     """Rows of a tensor of this model, as a published tensor, or as one entry of its first dimension.
 
     name, shape: of the published tensor, without the first dimension if `index` selects one entry. order: for each row
@@ -50,7 +50,7 @@ class Target:
     """A tensor of this model, by its global name, and its parts in the order of its rows."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[PublishedRows, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Layout:
             ours, theirs = f"mtp.{k}", f"model.layers.{layer}"
             yield _one(f"{ours}.token_norm.weight", f"{theirs}.enorm.weight", width)
             yield _one(f"{ours}.hidden_norm.weight", f"{theirs}.hnorm.weight", width)
-            join = Part(f"{theirs}.eh_proj.weight", (width, 2 * width), swapped=True)
+            join = PublishedRows(f"{theirs}.eh_proj.weight", (width, 2 * width), swapped=True)
             yield Target(f"{ours}.join.weight", (join,))
             yield from self._block(f"{ours}.block", theirs, model.is_dense(layer))
             yield _one(f"{ours}.norm.weight", f"{theirs}.shared_head.norm.weight", width)
@@ -120,7 +120,7 @@ class Layout:
         kinds = ("weight", "bias") if model.qkv_bias else ("weight",)
         for kind in kinds:
             columns = (model.hidden_size,) if kind == "weight" else ()
-            parts = (Part(f"{theirs}.{name}.{kind}", (rows, *columns)) for name, rows in projections)
+            parts = (PublishedRows(f"{theirs}.{name}.{kind}", (rows, *columns)) for name, rows in projections)
             yield Target(f"{ours}.qkv.{kind}", tuple(parts))
         if model.qk_norm != "none":
             norms = (model.head_dim,) * 2 if model.qk_norm == "head" else (queries, keys)
@@ -133,17 +133,17 @@ class Layout:
         query_rows = heads * (model.head_dim + model.rope_dim)
         query_order = self._order(heads, model.head_dim)
         if model.q_rank:
-            query = Part(f"{theirs}.q_a_proj.weight", (model.q_rank, width))
+            query = PublishedRows(f"{theirs}.q_a_proj.weight", (model.q_rank, width))
         else:
-            query = Part(f"{theirs}.q_proj.weight", (query_rows, width), order=query_order)
+            query = PublishedRows(f"{theirs}.q_proj.weight", (query_rows, width), order=query_order)
         latent_rows = model.kv_rank + model.rope_dim
-        latent = Part(
+        latent = PublishedRows(
             f"{theirs}.kv_a_proj_with_mqa.weight", (latent_rows, width), order=self._order(1, model.kv_rank)
         )  # fmt: skip
         yield Target(f"{ours}.down.weight", (query, latent))
         if model.q_rank:
             yield _one(f"{ours}.q_norm.weight", f"{theirs}.q_a_layernorm.weight", model.q_rank)
-            up = Part(f"{theirs}.q_b_proj.weight", (query_rows, model.q_rank), order=query_order)
+            up = PublishedRows(f"{theirs}.q_b_proj.weight", (query_rows, model.q_rank), order=query_order)
             yield Target(f"{ours}.q_up.weight", (up,))
         yield _one(f"{ours}.kv_norm.weight", f"{theirs}.kv_a_layernorm.weight", model.kv_rank)
         rows = heads * (model.head_dim + model.value_dim)
@@ -160,13 +160,13 @@ class Layout:
             yield _one(f"{ours}.router.bias_E", f"{theirs}.gate.e_score_correction_bias", model.num_experts)
         for e in range(model.num_experts):
             if self.stacked:
-                gate_up = Part(f"{theirs}.experts.gate_up_proj", (2 * inner, width), index=e)
+                gate_up = PublishedRows(f"{theirs}.experts.gate_up_proj", (2 * inner, width), index=e)
                 yield Target(f"{ours}.experts.gate_up.{e}", (gate_up,))
-                down = Part(f"{theirs}.experts.down_proj", (width, inner), index=e)
+                down = PublishedRows(f"{theirs}.experts.down_proj", (width, inner), index=e)
                 yield Target(f"{ours}.experts.down.{e}", (down,))
             else:
                 gate, up, down = (f"{theirs}.experts.{e}.{matrix}.weight" for matrix in self.architecture.matrices)
-                parts = Part(gate, (inner, width)), Part(up, (inner, width))
+                parts = PublishedRows(gate, (inner, width)), PublishedRows(up, (inner, width))
                 yield Target(f"{ours}.experts.gate_up.{e}", parts)
                 yield _one(f"{ours}.experts.down.{e}", down, width, inner)
         if model.num_shared_experts:
@@ -178,12 +178,12 @@ class Layout:
 
 
 def _one(ours: str, theirs: str, *shape: int) -> Target:
-    return Target(ours, (Part(theirs, shape),))
+    return Target(ours, (PublishedRows(theirs, shape),))
 
 
 def _swiglu(ours: str, names: Sequence[str], width: int, inner: int) -> Iterator[Target]:
     gate, up, down = (f"{name}.weight" for name in names)
-    yield Target(f"{ours}.gate_up.weight", (Part(gate, (inner, width)), Part(up, (inner, width))))
+    yield Target(f"{ours}.gate_up.weight", (PublishedRows(gate, (inner, width)), PublishedRows(up, (inner, width))))
     yield _one(f"{ours}.down.weight", down, width, inner)
 
 

@@ -6,7 +6,6 @@ so that the number of attempts and the time they take are known here. A call tha
 
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 from ...messages import plural, printable, unknown_name
 from .errors import MissingError, StorageError, lasting_error, may_pass, missing_bucket
+from .threads import call_in_thread
 from .urls import Url
 
 Result = TypeVar("Result")
@@ -75,15 +75,7 @@ def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience =
 
 def _limited(operation: Callable[[], Result], seconds: float) -> Result:
     """Run `operation` in a thread. Raises TimeoutError if it takes longer; the thread then ends with the process."""
-    result: futures.Future[Result] = futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(operation())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="storage").start()
+    result = call_in_thread(operation, "storage")
     try:
         return result.result(seconds)
     except futures.TimeoutError:

@@ -7,6 +7,9 @@
 Rows are bfloat16. Transfers run on DeepEP's own stream, and waiting for one is a stream wait.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +23,8 @@ from .buffer import BufferTransfers
 from .elastic import ElasticTransfers
 from .library import OTHERWISE, Api, check_determinism, choose_api, inspect_machine, load_library
 from .transfers import Plan, Transfers
+
+V = TypeVar("V")
 
 MAX_TOP_K = 32  # DeepEP gives each choice of a token one thread of a warp
 
@@ -82,12 +87,7 @@ class DeepEP:
         _wait_for_handle(plan)
         x_ND, weights_NK, event = self.transfers.dispatch_again(x, plan, weights)
 
-        # `finish` keeps the inputs alive until the transfer has been waited for.
-        def finish(_inputs: tuple = (x, weights)) -> Received:
-            event.current_stream_wait()
-            return Received(x_ND, _like(weights_NK, weights_TK))
-
-        return AsyncResult([], finish)
+        return _after(event, (x, weights), lambda: Received(x_ND, _like(weights_NK, weights_TK)))
 
     def _first_dispatch(
         self, x: Tensor, route: Route, weights: Tensor | None, weights_TK: Tensor | None
@@ -98,13 +98,12 @@ class DeepEP:
         plan.handle, plan.arriving = sent.handle, sent.event
         route.num_rows, route.num_choices = len(sent.x_ND), sent.num_choices
 
-        def finish(_inputs: tuple = (x, weights)) -> Received:
-            sent.event.current_stream_wait()
+        def finish() -> Received:
             plan.arriving = None
             route.local_ids_NK = sent.ids_NK
             return Received(sent.x_ND, _like(sent.weights_NK, weights_TK))
 
-        return AsyncResult([], finish)
+        return _after(sent.event, (x, weights), finish)
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
         plan: Plan = route.backend_state
@@ -114,11 +113,7 @@ class DeepEP:
         _wait_for_handle(plan)
         y_TD, grads_TK, event = self.transfers.combine(y, plan, grads)
 
-        def finish(_inputs: tuple = (y, grads)) -> Combined:
-            event.current_stream_wait()
-            return Combined(y_TD, _like(grads_TK, weight_grads_NK))
-
-        return AsyncResult([], finish)
+        return _after(event, (y, grads), lambda: Combined(y_TD, _like(grads_TK, weight_grads_NK)))
 
     def _rows(self, rows: Tensor) -> Tensor:
         if rows.dtype != torch.bfloat16:
@@ -132,6 +127,16 @@ def _wait_for_handle(plan: Plan) -> None:
     """DeepEP 2 sorts the handle after the first dispatch has been waited for."""
     if plan.arriving is not None:
         plan.arriving.current_stream_wait()
+
+
+def _after(event: Any, inputs: tuple[Tensor | None, ...], result: Callable[[], V]) -> Pending[V]:
+    """`result()`, after a stream wait for `event`. Keeps the inputs alive until then."""
+
+    def finish(_inputs: tuple[Tensor | None, ...] = inputs) -> V:
+        event.current_stream_wait()
+        return result()
+
+    return AsyncResult([], finish)
 
 
 def _float(weights: Tensor | None) -> Tensor | None:

@@ -17,9 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
+
+from ...overlap.waits import waits_for_ranks
+from ..gather import gather_objects
 
 _SECRET = 16  # bytes
 _HELLO = struct.Struct(f"=I{_SECRET}s")
@@ -82,7 +85,7 @@ class Mailbox:
         except (BrokenPipeError, ConnectionResetError):
             pass
 
-    # Health reports recognize a rank that waits for others by this name (CodePosition in health/heartbeat.py).
+    @waits_for_ranks
     def wait(self, missing: Callable[[], list[int]], what: str) -> None:
         """Receive notices until `missing` returns no peers. Raises DistError if one of them ends or is too late."""
         end = time.monotonic() + self.timeout
@@ -120,8 +123,7 @@ def _connect(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.socke
     rank, size = group.rank(), group.size()
     with _listener(size) as (listening, address):
         secret = secrets.token_bytes(_SECRET)
-        known: list[Any] = [None] * size
-        dist.all_gather_object(known, (address, secret), group)
+        known = gather_objects((address, secret), group)
         sockets = {}
         for peer in range(rank):
             sockets[peer] = one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,11 +1,10 @@
 """The backend for GPUs that write into each other's memory (one_sided.py), with a process group."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from ...kernels.backend import Kernels
+from ..gather import gather_objects
 from .memory import DeviceMemory, Memory, SharedMemory
 from .one_sided import OneSided, Sync, check_triton
 
@@ -50,8 +49,7 @@ class Symmetric(OneSided):
 
 def _check_equal(group: dist.ProcessGroup, **sizes: int) -> None:
     """Raise ValueError on all ranks if sizes differ: a rank would write outside the windows of another one."""
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, sizes, group)
+    everyone = gather_objects(sizes, group)
     for name in sizes:
         if len(different := {each[name] for each in everyone}) > 1:
             name = name.replace("bytes_of_a_row", "bytes of a row (hidden_size x dtype)")

@@ -20,14 +20,14 @@ from .first_difference import Recorded, first_difference
 from .ranks import Failure, run_tasks
 from .recorder import Recorder
 from .report import Check, Report
-from .run import STEPS, Job, Results, find_place, run_variant
+from .run import STEPS, Job, Results, find_assignment, run_variant
 from .variants import REFERENCE, Variant
 
 
 def check_runs(job: Job, variant: Variant) -> None:
     """Raise ValueError if the variant cannot run with its schedule, or with the model's layers or experts."""
     check_ep_divides_experts(variant.ep, job.model.num_experts)
-    find_place(job, variant, 0)
+    find_assignment(job, variant, 0)
 
 
 @dataclass(frozen=True)

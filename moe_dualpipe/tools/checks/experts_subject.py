@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...kernels.routing import expert_order
 from ...models.build_experts import ExpertBuilder
 from ...models.config import ModelConfig
-from .laws import Broken
+from .laws import check_like_input
 from .subject import Subject, prepare, random_like
 
 
@@ -81,18 +81,8 @@ def call(layer: Any, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
     else:
         offsets = nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32)
         y_MD = layer(x_MD, offsets)
-    check_rows(x_MD, y_MD)
+    check_like_input("forward", x_MD, y_MD, "rows ")
     return y_MD
-
-
-def check_rows(x_MD: Tensor, y_MD: Any) -> None:
-    expected = f"forward must return rows {[*x_MD.shape]} in {x_MD.dtype}, like its input"
-    if not isinstance(y_MD, Tensor):
-        raise Broken(f"{expected}: got {type(y_MD).__name__}")
-    if y_MD.shape != x_MD.shape:
-        raise Broken(f"{expected}: got {[*y_MD.shape]}")
-    if y_MD.dtype != x_MD.dtype:
-        raise Broken(f"{expected}: got {y_MD.dtype}. End forward with `y.to(x.dtype)`")
 
 
 def row_name(counts: Sequence[int], row: int, first_expert: int = 0) -> str:

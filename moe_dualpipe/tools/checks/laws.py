@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ...messages import describe
 from ...user_errors import describe_user_error, needs_no_frames, user_error
 from .report import Check, Report, Status
@@ -30,6 +32,17 @@ class Suspect(Finding):
 
 class Unchecked(Finding):
     status = "skipped"
+
+
+def check_like_input(what: str, x: Tensor, y: object, rows: str = "") -> None:
+    """Raise Broken unless `y`, which `what` returned for `x`, has the same shape and dtype."""
+    expected = f"{what} must return {rows}{[*x.shape]} in {x.dtype}, like its input"
+    if not isinstance(y, Tensor):
+        raise Broken(f"{expected}: got {type(y).__name__}")
+    if y.shape != x.shape:
+        raise Broken(f"{expected}: got {[*y.shape]}")
+    if y.dtype != x.dtype:
+        raise Broken(f"{expected}: got {y.dtype}. End forward with `y.to(x.dtype)`")
 
 
 @dataclass(frozen=True, slots=True)

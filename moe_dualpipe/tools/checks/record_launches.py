@@ -23,7 +23,7 @@ from ...runtime.p2p import Transfer
 from ...runtime.rank_step import RankStep
 from ...runtime.stage_sums import WeightGathers
 from ...runtime.zero import Shards
-from ...schedule import Action, Recv, Schedule, Send, halves
+from ...schedule import Action, Recv, Schedule, Send, members
 from ...schedule.comms import carried
 from ...schedule.launches import Program
 from ...schedule.walk import result_name
@@ -127,8 +127,8 @@ class _Now:
         if self.engine.running is None or self.action is None:
             return operation
         text, layer = self.engine.running
-        half = halves(self.action)[0 if letter_of(text) == FORWARD else -1]
-        return f"{text} of layer {layer}, micro-batch {half.micro_batch}"
+        member = members(self.action)[0 if letter_of(text) == FORWARD else -1]
+        return f"{text} of layer {layer}, micro-batch {member.micro_batch}"
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...overlap import Segmented
 from ...overlap.labels import COMBINE, DISPATCH
 from ...overlap.probe import Observed, probe
-from .run import Place
+from .run import RankAssignment
 
 
 class At(NamedTuple):
@@ -106,9 +106,9 @@ class Recorder:
         self._chunks: dict[tuple[int, int, int], _Chunk] = {}
 
     @contextmanager
-    def observe(self, place: Place, stage: int, module: nn.Module) -> Iterator[None]:
+    def observe(self, assignment: RankAssignment, stage: int, module: nn.Module) -> Iterator[None]:
         names = [name for name, part in module.named_modules() if isinstance(part, Segmented)]
-        forwards = place.forwards(stage)
+        forwards = assignment.forwards(stage)
 
         def see(observed: Observed, tensor: Tensor) -> None:
             chunk = self._chunks.setdefault((stage, observed.module, observed.chunk), _Chunk())
@@ -117,12 +117,12 @@ class Recorder:
                 names[observed.module], observed.layer, observed.name, chunk.occurrence(observed), observed.is_output,
                 observed.index, observed.is_gradient,
             )  # fmt: skip
-            rows = chunk.rows_of(observed, tensor, spread=place.variant.ep > 1)
+            rows = chunk.rows_of(observed, tensor, spread=assignment.variant.ep > 1)
             if at in chunk.seen:
                 at = at._replace(recomputed=True)
             chunk.seen.add(at)
             m = forwards[number]
-            self.records.append(Record(at, step, m, place.micro_batches[m], rows, stage, tensor.detach().clone()))
+            self.records.append(Record(at, step, m, assignment.micro_batches[m], rows, stage, tensor.detach().clone()))
 
         with probe(module, see):
             yield

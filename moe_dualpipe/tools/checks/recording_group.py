@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...schedule.launches import Group, Launch, Program, Wait
+from ...schedule.launches import CommLaunch, Group, Program, Wait
 
 _BACKEND = "recording"
 
@@ -28,7 +28,7 @@ class Recorder:
 
     def __init__(self, describe: Callable[[str], str], serial_links: bool):
         self.describe, self.serial_links = describe, serial_links
-        self._steps: list[Launch | Wait] = []
+        self._steps: list[CommLaunch | Wait] = []
 
     @property
     def program(self) -> Program:
@@ -38,14 +38,14 @@ class Recorder:
         """rows: the number of rows may differ between ranks."""
         shape = [*tensor.shape[1:]] if rows else [*tensor.shape]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._steps.append(Launch(group, f"{self.describe(operation)}, {dtype}{shape}"))
+        self._steps.append(CommLaunch(group, f"{self.describe(operation)}, {dtype}{shape}"))
         return _Recorded(self._steps, len(self._steps) - 1)
 
 
 class _Recorded(dist.Work):
     """A recorded launch. steps: None if nothing is recorded."""
 
-    def __init__(self, steps: list[Launch | Wait] | None = None, index: int = 0):
+    def __init__(self, steps: list[CommLaunch | Wait] | None = None, index: int = 0):
         super().__init__()
         self.steps, self.index = steps, index
 

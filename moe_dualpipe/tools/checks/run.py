@@ -25,7 +25,7 @@ from ...runtime.buffers import Buffers
 from ...runtime.groups import build_groups
 from ...runtime.layout import Layout
 from ...runtime.replicas import ReplicaSet, replica_sets, sum_gradients
-from ...schedule import Forward, Schedule, build, halves
+from ...schedule import Forward, Schedule, build, members
 from .subject import prepare
 from .variants import Variant
 
@@ -69,7 +69,7 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankAssignment:
     """Where this rank is: the stages it holds, and the sequences of its micro-batches."""
 
     variant: Variant
@@ -82,33 +82,33 @@ class Place:
         """The micro-batches of the stage on this rank, in the order of their forwards."""
         if self.schedule is None:
             return [*range(len(self.micro_batches))]
-        parts = (half for action in self.schedule.actions[self.layout.pp_rank] for half in halves(action))
+        parts = (member for action in self.schedule.actions[self.layout.pp_rank] for member in members(action))
         return [part.micro_batch for part in parts if isinstance(part, Forward) and part.stage == stage]
 
 
-Observe = Callable[[Place, int, nn.Module], AbstractContextManager]
+Observe = Callable[[RankAssignment, int, nn.Module], AbstractContextManager]
 """Returns a context in which a stage, given by its index and module, is observed."""
 
 
 def run_variant(job: Job, variant: Variant, observe: Observe | None = None) -> Results:
     """Run the variant on this rank. Collective over a world of `variant.processes` ranks."""
-    place = find_place(job, variant, dist.get_rank())
-    run = Run(job, place)
+    assignment = find_assignment(job, variant, dist.get_rank())
+    run = Run(job, assignment)
     if job.on_rank is not None:
         job.on_rank(run)
     with ExitStack() as contexts:
         for index, stage in run.stages.items() if observe else ():
-            contexts.enter_context(observe(place, index, stage))  # type: ignore[misc]
+            contexts.enter_context(observe(assignment, index, stage))  # type: ignore[misc]
         return run.steps()
 
 
-def find_place(job: Job, variant: Variant, rank: int) -> Place:
+def find_assignment(job: Job, variant: Variant, rank: int) -> RankAssignment:
     """Raises ValueError if the variant cannot run with its schedule, or with the model's layers."""
     size, num_sequences = variant.size or job.size, job.tokens.shape[1]
     layout = Layout(variant.pp, variant.dp, variant.ep, rank)
     order = torch.arange(num_sequences)
-    if variant.neighbours is not None:
-        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(variant.neighbours))
+    if variant.neighbors is not None:
+        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(variant.neighbors))
     per_rank = num_sequences // variant.dp
     own = order[layout.dp_rank * per_rank :][:per_rank].tolist()
     micro_batches = tuple(tuple(own[i : i + size]) for i in range(0, per_rank, size))
@@ -116,17 +116,17 @@ def find_place(job: Job, variant: Variant, rank: int) -> Place:
     if variant.schedule is not None:
         schedule = build(variant.schedule, variant.pp, len(micro_batches), variant.num_chunks)
     split(job.model, schedule.num_stages if schedule else 1)
-    return Place(variant, layout, schedule, micro_batches)
+    return RankAssignment(variant, layout, schedule, micro_batches)
 
 
 class Run:
     """One rank's model and its training steps. `Job.on_rank` receives it before the first step."""
 
-    def __init__(self, job: Job, place: Place):
-        self.job, self.place, self.schedule = job, place, place.schedule
-        model, variant, layout = job.model, place.variant, place.layout
+    def __init__(self, job: Job, assignment: RankAssignment):
+        self.job, self.assignment, self.schedule = job, assignment, assignment.schedule
+        model, variant, layout = job.model, assignment.variant, assignment.layout
         # The placement of the reference: one rank with one stage.
-        placed = place.schedule or build("1f1b", 1, len(place.micro_batches))
+        placed = assignment.schedule or build("1f1b", 1, len(assignment.micro_batches))
         groups = build_groups(layout, placed.placement, shared_embedding=model.last_stage_embeds)
         kernels: Kernels = job.options.kernels
         experts = AllToAll(model.num_experts, groups.experts, kernels) if groups.experts else Local(
@@ -146,8 +146,8 @@ class Run:
         self.buffers = Buffers([*self.stages.values()], groups)
         self.balance = Balance(model, self.stages, _BIAS_RATE)
         self.executor = None
-        if place.schedule is not None:
-            shape = len(place.micro_batches[0]), job.tokens.shape[2] - 1
+        if assignment.schedule is not None:
+            shape = len(assignment.micro_batches[0]), job.tokens.shape[2] - 1
             specs = [TensorSpec((*shape, model.hidden_size), job.dtype)]
             specs += [TensorSpec(shape, torch.int32)] * (options.document_end_id is not None)
             links = P2P.connect(groups.pipeline, specs, _CPU)
@@ -170,7 +170,7 @@ class Run:
 
     def _step(self, step: int, results: Results) -> None:
         tokens = self.job.tokens[step]
-        batches = {m: tokens[list(sequences)] for m, sequences in enumerate(self.place.micro_batches)}
+        batches = {m: tokens[list(sequences)] for m, sequences in enumerate(self.assignment.micro_batches)}
         if self.executor is None or self.schedule is None:
             assert self.last is not None
             for m, batch in batches.items():
@@ -179,7 +179,7 @@ class Run:
                 loss.backward()
                 self._collect(results, step, m, batch, output.detach(), loss)
             return
-        schedule, own = self.schedule, self.place.layout.pp_rank
+        schedule, own = self.schedule, self.assignment.layout.pp_rank
         inputs = {m: (batch[:, :-1],) for m, batch in batches.items() if schedule.rank_of(0, m) == own}
         ends = {m: batch for m, batch in batches.items() if schedule.rank_of(schedule.num_stages - 1, m) == own}
         criterion = self.last.loss if self.last is not None else None
@@ -191,7 +191,7 @@ class Run:
     @torch.no_grad()
     def _collect(self, results: Results, step: int, m: int, batch: Tensor, output: Tensor, loss: Tensor) -> None:
         assert self.last is not None
-        sequences = self.place.micro_batches[m]
+        sequences = self.assignment.micro_batches[m]
         logits_BSV = self.last.logits(output)
         losses_BS = nn.functional.cross_entropy(
             logits_BSV.double().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"
@@ -206,7 +206,7 @@ class Run:
         if not parameter.requires_grad:
             return None
         # A micro-batch's loss is the mean over its sequences.
-        return torch.zeros_like(parameter) if grad is None else grad * len(self.place.micro_batches[0])
+        return torch.zeros_like(parameter) if grad is None else grad * len(self.assignment.micro_batches[0])
 
     def _named(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """The global name and the value of each parameter; values that are None are left out."""

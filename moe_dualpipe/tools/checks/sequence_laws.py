@@ -22,7 +22,7 @@ from ...models.layers import seeded
 from ...models.recompute import add_up
 from ...overlap import Compute, Segmented, Segments
 from . import shared_laws as shared
-from .laws import Broken, Law, Unchecked
+from .laws import Broken, Law, Unchecked, check_like_input
 from .pairs import Interleaved, compare_overlapped
 from .subject import Subject, prepare, random_like, row_errors, worst_row
 
@@ -93,13 +93,7 @@ class SequenceLayer:
 def call(module: nn.Module, x_BSD: Tensor) -> Tensor:
     """Raises Broken if the layer does not return a tensor of the same shape and dtype."""
     y_BSD = module(x_BSD)
-    expected = f"the layer must return {[*x_BSD.shape]} in {x_BSD.dtype}, like its input"
-    if not isinstance(y_BSD, Tensor):
-        raise Broken(f"{expected}: got {type(y_BSD).__name__}")
-    if y_BSD.shape != x_BSD.shape:
-        raise Broken(f"{expected}: got {[*y_BSD.shape]}")
-    if y_BSD.dtype != x_BSD.dtype:
-        raise Broken(f"{expected}: got {y_BSD.dtype}. End forward with `y.to(x.dtype)`")
+    check_like_input("the layer", x_BSD, y_BSD)
     return y_BSD
 
 

@@ -41,7 +41,7 @@ OTHER_ROWS = Tolerance(1e-6, 1e-5, 4.5e-6, "a matrix product may round a row dif
 class Variant:
     """One way to run the sequences.
 
-    schedule: None runs one micro-batch after the other without a pipeline. neighbours: the seed of a random order of
+    schedule: None runs one micro-batch after the other without a pipeline. neighbors: the seed of a random order of
     the sequences; None: as in the reference. size: sequences per micro-batch; None: as in the reference.
     """
 
@@ -55,7 +55,7 @@ class Variant:
     overlap: bool = True
     recompute: Recompute = "none"
     size: int | None = None
-    neighbours: int | None = None
+    neighbors: int | None = None
 
     @property
     def processes(self) -> int:
@@ -73,7 +73,7 @@ def default_variants(size: int) -> list[Variant]:
         *(Variant(f"recompute {name}", SAME_ORDER, recompute=name) for name in _RECOMPUTE),
         Variant("dualpipev, overlapped", OTHER_ORDER, schedule="dualpipev"),
         Variant("each sequence alone" if size > 1 else "two sequences together", OTHER_ROWS, size=1 if size > 1 else 2),
-        Variant("shuffled sequences", OTHER_ROWS, neighbours=1),
+        Variant("shuffled sequences", OTHER_ROWS, neighbors=1),
     ]
     two = [
         *(Variant(f"pp=2, {name}", OTHER_ORDER, pp=2, schedule=name) for name in NAMES),
@@ -81,7 +81,7 @@ def default_variants(size: int) -> list[Variant]:
         Variant("dp=2", OTHER_ORDER, dp=2, schedule="1f1b"),
         Variant("ep=2", OTHER_ROWS, dp=2, ep=2, schedule="dualpipev"),
         Variant("ep=2, no overlap", OTHER_ROWS, dp=2, ep=2, schedule="1f1b", overlap=False),
-        Variant("ep=2, shuffled sequences", OTHER_ROWS, dp=2, ep=2, schedule="dualpipev", neighbours=2),
+        Variant("ep=2, shuffled sequences", OTHER_ROWS, dp=2, ep=2, schedule="dualpipev", neighbors=2),
         Variant("ep=2, recompute full", OTHER_ROWS, dp=2, ep=2, schedule="dualpipev", recompute="full"),
     ]
     four = [

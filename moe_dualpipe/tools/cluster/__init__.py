@@ -10,12 +10,12 @@ from ...lazy_exports import on_first_use
 if TYPE_CHECKING:
     from .check import Options, Outcome, check_cluster
     from .facts import Disk, Facts, Gpu
-    from .links import Exchange, Link
+    from .links import Exchange, LinkSpeed
     from .report import Report
     from .verdicts import Problem, find_problems
 
 __all__ = [
-    "Disk", "Exchange", "Facts", "Gpu", "Link", "Options", "Outcome", "Problem", "Report", "check_cluster",
+    "Disk", "Exchange", "Facts", "Gpu", "LinkSpeed", "Options", "Outcome", "Problem", "Report", "check_cluster",
     "find_problems",
 ]  # fmt: skip
 

@@ -5,12 +5,13 @@ function runs in a thread of its own, announces each step, and is given up when 
 """
 
 import re
-import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ...data.stores.threads import call_in_thread
 from ...messages import printable
 
 Result = TypeVar("Result")
@@ -48,19 +49,9 @@ def run_watched(
     stop: called `every` second; if it returns True, the function is given up as well. A function that is given up keeps
     its thread: end the process with os._exit.
     """
-    steps, ended = Steps(), list[Ended[Result]]()
-
-    def run() -> None:
-        try:
-            ended.append(Ended(function(steps)))
-        except BaseException as error:
-            ended.append(Ended(failure=f"{steps.name}: {_first_line(error)}", waited=steps.waits))
-
-    thread = threading.Thread(target=run, name="watched", daemon=True)
-    thread.start()
-    asked = time.monotonic()
-    while thread.is_alive():
-        thread.join(_TICK)
+    steps = Steps()
+    result, asked = call_in_thread(lambda: function(steps), "watched"), time.monotonic()
+    while not futures.wait([result], _TICK).done:
         now = time.monotonic()
         if now - steps.since > seconds:
             return Ended(failure=f"{steps.name}: no answer for {seconds:g} s", waited=steps.waits)
@@ -68,7 +59,9 @@ def run_watched(
             asked = now
             if stop():
                 return Ended(failure=f"{steps.name}: given up, as another rank failed", waited=True)
-    return ended[0]
+    if error := result.exception():
+        return Ended(failure=f"{steps.name}: {_first_line(error)}", waited=steps.waits)
+    return Ended(result.result())
 
 
 def _first_line(error: BaseException) -> str:

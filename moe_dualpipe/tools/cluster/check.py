@@ -27,7 +27,7 @@ from .bounded_calls import Ended, Steps, run_watched
 from .disks import remove_mark
 from .facts import Facts, Machine, machines_of
 from .link_verdicts import find_link_problems, suspects
-from .links import Exchange, Link, Links
+from .links import Exchange, Links, LinkSpeed
 from .probes import gather_facts
 from .rendezvous import Meeting
 from .report import Report
@@ -188,7 +188,7 @@ class _Rank:
 
     def _measure(
         self, steps: Steps, device: str, rounds: list[list[Pair]], machines: Sequence[Machine]
-    ) -> tuple[list[Link], list[Exchange], list[Problem]]:
+    ) -> tuple[list[LinkSpeed], list[Exchange], list[Problem]]:
         links, exchanges, failures = self._gather_measured("links", steps, self._start(device, rounds))
         for attempt in range(_MORE_TRIES):
             doubtful = {(*sorted((link.source, link.to)),) for link in suspects(links, machines)}
@@ -208,12 +208,12 @@ class _Rank:
 
     def _gather_measured(
         self, key: str, steps: Steps, own: dict[str, Any]
-    ) -> tuple[list[Link], list[Exchange], list[Problem]]:
+    ) -> tuple[list[LinkSpeed], list[Exchange], list[Problem]]:
         """The measurements of all ranks, this rank's `own` included."""
         steps.start("waiting for the measurements of other ranks")
         self.meeting.tell(f"{key}/0", own)
         heard, missing = self.meeting.collect(key, self.timeout + _MARGIN, lambda: self.meeting.knows("failed"))
-        links = [Link(**link) for rank in sorted(heard) for link in heard[rank]["links"]]
+        links = [LinkSpeed(**link) for rank in sorted(heard) for link in heard[rank]["links"]]
         slowest: dict[tuple[int, ...], float] = {}
         for message in heard.values():
             for exchange in message["exchanges"]:
@@ -308,7 +308,9 @@ class _Rank:
             self.meeting.tell("failed", self.launch.rank)
         return ended
 
-    def _message(self, ended: Ended[None], links: Sequence[Link], exchanges: list[dict[str, Any]]) -> dict[str, Any]:
+    def _message(
+        self, ended: Ended[None], links: Sequence[LinkSpeed], exchanges: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         failure = f"rank {self.launch.rank} on {self.own.host}: {ended.failure}" if ended.failure else ""
         known = [replace(link, transport=self.transports.get((link.source, link.to), "")) for link in links]
         measured = {"links": [asdict(link) for link in known], "exchanges": exchanges}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .facts import Machine
-from .links import Exchange, Link
+from .links import Exchange, LinkSpeed
 from .verdicts import GB, Problem
 
 SLOW = 0.5
@@ -27,12 +27,12 @@ class Kind:
     """
 
     name: str
-    links: tuple[Link, ...]
+    links: tuple[LinkSpeed, ...]
     usual: float
     directed: bool = True
 
 
-def kinds_of(links: Sequence[Link], machines: Sequence[Machine]) -> list[Kind]:
+def kinds_of(links: Sequence[LinkSpeed], machines: Sequence[Machine]) -> list[Kind]:
     """The kinds that exist: "within a machine", "between machines"."""
     home = home_of(machines)
     inner = tuple(link for link in links if home[link.source] == home[link.to])
@@ -50,7 +50,7 @@ def home_of(machines: Sequence[Machine]) -> dict[int, str]:
     return {one.rank: machine.name for machine in machines for one in machine.ranks}
 
 
-def _usual(links: Sequence[Link], place: Callable[[int], Hashable]) -> float:
+def _usual(links: Sequence[LinkSpeed], place: Callable[[int], Hashable]) -> float:
     """The median over places of the median of their links.
 
     Of three machines, one slow machine makes four of the six links slow; but two of the three machines have a link
@@ -63,16 +63,16 @@ def _usual(links: Sequence[Link], place: Callable[[int], Hashable]) -> float:
     return statistics.median_high(statistics.median_high(some) for some in speeds.values())
 
 
-def suspects(links: Sequence[Link], machines: Sequence[Machine]) -> set[Link]:
+def suspects(links: Sequence[LinkSpeed], machines: Sequence[Machine]) -> set[LinkSpeed]:
     """Links that are slow, or the slower direction of a pair that is asymmetric."""
     return {link for kind in kinds_of(links, machines) for link in (*_slow(kind), *(s for s, _ in _asymmetric(kind)))}
 
 
-def _slow(kind: Kind) -> list[Link]:
+def _slow(kind: Kind) -> list[LinkSpeed]:
     return [link for link in kind.links if link.speed < SLOW * kind.usual]
 
 
-def _asymmetric(kind: Kind) -> list[tuple[Link, Link]]:
+def _asymmetric(kind: Kind) -> list[tuple[LinkSpeed, LinkSpeed]]:
     """The slower and the faster direction of each asymmetric pair."""
     found = {(link.source, link.to): link for link in kind.links} if kind.directed else {}
     pairs = [(link, found.get((link.to, link.source))) for link in kind.links]
@@ -80,7 +80,7 @@ def _asymmetric(kind: Kind) -> list[tuple[Link, Link]]:
 
 
 def find_link_problems(
-    links: Sequence[Link], exchanges: Sequence[Exchange], machines: Sequence[Machine]
+    links: Sequence[LinkSpeed], exchanges: Sequence[Exchange], machines: Sequence[Machine]
 ) -> list[Problem]:
     """Slow and asymmetric links, slow expert groups, and sockets where there is InfiniBand."""
     problems = [*_transport_problems(links, machines)]
@@ -101,7 +101,7 @@ _WAYS_OUT = {
 }
 
 
-def _link(link: Link, machines: Sequence[Machine]) -> str:
+def _link(link: LinkSpeed, machines: Sequence[Machine]) -> str:
     home = home_of(machines)
     if home[link.source] == home[link.to]:
         return f"rank {link.source} -> rank {link.to} on {home[link.source]}"
@@ -116,23 +116,23 @@ def _gbps(speed: float) -> str:
 class _Culprit:
     """Groups links by `key`; a group that is slow as a whole is named once, if its links have `peers` other ends."""
 
-    key: Callable[[Link], Hashable]
-    other: Callable[[Link], Hashable]
+    key: Callable[[LinkSpeed], Hashable]
+    other: Callable[[LinkSpeed], Hashable]
     peers: int
-    name: Callable[[Link], str]
+    name: Callable[[LinkSpeed], str]
 
 
 def _culprits(home: Mapping[int, str]) -> list[_Culprit]:
-    def source(link: Link) -> str:
+    def source(link: LinkSpeed) -> str:
         return home[link.source]
 
-    def to(link: Link) -> str:
+    def to(link: LinkSpeed) -> str:
         return home[link.to]
 
-    def where(link: Link) -> str:
+    def where(link: LinkSpeed) -> str:
         return f" on {source(link)}" if source(link) == to(link) else " to other machines"
 
-    def whence(link: Link) -> str:
+    def whence(link: LinkSpeed) -> str:
         return f" on {to(link)}" if source(link) == to(link) else " from other machines"
 
     return [
@@ -147,17 +147,17 @@ def _culprits(home: Mapping[int, str]) -> list[_Culprit]:
     ]  # fmt: skip
 
 
-def _name_slow(kind: Kind, slow: Sequence[Link], machines: Sequence[Machine]) -> Iterator[Problem]:
+def _name_slow(kind: Kind, slow: Sequence[LinkSpeed], machines: Sequence[Machine]) -> Iterator[Problem]:
     left = {*slow}
 
-    def problem(where: str, group: Sequence[Link]) -> Problem:
+    def problem(where: str, group: Sequence[LinkSpeed]) -> Problem:
         speed = statistics.median(link.speed for link in group)
         many = f" (median of {len(group)} links)" if len(group) > 1 else ""
         found = f"{_gbps(speed)}{many}, and {_gbps(kind.usual)} is usual {kind.name}"
         return Problem(where, found, _WAYS_OUT[kind.name])
 
     for culprit in _culprits(home_of(machines)):
-        groups: dict[Hashable, list[Link]] = {}
+        groups: dict[Hashable, list[LinkSpeed]] = {}
         for link in kind.links:
             groups.setdefault(culprit.key(link), []).append(link)
         for group in groups.values():
@@ -171,7 +171,7 @@ def _name_slow(kind: Kind, slow: Sequence[Link], machines: Sequence[Machine]) ->
             yield problem(_link(link, machines), [link])
 
 
-def _transport_problems(links: Sequence[Link], machines: Sequence[Machine]) -> Iterator[Problem]:
+def _transport_problems(links: Sequence[LinkSpeed], machines: Sequence[Machine]) -> Iterator[Problem]:
     cards = {machine.name for machine in machines if any("ACTIVE" in s for s in machine.first.infiniband.values())}
     home = home_of(machines)
     plain = {(home[link.source], home[link.to]) for link in links if link.transport == "NET/Socket"}

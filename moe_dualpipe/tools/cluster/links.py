@@ -20,7 +20,7 @@ REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpeed:
     """Messages from rank `source` to rank `to`. speed: bytes per second. transport: as NCCL calls it; "" if unknown."""
 
     source: int
@@ -45,7 +45,7 @@ class Links:
         self.rank, self.device, self.steps, self.repeats = rank, device, steps, repeats
         self.message = torch.zeros(size, dtype=torch.uint8, device=device)
         self.answer = torch.zeros(8, dtype=torch.uint8, device=device)
-        self.measured: list[Link] = []
+        self.measured: list[LinkSpeed] = []
 
     def meet(self, why: str) -> None:
         self.steps.start(f"waiting for the other ranks before {why}", waits=True)
@@ -80,7 +80,7 @@ class Links:
                 self._send(self.answer, source)
             times.append(time.perf_counter() - start)
         if self.rank == source:  # the first message opens the connection
-            self.measured.append(Link(source, to, self.message.numel() / statistics.median(times[1:])))
+            self.measured.append(LinkSpeed(source, to, self.message.numel() / statistics.median(times[1:])))
 
     def _send(self, tensor: torch.Tensor, to: int) -> None:
         # As a batch: NCCL then uses the connections of the whole group, not a communicator for each pair.

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .facts import Facts
-from .links import Exchange, Link
+from .links import Exchange, LinkSpeed
 from .verdicts import Problem
 
 
@@ -17,7 +17,7 @@ class Report:
     device: str
     facts: Sequence[Facts]
     problems: Sequence[Problem]
-    links: Sequence[Link] = ()
+    links: Sequence[LinkSpeed] = ()
     exchanges: Sequence[Exchange] = ()
     note: str = ""
 

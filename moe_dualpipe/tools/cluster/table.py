@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ...messages import plural, printable
 from ..drawing.tables import markdown
-from . import Link, Report
+from . import LinkSpeed, Report
 from .facts import Facts, Machine, machines_of
 from .link_verdicts import home_of, kinds_of
 from .verdicts import gpu_text
@@ -82,7 +82,7 @@ def _spread(speeds: Sequence[float]) -> list[str]:
     return [f"{speed / _GB:.3g}" for speed in (min(speeds), statistics.median(speeds), max(speeds))]
 
 
-def _matrix(links: Sequence[Link], ranks: int) -> str:
+def _matrix(links: Sequence[LinkSpeed], ranks: int) -> str:
     speeds = {(link.source, link.to): f"{link.speed / _GB:.3g}" for link in links}
     rows = [["from rank, GB/s", *(f"to {to}" for to in range(ranks))]]
     rows += [[str(source), *(speeds.get((source, to), "-") for to in range(ranks))] for source in range(ranks)]

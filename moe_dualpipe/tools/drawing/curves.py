@@ -35,7 +35,7 @@ PANELS = (
     Panel("grad_norm", "gradient norm", smooth=True, log=True),
     Panel("lr", "learning rate"),
     Panel("tokens_per_s", "tokens/s", smooth=True),
-    Panel("mfu", "model FLOPs utilisation", smooth=True),
+    Panel("mfu", "model FLOPs utilization", smooth=True),
     Panel("expert_load_max_over_mean", "load of the busiest expert / mean load", smooth=True),
     Panel("dead_experts", "fraction of experts without a token", smooth=True),
     Panel("sequence_loss", "sequence-wise auxiliary loss", smooth=True),
@@ -102,19 +102,19 @@ def running_mean(values: Sequence[float], share: float = 0.04) -> list[float]:
     return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, 1)]
 
 
-def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[int, float], colour: str) -> None:
+def _draw(axes: "Axes", panel: Panel, records: Sequence[Record], where: Mapping[int, float], color: str) -> None:
     placed = [(where[r["step"]], r) for r in records if r["step"] in where]
     # A NaN or an infinity would make every later mean a NaN.
     finite = [(x, r) for x, r in placed if r.get(panel.key) is not None and abs(r[panel.key]) < _MOST]
     x, y = [x for x, _ in finite], [r[panel.key] for _, r in finite]
     if panel.smooth:
-        axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
     marker = "." if len(x) == 1 else None  # a line needs two points
-    axes.plot(x, running_mean(y) if panel.smooth else y, color=colour, linewidth=1.4, marker=marker)
+    axes.plot(x, running_mean(y) if panel.smooth else y, color=color, linewidth=1.4, marker=marker)
     if panel.key == "loss":
         validated = [(x, r["validation_loss"]) for x, r in placed if r.get("validation_loss") is not None]
         if validated:
-            axes.plot(*zip(*validated, strict=True), "o", color=colour, markersize=4)
+            axes.plot(*zip(*validated, strict=True), "o", color=color, markersize=4)
 
 
 def run_summary(name: str, records: Sequence[Record]) -> str:

@@ -1,16 +1,16 @@
-"""The boxes and colours that the text and the figure of a timeline share.
+"""The boxes and colors that the text and the figure of a timeline share.
 
 As in DeepSeek's figure, forwards are orange, backwards green, and separate weight gradients blue. All stages of a rank
-but its first have paler colours.
+but its first have paler colors.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...schedule.actions import Forward, Overlap, halves
+from ...schedule.actions import Forward, Overlap, members
 from ...schedule.timeline import Timeline
 
-COLOURS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
+COLORS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
 LABELS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 _FORWARD_SHARE = 1 / 3  # of the frame of a pair; the timeline does not say how the pair divides its time
@@ -33,15 +33,15 @@ def boxes(timeline: Timeline, rank: int) -> Iterator[Box]:
     for span in timeline.spans[rank]:
         start, end, pair = float(span.start), float(span.end), isinstance(span.action, Overlap)
         middle = start + (end - start) * _FORWARD_SHARE if pair else end
-        for half, left, right in zip(halves(span.action), (start, middle), (middle, end), strict=False):
-            letter = "F" if isinstance(half, Forward) else half.part.value
-            yield Box(left, right, letter, half.stage, half.micro_batch, framed=pair)
+        for member, left, right in zip(members(span.action), (start, middle), (middle, end), strict=False):
+            letter = "F" if isinstance(member, Forward) else member.part.value
+            yield Box(left, right, letter, member.stage, member.micro_batch, framed=pair)
 
 
 def letters(timeline: Timeline) -> list[str]:
-    """Return the letters of all boxes, in the order of COLOURS."""
+    """Return the letters of all boxes, in the order of COLORS."""
     present = {box.letter for rank in range(timeline.schedule.num_ranks) for box in boxes(timeline, rank)}
-    return [letter for letter in COLOURS if letter in present]
+    return [letter for letter in COLORS if letter in present]
 
 
 def has_pairs(timeline: Timeline) -> bool:
@@ -56,10 +56,10 @@ def shortest(timeline: Timeline) -> float:
 
 
 def shade(timeline: Timeline, rank: int, box: Box) -> str:
-    """Return the colour of a box: paler for each further stage of the rank."""
+    """Return the color of a box: paler for each further stage of the rank."""
     stages = timeline.schedule.placement.stages[rank]
-    return paler(COLOURS[box.letter], 0.5 * stages.index(box.stage) / max(1, len(stages) - 1))
+    return paler(COLORS[box.letter], 0.5 * stages.index(box.stage) / max(1, len(stages) - 1))
 
 
-def paler(colour: str, towards_white: float) -> str:
-    return "#" + "".join(f"{round(part + (255 - part) * towards_white):02x}" for part in bytes.fromhex(colour[1:]))
+def paler(color: str, toward_white: float) -> str:
+    return "#" + "".join(f"{round(part + (255 - part) * toward_white):02x}" for part in bytes.fromhex(color[1:]))

@@ -6,7 +6,7 @@ from ...schedule.actions import Overlap
 from ...schedule.timeline import Timeline
 from .captions import timeline_summary, timeline_title
 from .figures import new_figure, plain_text
-from .timeline_boxes import COLOURS, LABELS, boxes, has_pairs, letters, paler, shade, shortest
+from .timeline_boxes import COLORS, LABELS, boxes, has_pairs, letters, paler, shade, shortest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,9 +36,9 @@ def draw_timeline(axes: "Axes", timeline: Timeline, font_size: float = 7) -> Non
     ranks = range(timeline.schedule.num_ranks)
     for rank in ranks:
         row = list(boxes(timeline, rank))
-        colours = [shade(timeline, rank, box) for box in row]
+        colors = [shade(timeline, rank, box) for box in row]
         ranges = [(box.start, box.end - box.start) for box in row]
-        axes.broken_barh(ranges, (-rank - 0.43, 0.86), facecolors=colours, edgecolors="white", linewidths=edge)
+        axes.broken_barh(ranges, (-rank - 0.43, 0.86), facecolors=colors, edgecolors="white", linewidths=edge)
         frames = [(float(s.start), float(s.duration)) for s in timeline.spans[rank] if isinstance(s.action, Overlap)]
         axes.broken_barh(frames, (-rank - 0.43, 0.86), facecolors="none", edgecolors="black", linewidths=edge, zorder=2)
         for box in row if font_size >= 3 else ():
@@ -63,11 +63,11 @@ def size_for_numbers(timeline: Timeline, width: float, font_size: float) -> tupl
 def add_timeline_legend(axes: "Axes", timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
-    entries = [Patch(facecolor=COLOURS[letter], label=LABELS[letter]) for letter in letters(timeline)]
+    entries = [Patch(facecolor=COLORS[letter], label=LABELS[letter]) for letter in letters(timeline)]
     if has_pairs(timeline):
         entries.append(Patch(facecolor="white", edgecolor="black", label="overlapped pair"))
     if max(timeline.parameters) > 1:
-        entries.append(Patch(facecolor=paler(COLOURS["F"], 0.5), label="paler: other stages"))
+        entries.append(Patch(facecolor=paler(COLORS["F"], 0.5), label="paler: other stages"))
     below = (0, -0.25 / len(timeline.spans))
     axes.legend(
         handles=entries, loc="upper left", bbox_to_anchor=below, ncols=len(entries), fontsize=8, frameon=False,

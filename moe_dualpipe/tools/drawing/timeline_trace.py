@@ -6,7 +6,7 @@ is Google's "Trace Event Format".
 
 from typing import Any
 
-from ...schedule.actions import Action, Backward, Forward, Overlap, Part, halves
+from ...schedule.actions import Action, Backward, Forward, Overlap, Part, members
 from ...schedule.timeline import Timeline
 from ...schedule.walk import Result, needs, produces
 
@@ -30,8 +30,8 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, An
                 "ph": "X", "pid": rank, "tid": 0, "name": str(span.action), **_describe(span.action),
                 "ts": at(span.start), "dur": float(span.duration) * microseconds,
             })  # fmt: skip
-            for half in halves(span.action):
-                computed[produces(half)] = rank, at((span.start + span.end) / 2)
+            for member in members(span.action):
+                computed[produces(member)] = rank, at((span.start + span.end) / 2)
         for held in timeline.held(rank):
             counts = {"activations": held.activations, "deferred weight gradients": held.deferred}
             events.append({"ph": "C", "pid": rank, "name": "micro-batches held", "ts": at(held.time), "args": counts})
@@ -39,7 +39,9 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1000) -> dict[str, An
     arrows = 0
     for rank, spans in enumerate(timeline.spans):
         for span in spans:
-            for need in (need for half in halves(span.action) for need in needs(half, timeline.schedule.num_stages)):
+            for need in (
+                need for member in members(span.action) for need in needs(member, timeline.schedule.num_stages)
+            ):
                 source, time = computed[need]
                 if source != rank:
                     both = {"name": "transfer", "cat": "transfer", "id": arrows, "tid": 0}

@@ -18,7 +18,7 @@ from ...models.costs import shape_of
 from ...models.partition import divide
 from ...models.shape import ModelShape
 from ...runtime.groups import end_holders
-from ...schedule import Action, Forward, Part, Placement, Schedule, halves
+from ...schedule import Action, Forward, Part, Placement, Schedule, members
 from .activations import MicroBatch, deferred_bytes, saved_bytes
 from .backward_memory import working_bytes
 from .device import Precision
@@ -147,7 +147,7 @@ def peak_of_actions(actions: Iterable[Action], sizes: Mapping[int, StageBytes]) 
     """The largest number of bytes that a rank's activations and deferred weight gradients take together, and how much
     more it needs at its peak. Only the order of the actions matters, not their times. sizes: by stage.
     """
-    steps = [half for action in actions for half in halves(action)]
+    steps = [half for action in actions for half in members(action)]
     last = {half.stage: index for index, half in enumerate(steps)}
     now = peak = most = summing = 0
     for index, half in enumerate(steps):

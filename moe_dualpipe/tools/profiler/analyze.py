@@ -22,7 +22,7 @@ from .communication import NAMES, Names
 from .doctor.verdict import Verdict
 from .gaps import Wait, find_waits
 from .host import host_as_device
-from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, total, union
+from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, total_time, union, union_length
 from .phases import Phases
 from .trace import DeviceEvent, Trace
 from .windows import StepTimes
@@ -123,18 +123,20 @@ def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Na
     busy = union(intervals_of(events))
     exposed = difference(comm, compute)
     extent = np.array([[busy[0, 0], busy[-1, 1]]]) if len(busy) else EMPTY
-    window = total(extent)
+    window = union_length(extent)
     streams = _group(events, attrgetter("stream"))
     return Analysis(
-        device=device, window_us=window, busy_us=total(busy), idle_us=window - total(busy),
-        compute_us=total(compute), kernel_compute_us=total(kernels), comm_us=total(comm), copy_us=total(copies),
-        overlapped_us=total(intersection(comm, compute)), hidden_kernels_us=total(intersection(comm, kernels)),
-        exposed_comm_us=total(exposed),
+        device=device, window_us=window, busy_us=union_length(busy), idle_us=window - union_length(busy),
+        compute_us=union_length(compute), kernel_compute_us=union_length(kernels), comm_us=union_length(comm),
+        copy_us=union_length(copies),
+        overlapped_us=union_length(intersection(comm, compute)),
+        hidden_kernels_us=union_length(intersection(comm, kernels)),
+        exposed_comm_us=union_length(exposed),
         num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None,
         comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0) or None,
         phases=_phases(by_kind, trace, phases, exposed),
         waits=find_waits(trace, phases, difference(extent, kernels), *by_kind.values()),
-        streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
+        streams={stream: union_length(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
     )  # fmt: skip
 
@@ -150,8 +152,8 @@ def _phases(
     times_waited = Counter(without_wait(wait.name) for wait in trace.waits)
     order = {name: number for number, name in enumerate(phases.times)}
     for name in sorted((name for name in launched if name), key=lambda name: order.get(name, len(order))):
-        comm_exposed = total(intersection(union(intervals_of(launched[name]["comm"])), exposed))
-        compute, comm, copies = (_sum(events) for events in launched[name].values())
+        comm_exposed = union_length(intersection(union(intervals_of(launched[name]["comm"])), exposed))
+        compute, comm, copies = (total_time(events) for events in launched[name].values())
         times = phases.times[name] - times_waited[name] if name in order else len(launched[name]["comm"])
         found.append(Phase(name, max(times, 1), compute, comm, copies, comm_exposed))
     return tuple(found)
@@ -164,13 +166,9 @@ def _group(events: Iterable[DeviceEvent], key: Callable[[DeviceEvent], str]) -> 
     return groups
 
 
-def _sum(events: Iterable[DeviceEvent]) -> float:
-    return sum(event.end - event.start for event in events)
-
-
 def _kernels(by_kind: dict[str, list[DeviceEvent]]) -> tuple[Kernel, ...]:
     kernels = [
-        Kernel(name, kind, len(same), _sum(same), max(event.blocks for event in same) or None)
+        Kernel(name, kind, len(same), total_time(same), max(event.blocks for event in same) or None)
         for kind, events in by_kind.items()
         for name, same in _group(events, attrgetter("name")).items()
     ]

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .communication import function_name
-from .intervals import Intervals, intersection, intervals_of, total, union
+from .intervals import Intervals, intersection, intervals_of, total_time, union, union_length
 from .trace import Collective, DeviceEvent
 
 _KINDS: Mapping[str, tuple[str, int | None]] = {
@@ -53,7 +53,7 @@ DTYPE_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchSite:
     """The part of a row that was launched in one phase or module."""
 
     name: str
@@ -98,7 +98,7 @@ class CollectiveRow:
     bus_gb_s: float | None
     is_lower_limit: bool
     """Whether the bandwidths are lower limits, because the times may contain waits for ranks without a trace."""
-    places: tuple[Place, ...]
+    places: tuple[LaunchSite, ...]
     """Sorted by total time, longest first. Empty if no place is known."""
 
 
@@ -199,7 +199,7 @@ def _row(
     events = [comm[index] for index in indices]
     known = {index: met[index] for index in indices if index in met}
     transfer = sum(one.transfer_us for one in known.values())
-    time, number = (transfer, _bytes(comm[index] for index in known)) if known else (_sum(events), _bytes(events))
+    time, number = (transfer, _bytes(comm[index] for index in known)) if known else (total_time(events), _bytes(events))
     bandwidth = number / time / 1e3 if number and time > 0 else None
     factor = bus_factor(kind, size)
     by_place: dict[str, list[DeviceEvent]] = defaultdict(list)
@@ -208,11 +208,12 @@ def _row(
         if (place := place_of(index)) not in ("", kind, event.name, event.collective and event.collective.name):
             by_place[place].append(event)
     places = [
-        Place(name, len(same), _bytes(same), _sum(same), _exposed(same, exposed)) for name, same in by_place.items()
+        LaunchSite(name, len(same), _bytes(same), total_time(same), _exposed(same, exposed))
+        for name, same in by_place.items()
     ]
     return CollectiveRow(
         kind=kind, group=group, ranks=ranks, size=size, dtype=dtype, count=len(events), bytes=_bytes(events),
-        total_us=_sum(events), compared=len(known), transfer_us=transfer if known else None,
+        total_us=total_time(events), compared=len(known), transfer_us=transfer if known else None,
         exposed_us=_exposed(events, exposed), algorithm_gb_s=bandwidth,
         bus_gb_s=None if bandwidth is None or factor is None else bandwidth * factor,
         is_lower_limit=not known or not all(one.complete for one in known.values()),
@@ -230,9 +231,5 @@ def _bytes(events: Iterable[DeviceEvent]) -> int | None:
     return total_bytes
 
 
-def _sum(events: Iterable[DeviceEvent]) -> float:
-    return sum(event.end - event.start for event in events)
-
-
 def _exposed(events: Iterable[DeviceEvent], exposed: Intervals) -> float:
-    return total(intersection(union(intervals_of(events)), exposed))
+    return union_length(intersection(union(intervals_of(events)), exposed))

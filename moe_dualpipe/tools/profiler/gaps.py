@@ -16,7 +16,7 @@ from .trace import DeviceEvent, Trace
 
 _NEARBY = 64
 """The next annotation is searched among this many events."""
-_SYNCHRONISES = re.compile(r"Synchronize|Memcpy(?!.*Async)")
+_SYNCHRONIZES = re.compile(r"Synchronize|Memcpy(?!.*Async)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def find_waits(
         key_of[i] = keys.setdefault(key, len(keys))
     known = np.isfinite(launched)
     late = np.where(known, np.clip(launched, starts, ends), starts)
-    in_call = length_before(union(intervals_of(e for e in trace.launches.values() if _SYNCHRONISES.search(e.name))))
+    in_call = length_before(union(intervals_of(e for e in trace.launches.values() if _SYNCHRONIZES.search(e.name))))
     waited = length_before(union(intervals_of(trace.waits)))
 
     def sums(weights: Intervals) -> list[float]:

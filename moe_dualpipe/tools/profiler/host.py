@@ -7,7 +7,7 @@ module converts them into device events, so that the other modules treat CPUs an
                     between operators. Waits and calls of a backend are not computation. Operators inside "wait for x"
                     are, because they unpack received data; they belong to phase x. A collective of torch.distributed
                     that blocks is a wait, too, although only its call is recorded.
-    communication   transfers of gloo, of a modelled link or through shared memory, from start to end, and annotations
+    communication   transfers of gloo, of a modeled link or through shared memory, from start to end, and annotations
                     that are named after communication. Receives of gloo are left out: a receive starts when it is
                     posted, so only the send shows when data is in flight.
 

@@ -1,7 +1,7 @@
 """Arithmetic on sets of time intervals: union, intersection, difference, and total length.
 
 A set is an array of shape [n, 2] with rows [start, end). The rows of a `union` are sorted and disjoint, so a moment in
-which two events run counts once in its `total`.
+which two events run counts once in its `union_length`.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ def union(intervals: Intervals) -> Intervals:
     return np.stack([intervals[first, 0], reach[last]], axis=1)
 
 
-def total(intervals: Intervals) -> float:
+def union_length(intervals: Intervals) -> float:
     """The length of a union."""
     return float((intervals[:, 1] - intervals[:, 0]).sum())
 
@@ -66,6 +66,11 @@ def as_intervals(pairs: Iterable[tuple[float, float]]) -> Intervals:
 def intervals_of(events: Iterable[DeviceEvent | HostEvent]) -> Intervals:
     """Return the intervals of the events, not merged."""
     return as_intervals((event.start, event.end) for event in events)
+
+
+def total_time(events: Iterable[DeviceEvent]) -> float:
+    """The sum of the durations. Events that run at the same time count twice."""
+    return sum(event.end - event.start for event in events)
 
 
 def length_before(a: Intervals) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .categories import category_of
 from .communication import NAMES, Names
 from .host import host_as_device
-from .intervals import EMPTY, Intervals, difference, intersection, total, union
+from .intervals import EMPTY, Intervals, difference, intersection, union, union_length
 from .phases import Phases
 from .trace import Collective, DeviceEvent, HostEvent, Trace
 
@@ -143,14 +143,14 @@ def _rows(start: NDArray[np.float64], end: NDArray[np.float64], lane: Ints, stre
 
 def _free_row(held: Sequence[Intervals], own: Intervals) -> int:
     for row, other in enumerate(held):
-        if total(intersection(other, own)) <= _SHARED * min(total(own), total(other)):
+        if union_length(intersection(other, own)) <= _SHARED * min(union_length(own), union_length(other)):
             return row
     return min(len(held), MAX_ROWS - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring events of one row that belong to the same phase or, without a phase, have the same name."""
+    """Neighboring events of one row that belong to the same phase or, without a phase, have the same name."""
 
     lane: int
     row: int

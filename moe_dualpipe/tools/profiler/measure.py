@@ -1,6 +1,6 @@
 """Measure the overlap on this machine: record and analyze a pair of chunks, run in sequence and overlapped.
 
-A single process acts as one of many ranks over a modelled link. Under torchrun, the ranks are real. Sequential and
+A single process acts as one of many ranks over a modeled link. Under torchrun, the ranks are real. Sequential and
 overlapped runs alternate for a few rounds; of each, the recording with the median length is kept.
 """
 
@@ -82,13 +82,13 @@ def measure(
     """Record both runs `rounds` times and analyze them. The recordings of median length stay in `out`.
 
     ep: number of expert-parallel ranks. None: the largest divisor of the number of experts, up to 64. link: the
-    modelled link. None: a default for the device. replay: transfers take as long as in DeepSeek's trace. Under torchrun
+    modeled link. None: a default for the device. replay: transfers take as long as in DeepSeek's trace. Under torchrun
     the processes are the ranks: all must call this, and the result on rank 0 has all ranks. Raises ValueError for
     conflicting arguments, and for a link that is too slow.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and (link is not None or replay):
-        raise ValueError(f"links are modelled in one process, but there are {world}: leave out --link-* and --replay")
+        raise ValueError(f"links are modeled in one process, but there are {world}: leave out --link-* and --replay")
     if world > 1 and ep not in (None, world):
         raise ValueError(f"torchrun started {world} processes, which are the ranks: leave out --ep {ep}")
     num_ranks = world if world > 1 else ep or _default_ranks(workload.model.num_experts)
@@ -154,16 +154,16 @@ def _backend(workload: Workload, num_ranks: int, world: int, replay: bool) -> Ex
 
 
 def _set_link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: int) -> str:
-    """Set the speed of a modelled link. Returns a description of the link."""
+    """Set the speed of a modeled link. Returns a description of the link."""
     if isinstance(backend, Replay):
-        return "modelled link: transfers take as long as in DeepSeek's training trace"
+        return "modeled link: transfers take as long as in DeepSeek's training trace"
     if not isinstance(backend, Loopback):
         transport = "nccl" if pair.workload.device.type == "cuda" else "gloo"
         return f"torch.distributed, {transport}, {dist.get_world_size()} processes"
     reason, choose = "", link is None and pair.workload.device.type == "cpu"
     seconds, num_bytes = _time_computation(pair, backend, rounds if choose else 0)
     if not num_bytes:
-        return "modelled link: unused, there is only one rank"
+        return "modeled link: unused, there is only one rank"
     if choose:
         link = Link(gb_per_s=num_bytes / 1e9 / (COMM_SHARE * seconds))
         reason = f": {_format_bytes(num_bytes)} take {COMM_SHARE} of the computation time, {1e3 * seconds:,.0f} ms"
@@ -188,7 +188,7 @@ def _share_text(recordings: dict[str, Path]) -> str:
 
 
 def _link_text(link: Link) -> str:
-    return f"modelled link: {8 * link.gb_per_s:,.4g} Gb/s, latency {link.latency_us:g} us"
+    return f"modeled link: {8 * link.gb_per_s:,.4g} Gb/s, latency {link.latency_us:g} us"
 
 
 def _format_bytes(num_bytes: int) -> str:

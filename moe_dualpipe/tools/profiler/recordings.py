@@ -22,7 +22,7 @@ from .doctor.diagnose import Examined, conclude
 from .doctor.verdict import Verdict
 from .files import analyze_devices
 from .host import host_as_device
-from .intervals import Intervals, intersection, intervals_of, total, union
+from .intervals import Intervals, intersection, intervals_of, union, union_length
 from .matching import RankTransfers
 from .ranks import compare_traces
 from .reading import read_trace
@@ -172,7 +172,9 @@ def _sum_up(
             )
             for label in {**owned, **counts}
         }  # also work that is hidden behind other work at all times
-        return Sums((end - start) / steps, work, *(total(intersection(one, span)) / steps for one in (comm, hidden)))
+        return Sums(
+            (end - start) / steps, work, *(union_length(intersection(one, span)) / steps for one in (comm, hidden))
+        )
 
     whole = sums(divided.start, divided.end, 1)
     return len(steps), whole, sums(*span, len(steps)) if span else None

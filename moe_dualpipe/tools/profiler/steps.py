@@ -15,7 +15,7 @@ from ...schedule.actions import Action
 from ...schedule.walk import Span
 from .communication import NAMES
 from .host import host_as_device
-from .intervals import as_intervals, intervals_of, total, union
+from .intervals import as_intervals, intervals_of, union, union_length
 from .trace import DeviceEvent, HostEvent, Trace, TraceError
 
 
@@ -53,7 +53,7 @@ def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
             raise TraceError(f"the recording of {step.name} lacks actions of the schedule")
         extents = _in_turns(map(_extent, computed.values()))
         compute = union(intervals_of(event for events in computed.values() for event in events))
-        waiting = total(union(as_intervals(extents))) - total(compute)
+        waiting = union_length(union(as_intervals(extents))) - union_length(compute)
         spans = tuple(Span(action, *extent) for action, extent in zip(actions, extents, strict=True))
         parts = {a.name: _extent(launched[a]) for a in inside if a.name in STEP_PARTS and launched[a]}
         recorded = Step(step_number(step.name) or 0, step.start, step.end, spans, waiting, parts)

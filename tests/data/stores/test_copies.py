@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_dualpipe.data import stores as storage
+from moe_dualpipe.data import stores
 from moe_dualpipe.data.stores import (
     StorageError,
     Url,
@@ -60,13 +60,13 @@ def test_paths_below_a_folder_that_stands_for_a_url_are_shown_as_urls(tmp_path):
 
 
 def test_local_paths_never_reach_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage.store, "call", None)
+    monkeypatch.setattr(stores.store, "call", None)
     (tmp_path / "a").write_bytes(b"12")
     assert local_path(str(tmp_path)) == tmp_path and local_path(f"file://{tmp_path}") == tmp_path
     open_folder(tmp_path)
     drop(tmp_path, ["a"])
     assert fetch(tmp_path / "a") == tmp_path / "a" and exists(tmp_path / "a") and not exists(tmp_path / "b")
-    assert storage.size_of(tmp_path / "a") is None and storage.sizes_of(tmp_path) == {"a": 2}
+    assert stores.size_of(tmp_path / "a") is None and stores.sizes_of(tmp_path) == {"a": 2}
 
 
 def test_a_folder_for_local_files_that_others_can_change_is_refused(tmp_path, monkeypatch):

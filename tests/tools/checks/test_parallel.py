@@ -88,7 +88,7 @@ OPTIONS = (
 
 
 def test_the_command_checks_the_requested_layout_and_skips_what_cannot_run(capsys, monkeypatch):
-    variants = [Variant("shuffled sequences", OTHER_ROWS, neighbours=1), EXPERTS, replace(PIPELINE, name="pp=4", pp=4)]
+    variants = [Variant("shuffled sequences", OTHER_ROWS, neighbors=1), EXPERTS, replace(PIPELINE, name="pp=4", pp=4)]
     monkeypatch.setattr("moe_dualpipe.tools.checks.parallel.default_variants", lambda _: variants)
     assert main(["check", "parallel", *OPTIONS.split(), "--pp", "2", "--no-overlap", "--document-mask"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -130,7 +130,7 @@ def test_the_default_variants_have_every_schedule_and_recomputation_with_and_wit
     assert {v.recompute for v in variants} == {"none", "norms", "attention", "full"}
     for ep in (1, 2):
         assert {v.overlap for v in variants if v.ep == ep and v.processes > 1} == {True, False}
-        assert any(v.neighbours for v in variants if v.ep == ep)
+        assert any(v.neighbors for v in variants if v.ep == ep)
 
 
 def test_the_requested_layout_is_that_of_training():

@@ -11,7 +11,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.models import StageOptions
 from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.schedule import NAMES, ScheduleError, build, validate
-from moe_dualpipe.schedule.launches import Launch, check_launches
+from moe_dualpipe.schedule.launches import CommLaunch, check_launches
 from moe_dualpipe.tools.checks.record_launches import record_launches, run_step, tiny_model, tokens_of
 from tests.support.ranks import run_ranks
 
@@ -25,7 +25,7 @@ def model_for(schedule, ep, seed, mtp_layers=0):
 
 def experts_only(programs):
     """The launches in the groups of experts."""
-    return [[s for s in p if isinstance(s, Launch) and s.group.name == "experts"] for p in programs]
+    return [[s for s in p if isinstance(s, CommLaunch) and s.group.name == "experts"] for p in programs]
 
 
 def check(name, num_ranks, ep, mtp_layers=0, options=None):
@@ -69,7 +69,7 @@ def test_recomputation_and_a_fused_loss_launch_the_same(recompute):
 
 @pytest.mark.long
 def test_an_order_that_is_valid_launches_in_an_order_that_cannot_hang():
-    """Two neighbouring actions of one rank exchanged: `validate` refuses the schedule, or it runs."""
+    """Two neighboring actions of one rank exchanged: `validate` refuses the schedule, or it runs."""
     numbers, refused, ran = random.Random(0), 0, 0
     for name, num_ranks in (("dualpipe", 4), ("dualpipev", 2), ("zb1p", 3), ("interleaved_1f1b", 2)) * 8:
         schedule = build(name, num_ranks, 2 * num_ranks)
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_overlap_is_found():
 
 
 def test_one_process_group_for_both_directions_is_found():
-    """NCCL would then run the transfers of two neighbours one after the other, in two different orders."""
+    """NCCL would then run the transfers of two neighbors one after the other, in two different orders."""
 
     def change(_, pipeline):
         links = pipeline.executor.p2p
@@ -233,7 +233,7 @@ def launched(rank, schedule, ep):
 def test_a_real_run_launches_what_is_recorded(name):
     schedule = build(name, 2, 4)
     programs = record_launches(MODEL, schedule, 2, queued=False)
-    expected = [[(s.group.ranks, shape(s.what)) for s in p if isinstance(s, Launch)] for p in programs]
+    expected = [[(s.group.ranks, shape(s.what)) for s in p if isinstance(s, CommLaunch)] for p in programs]
     assert run_ranks(4, launched, schedule, 2) == expected
 
 

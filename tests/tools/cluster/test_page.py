@@ -4,7 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from moe_dualpipe.tools.cluster import Disk, Exchange, Facts, Gpu, Link, Report, find_problems
+from moe_dualpipe.tools.cluster import Disk, Exchange, Facts, Gpu, LinkSpeed, Report, find_problems
 from moe_dualpipe.tools.cluster.facts import machines_of
 from moe_dualpipe.tools.cluster.link_verdicts import find_link_problems
 from moe_dualpipe.tools.cluster.table import cluster_report
@@ -40,7 +40,7 @@ def example():
         for j in range(2)
     ]
     links = [
-        Link(a, b, (1 + 0.01 * ((3 * a + b) % 5)) * speed(a // 2, b // 2), "P2P" if a // 2 == b // 2 else "NET/IB")
+        LinkSpeed(a, b, (1 + 0.01 * ((3 * a + b) % 5)) * speed(a // 2, b // 2), "P2P" if a // 2 == b // 2 else "NET/IB")
         for a in range(8)
         for b in range(8)
         if a != b

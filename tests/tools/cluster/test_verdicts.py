@@ -6,7 +6,7 @@ import pytest
 
 from moe_dualpipe.tools.cluster.facts import Disk, Facts, Gpu, machines_of
 from moe_dualpipe.tools.cluster.link_verdicts import find_link_problems, kinds_of, suspects
-from moe_dualpipe.tools.cluster.links import Exchange, Link
+from moe_dualpipe.tools.cluster.links import Exchange, LinkSpeed
 from moe_dualpipe.tools.cluster.verdicts import Needs, device_of, find_problems
 
 GB, GIB = 10**9, 2**30
@@ -105,7 +105,7 @@ def test_machines_of_one_name_are_told_apart():
 
 def test_facts_travel_between_versions_of_the_project():
     assert Facts.from_json(GOOD.to_json()) == GOOD
-    newer = GOOD.to_json() | {"colour": "red", "gpu": {"name": "X", "cores": 7}}
+    newer = GOOD.to_json() | {"color": "red", "gpu": {"name": "X", "cores": 7}}
     assert Facts.from_json(newer).gpu == Gpu("X")
     assert Facts.from_json({"rank": 3, "host": "old"}) == Facts(3, "old")
 
@@ -117,7 +117,9 @@ def links(number, ranks=1, slow=lambda _a, _b: 1.0):
     """All links of `number` machines: 100 GB/s within a machine, 10 between machines, times `slow` of the ranks."""
     size = number * ranks
     return [
-        Link(a, b, slow(a, b) * GB * (100 if a // ranks == b // ranks else 10) * (1 + 0.01 * (a * size + b) / size**2))
+        LinkSpeed(
+            a, b, slow(a, b) * GB * (100 if a // ranks == b // ranks else 10) * (1 + 0.01 * (a * size + b) / size**2)
+        )
         for a in range(size)
         for b in range(size)
         if a != b

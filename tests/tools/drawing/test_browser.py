@@ -12,7 +12,7 @@ from tests.support.lanes import Work, lanes_of
 from tests.support.lanes_page import AXIS, axis, drawn, label_errors, rects, row_of, shown, x_of
 
 END = 2000.0
-GEMM, ELEMENTWISE = (style.colour for style in CATEGORY_STYLES if style.label in ("GEMM", "elementwise"))
+GEMM, ELEMENTWISE = (style.color for style in CATEGORY_STYLES if style.label in ("GEMM", "elementwise"))
 BUTTONS = ["query", "regex", "previous", "next", "all", "help-button"]
 
 
@@ -67,8 +67,8 @@ def test_all_parts_are_drawn(page):
     labels = page.script("return [...document.querySelectorAll('#legend button')].map((button) => button.textContent)")
     assert labels == ["GEMM", "elementwise", HIDDEN.label, COPY.label, EXPOSED.label]
     for style in (*(s for s in CATEGORY_STYLES if s.label in labels), HIDDEN, COPY, EXPOSED):
-        assert rects(page, style.colour), style.label
-        assert rects(page, style.colour, "overview"), style.label
+        assert rects(page, style.color), style.label
+        assert rects(page, style.color, "overview"), style.label
     texts = [text["text"] for text in drawn(page)["texts"]]
     assert [text for text in texts if text.startswith("rank")] == ["rank 0: first", "rank 1: second"]
     assert texts.count("computation") == texts.count("communication") == texts.count("copies") == 2
@@ -80,10 +80,10 @@ def test_work_is_where_its_time_is(page):
     (late,) = [rect for rect in rects(page, GEMM) if rect["width"] > 100]
     assert late["x"] == pytest.approx(x_of(page, 1000), abs=1)
     assert late["x"] + late["width"] == pytest.approx(x_of(page, 1500), abs=1)
-    starts = [rect["x"] for rect in rects(page, COPY.colour)]
+    starts = [rect["x"] for rect in rects(page, COPY.color)]
     assert starts == pytest.approx([x_of(page, 400), x_of(page, 900)], abs=1)
     page.keys("+++")
-    for rect in rects(page, EXPOSED.colour):
+    for rect in rects(page, EXPOSED.color):
         start, end = shown(page)
         time = start + (rect["x"] - AXIS) / axis(page) * (end - start)
         assert (time % 10) == pytest.approx(8, abs=0.6) or time == pytest.approx(start, abs=1)
@@ -143,11 +143,11 @@ def test_the_overview_chooses_what_is_shown(page):
     assert shown(page) == pytest.approx((1250, 1950), abs=5)
     (frame,) = drawn(page, "overview")["frames"]
     assert frame["x"] == pytest.approx(at(1250)[0], abs=3)
-    marks = [rect for rect in rects(page, EXPOSED.colour, "overview") if rect["y"] == 0]
+    marks = [rect for rect in rects(page, EXPOSED.color, "overview") if rect["y"] == 0]
     assert [mark["x"] for mark in marks] == pytest.approx([at(500)[0] - 1, at(1500)[0] - 1], abs=1)
 
 
-def test_the_legend_hides_colours(page):
+def test_the_legend_hides_colors(page):
     gemm = "#legend button:nth-child(1)"
     pressed = "return [...document.querySelectorAll('#legend button')].map((one) => one.getAttribute('aria-pressed'))"
     page.click(gemm)
@@ -156,15 +156,13 @@ def test_the_legend_hides_colours(page):
     page.click(gemm)
     assert rects(page, GEMM) and page.script(pressed) == ["true"] * 5
     page.click(hidden := "#legend button:nth-child(3)")
-    assert not rects(page, HIDDEN.colour) and rects(page, EXPOSED.colour) and rects(page, EXPOSED.colour, "overview")
+    assert not rects(page, HIDDEN.color) and rects(page, EXPOSED.color) and rects(page, EXPOSED.color, "overview")
     page.click(hidden)
     page.click("#legend button:nth-child(5)")
-    assert rects(page, HIDDEN.colour) and not rects(page, EXPOSED.colour)
+    assert rects(page, HIDDEN.color) and not rects(page, EXPOSED.color)
     page.click("#legend button:nth-child(4)", times=2)
     assert page.script(pressed) == ["false", "false", "false", "true", "false"]
-    assert rects(page, COPY.colour) and not any(
-        rects(page, c) for c in (GEMM, ELEMENTWISE, HIDDEN.colour, EXPOSED.colour)
-    )
+    assert rects(page, COPY.color) and not any(rects(page, c) for c in (GEMM, ELEMENTWISE, HIDDEN.color, EXPOSED.color))
 
 
 def test_search_finds_and_marks(page):
@@ -240,17 +238,17 @@ def test_the_memory_is_drawn(page):
 
 
 def test_the_mouse_shows_what_a_piece_is(page):
-    page.hover("#lanes", x_of(page, 425), row_of(page, COPY.colour))
+    page.hover("#lanes", x_of(page, 425), row_of(page, COPY.color))
     assert page.text("#tip").startswith("Memcpy HtoD") and "duration: 50 us" in page.text("#tip")
-    page.hover("#lanes", x_of(page, 700), row_of(page, COPY.colour))
+    page.hover("#lanes", x_of(page, 700), row_of(page, COPY.color))
     assert page.script("return document.querySelector('#tip').hidden")
-    page.click("#lanes", x_of(page, 950), row_of(page, COPY.colour))
+    page.click("#lanes", x_of(page, 950), row_of(page, COPY.color))
     assert page.text("#details .name") == "Memcpy DtoH"
     assert {"start 900.000 us", "duration 99 us", "device rank 0"} <= set(
         page.script("return [...document.querySelectorAll('#details div')].map((one) => one.textContent)")
     )
     assert len(drawn(page)["frames"]) == 1
-    page.click("#lanes", x_of(page, 305), row_of(page, HIDDEN.colour))
+    page.click("#lanes", x_of(page, 305), row_of(page, HIDDEN.color))
     assert page.text("#details .name") == "ncclDevKernel_AllReduce"
     assert {"duration 10 us", "exposed 2 us", "stream 20"} <= set(
         page.script("return [...document.querySelectorAll('#details div')].map((one) => one.textContent)")

@@ -1,4 +1,4 @@
-"""Other web pages of lanes in a browser: little work, sizes that follow the window, colours of the theme."""
+"""Other web pages of lanes in a browser: little work, sizes that follow the window, colors of the theme."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.lanes import Work, lanes_of
 from tests.support.lanes_page import axis, drawn, rects
 
 ROW = 44  # the height of a row, in pixels
-(GEMM,) = (style.colour for style in CATEGORY_STYLES if style.label == "GEMM")
+(GEMM,) = (style.color for style in CATEGORY_STYLES if style.label == "GEMM")
 
 
 def test_canvases_have_the_size_of_their_elements(page, tmp_path):
@@ -52,7 +52,7 @@ def test_lanes_without_work_are_left_out(page, tmp_path):
     save_lanes([Picture("exposed", exposed)], tmp_path / "exposed.html")
     page.open(tmp_path / "exposed.html")
     assert page.text("#legend") == "GEMM" + EXPOSED.label
-    assert not rects(page, HIDDEN.colour, "overview") and rects(page, EXPOSED.colour, "overview")
+    assert not rects(page, HIDDEN.color, "overview") and rects(page, EXPOSED.color, "overview")
 
 
 def test_many_short_exposures_do_not_cover_what_is_hidden(page, tmp_path):
@@ -64,19 +64,19 @@ def test_many_short_exposures_do_not_cover_what_is_hidden(page, tmp_path):
     def area(transfers, style):
         save_lanes([Picture("many", lanes_of(*kernels, *transfers))], tmp_path / "many.html")
         page.open(tmp_path / "many.html")
-        return sum(rect["width"] * rect["height"] * rect["alpha"] for rect in rects(page, style.colour))
+        return sum(rect["width"] * rect["height"] * rect["alpha"] for rect in rects(page, style.color))
 
     red, blue = area(short, EXPOSED), area(short, HIDDEN)
     assert red / (red + blue) == pytest.approx(0.2, abs=0.01)
     assert area(long, EXPOSED) / ROW / axis(page) == pytest.approx(0.2, abs=0.01)  # above the blue
 
 
-def test_a_short_exposed_transfer_has_no_other_colour(page, tmp_path):
+def test_a_short_exposed_transfer_has_no_other_color(page, tmp_path):
     work = Work("gemm", 0, 5000), Work("ncclA", 6000, 6001, lane=1), Work("gemm", 9000, 10_000)
     save_lanes([Picture("one", lanes_of(*work))], tmp_path / "one.html")
     page.open(tmp_path / "one.html")
-    assert [rect["height"] for rect in rects(page, EXPOSED.colour)] == [ROW]
-    assert not [rect for rect in rects(page, HIDDEN.colour) if rect["height"]]
+    assert [rect["height"] for rect in rects(page, EXPOSED.color)] == [ROW]
+    assert not [rect for rect in rects(page, HIDDEN.color) if rect["height"]]
 
 
 def test_unknown_reserved_memory_is_not_drawn(page, tmp_path):
@@ -94,10 +94,10 @@ def test_a_page_without_work_opens(page, tmp_path):
     assert "nothing" in {text["text"] for text in drawn(page)["texts"]}
 
 
-def test_the_colours_follow_the_theme(page, tmp_path):
-    def has_ink(colour):
-        """Whether titles get this colour: the event arrives some frames later."""
-        return any(colour in [text["colour"] for text in drawn(page)["texts"]] for _ in range(60))
+def test_the_colors_follow_the_theme(page, tmp_path):
+    def has_ink(color):
+        """Whether titles get this color: the event arrives some frames later."""
+        return any(color in [text["color"] for text in drawn(page)["texts"]] for _ in range(60))
 
     save_lanes([Picture("title", lanes_of())], tmp_path / "page.html")
     page.open(tmp_path / "page.html")

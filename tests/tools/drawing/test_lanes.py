@@ -1,4 +1,4 @@
-"""Lanes as an image: names where they fit, a detail where they do not fit, and a legend of the colours drawn."""
+"""Lanes as an image: names where they fit, a detail where they do not fit, and a legend of the colors drawn."""
 
 import re
 from itertools import pairwise
@@ -28,8 +28,8 @@ def texts(tmp_path, *pictures):
     return re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "lanes.svg").read_text())
 
 
-def colours(tmp_path):
-    return {style.label for style in STYLES if style.colour in (tmp_path / "lanes.svg").read_text()}
+def colors(tmp_path):
+    return {style.label for style in STYLES if style.color in (tmp_path / "lanes.svg").read_text()}
 
 
 def test_the_command_draws(tmp_path, capsys):
@@ -50,14 +50,14 @@ def test_the_command_draws(tmp_path, capsys):
         assert problem in capsys.readouterr().err
 
 
-def test_the_legend_has_the_colours_that_can_be_seen(tmp_path):
+def test_the_legend_has_the_colors_that_can_be_seen(tmp_path):
     """0.5 ms of 1,000 is too short to be seen."""
     found = texts(tmp_path, picture([("mlp(B)", 0, 900), ("attn(W)", 900, 999.5), ("mlp(F)", 999.5, 1000)]))
     assert found[-2:] == [LABELS["B"], LABELS["W"]]
     assert texts(tmp_path, picture([("mlp(I)", 0, 900), ("", 900, 1000)]))[-2:] == [LABELS["I"], "other"]
 
 
-def test_the_legend_has_the_colours_of_the_detail(tmp_path):
+def test_the_legend_has_the_colors_of_the_detail(tmp_path):
     """Work that takes 0.06% of the whole time takes a large part of the detail."""
     works = Work("Memcpy", 0, 15e3, lane=2), *(Work(f"k{i}", 9.9e6 + 100 * i, 9.9e6 + 100 * i + 60) for i in range(99))
     assert texts(tmp_path, Picture("", lanes_of(*works)))[-2:] == ["GEMM", "copies"]
@@ -73,32 +73,32 @@ def test_the_length_of_the_detail_has_a_unit_that_suits_it(tmp_path):
     assert "the part in the frame, 15 s" in texts(tmp_path, Picture("", lanes_of(*works)))
 
 
-def test_colours_of_other_traces_show_categories(tmp_path):
+def test_colors_of_other_traces_show_categories(tmp_path):
     works = [
         Work("gemm", 0, 50), Work("add", 50, 60, category="elementwise"), Work("odd", 60, 70, category="unheard of"),
         Work("ncclA", 40, 100, lane=1, category="communication"), Work("Memcpy", 80, 90, lane=2, category="copy"),
     ]  # fmt: skip
     found = texts(tmp_path, Picture("", lanes_of(*works)))
     assert found[-6:] == ["GEMM", "elementwise", "other", HIDDEN.label, "copies", EXPOSED.label]
-    assert colours(tmp_path) == {*found[-6:]}
+    assert colors(tmp_path) == {*found[-6:]}
     assert [text for text in found if text in ("computation", "communication", "copies")][:3] == [
         "computation", "communication", "copies",
     ]  # fmt: skip
     found = texts(tmp_path, Picture("", lanes_of(*works[:3])))
     assert found[-3:] == ["GEMM", "elementwise", "other"] and "copies" not in found and "communication" not in found
     found = texts(tmp_path, Picture("", lanes_of(Work("gemm", 0, 9), Work("ncclA", 2, 7, lane=1))))
-    assert EXPOSED.label not in found and EXPOSED.colour not in (tmp_path / "lanes.svg").read_text()
+    assert EXPOSED.label not in found and EXPOSED.color not in (tmp_path / "lanes.svg").read_text()
 
 
-def bars(works, colour):
-    """The bars of a colour in an image of these works: (start, end, height of the bar in heights of its row)."""
+def bars(works, color):
+    """The bars of a color in an image of these works: (start, end, height of the bar in heights of its row)."""
     from matplotlib.colors import to_hex
 
     from moe_dualpipe.tools.profiler.pictures.lanes_image import _LANE_HEIGHTS, lanes_figure
 
     axes = lanes_figure([Picture("", lanes_of(*works))]).axes[0]
-    coloured = [group for group in axes.collections if [to_hex(ink) for ink in group.get_facecolor()] == [colour]]
-    found = [path for group in coloured for path in group.get_paths()]
+    colored = [group for group in axes.collections if [to_hex(ink) for ink in group.get_facecolor()] == [color]]
+    found = [path for group in colored for path in group.get_paths()]
     extents = [path.get_extents() for path in found]
     return [(box.x0 * 1e3, box.x1 * 1e3, box.height / _LANE_HEIGHTS[0]) for box in extents]
 
@@ -107,9 +107,9 @@ def test_a_pixel_shows_the_style_with_the_most_time():
     pytest.importorskip("matplotlib")
     pairs = [("gemm", "GEMM", 0, 7), ("add", "elementwise", 7, 10)]
     works = [Work(name, 10 * i + a, 10 * i + b, category=kind) for i in range(5000) for name, kind, a, b in pairs]
-    (gemm,) = (style.colour for style in STYLES if style.label == "GEMM")
+    (gemm,) = (style.color for style in STYLES if style.label == "GEMM")
     assert [bar[:2] for bar in bars(works, gemm)] == [pytest.approx((0, 50_000))]
-    assert not bars(works, next(style.colour for style in STYLES if style.label == "elementwise"))
+    assert not bars(works, next(style.color for style in STYLES if style.label == "elementwise"))
 
 
 def test_many_short_exposures_are_as_high_as_their_share():
@@ -117,7 +117,7 @@ def test_many_short_exposures_are_as_high_as_their_share():
     pytest.importorskip("matplotlib")
     kernels = [Work("gemm", 10 * i, 10 * i + 7.5) for i in range(5000)]
     transfers = [Work("nccl", 10 * i, 10 * i + 10, lane=1) for i in range(5000)]
-    found = bars([*kernels, *transfers, Work("nccl", 60_000, 70_000, lane=1)], EXPOSED.colour)
+    found = bars([*kernels, *transfers, Work("nccl", 60_000, 70_000, lane=1)], EXPOSED.color)
     assert found == [pytest.approx((7.5, 50_000, 0.25)), pytest.approx((60_000, 70_000, 1))]
 
 
@@ -127,18 +127,18 @@ def test_exposed_communication_is_a_strip_below_phases(tmp_path):
     assert found[-3:] == [LABELS["F"], LABELS["B"], EXPOSED.label]
 
 
-def test_colours_can_be_told_apart():
-    """Text has a contrast of at least 4.5 to 1 on its colour (WCAG 2.1), and no two colours of categories are close."""
+def test_colors_can_be_told_apart():
+    """Text has a contrast of at least 4.5 to 1 on its color (WCAG 2.1), and no two colors of categories are close."""
 
-    def luminance(colour):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    def luminance(color):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     for style in STYLES:
-        low, high = sorted([luminance(style.colour), luminance(style.ink)])
+        low, high = sorted([luminance(style.color), luminance(style.ink)])
         assert (high + 0.05) / (low + 0.05) >= 4.5, style
-    assert len({style.colour for style in STYLES}) == len({style.label for style in STYLES}) == len(STYLES)
+    assert len({style.color for style in STYLES}) == len({style.label for style in STYLES}) == len(STYLES)
 
 
 def test_names_are_drawn_where_they_fit(tmp_path):
@@ -148,7 +148,7 @@ def test_names_are_drawn_where_they_fit(tmp_path):
     assert not any("part in the frame" in text for text in found)
 
 
-def test_kernels_without_a_phase_are_labelled_by_their_short_names(tmp_path):
+def test_kernels_without_a_phase_are_labeled_by_their_short_names(tmp_path):
     lanes = lanes_of(Work("void at::native::elementwise_kernel<4, f>(int)", 0, 90), Work("gemm", 90, 100))
     assert "elementwise_kernel" in texts(tmp_path, Picture("", lanes))
 

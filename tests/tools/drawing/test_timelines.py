@@ -1,4 +1,4 @@
-"""Text, figures and traces show every action of a timeline at its time and in its colour."""
+"""Text, figures and traces show every action of a timeline at its time and in its color."""
 
 import io
 import itertools
@@ -21,11 +21,11 @@ from moe_dualpipe.schedule import (
     Timeline,
     add_comms,
     build,
-    halves,
+    members,
     simulate,
 )
 from moe_dualpipe.tools.drawing.captions import format_range, timeline_summary
-from moe_dualpipe.tools.drawing.timeline_boxes import COLOURS, boxes
+from moe_dualpipe.tools.drawing.timeline_boxes import COLORS, boxes
 from moe_dualpipe.tools.drawing.timeline_file import save_timeline
 from moe_dualpipe.tools.drawing.timeline_plot import draw_timeline, timeline_figure
 from moe_dualpipe.tools.drawing.timeline_text import timeline_text
@@ -45,11 +45,11 @@ def test_boxes_equal_the_actions_and_their_times(timeline):
     for rank, spans in enumerate(timeline.spans):
         row = iter(boxes(timeline, rank))
         for span in spans:
-            mine = [next(row) for _ in halves(span.action)]
+            mine = [next(row) for _ in members(span.action)]
             assert (mine[0].start, mine[-1].end) == (span.start, span.end)
-            for box, half in zip(mine, halves(span.action), strict=True):
-                letter = "F" if isinstance(half, Forward) else half.part.value
-                assert (box.letter, box.stage, box.micro_batch) == (letter, half.stage, half.micro_batch)
+            for box, member in zip(mine, members(span.action), strict=True):
+                letter = "F" if isinstance(member, Forward) else member.part.value
+                assert (box.letter, box.stage, box.micro_batch) == (letter, member.stage, member.micro_batch)
                 assert box.framed == isinstance(span.action, Overlap)
         assert next(row, None) is None
 
@@ -59,15 +59,15 @@ def test_boxes_equal_the_actions_and_their_times(timeline):
 
 @timelines
 def test_lines_fit_the_width(timeline):
-    for width, colour in itertools.product((40, 60, 80, 133, 1000), (False, True)):
-        text = timeline_text(timeline, width, colour)
+    for width, color in itertools.product((40, 60, 80, 133, 1000), (False, True)):
+        text = timeline_text(timeline, width, color)
         assert max(len(without_ansi(line)) for line in text.splitlines()) <= width
-        assert ("\x1b" in text) == colour
+        assert ("\x1b" in text) == color
 
 
 @timelines
 def test_text_has_every_box_once(timeline):
-    lines = timeline_text(timeline, 2000, colour=False).splitlines()
+    lines = timeline_text(timeline, 2000, color=False).splitlines()
     assert lines[1].split() == ["time", "0"]
     for rank, stages in enumerate(timeline.schedule.placement.stages):
         line = lines[2 + rank].removeprefix(f"rank {rank}")
@@ -80,7 +80,7 @@ def test_text_has_every_box_once(timeline):
 
 
 def test_text_of_a_small_schedule():
-    lines = timeline_text(simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), 80, colour=False).splitlines()
+    lines = timeline_text(simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), 80, color=False).splitlines()
     assert lines == [
         "1f1b: 2 ranks, 2 stages, 2 micro-batches",
         "time    0",
@@ -96,7 +96,7 @@ def test_text_of_a_small_schedule():
 def test_a_box_that_spans_two_bands_has_one_label():
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
     for width in range(40, 140, 7):
-        lines = [line for line in timeline_text(timeline, width, colour=False).splitlines() if line.startswith("rank")]
+        lines = [line for line in timeline_text(timeline, width, color=False).splitlines() if line.startswith("rank")]
         named = re.findall(r"[A-Za-z]\d+", "".join(line[8:] for line in lines))
         every = [box for rank in range(4) for box in boxes(timeline, rank)]
         assert len(named) == len(every), width
@@ -116,7 +116,7 @@ def test_singular_nouns():
 
 def test_a_narrow_text_has_several_bands():
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
-    lines = timeline_text(timeline, 80, colour=False).splitlines()
+    lines = timeline_text(timeline, 80, color=False).splitlines()
     bands = [float(line.split()[1]) for line in lines if line.startswith("time")]
     assert len(bands) >= 2
     assert bands == sorted(bands)
@@ -124,16 +124,16 @@ def test_a_narrow_text_has_several_bands():
     assert sum(line.startswith("rank 3") for line in lines) == len(bands)
 
 
-def test_text_uses_the_colours_of_the_actions():
+def test_text_uses_the_colors_of_the_actions():
     timeline = simulate(build("zb1p", 1, 1), COSTS)
-    line = timeline_text(timeline, 80, colour=True).splitlines()[2]
+    line = timeline_text(timeline, 80, color=True).splitlines()[2]
     for letter in "FIW":
-        rgb = ";".join(str(int(COLOURS[letter][i : i + 2], 16)) for i in (1, 3, 5))
+        rgb = ";".join(str(int(COLORS[letter][i : i + 2], 16)) for i in (1, 3, 5))
         assert f"\x1b[48;2;{rgb}m" in line
 
 
 def test_text_of_actions_with_very_different_durations_stays_short():
-    lines = timeline_text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80, colour=False).splitlines()
+    lines = timeline_text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80, color=False).splitlines()
     assert len(lines) < 250
     assert max(map(len, lines)) == 80
     row = " ".join(line[8:] for line in lines if line.startswith("rank 1"))
@@ -148,7 +148,7 @@ def test_the_summary_shows_a_range_if_ranks_differ():
 
 
 @timelines
-def test_a_figure_shows_every_box_at_its_place_and_in_its_colour(timeline):
+def test_a_figure_shows_every_box_at_its_place_and_in_its_color(timeline):
     from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
 
@@ -163,11 +163,11 @@ def test_a_figure_shows_every_box_at_its_place_and_in_its_colour(timeline):
         edges = [path.get_extents() for path in filled.get_paths()]
         assert [e.x0 for e in edges] == pytest.approx([b.start for b in row])
         assert [e.x1 for e in edges] == pytest.approx([b.end for b in row])
-        for box, colour in zip(row, filled.get_facecolors(), strict=True):
+        for box, color in zip(row, filled.get_facecolors(), strict=True):
             if box.stage == stages[0]:
-                assert to_hex(colour) == COLOURS[box.letter]
+                assert to_hex(color) == COLORS[box.letter]
             else:
-                assert to_hex(colour) not in COLOURS.values()
+                assert to_hex(color) not in COLORS.values()
         pairs = [s for s in timeline.spans[rank] if isinstance(s.action, Overlap)]
         edges = [path.get_extents() for path in framed.get_paths()]
         assert [(e.x0, e.x1) for e in edges] == [(s.start, s.end) for s in pairs]
@@ -260,7 +260,7 @@ def shifted(timeline, by):
 
 
 def test_text_with_pairs():
-    assert timeline_text(PAIR, 80, colour=False).splitlines() == [
+    assert timeline_text(PAIR, 80, color=False).splitlines() == [
         "dualpipe: 2 ranks, 2 stages, 4 micro-batches",
         "time    0",
         "rank 0   F0   f2   F1       b2      [ f3    B0   ]      b3        I1    W1  ",
@@ -273,22 +273,22 @@ def test_text_with_pairs():
     ]
 
 
-def test_a_coloured_row():
+def test_a_colored_row():
     def box(red, green, blue, inside):
         return f"\x1b[38;2;0;0;0m\x1b[48;2;{red};{green};{blue}m{inside}\x1b[0m "
 
     orange, pale_orange, green, pale_green = (246, 178, 107), (250, 216, 181), (147, 196, 125), (201, 226, 190)
     row = [(orange, " 0 "), (pale_orange, " 2 "), (orange, " 1 "), (pale_green, "    2    "), (pale_orange, "[3 ")]
     row += [(green, "  0   ]"), (pale_green, "    3    "), ((188, 216, 106), "  1  "), ((111, 168, 220), " 1 ")]
-    lines = timeline_text(PAIR, 80, colour=True).splitlines()
-    assert lines[2] == "rank 0  " + "".join(box(*colour, inside) for colour, inside in row)
+    lines = timeline_text(PAIR, 80, color=True).splitlines()
+    assert lines[2] == "rank 0  " + "".join(box(*color, inside) for color, inside in row)
     assert lines[5].startswith(box(*orange, " F ") + "forward   " + box(*green, " B ") + "backward   ")
     waits = timeline_text(simulate(build("1f1b", 2, 2), COSTS), 80).splitlines()[3]
     assert waits.startswith("rank 1  \x1b[2m....\x1b[0m\x1b[38;2;0;0;0m")
 
 
 def test_text_of_a_timeline_that_starts_later():
-    rows, moved = timeline_text(PAIR, 40, colour=False), timeline_text(shifted(PAIR, 100), 40, colour=False)
+    rows, moved = timeline_text(PAIR, 40, color=False), timeline_text(shifted(PAIR, 100), 40, color=False)
     times = [line.split()[1] for line in rows.splitlines() if line.startswith("time")]
     assert [line.split()[1] for line in moved.splitlines() if line.startswith("time")] == [
         f"{100 + float(time):g}" for time in times
@@ -296,7 +296,7 @@ def test_text_of_a_timeline_that_starts_later():
     assert [line for line in rows.splitlines() if not line.startswith("time")] == [
         line for line in moved.splitlines() if not line.startswith("time")
     ]
-    assert timeline_text(PAIR, 10, colour=False) == rows
+    assert timeline_text(PAIR, 10, color=False) == rows
 
 
 def test_summary():
@@ -321,7 +321,7 @@ def test_titles_labels_and_legend_of_a_figure():
     ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
     assert [(place, label.get_text()) for place, label in ticks] == [(0, "rank 0"), (-1, "rank 1")]
     assert all(axes.collections[i + 1].zorder > axes.collections[i].zorder for i in (0, 2))
-    assert [list(COLOURS), *COLOURS.values()] == [["F", "B", "I", "W"], "#f6b26b", "#93c47d", "#bcd86a", "#6fa8dc"]
+    assert [list(COLORS), *COLORS.values()] == [["F", "B", "I", "W"], "#f6b26b", "#93c47d", "#bcd86a", "#6fa8dc"]
     pair = [box for box in boxes(PAIR, 0) if box.framed]
     assert [(box.start, box.end, box.letter) for box in pair] == [(11, 13, "F"), (13, 17, "B")]
     heights = [timeline_figure(simulate(build("1f1b", ranks, 16), COSTS)).get_figheight() for ranks in (2, 16)]

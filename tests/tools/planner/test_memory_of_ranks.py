@@ -11,7 +11,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage, split
-from moe_dualpipe.schedule import Costs, Forward, Part, build, halves, simulate
+from moe_dualpipe.schedule import Costs, Forward, Part, build, members, simulate
 from moe_dualpipe.tools.planner.activations import MicroBatch, deferred_bytes, rows_received, saved_bytes
 from moe_dualpipe.tools.planner.parameters import parameter_sizes
 from moe_dualpipe.tools.planner.peak import StageBytes, peak_memory, peak_of_actions
@@ -25,7 +25,7 @@ def peak_activations(schedule, rank, saved, deferred):
     """The peak bytes of `rank` in the order of its actions: saved[s] from F to B or I, deferred[s] from I to W."""
     now = peak = 0
     for action in schedule.actions[rank]:
-        parts = halves(action)
+        parts = members(action)
         now += sum(saved[half.stage] for half in parts if isinstance(half, Forward))
         peak = max(peak, now)
         for half in parts:

@@ -6,7 +6,7 @@ import pytest
 
 from moe_dualpipe.models import PRESETS, ModelConfig, preset, split
 from moe_dualpipe.runtime.groups import end_holders
-from moe_dualpipe.schedule import NAMES, build, halves
+from moe_dualpipe.schedule import NAMES, build, members
 from moe_dualpipe.tools.planner import MicroBatch, full_schedule, peak_memory, read_shape, shape_of
 from moe_dualpipe.tools.planner.activations import deferred_bytes, saved_bytes
 from moe_dualpipe.tools.planner.backward_memory import working_bytes
@@ -219,7 +219,7 @@ def test_gradients_are_summed_once_the_stage_is_done():
         assert peak_of_actions(actions, {0: StageBytes(10, 0, 3, 3, sums)}) == (10, temporary)
     # Both stages of a rank: the copies of the one that is done first are there in the last backward of the other.
     actions = build("zbv", 1, 2).actions[0]
-    steps = [half.stage for action in actions for half in halves(action)]
+    steps = [half.stage for action in actions for half in members(action)]
     last = [max(i for i, stage in enumerate(steps) if stage == one) for one in (0, 1)]
     early = last.index(min(last))
     sizes = {early: StageBytes(1, 0, 0, 0, 100), 1 - early: StageBytes(1, 0, 5, 5)}

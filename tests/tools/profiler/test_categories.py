@@ -170,7 +170,7 @@ def test_the_end_of_a_long_name_does_not_count():
     assert category_of_kernel("a_" * 1990 + "gemm") == "GEMM"
 
 
-def test_each_category_of_kernels_has_a_colour_of_its_own():
+def test_each_category_of_kernels_has_a_color_of_its_own():
     """No two are so close that they look alike (weighted distance in RGB, https://www.compuphase.com/cmetric.htm)."""
     assert {style.label for style in CATEGORY_STYLES} == {*KERNEL_CATEGORIES}
     assert {*CATEGORIES} - {*KERNEL_CATEGORIES} == {"communication", "copy", "other"}
@@ -182,4 +182,4 @@ def test_each_category_of_kernels_has_a_colour_of_its_own():
 
     shown = [style for style in STYLES if style in CATEGORY_STYLES or style.label == "copies"]
     for one, other in combinations(shown, 2):
-        assert distance(one.colour, other.colour) > 70, (one.label, other.label)
+        assert distance(one.color, other.color) > 70, (one.label, other.label)

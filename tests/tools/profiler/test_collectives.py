@@ -3,8 +3,8 @@
 import pytest
 
 from moe_dualpipe.tools.profiler.collectives import (
+    LaunchSite,
     Met,
-    Place,
     bus_factor,
     bytes_of,
     collective_rows,
@@ -189,7 +189,7 @@ def test_exposed_time_by_place():
     places = {0: "attn", 8: "mlp", 30: "attn"}
     (row,) = rows(*events, exposed=as_intervals([(5, 12), (30, 31)]), place_of=lambda i: places[events[i].start])
     assert row.exposed_us == 8
-    assert row.places == (Place("attn", 2, 8, 14, 6), Place("mlp", 1, 4, 6, 4))
+    assert row.places == (LaunchSite("attn", 2, 8, 14, 6), LaunchSite("mlp", 1, 4, 6, 4))
     assert rows(*events)[0].places == ()
 
 

@@ -33,7 +33,7 @@ def done(key):
     return Await(f"done {key}")
 
 
-def labelled(label, us):
+def labeled(label, us):
     return Begin(label), Kernel(f"kernel of {label}", us), End()
 
 
@@ -109,9 +109,9 @@ def test_late_launch(late, tmp_path):
     def layer(i, _):
         dispatch = transfer(f"dispatch {i}", 300, f"{'W' if late else 'F'} {i}", label="dispatch(F)")
         return (
-            *labelled("attn(F)", 300), Record(f"F {i}"), *([] if late else [dispatch]),
-            *labelled("mlp(W)", 310), Record(f"W {i}"), *([dispatch] if late else []),
-            *labelled("mlp(B)", 50), done(f"dispatch {i}"), *labelled("mlp(F)", 300),
+            *labeled("attn(F)", 300), Record(f"F {i}"), *([] if late else [dispatch]),
+            *labeled("mlp(W)", 310), Record(f"W {i}"), *([dispatch] if late else []),
+            *labeled("mlp(B)", 50), done(f"dispatch {i}"), *labeled("mlp(F)", 300),
         )  # fmt: skip
 
     assert ("late-launch" in kinds(layer, tmp_path)) == late
@@ -124,10 +124,10 @@ def test_late_launch_behind_a_transfer_whose_data_came_later(late, tmp_path):
     def layer(i, _):
         own = transfer(f"own {i}", 200, f"F {i}", label="dispatch(F)")
         other = transfer(f"other {i}", 600, f"B {i}", label="dispatch(B)", elements=3000)
-        sent = (*labelled("mlp(B)", 50), Record(f"B {i}"), *((other, own) if late else (own, other)))
+        sent = (*labeled("mlp(B)", 50), Record(f"B {i}"), *((other, own) if late else (own, other)))
         return (
-            *labelled("attn(F)", 300), Record(f"F {i}"), *sent, *labelled("mlp(W)", 310), done(f"own {i}"),
-            *labelled("mlp(F)", 300), done(f"other {i}"), *labelled("attn(B)", 300),
+            *labeled("attn(F)", 300), Record(f"F {i}"), *sent, *labeled("mlp(W)", 310), done(f"own {i}"),
+            *labeled("mlp(F)", 300), done(f"other {i}"), *labeled("attn(B)", 300),
         )  # fmt: skip
 
     assert ("late-launch" in kinds(layer, tmp_path)) == late
@@ -139,8 +139,8 @@ def test_a_launch_is_not_late_by_itself_while_the_host_waits(tmp_path):
     def layer(i, _):
         sent = transfer(f"t {i}", 300, f"F {i}", label="combine(F)")
         return (
-            *labelled("mlp(F)", 300), Record(f"F {i}"), *labelled("attn(B)", 400), Item(), sent,
-            *labelled("attn(W)", 100), done(f"t {i}"), *labelled("attn(F)", 300),
+            *labeled("mlp(F)", 300), Record(f"F {i}"), *labeled("attn(B)", 400), Item(), sent,
+            *labeled("attn(W)", 100), done(f"t {i}"), *labeled("attn(F)", 300),
         )  # fmt: skip
 
     found = kinds(layer, tmp_path)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_dualpipe.tools.profiler import read_trace
 from moe_dualpipe.tools.profiler.communication import NAMES
 from moe_dualpipe.tools.profiler.doctor.case import case_of
-from moe_dualpipe.tools.profiler.doctor.replay import ASSUMED, NO_WAITS, Graph, Waits, order_of, replay, with_delays
+from moe_dualpipe.tools.profiler.doctor.replay import ASSUMED, Graph, Waits, order_of, replay, with_delays
 from moe_dualpipe.tools.profiler.doctor.view import view_of
 from tests.support.faults import FAULTS, run, write_traces
 
@@ -94,7 +94,9 @@ def test_work_in_a_hardware_queue_starts_once_the_work_before_it_has_started():
     """Node 0 takes 10 us, and node 1 follows it. Node 2 needs nothing, and is behind node 1 in a queue."""
     none, zero = np.full(3, -1, np.int64), np.zeros(3)
     before, durations = np.array([-1, 0, -1], np.int64), np.array([10.0, 100.0, 5.0])
-    graph = Graph(np.ones(3, bool), zero, durations, before, zero, none, zero, NO_WAITS, zero)
+    graph = Graph(
+        np.ones(3, bool), zero, durations, before, zero, none, zero, Waits(none[:0], none[:0], zero[:0], none[:0]), zero
+    )
     assert replay(graph).start.tolist() == [0, 10, 0]
     assert replay(replace(graph, queue=np.array([-1, -1, 1], np.int64))).start.tolist() == [0, 10, 10]
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.tools.profiler.intervals import EMPTY, difference, intersection, total, union
+from moe_dualpipe.tools.profiler.intervals import EMPTY, difference, intersection, union, union_length
 
 MANY = settings(max_examples=300, deadline=None)
 # Few points, so that adjacent, nested, equal and empty intervals are frequent.
@@ -38,7 +38,7 @@ def test_operations_agree_with_sets_of_points(a, b):
     ):
         is_union(result)
         assert points(result) == expected
-        assert total(result) == len(expected)
+        assert union_length(result) == len(expected)
 
 
 @MANY
@@ -54,4 +54,9 @@ def test_examples():
     assert union(intervals).tolist() == [[0, 3], [5, 7]]
     assert intersection(array([(0, 3), (5, 7)]), array([(2, 6)])).tolist() == [[2, 3], [5, 6]]
     assert difference(array([(0, 3), (5, 7)]), array([(1, 2), (6, 9)])).tolist() == [[0, 1], [2, 3], [5, 6]]
-    assert total(union(EMPTY)) == total(intersection(EMPTY, intervals)) == total(difference(EMPTY, EMPTY)) == 0
+    assert (
+        union_length(union(EMPTY))
+        == union_length(intersection(EMPTY, intervals))
+        == union_length(difference(EMPTY, EMPTY))
+        == 0
+    )

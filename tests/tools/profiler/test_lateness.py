@@ -7,7 +7,7 @@ import pytest
 
 from moe_dualpipe.tools.profiler.attribution import IDLE, LATE_HOST, WAITING, Label
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.intervals import as_intervals, total
+from moe_dualpipe.tools.profiler.intervals import as_intervals, union_length
 from moe_dualpipe.tools.profiler.lateness import _disjoint
 from tests.support.rank_programs import Compute, Idle, Join, execute, write_ranks
 
@@ -165,7 +165,7 @@ def test_a_gap_is_the_hosts_until_the_launch(tmp_path):
 
 def test_waits_for_two_ranks_at_once_count_once():
     waits = _disjoint({2: as_intervals([(0, 10)]), 1: as_intervals([(5, 20)])})
-    assert {rank: total(spans) for rank, spans in waits.items()} == {1: 15, 2: 5}
+    assert {rank: union_length(spans) for rank, spans in waits.items()} == {1: 15, 2: 5}
 
 
 @pytest.mark.parametrize("seed", range(6))

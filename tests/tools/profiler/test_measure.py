@@ -150,11 +150,11 @@ def test_the_default_link_depends_on_the_computation_time(monkeypatch):
     monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 35_000_000))
     words = measure._set_link(pair, backend, None, 3)  # type: ignore[arg-type]
     assert backend.link.gb_per_s == pytest.approx(0.025) and not backend.link.latency_us
-    assert words == ("modelled link: 0.2 Gb/s, latency 0 us: 35.0 MB take 0.7 of the computation time, 2,000 ms")
+    assert words == ("modeled link: 0.2 Gb/s, latency 0 us: 35.0 MB take 0.7 of the computation time, 2,000 ms")
     pair.workload = replace(WORKLOAD, device=torch.device("cuda"))
-    assert measure._set_link(pair, backend, None, 3) == "modelled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
+    assert measure._set_link(pair, backend, None, 3) == "modeled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
     monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 0))
-    assert measure._set_link(pair, backend, None, 3) == "modelled link: unused, there is only one rank"  # type: ignore[arg-type]
+    assert measure._set_link(pair, backend, None, 3) == "modeled link: unused, there is only one rank"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share,words", [

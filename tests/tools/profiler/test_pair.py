@@ -1,4 +1,4 @@
-"""The pair of chunks: equal results of both runs, balanced routing, modelled links, and the command."""
+"""The pair of chunks: equal results of both runs, balanced routing, modeled links, and the command."""
 
 import json
 import re
@@ -172,7 +172,7 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, req
     assert err == ""
     lines = out.splitlines()
     assert lines[0].startswith(f"{mode} on cpu in float32: 2 layers of tiny, 32 tokens ")
-    assert lines[1] == "modelled link: 0.1 Gb/s, latency 50 us"
+    assert lines[1] == "modeled link: 0.1 Gb/s, latency 50 us"
     assert lines[3].split() == ["|", "|", "sequential,", "us", "|", "overlapped,", "us", "|"]
     files = ["overlapped.json.gz", "report.json", "sequential.json.gz", "timeline.html", "timeline.png"]
     assert lines[-1] == f"in {tmp_path}: {', '.join(files)}"
@@ -217,7 +217,7 @@ def test_run_without_a_link(tmp_path, capsys):
 def test_run_with_deepseeks_transfer_times(tmp_path, capsys):
     assert main([*SMALL, "--out", str(tmp_path), "--replay", "deepseek", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["link"] == "modelled link: transfers take as long as in DeepSeek's training trace"
+    assert report["link"] == "modeled link: transfers take as long as in DeepSeek's training trace"
     assert report["sequential"]["comm_us"] >= 2 * (6690 + 8680 + 7490 + 5500)
 
 
@@ -262,8 +262,8 @@ def test_run_without_a_gpu(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("options,problem", [
-    (["--link-gbps", "9"], "links are modelled in one process, but there are 2"),
-    (["--replay", "deepseek"], "links are modelled in one process, but there are 2"),
+    (["--link-gbps", "9"], "links are modeled in one process, but there are 2"),
+    (["--replay", "deepseek"], "links are modeled in one process, but there are 2"),
     (["--ep", "4"], "torchrun started 2 processes, which are the ranks: leave out --ep 4"),
 ])  # fmt: skip
 def test_invalid_run_options_under_torchrun(options, problem, capsys, tmp_path, monkeypatch):

@@ -52,9 +52,6 @@ def merged(parts: Sequence[Waits]) -> Waits:
     )  # fmt: skip
 
 
-NO_WAITS = Waits(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64))
-
-
 @dataclass(frozen=True, slots=True)
 class Graph:
     """Nodes in the order of their recorded starts. Times in microseconds.

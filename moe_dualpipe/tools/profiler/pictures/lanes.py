@@ -1,6 +1,6 @@
 """Draw traces as lanes: computation above communication, like DeepSeek's published profiles, and copies below.
 
-palette.py says what the colours mean. At most MAX_PICTURES devices are drawn, and a note tells how many were left out.
+palette.py says what the colors mean. At most MAX_PICTURES devices are drawn, and a note tells how many were left out.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...drawing.figures import new_figure, plain_text
-from ..intervals import Intervals, intersection, total, union
+from ..intervals import Intervals, intersection, union, union_length
 from ..kernel_names import shortened
 from ..lanes import COMMUNICATION, LANES, Ints, Lanes, runs
 from .lanes_windows import Window, label_of, time_until, windows_of
@@ -32,7 +32,7 @@ _SMALLEST = 5  # points: lower rows have no labels
 _LANE_INCHES, _LETTER_WIDTH = 7.7, 0.58 / 72  # a letter's width in inches, divided by the size of the font
 _NARROWEST, _MARGIN = 0.28, 0.06  # the width of an "i" as a share of the size; inches left free beside a label
 _LANE_HEIGHTS, _SPACE, _INCHES = (0.86, 0.86, 0.4), 0.14, 0.42  # the unit of height, about so many inches
-_STRIP = 0.1  # the height of exposed communication if colours show phases
+_STRIP = 0.1  # the height of exposed communication if colors show phases
 _PIXELS = 1200  # shorter gaps than a lane's length divided by this are not drawn
 
 
@@ -139,7 +139,7 @@ class _Panel:
         times = [np.diff(time_until(lanes.busy(chosen & (self.styles == number)), edges)) for number in numbers]
         for which, number in enumerate(numbers):
             most = (np.argmax(times, axis=0) == which) & (times[which] > 0)
-            self._bars(intersection(busy, union(pixels[most])), base, height, STYLES[number].colour)
+            self._bars(intersection(busy, union(pixels[most])), base, height, STYLES[number].color)
         if exposed is not None:
             self._draw_exposed(intersection(lanes.busy(chosen), exposed), base, height)
 
@@ -149,12 +149,12 @@ class _Panel:
         inside = time_until(exposed, joined[:, 1]) - time_until(exposed, joined[:, 0])
         eighths = np.maximum(np.round(8 * inside / (joined[:, 1] - joined[:, 0])), 1)
         for count in np.unique(eighths):
-            self._bars(joined[eighths == count], base, height * count / 8, EXPOSED.colour)
+            self._bars(joined[eighths == count], base, height * count / 8, EXPOSED.color)
 
-    def _bars(self, intervals: Intervals, base: float, height: float, colour: str) -> None:
+    def _bars(self, intervals: Intervals, base: float, height: float, color: str) -> None:
         shift = self.picture.shift_us
         spans = [((a + shift) / 1e3, (b - a) / 1e3) for a, b in intervals.tolist()]
-        self.axes.broken_barh(spans, (base, height), facecolors=colour, edgecolors="none")
+        self.axes.broken_barh(spans, (base, height), facecolors=color, edgecolors="none")
 
     def _add_labels(self, lanes: Lanes, styles: Ints, base: float, height: float) -> None:
         """Label the runs of one row, where a label fits; shorten long ones."""
@@ -191,14 +191,14 @@ def close_gaps(intervals: Intervals, gap: float) -> Intervals:
 
 
 def _add_legend(figure: "Figure", pictures: Sequence["Picture"], windows: Sequence[Window], letters: bool) -> None:
-    """Add a legend entry for each colour that covers enough of a window to be seen."""
+    """Add a legend entry for each color that covers enough of a window to be seen."""
     from matplotlib.patches import Patch
 
     seen: set[int] = set()
     for window in windows:
         times = sum(_style_times(picture, window, letters) for picture in pictures)
         seen |= {*np.flatnonzero(times > (window[1] - window[0]) / 1000).tolist()}
-    entries = [Patch(facecolor=STYLES[number].colour, label=STYLES[number].label) for number in sorted(seen)]
+    entries = [Patch(facecolor=STYLES[number].color, label=STYLES[number].label) for number in sorted(seen)]
     figure.legend(handles=entries, loc="outside lower left", ncols=5, fontsize=FONT_SIZE, frameon=False)
 
 
@@ -206,8 +206,10 @@ def _style_times(picture: "Picture", window: Window, letters: bool) -> NDArray[n
     """How long each style runs in a window."""
     lanes, inside = picture.lanes, np.array([window]) - picture.shift_us
     styles = styles_of(lanes, letters)
-    times = np.array([total(intersection(lanes.busy(styles == number), inside)) for number in range(len(STYLES))])
-    exposed = total(intersection(lanes.exposed, inside))
+    times = np.array(
+        [union_length(intersection(lanes.busy(styles == number), inside)) for number in range(len(STYLES))]
+    )
+    exposed = union_length(intersection(lanes.exposed, inside))
     times[STYLES.index(EXPOSED)] += exposed
     times[STYLES.index(HIDDEN)] -= exposed
     return times

@@ -51,7 +51,7 @@ def page_data(pictures: Sequence["Picture"], note: str = "") -> dict[str, Any]:
     ]
     return {
         "end": end, "notes": notes, "strip": letters, "lanes": LANES,
-        "styles": [[style.label, style.colour, style.ink] for style in STYLES],
+        "styles": [[style.label, style.color, style.ink] for style in STYLES],
         "exposed": STYLES.index(EXPOSED), "hidden": STYLES.index(HIDDEN),
         "details": [_detail(*facts) for facts in details],
         "names": [printable(name, _LONGEST_NAME) for name in names], "short": [short_name(name) for name in names],

@@ -1,9 +1,9 @@
-"""The colours of lanes.
+"""The colors of lanes.
 
-If phases have this project's letters, (F), (B), (I) and (W), a colour shows the letter. In all other traces, a colour
-shows the category of a kernel (../categories.py). Most colours are of Paul Tol's scheme "light" for computation,
+If phases have this project's letters, (F), (B), (I) and (W), a color shows the letter. In all other traces, a color
+shows the category of a kernel (../categories.py). Most colors are of Paul Tol's scheme "light" for computation,
 which was made for black text, and of his "vibrant" for communication: both can be told apart by people who are
-colour-blind (https://personal.sron.nl/~pault/). "light" has too few colours: rarer categories have others.
+color-blind (https://personal.sron.nl/~pault/). "light" has too few colors: rarer categories have others.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....overlap.labels import letter_of
-from ...drawing.timeline_boxes import COLOURS, LABELS
+from ...drawing.timeline_boxes import COLORS, LABELS
 from ..lanes import COMMUNICATION, COPIES, Ints, Lanes
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """A colour with its entry in the legend. ink: the colour of text on it."""
+    """A color with its entry in the legend. ink: the color of text on it."""
 
     label: str
-    colour: str
+    color: str
     ink: str = "#111111"
 
 
@@ -32,13 +32,13 @@ EXPOSED, HIDDEN = (
     Style("hidden communication", "#0077bb", "#ffffff"),
 )
 COPY = Style("copies", "#ee8866")
-LETTERS = tuple(Style(LABELS[letter], colour) for letter, colour in COLOURS.items())
+LETTERS = tuple(Style(LABELS[letter], color) for letter, color in COLORS.items())
 _BY_CATEGORY = {
     "GEMM": "#77aadd", "grouped GEMM": "#99ddff", "attention": "#44bb99", "convolution": "#7788cc",
     "normalization": "#bbcc33", "softmax and loss": "#88cc77", "elementwise": "#eedd88", "reduction": "#aaaa00",
     "routing": "#ffaabb", "embedding": "#cc99cc", "optimizer": "#bb8899", "data movement": "#ccaa88",
 }  # fmt: skip
-CATEGORY_STYLES = tuple(Style(category, colour) for category, colour in _BY_CATEGORY.items())
+CATEGORY_STYLES = tuple(Style(category, color) for category, color in _BY_CATEGORY.items())
 STYLES = (*LETTERS, *CATEGORY_STYLES, OTHER, HIDDEN, COPY, EXPOSED)
 """In the order of the legend."""
 _NUMBER = {style: number for number, style in enumerate(STYLES)}
@@ -52,7 +52,7 @@ def has_letters(pictures: Sequence[Lanes]) -> bool:
 def styles_of(lanes: Lanes, letters: bool) -> Ints:
     """Return the index in STYLES of each event. Communication without a letter is hidden where it is not exposed."""
     if letters:
-        by_letter = dict(zip(COLOURS, LETTERS, strict=True))
+        by_letter = dict(zip(COLORS, LETTERS, strict=True))
         known = [by_letter.get(letter_of(phase) or "", OTHER) for phase in lanes.phases]
         return _numbers([*known, OTHER])[lanes.phase]  # the index -1 is the last entry
     by_category = {style.label: style for style in CATEGORY_STYLES}

@@ -192,8 +192,8 @@ def save_comparison(comparison: Comparison, path: Path) -> None:
     """Draw the time of each category in a step, A above B. Raises ImportError if matplotlib is not installed."""
     parts = [part for part in comparison.parts if max(part.a.step_us, part.b.step_us) > 0]
     parts.sort(key=lambda part: (part.name in NO_WORK, part.name == COMMUNICATION, -part.a.step_us - part.b.step_us))
-    colours = {style.label: style.colour for style in CATEGORY_STYLES} | {
-        OTHER.label: OTHER.colour, COPY: COPY_STYLE.colour, COMMUNICATION: EXPOSED.colour,
+    colors = {style.label: style.color for style in CATEGORY_STYLES} | {
+        OTHER.label: OTHER.color, COPY: COPY_STYLE.color, COMMUNICATION: EXPOSED.color,
         **dict.fromkeys(NO_WORK, _WHITE),
     }  # fmt: skip
     figure = new_figure(8.5, 0.5 * len(parts) + 1.5)
@@ -202,7 +202,7 @@ def save_comparison(comparison: Comparison, path: Path) -> None:
     for row, part in enumerate(parts):
         for side, (letter, work) in enumerate((("A", part.a), ("B", part.b))):
             y = row + 0.38 * (side - 0.5)
-            axes.barh(y, work.step_us / 1e3, height=0.36, color=colours[part.name], edgecolor="#444444", linewidth=0.6,
+            axes.barh(y, work.step_us / 1e3, height=0.36, color=colors[part.name], edgecolor="#444444", linewidth=0.6,
                       hatch="" if side else "////")  # fmt: skip
             change = f" ({part.us / 1e3:+,.3g})" if side else ""
             axes.text((work.step_us + 0.01 * longest) / 1e3, y, f"{letter}: {work.step_us / 1e3:,.3g}{change}",

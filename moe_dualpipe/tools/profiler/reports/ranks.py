@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ....messages import list_ranks, plural, printable
 from ...drawing.tables import markdown
 from ..attribution import COMMUNICATION, IDLE, LATE_HOST, WAITING, Label
-from ..collectives import CollectiveRow, Place
+from ..collectives import CollectiveRow, LaunchSite
 from ..critical_path import PathPart
 from ..lateness import NOT_COMPUTING, Lateness, Reason
 
@@ -45,7 +45,7 @@ def collectives_text(rows: Sequence[CollectiveRow]) -> str:
     return text
 
 
-def _numbers(one: CollectiveRow | Place) -> list[str]:
+def _numbers(one: CollectiveRow | LaunchSite) -> list[str]:
     return [f"{one.count:,}", _size(one.bytes), f"{one.total_us:,.0f}", f"{one.exposed_us:,.0f}"]
 
 

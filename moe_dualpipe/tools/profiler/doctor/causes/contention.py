@@ -120,13 +120,13 @@ def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int]
     share, speed = share[usual], speed[usual]
     if len(share) < LEAST or np.ptp(share) < least:
         return None
-    centred = share - share.mean()
-    slope = float((centred * speed).sum() / (centred**2).sum())
+    centered = share - share.mean()
+    slope = float((centered * speed).sum() / (centered**2).sum())
     alone = float(speed.mean() - slope * share.mean())
     if alone <= 0:
         return None
     rest = speed - alone - slope * share
-    error = float(np.sqrt((rest**2).sum() / (len(share) - 2) / (centred**2).sum())) / alone
+    error = float(np.sqrt((rest**2).sum() / (len(share) - 2) / (centered**2).sum())) / alone
     return -slope / alone, max(error, 0.01), len(share)
 
 

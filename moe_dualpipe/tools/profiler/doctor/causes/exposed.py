@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from ...intervals import Intervals, as_intervals, intersection, length_before, total, union
+from ...intervals import Intervals, as_intervals, intersection, length_before, union, union_length
 from ..case import Case, Finding, most_costly, without_waits, worst_of
 from ..replay import DATA, Ints, Mask, Times
 from ..verdict import Verdict
@@ -32,7 +32,7 @@ def find_pipeline(case: Case) -> list[Finding]:
     if chosen.sum() < LEAST:
         return []
     spans = union(np.stack([view.start[chosen], view.end[chosen]], axis=1))
-    exposed = total(intersection(spans, case.gaps))
+    exposed = union_length(intersection(spans, case.gaps))
     costs = case.without_computation(view.start, np.where(chosen, view.end, view.start))
     worst = worst_of(costs)
     evidence = (
@@ -61,7 +61,7 @@ def find_nothing_else(case: Case, mended: Times) -> list[Finding]:
     alone, gaps = _alone(case)
     if case.view.is_cpu or len(alone) < LEAST:  # nothing is ever queued on a CPU
         return []
-    cost, exposed = (total(intersection(case.transferring, where)) for where in (gaps, case.gaps))
+    cost, exposed = (union_length(intersection(case.transferring, where)) for where in (gaps, case.gaps))
     if min(cost, _still_exposed(case, alone, mended)) < NOTHING_ELSE * case.window_us:
         return []
     costs = case.without_computation(case.view.start[alone], case.view.end[alone])
@@ -84,7 +84,7 @@ def _still_exposed(case: Case, transfers: Ints, mended: Times) -> float:
     start, end = mended.start[case.nodes.event], mended.end[case.nodes.event]
     computing = union(np.stack([start, end], axis=1)[~case.is_comm])
     chosen = union(np.stack([start[transfers], end[transfers]], axis=1))
-    return total(chosen) - total(intersection(chosen, computing))
+    return union_length(chosen) - union_length(intersection(chosen, computing))
 
 
 def _alone(case: Case) -> tuple[Ints, Intervals]:

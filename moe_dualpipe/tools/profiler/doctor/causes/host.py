@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...intervals import intersection, total, union
+from ...intervals import intersection, union, union_length
 from ...trace import HostEvent, Trace
 from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
 from ..inputs import LATE
@@ -103,7 +103,7 @@ def find_late_host(case: Case) -> list[Finding]:
     late = np.maximum(np.minimum(launched, view.start[known]) - free, 0.0)
     late[view.start[known] - launched > SHORT] = 0.0  # started long after the launch: it waited for something else
     costs = case.without_computation(free, free + late)
-    cost = total(intersection(union(np.stack([free, free + late], axis=1)), case.gaps))
+    cost = union_length(intersection(union(np.stack([free, free + late], axis=1)), case.gaps))
     worst = worst_of(costs)
     bound = costs > LATE
     if not bound.any():

@@ -19,7 +19,7 @@ function rowsOf(device) {
   return rows;
 }
 
-// The runs of a row: neighbours of one phase, as [first piece, last piece]. Pieces without a phase are in no run.
+// The runs of a row: neighbors of one phase, as [first piece, last piece]. Pieces without a phase are in no run.
 function runsOf(row) {
   const { phase, phases } = row.device, runs = [];
   for (let i = row.first; i < row.last; i++) {

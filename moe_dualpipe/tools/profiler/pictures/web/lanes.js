@@ -107,7 +107,7 @@ function fill(pen, style, x, y, width, height) {
   pen.fillRect(x, y, width, height);
 }
 
-// Exposed communication: all of the row in red, or a strip below colours that mean phases. Of spans below a pixel,
+// Exposed communication: all of the row in red, or a strip below colors that mean phases. Of spans below a pixel,
 // a pixel shows the share of its time.
 function drawExposed(pen, row, first, last) {
   const { device, top, body, band } = row, spans = device.exposed;
@@ -141,7 +141,7 @@ function drawExposed(pen, row, first, last) {
   pen.globalAlpha = 1;
 }
 
-// Labels inside pieces that are wide enough. Neighbours with one name share a label if they touch on the screen.
+// Labels inside pieces that are wide enough. Neighbors with one name share a label if they touch on the screen.
 function drawLabels(pen, row, first, last) {
   const { device, top, body, band } = row;
   for (let i = first; i < last; i++) {

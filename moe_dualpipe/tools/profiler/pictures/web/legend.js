@@ -12,9 +12,9 @@ function usedStyles() {
 
 function fillLegend() {
   for (const style of usedStyles()) {
-    const button = element("button"), colour = element("i");
-    colour.style.background = styles[style][1];
-    button.append(colour, styles[style][0]);
+    const button = element("button"), color = element("i");
+    color.style.background = styles[style][1];
+    button.append(color, styles[style][0]);
     button.title = "click: hide or show; double click: show only this";
     button.setAttribute("aria-pressed", "true");
     button.dataset.style = style;

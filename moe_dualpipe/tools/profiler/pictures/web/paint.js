@@ -1,4 +1,4 @@
-// Canvases in the size of their elements and the sharpness of the screen, colours of the theme, texts that fit.
+// Canvases in the size of their elements and the sharpness of the screen, colors of the theme, texts that fit.
 const theme = {};
 
 function readTheme() {

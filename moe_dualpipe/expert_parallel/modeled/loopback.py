@@ -1,8 +1,8 @@
-"""One rank of many in a single process: the other ranks are virtual and the link to them is modelled.
+"""One rank of many in a single process: the other ranks are virtual and the link to them is modeled.
 
 All ranks are assumed to send the same rows. So the rows that this rank sends to rank r are also the rows that it
 receives from rank r, with their experts mapped to the local ones. One process does the work of one rank of R, and its
-communication takes the time of a modelled link. One GPU or CPU can thus measure the overlap of a job of 64 ranks.
+communication takes the time of a modeled link. One GPU or CPU can thus measure the overlap of a job of 64 ranks.
 
 The result is that of a model with the same experts on all ranks: expert e of rank r equals expert e of rank 0.
 

@@ -15,7 +15,7 @@ from moe_dualpipe.training.config import BatchConfig, TrainConfig
 from tests.support.parallel_faults import MODEL, moe
 
 ALONE = Variant("each sequence alone", OTHER_ROWS, size=1)
-NEIGHBOURS = Variant("shuffled sequences", OTHER_ROWS, neighbours=1)
+NEIGHBORS = Variant("shuffled sequences", OTHER_ROWS, neighbors=1)
 RECOMPUTE = Variant("recompute attention", SAME_ORDER, recompute="attention")
 
 
@@ -81,16 +81,16 @@ def found(patch, variant):
     return first
 
 
-@pytest.mark.parametrize("variant", [NEIGHBOURS, RECOMPUTE], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [NEIGHBORS, RECOMPUTE], ids=lambda variant: variant.name)
 def test_nothing_differs_without_a_fault(variant):
     assert found(None, variant) == ""
 
 
 @pytest.mark.parametrize("patch,variant,where", [
     (normalize_over_the_batch, ALONE, "layer 2, segment mlp, output 0: 24 of 24 tokens differ; the largest"),
-    (read_another_sequence, NEIGHBOURS, "layer 1, segment attn, output 0: "),
+    (read_another_sequence, NEIGHBORS, "layer 1, segment attn, output 0: "),
     (drop_rows_above_the_capacity, ALONE, "layer 1, segment mlp number 2, output 0: "),
     (count_calls, RECOMPUTE, "layer 2, segment attn, output 0: "),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
-def test_a_layer_that_depends_on_its_neighbours_or_its_calls_is_located(patch, variant, where):
+def test_a_layer_that_depends_on_its_neighbors_or_its_calls_is_located(patch, variant, where):
     assert found(patch, variant).startswith(f"the first difference is in step 1, {where}")

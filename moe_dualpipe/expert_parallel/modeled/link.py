@@ -1,6 +1,6 @@
-"""A modelled link: transfers take the time given by bandwidth and latency, one after another.
+"""A modeled link: transfers take the time given by bandwidth and latency, one after another.
 
-On a CPU, a transfer is a sleeping thread, which uses no processor time. In a profile of all threads, it is labelled
+On a CPU, a transfer is a sleeping thread, which uses no processor time. In a profile of all threads, it is labeled
 LINK_TRANSFER, the call that starts it LINK_CALL, and a wait for it LINK_WAIT (overlap/labels.py).
 """
 

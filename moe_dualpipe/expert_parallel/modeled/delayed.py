@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class Delayed:
-    """`backend` with a modelled link. A transfer ends when both the backend and the link have completed it.
+    """`backend` with a modeled link. A transfer ends when both the backend and the link have completed it.
 
     The link transfers the bytes of the input, [T, D] or [N, D], one transfer after another. Raises ValueError for CUDA
     tensors.

@@ -1,4 +1,4 @@
-"""Backends with a modelled link: Loopback, Delayed, and the link itself."""
+"""Backends with a modeled link: Loopback, Delayed, and the link itself."""
 
 import copy
 import time
@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
-from moe_dualpipe.expert_parallel.modelled.link import LinkTimer
+from moe_dualpipe.expert_parallel.modeled.link import LinkTimer
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions
 
 CONFIG = ModelConfig(hidden_size=16, expert_size=12, num_experts=8, experts_per_token=3, init_std=0.3, head_dim=4)

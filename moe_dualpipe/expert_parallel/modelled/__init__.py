@@ -1,1 +1,0 @@
-"""Backends with a simulated network: their transfers take the time of a modelled link."""
