@@ -17,7 +17,7 @@ from moe_dualpipe.commands import main as commands_main
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.tools.drawing.captions import format_number
-from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.options import parse_arguments
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT.parent / "shared" / "data" / "deepseek_v3_train_trace.json.gz"

@@ -21,7 +21,7 @@ def train_command(load: Workload) -> str:
         f"--recompute {load.recompute}",
         f"--model.mtp-layers {load.shape.mtp}" * (load.shape.mtp != PRESETS[load.shape.name].mtp_layers),
         "--no-overlap" * (load.overlap is False and load.schedule in PAIRED),
-        "--no-zero" * (not load.zero),
+        "--set parallel.zero=false" * (not load.zero),
         "--dtype float32" * (load.precision == "fp32"),
     ]
     return " ".join(word for word in words if word)
