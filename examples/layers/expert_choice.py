@@ -38,5 +38,5 @@ class ExpertChoice(RouterLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
     main(["--router", f"{__file__}:ExpertChoice", *options, *sys.argv[1:]])

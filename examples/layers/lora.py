@@ -61,5 +61,5 @@ class LoRAExperts(SwiGLUExperts):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
     main(["--experts", f"{__file__}:LoRAExperts", *options, *sys.argv[1:]])

@@ -34,5 +34,5 @@ def linear_experts(config: ModelConfig, num_local_experts: int) -> nn.ModuleList
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
     main(["--experts", f"{__file__}:GELUExpert", *options, *sys.argv[1:]])

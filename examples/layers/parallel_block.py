@@ -60,5 +60,5 @@ class ParallelBlock(BlockLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
     main(["--block", f"{__file__}:ParallelBlock", *options, *sys.argv[1:]])

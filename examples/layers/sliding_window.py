@@ -51,5 +51,5 @@ class SlidingWindow(AttentionLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
     main(["--attention", f"{__file__}:SlidingWindow", *options, *sys.argv[1:]])

@@ -36,5 +36,5 @@ class SquaredReLUExperts(ExpertLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
     main(["--experts", f"{__file__}:SquaredReLUExperts", *options, *sys.argv[1:]])

@@ -32,5 +32,5 @@ class WideOrNarrow(nn.Sequential):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
     main(["--experts", f"{__file__}:WideOrNarrow", *options, *sys.argv[1:]])

@@ -56,5 +56,5 @@ def expert(config: ModelConfig, expert_id: int, options: Special) -> nn.Module:
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
     main(["--experts", f"{__file__}:expert", *options, *sys.argv[1:]])

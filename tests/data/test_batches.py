@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.data import Source, TextData, load_data, text_files, tokenizer_files
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.sources import split_weight
-from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.texts import TEXTS, corrupt
 
 
@@ -153,7 +153,7 @@ BAD_LINES = {
     b"[" * 100_000: "not JSON: ",
     b"[1]": "expected an object, got a list",
     b"null": "expected an object, got null",
-    b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --data-field",
+    b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --set batch.data_field=N",
     b'{"text": 3}': "field 'text' must be a string, got a number",
     b'{"text": {"text": "x"}}': "field 'text' must be a string, got an object",
     b'{"text": "a\\u0000b"}': "field 'text' contains a zero character",

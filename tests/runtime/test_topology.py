@@ -8,6 +8,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from moe_dualpipe.training.from_options import watched_world
+from moe_dualpipe.training.plan import plan_run
+from moe_dualpipe.training.trainer import Trainer
 
 from moe_dualpipe.runtime import topology
 from moe_dualpipe.runtime.groups import init_world
@@ -15,10 +18,7 @@ from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.shared_errors import gather_objects
 from moe_dualpipe.runtime.topology import Place, describe, find_domains, machine_limit, place, placement_order
 from moe_dualpipe.runtime.versions import OtherVersionsError
-from moe_dualpipe.training.from_options import watched_world
 from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.plan import plan_run
-from moe_dualpipe.training.trainer import Trainer
 from tests.support.pretended_machines import pretend
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, records, settings

@@ -5,8 +5,8 @@ import itertools
 import math
 
 import pytest
-
 from moe_dualpipe.training.command_line import parse_arguments
+
 from moe_dualpipe.training.config import OptimizerConfig
 from moe_dualpipe.training.learning_rate import learning_rate
 from tests.support.runs import options, resolve

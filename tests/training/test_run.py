@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from moe_dualpipe.training.trainer import Trainer
 
 from moe_dualpipe.data import BYTES
 from moe_dualpipe.health.heartbeat import Progress
@@ -13,7 +14,6 @@ from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.tools.planner.flops import train_flops_per_token
 from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.trainer import Trainer
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     MODEL,

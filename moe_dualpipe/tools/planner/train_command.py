@@ -16,11 +16,11 @@ def train_command(load: Workload) -> str:
     where = f"--nnodes {one.gpus // each} " * (one.gpus > each) + f"--nproc-per-node {each}"
     words = [
         f"torchrun {where} train.py --preset {load.shape.name} --pp {one.pp} --ep {one.ep} --schedule {load.schedule}",
-        f"--num-chunks {one.vpp}" * (one.vpp > 1),
-        f"--micro-batch-size {load.micro_batch} --micro-batches {load.num_micro_batches} --seq-len {load.seq}",
+        f"--set parallel.num_chunks={one.vpp}" * (one.vpp > 1),
+        f"--micro-batch-size {load.micro_batch} --batch-size {load.global_batch} --seq-len {load.seq}",
         f"--recompute {load.recompute}",
-        f"--model.mtp-layers {load.shape.mtp}" * (load.shape.mtp != PRESETS[load.shape.name].mtp_layers),
-        "--no-overlap" * (load.overlap is False and load.schedule in PAIRED),
+        f"--set model.mtp_layers={load.shape.mtp}" * (load.shape.mtp != PRESETS[load.shape.name].mtp_layers),
+        "--set parallel.overlap=false" * (load.overlap is False and load.schedule in PAIRED),
         "--set parallel.zero=false" * (not load.zero),
         "--dtype float32" * (load.precision == "fp32"),
     ]
