@@ -153,7 +153,7 @@ BAD_LINES = {
     b"[" * 100_000: "not JSON: ",
     b"[1]": "expected an object, got a list",
     b"null": "expected an object, got null",
-    b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --set batch.data_field=N",
+    b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --set batch.data_field",
     b'{"text": 3}': "field 'text' must be a string, got a number",
     b'{"text": {"text": "x"}}': "field 'text' must be a string, got an object",
     b'{"text": "a\\u0000b"}': "field 'text' contains a zero character",
