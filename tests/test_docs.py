@@ -53,6 +53,7 @@ class ParsedError(Exception):
 def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises for a program that does not exist, or an option that it does not know."""
     monkeypatch.setattr("moe_dualpipe.training.config.start_model", lambda *_: None)  # reads no URL
+    monkeypatch.setattr("moe_dualpipe.training.options.read_toml", lambda _: {})
     words = [word for word in shlex.split(line) if not word.startswith("PYTHONPATH=")]
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {words[1]}"
@@ -174,7 +175,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_readme_fits_on_a_few_screens():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
