@@ -53,7 +53,7 @@ def measure_steps(pp: int, preset: str) -> list[float]:
     """Seconds of each step of a run, without the first ones."""
     with tempfile.TemporaryDirectory() as folder:
         words = [
-            "--preset", preset, "--pp", pp, "--schedule", "1f1b", "--batch-size", MICRO_BATCH * MICRO_BATCHES,
+            "--preset", preset, "--pp", pp, "--schedule", "1f1b", "--batch-size", MICRO_BATCHES * MICRO_BATCH,
             "--micro-batch-size", MICRO_BATCH, "--seq-len", SEQ, "--steps", STEPS, "--save-every", 0,
             "--eval-every", 0, "--out", f"{folder}/run", "--device", "cpu", "--dtype", "float32",
             "--set", "parallel.overlap=false",

@@ -61,8 +61,8 @@ _ONCE = (
 )
 """Keys of a run that do not hold for its continuation."""
 _REPLACED = {
-    "micro_batches": "use --batch-size, the number of sequences per step over all ranks",
-    "elastic": "a restarted run chooses a layout for the processes that there are",
+    "micro_batches": "--batch-size, the number of sequences per step over all ranks",
+    "elastic": "nothing: a restarted run chooses a layout for the processes that there are",
 }
 
 
@@ -341,7 +341,7 @@ def _unknown(word: str) -> str:
     parts = flag.lstrip("-").replace("-", "_").split(".")
     name = parts[-1].removeprefix("no_")
     if flag.startswith("--") and name in _REPLACED:
-        return f"{flag} is gone; {_REPLACED[name]}"
+        return f"{flag} is gone; use {_REPLACED[name]}"
     if len(parts) == 3 and parts[1].endswith("_options"):
         return f"{flag} is gone; use --set {'.'.join(parts)}=VALUE"
     named = [key for key in all_keys() if key.rpartition(".")[2] == name and key.startswith(".".join(parts[:-1]))]
