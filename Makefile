@@ -8,37 +8,44 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+DEVELOPED := .venv/installed-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+.PHONY: venv dev train test pytest soak lint bench codegen docs clean
 
-venv: $(INSTALLED)
+venv: $(INSTALLED)  # what training needs
+
+dev: $(DEVELOPED)  # and what tests, docs and figures need
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		setuptools wheel torch numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--no-build-isolation --editable '.[dev,viz]'
+	$(PIP) setuptools wheel torch numpy
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+$(DEVELOPED): $(INSTALLED)
+	$(PIP) --no-build-isolation --editable '.[dev,viz]'
 	touch $@
 
 train: venv
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny --steps 240
 
-test: venv  # pyright uses one core, so both together take less time
+test: dev  # pyright uses one core, so both together take less time
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
-pytest: venv
+pytest: dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-soak: venv
+soak: dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
-lint: venv
+lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: venv
+bench: dev
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.schedule_growth
@@ -46,14 +53,13 @@ bench: venv
 
 OLDER := .venv/triton-3.6.0
 
-codegen: venv
+codegen: dev
 	$(BIN)/python -m benchmarks.codegen --quiet
 	test -d $(OLDER) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(OLDER) triton==3.6.0
 	PYTHONPATH=$(OLDER) $(BIN)/python -m benchmarks.codegen --quiet
 
-
-docs: venv
+docs: dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from .inference import generate
     from .models import ModelConfig, build_model, preset
     from .runtime import Executor, join_world
+    from .runtime.learning_rate import learning_rate
     from .schedule import Costs, simulate
     from .schedule import build as build_schedule
     from .training import OptimizerConfig, Pipeline, TrainConfig, Trainer
-    from .training.learning_rate import learning_rate
 
 __version__ = "0.1.0"
 __all__ = [

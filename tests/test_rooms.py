@@ -21,7 +21,7 @@ APP = {
     "inference": {*CORE, "data", "checkpoint"},
     "checkpoint": {*CORE, "data"},
     "integrations": {*CORE, "checkpoint", "inference"},
-    "training": {*CORE, "data", "checkpoint", "health", "inference"},
+    "training": {*CORE, "data", "checkpoint", "health", "inference", "integrations"},
 }
 TOOLS = {
     "tools/drawing": {*CORE, *APP},

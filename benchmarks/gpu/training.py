@@ -18,10 +18,10 @@ import torch
 from moe_dualpipe.data import TextData, load_data
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss, preset
 from moe_dualpipe.runtime.groups import Groups
+from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import replica_sets
 from moe_dualpipe.tools.planner.flops import train_flops_per_token
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.optimizer import Optimizer
 
 from .context import Context
 from .measure import Quartiles, error_summary, measure_ceilings, rate_statistics

@@ -61,6 +61,16 @@ def with_contents(manifest: Manifest, contents: Mapping[str, bytes]) -> Manifest
     return dataclasses.replace(manifest, files=checksums)
 
 
+def run_of(checkpoint: str) -> str:
+    """The run of a checkpoint, or the run itself. Example: "runs/a/checkpoints/step-000010" -> "runs/a"."""
+    parts = checkpoint.rstrip("/").split("/")
+    if STEP_FOLDER.fullmatch(parts[-1]):
+        parts.pop()
+    if parts and parts[-1] == "checkpoints":
+        parts.pop()
+    return "/".join(parts) or "."
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first, including broken ones; on a store, only complete ones."""
     url = storage.url_of(folder)

@@ -1,10 +1,9 @@
-"""Files about experts: the loads that a checkpoint stores, and the placements of `moe-dualpipe model balance`."""
+"""The file of a checkpoint with the measured loads of its experts."""
 
 from pathlib import Path
 from typing import Any
 
 from ..data.strict_json import read_named
-from ..expert_parallel.placement import Placement
 from ..messages import printable
 
 LOADS_FILE = "expert_loads.json"
@@ -22,21 +21,3 @@ def read_loads(path: Path) -> tuple[list[int], list[list[float]]]:
     if not isinstance(layers, list) or len(layers) != len(rows) or any(type(layer) is not int for layer in layers):
         raise ValueError(f'"layers" in {printable(path)} must be a number for each list of "loads"')
     return layers, rows
-
-
-def read_placement(path: Path) -> tuple[list[int], Placement]:
-    """The numbers of the layers and the placement in a file that `moe-dualpipe model balance --json` has printed.
-
-    Raises ValueError for a wrong file.
-    """
-    found = read_named(path)
-    found = found if isinstance(found, dict) else {}
-    layers, gpus, experts = (found.get(key) for key in ("layers", "gpus", "experts"))
-    rows: list[Any] = experts if isinstance(experts, list) and experts else [None]
-    if not all(isinstance(row, list) and row and all(type(e) is int and e >= 0 for e in row) for row in rows):
-        raise ValueError(f'{printable(path)} must have "experts", a list of expert ids for each layer')
-    if not isinstance(layers, list) or len(layers) != len(rows) or any(type(layer) is not int for layer in layers):
-        raise ValueError(f'"layers" in {printable(path)} must be a number for each list of "experts"')
-    if type(gpus) is not int or gpus < 1 or any(len(row) != len(rows[0]) or len(row) % gpus for row in rows):
-        raise ValueError(f'"gpus" in {printable(path)} must divide the slots of each layer, which have equal numbers')
-    return layers, Placement(tuple(map(tuple, rows)), gpus)

@@ -3,6 +3,7 @@
 `loop.py` is the run on a page; `run.py` opens it, and `options.py` reads what was typed.
 """
 
+from ..runtime.optimizer import Optimizer
 from .config import (
     BatchConfig,
     CheckpointConfig,
@@ -14,7 +15,6 @@ from .config import (
     SampleConfig,
     TrainConfig,
 )
-from .optimizer import Optimizer
 from .pipeline import Pipeline
 from .run import train
 from .step import Trainer

@@ -7,7 +7,6 @@ A folder that is removed during the run is created again.
 import errno
 import os
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,24 +24,22 @@ def warn(text: str) -> None:
 class AppendedFile:
     """Appends records to `path`. prepare: called before the first record, until it succeeds once."""
 
-    def __init__(self, path: Path, prepare: Callable[[], object] = lambda: None):
-        self.path = path
-        self._prepare: Callable[[], object] | None = prepare
-        self._waiting: deque[bytes] = deque()
-        self._warned = False
+    def __init__(self, path: Path, prepare: Callable[[], object]):
+        self.path, self._prepare = path, prepare
+        self._waiting: list[bytes] = []
+        self._prepared = self._warned = False
         self.append()
 
     def append(self, *records: bytes) -> None:
         """Write the waiting records, then these. After a failure, warn once, and try again in the next call."""
-        self._waiting.extend(records)
+        self._waiting += records
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self._prepare is not None:
+            if not self._prepared:
                 self._prepare()
-                self._prepare = None
-            while self._waiting:
-                self._write(self._waiting[0])
-                self._waiting.popleft()
+                self._prepared = True
+            self._write(b"".join(self._waiting))
+            self._waiting = []
         except OSError as error:
             if not self._warned:
                 warn(f"{self.path} cannot be written: {error.strerror or error}; the run continues and tries again")
@@ -51,17 +48,14 @@ class AppendedFile:
     def close(self) -> None:
         """Try one last time to write the waiting records, and warn if that fails."""
         self.append()
-        if self._waiting or self._prepare is not None:
+        if self._waiting or not self._prepared:
             warn(f"{self.path} lacks the last {plural(len(self._waiting), 'record')}")
 
-    def _write(self, record: bytes) -> None:
-        """Write all of `record` or nothing."""
+    def _write(self, records: bytes) -> None:
+        """Write all of `records` or nothing."""
         with self.path.open("ab", buffering=0) as file:
             end = file.tell()
-            try:
-                if file.write(record) != len(record):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
+            if file.write(records) != len(records):
                 with suppress(OSError):
                     file.truncate(end)
-                raise
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from ..messages import LARGEST, check_range, printable, unknown_name
+from ..integrations.trackers import check_installed
+from ..messages import LARGEST, check_range, unknown_name
+from ..runtime.learning_rate import decay_steps
 from .config import TrainConfig
-from .learning_rate import decay_steps
 from .options import all_keys, option_name, value_of
-from .sinks import check_installed
 
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
@@ -51,16 +51,17 @@ def check_options(config: TrainConfig) -> None:
                 raise ValueError(f"{option_name(option)} must be {requirement}: got {got}")
     config.sample.sampling()  # raises ValueError
     optim, mtp_layers, seq_len = config.optim, config.model.mtp_layers, config.batch.seq_len
-    for option in ("place_experts", "move_experts_every"):
-        if (value := getattr(config.parallel, option)) and config.parallel.ep == 1:
-            raise ValueError(
-                f"{option_name(option)} {printable(value)} needs --ep 2 or more: with --ep 1, each rank has all experts"
-            )
+    if config.parallel.move_experts_every and config.parallel.ep == 1:
+        raise ValueError("parallel.move_experts_every needs --ep 2 or more: with --ep 1, each rank has all experts")
     if config.checkpoint.weights and config.checkpoint.resume:
         raise ValueError("--weights starts a new run and --resume continues an old one: use one of them")
     if config.checkpoint.weights_partial and not config.checkpoint.weights:
         raise ValueError("--weights-partial needs --weights, the folder to load from")
-    check_installed(config)
+    for wanted, option, package in (
+        (config.metrics.tensorboard, "metrics.tensorboard", "tensorboard"), (config.metrics.wandb, "--wandb", "wandb"),
+    ):  # fmt: skip
+        if wanted:
+            check_installed(option, package)
     if optim.schedule == "cosine" and optim.decay_steps:
         what = f"optim.decay_steps {optim.decay_steps}"
         raise ValueError(f"{what} is for --lr-schedule wsd: cosine decays in all steps")

@@ -5,15 +5,16 @@ means no limit, or a value that setup.py chooses from the other options.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from ..checkpoint.start_model import start_model
 from ..expert_parallel.options import EpBackend
 from ..kernels.options import Kernels
 from ..models import ModelConfig, preset
 from ..models.config import Recompute
-from .start_model import start_model
+from ..runtime.learning_rate import OptimizerConfig
 
 if TYPE_CHECKING:
     from ..inference import Sampling
@@ -38,9 +39,6 @@ class ParallelConfig:
     """Order in which the outputs of a token's experts are added.
     rank: each rank first adds those of its own experts, and returns one row per token.
     choice: in the order of the router's choices. Sends more, but moving experts does not change results."""
-    place_experts: str | None = None
-    """Initial placement of experts on ranks: a file written by `moe-dualpipe model balance --json`.
-    auto: by the expert loads in the checkpoint of --resume. None: in the order of expert ids."""
     move_experts_every: int | None = None
     """Every this many steps, move experts between ranks to balance the loads measured since. None: never."""
     move_experts_gain: float = 0.05
@@ -198,34 +196,6 @@ class HealthConfig:
     """Print the full traceback of an error in a custom layer, instead of one line with file and line number."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """Optimizer and learning rate."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon: Muon for the matrices inside the blocks, AdamW for all other parameters."""
-    lr: float = 3e-3
-    """Peak learning rate."""
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    """Learning rate after warm-up. cosine: cosine decay. wsd: constant, then 1 - sqrt decay over decay_steps."""
-    warmup_steps: int = 20
-    """Steps of linear warm-up."""
-    decay_steps: int | None = None
-    """wsd: steps of the final decay. None: a fifth of all steps."""
-    final_lr: float = 0.1
-    """Final learning rate, as a fraction of the peak."""
-    beta1: float = 0.9
-    """adamw: decay rate of the first moment."""
-    beta2: float = 0.95
-    """adamw: decay rate of the second moment."""
-    momentum: float = 0.95
-    """muon: decay rate of the momentum."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay; applied to matrices only."""
-    clip: float | None = 1.0
-    """Clip the gradient norm of the whole model to this value. None: no clipping."""
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a Mixture-of-Experts transformer with pipeline parallelism.
@@ -257,7 +227,7 @@ class TrainConfig:
     metrics: MetricsConfig = MetricsConfig()
     sample: SampleConfig = SampleConfig()
     health: HealthConfig = HealthConfig()
-    optim: OptimizerConfig = OptimizerConfig()
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     model: ModelConfig = _OF_PRESET
 
     def __post_init__(self) -> None:

@@ -7,7 +7,6 @@ from contextlib import closing
 from ..messages import printable
 from .console import Console
 from .metrics import peak_memory_mb
-from .nonfinite import first_nonfinite
 from .saving import Saving
 from .sinks import Sink
 from .step import Trainer
@@ -77,9 +76,6 @@ def _introduce(trainer: Trainer, console: Console) -> None:
     console.introduce(*trainer.count_parameters(), state_mb)
     if trainer.layout.ep > 1:
         console.say(str(trainer.pipeline.expert_parallel))
-    for extension in trainer.extensions:
-        if extension.start:
-            console.say(extension.start)
     if trainer.partial:
         console.loaded(trainer.partial)
     trainer.check_replicas()
@@ -91,7 +87,7 @@ def _validate(trainer: Trainer, console: Console, done: int) -> float:
     first = done == trainer.run.first_step
     if not math.isfinite(loss):
         when = f"before step {done + 1}" if first else f"after step {done}"
-        cause = first_nonfinite(trainer, validation_losses(trainer), backward=False)
+        cause = trainer.run.instruments.first_nonfinite(trainer, validation_losses(trainer), False)
         consequence = "" if first else f"; this step is not saved: {_ADVICE}"
         console.fail(f"the validation loss {when} is {loss}: {cause}{consequence}")
     console.write_steps()
@@ -111,7 +107,7 @@ def _check_skipped(trainer: Trainer, console: Console, done: int) -> None:
     else:
         return
     again = (trainer.training_losses(step) for step in [done - 1])
-    cause = first_nonfinite(trainer, again, backward=True)
+    cause = trainer.run.instruments.first_nonfinite(trainer, again, True)
     consequence = f"the run stops without a checkpoint: {_ADVICE}"
     console.fail(f"{what} had a non-finite loss or gradient: {cause}; {consequence}")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn
 
+from ..checkpoint.destinations import run_of
 from ..data import stores
 from ..health.program import program_name
 from ..messages import printable, quoted, unknown_name
@@ -270,8 +271,7 @@ def _toml(value: Any) -> str:
 
 def _run_file(resume: str, staging: str | None) -> Path | None:
     """The run.toml of the run that has the folder or checkpoint `resume`; None for a run without one."""
-    path = stores.local_path(resume, staging)
-    run = path.parent.parent if path.name.startswith("step-") else path.parent if path.name == "checkpoints" else path
+    run = stores.local_path(run_of(resume), staging)
     if stores.url_of(run) is not None:
         stores.open_folder(run)
     return found if (found := run / RUN_FILE).is_file() else None

@@ -34,6 +34,7 @@ from ..runtime.background import Background
 from ..runtime.graphs import MicroBatchGraph
 from ..runtime.groups import EXPERTS, build_groups, product_sms
 from ..runtime.layout import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
+from ..runtime.optimizer import Optimizer
 from ..runtime.replicas import gradient_norm, replica_sets
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.stage_sums import GradientSums, StageOrder
@@ -42,7 +43,6 @@ from ..runtime.zero import Shards
 from ..schedule import Action, Schedule
 from .balance import Balance
 from .config import OptimizerConfig
-from .optimizer import Optimizer
 
 
 class Pipeline:

@@ -3,37 +3,48 @@
 All ranks come to the same result. So an invalid option ends the run with one line and exit code 2, and never hangs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..checkpoint import check_model, check_weights, find_checkpoint, is_published, start_tokenizer
+from ..checkpoint import (
+    check_model,
+    check_weights,
+    find_checkpoint,
+    is_published,
+    read_tensor_metadata,
+    start_tokenizer,
+)
 from ..checkpoint.atomic_folder import is_there
 from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
 from ..data import BYTES, TOKENIZER_FILE, Batches, GivenBatches, TextData, UnknownTokenizer, load_data, stores
 from ..kernels.backend import Kernels
 from ..messages import printable
-from ..models import StageSpec, check_layers, split
+from ..models import ModelConfig, StageSpec, build_model, check_layers, elementwise_matrices, split
 from ..runtime.launch import Launch
 from ..runtime.layout import Layout
+from ..runtime.learning_rate import OptimizerConfig
 from ..runtime.topology import Placed, machine_limit
 from ..schedule import Schedule
-from . import metrics, setup, store_run
+from . import metrics, restart, setup
 from .agreement import Agreed, agree
 from .checks import check_options
 from .config import TrainConfig
 from .extensions import Build
 from .layout_choice import Choice, choose
-from .optimizer import check_saved
 from .options import Request
 
 Problem = Callable[[TrainConfig, Schedule, Layout, torch.dtype, torch.device, int], str]
 Line = Callable[[TrainConfig, Schedule, Layout, torch.dtype, torch.device], str]
-LAYOUT_KEYS = frozenset(("parallel.pp", "parallel.ep", "parallel.schedule", "batch.micro_batch_size"))
+LAYOUT_KEYS = frozenset(
+    ("parallel.pp", "parallel.ep", "parallel.schedule", "parallel.num_chunks", "batch.micro_batch_size")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +61,13 @@ class Instruments:
     """What the tools add to a run. The app does not know them; the command does (commands/train.py).
 
     memory_problem: why a choice needs more than so many bytes on a rank; "" if it fits or is unknown. memory_line: what
-    a step will need. peak_flops: FLOP/s of a GPU, by its name and dtype. extensions: more of them.
+    a step will need. first_nonfinite: where a non-finite loss or gradient comes from, found by
+    running the batches again. peak_flops: FLOP/s of a GPU, by its name and dtype. extensions: more of them.
     """
 
     memory_problem: Problem = lambda *_: ""
     memory_line: Line = lambda *_: ""
+    first_nonfinite: Callable[[Any, Iterable[list[Tensor]], bool], str] = lambda *_: "its origin was not looked for"
     peak_flops: Callable[[str, torch.dtype], float | None] = lambda *_: None
     extensions: Sequence[Build] = ()
 
@@ -150,7 +163,7 @@ def prepare(
     first_step, differences = 0, []
     if resume:
         first_step = check_model(resume, config.model)
-        check_saved(resume, config.optim, config.model)
+        _check_saved(resume, config.optim, config.model)
     elif weights:
         differences = check_weights(weights, config.model, options.weights_partial)
     if first_step >= config.steps and not restarted:
@@ -164,7 +177,7 @@ def prepare(
         raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
     if folder:
         make_folder(folder)
-        store_run.prepare(folder, launch, resumed=resume is not None)
+        restart.prepare_staged(folder, launch, resumed=resume is not None)
         if Path(folder, metrics.FILE).exists():
             metrics.read_records(folder)  # raises ValueError
     dtype = setup.choose_dtype(config.compute, device.type)
@@ -196,9 +209,9 @@ def _choose(
     if strict and (reason := problem(choice)):
         raise ValueError(reason)
     parallel = replace(config.parallel, pp=choice.layout.pp, ep=choice.layout.ep, schedule=choice.name)
-    if choice.layout.ep != config.parallel.ep:  # experts start in order, and one rank moves none
+    if choice.layout.ep != config.parallel.ep:  # one rank moves none
         every = parallel.move_experts_every if choice.layout.ep > 1 else None
-        parallel = replace(parallel, place_experts=None, move_experts_every=every)
+        parallel = replace(parallel, move_experts_every=every)
     batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
     return replace(config, parallel=parallel, batch=batch), choice
 
@@ -235,7 +248,7 @@ def _check_export(config: TrainConfig) -> None:
     folder = config.checkpoint.export
     if not folder:
         return
-    if is_there(store_run.folder_of(store_run.location(folder), config.checkpoint.staging)):
+    if is_there(stores.output_folder(folder, config.checkpoint.staging)):
         raise ValueError(f"--export {printable(folder)} already exists: choose another folder")
     try:
         find_architecture(config.model)
@@ -289,3 +302,22 @@ def _load_text(config: TrainConfig, start: Path | None) -> TextData:
             what = "has no token" if largest is None else f"has token {largest}, but model.vocab_size is {vocab_size}"
             raise ValueError(f"--prompt {config.sample.prompt!r} {what}: use another one, or --sample-tokens 0")
     return text
+
+
+def _check_saved(checkpoint: Path, config: OptimizerConfig, model: ModelConfig) -> None:
+    """Raise ValueError if `checkpoint` was saved with another optimizer.
+
+    If Muon has no matrix to update, the states of both optimizers are the same.
+    """
+    entries, saved = read_tensor_metadata(checkpoint).state_dict_metadata, config.name
+    if any(name.startswith("momentum.") for name in entries):
+        saved = "muon"
+    elif config.name == "muon":
+        with torch.device("meta"):
+            alike = {f"exp_avg.{name}" for name in elementwise_matrices([build_model(model)])}
+        matrices = {n for n, e in entries.items() if isinstance(e, TensorStorageMetadata) and len(e.size) == 2}
+        if any(name.startswith("exp_avg.") for name in matrices - alike):
+            saved = "adamw"
+    if saved != config.name:
+        what = f"{checkpoint} holds the state of {saved}, which {config.name} cannot use"
+        raise ValueError(f"{what}: use --optimizer {saved}")

@@ -7,13 +7,16 @@ decision without communication.
 
 import json
 import os
+import shutil
 import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoint import RUN_FILE, find_checkpoint, list_checkpoints
-from ..data import stores as storage
+from ..data import stores
+from ..runtime.launch import Launch
+from .metrics import FILE as METRICS_FILE
 
 
 def mark_folder(folder: Path, local_rank: int) -> None:
@@ -47,29 +50,48 @@ def newest_checkpoint(folder: Path) -> Path | None:
     path = _launcher_file(folder)
     if path is None or not is_own_folder(folder):
         return None
-    for candidate in _later_checkpoints(folder, path):
-        with suppress(ValueError):
-            return find_checkpoint(str(candidate))
+    before, now = json.loads(path.read_text())["before"], _stamps(folder)
+    for name in now:
+        if before.get(name) != now[name]:
+            with suppress(ValueError):
+                return find_checkpoint(str(folder / "checkpoints" / name))
     return None
 
 
-def _later_checkpoints(folder: Path, launcher_file: Path) -> list[Path]:
-    """The checkpoints that were written after the launcher's file, newest first."""
-    found = list_checkpoints(Path(folder, "checkpoints"))
-    if storage.url_of(folder) is None:
-        since = launcher_file.stat().st_mtime
-        return [path for path in found if path.stat().st_mtime >= since]
-    before = json.loads(launcher_file.read_text())["before"]  # the clock of a store may be another one
-    return [path for path in found if before.get(path.name) != _stamps(folder)[path.name]]
-
-
 def _stamps(folder: Path) -> dict[str, str]:
-    """Of a run on a store: for each checkpoint, what tells it from another one of the same step."""
-    if (url := storage.url_of(folder)) is None:
-        return {}
-    names = [path.name for path in list_checkpoints(Path(folder, "checkpoints"))]
-    entries = {name: storage.info(url / "checkpoints" / name / RUN_FILE) for name in names}
+    """For each checkpoint, the newest first: what tells it from another one of the same step."""
+    url, found = stores.url_of(folder), list_checkpoints(folder / "checkpoints")
+    if url is None:
+        return {path.name: str(path.stat().st_mtime_ns) for path in found}
+    entries = {path.name: stores.info(url / "checkpoints" / path.name / RUN_FILE) for path in found}
     return {name: entry.stamp for name, entry in entries.items() if entry}
+
+
+def prepare_staged(folder: Path, launch: Launch, resumed: bool) -> None:
+    """Make the local folder of a run on a store what the run's own would be. Does nothing for a local run.
+
+    Files of an earlier run are removed, except after a restart by the launcher. A resumed run continues the metrics
+    that are on the store. The first process of a machine does this for the others. Raises StorageError if the store
+    cannot be written.
+    """
+    url = stores.url_of(folder)
+    if url is None or launch.local_rank:
+        return
+    probe = url / f".write-test-{socket.gethostname()}-{os.getpid()}"
+    stores.write(probe, b"")
+    stores.delete(probe)
+    if is_own_folder(folder):
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    if resumed and stores.info(url / METRICS_FILE):
+        partial = folder / f".{METRICS_FILE}.part"
+        partial.write_bytes(stores.read(url / METRICS_FILE))
+        with suppress(FileNotFoundError):
+            partial.replace(folder / METRICS_FILE)
 
 
 def _launcher_file(folder: Path) -> Path | None:

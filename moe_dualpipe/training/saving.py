@@ -8,7 +8,6 @@ from ..checkpoint.huggingface import companion_files, plan_checkpoint_export
 from ..data import stores, tokenizer_files
 from ..health.heartbeat import SAVING
 from ..messages import printable
-from . import store_run
 from .console import Console, RunFailed
 from .step import Trainer
 
@@ -76,7 +75,7 @@ class Saving:
                 if stores.url_of(checkpoint) is not None:  # its local files were removed after the upload
                     checkpoint = find_checkpoint(str(checkpoint))
                 plan = plan_checkpoint_export(checkpoint)
-                plan.write(store_run.folder_of(store_run.location(folder), options.staging))
+                plan.write(stores.output_folder(folder, options.staging))
         except (ValueError, OSError) as error:
             self.console.fail(f"--export {printable(folder)}: {error}")
         model_type, size = plan.layout.architecture.model_type, plan.num_bytes / 1e6

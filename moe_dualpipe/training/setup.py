@@ -6,13 +6,14 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import list_checkpoints
+from ..checkpoint.destinations import run_of
 from ..data import stores
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fuse import missing_for_compile
 from ..models.auxiliary_losses import loss_factors
 from ..models.costs import train_flops_per_token
 from ..runtime.launch import Launch, choose_device, count_gpus
-from . import restart, store_run
+from . import restart
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
 
 WORTH_COMPILING = 1e14
@@ -84,25 +85,16 @@ def check_writes_nothing(config: TrainConfig) -> None:
 
 def run_folder(options: CheckpointConfig, name: str) -> Path:
     """The run's folder, or the one that stands for its URL: that of --out or --resume, or a new one for `name`."""
-    if options.out:
-        return store_run.folder_of(store_run.location(options.out), options.staging)
-    if options.resume:
-        return store_run.folder_of(resumed_run(options.resume), options.staging)
+    if options.out or options.resume:
+        return stores.output_folder(options.out or run_of(options.resume or ""), options.staging)
     folders = (Path(f"runs/{name}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
     return next(path for path in folders if restart.is_own_folder(path) or not Path(path, "checkpoints").exists())
 
 
-def resumed_run(resume: str) -> Path | stores.Url:
-    """The run that --resume names, from its folder or from a checkpoint in it."""
-    run = store_run.location(resume)
-    run = run.parent if run.name.startswith("step-") else run
-    return run.parent if run.name == "checkpoints" else run
-
-
 def check_new(folder: Path, options: CheckpointConfig) -> None:
     """Raise ValueError if a new run would use the folder of an old one."""
-    out, resume = options.out, options.resume
-    goes_on = resume and (not out or store_run.same(store_run.location(out), resumed_run(resume)))
+    resumed = options.resume and stores.output_folder(run_of(options.resume), options.staging)
+    goes_on = resumed and resumed.resolve() == folder.resolve()
     if not goes_on and list_checkpoints(folder / "checkpoints"):
-        out = out or folder
+        out = options.out or folder
         raise ValueError(f"--out {out} already holds a run: continue it with --resume {out}, or use another --out")

@@ -5,17 +5,14 @@ end the run: it is printed once, as a warning.
 """
 
 import dataclasses
-import importlib.util
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..integrations.trackers import TensorBoard, WandbRun
 from ..messages import describe
 from .appended_file import warn
 from .config import TrainConfig
-
-ID_FILE = "wandb-id"
 
 
 class Sink(Protocol):
@@ -59,62 +56,6 @@ def _describe(error: Exception) -> str:
 
 def chosen_sinks(config: TrainConfig, folder: Path, first_step: int) -> list[Sink]:
     """The sinks that the options choose. Raises ValueError for one that cannot start."""
-    tensorboard = [TensorBoard(folder, first_step)] if config.metrics.tensorboard else []
-    return [*tensorboard, *([WandbRun(config, folder)] if config.metrics.wandb else [])]
-
-
-def check_installed(config: TrainConfig) -> None:
-    """Raise ValueError if a package is missing. A folder that W&B has written, named wandb, is not the package."""
-    for option, package in (("metrics.tensorboard", "tensorboard"), ("--wandb", "wandb")):
-        wanted = config.metrics.tensorboard if package == "tensorboard" else config.metrics.wandb
-        found = importlib.util.find_spec(package) if wanted else None
-        if wanted and (found is None or found.origin is None):
-            raise ValueError(f"{option} needs the package {package}: pip install 'moe-dualpipe[{package}]'")
-
-
-class TensorBoard:
-    """The numbers of each record as scalars. TensorBoard ignores those of older files after `first_step`."""
-
-    def __init__(self, folder: Path, first_step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-
-    def log(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbRun:
-    """A run in the W&B project `config.metrics.wandb`, with the files of W&B in `folder`.
-
-    The id of the W&B run is stored in the folder, so that a resumed run continues the same curves. Raises ValueError
-    if W&B cannot start, for example without an API key.
-    """
-
-    def __init__(self, config: TrainConfig, folder: Path):
-        project, id_file = config.metrics.wandb, folder / ID_FILE
-        try:
-            import wandb  # type: ignore[import-not-found]
-
-            self._run: Any = wandb.init(
-                project=project, name=folder.name, dir=str(folder), config=dataclasses.asdict(config),
-                id=id_file.read_text().strip() if id_file.exists() else None, resume="allow",
-            )  # fmt: skip
-            self._run.define_metric("*", step_metric="step")  # a resumed run may repeat steps; W&B's own must grow
-            id_file.write_text(f"{self._run.id}\n")
-        except Exception as error:
-            reason = describe(error).rstrip(".") or type(error).__name__
-            advice = "use `wandb login`, or set WANDB_MODE=offline and upload later with `wandb sync`"
-            raise ValueError(f"--wandb {project} cannot start: {reason}; {advice}") from None
-
-    def log(self, record: dict[str, Any]) -> None:
-        self._run.log(record)
-
-    def close(self) -> None:
-        """Send the remaining records. A run that ends with an exception is marked as failed."""
-        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
+    metrics, options = config.metrics, dataclasses.asdict(config)
+    tensorboard = [TensorBoard(folder, first_step)] if metrics.tensorboard else []
+    return [*tensorboard, *([WandbRun(metrics.wandb, options, folder)] if metrics.wandb else [])]

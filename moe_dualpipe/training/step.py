@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights, load_weights_in_part
 from ..data import ReadAhead, stores
+from ..data.same_text import check_same_text
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
@@ -21,6 +22,7 @@ from ..models.layers import seed_of
 from ..overlap.engine import engine_for
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..runtime.groups import ranks_of
+from ..runtime.learning_rate import learning_rate
 from ..runtime.shared_errors import build_on_all_ranks
 from .extensions import Build, Extension, Update
 from .extensions.averaged_buffers import AveragedBuffers
@@ -30,11 +32,10 @@ from .extensions.replica_checks import ReplicaChecks
 from .extensions.skipped_steps import SkippedSteps
 from .extensions.timings import Timings
 from .freezing import freeze
-from .learning_rate import learning_rate
 from .metrics import utilization
 from .pipeline import Pipeline
 from .preflight import Run
-from .same_text import check_same_text
+from .validation import validation_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Trainer:
         self.extensions: list[Extension] = [self.skipped, averaged, self.replica_checks]
         self.partial = self._load()
         factor = utilization(self.config.model, batch.seq_len, dist.get_world_size(), run.peak_flops)
-        moves = [ExpertMoves(self)] if ExpertMoves.wanted(self.config.parallel) else []
+        moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every else []
         self.extensions += [Balancing(self), *moves, Timings(self, factor)]
         self.extensions += [built for build in extensions if (built := build(self)) is not None]
 
@@ -182,8 +183,6 @@ class Trainer:
 
     def validation_loss(self) -> float:
         """The mean loss of the held-out sequences; see validation.py."""
-        from .validation import validation_loss
-
         return validation_loss(self)
 
     def request_stop(self) -> None:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_dualpipe.expert_parallel.parameters import ExpertIds
+from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet
 from moe_dualpipe.runtime.zero import Shards, assign_owners
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.optimizer import Optimizer
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, losses, make_plan, settings, train, train_each, without_clocks
 

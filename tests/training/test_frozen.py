@@ -14,12 +14,12 @@ from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.models import build_model
+from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
 from moe_dualpipe.schedule import build
 from moe_dualpipe.tools.planner import MicroBatch, peak_memory
 from moe_dualpipe.training.config import OptimizerConfig
 from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.optimizer import Optimizer
 from tests.support.frozen import Freezer
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, change, introduction, losses, make_trainer, settings, train

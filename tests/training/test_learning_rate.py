@@ -7,8 +7,8 @@ import math
 import pytest
 from moe_dualpipe.training.command_line import parse_arguments
 
+from moe_dualpipe.runtime.learning_rate import learning_rate
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.learning_rate import learning_rate
 from tests.support.runs import options, resolve
 
 OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)

@@ -9,9 +9,9 @@ from torch import nn
 from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.models import build_model, elementwise_matrices, stacked_matrices
 from moe_dualpipe.runtime.groups import Groups
+from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.optimizer import Optimizer
 from tests.support.runs import MODEL
 
 OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)

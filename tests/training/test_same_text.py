@@ -3,7 +3,7 @@
 import numpy as np
 
 from moe_dualpipe.data import load_data, prepare_data
-from moe_dualpipe.training.same_text import check_same_text
+from moe_dualpipe.data.same_text import check_same_text
 from tests.support.ranks import run_failing_ranks, run_ranks
 from tests.support.runs import make_trainer, settings
 

@@ -7,7 +7,7 @@ A local path never comes here: it keeps its code. A URL is represented by a loca
 from .blocks import BLOCK, BlockCache, RemoteFile, block_cache
 from .copies import drop, exists, fetch, fetch_all, open_folder, size_of, sizes_of
 from .errors import StorageError
-from .local_copies import local_path, staged_folder, url_of
+from .local_copies import local_path, output_folder, staged_folder, url_of
 from .ranges import RangedFile
 from .store import QUICK, Patience, delete, delete_folder, info, list_folder, read, write
 from .upload import abort_uploads, upload_file
@@ -16,5 +16,6 @@ from .urls import Url, is_url
 __all__ = [
     "BLOCK", "QUICK", "BlockCache", "Patience", "RangedFile", "RemoteFile", "StorageError", "Url", "abort_uploads",
     "block_cache", "delete", "delete_folder", "drop", "exists", "fetch", "fetch_all", "info", "is_url", "list_folder",
-    "local_path", "open_folder", "read", "size_of", "sizes_of", "staged_folder", "upload_file", "url_of", "write",
+    "local_path", "open_folder", "output_folder", "read", "size_of", "sizes_of", "staged_folder", "upload_file",
+    "url_of", "write",
 ]  # fmt: skip

@@ -51,6 +51,11 @@ def staged_folder(url: Url, staging: str | None = None) -> Path:
     return _register(base_folder(staging) / "staged" / _name(url), url)
 
 
+def output_folder(text: str, staging: str | None = None) -> Path:
+    """The folder to write what a user named: itself, or the staged folder of a URL. Raises ValueError."""
+    return staged_folder(Url(text), staging) if is_url(text) else Path(text.removeprefix("file://"))
+
+
 def url_of(path: Path) -> Url | None:
     """The URL that a local path stands for; None for an ordinary path."""
     for folder, url in _STANDS_FOR.items():

@@ -30,12 +30,11 @@ class Update:
 
 
 class Extension:
-    """The hooks, which do nothing by default. start: a line to print before the first step.
+    """The hooks, which do nothing by default.
 
     exclusive: whether validation has to wait, because only training may run between these steps.
     """
 
-    start = ""
     exclusive = False
 
     def before_step(self, step: int) -> None:

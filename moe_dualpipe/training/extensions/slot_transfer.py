@@ -22,7 +22,7 @@ from ...expert_parallel.parameters import ExpertIds, global_tensors
 from ...models.expert_slots import expert_tensors
 from ...runtime.groups import Groups, ranks_of
 from ...runtime.layout import Layout
-from ..optimizer import Optimizer
+from ...runtime.optimizer import Optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,20 +14,16 @@ declare: embedding, head and routers (`elementwise_matrices`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from types import EllipsisType
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..checkpoint import read_tensor_metadata
-from ..models import ModelConfig, build_model, elementwise_matrices
-from ..runtime.background import Background
-from ..runtime.replicas import ReplicaSet, check_frozen
-from ..runtime.stage_sums import StageOrder, WeightGathers
-from ..runtime.zero import OwnedTensor, Shards
-from .config import OptimizerConfig
+from .background import Background
+from .learning_rate import OptimizerConfig
+from .replicas import ReplicaSet, check_frozen
+from .stage_sums import StageOrder, WeightGathers
+from .zero import OwnedTensor, Shards
 
 Rows = slice | EllipsisType
 
@@ -178,22 +174,3 @@ def _matrices(piece: OwnedTensor, stacked: Mapping[str, Sequence[int]]) -> list[
         raise ValueError(f"{piece.parameter} has {len(piece.weight)} rows: `stacked` cannot divide them into {[*rows]}")
     ends = [sum(rows[: i + 1]) for i in range(len(rows))]
     return [slice(end - size, end) for end, size in zip(ends, rows, strict=True)]
-
-
-def check_saved(checkpoint: Path, config: OptimizerConfig, model: ModelConfig) -> None:
-    """Raise ValueError if `checkpoint` was saved with another optimizer.
-
-    If Muon has no matrix to update, the states of both optimizers are the same.
-    """
-    entries, saved = read_tensor_metadata(checkpoint).state_dict_metadata, config.name
-    if any(name.startswith("momentum.") for name in entries):
-        saved = "muon"
-    elif config.name == "muon":
-        with torch.device("meta"):
-            alike = {f"exp_avg.{name}" for name in elementwise_matrices([build_model(model)])}
-        matrices = {n for n, e in entries.items() if isinstance(e, TensorStorageMetadata) and len(e.size) == 2}
-        if any(name.startswith("exp_avg.") for name in matrices - alike):
-            saved = "adamw"
-    if saved != config.name:
-        what = f"{checkpoint} holds the state of {saved}, which {config.name} cannot use"
-        raise ValueError(f"{what}: use --optimizer {saved}")

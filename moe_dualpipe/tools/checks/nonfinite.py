@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..overlap.probe import Observed, probe
-from ..runtime.replicas import sum_gradients
-from .step import Trainer
+from ...overlap.probe import Observed, probe
+from ...runtime.replicas import sum_gradients
+from ...training.step import Trainer
 
 _WEIGHTS, _FORWARD, _LOSS, _BACKWARD, _WEIGHT_GRADIENTS, _SUMS = range(6)
 

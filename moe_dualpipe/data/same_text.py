@@ -8,9 +8,9 @@ a program makes itself.
 import torch
 import torch.distributed as dist
 
-from ..data import GivenBatches, TextData
 from ..messages import plural
 from ..runtime.shared_errors import build_on_all_ranks
+from . import GivenBatches, TextData
 
 
 def check_same_text(text: TextData | GivenBatches) -> None:

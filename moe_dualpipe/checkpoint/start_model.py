@@ -15,8 +15,8 @@ def start_model(resume: str | None, weights: str | None, staging: str | None = N
     """
     if not (resume or weights):
         return None
-    from ..checkpoint import list_checkpoints, model_of, read_manifest  # imports torch
-    from ..checkpoint.model_options import model_config
+    from . import list_checkpoints, model_of, read_manifest  # imports torch
+    from .model_options import model_config
 
     try:
         path = storage.local_path(resume or weights or "", staging)
