@@ -40,7 +40,7 @@ class ParallelConfig:
     rank: each rank first adds those of its own experts, and returns one row per token.
     choice: in the order of the router's choices. Sends more, but moving experts does not change results."""
     move_experts_every: int | None = None
-    """Every this many steps, move experts between ranks to balance the loads measured since. None: never."""
+    """Steps between moves of experts to other ranks, which balance the measured loads. None: never."""
     move_experts_gain: float = 0.05
     """Move the experts of a layer only if the load of its busiest rank falls by at least this fraction."""
     nodes_per_domain: int | None = None
