@@ -21,10 +21,10 @@ from torch import Tensor
 from benchmarks.common import quartiles, ratios, table, take_turns
 from moe_dualpipe.expert_parallel import EpBackend
 from moe_dualpipe.models import ModelConfig, preset
+from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.pipeline import Pipeline
 
 CASES: dict[str, tuple[int, EpBackend]] = {
     "ep 1": (1, "auto"), "ep 2, all_to_all": (2, "all_to_all"), "ep 2, shared": (2, "shared"),

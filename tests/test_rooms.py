@@ -14,6 +14,7 @@ CORE = {
     "expert_parallel": {"kernels", "overlap"},
     "runtime": {"schedule", "kernels", "overlap", "expert_parallel"},
     "models": {"kernels", "overlap", "expert_parallel"},
+    "pipeline": {"schedule", "kernels", "overlap", "expert_parallel", "runtime", "models"},
 }
 APP = {
     "data": {*CORE},

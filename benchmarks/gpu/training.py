@@ -3,7 +3,7 @@
 The runs differ only in the experts. They share the initial weights, the batches and their order, real text (the source
 of Python's standard library), and AdamW as in train.py. The first steps compile kernels and are not timed.
 
-Utilisation is model FLOPs per token (tools/planner/flops.py) x tokens per second / the rate of a dense matmul.
+Utilisation is model FLOPs per token (models/costs.py) x tokens per second / the rate of a dense matmul.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ import torch
 
 from moe_dualpipe.data import TextData, load_data
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss, preset
+from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import replica_sets
-from moe_dualpipe.tools.planner.flops import train_flops_per_token
 from moe_dualpipe.training.config import OptimizerConfig
 
 from .context import Context

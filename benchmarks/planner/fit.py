@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_dualpipe.tools.planner.constants import LEAST, family_means, find_constant
+from moe_dualpipe.tools.planner.constants import LEAST, Constant, family_means, find_constant
 from moe_dualpipe.tools.planner.step import step_of
 
 from .rows import Row
@@ -106,18 +106,14 @@ def _left_out(points: Sequence[Point], fit_to: Any) -> Iterable[tuple[Point, Any
 
 def score(points: Sequence[Point]) -> list[Score]:
     """The errors with each family left out."""
-    return [
-        Score(point, point.predicted * known.factor / point.row.seconds - 1,
-              known.low <= point.row.seconds / point.predicted <= known.high)
-        for point, known in _left_out(points, fit)
-    ]  # fmt: skip
+    return [_scored(point, known) for point, known in _left_out(points, fit)]
 
 
 def validate(points: Sequence[Point], known: dict[str, Any]) -> list[Score]:
     """The errors of rows that took no part in the fit `known`."""
-    scores = []
-    for point in points:
-        constant = find_constant(*point.key, known=known)
-        ratio = point.row.seconds / point.predicted
-        scores.append(Score(point, constant.factor / ratio - 1, constant.low <= ratio <= constant.high))
-    return scores
+    return [_scored(point, find_constant(*point.key, known=known)) for point in points]
+
+
+def _scored(point: Point, constant: Constant) -> Score:
+    ratio = point.row.seconds / point.predicted
+    return Score(point, constant.factor / ratio - 1, constant.low <= ratio <= constant.high)

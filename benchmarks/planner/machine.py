@@ -18,7 +18,7 @@ from moe_dualpipe.tools.planner.calibration.device_file import Machine
 from moe_dualpipe.tools.planner.device import Device, parse_device
 from moe_dualpipe.tools.planner.prediction import estimate
 from moe_dualpipe.tools.planner.published_shapes import read_shape
-from moe_dualpipe.tools.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.workload import Workload, layout_of
 
 ROOT = Path(__file__).parents[2]
 MICRO_BATCHES, MICRO_BATCH, SEQ, STEPS, WARM_UP = 8, 2, 256, 12, 4
@@ -43,7 +43,7 @@ def calibrate(processes: int) -> Device:
 def predict_step(pp: int, preset: str, device: Device) -> float:
     """Seconds of a step, with the constant of all published runs. Processes that share a core take turns."""
     load = Workload(
-        read_shape(preset), device, Division(pp, pp=pp), SEQ, MICRO_BATCH, MICRO_BATCH * MICRO_BATCHES, "fp32",
+        read_shape(preset), device, layout_of(pp, pp=pp), SEQ, MICRO_BATCH, MICRO_BATCH * MICRO_BATCHES, "fp32",
         schedule="1f1b", overlap=False,
     )  # fmt: skip
     return estimate(load).seconds * max(1.0, pp / len(os.sched_getaffinity(0)))

@@ -38,7 +38,7 @@ def _difference(a: Point, b: Point) -> str:
     same = (one.micro_batch, one.global_batch, one.precision, one.ep_backend, one.routing, one.seq) == (
         other.micro_batch, other.global_batch, other.precision, other.ep_backend, other.routing, other.seq,
     )  # fmt: skip
-    sizes = [(d.gpus, d.tp, d.pp, d.ep, d.cp) for d in (one.division, other.division)]
+    sizes = [(d.num_ranks, d.tp, d.pp, d.ep, d.cp) for d in (one.layout, other.layout)]
     if not same or sizes[0] != sizes[1] or a.row.software != b.row.software:
         return ""
     if one.schedule != other.schedule:

@@ -12,9 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.published_shapes import read_shape
-from moe_dualpipe.tools.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.workload import Workload, layout_of
 
 MODELS = {"internal-352b": "megascale-352b", "llama3.1-70b": "llama3-70b", "llama3.1-8b": "llama3-8b",
           "deepseek-v3-671b": "deepseek-v3", "gpt-1008.0b": "gpt-1008b"}  # fmt: skip
@@ -43,7 +44,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.load.shape.name} {self.load.device.name} x{self.load.division.gpus}"
+        return f"{self.load.shape.name} {self.load.device.name} x{self.load.layout.num_ranks}"
 
     @property
     def family(self) -> str:
@@ -56,7 +57,7 @@ class Row:
     def seconds(self) -> float:
         """The measured step time."""
         value, load = self.record["value"], self.load
-        gpus, tokens = load.division.gpus, load.tokens
+        gpus, tokens = load.layout.num_ranks, load.tokens
         match self.record["metric"]:
             case "step_time_s":
                 return value
@@ -101,9 +102,9 @@ def row_of(record: dict[str, Any]) -> Row | None:
     if dp and gpus // (tp * pp * dp) > cp:
         cp = gpus // (tp * pp * dp)  # sequence parallelism of attention, as in MegaScale
     vpp = record["vpp"] or INTERLEAVED.get(record["group"], 1)
-    division = Division(gpus, tp, pp, vpp, record["ep"] or 1, cp)
+    layout = layout_of(gpus, tp, pp, vpp, record["ep"] or 1, cp)
     load = Workload(
-        shape, device, division, record["seq"], _micro_batch(record, division), record["global_batch"],
+        shape, device, layout, record["seq"], _micro_batch(record, layout), record["global_batch"],
         _precision(record["precision"]), _schedule(vpp, notes), _recompute(record), _backend(record, notes),
         _overlap(notes), _routing(record, notes),
         flash=record["group"] not in NO_FLASH,
@@ -116,11 +117,11 @@ def _model(name: str) -> str:
     return MODELS.get(key, key)
 
 
-def _micro_batch(record: dict[str, Any], division: Division) -> int:
+def _micro_batch(record: dict[str, Any], layout: Layout) -> int:
     if record["micro_batch"]:
         return record["micro_batch"]
-    each = record["global_batch"] // division.dp
-    return 1 if division.pp > 1 else max(n for n in (1, 2, 4) if each % n == 0)
+    each = record["global_batch"] // layout.dp
+    return 1 if layout.pp > 1 else max(n for n in (1, 2, 4) if each % n == 0)
 
 
 def _precision(text: str) -> Any:
@@ -149,7 +150,7 @@ def _backend(record: dict[str, Any], notes: str) -> Any:
     if "deepep" in notes or record["group"] == "deepseek":
         return "deepep"
     # Megatron-Bridge's recipes use HybridEP or DeepEP unless they say otherwise.
-    return "hybrid" if record["group"].startswith("bridge") else "nccl"
+    return "hybrid" if record["group"].startswith("bridge") else "all_to_all"
 
 
 def _overlap(notes: str) -> bool:

@@ -1,18 +1,28 @@
 """The file of a checkpoint with the measured loads of its experts."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.strict_json import read_named
+from torch import Tensor
+
+from ..data import strict_json
 from ..messages import printable
 
 LOADS_FILE = "expert_loads.json"
 """The file of a checkpoint with `layers`, the numbers of layers, and `loads`, [layers, experts]."""
 
 
+def loads_file(layers: Sequence[int], load_LE: Tensor) -> dict[str, bytes]:
+    """The file, by its name; {} without layers or loads. load_LE: tokens per layer and expert, [L, E]."""
+    if not load_LE.any():
+        return {}
+    return {LOADS_FILE: strict_json.write({"layers": [*layers], "loads": load_LE.tolist()}).encode()}
+
+
 def read_loads(path: Path) -> tuple[list[int], list[list[float]]]:
     """The numbers of the layers, from 0 if the file has none, and their loads. Raises ValueError for a wrong file."""
-    found = read_named(path)
+    found = strict_json.read_named(path)
     loads = found.get("loads") if isinstance(found, dict) else None
     rows: list[Any] = loads if isinstance(loads, list) else [None]
     if not all(isinstance(row, list) and all(type(load) in (int, float) for load in row) for row in rows):

@@ -9,6 +9,7 @@ from tyro.conf import Positional, arg, subcommand
 from ..data import strict_json
 from ..messages import LARGEST, check_range, plural
 from ..models import PRESETS
+from ..models.config import Recompute
 from ..option_types import ScheduleName
 from .balance import Balance
 
@@ -32,7 +33,7 @@ class ShowModel:
     """Micro-batches per step on each data-parallel rank. None: 8, or more if the schedule needs more."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule. auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
-    recompute: Literal["none", "norms", "attention", "full"] = "none"
+    recompute: Recompute = "none"
     """What to recompute in backward instead of saving."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights and activations. Gradients and optimizer state are float32."""

@@ -9,7 +9,10 @@ from tyro.conf import subcommand
 
 from ..data import strict_json
 from ..messages import LARGEST, check_range, printable
+from ..models.config import Recompute
 from ..tools.drawing.output import check_output
+from ..tools.planner.device import Precision
+from ..tools.planner.transfer_times import EpBackend
 from .plan_calibrate import CalibrateCommand
 
 if TYPE_CHECKING:
@@ -35,10 +38,10 @@ class Run:
     """Sequence length in tokens."""
     global_batch: int = 1024
     """Sequences per step, over all GPUs."""
-    precision: Literal["bf16", "fp8", "mxfp8", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     """Precision of matrix products. With fp8 and mxfp8, attention, the router and the head stay in bf16."""
-    ep_backend: Literal["nccl", "deepep", "hybrid"] = "deepep"
-    """How tokens are sent to experts. nccl: once per expert. deepep, hybrid: once per GPU or NVLink domain."""
+    ep_backend: EpBackend = "deepep"
+    """How tokens are sent to experts. all_to_all: once per expert. deepep, hybrid: once per GPU or NVLink domain."""
     overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Hide expert transfers in every schedule, as Megatron-LM can. Otherwise only in dualpipe and dualpipev."""
     no_overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -57,8 +60,6 @@ class Run:
     """Price of a GPU hour. Also prints the cost of 10^12 tokens."""
     json: bool = False
     """Print JSON instead."""
-    picture: Path | None = None
-    """Also draw a picture: .png, .svg or .pdf."""
 
     def workload(self, tp: int, pp: int, vpp: int, ep: int, **options) -> "Workload":
         """Raises ValueError for invalid options."""
@@ -66,14 +67,12 @@ class Run:
 
         from ..tools.planner.device import load_device
         from ..tools.planner.published_shapes import read_shape
-        from ..tools.planner.workload import Division, Workload
+        from ..tools.planner.workload import Workload, layout_of
 
         for name in ("gpus", "cp", "seq", "global_batch"):
             check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST)
         if self.dollars_per_gpu_hour is not None:
             check_range("--dollars-per-gpu-hour", self.dollars_per_gpu_hour, 0, LARGEST)
-        if self.picture is not None:
-            check_output(self.picture, (".png", ".svg", ".pdf"))
         if self.overlap and self.no_overlap:
             raise ValueError("--overlap and --no-overlap contradict each other: use one of them")
         shape = read_shape(self.model)
@@ -81,7 +80,7 @@ class Run:
             check_range("--mtp", self.mtp, 0, 16)
             shape = dataclasses.replace(shape, mtp=self.mtp)
         return Workload(
-            shape, load_device(self.gpu), Division(self.gpus, tp, pp, vpp, ep, self.cp), seq=self.seq,
+            shape, load_device(self.gpu), layout_of(self.gpus, tp, pp, vpp, ep, self.cp), seq=self.seq,
             global_batch=self.global_batch, precision=self.precision, ep_backend=self.ep_backend,
             overlap=self.overlap if self.overlap or self.no_overlap else None, routing=self.routing,
             flash=self.flash_attention, loads=self._read_loads(), **options,
@@ -114,7 +113,7 @@ class EstimateCommand(Run):
     """Sequences per micro-batch."""
     schedule: ScheduleChoice = "auto"
     """Pipeline schedule. auto: 1f1b, and interleaved_1f1b with --vpp."""
-    recompute: Literal["none", "norms", "attention", "full"] = "none"
+    recompute: Recompute = "none"
     """What backward recomputes instead of saving it."""
     zero: bool = True
     """Divide the optimizer state over replicas (ZeRO-1)."""
@@ -122,7 +121,6 @@ class EstimateCommand(Run):
     """Also print what each effect adds to the step time."""
 
     def run(self) -> None:
-        from ..tools.planner.figure import save_waterfall
         from ..tools.planner.prediction import estimate
         from ..tools.planner.table import estimate_report, routing_line, waterfall_table
 
@@ -141,25 +139,25 @@ class EstimateCommand(Run):
             print(estimate_report(found, self.dollars_per_gpu_hour))
             if self.explain:
                 print(f"\n{waterfall_table(found)}\n\n{routing_line(found.load)}")
-        if self.picture is not None:
-            save_waterfall(found, self.picture)
-            if not self.json:
-                print(f"wrote {printable(self.picture)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchCommand(Run):
-    """Find the division and the schedule with the shortest step, and say why the others are slower."""
+    """Find the layout and the schedule with the shortest step, and say why the others are slower."""
 
     top: int = 12
-    """Number of divisions to print."""
+    """Number of layouts to print."""
+    picture: Path | None = None
+    """Also draw step time against memory: .png, .svg or .pdf."""
 
     def run(self) -> None:
-        from ..tools.planner.division_search import search
         from ..tools.planner.figure import save_candidates
+        from ..tools.planner.layout_search import search
         from ..tools.planner.table import search_report, search_rows
 
         check_range("--top", self.top, 1, 1000)
+        if self.picture is not None:
+            check_output(self.picture, (".png", ".svg", ".pdf"))
         found = search(self.workload(1, 1, 1, 1), self.software)
         if self.json:
             print(strict_json.write(search_rows(found, self.top, self.dollars_per_gpu_hour), indent=1))

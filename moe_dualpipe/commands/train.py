@@ -61,8 +61,9 @@ def train(config: "TrainConfig | None" = None, *arguments: Any, **options: Any) 
 def instruments() -> "Instruments":
     """What the tools add to a run."""
     from ..tools.checks.nonfinite import first_nonfinite
+    from ..tools.planner.fits import memory_line, memory_problem
     from ..tools.planner.flops import peak_flops
     from ..tools.profiler.profiled_steps import profiled_steps
     from ..training.preflight import Instruments
 
-    return Instruments(peak_flops=peak_flops, first_nonfinite=first_nonfinite, extensions=(profiled_steps,))
+    return Instruments(memory_problem, memory_line, first_nonfinite, peak_flops, (profiled_steps,))

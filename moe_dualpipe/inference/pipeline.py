@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models import KVCache
+from ..pipeline import Pipeline
 from ..runtime import Executor, TensorSpec
 from ..schedule import Forward, Placement, Schedule
 from .eval_mode import eval_mode
@@ -39,17 +40,21 @@ class _CachedStage(nn.Module):
 
 @torch.no_grad()
 def generate_through_pipeline(
-    executor: Executor, placement: Placement, group: dist.ProcessGroup | None, prompts: Tensor | Sequence[Tensor],
-    num_tokens: int, hidden: tuple[int, torch.dtype], max_length: int, vocab_size: int, sampling: Sampling,
+    model: Pipeline,
+    prompts: Tensor | Sequence[Tensor],
+    num_tokens: int,
+    sampling: Sampling | None = None,
     seed: int = 0,
-) -> Tensor:  # fmt: skip
-    """Return the `num_tokens` tokens that follow each prompt, [B, N]. All ranks of the pipeline `group` must call this.
+) -> Tensor:
+    """Return the `num_tokens` tokens that follow each prompt, [B, N], on all ranks. Collective.
 
     Stages run in evaluation mode. They are called as `stage(x, cache=cache)`; the last one needs a method `logits`
     (models/transformer.py), which gets its output at the last position. prompts: [B, S], or B tensors [S], the same on
-    all ranks. hidden: width and dtype of the hidden states between stages. max_length: the most positions that the
-    model attends to. Raises ValueError for prompts that are empty or have invalid token ids.
+    all ranks. The model attends to at most as many positions as a micro-batch has. Raises ValueError for prompts that
+    are empty or have invalid token ids.
     """
+    sampling = sampling or Sampling()
+    executor, placement, group = model.executor, model.schedule.placement, model.groups.pipeline
     schedule, last_rank = forward_schedule(placement), placement.routes[0][-1]
     random = torch.Generator().manual_seed(seed)
     cached = {index: _CachedStage(stage) for index, stage in executor.modules.items()}
@@ -58,7 +63,7 @@ def generate_through_pipeline(
     def step(new_BS: Tensor, past: int) -> Tensor:
         for stage in cached.values():
             stage.cache.length = past
-        pipeline.p2p = executor.p2p.with_specs([TensorSpec((*new_BS.shape, hidden[0]), hidden[1])])
+        pipeline.p2p = executor.p2p.with_specs([TensorSpec((*new_BS.shape, model.model.hidden_size), model.dtype)])
         outputs = pipeline.step(schedule, {0: (new_BS,)}, return_outputs=True).outputs
         next_B = new_BS.new_empty(len(new_BS))
         if outputs:
@@ -70,4 +75,4 @@ def generate_through_pipeline(
 
     prompts = [prompt.to(executor.p2p.device) for prompt in prompts]
     with eval_mode(executor.modules.values()):
-        return decode(step, prompts, num_tokens, max_length, vocab_size)
+        return decode(step, prompts, num_tokens, model.micro_batch[1], model.model.vocab_size)

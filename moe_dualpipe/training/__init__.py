@@ -3,6 +3,7 @@
 `loop.py` is the run on a page; `run.py` opens it, and `options.py` reads what was typed.
 """
 
+from ..pipeline.pipeline import Pipeline
 from ..runtime.optimizer import Optimizer
 from .config import (
     BatchConfig,
@@ -15,7 +16,6 @@ from .config import (
     SampleConfig,
     TrainConfig,
 )
-from .pipeline import Pipeline
 from .run import train
 from .step import Trainer
 

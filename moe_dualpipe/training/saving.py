@@ -4,6 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ..checkpoint import Saver, SaveResult, find_checkpoint
+from ..checkpoint.expert_loads import loads_file
 from ..checkpoint.huggingface import companion_files, plan_checkpoint_export
 from ..data import stores, tokenizer_files
 from ..health.heartbeat import SAVING
@@ -41,7 +42,7 @@ class Saving:
         with trainer.progress.during(SAVING):
             self._note(self.saver.wait())
             files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.companions)
-            self.saver.start(step, trainer.state(), files | trainer.balance.take_loads_file())
+            self.saver.start(step, trainer.state(), files | loads_file(*trainer.balance.take_loads()))
 
     def poll(self) -> None:
         """Report a save that has ended."""

@@ -17,10 +17,13 @@ from ..data.same_text import check_same_text
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
+from ..inference import generate_through_pipeline
 from ..models import StageOptions
 from ..models.layers import seed_of
 from ..overlap.engine import engine_for
 from ..overlap.labels import GRADIENTS, OPTIMIZER
+from ..pipeline.freezing import freeze
+from ..pipeline.pipeline import Pipeline
 from ..runtime.groups import ranks_of
 from ..runtime.learning_rate import learning_rate
 from ..runtime.shared_errors import build_on_all_ranks
@@ -31,9 +34,7 @@ from .extensions.expert_moves import ExpertMoves
 from .extensions.replica_checks import ReplicaChecks
 from .extensions.skipped_steps import SkippedSteps
 from .extensions.timings import Timings
-from .freezing import freeze
 from .metrics import utilization
-from .pipeline import Pipeline
 from .preflight import Run
 from .validation import validation_loss
 
@@ -200,7 +201,7 @@ class Trainer:
         tokens_S = torch.tensor(tokenizer.encode(text or "\n"))
         number = config.sample.sample_tokens if num_tokens is None else num_tokens
         with self.progress.during("sampling"):
-            tokens = self.pipeline.generate([tokens_S], number, config.sample.sampling(), config.seed)
+            tokens = generate_through_pipeline(self.pipeline, [tokens_S], number, config.sample.sampling(), config.seed)
         return tokenizer.decode(tokens[0].tolist())
 
     def check_replicas(self) -> None:

@@ -9,8 +9,8 @@ from torch.distributed import group
 from moe_dualpipe.expert_parallel import AllToAll, Local, Shared, choose_backend
 from moe_dualpipe.expert_parallel.choose import Facts, decide
 from moe_dualpipe.models import preset
+from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.schedule import build
-from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, records, settings, train_and_listen
 

@@ -6,11 +6,11 @@ import torch
 from moe_dualpipe.expert_parallel import local as local_backend
 from moe_dualpipe.kernels.routing import ExpertOrder
 from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
+from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from moe_dualpipe.tools.checks.host_syncs import host_syncs
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.kernels import DEVICE
 
 SIZES = {

@@ -11,12 +11,12 @@ pytest.importorskip("triton")
 from moe_dualpipe.expert_parallel import local as local_backend
 from moe_dualpipe.kernels import routing
 from moe_dualpipe.models import ModelConfig, StageOptions
+from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime import graphs
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from moe_dualpipe.tools.checks.nonfinite import first_nonfinite
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.pipeline import Pipeline
 from tests.support import emulated_graph
 from tests.support.runs import make_trainer, options
 

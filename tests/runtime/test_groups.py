@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moe_dualpipe.models import StageOptions
 from moe_dualpipe.models.experts import SwiGLUExperts
 from moe_dualpipe.overlap.engine import engine_for
+from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime.groups import (
     Groups,
     Nccl,
@@ -28,7 +29,6 @@ from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import Placement, build
-from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.own_layers import ParallelBlock
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW
@@ -199,7 +199,7 @@ def test_products_leave_sms_to_dispatch_and_combine(monkeypatch):
 
 @pytest.mark.parametrize("overlap,chosen,expected", [(True, None, 100), (False, None, None), (True, 7, 7)])
 def test_the_experts_of_a_pipeline_get_the_number_of_sms(overlap, chosen, expected, monkeypatch):
-    monkeypatch.setattr("moe_dualpipe.training.pipeline.product_sms", lambda *_: 100)
+    monkeypatch.setattr("moe_dualpipe.pipeline.pipeline.product_sms", lambda *_: 100)
     options = StageOptions(num_sms=chosen)
     pipeline = Pipeline(SHALLOW, build("dualpipev", 1, 2), (1, 4), overlap=overlap, options=options)
     layers = [module for stage in pipeline.stages.values() for module in stage.modules()]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_dualpipe.expert_parallel.parameters import ExpertIds
+from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime import background, zero
 from moe_dualpipe.runtime.background import Background, covered
 from moe_dualpipe.runtime.replicas import ReplicaSet, gradient_norm, sum_gradients
@@ -18,7 +19,6 @@ from moe_dualpipe.runtime.zero import Shards
 from moe_dualpipe.schedule import NAMES, build, halves
 from moe_dualpipe.schedule.stage_order import last_gradients, order_of_completion, order_of_use
 from moe_dualpipe.tools.checks.record_launches import record_launches, tiny_model
-from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.ranks import run_ranks
 from tests.support.simulated_gpu import RaceError, SimulatedGpu
 from tests.support.simulated_ranks import Work, queue, replace_devices

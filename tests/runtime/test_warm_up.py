@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moe_dualpipe.models import StageOptions, TransformerStage
+from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.runtime.shared_errors import gather_objects
 from moe_dualpipe.schedule import build
-from moe_dualpipe.training.pipeline import Pipeline
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL
 

@@ -1,7 +1,7 @@
 """Stages whose layers freeze parameters themselves (`requires_grad=False` in the constructor)."""
 
 from moe_dualpipe.models import TransformerStage
-from moe_dualpipe.training import pipeline as pipeline_module
+from moe_dualpipe.pipeline import pipeline as pipeline_module
 from tests.support.pipelines import freeze
 
 

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import PRESETS
+from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.tools.drawing import curves
 from moe_dualpipe.tools.drawing.curves import PANELS, _draw, positions, run_summary, running_mean, save_curves
-from moe_dualpipe.tools.planner.flops import train_flops_per_token
 from moe_dualpipe.training.metrics import Metrics, load_statistics, read_records, utilisation
 
 

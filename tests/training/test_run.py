@@ -12,7 +12,7 @@ from moe_dualpipe.data import BYTES
 from moe_dualpipe.health.heartbeat import Progress
 from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import build_model, expert_loads
-from moe_dualpipe.tools.planner.flops import train_flops_per_token
+from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.training.loop import TrainingRun
 from tests.support.ranks import run_ranks
 from tests.support.runs import (

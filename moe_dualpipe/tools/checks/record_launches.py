@@ -16,6 +16,7 @@ from ...models import ModelConfig, StageOptions
 from ...overlap import Engine
 from ...overlap.labels import FORWARD, letter_of
 from ...overlap.segmented import run_on
+from ...pipeline.pipeline import Pipeline
 from ...runtime.background import Background
 from ...runtime.groups import create_group
 from ...runtime.p2p import Transfer
@@ -26,7 +27,6 @@ from ...schedule import Action, Recv, Schedule, Send, halves
 from ...schedule.comms import carried
 from ...schedule.launches import Program
 from ...schedule.walk import result_name
-from ...training.pipeline import Pipeline
 from .recording_group import Recorder, recording_world
 
 LENGTH = 3  # tokens in a sequence

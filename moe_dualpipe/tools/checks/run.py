@@ -19,13 +19,13 @@ from ...expert_parallel.parameters import global_tensors
 from ...kernels.backend import Kernels
 from ...models import ModelConfig, StageOptions, TransformerStage, share_embedding, split
 from ...models.layers import seed_of
+from ...pipeline.balance import Balance
 from ...runtime import P2P, Executor, TensorSpec
 from ...runtime.buffers import Buffers
 from ...runtime.groups import build_groups
 from ...runtime.layout import Layout
 from ...runtime.replicas import ReplicaSet, replica_sets, sum_gradients
 from ...schedule import Forward, Schedule, build, halves
-from ...training.balance import Balance
 from .subject import prepare
 from .variants import Variant
 

@@ -1,22 +1,29 @@
-"""What a run costs before it starts: parameters, FLOPs, memory of every rank, step time, and the best division."""
+"""What a run costs before it starts: parameters, FLOPs, memory of every rank, step time, and the best layout."""
 
-from ...models.costs import shape_of
-from ...models.shape import Attention, Layer, ModelShape, Product
-from .activations import MicroBatch
-from .constants import Constant
-from .device import Device, device_names, load_device
-from .division_search import Candidate, Found, search
-from .flops import peak_flops, train_flops_per_token
-from .peak import PeakMemory, even_stages, peak_memory
-from .prediction import Estimate, estimate
-from .published_shapes import read_shape
-from .step import Step
-from .workload import Division, Workload
-from .workload_memory import full_schedule
+from typing import TYPE_CHECKING
+
+from ...lazy_exports import on_first_use
+
+if TYPE_CHECKING:
+    from ...models.costs import shape_of, train_flops_per_token
+    from ...models.shape import Attention, Layer, ModelShape, Product
+    from .activations import MicroBatch
+    from .constants import Constant
+    from .device import Device, device_names, load_device
+    from .flops import peak_flops
+    from .layout_search import Candidate, Found, search
+    from .peak import PeakMemory, peak_memory, stages_of
+    from .prediction import Estimate, estimate
+    from .published_shapes import read_shape
+    from .step import Step
+    from .workload import Workload, layout_of
+    from .workload_memory import full_schedule
 
 __all__ = [
-    "Attention", "Candidate", "Constant", "Device", "Division", "Estimate", "Found", "Layer", "MicroBatch",
-    "ModelShape", "PeakMemory", "Product", "Step", "Workload", "device_names",
-    "estimate", "even_stages", "full_schedule", "load_device", "peak_flops", "peak_memory",
-    "read_shape", "search", "shape_of", "train_flops_per_token",
+    "Attention", "Candidate", "Constant", "Device", "Estimate", "Found", "Layer", "MicroBatch", "ModelShape",
+    "PeakMemory", "Product", "Step", "Workload", "device_names", "estimate", "full_schedule",
+    "layout_of", "load_device", "peak_flops", "peak_memory", "read_shape", "search", "shape_of", "stages_of",
+    "train_flops_per_token",
 ]  # fmt: skip
+
+__getattr__ = on_first_use(__name__)

@@ -8,12 +8,12 @@ the file says which. Between two points, the share is interpolated linearly in l
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...data import strict_json
 from ...messages import printable, quoted, unknown_name
@@ -21,12 +21,17 @@ from ...messages import printable, quoted, unknown_name
 FOLDER = Path(__file__).parent / "devices"
 KINDS = ("product", "grouped", "attention_forward", "attention_backward")
 
+_OBJECT, _NUMBER, _COUNT = "an object", "a positive number", "a positive integer"
+_SHARE = "a number above 0 and at most 1"
+_CURVE = "a list of [FLOPs, share], with increasing FLOPs and shares above 0 and at most 1"
+
+Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
 Curve = tuple[tuple[float, float], ...]
 """Points (FLOPs of one launch, share of the peak), with increasing FLOPs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpec:
     """What connects the devices of a domain, or the domains."""
 
     bandwidth: float
@@ -54,9 +59,9 @@ class Device:
     """Streaming multiprocessors or compute units."""
     peak: Mapping[str, float | None]
     """FLOP/s of dense products by precision. None: the device does not compute in this precision."""
-    domain: Link
+    domain: LinkSpec
     """Devices connected by NVLink or xGMI, or processes of one machine."""
-    network: Link
+    network: LinkSpec
     """What connects the domains."""
     curves: Mapping[str, Mapping[str, Curve]]
     """Curves by kind of kernel and precision."""
@@ -124,82 +129,65 @@ def _read(path: Path) -> Device:
 
 def parse_device(value: Any) -> Device:
     """Return the device in the value of a JSON file. Raises ValueError, which names the key."""
-    peaks = _dict(value, "peak")
-    if not any(rate is not None for rate in peaks.values()):
+    get = partial(_get, value)
+    if not any(rate is not None for rate in get("peak", _OBJECT).values()):
         raise ValueError("peak has no precision with a number")
-    peak = {name: None if peaks[name] is None else _number(peaks, "peak", name) for name in peaks}
-    efficiency = _dict(value, "efficiency")
-    curves, share = {}, None
+    efficiency, like = get("efficiency", _OBJECT), None
     if "like" in efficiency:
-        if (like := efficiency["like"]) not in device_names():
-            raise ValueError(f"efficiency.like must be a device of this package: got {quoted(like, 60)}")
-        other = load_device(like)
-        curves, share = dict(other.curves), other.memory_share
-    curves |= _curves(efficiency, [kind for kind in KINDS if kind in efficiency or kind not in curves])
-    if "memory" in efficiency or share is None:
-        share = _share(efficiency, "efficiency", "memory")
-    if not isinstance(name := value.get("name"), str):
-        raise ValueError(f"name must be a text: got {quoted(name, 60)}")
+        if efficiency["like"] not in device_names():
+            raise ValueError(f"efficiency.like must be a device of this package: got {quoted(efficiency['like'], 60)}")
+        like = load_device(efficiency["like"])
+    curves = {
+        kind: {name: _curve(value, f"efficiency.{kind}.{name}") for name in get(f"efficiency.{kind}", _OBJECT)}
+        for kind in KINDS
+        if kind in efficiency or not like
+    }
     return Device(
-        name=name, memory_gb=_number(value, "", "memory_gb"), memory_bandwidth=_number(value, "", "memory_bandwidth"),
-        memory_share=share, sms=_count(value, "", "sms"), peak=peak, domain=_link(value, "domain"),
-        network=_link(value, "network"), curves=curves, launch=_number(value, "", "launch"),
-        sources=_dict(value, "sources") if "sources" in value else {},
+        name=get("name", "a text"), memory_gb=get("memory_gb"), memory_bandwidth=get("memory_bandwidth"),
+        memory_share=like.memory_share if like and "memory" not in efficiency else get("efficiency.memory", _SHARE),
+        sms=get("sms", _COUNT), peak={name: rate and get(f"peak.{name}") for name, rate in value["peak"].items()},
+        domain=_link(value, "domain", get("domain.gpus", _COUNT)), network=_link(value, "network"),
+        curves=dict(like.curves if like else {}) | curves, launch=get("launch"),
+        sources=get("sources", _OBJECT) if "sources" in value else {},
     )  # fmt: skip
 
 
-def _curves(efficiency: dict[str, Any], kinds: Any) -> dict[str, dict[str, Curve]]:
-    return {
-        kind: {precision: _curve(points, f"efficiency.{kind}.{precision}") for precision, points in curves.items()}
-        for kind in kinds
-        for curves in [_dict(efficiency, kind, "efficiency.")]
-    }
+def _link(value: Any, key: str, gpus: int | None = None) -> LinkSpec:
+    share = _get(value, f"{key}.share", _SHARE)
+    return LinkSpec(_get(value, f"{key}.bandwidth"), share, _get(value, f"{key}.latency"), gpus)
 
 
-def _curve(points: Any, key: str) -> Curve:
-    try:
-        curve = tuple((float(flops), float(share)) for flops, share in points)
-    except (TypeError, ValueError):
-        raise ValueError(f"{key} must be a list of [FLOPs, share]: got {quoted(points, 60)}") from None
-    flops = [point[0] for point in curve]
-    if not curve or flops[0] <= 0 or any(a >= b for a, b in pairwise(flops)):
-        raise ValueError(f"{key} needs one point or more, of positive and increasing FLOPs: got {quoted(points, 60)}")
-    if not all(0 < share <= 1 for _, share in curve):
-        raise ValueError(f"{key} has a share that is not above 0 and at most 1: got {quoted(points, 60)}")
-    return curve
+def _curve(value: Any, key: str) -> Curve:
+    points = _get(value, key, _CURVE)
+    return tuple((float(flops), float(share)) for flops, share in points)
 
 
-def _link(value: Any, key: str) -> Link:
-    link = _dict(value, key)
-    gpus = _count(link, key, "gpus") if key == "domain" else None
-    return Link(_number(link, key, "bandwidth"), _share(link, key, "share"), _number(link, key, "latency"), gpus)
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
 
 
-def _dict(value: Any, key: str, above: str = "") -> dict[str, Any]:
-    found = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(found, dict):
-        raise ValueError(f"{above}{key} must be an object: got {quoted(found, 60)}")
-    return found
+def _is_curve(value: Any) -> bool:
+    points = value if isinstance(value, list) else []
+    if not points or not all(isinstance(p, list) and len(p) == 2 and all(map(_is_number, p)) for p in points):
+        return False
+    return all(a[0] < b[0] for a, b in pairwise(points)) and all(share <= 1 for _, share in points)
 
 
-def _number(value: dict[str, Any], above: str, key: str) -> float:
-    number = value.get(key)
-    if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
-        raise ValueError(f"{above}{'.' if above else ''}{key} must be a positive number: got {quoted(number, 60)}")
-    return float(number)
+_IS: dict[str, Callable[[Any], bool]] = {
+    _OBJECT: lambda value: isinstance(value, dict), "a text": lambda value: isinstance(value, str),
+    _NUMBER: _is_number, _SHARE: lambda value: _is_number(value) and value <= 1,
+    _COUNT: lambda value: _is_number(value) and value == int(value),
+    _CURVE: _is_curve,
+}  # fmt: skip
 
 
-def _share(value: dict[str, Any], above: str, key: str) -> float:
-    if (share := _number(value, above, key)) > 1:
-        raise ValueError(f"{above}.{key} must be at most 1: got {quoted(share, 60)}")
-    return share
-
-
-def _count(value: dict[str, Any], above: str, key: str) -> int:
-    number = _number(value, above, key)
-    if number != int(number):
-        raise ValueError(f"{above}{'.' if above else ''}{key} must be an integer: got {quoted(number, 60)}")
-    return int(number)
+def _get(value: Any, path: str, what: str = _NUMBER) -> Any:
+    """The entry at a path of keys, such as "domain.share". what: a key of `_IS`."""
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if not _IS[what](value):
+        raise ValueError(f"{path} must be {what}: got {quoted(value, 60)}")
+    return value
 
 
 def _interpolate(curve: Curve, flops: float) -> float:

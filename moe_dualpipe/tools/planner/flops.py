@@ -1,22 +1,12 @@
-"""The FLOPs of a token, and the peak FLOP/s of a device. Their ratio gives the model FLOPs utilization (MFU).
-
-models/shape.py says which FLOPs count. Its causal attention gives a lower utilization than counting all scores would.
-"""
+"""The peak FLOP/s of the device that CUDA names, for the model FLOPs utilization (MFU)."""
 
 import re
 
 import torch
 
-from ...models.config import ModelConfig
-from ...models.costs import flops_shape
 from .device import device_names, load_device
 
 PARTIAL = {"mig", "laptop", "d"}  # these words mark a slice of a device, or a smaller device of the same name
-
-
-def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of a forward and a backward per token, with your own layers: `ModelShape.train_flops`."""
-    return flops_shape(config).train_flops(seq_len)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

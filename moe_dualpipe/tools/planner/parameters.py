@@ -3,7 +3,6 @@
 So custom layers, frozen tensors and the whole tensors that ZeRO-1 gives to a rank are counted as a run has them.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -60,40 +59,20 @@ def parameter_sizes(config: ModelConfig, spec: StageSpec, ep: int = 1) -> Parame
     ZeRO-1 divides the optimizer state by these tensors (runtime/zero.py). Raises ValueError for custom layers that
     cannot be built on the meta device.
     """
-    sample = _distinct_layers(config, spec.layers)
     try:
         with torch.device("meta"):
-            stage = TransformerStage(config, dataclasses.replace(spec, layers=sample), Loopback(config.num_experts, ep))
+            stage = TransformerStage(config, spec, Loopback(config.num_experts, ep))
     except Exception as error:
         raise ValueError(f"the model cannot be built without memory: {error}") from error
     dense, experts, frozen, shared = ParameterSizes({}, {}, {}, {})
     ends = share_embedding([stage]) if config.last_stage_embeds else []
     ids = expert_ids(stage)
-    alike = {layer: [] for layer in sample}
-    for layer in spec.layers:
-        alike[min(max(layer, sample[0]), sample[-1])].append(f"layers.{layer}.")
     for name, parameter in stage.named_parameters():
         sizes = {n: t.numel() for n, t in global_tensors(name, parameter, ids.get(name))}
-        parts = name.split(".")
-        if parts[0] == "layers":
-            start = f"layers.{parts[1]}."
-            sizes = {other + n.removeprefix(start): size for other in alike[int(parts[1])] for n, size in sizes.items()}
         (experts if name in ids else dense).update(sizes)
         frozen.update({} if parameter.requires_grad else sizes)
         shared.update(sizes if any(parameter is other for other in ends) else {})
     return ParameterSizes(dense, experts, frozen, shared)
-
-
-def _distinct_layers(config: ModelConfig, layers: range) -> range:
-    """The layers to build: one of each kind is enough, unless a layer may depend on its position.
-
-    If dense layers come first, these are the last dense and the first other layer, if there are both.
-    """
-    if config.own_layers or config.dense_layers:
-        return layers
-    first, last = layers[0], layers[-1]
-    start = min(max(config.num_dense_layers - 1, first), last)
-    return range(start, min(max(config.num_dense_layers, first), last) + 1)
 
 
 def built_parameters(

@@ -1,4 +1,4 @@
-"""The peak memory of each pipeline rank, by parts, for any model and any division.
+"""The peak memory of each pipeline rank, by parts, for any model and any layout.
 
 A `ModelConfig` is a model that this project trains: its parameters are counted from the tensors of a run
 (parameters.py). A `ModelShape` may be any model, also with tensor and context parallelism. Its parameters are computed
@@ -10,19 +10,19 @@ Not counted: communication buffers, and fragmentation of the allocator.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 from ...models import ModelConfig, StageSpec, split
 from ...models.costs import shape_of
-from ...models.shape import Layer, ModelShape
+from ...models.partition import divide
+from ...models.shape import ModelShape
 from ...runtime.groups import end_holders
 from ...schedule import Action, Forward, Part, Placement, Schedule, halves
 from .activations import MicroBatch, deferred_bytes, saved_bytes
 from .backward_memory import working_bytes
+from .device import Precision
 from .parameters import RankParameters, built_parameters
-
-Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,20 @@ class PeakMemory:
 
 def peak_memory(
     model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: Precision = "bf16",
-    zero: bool = True, fsdp: bool = False, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0,
-    loads: Callable[[Sequence[int]], tuple[float, ...]] | None = None,
+    zero: bool = True, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0,
+    loads: Callable[[Sequence[int]], tuple[float, ...]] | None = None, frozen: Callable[[str], bool] | None = None,
+    moments: int = 2,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
     """The peak memory of each rank of a pipeline. The fullest is `max(..., key=lambda rank: rank.total)`.
 
     dp: replicas of the model; ranks of context parallelism do not count. A stage is on dp x cp x tp ranks, which share
     its experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1); the largest share counts.
-    fsdp: they also divide weights and gradients, and gather the weights of two blocks at a time. stages: the layers of
-    each stage. None: as in this project, with about the same FLOPs each; `even_stages` divides as Megatron-LM does.
+    stages: the layers of each stage. None: as in this project, with about the same FLOPs each.
     gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
     project, 2 on CPUs, 0 if gradients are in one buffer.
     loads: returns `MicroBatch.loads` of the fullest rank that holds these layers. None: experts have even loads.
+    frozen: of a `ModelConfig`, whether the parameter of this global name is not trained. moments: of the
+    optimizer for a parameter: 2 with AdamW.
     For a `ModelShape`, a few bytes per token of norms and routers are not counted.
 
     Raises ValueError for a model with fewer layers than stages, and for a `ModelConfig` with tp, cp or unknown layers.
@@ -94,24 +96,23 @@ def peak_memory(
     # Messages to and from each neighbour.
     links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
     message = batch.tokens * config.hidden_size * element * (schedule.num_ranks > 1)
-    state = 8 if element == 4 else 12
-    gathered = 2 * element * max(map(layer_share(shape, batch), shape.layers)) if fsdp else 0
+    state = 4 * moments + 4 * (element < 4)
     ranks = []
     for rank, held in enumerate(schedule.placement.stages):
         if own:
-            mine = built_parameters(model, specs, schedule.placement, rank, dp, batch.ep)
+            mine = built_parameters(model, specs, schedule.placement, rank, dp, batch.ep, frozen)
         else:
             mine = shape_parameters(shape, blocks, schedule.placement, rank, dp, batch)
         owned = max(mine.owned)
-        weights, trained = (owned, owned) if fsdp else (mine.dense + mine.experts, mine.trained)
         copies = 4 * gradient_copies * (dp * batch.cp * len(end_holders(schedule.placement)) > 1)
         full = replace(batch, loads=loads([layer for s in held for layer in blocks[s].layers])) if loads else batch
         sums = {s: copies * sum(rank_shares(shape, [blocks[s]], batch)) for s in held}
         sizes = {s: stage_bytes(s if full.loads else like[s], full)._replace(sums=sums[s]) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
-            (element + batch.fp8) * weights, 4 * trained, state * (owned if zero or fsdp else trained), activations,
-            gathered + temporary + message * max(links[s] for s in held), mine.dense, mine.experts,
+            (element + batch.fp8) * (mine.dense + mine.experts), 4 * mine.trained,
+            state * (owned if zero else mine.trained), activations,
+            temporary + message * max(links[s] for s in held), mine.dense, mine.experts,
         ))  # fmt: skip
     return tuple(ranks)
 
@@ -119,7 +120,7 @@ def peak_memory(
 def shape_parameters(
     shape: ModelShape, specs: Sequence[StageSpec], placement: Placement, rank: int, dp: int, batch: MicroBatch
 ) -> RankParameters:
-    """Like `built_parameters`, for any model and division; all owners have equal shares."""
+    """Like `built_parameters`, for any model and layout; all owners have equal shares."""
     stages = placement.stages[rank]
     shares = rank_shares(shape, [specs[s] for s in stages], batch)
     holders, ends = len(placement.holders(stages[0])), len(end_holders(placement))
@@ -180,29 +181,22 @@ def rank_shares(shape: ModelShape, specs: Sequence[StageSpec], batch: MicroBatch
     return -(-dense // batch.tp), -(-experts // batch.ep), -(-ends // batch.tp)
 
 
-def layer_share(shape: ModelShape, batch: MicroBatch) -> Callable[[Layer], int]:
-    """A function that returns one rank's parameters of a layer."""
-    hidden = shape.hidden
-    return lambda layer: layer.dense_parameters(hidden) // batch.tp + layer.expert_parameters(hidden) // batch.ep
-
-
-def even_stages(shape: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
-    """Equal numbers of layers on all stages. If that is not possible, the embedding and the head count as one layer
-    each, and may be a stage of their own. Modules of multi-token prediction are on the last stage.
-
-    Raises ValueError if the number of layers, or that number + 2, is not a multiple of the number of stages.
+@lru_cache(maxsize=1024)
+def stages_of(shape: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
+    """Equal numbers of layers on all stages if that is possible, as Megatron-LM divides, or if the embedding and the
+    head count as one layer each. Otherwise, the stage with the most FLOPs has as few as possible. The embedding and the
+    head may be a stage of their own. Modules of multi-token prediction are on the last stage.
     """
-    layers = len(shape.layers)
-    ends = int(layers % num_stages != 0)
-    each, rest = divmod(layers + 2 * ends, num_stages)
-    if rest:
-        raise ValueError(
-            f"{layers} layers, or {layers + 2} with embedding and head, do not divide into {num_stages} stages"
-        )
-    edges = [min(max(each * s - ends, 0), layers) for s in range(num_stages)] + [layers + shape.mtp]
-    return tuple(
-        StageSpec(range(edges[s], edges[s + 1]), s == 0, s == num_stages - 1, 1 / num_stages) for s in range(num_stages)
-    )
+    costs = [1, *(layer.flops(shape.hidden) for layer in shape.layers)]
+    costs += [shape.head.flops + shape.mtp * shape.mtp_module_flops]
+    layers, whole = len(shape.layers), len(shape.layers) % num_stages == 0
+    each, rest = divmod(layers + 2 * (not whole), num_stages)
+    even = [each * stage + whole for stage in range(1, num_stages)]
+    ends, specs = divide(costs, num_stages) if rest else (*even, layers + 2), []
+    for start, end in zip((0, *ends), ends, strict=False):
+        blocks = range(max(start - 1, 0), min(end - 1, layers) + shape.mtp * (end == len(costs)))
+        specs.append(StageSpec(blocks, start == 0, end == len(costs), sum(costs[start:end]) / sum(costs)))
+    return tuple(specs)
 
 
 def config_of(shape: ModelShape) -> ModelConfig:

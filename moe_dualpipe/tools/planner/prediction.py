@@ -10,13 +10,14 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
+from ...models.config import RECOMPUTE
 from .constants import Constant, find_constant
 from .peak import PeakMemory
 from .segment_times import EFFECTS, layer_factors
 from .step import Step, step_of
-from .workload import Recompute, Workload
+from .workload import Workload
 from .workload_memory import memory_of
 
 HOST_SECONDS = 9e-3
@@ -48,7 +49,7 @@ class Estimate:
     @property
     def tokens_per_gpu(self) -> float:
         """Tokens per second and GPU."""
-        return self.load.tokens / self.seconds / self.load.division.gpus
+        return self.load.tokens / self.seconds / self.load.layout.num_ranks
 
     @property
     def flops_per_gpu(self) -> float:
@@ -58,18 +59,7 @@ class Estimate:
     @property
     def utilization(self) -> float:
         """Model FLOPs utilization (MFU), of the peak in the precision of the run."""
-        return self.flops_per_gpu / self.peak
-
-    @property
-    def peak(self) -> float:
-        peak = self.load.device.peak[self.load.precision]
-        assert peak is not None
-        return peak
-
-    @property
-    def hidden(self) -> float:
-        """Share of the transfers of experts and gradients that computation hides."""
-        return self.step.hidden
+        return self.flops_per_gpu / self.load.peak
 
     @property
     def imbalance(self) -> float:
@@ -92,18 +82,17 @@ class Estimate:
         load, limit = self.load, self.load.device.memory_gb * 1e9
         if self.memory.total <= limit:
             return ""
-        kinds = get_args(Recompute)
-        for kind in kinds[kinds.index(load.recompute) + 1 :]:
+        for kind in RECOMPUTE[RECOMPUTE.index(load.recompute) + 1 :]:
             size = memory_of(replace(load, recompute=kind)).total
             if size <= limit:
                 return f"It does not fit. With --recompute {kind}, it needs {size / 1e9:.1f} GB."
-        return "It does not fit, even with --recompute full. moe-dualpipe plan search looks for a division that does."
+        return "It does not fit, even with --recompute full. moe-dualpipe plan search looks for a layout that does."
 
     def host_advice(self) -> str:
         """Empty unless layers are so short that the host may be slower than the GPU, which is not predicted."""
         load = self.load
         layers = sum(layer.experts > 0 for layer in load.shape.layers)
-        each = self.seconds * load.division.pp / (load.num_micro_batches * max(1, layers))
+        each = self.seconds * load.layout.pp / (load.num_micro_batches * max(1, layers))
         if not layers or load.precision == "fp32" or each >= HOST_SECONDS:
             return ""
         return (
@@ -130,7 +119,7 @@ class Estimate:
         report = {
             "step_time_s": self.seconds, "step_time_low_s": low, "step_time_high_s": high,
             "tokens_per_s_per_gpu": self.tokens_per_gpu, "model_tflops_per_gpu": self.flops_per_gpu / 1e12,
-            "mfu": self.utilization, "hidden_fraction": self.hidden, "bubble_fraction": self.step.bubble,
+            "mfu": self.utilization, "hidden_fraction": self.step.hidden, "bubble_fraction": self.step.bubble,
             "gpu_hours_per_trillion_tokens": self.gpu_hours, "peak_memory_gb": self.memory.total / 1e9,
             "memory_gb": {name: size / 1e9 for name, size in self.memory.parts().items()},
             "expert_imbalance": self.imbalance, "waterfall_s": dict(self.waterfall()),
@@ -142,9 +131,7 @@ class Estimate:
 
 def ideal_seconds(load: Workload) -> float:
     """The time of a step whose model FLOPs run at the peak of the precision, with nothing else."""
-    peak = load.device.peak[load.precision]
-    assert peak is not None
-    return load.tokens * load.shape.train_flops(load.seq) / (load.division.gpus * peak)
+    return load.tokens * load.shape.train_flops(load.seq) / (load.layout.num_ranks * load.peak)
 
 
 def estimate(load: Workload, software: str | None = None) -> Estimate:

@@ -1,6 +1,7 @@
 """Read the shape of a model: a preset, a published model by its name, or any config.json of Hugging Face.
 
-Published configurations name the same sizes in many ways. The table `_KEYS` has the names of each size, so that models
+A family that this project can train is read as for its weights (checkpoint/huggingface). Other published
+configurations name the same sizes in many ways. The table `_KEYS` has the names of each size, so that models
 of unknown architectures can be read too, as long as their names are known. Short tables list what configurations leave
 out, because it follows from `model_type`: MLPs that are not gated, tied embeddings, which layers have windows.
 
@@ -13,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.huggingface import read_config
+from ...checkpoint.huggingface.architectures import ARCHITECTURES
 from ...data import strict_json
 from ...messages import printable, quoted, unknown_name
 from ...models import PRESETS
@@ -32,16 +35,9 @@ _KEYS = {
     "expert_size": "moe_intermediate_size expert_ffn_hidden_size moe_ffn_hidden_size intermediate_size ffn_hidden_size",
     "shared": "n_shared_experts num_shared_experts moe_num_shared_experts num_shared_expert",
     "shared_size": "shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size",
-    "q_rank": "q_lora_rank",
-    "kv_rank": "kv_lora_rank",
-    "nope_dim": "qk_nope_head_dim",
-    "rope_dim": "qk_rope_head_dim",
-    "v_dim": "v_head_dim",
     "window": "sliding_window attention_chunk_size",
     "mtp": "num_nextn_predict_layers num_mtp_modules",
     "positions": "n_positions max_position_embeddings",
-    "groups": "n_group num_expert_groups",
-    "top_groups": "topk_group num_limited_groups",
     "first_dense": "first_k_dense_replace moe_layer_start_index num_dense_layers",
 }
 """The names of each size in configurations. The first that is there counts."""
@@ -53,7 +49,7 @@ _UNGATED = {
 """Architectures whose MLP has two matrices."""
 _BIASED = {"gpt2", "gpt_neo", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2", "biogpt", "persimmon"}
 """Architectures with biases in all projections, and LayerNorm, whose parameters are two rows."""
-_QKV_BIASED = {"qwen2", "qwen2_moe"}
+_QKV_BIASED = {"qwen2"}
 """Architectures with biases of queries, keys and values, unless `attention_bias` says so."""
 _LEARNED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt"}
 """Architectures with a table of positions."""
@@ -66,8 +62,8 @@ _WINDOW_PATTERN = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "co
 """Every how many layers one attends to all positions, unless the configuration says so."""
 _MORE_NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}
 """Norms of a block, if not two."""
-_HEAD_NORMS = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe"}
-_JOINT_NORMS = {"olmoe", "olmo2", "olmo3", "flex_olmo", "minimax_m2"}
+_HEAD_NORMS = {"qwen3", "gemma3", "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe"}
+_JOINT_NORMS = {"olmo2", "olmo3", "flex_olmo", "minimax_m2"}
 """Architectures that normalize the queries and keys of each head, and of all heads together."""
 _UNKNOWN_LAYERS = {
     "hybrid_override_pattern": "Mamba layers", "mamba_d_state": "Mamba layers", "ssm_cfg": "Mamba layers",
@@ -75,9 +71,13 @@ _UNKNOWN_LAYERS = {
     "zero_expert_num": "experts that compute nothing", "hidden_size_per_layer_input": "inputs to each layer",
     "linear_attn_config": "linear attention", "index_topk": "sparse attention", "lru_width": "recurrent layers",
     "conv_L_cache": "convolutions", "cross_attention_layers": "cross-attention", "jetmoe": "experts in attention",
-    "doge": "masks that depend on the values",
+    "kv_lora_rank": "latent attention", "doge": "masks that depend on the values",
 }  # fmt: skip
 """Keys of models, or architectures, with layers that a shape cannot describe."""
+
+
+_ALIKE = {"kimi_k2": "deepseek_v3"}
+"""Families with the configuration of another one."""
 
 
 def read_shape(name_or_path: str | Path) -> ModelShape:
@@ -115,6 +115,8 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that the keys of a config.json describe. Raises ValueError for a size that is missing or not known."""
     keys = _Keys(config)
     kind = keys.text("model_type")
+    if (family := _ALIKE.get(kind, kind)) in ARCHITECTURES:
+        return shape_of(read_config({**config, "model_type": family}), name)
     for key, layers in _UNKNOWN_LAYERS.items():
         if keys.found(key) or kind == key:
             raise ValueError(f"{key} says that the model has {layers}, which the planner does not support")
@@ -136,7 +138,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
 def _other_parameters(keys: "_Keys", layer: Layer, hidden: int) -> int:
     """Parameters of a block outside of matrices."""
     kind = keys.text("model_type")
-    other = hidden * _MORE_NORMS.get(kind, 2) + _query_norms(kind, keys, layer.attention)
+    other = hidden * _MORE_NORMS.get(kind, 2) + _query_norms(kind, layer.attention)
     if kind in _BIASED:
         return 2 * other + sum(product.outputs for product in layer.products(hidden))
     if keys.flag("attention_bias") or keys.flag("qkv_bias") or kind in _QKV_BIASED:
@@ -199,10 +201,6 @@ class _Keys:
 
 def _attention(keys: _Keys, hidden: int, window: int) -> Attention:
     heads = keys.size("heads")
-    if keys.size("kv_rank", 0):
-        rope = keys.size("rope_dim")
-        sizes = keys.size("nope_dim") + rope, keys.size("v_dim"), keys.size("q_rank", 0), keys.size("kv_rank")
-        return Attention("mla", heads, heads, *sizes, rope, window)
     width = keys.size("head_dim", 0) or hidden // heads
     if not width:
         raise ValueError(f"it has no head_dim, and hidden_size {hidden} is less than {heads} attention heads")
@@ -213,13 +211,11 @@ def _attention(keys: _Keys, hidden: int, window: int) -> Attention:
     return Attention("gqa", heads, kv_heads, width, width, window=window)
 
 
-def _query_norms(kind: str, keys: _Keys, attention: Attention) -> int:
-    """Parameters of the norms of queries and keys, or of latents."""
-    if attention.kind == "mla":
-        return attention.q_rank + attention.kv_rank
+def _query_norms(kind: str, attention: Attention) -> int:
+    """Parameters of the norms of queries and keys."""
     if kind in _JOINT_NORMS:
         return (attention.heads + attention.kv_heads) * attention.qk_dim
-    return 2 * attention.qk_dim * (kind in _HEAD_NORMS or (kind == "glm4_moe" and keys.flag("use_qk_norm")))
+    return 2 * attention.qk_dim * (kind in _HEAD_NORMS)
 
 
 def _windows(keys: _Keys, num_layers: int) -> list[int]:
@@ -254,8 +250,6 @@ def _expert_layers(keys: _Keys, num_layers: int) -> set[int]:
     end = num_layers - 1 if type(end) is not int or end < 0 else end
     names = "moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
     every = next((step for name in names if type(step := keys.config.get(name)) is int and step > 0), 1)
-    if keys.text("model_type").startswith("deepseek"):
-        return {index for index in range(first, num_layers) if index % every == 0}
     return {index for index in range(first, end + 1) if (index + 1) % every == 0 and index not in dense}
 
 
@@ -272,15 +266,4 @@ def _expert_sizes(keys: _Keys) -> dict[str, Any]:
     experts, top_k = keys.size("experts"), keys.size("top_k")
     if not 1 <= top_k <= experts:
         raise ValueError(f"a token must use 1 to {experts} experts: got {top_k}")
-    gate = keys.text("model_type") in ("qwen2_moe", "qwen3_next")
-    groups, top_groups = keys.size("groups", 0) or 1, keys.size("top_groups", 0) or 1
-    if keys.text("topk_method") == "greedy":  # groups have no effect
-        groups = top_groups = 1
-    if experts % groups or top_groups > groups or top_k > top_groups * (experts // groups):
-        raise ValueError(
-            f"{top_k} experts of a token cannot be in {top_groups} of {groups} groups of {experts} experts"
-        )
-    return {
-        "experts": experts, "top_k": top_k, "expert_size": size, "shared_size": shared_size,
-        "shared_gate": gate and shared_size > 0, "groups": groups, "top_groups": top_groups,
-    }  # fmt: skip
+    return {"experts": experts, "top_k": top_k, "expert_size": size, "shared_size": shared_size}

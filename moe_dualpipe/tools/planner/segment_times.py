@@ -54,28 +54,21 @@ class Clock:
         return "fp32" if self.precision == "fp32" else "bf16"
 
     def product(self, flops: float, precision: str | None = None, kind: str = "product") -> float:
+        """A launch of a kind in KINDS, an effect of its own for attention."""
         precision = precision or self.precision
-        peak = self.device.peak[precision]
-        assert peak is not None
-        if "products" not in self.on or not flops:
-            return flops / peak
-        return flops / (peak * self.device.efficiency(kind, precision, flops))
+        share = 1.0
+        if flops and ("attention" if kind.startswith("attention") else "products") in self.on:
+            share = self.device.efficiency(kind, precision, flops)
+        return flops / ((self.device.peak[precision] or 0.0) * share)
 
     def products(self, tokens: float, products: Iterable[Product]) -> float:
         """Products of `tokens` rows, in 8 bits if the run is, but for those of the router."""
-        narrow = {"router": self.wide, "shared_gate": self.wide}
-        return sum(self.product(tokens * one.flops, narrow.get(one.name)) for one in products)
+        wide = {"router": self.wide, "shared_gate": self.wide}
+        return sum(self.product(tokens * one.flops, wide.get(one.name)) for one in products)
 
     def grouped(self, flops: float, experts: float) -> float:
         """One product for each of `experts` experts in one launch: as fast as the faster of both curves says."""
         return min(self.product(flops, kind="grouped"), experts * self.product(flops / experts))
-
-    def attention(self, flops: float, kind: str) -> float:
-        peak = self.device.peak[self.wide]
-        assert peak is not None
-        if "attention" not in self.on or not flops:
-            return flops / peak
-        return flops / (peak * self.device.efficiency(kind, self.wide, flops))
 
     def memory(self, num_bytes: float) -> float:
         return num_bytes / (self.device.memory_bandwidth * self.device.memory_share) if "memory" in self.on else 0.0
@@ -89,8 +82,8 @@ def layer_factors(load: Workload, on: Collection[str] = ALL) -> list[float]:
     if "imbalance" not in on or (load.loads is None and load.routing == "balanced"):
         return [1.0] * len(load.shape.layers)
     if load.loads is not None:
-        return load.loads.factors(load.shape, load.division.ep)
-    return [load_factor(layer.experts, layer.top_k, load.division.ep) for layer in load.shape.layers]
+        return load.loads.factors(load.shape, load.layout.ep)
+    return [load_factor(layer.experts, layer.top_k, load.layout.ep) for layer in load.shape.layers]
 
 
 def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, factor: float = 1.0) -> LayerSeconds:
@@ -100,7 +93,7 @@ def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, facto
     """
     clock = Clock(load.device, load.precision, on)
     attn, attn_w = _attention(load, layer, clock)
-    mlp, mlp_w = _experts(load, layer, clock, factor) if layer.experts else _dense(load, layer, clock)
+    mlp, mlp_w = _mlp(load, layer, clock, factor)
     around = _tensor_transfers(load, on)
     keys = _context_transfers(load, layer, on)
     extra_attn, extra_mlp = _recomputed(load, attn[0] + around, mlp[0] + around, clock)
@@ -131,7 +124,7 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     linear = clock.products(tokens, products)
     scores = tokens * attention.score_flops(load.seq)
     forward, backward = (
-        clock.attention(scores * factor, f"attention_{name}")
+        clock.product(scores * factor, clock.wide, f"attention_{name}")
         for name, factor in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))
     )
     width = sum(product.outputs for product in products)
@@ -145,36 +138,22 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     return (linear + forward + memory + gaps, linear + backward + 2 * memory + 2 * gaps), linear
 
 
-def _dense(load: Workload, layer: Layer, clock: Clock) -> Times:
-    tokens, hidden = load.rank_tokens, load.shape.hidden
-    one, gaps = clock.products(tokens, layer.mlp_products(hidden)), clock.launches(KERNELS["dense"])
-    memory = clock.memory(
-        tokens * (load.element * 5 * hidden + _activation_bytes(load, layer.dense_size, hidden, layer.gated))
-    )
-    return (one + memory + gaps, one + 2 * memory + 2 * gaps), one
-
-
-def _experts(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
-    tokens, hidden = load.rank_tokens, load.shape.hidden
-    divided = load.division.expert_tp  # these ranks all have the rows of all their tokens
-    rows = divided * tokens * layer.top_k * factor
-    inner, local = layer.expert_size // divided, layer.experts / load.division.ep
-    padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
-    routed = (
-        sum(clock.grouped(2 * rows * one.weights / divided, local) for one in layer.expert_products(hidden)) * padding
-    )
-    every = clock.products(tokens, layer.mlp_products(hidden))  # router and shared experts
-    memory = clock.memory(
-        tokens
-        * (
-            load.element * 5 * hidden
-            + 12 * layer.experts
-            + _activation_bytes(load, layer.shared_size, hidden, layer.gated)
-        )
-        + rows * (load.element * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
-    )
-    gaps = clock.launches(KERNELS["experts"] + KERNELS["shared"] * (layer.shared_size > 0))
-    products = routed + every
+def _mlp(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
+    """The dense MLP, or the router, the experts and the shared experts."""
+    tokens, hidden, inner = load.rank_tokens, load.shape.hidden, layer.dense_size + layer.shared_size
+    products = clock.products(tokens, layer.mlp_products(hidden))
+    every = load.element * 5 * hidden + 12 * layer.experts + _activation_bytes(load, inner, hidden, layer.gated)
+    moved = tokens * every
+    launches = KERNELS["experts" if layer.experts else "dense"] + KERNELS["shared"] * (layer.shared_size > 0)
+    if layer.experts:
+        divided = load.expert_tp  # these ranks all have the rows of all their tokens
+        rows, local = divided * tokens * layer.top_k * factor, layer.experts / load.layout.ep
+        padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
+        routed = (clock.grouped(2 * rows * one.weights / divided, local) for one in layer.expert_products(hidden))
+        products += sum(routed) * padding
+        inner = layer.expert_size // divided
+        moved += rows * (load.element * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
+    memory, gaps = clock.memory(moved), clock.launches(launches)
     return (products + memory + gaps, products + 2 * memory + 2 * gaps), products
 
 
@@ -210,15 +189,15 @@ def _tensor_transfers(load: Workload, on: Collection[str]) -> float:
     """An all-gather before and a reduce-scatter after attention, or the MLP."""
     if "tensor transfers" not in on:
         return 0.0
-    tp = load.division.tp
+    tp = load.layout.tp
     sequence = load.element * load.rank_tokens * tp * load.shape.hidden  # bytes
     return TENSOR_EXPOSED * 2 * gather(load.device, sequence, tp, 1)
 
 
 def _context_transfers(load: Workload, layer: Layer, on: Collection[str]) -> float:
-    if "tensor transfers" not in on or load.division.cp == 1:
+    if "tensor transfers" not in on or load.layout.cp == 1:
         return 0.0
-    one, attention = load.division, layer.attention
+    one, attention = load.layout, layer.attention
     keys = load.element * load.rank_tokens * one.cp * _key_width(attention)  # bytes
     return CONTEXT_EXPOSED * gather(load.device, keys, one.cp, one.tp)
 
@@ -232,20 +211,20 @@ def _expert_transfers(
     load: Workload, layer: Layer, on: Collection[str], factor: float
 ) -> tuple[float, float, float, float]:
     """dispatch and combine of the forward, then combine and dispatch of the backward."""
-    if "expert transfers" not in on or load.division.ep == 1:
+    if "expert transfers" not in on or load.layout.ep == 1:
         return (0.0, 0.0, 0.0, 0.0)
     device, hidden = load.device, load.shape.hidden
     rows = rows_sent(
-        layer.experts, layer.top_k, load.division.ep, device.domain.gpus or 1, load.ep_backend, layer.groups,
+        layer.experts, layer.top_k, load.layout.ep, device.domain.gpus or 1, load.ep_backend, layer.groups,
         layer.top_groups,
     )  # fmt: skip
     tokens = load.rank_tokens * factor
     wide = load.element * hidden
     narrow = (
-        hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "nccl" else wide
+        hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "all_to_all" else wide
     )  # with scales
     first, other = (all_to_all(device, rows, tokens, width) for width in (narrow, wide))
     # Without fused kernels, rows are copied once more on each side of a transfer.
     copies = Clock(device, load.precision, ALL).memory(4 * tokens * (rows.near + rows.far) * wide)
-    copies = copies if load.ep_backend == "nccl" else 0.0
+    copies = copies if load.ep_backend == "all_to_all" else 0.0
     return first + copies, other + copies, other + copies, other + copies

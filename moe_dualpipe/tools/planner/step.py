@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from ...schedule import Backward, Costs, Forward, Overlap, build, simulate
 from .pair import LayerSeconds, pair_seconds
+from .peak import stages_of
 from .segment_times import ALL, Clock, head_seconds, layer_factors, layer_seconds
-from .stages import stages_of
 from .transfer_times import gather, seconds
 from .workload import PAIRED, Workload
 
-TRANSFER_SHARE = {"nccl": 20, "deepep": 20, "hybrid": 8}
+TRANSFER_SHARE = {"all_to_all": 20, "deepep": 20, "hybrid": 8}
 """Multiprocessors that transfers of experts occupy."""
 OVERLAP = 0.7
 """Share of what overlap could hide at best that it hides: 16 H100, Qwen3-30B, 41.25 -> 31.31 s over NCCL and 24.71 ->
@@ -71,13 +71,13 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
     kinds = {kind: layer_seconds(load, kind[0], on, kind[1]) for kind in {*layers_and_factors}}
     layers = [kinds[kind] for kind in layers_and_factors]
     stages = _stages(load, layers, head_seconds(load, on))
-    share = load.num_micro_batches / load.division.pp
+    share = load.num_micro_batches / load.layout.pp
     compute = share * sum(s.forward + s.backward - s.transfers for s in stages)
     busy = share * sum(s.pair for s in stages)
     sums, exposed_sums = _gradients(load, stages) if "gradients" in on else (0.0, 0.0)
     transfers = share * sum(s.transfers for s in stages)
     exposed, idle = max(0.0, busy - compute), max(0.0, _pipeline_seconds(load, stages, on) - busy)
-    if load.division.pp == 1:  # a rank waits for nobody: the first and last transfers have nothing beside them
+    if load.layout.pp == 1:  # a rank waits for nobody: the first and last transfers have nothing beside them
         waits = exposed + idle
         exposed = min(waits, transfers)
         idle = waits - exposed
@@ -104,11 +104,11 @@ def _stages(load: Workload, layers: Sequence[LayerSeconds], head: LayerSeconds) 
 
 def _pipeline_seconds(load: Workload, stages: Sequence[_Stage], on: Collection[str]) -> float:
     """Seconds of the forwards and backwards of all micro-batches."""
-    n, pp, one = load.num_micro_batches, load.division.pp, load.division
+    n, pp, one = load.num_micro_batches, load.layout.pp, load.layout
     if "pipeline" not in on:
         return n / pp * sum(stage.pair for stage in stages)
     stage_bytes = load.element * load.rank_tokens * load.shape.hidden
-    link = load.device.domain if one.gpus <= (load.device.domain.gpus or 1) else load.device.network
+    link = load.device.domain if one.num_ranks <= (load.device.domain.gpus or 1) else load.device.network
     send = seconds(link, stage_bytes) if pp > 1 else 0.0
     # Schedules without pairs of their own: each backward runs beside the forward of a later micro-batch.
     gain = [0.0 if load.schedule in PAIRED else s.forward + s.backward - s.pair for s in stages]
@@ -127,7 +127,7 @@ def simulate_step(load: Workload, num_micro_batches: int, costs: Costs) -> float
     So a step of many micro-batches is extrapolated from two shorter ones. A rank with more work than others may delay
     them only later.
     """
-    pp, n, chunks = load.division.pp, num_micro_batches, load.num_chunks
+    pp, n, chunks = load.layout.pp, num_micro_batches, load.layout.chunks
     short, long = 4 * pp, 6 * pp
     if n <= long:
         try:
@@ -149,12 +149,12 @@ def _most_work(load: Workload, costs: Costs) -> float:
 def _gradients(load: Workload, stages: Sequence[_Stage]) -> tuple[float, float]:
     """Seconds of the sums of gradients and of gathering the new weights, and how much of that is exposed."""
     dense, experts = rank_parameters(load)
-    one = load.division
+    one = load.layout
     forward, backward = max(s.forward for s in stages), max(s.backward for s in stages)
     sums = gathers = 0.0
     for numbers, ranks, distance in (
         (dense, one.dp * one.cp, one.tp),
-        (experts, one.expert_replicas, one.ep * one.expert_tp),
+        (experts, load.expert_replicas, one.ep * load.expert_tp),
     ):
         sums += gather(load.device, 4 * numbers, ranks, distance)
         gathers += gather(load.device, load.element * numbers, ranks, distance)
@@ -165,17 +165,17 @@ def _gradients(load: Workload, stages: Sequence[_Stage]) -> tuple[float, float]:
 
 def rank_parameters(load: Workload) -> tuple[float, float]:
     """Parameters of the average rank: those with a copy on each data-parallel rank, and those of its experts."""
-    one, shape = load.division, load.shape
+    one, shape = load.layout, load.shape
     copies = 2 if load.schedule in ("dualpipe", "chimera") else 1  # mirrored ranks hold the same stages
     return (copies * shape.dense_parameters / (one.tp * one.pp),
-            copies * shape.expert_parameters / (one.ep * one.expert_tp * one.pp))  # fmt: skip
+            copies * shape.expert_parameters / (one.ep * load.expert_tp * one.pp))  # fmt: skip
 
 
 def _optimizer(load: Workload, on: Collection[str]) -> float:
     if "optimizer" not in on:
         return 0.0
     dense, experts = rank_parameters(load)
-    one = load.division
+    one = load.layout
     if load.zero:
-        dense, experts = dense / (one.dp * one.cp), experts / one.expert_replicas
+        dense, experts = dense / (one.dp * one.cp), experts / load.expert_replicas
     return Clock(load.device, load.precision, ALL).memory(OWNED_BYTES * (dense + experts))

@@ -1,4 +1,4 @@
-"""Tables of `moe-dualpipe plan`: what is predicted, what a step is made of, and the ranking of divisions."""
+"""Tables of `moe-dualpipe plan`: what is predicted, what a step is made of, and the ranking of layouts."""
 
 import math
 import statistics
@@ -6,16 +6,16 @@ from typing import Any
 
 from ...messages import plural, printable
 from ..drawing.tables import markdown
-from .division_search import USABLE, Candidate, Found, why_slower
+from .layout_search import USABLE, Candidate, Found, why_slower
 from .prediction import Estimate
 from .real_routing import ZIPF
 from .segment_times import layer_factors
 from .train_command import missing, train_command
-from .workload import Workload
+from .workload import Workload, layout_text
 
 
 def estimate_report(found: Estimate, dollars: float | None = None) -> str:
-    """The prediction for one division."""
+    """The prediction for one layout."""
     load, (low, high) = found.load, found.interval
     memory, transfers = found.memory, found.step.transfers * found.constant.factor
     tflops = found.flops_per_gpu / 1e12
@@ -23,7 +23,7 @@ def estimate_report(found: Estimate, dollars: float | None = None) -> str:
         ["step time", f"{found.seconds:.3g} s ({low:.3g} to {high:.3g} s)"],
         ["tokens/s per GPU", f"{found.tokens_per_gpu:,.0f}"],
         ["model TFLOP/s per GPU", f"{tflops:.{_digits(tflops, 0)}f} ({found.utilization:.1%} of the peak)"],
-        ["hidden transfers", f"{found.hidden:.0%} of {transfers:.3g} s" if transfers else "-"],
+        ["hidden transfers", f"{found.step.hidden:.0%} of {transfers:.3g} s" if transfers else "-"],
         ["pipeline bubble", f"{found.step.bubble:.1%}"],
         ["GPU hours for 10^12 tokens", f"{found.gpu_hours:,.0f}"],
     ]
@@ -45,10 +45,11 @@ def estimate_report(found: Estimate, dollars: float | None = None) -> str:
 
 def describe(load: Workload) -> str:
     """The workload, on two lines."""
-    one = load.division
+    one = load.layout
     overlap = f", {'with' if load.overlaps else 'no'} overlap" if one.ep > 1 else ""
     return (
-        f"{load.shape.name} on {plural(one.gpus, 'GPU')} ({load.device.name}): {one}, {load.schedule}\n"
+        f"{load.shape.name} on {plural(one.num_ranks, 'GPU')} ({load.device.name}): {layout_text(one)}, "
+        f"{load.schedule}\n"
         f"{plural(load.num_micro_batches, 'micro-batch', 'es')} of {load.micro_batch} x {load.seq} tokens, "
         f"{load.precision}, recompute {load.recompute}{overlap}"
     )
@@ -75,12 +76,12 @@ def routing_line(load: Workload) -> str:
     factors = [one for one, layer in zip(layer_factors(load), load.shape.layers, strict=True) if layer.experts]
     if not factors:
         return "Routing: this model has no experts."
-    if load.division.ep == 1:
+    if load.layout.ep == 1:
         return "Routing: each GPU has all experts, so all get the same number of tokens."
     if load.loads is None and load.routing == "balanced":
         return "Routing: balanced. All ranks get the same number of tokens."
     low, mean, high = min(factors), statistics.fmean(factors), max(factors)
-    ranks = f"The fullest of {plural(load.division.ep, 'rank')} gets {mean:.2f} times the mean"
+    ranks = f"The fullest of {plural(load.layout.ep, 'rank')} gets {mean:.2f} times the mean"
     if load.loads is None:
         return f"Routing: assumed, Zipf's law with exponent {ZIPF}. {ranks}."
     return (
@@ -91,7 +92,7 @@ def routing_line(load: Workload) -> str:
 
 def search_report(found: Found, top: int, dollars: float | None = None) -> str:
     """The ranking, with the reason why each is slower than the best, and the command that runs the best."""
-    heading = ["division", "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU", "slower because of"]
+    heading = ["layout", "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU", "slower because of"]
     rows = [_row(found, one) for one in found.ranked[:top]]
     parts = [estimate_report(found.best, dollars), markdown([heading, *rows])]
     if len(found.ranked) > top:
@@ -99,13 +100,13 @@ def search_report(found: Found, top: int, dollars: float | None = None) -> str:
     if not all(one.simulated for one in found.ranked[:top]):
         parts.append("~: estimated with equal stages. The fastest ways are simulated with their own stages.")
     if found.too_large:
-        division, memory = found.too_large[0]
+        layout, memory = found.too_large[0]
         usable = USABLE * found.best.load.device.memory_gb
         parts.append(
-            f"{plural(len(found.too_large), 'division')} do not fit with any schedule and recomputation: the smallest "
-            f"({division}) needs {memory:.0f} of the {usable:.0f} GB that a run can use"
+            f"{plural(len(found.too_large), 'layout')} do not fit with any schedule and recomputation: the smallest "
+            f"({layout_text(layout)}) needs {memory:.0f} of the {usable:.0f} GB that a run can use"
         )
-    if found.best.load.overlap is None and any(one.load.division.ep > 1 for one in found.ranked):
+    if found.best.load.overlap is None and any(one.load.layout.ep > 1 for one in found.ranked):
         parts.append(
             "Only dualpipe and dualpipev hide transfers of experts behind computation, as in train.py.\n"
             "--overlap assumes it of all schedules, as in Megatron-LM."
@@ -120,9 +121,9 @@ def search_report(found: Found, top: int, dollars: float | None = None) -> str:
 
 def _row(found: Found, one: Candidate) -> list[str]:
     load, factor = one.load, found.best.constant.factor
-    tokens = load.tokens / (one.seconds * factor) / load.division.gpus
+    tokens = load.tokens / (one.seconds * factor) / load.layout.num_ranks
     return [
-        str(load.division), load.schedule, str(load.micro_batch), load.recompute,
+        layout_text(load.layout), load.schedule, str(load.micro_batch), load.recompute,
         f"{'' if one.simulated else '~'}{one.seconds * factor:.3g}",
         f"{one.memory_gb:.0f}", f"{tokens:,.0f}", why_slower(one, found.ranked[0]),
     ]  # fmt: skip
@@ -136,8 +137,8 @@ def search_rows(found: Found, top: int, dollars: float | None = None) -> dict[st
         "tried": found.tried,
         "ranked": [
             {
-                "tp": one.load.division.tp, "pp": one.load.division.pp, "vpp": one.load.division.vpp,
-                "ep": one.load.division.ep, "cp": one.load.division.cp, "schedule": one.load.schedule,
+                "tp": one.load.layout.tp, "pp": one.load.layout.pp, "vpp": one.load.layout.chunks or 1,
+                "ep": one.load.layout.ep, "cp": one.load.layout.cp, "schedule": one.load.schedule,
                 "micro_batch": one.load.micro_batch, "recompute": one.load.recompute,
                 "step_time_s": one.seconds * factor, "simulated": one.simulated, "peak_memory_gb": one.memory_gb,
                 "slower_because": why_slower(one, found.ranked[0]),

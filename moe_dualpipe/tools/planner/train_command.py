@@ -9,11 +9,11 @@ def train_command(load: Workload) -> str:
     """The command that starts this run here, or why this project cannot run it."""
     if lacks := missing(load):
         return f"train.py cannot run it: {', '.join(lacks)}"
-    one = load.division
+    one = load.layout
     # Machines have up to 8 GPUs; those of domains that span machines have 4.
     most = min(8 if (load.device.domain.gpus or 1) <= 8 else 4, load.device.domain.gpus or 1)
-    each = next(number for number in range(most, 0, -1) if one.gpus % number == 0)
-    where = f"--nnodes {one.gpus // each} " * (one.gpus > each) + f"--nproc-per-node {each}"
+    each = next(number for number in range(most, 0, -1) if one.num_ranks % number == 0)
+    where = f"--nnodes {one.num_ranks // each} " * (one.num_ranks > each) + f"--nproc-per-node {each}"
     words = [
         f"torchrun {where} train.py --preset {load.shape.name} --pp {one.pp} --ep {one.ep} --schedule {load.schedule}",
         f"--batch-size {load.global_batch} --micro-batch-size {load.micro_batch} --seq-len {load.seq}",
@@ -21,7 +21,7 @@ def train_command(load: Workload) -> str:
         "--dtype float32" * (load.precision == "fp32"),
     ]
     others = {
-        f"parallel.num_chunks={one.vpp}": one.vpp > 1,
+        f"parallel.num_chunks={one.chunks}": one.chunks is not None,
         f"model.mtp_layers={load.shape.mtp}": load.shape.mtp != PRESETS[load.shape.name].mtp_layers,
         "parallel.overlap=false": load.overlap is False and load.schedule in PAIRED,
         "parallel.zero=false": not load.zero,
@@ -32,13 +32,13 @@ def train_command(load: Workload) -> str:
 
 def missing(load: Workload) -> list[str]:
     """What train.py lacks for this run. Empty if it can run it."""
-    one = load.division
+    one = load.layout
     found = [f"{name} {number}" for name, number in (("tp", one.tp), ("cp", one.cp)) if number > 1]
     found += [load.precision] if load.precision in ("fp8", "mxfp8") else []
     found += [f"overlap in {load.schedule}"] if load.overlap and one.ep > 1 and load.schedule not in PAIRED else []
     found += [] if load.shape.name in PRESETS else [f"the model {load.shape.name}, which is not a preset"]
     try:
-        check_numbers(load.schedule, one.pp, load.num_micro_batches, load.num_chunks)
+        check_numbers(load.schedule, one.pp, load.num_micro_batches, one.chunks)
     except ValueError as error:
         found.append(str(error))
     return found

@@ -4,19 +4,18 @@ from functools import lru_cache, partial
 
 from ...schedule import Schedule, build
 from .activations import MicroBatch
-from .peak import PeakMemory, peak_memory
-from .stages import stages_of
+from .peak import PeakMemory, peak_memory, stages_of
 from .workload import Workload
 
 
 def memory_of(load: Workload) -> PeakMemory:
     """The memory of the fullest rank, by parts."""
-    one = load.division
+    one = load.layout
     batch = MicroBatch(
-        load.micro_batch, load.seq, ep=one.ep * one.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
+        load.micro_batch, load.seq, ep=one.ep * load.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
         flash=load.flash,
     )  # fmt: skip
-    schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, load.num_chunks)
+    schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
     stages = stages_of(load.shape, load.placement.num_stages)
     loads = partial(load.loads.fullest, load.shape, one.ep) if load.loads and one.ep > 1 else None
     ranks = peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages, loads=loads)

@@ -19,7 +19,6 @@ from ...messages import printable
 from ...overlap.labels import without_wait
 from .collectives import CollectiveRow
 from .communication import NAMES, Names
-from .delays import Delay, start_delays
 from .doctor.verdict import Verdict
 from .gaps import Wait, find_waits
 from .host import host_as_device
@@ -85,8 +84,6 @@ class Analysis:
     phases: tuple[Phase, ...]
     waits: tuple[Wait, ...]
     """All time in which no kernel computes: `window_us` - `kernel_compute_us` in total."""
-    delays: tuple[Delay, ...]
-    """How late transfers start after they could (delays.py)."""
     streams: dict[str, float]
     """Busy time of each stream; on a CPU, of each thread."""
     kernels: tuple[Kernel, ...]
@@ -121,8 +118,7 @@ def analyze(trace: Trace, names: Names = NAMES, phases: Phases | None = None) ->
 
 def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Names, phases: Phases) -> Analysis:
     by_kind = {"compute": [], "comm": [], "copy": []} | _group(events, names.kind_of)
-    computing = [*by_kind["compute"], *by_kind["copy"]]
-    compute = union(intervals_of(computing))
+    compute = union(intervals_of([*by_kind["compute"], *by_kind["copy"]]))
     kernels, comm, copies = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm", "copy"))
     busy = union(intervals_of(events))
     exposed = difference(comm, compute)
@@ -138,7 +134,6 @@ def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Na
         comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0) or None,
         phases=_phases(by_kind, trace, phases, exposed),
         waits=find_waits(trace, phases, difference(extent, kernels), *by_kind.values()),
-        delays=start_delays(trace, computing, by_kind["comm"]),
         streams={stream: total(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
     )  # fmt: skip

@@ -28,8 +28,8 @@ from .pair import Pair, Workload
 
 COMM_SHARE = 0.7
 """With a CPU's default link, communication takes this share of the computation time."""
-FIT_TOLERANCE, MAX_FITS = 1.2, 4
-"""By which factor that share may differ in the recording, and how often the link is fitted until it does not."""
+FIT_TOLERANCE = 1.2
+"""By which factor that share may differ in the recording, without a remark."""
 GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
 """The default link of a GPU: a port of 400 Gb/s."""
 DEEPSEEK = {
@@ -106,10 +106,11 @@ def _record_pair(
     backend = _backend(workload, num_ranks, world, replay)
     pair = Pair(workload, backend)
     description = _set_link(pair, backend, link, rounds)
-    if link is None and isinstance(backend, Loopback) and not replay and workload.device.type == "cpu":
-        return _record_fitted(pair, backend, out, rounds, description)
     with _named_failures(world):
-        return description, _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
+        recordings = _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
+    if link is None and isinstance(backend, Loopback) and not replay and workload.device.type == "cpu":
+        description += _share_text(recordings)
+    return description, recordings
 
 
 def _default_ranks(num_experts: int) -> int:
@@ -177,25 +178,13 @@ def _set_link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: in
     return f"{_link_text(link)}{reason}"
 
 
-def _record_fitted(
-    pair: Pair, backend: Loopback, out: Path, rounds: int, description: str
-) -> tuple[str, dict[str, Path]]:
-    """Record, and fit the link again while communication takes another share than COMM_SHARE of the computation time.
-
-    The computation that the link was fitted to may have been slowed down by other processes.
-    """
-    for fits_left in range(MAX_FITS - 1, -1, -1):
-        recordings = _record(pair, out, rounds, "")
-        analysis = analyze_files([recordings["overlapped"]], pictures=False).devices[0].analysis
-        share = analysis.comm_us / analysis.compute_us if analysis.compute_us else 0.0
-        if not share:  # a single rank
-            return description, recordings
-        if 1 / FIT_TOLERANCE < share / COMM_SHARE < FIT_TOLERANCE:
-            return f"{description}; {share:.2f} in the recording", recordings
-        if fits_left:
-            backend.link = Link(gb_per_s=backend.link.gb_per_s * share / COMM_SHARE)
-            description = f"{_link_text(backend.link)}: chosen again to take {COMM_SHARE} of the computation time"
-    return f"{description}; {share:.2f} in the recording: the speed of this machine varies too much", recordings
+def _share_text(recordings: dict[str, Path]) -> str:
+    """Which share of the computation time the communication takes in the recording, for which COMM_SHARE was wanted."""
+    analysis = analyze_files([recordings["overlapped"]], pictures=False).devices[0].analysis
+    share = analysis.comm_us / analysis.compute_us if analysis.compute_us else 0.0
+    steady = 1 / FIT_TOLERANCE < share / COMM_SHARE < FIT_TOLERANCE
+    advice = "" if steady else ": other programs slow this machine down at times; set --link-gbps"
+    return f"; {share:.2f} in the recording{advice}" if share else ""
 
 
 def _link_text(link: Link) -> str:

@@ -17,10 +17,10 @@ from ...expert_parallel.shared import find_machine
 from ...models.build_experts import expert_class
 from ...models.expert_slots import names_by_expert
 from ...models.layer_class import named_parameters
+from ...pipeline.pipeline import Pipeline
+from ...pipeline.slot_transfer import SlotTransfer, check_alike
 from ...runtime.shared_errors import build_on_all_ranks, gather_objects
-from ..pipeline import Pipeline
 from . import Extension, Update
-from .slot_transfer import SlotTransfer, check_alike
 
 
 class ExpertMoves(Extension):

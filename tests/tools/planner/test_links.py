@@ -18,7 +18,7 @@ def simulated(experts, top_k, ep, domain, backend, groups=1, top_groups=1, token
         chosen = rng.sample(range(groups), top_groups)
         choices = [group * in_group + index for group in chosen for index in range(in_group)]
         ranks = [expert // each for expert in rng.sample(choices, top_k)]
-        if backend == "nccl":
+        if backend == "all_to_all":
             near += sum(0 < rank < domain for rank in ranks)
             far += sum(rank >= domain for rank in ranks)
         else:
@@ -27,7 +27,7 @@ def simulated(experts, top_k, ep, domain, backend, groups=1, top_groups=1, token
     return near / tokens, far / tokens
 
 
-@pytest.mark.parametrize("backend", ["nccl", "deepep"])
+@pytest.mark.parametrize("backend", ["all_to_all", "deepep"])
 @pytest.mark.parametrize("experts,top_k,ep,domain", CASES)
 def test_rows_equal_those_of_random_choices(experts, top_k, ep, domain, backend):
     rows = rows_sent(experts, top_k, ep, domain, backend)
@@ -36,7 +36,11 @@ def test_rows_equal_those_of_random_choices(experts, top_k, ep, domain, backend)
 
 
 def test_one_rank_sends_nothing():
-    assert rows_sent(64, 8, 1, 8, "nccl") == rows_sent(64, 8, 1, 8, "deepep") == (rows_sent(0, 0, 8, 8, "nccl"))
+    assert (
+        rows_sent(64, 8, 1, 8, "all_to_all")
+        == rows_sent(64, 8, 1, 8, "deepep")
+        == (rows_sent(0, 0, 8, 8, "all_to_all"))
+    )
 
 
 # A group is a domain, several domains, half a domain, a rank, and a part of a rank.
@@ -49,7 +53,7 @@ GROUPED = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "deepep"])
+@pytest.mark.parametrize("backend", ["all_to_all", "deepep"])
 @pytest.mark.parametrize("experts,top_k,ep,domain,groups,top_groups", GROUPED)
 def test_rows_of_tokens_whose_experts_are_in_few_groups(experts, top_k, ep, domain, groups, top_groups, backend):
     rows = rows_sent(experts, top_k, ep, domain, backend, groups, top_groups)
@@ -69,7 +73,7 @@ def test_all_groups_are_no_limit_and_groups_across_domains_do_not_count():
 
 
 def test_the_slower_link_counts():
-    rows = rows_sent(64, 8, 16, 8, "nccl")
+    rows = rows_sent(64, 8, 16, 8, "all_to_all")
     near, far = (seconds(link, count * 1e9) for link, count in ((H100.domain, rows.near), (H100.network, rows.far)))
     assert all_to_all(H100, rows, 1e6, 1e3) == max(near, far) == far
 

@@ -6,15 +6,14 @@ import random
 import pytest
 
 from moe_dualpipe.expert_parallel.exchange import ROW_ALIGNMENT, buffer_rows, round_up
-from moe_dualpipe.tools.planner import Division, MicroBatch, Workload, load_device, peak_memory, read_shape
+from moe_dualpipe.tools.planner import MicroBatch, Workload, layout_of, load_device, peak_memory, read_shape
 from moe_dualpipe.tools.planner.activations import choices_received, deferred_bytes, rows_received, saved_bytes
 from moe_dualpipe.tools.planner.backward_memory import mlp_working
 from moe_dualpipe.tools.planner.measured_loads import MeasuredLoads
-from moe_dualpipe.tools.planner.peak import config_of
-from moe_dualpipe.tools.planner.stages import stages_of
+from moe_dualpipe.tools.planner.peak import config_of, stages_of
 from moe_dualpipe.tools.planner.workload_memory import full_schedule, memory_of
 
-BASE = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), Division(32, 1, 4, 1, 8), global_batch=256)
+BASE = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256)
 LAYERS, EXPERTS, RANKS = 48, 128, 8
 CONFIG = config_of(BASE.shape)
 
@@ -45,8 +44,8 @@ def test_equal_loads_need_exactly_what_even_routing_needs(number, options):
 
 
 def test_without_expert_parallelism_loads_change_nothing():
-    alone = dataclasses.replace(BASE, division=Division(32, 1, 4))
-    assert memory_of(dataclasses.replace(with_loads(of_ranks(uneven())), division=alone.division)) == memory_of(alone)
+    alone = dataclasses.replace(BASE, layout=layout_of(32, 1, 4))
+    assert memory_of(dataclasses.replace(with_loads(of_ranks(uneven())), layout=alone.layout)) == memory_of(alone)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "gpipe"])
@@ -110,9 +109,9 @@ def test_only_the_experts_of_the_layer_with_the_load_need_more():
 def test_blocks_of_multi_token_prediction_are_like_the_last_layer():
     shape = dataclasses.replace(BASE.shape, mtp=1)
     rows = [[1] * RANKS for _ in range(LAYERS)]
-    division, saved = Division(8, ep=RANKS), []
+    layout, saved = layout_of(8, ep=RANKS), []
     for number, more in ((1, 0), (1, 1), (2, 0), (2, 1)):
         rows[-1][3] = number
-        load = with_loads(of_ranks(rows), shape=dataclasses.replace(shape, mtp=more), division=division)
+        load = with_loads(of_ranks(rows), shape=dataclasses.replace(shape, mtp=more), layout=layout)
         saved.append(memory_of(load).activations)
     assert saved[3] - saved[1] == 2 * (saved[2] - saved[0]) > 0

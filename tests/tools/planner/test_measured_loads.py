@@ -12,11 +12,11 @@ from moe_dualpipe.tools.planner.prediction import estimate
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.segment_times import layer_factors
 from moe_dualpipe.tools.planner.step import step_of
-from moe_dualpipe.tools.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.workload import Workload, layout_of
 
-BASE = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), Division(32, 1, 4, 1, 8), global_batch=256)
+BASE = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256)
 LAYERS, EXPERTS = len(BASE.shape.layers), 128
-V3 = Workload(read_shape("deepseek-v3"), load_device("h800"), Division(64, pp=1, ep=64), global_batch=64)
+V3 = Workload(read_shape("deepseek-v3"), load_device("h800"), layout_of(64, pp=1, ep=64), global_batch=64)
 
 
 def measured(rows, layers=None):
@@ -40,8 +40,8 @@ def test_equal_loads_are_exactly_the_balanced_estimate(number, schedule):
 
 
 def test_without_expert_parallelism_loads_change_nothing():
-    division = dataclasses.replace(BASE.division, ep=1)
-    load = dataclasses.replace(BASE, division=division)
+    layout = dataclasses.replace(BASE.layout, ep=1)
+    load = dataclasses.replace(BASE, layout=layout)
     assert step_of(with_loads(uneven(), load)) == step_of(load)
 
 
@@ -112,7 +112,7 @@ def test_the_report_says_how_uneven_loads_are():
 WRONG = {
     "experts": ([[1] * 64] * LAYERS, BASE, "has loads of 64 experts, and qwen3-30b-a3b has 128"),
     "layers": ([[1] * EXPERTS] * 3, BASE, "has loads of 3 layers, and qwen3-30b-a3b has 48 layers with experts"),
-    "dense": ([[1] * 8], dataclasses.replace(BASE, shape=read_shape("llama3-8b"), division=Division(32, 1, 4)),
+    "dense": ([[1] * 8], dataclasses.replace(BASE, shape=read_shape("llama3-8b"), layout=layout_of(32, 1, 4)),
               "llama3-8b has no experts"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Peak memory of any division: a shape is counted as the model that is built, and published peaks are met."""
+"""Peak memory of any layout: a shape is counted as the model that is built, and published peaks are met."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from moe_dualpipe.schedule import NAMES, build, halves
 from moe_dualpipe.tools.planner import MicroBatch, full_schedule, peak_memory, read_shape, shape_of
 from moe_dualpipe.tools.planner.activations import deferred_bytes, saved_bytes
 from moe_dualpipe.tools.planner.backward_memory import working_bytes
-from moe_dualpipe.tools.planner.peak import StageBytes, config_of, even_stages, peak_of_actions
+from moe_dualpipe.tools.planner.peak import StageBytes, config_of, peak_of_actions, stages_of
 from moe_dualpipe.tools.planner.published_shapes import published_models
 
 ONE = build("1f1b", 1, 2)
@@ -69,8 +69,6 @@ PEAKS = [
     ("gpt-6.2b", 48e9, "interleaved_1f1b", 8, MicroBatch(3, 1024, flash=False), ZERO_BUBBLE),
     # Megatron-Bridge, skills/nemo-mbridge-perf-expert-parallel-overlap: 16 H100, expert parallelism over all
     ("qwen3-30b-a3b", 62.166 * GIB, "1f1b", 1, MicroBatch(1, 4096, ep=16), {"dp": 16}),
-    # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: FSDP 32 x TP 8, 512 sequences, full recomputation
-    ("llama3-70b", 71.9 * GIB, "1f1b", 1, MicroBatch(16, 8192, tp=8, recompute="full"), {"dp": 32, "fsdp": True}),
 ]  # fmt: skip
 
 
@@ -79,7 +77,7 @@ def test_published_peaks(model, peak, name, pp, batch, options):
     shape = read_shape(model)
     chunks = len(shape.layers) // 8 + 1 if name == "interleaved_1f1b" else None
     schedule = build(name, pp, 24, chunks)
-    ranks = peak_memory(shape, schedule, batch, stages=even_stages(shape, schedule.num_stages), **options)
+    ranks = peak_memory(shape, schedule, batch, stages=stages_of(shape, schedule.num_stages), **options)
     assert max(rank.total for rank in ranks) == pytest.approx(peak, rel=0.1)
 
 
@@ -124,22 +122,15 @@ def test_deferred_weight_gradients_need_8_bits_with_fp8_but_for_the_head():
     assert 0.4 < saved / deferred_bytes(AWKWARD, first, bf16) < 0.5
 
 
-def test_precision_zero_and_fsdp():
+def test_precision_and_zero():
     shape, batch = shape_of(AWKWARD), MicroBatch(4, 64)
     (bf16,), (fp8,), (fp32,) = (peak_memory(shape, ONE, batch, 4, precision) for precision in ("bf16", "fp8", "fp32"))
-    (full,), (fsdp,) = (peak_memory(shape, ONE, batch, 4, **{option: flag}) for option, flag in (
-        ("zero", False), ("fsdp", True)
-    ))  # fmt: skip
+    (full,) = peak_memory(shape, ONE, batch, 4, zero=False)
     n = shape.parameters
     assert (bf16.weights, fp8.weights, fp32.weights) == (2 * n, 3 * n, 4 * n)
     assert (full.optimizer, bf16.optimizer, fp32.optimizer) == (12 * n, 12 * -(-n // 4), 8 * -(-n // 4))
     assert bf16.activations / 2 < fp8.activations < bf16.activations < fp32.activations
     assert fp8.gradients == fp32.gradients == full.gradients == 4 * n
-    assert fsdp.weights == pytest.approx(bf16.weights / 4, rel=0.01)
-    assert fsdp.gradients == pytest.approx(bf16.gradients / 4, rel=0.01)
-    assert fsdp.optimizer == bf16.optimizer
-    largest = max(layer.dense_parameters(20) + layer.expert_parameters(20) for layer in shape.layers)
-    assert fsdp.temporary == bf16.temporary + 4 * largest
     assert sum(bf16.parts().values()) == bf16.total
     assert [*bf16.parts()] == ["weights", "gradients", "optimizer", "activations", "temporary"]
 
@@ -167,7 +158,7 @@ def test_more_micro_batches_need_no_more_memory():
 def test_multi_token_prediction_is_a_further_layer():
     shape = shape_of(AWKWARD)
     more = dataclasses.replace(shape, mtp=1)
-    (one,), (two,) = (peak_memory(each, ONE, MicroBatch(1, 16), stages=even_stages(each, 1)) for each in (shape, more))
+    (one,), (two,) = (peak_memory(each, ONE, MicroBatch(1, 16), stages=stages_of(each, 1)) for each in (shape, more))
     assert two.weights == 2 * more.parameters
     (same,) = peak_memory(dataclasses.replace(AWKWARD, mtp_layers=1), ONE, MicroBatch(1, 16))
     assert two == same
@@ -181,7 +172,7 @@ def test_multi_token_prediction_is_a_further_layer():
 ])  # fmt: skip
 def test_even_stages(layers, stages, ends):
     shape = shape_of(ModelConfig(num_layers=layers, num_dense_layers=layers))
-    specs = even_stages(shape, stages)
+    specs = stages_of(shape, stages)
     assert [spec.layers.stop for spec in specs] == ends
     assert [spec.layers.start for spec in specs] == [0, *ends[:-1]]
     assert [spec.embedding for spec in specs] == [True] + [False] * (stages - 1)
@@ -194,7 +185,7 @@ def test_even_stages(layers, stages, ends):
 def test_messages_to_and_from_neighbours_count():
     """The first and the last stage hold three at a time, and one between them four."""
     shape, batch = shape_of(AWKWARD), MicroBatch(4, 64)
-    schedule, stages = build("1f1b", 3, 6), even_stages(shape, 3)
+    schedule, stages = build("1f1b", 3, 6), stages_of(shape, 3)
     config, message = config_of(shape), 4 * 64 * 20 * 2
     ranks = peak_memory(shape, schedule, batch, stages=stages)
     for rank, (one, messages) in enumerate(zip(ranks, (3, 4, 3), strict=True)):
@@ -202,11 +193,6 @@ def test_messages_to_and_from_neighbours_count():
         sizes = StageBytes(saved_bytes(config, spec, batch), 0, working_bytes(config, spec, batch), 0)
         activations, temporary = peak_of_actions(schedule.actions[rank], {rank: sizes})
         assert (one.activations, one.temporary) == (activations, temporary + messages * message)
-
-
-def test_layers_that_do_not_divide():
-    with pytest.raises(ValueError, match="9 layers, or 11 with embedding and head, do not divide into 4 stages"):
-        even_stages(shape_of(AWKWARD), 4)
 
 
 def test_a_block_without_a_gate_saves_half_of_its_inner_activations():

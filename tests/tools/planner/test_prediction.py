@@ -11,11 +11,11 @@ from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.prediction import estimate, ideal_seconds
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.real_routing import load_factor
-from moe_dualpipe.tools.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.workload import Workload, layout_of
 from moe_dualpipe.tools.planner.workload_memory import memory_of
 
 LOAD = Workload(
-    read_shape("deepseek-v3"), load_device("h800"), Division(2048, 1, 16, 1, 64), global_batch=15360, precision="fp8",
+    read_shape("deepseek-v3"), load_device("h800"), layout_of(2048, 1, 16, 1, 64), global_batch=15360, precision="fp8",
     schedule="dualpipe", recompute="norms", ep_backend="deepep", routing="real",
 )  # fmt: skip
 KEYS = {
@@ -76,12 +76,12 @@ def test_a_gpu_without_runs_gets_the_constant_of_the_software():
 
 
 def test_short_layers_of_experts_may_wait_for_the_host():
-    small = Workload(read_shape("qwen3-30b-a3b"), load_device("b200"), Division(8, ep=8), global_batch=512)
+    small = Workload(read_shape("qwen3-30b-a3b"), load_device("b200"), layout_of(8, ep=8), global_batch=512)
     text = estimate(small).host_advice()
     each = float(re.search(r"A layer takes ([\d.]+) ms", text)[1])
     assert each == pytest.approx(1e3 * estimate(small).seconds / 64 / 48, abs=0.06) and each < 9
     assert estimate(dataclasses.replace(small, micro_batch=8)).host_advice() == ""
-    dense = dataclasses.replace(small, shape=read_shape("llama3-8b"), division=Division(8))
+    dense = dataclasses.replace(small, shape=read_shape("llama3-8b"), layout=layout_of(8))
     assert estimate(dense).host_advice() == ""
 
 
@@ -92,7 +92,7 @@ def test_an_unknown_software_is_refused_with_those_that_are_known():
 
 def test_a_workload_that_cannot_run_is_refused():
     with pytest.raises(ValueError, match="--ep 3 does not divide"):
-        estimate(dataclasses.replace(LOAD, division=Division(2048, 1, 16, 1, 3)))
+        estimate(dataclasses.replace(LOAD, layout=layout_of(2048, 1, 16, 1, 3)))
 
 
 def test_the_imbalance_is_that_of_layers_with_experts():
@@ -102,15 +102,15 @@ def test_the_imbalance_is_that_of_layers_with_experts():
 def test_the_fullest_rank_counts_wherever_it_is():
     """A head with a large vocabulary makes the last stage the fullest, with gpipe, in which all ranks hold as much."""
     shape = dataclasses.replace(read_shape("llama3-8b"), vocab=1_000_000)
-    load = Workload(shape, LOAD.device, Division(4, pp=4), global_batch=8, schedule="gpipe")
+    load = Workload(shape, LOAD.device, layout_of(4, pp=4), global_batch=8, schedule="gpipe")
     head = 8 * 4096 * 4 * shape.vocab  # log-probabilities of 8 micro-batches, in fp32
     assert memory_of(load).activations > head
 
 
-def test_memory_follows_the_division():
+def test_memory_follows_the_layout():
     def parts(**numbers):
-        division = Division(2048, **{"pp": 16, "ep": 64, **numbers})
-        return memory_of(dataclasses.replace(LOAD, schedule="1f1b", division=division))
+        layout = layout_of(2048, **{"pp": 16, "ep": 64, **numbers})
+        return memory_of(dataclasses.replace(LOAD, schedule="1f1b", layout=layout))
 
     base = parts()
     assert parts(ep=128).weights < base.weights and parts(pp=32).weights < base.weights
@@ -122,7 +122,7 @@ def test_memory_follows_the_division():
 
 def test_what_does_not_fit_is_said_with_a_way_out():
     large = dataclasses.replace(
-        LOAD, shape=read_shape("olmoe-1b-7b"), division=Division(8, ep=8), global_batch=128, micro_batch=8,
+        LOAD, shape=read_shape("olmoe-1b-7b"), layout=layout_of(8, ep=8), global_batch=128, micro_batch=8,
         schedule="1f1b", recompute="none",
     )  # fmt: skip
     assert estimate(large).memory.total > 80e9

@@ -36,7 +36,7 @@ def test_families_that_were_left_out_are_predicted(points):
     assert statistics.fmean(one.inside for one in scores) >= 0.8
     # A constant number of TFLOP/s for all GPUs of a kind errs by twice as much.
     flops = [p.row.load.tokens * p.row.load.shape.train_flops(p.row.load.seq) for p in points]
-    rates = [f / p.row.seconds / p.row.load.division.gpus for f, p in zip(flops, points, strict=True)]
+    rates = [f / p.row.seconds / p.row.load.layout.num_ranks for f, p in zip(flops, points, strict=True)]
     constant = statistics.median(rates)
     assert statistics.median(abs(rate / constant - 1) for rate in rates) > 0.25
 

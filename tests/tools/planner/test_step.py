@@ -7,21 +7,22 @@ import pytest
 
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner.device import load_device
+from moe_dualpipe.tools.planner.peak import stages_of
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS
-from moe_dualpipe.tools.planner.stages import stages_of
 from moe_dualpipe.tools.planner.step import simulate_step, step_of
-from moe_dualpipe.tools.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.workload import Workload, layout_of
+from tests.support.planned import relaid
 
-QWEN = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), Division(32, 1, 4, 1, 8), global_batch=256)
+QWEN = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256)
 
 
-def changed(load=QWEN, division=None, **options):
-    return dataclasses.replace(load, division=dataclasses.replace(load.division, **(division or {})), **options)
+def changed(load=QWEN, layout=None, **options):
+    return dataclasses.replace(load, layout=relaid(load.layout, **(layout or {})), **options)
 
 
 def test_a_step_of_one_gpu_without_effects_is_its_flops_at_the_peak():
-    load = changed(division={"gpus": 1, "pp": 1, "ep": 1}, global_batch=4)
+    load = changed(layout={"gpus": 1, "pp": 1, "ep": 1}, global_batch=4)
     shape, peak = load.shape, load.device.peak["bf16"]
     assert peak is not None
     seconds = step_of(load, frozenset()).seconds
@@ -45,8 +46,8 @@ def test_each_effect_adds_time(schedule):
 
 
 def test_overlap_never_costs_time_and_hides_transfers():
-    for division, backend in itertools.product(({}, {"pp": 1}, {"ep": 32, "pp": 1}), ("nccl", "deepep")):
-        load = changed(division=division, ep_backend=backend)
+    for layout, backend in itertools.product(({}, {"pp": 1}, {"ep": 32, "pp": 1}), ("all_to_all", "deepep")):
+        load = changed(layout=layout, ep_backend=backend)
         alone, overlapped = step_of(changed(load, overlap=False)), step_of(changed(load, overlap=True))
         assert overlapped.seconds < alone.seconds
         assert overlapped.hidden > alone.hidden >= 0 and overlapped.transfers == alone.transfers
@@ -59,14 +60,14 @@ def test_without_an_option_only_schedules_of_pairs_overlap():
 
 
 def test_no_transfers_without_expert_parallelism():
-    load = changed(division={"gpus": 1, "pp": 1, "ep": 1}, overlap=True)
+    load = changed(layout={"gpus": 1, "pp": 1, "ep": 1}, overlap=True)
     step = step_of(load)
     assert (step.transfers, step.exposed, step.sums, step.idle, step.hidden) == (0, 0, 0, 0, 1)
 
 
 @pytest.mark.parametrize("change", [{"gpus": 64}, {"tp": 2}])
 def test_more_gpus_take_less_time_but_not_less_gpu_time(change):
-    few, many = changed(), changed(division=change | {"gpus": 64})
+    few, many = changed(), changed(layout=change | {"gpus": 64})
     assert step_of(many).seconds < step_of(few).seconds < 2.01 * step_of(many).seconds
 
 
@@ -86,20 +87,19 @@ SCHEDULES = ["1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev"]
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_extrapolated_step_equals_the_simulated_one(schedule):
-    load = changed(schedule=schedule, division={"vpp": 2 if schedule == "interleaved_1f1b" else 1})
+    load = changed(schedule=schedule, layout={"vpp": 2 if schedule == "interleaved_1f1b" else 1})
     stages = load.placement.num_stages
     costs = Costs(
         tuple(1 + 0.1 * (s % 3) for s in range(stages)), tuple(2 + 0.15 * (s % 2) for s in range(stages)),
         (1.0,) * stages, tuple(2.8 + 0.1 * (s % 3) for s in range(stages)), comm=0.05,
     )  # fmt: skip
     for number in (32, 40, 64, 96):
-        exact = simulate(build(schedule, 4, number, load.division.vpp if stages == 8 and "inter" in schedule else None),
-                         costs).makespan  # fmt: skip
+        exact = simulate(build(schedule, 4, number, load.layout.chunks), costs).makespan
         assert simulate_step(load, number, costs) == pytest.approx(exact, rel=0.01)
 
 
 def test_micro_batches_between_those_of_a_schedule_are_interpolated():
-    load = changed(schedule="interleaved_1f1b", division={"vpp": 2})
+    load = changed(schedule="interleaved_1f1b", layout={"vpp": 2})
     costs = Costs(F=1, B=2, W=1)
     times = [simulate_step(load, number, costs) for number in range(8, 40)]
     steps = [b - a for a, b in itertools.pairwise(times)]

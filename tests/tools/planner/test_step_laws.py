@@ -20,15 +20,16 @@ from moe_dualpipe.tools.planner.step import (
     step_of,
 )  # fmt: skip
 from moe_dualpipe.tools.planner.transfer_times import all_to_all, gather, rows_sent, seconds
-from moe_dualpipe.tools.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.workload import Workload, layout_of
+from tests.support.planned import relaid
 
 H100 = load_device("h100")
-LOAD = Workload(read_shape("qwen3-30b-a3b"), H100, Division(32, 1, 4, 1, 4), global_batch=256)
-DENSE = Workload(read_shape("llama3-8b"), H100, Division(8), global_batch=64)
+LOAD = Workload(read_shape("qwen3-30b-a3b"), H100, layout_of(32, 1, 4, 1, 4), global_batch=256)
+DENSE = Workload(read_shape("llama3-8b"), H100, layout_of(8), global_batch=64)
 
 
-def changed(load=LOAD, division=None, **options):
-    return dataclasses.replace(load, division=dataclasses.replace(load.division, **(division or {})), **options)
+def changed(load=LOAD, layout=None, **options):
+    return dataclasses.replace(load, layout=relaid(load.layout, **(layout or {})), **options)
 
 
 def test_the_latency_is_added_to_each_transfer():
@@ -40,28 +41,28 @@ def test_the_latency_is_added_to_each_transfer():
 def test_parameters_of_a_rank():
     """A rank of DualPipe holds two stages; tp divides experts only if nothing else does."""
     shape = LOAD.shape
-    dense, experts = rank_parameters(changed(division={"tp": 2}))
+    dense, experts = rank_parameters(changed(layout={"tp": 2}))
     assert (dense, experts) == (shape.dense_parameters / (2 * 4), shape.expert_parameters / (4 * 4))
-    assert rank_parameters(changed(division={"tp": 2, "ep": 1}))[1] == shape.expert_parameters / (2 * 4)
+    assert rank_parameters(changed(layout={"tp": 2, "ep": 1}))[1] == shape.expert_parameters / (2 * 4)
     for schedule, copies in {"dualpipe": 2, "chimera": 2, "dualpipev": 1, "zbv": 1}.items():
         assert rank_parameters(changed(schedule=schedule)) == tuple(copies * n for n in rank_parameters(LOAD))
 
 
 @pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize("division", [{}, {"cp": 2}, {"tp": 2}])
-def test_the_optimizer_reads_and_writes_what_a_rank_owns(division, zero):
-    load = changed(division=division, zero=zero)
-    one, (dense, experts) = load.division, rank_parameters(load)
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2}])
+def test_the_optimizer_reads_and_writes_what_a_rank_owns(layout, zero):
+    load = changed(layout=layout, zero=zero)
+    one, (dense, experts) = load.layout, rank_parameters(load)
     replicas = (one.dp * one.cp, 8 // one.ep) if zero else (1, 1)
     numbers = dense / replicas[0] + experts / replicas[1]
     assert step_of(load).optimizer == pytest.approx(OWNED_BYTES * numbers / (H100.memory_bandwidth * H100.memory_share))
 
 
-@pytest.mark.parametrize("division", [{}, {"cp": 2}, {"tp": 2}, {"ep": 8}])
-def test_gradients_travel_in_fp32_and_weights_in_16_bits(division):
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2}, {"ep": 8}])
+def test_gradients_travel_in_fp32_and_weights_in_16_bits(layout):
     """Without transfers of experts, all transfers are sums of gradients and gathers of weights."""
-    load = changed(division=division, schedule="1f1b")
-    one, (dense, experts) = load.division, rank_parameters(load)
+    load = changed(layout=layout, schedule="1f1b")
+    one, (dense, experts) = load.layout, rank_parameters(load)
     wanted = sum(
         gather(H100, size * dense, one.dp * one.cp, one.tp) + gather(H100, size * experts, 8 // one.ep, one.ep)
         for size in (4, 2)
@@ -96,10 +97,10 @@ def test_a_micro_batch_on_one_rank_is_its_layers_and_its_head():
 
 def test_overlap_on_one_rank_hides_its_share_of_what_the_order_allows():
     """The forward of the first micro-batch and the backward of the last have nothing beside them: 15 pairs of 16."""
-    load = changed(division={"gpus": 4, "pp": 1}, global_batch=64, overlap=True)
+    load = changed(layout={"gpus": 4, "pp": 1}, global_batch=64, overlap=True)
     layers = [layer_seconds(load, layer) for layer in load.shape.layers] + [head_seconds(load)]
     alone = sum(layer.seconds for layer in layers)
-    gain = OVERLAP * (alone - pair_seconds(layers, layers, TRANSFER_SHARE["nccl"] / H100.sms))
+    gain = OVERLAP * (alone - pair_seconds(layers, layers, TRANSFER_SHARE["all_to_all"] / H100.sms))
     plain, step = step_of(changed(load, overlap=False)), step_of(load)
     assert plain.seconds - plain.sums - step.seconds + step.sums == pytest.approx(15 * gain) and gain > 0
 
@@ -143,16 +144,16 @@ def test_context_parallel_ranks_send_keys_and_values_of_the_sequence():
 
 
 @pytest.mark.parametrize("precision,backend,sizes", [
-    ("bf16", "nccl", (4096, 4096)), ("fp8", "nccl", (4096, 4096)), ("fp8", "deepep", (2048 + 64, 4096)),
+    ("bf16", "all_to_all", (4096, 4096)), ("fp8", "all_to_all", (4096, 4096)), ("fp8", "deepep", (2048 + 64, 4096)),
     ("bf16", "deepep", (4096, 4096)),
 ])  # fmt: skip
 def test_bytes_of_dispatch_and_combine(precision, backend, sizes):
     """Rows of 2,048 numbers: in 8 bits with a scale for each 32 numbers, or in 16. NCCL also copies both sides."""
-    load = changed(division={"pp": 1, "gpus": 16, "ep": 16}, precision=precision, ep_backend=backend)
+    load = changed(layout={"pp": 1, "gpus": 16, "ep": 16}, precision=precision, ep_backend=backend)
     layer = load.shape.layers[0]
     rows = rows_sent(128, 8, 16, 8, backend)
     bandwidth = H100.memory_bandwidth * H100.memory_share
-    copies = 4 * 4096 * (rows.near + rows.far) * 4096 / bandwidth if backend == "nccl" else 0
+    copies = 4 * 4096 * (rows.near + rows.far) * 4096 / bandwidth if backend == "all_to_all" else 0
     dispatch, combine = (all_to_all(H100, rows, 4096, size) + copies for size in sizes)
     one = layer_seconds(load, layer)
     transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
@@ -194,7 +195,7 @@ def test_the_router_and_the_gate_of_shared_experts_stay_in_16_bits():
 
 def test_tiles_of_experts_are_half_empty_on_average():
     """Few rows for each expert: 64 rows are 128 with the rest of the tile."""
-    load = changed(division={"gpus": 1, "pp": 1, "ep": 1}, seq=1024, global_batch=1)
+    load = changed(layout={"gpus": 1, "pp": 1, "ep": 1}, seq=1024, global_batch=1)
     layer = load.shape.layers[0]
     rows, experts = 1024 * 8, 128
     on = frozenset({"products"})
@@ -249,7 +250,7 @@ def test_no_rank_does_more_work_than_there_is_time(schedule, seed):
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_a_single_rank_exposes_at_most_its_transfers(schedule):
     """The head is as slow as many layers of a small model, so stages are unequal. The rest of the wait is idle."""
-    small = Workload(read_shape("tiny"), load_device("l40s"), Division(2, ep=2), 256, 1, 4, schedule=schedule)
+    small = Workload(read_shape("tiny"), load_device("l40s"), layout_of(2, ep=2), 256, 1, 4, schedule=schedule)
     step = step_of(small)
     assert 0 <= step.hidden <= 1 and 0 < step.exposed <= step.transfers
     parts = step.compute + step.exposed + step.idle + step.sums + step.optimizer

@@ -4,18 +4,19 @@ import dataclasses
 import shlex
 
 import pytest
-from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.train_command import train_command
-from moe_dualpipe.tools.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.workload import Workload, layout_of
+from moe_dualpipe.training.options import parse_arguments
+from tests.support.planned import relaid
 
-BASE = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), Division(16, pp=4, ep=4), seq=2048, global_batch=64)
+BASE = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), layout_of(16, pp=4, ep=4), seq=2048, global_batch=64)
 
 
-def changed(division=None, **options):
-    return dataclasses.replace(BASE, division=dataclasses.replace(BASE.division, **(division or {})), **options)
+def changed(layout=None, **options):
+    return dataclasses.replace(BASE, layout=relaid(BASE.layout, **(layout or {})), **options)
 
 
 @pytest.mark.parametrize("load", [
@@ -27,9 +28,9 @@ def test_train_accepts_the_command_of_the_same_run(load):
     words = shlex.split(train_command(load))
     options = parse_arguments(words[words.index("train.py") + 1 :])
     nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
-    assert nodes * int(words[words.index("--nproc-per-node") + 1]) == load.division.gpus
+    assert nodes * int(words[words.index("--nproc-per-node") + 1]) == load.layout.num_ranks
     assert (options.parallel.schedule, options.parallel.pp, options.parallel.zero) == (load.schedule, 4, load.zero)
-    assert options.parallel.num_chunks == (4 if load.division.vpp == 4 else None)
+    assert options.parallel.num_chunks == (4 if load.layout.chunks == 4 else None)
     assert options.parallel.overlap == (load.overlap is not False)
     assert options.batch.micro_batches == load.num_micro_batches
 

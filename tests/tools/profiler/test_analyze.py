@@ -81,42 +81,6 @@ def test_work_belongs_to_the_innermost_annotation_around_its_launch(tmp_path):
     ]
 
 
-def test_a_transfer_is_late_from_the_end_of_its_launch_input_or_predecessor_to_its_start(tmp_path):
-    a = analysis_of(tmp_path, [
-        annotation("attn(F)", 0, 10), annotation("mlp(B)", 10, 10), annotation("dispatch(F)", 20, 10),
-        annotation("combine(B)", 30, 10), annotation("dispatch(F)", 40, 10), annotation("other", 50, 10),
-        launch(1, 1), launch(2, 11), launch(3, 21), launch(4, 25), launch(5, 35), launch(6, 45), launch(7, 55),
-        kernel("gemm", 5, 25, correlation=1), kernel("gemm", 30, 70, correlation=2),
-        kernel("pack", 31, 4, stream=20, correlation=3),
-        kernel("ncclSendRecv", 38, 30, stream=20, correlation=4),  # its input ends at 35: not that of the other chunk
-        kernel("ncclSendRecv", 101, 20, stream=21, correlation=5),  # input at 100
-        kernel("ncclSendRecv", 75, 5, stream=20, correlation=6),  # its stream is free at 68
-        kernel("ncclAllReduce", 130, 5, stream=22, correlation=7),  # not a transfer of a chunk
-        kernel("ncclSendRecv", 140, 5, stream=20),  # launched by nobody
-    ])  # fmt: skip
-    assert [(d.name, d.times, d.total_us, d.longest_us) for d in a.delays] == [
-        ("dispatch(F)", 2, 3 + 7, 7), ("combine(B)", 1, 1, 1),
-    ]  # fmt: skip
-
-
-def test_a_transfer_is_not_late_before_the_end_of_all_that_it_needs(tmp_path):
-    a = analysis_of(tmp_path, [
-        annotation("attn(F)", 0, 10), annotation("dispatch(F)", 20, 10), annotation("combine(B)", 30, 50),
-        launch(1, 1), launch(2, 5), launch(3, 25), launch(4, 35, duration=6), launch(5, 45, duration=20),
-        launch(6, 90), annotation("combine(F)", 95, 10), launch(7, 99),
-        kernel("gemm", 5, 65, correlation=1),
-        kernel("gemm", 7, 3, stream=8, correlation=2),  # launched later than the other one, and ends earlier
-        kernel("ncclSendRecv", 72, 3, stream=20, correlation=3),  # input at 70
-        kernel("ncclSendRecv", 45, 3, stream=21, correlation=4),  # its launch ends at 41
-        kernel("ncclSendRecv", 50, 3, stream=21, correlation=5),  # starts before the end of its launch, at 65
-        kernel("cast", 101, 9, stream=20, correlation=6),  # not a computation of a chunk, but on the transfer's stream
-        kernel("ncclSendRecv", 111, 3, stream=20, correlation=7),
-    ])  # fmt: skip
-    assert [(d.name, d.times, d.total_us, d.longest_us) for d in a.delays] == [
-        ("dispatch(F)", 1, 2, 2), ("combine(B)", 2, 4, 4), ("combine(F)", 1, 1, 1),
-    ]  # fmt: skip
-
-
 def test_each_device_has_its_own_analysis(tmp_path):
     events = [kernel("gemm", 0, 10), kernel("ncclX", 0, 10, device=1), kernel("gemm", 5, 10, device=1)]
     first, second = analyze(read_trace(write(tmp_path / "t.json", events)))

@@ -53,7 +53,8 @@ def device_value(machine: Machine, measured: Sequence[Mapping[str, Any]]) -> dic
             "efficiency": how, "launch": how,
         },
     }  # fmt: skip
-    value = _rounded(value)
+    # With six significant digits: measurements have no more.
+    value = json.loads(json.dumps(value), parse_float=lambda number: float(f"{float(number):.6g}"))
     parse_device(value)
     return value
 
@@ -80,12 +81,3 @@ def _link(measured: Sequence[Mapping[str, Any]], known: Mapping[str, Any], how: 
     if known:
         return {key: known["domain"][key] for key in ("bandwidth", "share", "latency")}, "data sheet"
     return {"bandwidth": 1e9, "share": 0.8, "latency": 1e-4}, "not measured: one process; a guess"
-
-
-def _rounded(value: Any) -> Any:
-    """With six significant digits: measurements have no more."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -60,29 +60,21 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What one process measured. curves: kind of kernel -> (FLOPs of a launch, seconds of a launch) by size.
+def measure_kernels(watch: Stopwatch, dtype: torch.dtype, widths: Sequence[int], numbers: int) -> dict[str, Any]:
+    """What this process measures. widths: of layers, increasing. numbers: in each tensor that is copied.
 
-    copy, passes: bytes per second, read and written, of a large copy, and of norms, activations and sums. launch:
-    seconds from one short kernel to the next.
+    "curves": kind of kernel -> (FLOPs of a launch, seconds of a launch) by size. "copy", "passes": bytes per second,
+    read and written, of a large copy, and of norms, activations and sums. "launch": seconds from one short kernel to
+    the next.
     """
-
-    curves: dict[str, list[tuple[float, float]]]
-    copy: float
-    passes: float
-    launch: float
-
-
-def measure_kernels(watch: Stopwatch, dtype: torch.dtype, widths: Sequence[int], numbers: int) -> Measured:
-    """widths: of layers, increasing. numbers: in each tensor that is copied."""
     curves = {
         "product": [products(watch, dtype, D) for D in widths],
         "grouped": [grouped_products(watch, dtype, D) for D in widths],
     }
     both = [attention(watch, dtype, 4 * D) for D in widths]
     curves |= {"attention_forward": [f for f, _ in both], "attention_backward": [b for _, b in both]}
-    return Measured(curves, copy(watch, dtype, numbers), passes(watch, dtype, numbers // 16), launch(watch))
+    rates = {"copy": copy(watch, dtype, numbers), "passes": passes(watch, dtype, numbers // 16)}
+    return {"curves": curves, **rates, "launch": launch(watch)}
 
 
 def products(watch: Stopwatch, dtype: torch.dtype, D: int) -> tuple[float, float]:

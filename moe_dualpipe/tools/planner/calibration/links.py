@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -11,17 +10,7 @@ import torch.distributed as dist
 REPEATS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """bandwidth: bytes per second that one process sends while it receives as much. share: of it, that an all-to-all
-    reaches. latency: seconds of an all-to-all of a few bytes."""
-
-    bandwidth: float
-    share: float
-    latency: float
-
-
-def measure_link(rank: int, device: torch.device, num_bytes: int) -> Measured | None:
+def measure_link(rank: int, device: torch.device, num_bytes: int) -> dict[str, float] | None:
     """Exchange `num_bytes` between ranks 0 and 1. All ranks call this; the others get None."""
     pair = dist.new_group([0, 1])
     if rank > 1:
@@ -44,14 +33,17 @@ def measure_link(rank: int, device: torch.device, num_bytes: int) -> Measured | 
     return rates(large.numel(), *slowest.tolist())
 
 
-def rates(num_bytes: int, message: float, all_to_all: float, latency: float) -> Measured:
-    """From the seconds of a message of `num_bytes`, and of an all-to-all of as much, of which a rank keeps one half.
+def rates(num_bytes: int, message: float, all_to_all: float, latency: float) -> dict[str, float]:
+    """bandwidth: bytes per second that one process sends while it receives as much. share: of it, that an all-to-all
+    reaches. latency: seconds of an all-to-all of a few bytes.
+
+    From the seconds of a message of `num_bytes`, and of an all-to-all of as much, of which a rank keeps one half.
 
     Example: 1,000 bytes, 1 s, 2 s: 1,000 bytes/s, of which the all-to-all reaches 500 / 2 = 250.
     """
     exchanged = num_bytes / 2 / all_to_all
     bandwidth = max(num_bytes / message, exchanged)
-    return Measured(bandwidth, exchanged / bandwidth, latency)
+    return {"bandwidth": bandwidth, "share": exchanged / bandwidth, "latency": latency}
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:

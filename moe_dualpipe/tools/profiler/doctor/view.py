@@ -67,8 +67,6 @@ class View:
     """The events on other streams that each event waits for. None if the trace does not say."""
     queues: int | None
     """Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), if recorded."""
-    num_left_out: int
-    """Later events, which were not looked at."""
 
     @property
     def window_us(self) -> float:
@@ -110,7 +108,7 @@ def view_of(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) ->
         is_wgrad=np.array([letter_of(label) == WEIGHTS for label in labels], bool),
         calls=calls, launch=launch, may_wait=may_wait, num_waits=num_waits, waits_recorded=waits_recorded,
         recorded_inputs=recorded_inputs(trace, device, events, launch, [call.start + origin for call in calls]),
-        queues=trace.queues, num_left_out=len(every) - len(events),
+        queues=trace.queues,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ everything before the damage is used.
 import codecs
 import zlib
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,15 +65,7 @@ def _expanded(file: BinaryIO, notes: list[str]) -> Iterator[bytes]:
 
 def _before_damage(expand, data: bytes) -> Iterator[bytes]:
     """Yield what `data` holds before the byte at which decompression fails: zlib drops all output of a failed call."""
-    while data:
-        half, attempt = (len(data) + 1) // 2, expand.copy()
-        try:
-            part = attempt.decompress(data[:half])
-        except zlib.error:
-            if len(data) == 1:
-                return
-            data = data[:half]
-            continue
-        if part:
-            yield part
-        expand, data = attempt, data[half:]
+    with suppress(zlib.error):
+        for index in range(len(data)):
+            if part := expand.decompress(data[index : index + 1]):
+                yield part

@@ -100,7 +100,7 @@ def test_slow_launches_are_timed_three_times(monkeypatch):
 def test_all_kinds_at_all_widths():
     watch = SimpleNamespace(device=CPU, time=lambda run: (run(), 1.0)[1])
     measured = kernels.measure_kernels(watch, torch.float32, (16, 32), 4096)
-    assert {*measured.curves} == {"product", "grouped", "attention_forward", "attention_backward"}
-    for curve in measured.curves.values():
+    assert {*measured["curves"]} == {"product", "grouped", "attention_forward", "attention_backward"}
+    for curve in measured["curves"].values():
         (small, _), (large, _) = curve
         assert 0 < small < large

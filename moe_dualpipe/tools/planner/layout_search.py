@@ -1,7 +1,7 @@
 """All ways to divide a model over some GPUs, ranked by predicted step time.
 
 There are thousands. First, all are ranked by a quick estimate, which assumes that all stages take the same time. For
-each division and schedule, only the fastest way that fits into memory is kept. The fastest of these are then simulated
+each layout and schedule, only the fastest way that fits into memory is kept. The fastest of these are then simulated
 with the actual cost of each stage.
 """
 
@@ -14,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from ...schedule import Costs
+from ...models.config import RECOMPUTE
+from ...runtime.layout import Layout, layouts
+from ...schedule import Costs, build, simulate
 from .constants import find_constant
 from .prediction import Estimate
 from .segment_times import ALL
 from .step import Step, step_of
-from .workload import Division, Recompute, Workload
+from .workload import Workload, layout_of, layout_text
 from .workload_memory import memory_of
 
 SIMULATED = 40
@@ -27,7 +29,6 @@ SIMULATED = 40
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 CHUNKS = (2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
-RECOMPUTE: tuple[Recompute, ...] = ("none", "norms", "attention", "full")
 USABLE = 0.92
 """Share of a GPU's memory for the tensors of the run; the rest is for the CUDA context, libraries and fragmentation."""
 
@@ -52,15 +53,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """ranked: all pairs of a division and a schedule that fit: first the simulated ones, then the others, each from
+    """ranked: all pairs of a layout and a schedule that fit: first the simulated ones, then the others, each from
     fastest to slowest.
 
-    too_large: divisions that do not fit in any way, with the GB of the smallest way. tried: how many ways were
+    too_large: layouts that do not fit in any way, with the GB of the smallest way. tried: how many ways were
     estimated.
     """
 
     ranked: tuple[Candidate, ...]
-    too_large: tuple[tuple[Division, float], ...]
+    too_large: tuple[tuple[Layout, float], ...]
     tried: int
     software: str | None
 
@@ -71,24 +72,24 @@ class Found:
 
 
 def search(load: Workload, software: str | None = None) -> Found:
-    """Find the fastest way to run `load` on its number of GPUs, by varying division, schedule, micro-batch and
+    """Find the fastest way to run `load` on its number of GPUs, by varying layout, schedule, micro-batch and
     recomputation.
 
-    Raises ValueError for options that no division can run, and if nothing fits; the message names the smallest way.
+    Raises ValueError for options that no layout can run, and if nothing fits; the message names the smallest way.
     """
-    one = Division(load.division.gpus, cp=load.division.cp)
-    dataclasses.replace(load, division=one, micro_batch=1, global_batch=max(1, one.dp), schedule="1f1b").check()
+    one = layout_of(load.layout.num_ranks, cp=load.layout.cp)
+    dataclasses.replace(load, layout=one, micro_batch=1, global_batch=max(1, one.dp), schedule="1f1b").check()
     find_constant(load.device.name, load.precision, software, strict=True)
     limit = USABLE * load.device.memory_gb * 1e9
     ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
-    groups: dict[tuple[Division, str], list[tuple[Step, Workload]]] = defaultdict(list)
+    groups: dict[tuple[Layout, str], list[tuple[Step, Workload]]] = defaultdict(list)
     for step, way in ways:
-        groups[_key(way), way.schedule].append((step, way))
-    smallest: dict[Division, float] = {}
+        groups[dataclasses.replace(way.layout, chunks=None), way.schedule].append((step, way))
+    smallest: dict[Layout, float] = {}
     found: list[Candidate] = []
-    for (division, _), group in groups.items():
+    for (layout, _), group in groups.items():
         memory, candidate = _fastest_that_fits(group, limit)
-        smallest[division] = min(memory, smallest.get(division, math.inf))
+        smallest[layout] = min(memory, smallest.get(layout, math.inf))
         found += [] if candidate is None else [candidate]
     too_large = sorted(((one, size / 1e9) for one, size in smallest.items() if size > limit), key=itemgetter(1))
     if not found:
@@ -101,15 +102,15 @@ def search(load: Workload, software: str | None = None) -> Found:
 
 def _fastest_that_fits(group: Sequence[tuple[Step, Workload]], limit: float) -> tuple[float, Candidate | None]:
     """The bytes of the smallest way of a group, and the fastest way that fits. The group is sorted, fastest first."""
-    leanest: dict[int, float] = {}
-    failed: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    leanest: dict[int | None, float] = {}
+    failed: dict[int | None, list[tuple[int, int]]] = defaultdict(list)
     for _, way in sorted(group, key=lambda pair: _size(pair[1])):
-        if way.division.vpp not in leanest:
-            leanest[way.division.vpp] = memory_of(way).total
+        if way.layout.chunks not in leanest:
+            leanest[way.layout.chunks] = memory_of(way).total
     for step, way in group:
-        size, tight = _size(way), failed[way.division.vpp]
+        size, tight = _size(way), failed[way.layout.chunks]
         # larger micro-batches and less recomputation do not fit either
-        if leanest[way.division.vpp] > limit or any(size[0] >= a and size[1] >= b for a, b in tight):
+        if leanest[way.layout.chunks] > limit or any(size[0] >= a and size[1] >= b for a, b in tight):
             continue
         if (memory := memory_of(way).total) <= limit:
             return min(leanest.values()), Candidate(way, step, memory / 1e9)
@@ -118,19 +119,15 @@ def _fastest_that_fits(group: Sequence[tuple[Step, Workload]], limit: float) -> 
 
 
 def _size(load: Workload) -> tuple[int, int]:
-    """The larger both numbers are, the more memory a division needs with a schedule."""
+    """The larger both numbers are, the more memory a layout needs with a schedule."""
     return load.micro_batch, -RECOMPUTE.index(load.recompute)
-
-
-def _key(load: Workload) -> Division:
-    return dataclasses.replace(load.division, vpp=1)
 
 
 def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:
     """All valid ways to run `load`, with a quick estimate of the step."""
-    for one in _divisions(load):
+    for one in _layouts(load):
         busy: dict[tuple[object, ...], Step] = {}  # steps without idle time, which depend on the stages only
-        for variant in _variants(dataclasses.replace(load, division=one)):
+        for variant in _variants(dataclasses.replace(load, layout=one)):
             for recompute in RECOMPUTE:
                 way = dataclasses.replace(variant, recompute=recompute)
                 places = way.placement
@@ -140,30 +137,27 @@ def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:
                 yield _with_idle_time(way, busy[key]), way
 
 
-def _divisions(load: Workload) -> Iterator[Division]:
-    shape, device, gpus = load.shape, load.device, load.division.gpus
-    experts = max(layer.experts for layer in shape.layers)
-    for t in _powers(min(device.domain.gpus or 1, gpus)):
-        for p in [p for p in range(1, min(gpus, len(shape.layers)) + 1) if gpus % p == 0]:
-            if gpus % (t * p):
-                continue
-            for e in [e for e in range(1, experts + 1) if experts % e == 0] if experts else [1]:
-                if gpus // p % e == 0:
-                    yield Division(gpus, t, p, 1, e, load.division.cp)
+def _layouts(load: Workload) -> Iterator[Layout]:
+    shape, gpus, cp = load.shape, load.layout.num_ranks, load.layout.cp
+    experts = max(1, *(layer.experts for layer in shape.layers))
+    for tp in [1 << i for i in range(min(load.device.domain.gpus or 1, gpus).bit_length())]:
+        for one in layouts(gpus, len(shape.layers), experts):
+            if one.dp % (tp * cp) == 0:
+                yield dataclasses.replace(one, dp=one.dp // (tp * cp), tp=tp, cp=cp)
 
 
 def _variants(load: Workload) -> Iterator[Workload]:
-    """Schedules and micro-batches of a division that can run, without recomputation."""
-    one = load.division
-    schedules: list[tuple[str, int]] = [("1f1b", 1)]
+    """Schedules and micro-batches of a layout that can run, without recomputation."""
+    one = load.layout
+    schedules: list[tuple[str, int | None]] = [("1f1b", None)]
     if one.pp == 1 and one.ep > 1:
-        schedules.append(("dualpipev", 1))  # it overlaps on one rank, too
+        schedules.append(("dualpipev", None))  # it overlaps on one rank, too
     if one.pp > 1:
-        schedules = [(name, 1) for name in SCHEDULES if name != "interleaved_1f1b"]
+        schedules = [(name, None) for name in SCHEDULES if name != "interleaved_1f1b"]
         schedules += [("interleaved_1f1b", chunks) for chunks in CHUNKS]
     for (name, chunks), size in itertools.product(schedules, MICRO_BATCHES):
         changed = dataclasses.replace(
-            load, schedule=name, micro_batch=size, division=dataclasses.replace(one, vpp=chunks)
+            load, schedule=name, micro_batch=size, layout=dataclasses.replace(one, chunks=chunks)
         )
         try:
             changed.check()
@@ -174,41 +168,29 @@ def _variants(load: Workload) -> Iterator[Workload]:
 
 def _with_idle_time(load: Workload, step: Step) -> Step:
     """`step` with the idle time of a pipeline with equal stages."""
-    if load.division.pp == 1:
+    pp, n = load.layout.pp, load.num_micro_batches
+    if pp == 1:
         return step
-    busy = step.compute + step.exposed
-    return dataclasses.replace(step, idle=busy * (_idle_factor(load.schedule, load.division.pp, load.division.vpp,
-                                                               load.num_micro_batches) - 1))  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _idle_factor(schedule: str, pp: int, vpp: int, num_micro_batches: int) -> float:
-    """The step time of a pipeline with equal stages, relative to one without idle time."""
-    short, long = (_makespan(schedule, pp, vpp, count * pp) for count in (4, 6))
-    slope = (long - short) / (2 * pp)
-    chunks = vpp if schedule == "interleaved_1f1b" else 2 if schedule in ("zbv", "dualpipev") else 1
-    return (long + (num_micro_batches - 6 * pp) * slope) / (num_micro_batches * 3 * chunks)
+    long, slope, each = _makespans(load.schedule, pp, load.layout.chunks)
+    factor = (long + (n - 6 * pp) * slope) / (n * each)  # relative to no idle time
+    return dataclasses.replace(step, idle=(step.compute + step.exposed) * (factor - 1))
 
 
 @functools.lru_cache(maxsize=1024)
-def _makespan(schedule: str, pp: int, vpp: int, num_micro_batches: int) -> float:
-    from ...schedule import build, simulate
-
-    chunks = vpp if schedule == "interleaved_1f1b" else None
-    return simulate(build(schedule, pp, num_micro_batches, chunks), Costs(F=1, B=2, W=1)).makespan
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+def _makespans(schedule: str, pp: int, chunks: int | None) -> tuple[float, float, int]:
+    """With equal stages: the time of 6 pp micro-batches, that of one more, and that of one alone on a rank."""
+    short, long = (build(schedule, pp, count * pp, chunks) for count in (4, 6))
+    times = [simulate(one, Costs(F=1, B=2, W=1)).makespan for one in (short, long)]
+    return times[1], (times[1] - times[0]) / (2 * pp), 3 * long.num_stages // pp
 
 
-def _nothing_fits(load: Workload, too_large: Sequence[tuple[Division, float]]) -> str:
-    model = f"{load.shape.name} on {load.division.gpus} x {load.device.name}"
+def _nothing_fits(load: Workload, too_large: Sequence[tuple[Layout, float]]) -> str:
+    model = f"{load.shape.name} on {load.layout.num_ranks} x {load.device.name}"
     if not too_large:
-        return f"{model}: no division has whole micro-batches; change --gpus or --global-batch {load.global_batch}"
-    division, memory = too_large[0]
+        return f"{model}: no layout has whole micro-batches; change --gpus or --global-batch {load.global_batch}"
+    layout, memory = too_large[0]
     return (
-        f"{model} does not fit: the smallest division ({division}, recompute full) needs {memory:.0f} of the "
+        f"{model} does not fit: the smallest layout ({layout_text(layout)}, recompute full) needs {memory:.0f} of the "
         f"{USABLE * load.device.memory_gb:.0f} GB that a run can use on a GPU; use more GPUs, or GPUs with more memory"
     )
 

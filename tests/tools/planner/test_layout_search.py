@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 
-from moe_dualpipe.tools.planner import division_search
+from moe_dualpipe.runtime.layout import Layout
+from moe_dualpipe.tools.planner import layout_search
 from moe_dualpipe.tools.planner.device import load_device
-from moe_dualpipe.tools.planner.division_search import (
+from moe_dualpipe.tools.planner.layout_search import (
     CHUNKS,
     MICRO_BATCHES,
     RECOMPUTE,
@@ -20,10 +21,10 @@ from moe_dualpipe.tools.planner.division_search import (
 )  # fmt: skip
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.step import step_of
-from moe_dualpipe.tools.planner.workload import Division, Workload
+from moe_dualpipe.tools.planner.workload import Workload, layout_of
 from moe_dualpipe.tools.planner.workload_memory import memory_of
 
-LOAD = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), Division(8), seq=2048, global_batch=64)
+LOAD = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), layout_of(8), seq=2048, global_batch=64)
 LIMIT = USABLE * LOAD.device.memory_gb * 1e9
 
 
@@ -38,7 +39,7 @@ def all_ways():
     schedules += [("interleaved_1f1b", chunks) for chunks in CHUNKS]
     for tp, pp, ep in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)):
         for (schedule, vpp), size, recompute in itertools.product(schedules, MICRO_BATCHES, RECOMPUTE):
-            way = dataclasses.replace(LOAD, division=Division(8, tp, pp, vpp, ep), schedule=schedule, micro_batch=size,
+            way = dataclasses.replace(LOAD, layout=layout_of(8, tp, pp, vpp, ep), schedule=schedule, micro_batch=size,
                                       recompute=recompute)  # fmt: skip
             try:
                 if tp * pp > 8 or (pp == 1 and schedule != "1f1b"):
@@ -61,8 +62,8 @@ def test_candidates_fit_and_are_ranked(found):
     for kind in (True, False):
         times = [one.seconds for one in found.ranked if one.simulated == kind]
         assert times == sorted(times) and (len(times) == SIMULATED or not kind)
-    divisions = [dataclasses.replace(one.load.division, vpp=1) for one in found.ranked]
-    ways = {(division, one.load.schedule) for division, one in zip(divisions, found.ranked, strict=True)}
+    layouts = [dataclasses.replace(one.load.layout, chunks=None) for one in found.ranked]
+    ways = {(layout, one.load.schedule) for layout, one in zip(layouts, found.ranked, strict=True)}
     assert len(ways) == len(found.ranked)
     assert LIMIT < 0.95 * 80e9  # room for the context, libraries and fragments
     for one in found.ranked:
@@ -75,28 +76,28 @@ def test_candidates_fit_and_are_ranked(found):
     assert found.best.load == found.ranked[0].load
 
 
-def test_every_division_and_schedule_that_fits_is_ranked_with_its_fastest_way(monkeypatch):
-    monkeypatch.setattr(division_search, "SIMULATED", 3)
+def test_every_layout_and_schedule_that_fits_is_ranked_with_its_fastest_way(monkeypatch):
+    monkeypatch.setattr(layout_search, "SIMULATED", 3)
     device = dataclasses.replace(LOAD.device, memory_gb=45.0)
-    load = dataclasses.replace(LOAD, device=device, division=Division(4), global_batch=16)
-    fits: dict[tuple[Division, str], list[float]] = {}
-    too_large: dict[Division, list[float]] = {}
+    load = dataclasses.replace(LOAD, device=device, layout=layout_of(4), global_batch=16)
+    fits: dict[tuple[Layout, str], list[float]] = {}
+    too_large: dict[Layout, list[float]] = {}
     for step, way in _ways(load):
-        division, memory = dataclasses.replace(way.division, vpp=1), memory_of(way).total / 1e9
-        too_large.setdefault(division, []).append(memory)
+        layout, memory = dataclasses.replace(way.layout, chunks=None), memory_of(way).total / 1e9
+        too_large.setdefault(layout, []).append(memory)
         if memory <= USABLE * 45:
-            fits.setdefault((division, way.schedule), []).append(step.seconds)
-    large = {division: min(sizes) for division, sizes in too_large.items() if min(sizes) > USABLE * 45}
+            fits.setdefault((layout, way.schedule), []).append(step.seconds)
+    large = {layout: min(sizes) for layout, sizes in too_large.items() if min(sizes) > USABLE * 45}
     found = search(load)
-    ranked = {(dataclasses.replace(one.load.division, vpp=1), one.load.schedule): one for one in found.ranked}
+    ranked = {(dataclasses.replace(one.load.layout, chunks=None), one.load.schedule): one for one in found.ranked}
     assert {*ranked} == {*fits} and dict(found.too_large) == large and large
     others = {key: one.seconds for key, one in ranked.items() if not one.simulated}
     assert others == {key: min(fits[key]) for key in others} and others
 
 
 def test_experts_are_also_shared_by_tensor_parallel_ranks_and_overlap_on_one_rank(found):
-    ways = {(one.load.division, one.load.schedule) for one in found.ranked}
-    assert {(Division(8, tp, 1, 1, 8), "dualpipev") for tp in (1, 2)} <= ways
+    ways = {(one.load.layout, one.load.schedule) for one in found.ranked}
+    assert {(layout_of(8, tp, 1, 1, 8), "dualpipev") for tp in (1, 2)} <= ways
 
 
 def test_each_slower_candidate_has_a_reason_and_the_best_has_none(found):
@@ -127,7 +128,7 @@ def test_less_memory_needs_more_recomputation_or_ranks():
 
 
 def test_recomputation_is_tried_where_nothing_else_fits():
-    load = dataclasses.replace(LOAD, shape=read_shape("tiny"), division=Division(1), global_batch=8, micro_batch=1)
+    load = dataclasses.replace(LOAD, shape=read_shape("tiny"), layout=layout_of(1), global_batch=8, micro_batch=1)
     full = memory_of(dataclasses.replace(load, recompute="full")).total
     assert full < 0.95 * memory_of(dataclasses.replace(load, recompute="attention")).total
     device = dataclasses.replace(LOAD.device, memory_gb=1.01 * full / USABLE / 1e9)
@@ -136,12 +137,12 @@ def test_recomputation_is_tried_where_nothing_else_fits():
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_comes_nearest():
-    load = dataclasses.replace(LOAD, shape=read_shape("mixtral-8x22b"), division=Division(2))
+    load = dataclasses.replace(LOAD, shape=read_shape("mixtral-8x22b"), layout=layout_of(2))
     with pytest.raises(ValueError, match=r"mixtral-8x22b on 2 x h100 does not fit: .* needs \d+ of the 74 GB"):
         search(load)
     with pytest.raises(ValueError, match="--cp 3 does not divide --seq 2048; use 2"):
-        search(dataclasses.replace(LOAD, division=Division(9, cp=3)))
+        search(dataclasses.replace(LOAD, layout=layout_of(9, cp=3)))
     with pytest.raises(ValueError, match="--gpus 9 is not a multiple of tp x pp x cp = 1 x 1 x 2"):
-        search(dataclasses.replace(LOAD, division=Division(9, cp=2)))
-    with pytest.raises(ValueError, match="no division has whole micro-batches"):
-        search(dataclasses.replace(LOAD, division=Division(17), global_batch=16))
+        search(dataclasses.replace(LOAD, layout=layout_of(9, cp=2)))
+    with pytest.raises(ValueError, match="no layout has whole micro-batches"):
+        search(dataclasses.replace(LOAD, layout=layout_of(17), global_batch=16))

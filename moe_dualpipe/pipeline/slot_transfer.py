@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...expert_parallel.parameters import ExpertIds, global_tensors
-from ...models.expert_slots import expert_tensors
-from ...runtime.groups import Groups, ranks_of
-from ...runtime.layout import Layout
-from ...runtime.optimizer import Optimizer
+from ..expert_parallel.parameters import ExpertIds, global_tensors
+from ..models.expert_slots import expert_tensors
+from ..runtime.groups import Groups, ranks_of
+from ..runtime.layout import Layout
+from ..runtime.optimizer import Optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.expert_loads import LOADS_FILE
-from ..data import strict_json
 from ..models import MoE, TransformerStage
 from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
@@ -42,12 +40,10 @@ class Balance:
         self._since_save_LE += load_LE
         return load_LE
 
-    def take_loads_file(self) -> dict[str, bytes]:
-        """The loads of all steps since the last call, as a file of a checkpoint; {} without layers or steps."""
+    def take_loads(self) -> tuple[list[int], Tensor]:
+        """The layers with experts, and their loads of all steps since the last call, [L, E]."""
         load_LE, self._since_save_LE = self._since_save_LE, torch.zeros_like(self._since_save_LE)
-        if not load_LE.any():
-            return {}
-        return {LOADS_FILE: strict_json.write({"layers": [*self.rows], "loads": load_LE.tolist()}).encode()}
+        return [*self.rows], load_LE
 
     def after_step(self, load_LE: Tensor, device: torch.device, move: bool = True) -> dict[str, float]:
         """Update the biases from `loads()` of this step. Returns the mean of each auxiliary loss. Collective.

@@ -1,9 +1,9 @@
 """A model divided over the processes: this rank's stages, with their process groups, links and executor.
 
 It contains only what every training loop needs: forward and backward of a batch, the sum of the gradients over
-replicas, expert load balancing, the mean loss, and generation. Everything else is left to the loop.
+replicas, expert load balancing, and the mean loss. Everything else is left to the loop.
 
-B sequences, S positions, L layers, E experts, N tokens to generate.
+B sequences, S positions, L layers, E experts.
 """
 
 import math
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..expert_parallel import ByChoice, EpBackend, ExpertParallel, choose_backend
-from ..inference import Sampling, generate_through_pipeline
 from ..messages import plural
 from ..models import (
     ModelConfig,
@@ -34,6 +33,7 @@ from ..runtime.background import Background
 from ..runtime.graphs import MicroBatchGraph
 from ..runtime.groups import EXPERTS, build_groups, product_sms
 from ..runtime.layout import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
+from ..runtime.learning_rate import OptimizerConfig
 from ..runtime.optimizer import Optimizer
 from ..runtime.replicas import gradient_norm, replica_sets
 from ..runtime.shared_errors import build_on_all_ranks
@@ -42,7 +42,6 @@ from ..runtime.warm_up import load_kernels
 from ..runtime.zero import Shards
 from ..schedule import Action, Schedule
 from .balance import Balance
-from .config import OptimizerConfig
 
 
 class Pipeline:
@@ -58,7 +57,7 @@ class Pipeline:
     a collective operation waits. on_action: called with each action when it begins, and with None at the end of a step.
     sum_by_choice: add up the outputs of a token's experts in the order of its choices (expert_parallel/by_choice.py).
     cuda_graphs: run each micro-batch of a training step as a CUDA graph, without the schedule; only for what
-    `check_cuda_graphs` (resolve.py) allows. It may be changed later.
+    `check_cuda_graphs` (training/setup.py) allows. It may be changed later.
 
     divided: whether `sum_gradients` gives each rank only the sums of the tensors that it owns. `optimizer` sets it.
 
@@ -263,20 +262,6 @@ class Pipeline:
         if dist.is_initialized():
             dist.all_reduce(total)
         return (total[0] / total[1]).item()
-
-    def generate(
-        self, prompts: Tensor | Sequence[Tensor], num_tokens: int, sampling: Sampling | None = None, seed: int = 0
-    ) -> Tensor:
-        """Return the `num_tokens` tokens that follow each prompt, [B, N], on all ranks.
-
-        prompts: [B, S], or B tensors [S] of any length, the same on all ranks. The model attends to at most as
-        many positions as a micro-batch has. Raises ValueError for prompts that are empty or have invalid token ids.
-        """
-        return generate_through_pipeline(
-            self.executor, self.schedule.placement, self.groups.pipeline, prompts, num_tokens,
-            (self.model.hidden_size, self.dtype), self.micro_batch[1], self.model.vocab_size, sampling or Sampling(),
-            seed,
-        )  # fmt: skip
 
     def _check_shape(self, name: str, tensor: Tensor) -> None:
         expected = [self.num_sequences, self.micro_batch[1]]

@@ -1,0 +1,11 @@
+"""A model divided over ranks, as every training loop needs it: stages, links, sums of gradients, loads of experts.
+
+It joins the rooms below, and knows nothing of files, runs or commands.
+"""
+
+from .balance import Balance
+from .freezing import freeze, is_frozen
+from .pipeline import Pipeline
+from .slot_transfer import SlotTransfer, check_alike
+
+__all__ = ["Balance", "Pipeline", "SlotTransfer", "check_alike", "freeze", "is_frozen"]

@@ -1,0 +1,134 @@
+"""Memory of a training run before it starts: what is known, what is refused, and changes that then really fit."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.runtime.layout import Layout
+from moe_dualpipe.schedule import build, default_schedule
+from moe_dualpipe.tools.planner.fits import MARGIN, memory_line, memory_problem, step_memory
+from moe_dualpipe.training.config import CheckpointConfig, OptimizerConfig, TrainConfig
+
+MODEL = ModelConfig(num_layers=8, num_experts=8, experts_per_token=3, dense_size=192)
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+FLAGS = {"pp": int, "ep": int, "micro-batch-size": int, "recompute": str}
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    seq_len: int = 96
+    batch_size: int = 48
+    micro_batch_size: int | None = None
+
+
+def config_of(batch=Batch(), compute=(), **changes) -> Any:
+    config: Any = TrainConfig(model=MODEL, checkpoint=CheckpointConfig(save_async=False))
+    return dataclasses.replace(
+        config, batch=batch, compute=dataclasses.replace(config.compute, **dict(compute)), **changes
+    )
+
+
+def schedule_of(config, layout, size=3):
+    return build(default_schedule(layout.pp), layout.pp, config.batch.batch_size // (layout.dp * size))
+
+
+def run_of(config, layout=Layout(), size=3, dtype=torch.float32, device=CPU) -> Any:  # noqa: B008
+    return config, schedule_of(config, layout, size), layout, dtype, device
+
+
+def fullest(*run):
+    return max(step_memory(*run), key=lambda rank: rank.total)
+
+
+def low(*run):
+    needs = fullest(*run)
+    return needs.total - MARGIN * (needs.activations + needs.temporary)
+
+
+def test_what_fits_is_no_problem_and_one_byte_less_is():
+    run = run_of(config_of(), Layout(2, 2, 2))
+    assert memory_problem(*run, free_bytes=round(low(*run)) + 2) == ""
+    assert memory_problem(*run, free_bytes=round(low(*run)) - 2).startswith("pipeline rank ")
+
+
+def test_the_line_names_the_parts_of_the_fullest_rank():
+    run = run_of(config_of(), Layout(2, 2, 2))
+    needs, line = fullest(*run), memory_line(*run)
+    numbers = [float(number) for number in re.findall(r"[\d,]+\.\d", line.replace(",", ""))]
+    assert numbers == [round(size / 2**20, 1) for size in (needs.total, *needs.parts().values())]
+    assert line.startswith("memory of a step: ") and "on the fullest rank (weights " in line
+
+
+@pytest.mark.parametrize("share", [0.95, 0.7, 0.5, 0.35])
+@pytest.mark.parametrize("layout", [Layout(), Layout(2, 2, 2), Layout(1, 4, 4)], ids=str)
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_the_change_that_a_problem_names_fits(layout, share, device):
+    config = config_of()
+    run = run_of(config, layout, dtype=torch.bfloat16, device=device)
+    free = round(share * low(*run))
+    text = memory_problem(*run, free_bytes=free)
+    assert text.endswith(", or --set health.check_memory=false to start anyway") and "\n" not in text
+    use, needs, unit = re.fullmatch(r".* are free: use (.*), which needs ([\d.]+) (.iB), or .*", text).groups()
+    words = re.sub(r"^\d+ processes with ", "", use)
+    found = {name: kind(value) for name, kind in FLAGS.items() for value in re.findall(rf"--{name} (\w+)", words)}
+    ranks = int((re.match(r"(\d+) processes", use) or [0, layout.num_ranks])[1])
+    pp = found.get("pp", layout.pp)
+    other = Layout(pp, ranks // pp, found.get("ep", layout.ep))
+    compute = {"recompute": found.get("recompute", "none"), "fused_loss": "--fused-loss" in words}
+    changed = run_of(config_of(compute=compute), other, found.get("micro-batch-size", 3), torch.bfloat16, device)
+    assert low(*changed) <= free < low(*run)
+    assert low(*changed) / 2 ** {"MiB": 20, "GiB": 30}[unit] == pytest.approx(float(needs), abs=0.06)
+
+
+def test_less_is_changed_before_more():
+    run = run_of(config_of(), Layout(2, 1, 1))
+    uses = [memory_problem(*run, free_bytes=round(share * low(*run))) for share in (0.97, 0.3)]
+    assert ": use --recompute norms, which needs" in uses[0] or ": use --recompute attention, which" in uses[0]
+    assert re.search(r": use \d+ processes with --pp \d+ --ep \d+ ", uses[1])
+
+
+def test_nothing_fits_into_nothing():
+    assert ": use a smaller model or more ranks, or --set" in memory_problem(*run_of(config_of()), free_bytes=1000)
+
+
+def test_saving_in_the_background_copies_weights_and_moments():
+    tiny = config_of(Batch(3, 16), {"recompute": "full", "fused_loss": True})
+    saving = dataclasses.replace(tiny, checkpoint=CheckpointConfig(save_async=True))
+    run = run_of(saving, size=1)
+    needs = fullest(*run)
+    copied = needs.weights + needs.optimizer + 12 * (needs.dense_parameters + needs.expert_parameters)
+    assert copied > needs.total
+    text = memory_problem(*run, free_bytes=copied - 1)
+    assert "copy for checkpoints" in text and ": use --set checkpoint.save_async=false, which needs " in text
+    assert memory_problem(*run, free_bytes=copied) == ""
+    assert memory_problem(*run_of(tiny, size=1), free_bytes=copied - 1) == ""
+    on_gpu = run_of(saving, size=1, device=GPU)
+    assert memory_problem(*on_gpu, free_bytes=fullest(*on_gpu).total) == ""
+
+
+@pytest.mark.parametrize("name,each", [("adamw", 12), ("muon", 8)])
+def test_the_optimizer_has_one_moment_or_two_and_fp32_weights(name, each):
+    run = run_of(config_of(optim=OptimizerConfig(name)), dtype=torch.bfloat16)
+    needs = fullest(*run)
+    assert needs.optimizer == each * (needs.dense_parameters + needs.expert_parameters)
+
+
+def test_frozen_parameters_have_no_gradients_and_activations_are_unknown():
+    whole = fullest(*run_of(config_of()))
+    some = fullest(*run_of(config_of(freeze=("embedding.*",))))
+    embedding = MODEL.vocab_size * MODEL.hidden_size
+    assert whole.gradients - some.gradients == 4 * embedding and whole.optimizer - some.optimizer == 8 * embedding
+    assert (some.activations, some.temporary) == (0, 0) and some.weights == whole.weights
+
+
+def test_layers_of_ones_own_are_unknown():
+    config = config_of()
+    own = dataclasses.replace(config, model=dataclasses.replace(MODEL, attention="examples/layers/none.py:Attention"))
+    run = run_of(own)
+    with pytest.raises(ValueError):
+        step_memory(*run)
+    assert memory_line(*run) == "" and memory_problem(*run, free_bytes=1) == ""
