@@ -32,7 +32,7 @@ def test_train_accepts_the_command_of_the_same_run(load):
     assert (options.parallel.schedule, options.parallel.pp, options.parallel.zero) == (load.schedule, 4, load.zero)
     assert options.parallel.num_chunks == (4 if load.layout.chunks == 4 else None)
     assert options.parallel.overlap == (load.overlap is not False)
-    assert options.batch.micro_batches == load.num_micro_batches
+    assert (options.batch.batch_size, options.batch.micro_batch_size) == (load.global_batch, load.micro_batch)
 
 
 @pytest.mark.parametrize("load,said", [
