@@ -133,7 +133,7 @@ class ModelConfig:
     routed_scale: float = 1.0
     """Factor on the routing weights."""
     router_bias: bool = False
-    """Balance experts with a bias per expert, which affects only the choice; it is updated each step (--bias-rate)."""
+    """Balance experts with a bias per expert, which affects only the choice; it moves by bias_rate each step."""
     sequence_loss: float = 0.0
     """Factor of the sequence-wise loss that balances experts. 0: off."""
     z_loss: float = 0.0

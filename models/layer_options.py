@@ -8,7 +8,7 @@
     class LoRAExperts(nn.Module):
         def __init__(self, config, num_local_experts, options: LoRAOptions): ...
 
-    train.py --model.experts lora.py:LoRAExperts --model.expert-options.rank 16
+    train.py --experts lora.py:LoRAExperts --set model.expert_options.rank=16
     ModelConfig(experts=LoRAExperts, expert_options=LoRAOptions(rank=16))
 
 A configuration stores them as text, "rank=16", so that it can be saved and compared without the class.

@@ -58,7 +58,7 @@ class RouterLayer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define forward(x)")
 
     def move_bias(self, load_E: Tensor, rate: float) -> None:
-        """Called after each update, unless `rate` (--bias-rate) is 0. Default: does nothing.
+        """Called after each update, unless `rate` (bias_rate of train.py) is 0. Default: does nothing.
 
         load_E: the number of tokens per expert on all ranks in this step. All replicas must stay equal: change only
         buffers, and compute the change only from `load_E`, `rate` and the buffers.

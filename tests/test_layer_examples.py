@@ -21,7 +21,18 @@ from tests.support.runs import MODEL, ROOT, SMALL, change, losses, records, sett
 
 FOLDER = ROOT / "examples" / "layers"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
-QUICK = ["--steps", 3, "--optim.warmup-steps", 1, "--micro-batches", 2, "--eval-sequences", 2, "--sample-tokens", 0]
+QUICK = [
+    "--steps",
+    3,
+    "--warmup-steps",
+    1,
+    "--batch-size",
+    4,
+    "--sample-tokens",
+    0,
+    "--set",
+    "metrics.eval_sequences=2",
+]
 
 
 @functools.cache
@@ -68,7 +79,7 @@ def test_two_ranks_with_half_of_the_experts_have_the_same_losses(tmp_path):
         MODEL, num_layers=2, experts=named("zero_computation", "expert"), router=named("top_p", "TopP"),
         router_options="p=0.5 most=3", block=named("parallel_block", "ParallelBlock"),
     )  # fmt: skip
-    config = settings(tmp_path, model=model, pp=1, steps=2, seq_len=16, micro_batches=2, eval_sequences=2)
+    config = settings(tmp_path, model=model, pp=1, steps=2, seq_len=16, batch_size=4, eval_sequences=2)
     whole_, halved = run_ranks(2, losses_by_ep, config)[0]
     assert len(whole_) == 2
     assert halved == pytest.approx(whole_, rel=1e-5)

@@ -5,10 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from moe_dualpipe.training.command_line import resume_command
 
 from moe_dualpipe.health import program
 from moe_dualpipe.health.program import launcher_options, program_name
-from moe_dualpipe.training.command_line import resume_command
 
 BIN = Path(sys.executable).parent
 MODULE = SimpleNamespace(name="moe_dualpipe.cli")

@@ -68,7 +68,7 @@ def test_the_commands_of_the_page_run_in_their_order(folder, monkeypatch):
         program, *words = shlex.split(line)
         if program == "torchrun":
             assert words[:2] == ["--nproc-per-node", "2"]
-            words += ["--seq-len", "64", "--eval-sequences", "8", "--sample-tokens", "20"]
+            words += ["--seq-len", "64", "--sample-tokens", "20", "--set", "metrics.eval_sequences=8"]
             logs = [folder / f"rank {rank}.txt" for rank in range(2)]
             exits, texts = exits_and_logs(run_rank, [(rank, folder, words[2:], logs[rank]) for rank in range(2)], logs)
             assert exits == [0, 0], texts

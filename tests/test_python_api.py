@@ -31,8 +31,8 @@ def test_the_package_offers_names_without_importing_torch():
     for name in moe_dualpipe.__all__:
         assert callable(getattr(moe_dualpipe, name))
         assert f"`{name}`" in PAGE, f"docs/python_api.md does not name {name}"
-    with pytest.raises(AttributeError, match="has no attribute 'pipeline'"):
-        moe_dualpipe.pipeline  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'streams'"):
+        moe_dualpipe.streams  # noqa: B018
 
 
 def test_the_notebook_runs_and_prints_what_is_stored_in_it(monkeypatch, capsys, tmp_path):

@@ -1,7 +1,7 @@
 """Expert choice (arXiv 2202.09368): each expert chooses its tokens, so all experts get the same number.
 
     python examples/layers/expert_choice.py
-    python train.py --steps 40 --model.router examples/layers/expert_choice.py:ExpertChoice
+    python train.py --steps 40 --router examples/layers/expert_choice.py:ExpertChoice
 
 It is not causal: whether an expert chooses a token also depends on later tokens of the sequence. So the training loss
 can use the future, and generation differs from training, because later tokens do not exist yet. `moe-dualpipe check
@@ -38,5 +38,5 @@ class ExpertChoice(RouterLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.router", f"{__file__}:ExpertChoice", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--router", f"{__file__}:ExpertChoice", *options, *sys.argv[1:]])

@@ -1,7 +1,7 @@
 """A gated squared ReLU with a fused Triton activation between two grouped products.
 
     python examples/layers/fused.py
-    python train.py --steps 40 --model.experts examples/layers/fused.py:FusedExperts
+    python train.py --steps 40 --experts examples/layers/fused.py:FusedExperts
 
 `grouped_linear` runs the products in Triton on a GPU, and defers their weight gradients into pipeline bubbles. In plain
 torch, the activation relu(gate)^2 * up reads and writes [M, F] tensors three times. The kernels below do it once, and
@@ -87,5 +87,5 @@ class FusedExperts(ExpertLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.experts", f"{__file__}:FusedExperts", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--experts", f"{__file__}:FusedExperts", *options, *sys.argv[1:]])

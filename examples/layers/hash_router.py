@@ -1,7 +1,7 @@
 """A router without parameters: a fixed hash of the token chooses the experts (arXiv 2106.04426).
 
     python examples/layers/hash_router.py
-    python train.py --steps 40 --model.router examples/layers/hash_router.py:HashRouter
+    python train.py --steps 40 --router examples/layers/hash_router.py:HashRouter
 
 The paper hashes the ids of tokens. A router sees hidden states, so this one hashes the signs of random projections:
 similar states get the same experts. The projections are a buffer, which is saved with the model and equal on all ranks.
@@ -37,5 +37,5 @@ class HashRouter(RouterLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.router", f"{__file__}:HashRouter", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--router", f"{__file__}:HashRouter", *options, *sys.argv[1:]])

@@ -2,7 +2,7 @@
 
     python train.py --steps 40 --out runs/base
     moe-dualpipe export runs/base --out base
-    python examples/layers/lora.py --weights base --weights-partial --model.expert-options.rank 16
+    python examples/layers/lora.py --weights base --weights-partial --set model.expert_options.rank=16
 
 The frozen matrices have the names of the built-in experts, so `--weights` loads them. The file lacks the low-rank
 matrices, which `--weights-partial` allows. A starts from random numbers and B from 0, so the first loss equals
@@ -61,5 +61,5 @@ class LoRAExperts(SwiGLUExperts):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.experts", f"{__file__}:LoRAExperts", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--experts", f"{__file__}:LoRAExperts", *options, *sys.argv[1:]])

@@ -1,7 +1,7 @@
 """One nn.Module per expert: a class of a single expert, and a function that returns an nn.ModuleList.
 
     python examples/layers/module_list.py
-    python train.py --steps 40 --model.experts examples/layers/module_list.py:linear_experts
+    python train.py --steps 40 --experts examples/layers/module_list.py:linear_experts
 
 The model calls each module with the rows of its expert. Each expert is saved separately, and its initial weights do not
 depend on the number of ranks. On a GPU, this needs one host sync per layer, to read the number of rows of each expert.
@@ -34,5 +34,5 @@ def linear_experts(config: ModelConfig, num_local_experts: int) -> nn.ModuleList
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.experts", f"{__file__}:GELUExpert", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--experts", f"{__file__}:GELUExpert", *options, *sys.argv[1:]])

@@ -1,7 +1,7 @@
 """A block in which attention and experts read the same input (arXiv 2204.02311, section 2). Attention hides dispatch.
 
     python examples/layers/parallel_block.py
-    torchrun --nproc-per-node 2 train.py --pp 1 --ep 2 --model.block examples/layers/parallel_block.py:ParallelBlock
+    torchrun --nproc-per-node 2 train.py --pp 1 --ep 2 --block examples/layers/parallel_block.py:ParallelBlock
 
 A block is a generator of segments. `moe.exchange` yields those of the experts. After its first Comm, the dispatch, the
 block yields the attention, which needs no data from other ranks and so runs during the dispatch. In backward, the
@@ -60,5 +60,5 @@ class ParallelBlock(BlockLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.block", f"{__file__}:ParallelBlock", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--block", f"{__file__}:ParallelBlock", *options, *sys.argv[1:]])

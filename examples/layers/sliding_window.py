@@ -1,8 +1,8 @@
 """Sliding-window attention: each position attends to itself and the window before it (arXiv 2004.05150).
 
     python examples/layers/sliding_window.py
-    python train.py --steps 40 --model.attention examples/layers/sliding_window.py:SlidingWindow \\
-        --model.attention-options.window 64
+    python train.py --steps 40 --attention examples/layers/sliding_window.py:SlidingWindow \\
+        --set model.attention_options.window=64
 
 `mask_B1SS` is the mask of `--document-mask`. `forward` has no parameter `cache`, so in generation the cache stores the
 inputs of all positions, and `forward` runs on all of them for each new token. This is correct for any causal layer.
@@ -51,5 +51,5 @@ class SlidingWindow(AttentionLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.attention", f"{__file__}:SlidingWindow", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--attention", f"{__file__}:SlidingWindow", *options, *sys.argv[1:]])

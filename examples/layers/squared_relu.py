@@ -1,7 +1,7 @@
 """Experts with a squared ReLU (arXiv 2109.08668) instead of SwiGLU: a whole layer of experts in a dozen lines.
 
     python examples/layers/squared_relu.py
-    torchrun --nproc-per-node 2 train.py --model.experts examples/layers/squared_relu.py:SquaredReLUExperts
+    torchrun --nproc-per-node 2 train.py --experts examples/layers/squared_relu.py:SquaredReLUExperts
 
 `grouped_linear` multiplies the rows of all experts by their weights at once. The parameters stack the experts along
 their first dimension, so each expert is saved separately and loads on any number of ranks.
@@ -36,5 +36,5 @@ class SquaredReLUExperts(ExpertLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.experts", f"{__file__}:SquaredReLUExperts", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--experts", f"{__file__}:SquaredReLUExperts", *options, *sys.argv[1:]])

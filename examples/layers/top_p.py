@@ -1,7 +1,7 @@
 """A variable number of experts: as many as it takes to reach the probability p (arXiv 2403.07652).
 
     python examples/layers/top_p.py
-    python train.py --steps 40 --model.router examples/layers/top_p.py:TopP --model.router-options.p 0.6
+    python train.py --steps 40 --router examples/layers/top_p.py:TopP --set model.router_options.p=0.6
 
 The id -1 means "no expert": nothing is sent for this choice, and its weight has no effect. The entropy loss, also from
 the paper, keeps the router from spreading the probability over all experts.
@@ -45,5 +45,5 @@ class TopP(RouterLayer):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.router", f"{__file__}:TopP", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--router", f"{__file__}:TopP", *options, *sys.argv[1:]])

@@ -1,8 +1,8 @@
 """Experts of different widths (arXiv 2408.10681). An expert's width depends on its id and on options.
 
     python examples/layers/widths.py
-    python train.py --steps 40 --model.experts examples/layers/widths.py:WideOrNarrow \\
-        --model.expert-options.widths 32,512
+    python train.py --steps 40 --experts examples/layers/widths.py:WideOrNarrow \\
+        --set model.expert_options.widths=32,512
 
 The constructor receives `expert_id`, the global id of the expert, so the model has the same experts on any number of
 ranks. It receives the options because its parameter `options` is annotated with a dataclass.
@@ -32,5 +32,5 @@ class WideOrNarrow(nn.Sequential):
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.experts", f"{__file__}:WideOrNarrow", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--experts", f"{__file__}:WideOrNarrow", *options, *sys.argv[1:]])

@@ -1,7 +1,7 @@
 """MoE++ (arXiv 2410.07348): some experts compute almost nothing: zero, copy and constant experts.
 
     python examples/layers/zero_computation.py
-    python train.py --steps 40 --model.experts examples/layers/zero_computation.py:expert --model.expert-options.zeros 2
+    python train.py --steps 40 --experts examples/layers/zero_computation.py:expert --set model.expert_options.zeros=2
 
 The function `expert` returns the module of the expert with this id. The special experts have the last ids. A token that
 chooses one of them needs less computation. In the paper, every rank has a copy of the special experts. Here, each is on
@@ -56,5 +56,5 @@ def expert(config: ModelConfig, expert_id: int, options: Special) -> nn.Module:
 
 
 if __name__ == "__main__":
-    options = ["--steps", "40", "--seq-len", "128", "--micro-batches", "4"]
-    main(["--model.experts", f"{__file__}:expert", *options, *sys.argv[1:]])
+    options = ["--steps", "40", "--seq-len", "128", "--batch-size", "8"]
+    main(["--experts", f"{__file__}:expert", *options, *sys.argv[1:]])

@@ -48,7 +48,7 @@ class Documents:
             raise ValueError(f"{name} is not text: {problems[Path(source)]}{known}")
         skipped = (*found.skipped, *(f"{printable(path)} ({problem})" for path, problem in problems.items()))
         kept = {path: status for path, status in files.items() if path not in problems}
-        text_field = TextField(field, "--data-field" if option else "--field")
+        text_field = TextField(field) if option else TextField(field, "--field")
         return cls(name, kept, text_field, len(found.files) - len(files), tuple(sorted(skipped)))
 
     def __iter__(self) -> Iterator[TextChunk]:

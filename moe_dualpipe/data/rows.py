@@ -44,7 +44,7 @@ class TextField:
     """The field of each row that has the text. option: which one chooses it, in messages."""
 
     name: str = "text"
-    option: str = "--data-field"
+    option: str = "--set batch.data_field=NAME"
 
     def missing(self, found: list[str]) -> ValueError:
         """The error for a row or table with only the fields `found`."""

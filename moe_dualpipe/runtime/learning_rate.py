@@ -19,13 +19,13 @@ class OptimizerConfig:
     lr: float = 3e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """Learning rate after the warm-up. cosine: cosine decay; wsd: constant, then 1 - sqrt decay over decay_steps."""
+    """Learning rate after warm-up. cosine: cosine decay. wsd: constant, then 1 - sqrt decay over decay_steps."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     decay_steps: int | None = None
-    """wsd: steps of the decay at the end. None: a fifth of all steps."""
+    """wsd: steps of the final decay. None: a fifth of all steps."""
     final_lr: float = 0.1
-    """Learning rate of the last step, as a fraction of the peak."""
+    """Final learning rate, as a fraction of the peak."""
     beta1: float = 0.9
     """adamw: decay rate of the first moment."""
     beta2: float = 0.95
@@ -33,9 +33,9 @@ class OptimizerConfig:
     momentum: float = 0.95
     """muon: decay rate of the momentum."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay; applied to matrices only."""
     clip: float | None = 1.0
-    """Maximum gradient norm over all ranks; larger gradients are scaled down. None: no limit."""
+    """Clip the gradient norm of the whole model to this value. None: no clipping."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -1,7 +1,7 @@
 """The options of a training run, grouped by subject. A field is a key of run.toml, and its docstring the help text.
 
 options.py lists the keys that are flags of train.py, and reads all of them from flags, `--set` and TOML files. None
-means no limit, or a value that setup.py chooses from the others.
+means no limit, or a value that setup.py chooses from the other options.
 """
 
 import re
@@ -25,58 +25,60 @@ _OF_PRESET = cast(ModelConfig, None)
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How the work is divided over processes: pipeline x data-parallel ranks."""
+    """How the work is divided over processes."""
 
     pp: int | None = None
-    """Pipeline ranks. None: processes / ep."""
+    """Number of pipeline ranks. None: processes / ep."""
     ep: int = 1
-    """Number of ranks that share the experts of a layer; divides the experts and the data-parallel ranks."""
+    """Number of ranks that share the experts of a layer. Divides the experts and the data-parallel ranks."""
     ep_backend: EpBackend = "auto"
-    """How these ranks exchange tokens (docs/expert_parallel.md). deepep needs the package deep_ep.
-    auto: symmetric for GPUs of one machine that access each other's memory, shared for its CPU ranks, else all_to_all.
-    A resumed run may use another."""
+    """Backend for the exchange of tokens (docs/expert_parallel.md). deepep needs the package deep_ep.
+    auto: symmetric for GPUs of one machine with peer access, shared for CPU ranks of one machine, else all_to_all.
+    A resumed run may use another backend."""
     expert_sums: Literal["rank", "choice"] = "rank"
-    """Order of the sum of a token's experts.
-    rank: each rank adds up its own first, so a token returns once from each rank.
-    choice: in the order of the router's choices, which sends more; then moving experts changes no bit."""
+    """Order in which the outputs of a token's experts are added.
+    rank: each rank first adds those of its own experts, and returns one row per token.
+    choice: in the order of the router's choices. Sends more, but moving experts does not change results."""
     move_experts_every: int | None = None
-    """Steps between decisions to move experts to other ranks, by the loads since the last one. None: never."""
+    """Steps between moves of experts to other ranks, which balance the measured loads. None: never."""
     move_experts_gain: float = 0.05
-    """Move the experts of a layer only if the load of its fullest rank falls by this fraction or more."""
+    """Move the experts of a layer only if the load of its busiest rank falls by at least this fraction."""
     nodes_per_domain: int | None = None
-    """Number of machines joined by NVLink, next to each other in the order of their names.
-    Ranks that share experts are placed on one machine or, if they do not fit, in one such domain.
-    None: a block of Slurm's topology, or 1."""
+    """Number of machines in one NVLink domain; machines are sorted by name.
+    Ranks that share experts are placed on one machine or, if they do not fit, in one domain.
+    None: the block size of Slurm's topology, or 1."""
     schedule: str = "auto"
     """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
     num_chunks: int | None = None
-    """Stages per rank, for schedules that allow a choice (interleaved_1f1b). None: the schedule's default."""
+    """Stages per rank, for interleaved_1f1b. None: the schedule's default."""
     overlap: bool = True
-    """Run the communication of one micro-batch during the computation of another, where the schedule pairs them."""
+    """Overlap the communication of one micro-batch with the computation of another, if the schedule pairs them."""
     max_deferred: int | None = None
     """Maximum number of chunks with deferred weight gradients; a limit saves activation memory. None: no limit."""
     zero: bool = True
-    """Divide the optimizer state among the ranks that hold the same weights (ZeRO-1). Results are bit-identical."""
+    """Shard the optimizer state over the ranks that hold the same weights (ZeRO-1). Results are bit-identical."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeConfig:
-    """Devices, number format, kernels and memory."""
+    """Device, dtype, kernels and memory."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu, cuda, or auto: GPUs if there is one for each process, else CPU."""
+    """auto: GPUs if there is one for each process, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """float32, bfloat16, or auto: bfloat16 on GPUs. Master weights and gradients are always float32."""
+    """Dtype of weights and activations. auto: bfloat16 on GPUs, float32 on CPUs.
+    Master weights and gradients are always float32."""
     kernels: Kernels = "auto"
-    """triton, reference (plain torch), or auto: Triton on GPUs."""
+    """triton, or reference: plain torch. auto: triton on GPUs, reference on CPUs."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Fuse norms, rotations, activations and sums with torch.compile. auto: on for GPUs, and for long runs on CPUs."""
+    """Fuse small operators with torch.compile. auto: on for GPUs, and for long runs on CPUs."""
     cuda_graphs: bool = False
-    """Launch each micro-batch as one CUDA graph. For small models on one GPU, which wait for the host."""
+    """Launch each micro-batch as one CUDA graph. For small models on one GPU, which are limited by launch overhead."""
     recompute: Recompute = "none"
-    """What to recompute in backward instead of saving it. attention includes norms and router; full also the MLP."""
+    """Activations to recompute in backward instead of saving.
+    attention includes norms and router; full also includes the MLP."""
     fused_loss: bool = False
-    """Compute head and loss together in blocks of tokens, without storing all logits. For large vocabularies."""
+    """Compute head and loss in blocks of tokens, without storing all logits. For large vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +87,22 @@ class BatchConfig:
 
     data: tuple[str, ...] = ("stdlib",)
     """Training data: one or more SOURCE or SOURCE=WEIGHT (docs/training.md).
-    A source is a text file, a folder, a glob, a .jsonl file, a .bin file of token ids, or a URL of one of these.
-    Or a folder written by `moe-dualpipe data prepare`, or "stdlib": the source code of Python's standard library."""
+    A source is a text file, a folder, a glob, a table (.jsonl, .parquet), a .bin file of token ids, a dataset hf:NAME,
+    a folder written by `moe-dualpipe data prepare`, a URL of one of these, or stdlib: Python's standard library."""
     data_field: str = "text"
-    """Field of a .jsonl line that holds the text."""
+    """Field of a .jsonl line, or column of a table, that holds the text."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
-    """Integer type of a .bin file without a description file (little-endian)."""
+    """Integer type of a .bin file without a .json file beside it; little-endian."""
     data_cache: str | None = None
-    """Local folder for blocks of token ids that are read from a URL. None: data-cache in --staging."""
+    """Local folder for blocks of token ids that are read from a URL. None: data-cache in checkpoint.staging."""
     data_cache_gb: float = 20.0
-    """Largest size of this folder in GB."""
+    """Maximum size of data_cache in GB."""
     seq_len: int = 256
     """Tokens per sequence."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document."""
     batch_size: int = 16
-    """Sequences per step, over all ranks. Step n reads the same ones in every layout."""
+    """Sequences per step over all ranks. Step n reads the same sequences in every layout."""
     micro_batch_size: int | None = None
     """Sequences per micro-batch. None: 2, or 1 if the schedule needs more micro-batches."""
 
@@ -111,14 +113,15 @@ class CheckpointConfig:
 
     out: str | None = None
     """Folder for checkpoints and metrics, or a URL (docs/storage.md).
-    None: that of the resumed run, or a new folder runs/<preset>[-2, -3 ...]."""
+    None: the folder of the resumed run, or a new folder runs/<preset>[-2, -3 ...]."""
     resume: str | None = None
-    """Resume from the newest checkpoint of this run, or from this checkpoint. A folder or a URL."""
+    """Resume from the newest checkpoint of this run, or from this checkpoint. A folder or a URL.
+    Its options are restored; options given beside it override them."""
     weights: str | None = None
-    """Start a new run from the weights in this folder or URL.
-    It has a published model in Hugging Face's format, or what `moe-dualpipe export` wrote."""
+    """Start a new run from the weights in this folder or URL: a model in Hugging Face's format,
+    or one written by `moe-dualpipe export`."""
     weights_partial: bool = False
-    """With --weights: load the weights that fit the model by name and shape. Others keep their initial values."""
+    """With --weights: load only the weights that match by name and shape. Others keep their initial values."""
     save_every: int | None = None
     """Steps between checkpoints. None: save only at the end."""
     keep: int | None = 3
@@ -126,10 +129,10 @@ class CheckpointConfig:
     export: str | None = None
     """At the end, write the model into this new folder or URL in Hugging Face's format (docs/checkpoints.md)."""
     save_async: bool = True
-    """Continue training while a checkpoint is written. Needs main memory for a copy of weights and moments."""
+    """Continue training while a checkpoint is written. Needs host memory for a copy of weights and moments."""
     staging: str | None = None
-    """Local folder for files on their way to or from a URL.
-    None: moe-dualpipe-<user id> in the folder for temporary files."""
+    """Local folder for files that are uploaded to or downloaded from a URL.
+    None: moe-dualpipe-<user id> in the system's temporary folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +140,18 @@ class MetricsConfig:
     """What is measured and recorded."""
 
     log_every: int = 1
-    """Number of steps per record of the metrics. A record has the mean loss and the speed of these steps.
-    A record also ends at a checkpoint, at a validation, and at the end of the run."""
+    """Steps per record in metrics.jsonl. A record has the mean loss and the speed of its steps.
+    A checkpoint, a validation and the end of the run also end a record."""
     eval_every: int | None = None
-    """Steps between validations. They do not change training. None: validate only before and after the run."""
+    """Steps between validations. None: validate only before and after the run."""
     eval_sequences: int = 64
-    """Number of held-out sequences for the validation loss, rounded up to whole batches."""
+    """Held-out sequences for the validation loss, rounded up to whole batches."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
     wandb: str | None = None
-    """Also log the metrics to this Weights & Biases (W&B) project."""
+    """Also log the metrics to this Weights & Biases project."""
     peak_tflops: float | None = None
-    """Peak TFLOP/s of one device, for the metric mfu (model FLOPs utilization). None: known for common GPUs."""
+    """Peak TFLOP/s of one device, for model FLOPs utilization (mfu). None: known for common GPUs."""
     profile: int = 0
     """Number of steps to profile on every rank, after two warm-up steps (docs/profiling.md)."""
 
@@ -180,17 +183,17 @@ class HealthConfig:
     """When a run stops because something is wrong."""
 
     timeout: float = 600.0
-    """Seconds that a rank waits for another one before the run fails. A rank that dies is detected sooner.
-    After a quarter of this time, the run prints who waits for whom."""
+    """Seconds to wait for another rank before the run fails. A rank that dies is detected sooner.
+    After a quarter of this time, the run prints which ranks wait for which."""
     check_memory: bool = True
-    """Refuse to start if weights, gradients and optimizer state do not fit into the memory that is free."""
+    """Refuse to start if a step does not fit into free memory."""
     max_skipped: int = 10
     """Stop after this many consecutive steps with a non-finite loss or gradient. Such steps are skipped."""
     check_replicas_every: int | None = 1
     """Steps between checks that replicas are bit-equal, before the update (docs/reliability.md).
     None: check only at the start, before each checkpoint, and at the end."""
     traceback: bool = False
-    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
+    """Print the full traceback of an error in a custom layer, instead of one line with file and line number."""
 
 
 @dataclass(frozen=True)
@@ -205,15 +208,16 @@ class TrainConfig:
     """
 
     preset: str | None = None
-    """Model size; --model.* options override single values. None: the model of --resume or --weights, or tiny."""
+    """Model size; keys such as model.num_layers override single values.
+    None: the model of --resume or --weights, or tiny."""
     steps: int = 320
     """Total number of optimizer steps, including those before a resume."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     bias_rate: float = 3e-3
-    """Change of a router's biases per step (--model.router-bias); use less for long runs. 0: biases do not change."""
+    """Change of a router's biases per step (model.router_bias); use less for long runs. 0: biases do not change."""
     freeze: tuple[str, ...] = ()
-    """Parameters to exclude from training: their names in checkpoints, with * for any text (docs/training.md).
+    """Parameters to exclude from training, by their names in checkpoints; * matches any text (docs/training.md).
     Example: --freeze embedding.weight 'layers.*.experts.*'"""
 
     parallel: ParallelConfig = ParallelConfig()

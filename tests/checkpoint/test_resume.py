@@ -6,10 +6,10 @@ import io
 from pathlib import Path
 
 import pytest
+from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.checkpoint import verify_checkpoint
-from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.loop import TrainingRun
 from tests.support.checkpoints import FullDisk, checkpoint_names
 from tests.support.ranks import run_ranks

@@ -35,7 +35,7 @@ from moe_dualpipe.data.tokenizer import (
 )
 from moe_dualpipe.messages import plural
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, ROOT, change, losses, make_plan, records, settings, train, train_and_listen
+from tests.support.runs import MODEL, ROOT, change, losses, make_run, records, settings, train, train_and_listen
 from tests.support.texts import TEXTS, corrupt
 
 
@@ -259,7 +259,7 @@ def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, 
     assert printed == [
         f"{out}/tokenizer.json: BPE of 320 tokens, 0 ends a document",
         f"{out}/train.bin: {descriptions[0]}", f"{out}/held_out.bin: {descriptions[1]}",
-        f"to train: python train.py --data {out} --model.vocab-size 320",
+        f"to train: python train.py --data {out} --set model.vocab_size=320",
     ]  # fmt: skip
     shown = re.search(
         r"\$ moe-dualpipe data prepare stdlib .*\n((?:.+\n)+?)```", (ROOT / "docs/training.md").read_text()
@@ -406,11 +406,9 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
 def test_a_prompt_outside_the_vocabulary_is_an_error_before_the_run(tmp_path):
     (np.arange(3000) % 256).astype("<u2").tofile(tmp_path / "some.bin")
     config = settings(tmp_path / "run", data=(str(tmp_path / "some.bin"),), sample_tokens=2, prompt="17 256")
-    with pytest.raises(
-        ValueError, match=r"--prompt '17 256' has token 256, but --model.vocab-size is 256: use another"
-    ):
-        make_plan(config)
-    make_plan(change(config, sample_tokens=0))
+    with pytest.raises(ValueError, match=r"--prompt '17 256' has token 256, but model.vocab_size is 256: use another"):
+        make_run(config)
+    make_run(change(config, sample_tokens=0))
 
 
 def write(folder, files):
@@ -429,7 +427,7 @@ def test_sequences_of_a_file_too_large_to_scan_are_checked_when_drawn(tmp_path, 
     valid = rejected = 0
     for step in range(60):
         try:
-            x, y = text.batch(0, step, 0, 1, 8)
+            x, y = text.batch(0, step, 1, 8)
             assert max(x.max(), y.max()) < 300
             valid += 1
         except ValueError as error:
@@ -445,10 +443,10 @@ def test_sources_with_two_tokenizers_and_a_vocabulary_that_is_too_small_are_erro
         match=r"must have the same tokenizer: .*bin has BPE of 320 tokens, .* has bytes; ",
     ):
         load_data([str(prepared / "bpe"), str(prepared / "bytes")], 8)
-    with pytest.raises(ValueError, match=r"--data \(BPE of 320 tokens\) needs --model.vocab-size 320: got 319"):
+    with pytest.raises(ValueError, match=r"--data \(BPE of 320 tokens\) needs model\.vocab_size 320: got 319"):
         load_data(str(prepared / "bpe"), 8, vocab_size=319)
     load_data(str(prepared / "bpe"), 8, vocab_size=999)
-    with pytest.raises(ValueError, match=r"--data \(bytes\) needs --model.vocab-size 256: got 64"):
+    with pytest.raises(ValueError, match=r"--data \(bytes\) needs model\.vocab_size 256: got 64"):
         load_data("stdlib", 8, vocab_size=64)
 
 
@@ -499,6 +497,6 @@ def test_a_run_on_mixed_sources_saves_its_tokenizer_and_resumes(prepared, tmp_pa
     with pytest.raises(
         ValueError, match="step-000002 was trained with another tokenizer: BPE of 320 tokens; --data has bytes"
     ):
-        make_plan(change(other, data=(str(prepared / "bytes"),)))
-    plan = make_plan(change(other, data=("LICENSE",)))
+        make_run(change(other, data=(str(prepared / "bytes"),)))
+    plan = make_run(change(other, data=("LICENSE",)))
     assert plan.text.tokenizer.to_json() == find_tokenizer(checkpoint).to_json()  # encodes plain text

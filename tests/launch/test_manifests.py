@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 import yaml
-
 from moe_dualpipe.training.command_line import parse_arguments
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run
-
 from moe_dualpipe.training.command_line import parse_arguments
+
 from tests.support.runs import SMALL, losses, records
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from moe_dualpipe.training.trainer import Trainer
 
 from moe_dualpipe.checkpoint import find_checkpoint, load_checkpoint, read_tensor_metadata
 from moe_dualpipe.training.config import TrainConfig
-from moe_dualpipe.training.trainer import Trainer
 from tests.support.killed_runs import Processes, newest
 from tests.support.runs import change, losses, records, settings
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
+from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.models.router import Router
-from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, losses, make_trainer, resolve, settings, train_each, without_clocks
 

@@ -8,11 +8,11 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from moe_dualpipe.training.division import Division, Limits, NoDivisionError, choose_division, fitting_numbers, problem
 
 from moe_dualpipe.models import ModelConfig, split
 from moe_dualpipe.runtime.layout import divisors
 from moe_dualpipe.schedule import NAMES, build, default_schedule
-from moe_dualpipe.training.division import Division, Limits, NoDivisionError, choose_division, fitting_numbers, problem
 
 LIMITS = Limits(layers=8, experts=12)
 ASKED = Division("dualpipe", pp=2, dp=4, ep=2, micro_batches=12, chosen_schedule=False)

@@ -14,6 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from moe_dualpipe.training.division import NoDivisionError
+from moe_dualpipe.training.elastic import divide, sequences_of_step
+from moe_dualpipe.training.plan import plan_run
+from moe_dualpipe.training.trainer import Trainer
 
 from moe_dualpipe.data import Source, TextData
 from moe_dualpipe.health.signals import Stop
@@ -22,11 +26,7 @@ from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.versions import OtherVersionsError, other_versions
 from moe_dualpipe.training import agreement, elastic, relaunch, trainer
 from moe_dualpipe.training.agreement import NOTHING_AGREED, Agreed, agree, elastic_folder
-from moe_dualpipe.training.division import NoDivisionError
-from moe_dualpipe.training.elastic import divide, sequences_of_step
 from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.plan import plan_run
-from moe_dualpipe.training.trainer import Trainer
 from tests.support.checkpoints import write_manifest
 from tests.support.pretended_machines import pretend
 from tests.support.ranks import run_ranks

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
+from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.memory import rank_needs
 
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
 from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.models import build_model
-from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.memory import rank_needs
 from tests.support.frozen import Freezer
 from tests.support.own_layers import ExpertList
 from tests.support.ranks import run_ranks

@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+from moe_dualpipe.training.plan import Given, plan_run
+from moe_dualpipe.training.trainer import Trainer
 
 from moe_dualpipe import load_data, train
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
@@ -13,8 +15,6 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import StageOptions, build_model
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.plan import Given, plan_run
-from moe_dualpipe.training.trainer import Trainer
 from tests.support.own_layers import ExpertList
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, TEXT, change, losses, settings

@@ -7,8 +7,8 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-
 from moe_dualpipe.training.interval import merged
+
 from moe_dualpipe.training.loop import TrainingRun
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, losses, make_trainer, records, settings

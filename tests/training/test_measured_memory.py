@@ -6,10 +6,10 @@ import itertools
 from typing import Any
 
 import pytest
+from moe_dualpipe.training.fitting import step_memory
 from torch.profiler import ProfilerActivity, profile
 
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.training.fitting import step_memory
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, make_trainer, settings
 

@@ -5,11 +5,11 @@ import math
 import re
 
 import pytest
+from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.models import config as model_config
 from moe_dualpipe.models import split
 from moe_dualpipe.training.checks import RANGES, check_options
-from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.config import TrainConfig
 from tests.support.runs import change, option_values, resolve
 

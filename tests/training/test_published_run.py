@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 import transformers
+from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe import ModelConfig, TrainConfig, train
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
 from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
 from moe_dualpipe.data.tokenizer import BPETokenizer
-from moe_dualpipe.training.command_line import parse_arguments
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, ROOT, TEXT, change, records, settings

@@ -4,10 +4,10 @@ import json
 import sys
 
 import pytest
+from moe_dualpipe.training.wandb_run import ID_FILE, check_wandb
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.training.metrics import Metrics
-from moe_dualpipe.training.wandb_run import ID_FILE, check_wandb
 from tests.support.runs import SMALL, records
 
 FAKE_WANDB = """

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from moe_dualpipe.training.resolve import resolve_options
 
 from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, read_tensor_metadata
 from moe_dualpipe.data.stores import StorageError, Url, local_path, read, staged_folder, url_of
@@ -16,7 +17,6 @@ from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import restart
 from moe_dualpipe.training.loop import TrainingRun
 from moe_dualpipe.training.metrics import read_records
-from moe_dualpipe.training.resolve import resolve_options
 from tests.support import ranks
 from tests.support.object_store import access, in_environment
 from tests.support.ranks import run_ranks

@@ -46,7 +46,7 @@ class BlockCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"cannot create --data-cache {printable(folder)}: {error.strerror}") from None
+            raise ValueError(f"cannot create the data cache {printable(folder)}: {error.strerror}") from None
 
     def get(self, file: str, block: int, first: int, stop: int) -> bytes | None:
         """Bytes of a block from `first` to `stop`; None if the cache does not have it."""

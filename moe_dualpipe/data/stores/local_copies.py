@@ -75,7 +75,7 @@ def _register(folder: Path, url: Url) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"cannot create {folder} for files of {url}: {error.strerror}; use another --staging"
+            f"cannot create {folder} for files of {url}: {error.strerror}; use another staging folder"
         ) from None
     _STANDS_FOR[folder] = url
     show_as(str(folder), str(url))
@@ -99,7 +99,7 @@ def base_folder(staging: str | None) -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise ValueError(f"{printable(folder)} is not a private folder of this user: name another one with --staging")
+        raise ValueError(f"{printable(folder)} is not a private folder of this user: name another staging folder")
     return folder
 
 

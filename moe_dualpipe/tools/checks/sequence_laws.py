@@ -210,7 +210,7 @@ def mask_is_respected(layer: SequenceLayer) -> str:
 
 
 def needs_processes(layer: SequenceLayer) -> str:
-    raise Unchecked(f"this needs several processes: `moe-dualpipe check parallel --model.block {layer.config.block}`")
+    raise Unchecked(f"this needs several processes: `moe-dualpipe check parallel --block {layer.config.block}`")
 
 
 PARAMETERS = "parameters get gradients"

@@ -74,5 +74,5 @@ def test_a_folder_for_local_files_that_others_can_change_is_refused(tmp_path, mo
     assert local_path("s3://bucket/private").is_dir()
     [folder] = tmp_path.iterdir()
     folder.chmod(0o777)
-    with pytest.raises(ValueError, match=r"is not a private folder of this user: name another one with --staging"):
+    with pytest.raises(ValueError, match=r"is not a private folder of this user: name another staging folder"):
         local_path("s3://bucket/other")
