@@ -10,6 +10,7 @@ from torch import nn
 from moe_dualpipe.checkpoint.expert_loads import read_loads
 from moe_dualpipe.expert_parallel.placement import Placement, imbalance, in_order
 from moe_dualpipe.models import MoE
+from moe_dualpipe.training.extensions.expert_moves import ExpertMoves
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     SHALLOW,
@@ -18,6 +19,7 @@ from tests.support.runs import (
     records,
     save,
     settings,
+    skip_steps,
     train_and_listen,
     train_each,
     without_clocks,
@@ -51,13 +53,17 @@ OF_MOVES = ("rank_load_max_over_mean", "rank_load_before", "rank_load_after", "m
 def run_steps(rank, config):
     """The records and, by name, the state of this rank after all steps."""
     trainer = make_trainer(rank, config)
-    steps = [trainer.train_step(step) for step in range(config.steps)]
+    steps = [trainer.step(step).record for step in range(config.steps)]
     trainer.check_replicas()
     return steps, {name: t.float().numpy().copy() for name, t in trainer.state().items()}
 
 
 def run_each(rank, configs):
     return [run_steps(rank, config) for config in configs]
+
+
+def places(trainer):
+    return next((one for one in trainer.extensions if isinstance(one, ExpertMoves)), None)
 
 
 def without_moves(steps):
@@ -91,7 +97,7 @@ def test_moves_change_no_bit(tmp_path, ranks, optimizer, options):
 def counted_loads(rank, config):
     """Choices that the experts of this rank get in the same step, by layer, before and after a move; the records."""
     trainer, counts = make_trainer(rank, config), []
-    trainer.skipped.finite = lambda *_: False  # type: ignore[method-assign]  # no update: the router stays the same
+    skip_steps(trainer)  # the router stays the same
     run_experts = MoE.run_experts
     with pytest.MonkeyPatch.context() as patch:
 
@@ -103,7 +109,7 @@ def counted_loads(rank, config):
         steps = []
         for _ in range(2):
             counts.append({})
-            steps.append(trainer.train_step(0))
+            steps.append(trainer.step(0).record)
     return counts, steps
 
 
@@ -132,7 +138,7 @@ def measured_loads(rank, config):
     trainer = make_trainer(rank, config)
     loads, load = [], trainer.balance.loads
     trainer.balance.loads = lambda device: loads.append(load(device)) or loads[-1]  # type: ignore[method-assign]
-    steps = [trainer.train_step(step) for step in range(4)]
+    steps = [trainer.step(step).record for step in range(4)]
     return [load_LE.tolist() for load_LE in loads], steps
 
 
@@ -151,7 +157,7 @@ def placed_runs(rank, configs):
     first, *others = configs
     trainer = make_trainer(rank, first)
     for step in range(2):
-        trainer.train_step(step)
+        trainer.step(step)
     extra = trainer.balance.take_loads_file()
     path = save(trainer, 2)
     if rank == 0:
@@ -160,8 +166,8 @@ def placed_runs(rank, configs):
     found = []
     for config in others:
         resumed = make_trainer(rank, config)
-        steps = [resumed.train_step(step) for step in (2, 3)]
-        found.append((without_moves(steps), resumed.places and resumed.places.placement.experts))
+        steps = [resumed.step(step).record for step in (2, 3)]
+        found.append((without_moves(steps), places(resumed) and places(resumed).placement.experts))
     return found
 
 
@@ -204,7 +210,7 @@ PLACES = {"layers": [1, 2], "gpus": 2, "experts": [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
 
 
 REFUSED = [
-    ({"gpus": 4}, "is for 4 GPUs, and --ep is 2: make it with --gpus 2"),
+    ({"gpus": 4}, "is for 4 GPUs, and ep is 2: make it with --gpus 2"),
     ({"layers": [2, 3]}, "is for another model: this one has 8 experts in layers 1, 2"),
     ({"experts": [[0, 1, 2, 3]] * 2}, "is for another model: this one has 8 experts in layers 1, 2"),
     ({"experts": [[*range(8), 0, 1]] * 2},
@@ -224,7 +230,7 @@ def refused_placements(rank, config, folder):
             file.write_text(json.dumps(PLACES | changes))
         torch.distributed.barrier()
         with pytest.raises(ValueError) as error:
-            trainer.places.start(str(file), None)
+            places(trainer)._chosen(str(file), None)
         errors.append(str(error.value))
     return errors
 
@@ -234,7 +240,7 @@ def test_a_placement_for_another_run_is_refused(tmp_path):
     for errors in run_ranks(2, refused_placements, config, tmp_path):
         for i, (error, (_, message)) in enumerate(zip(errors, REFUSED, strict=True)):
             expected = message.replace("FILE", str(tmp_path / f"{i}.json"))
-            assert error.removeprefix(f"--place-experts {tmp_path / f'{i}.json'} ") == expected
+            assert error.removeprefix(f"place_experts {tmp_path / f'{i}.json'} ") == expected
 
 
 class SharedScale(nn.Module):
@@ -269,6 +275,5 @@ def test_experts_that_cannot_move_are_refused(tmp_path):
     assert "are built for their ids, so they cannot move to other ranks" in run_ranks(2, refused, config)[0]
     config = settings(tmp_path, **{**SMALL, "pp": 1, "place_experts": "auto"})
     assert run_ranks(2, refused, config)[1] == (
-        "--place-experts auto needs the loads of a checkpoint, and a new run has none: use --move-experts-every, or a "
-        "file"
+        "place_experts auto needs the loads of a checkpoint, and a new run has none: use move_experts_every, or a file"
     )

@@ -18,7 +18,7 @@ from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
 from moe_dualpipe.schedule import build
 from moe_dualpipe.tools.planner import MicroBatch, peak_memory
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.optimizer import Optimizer
 from tests.support.frozen import Freezer
 from tests.support.ranks import run_ranks
@@ -41,13 +41,13 @@ def low_rank_steps(rank, config):
     frozen = {name for name in parameters if is_base(name)}
     assert frozen
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    assert all(torch.isfinite(torch.tensor(trainer.train_step(step)["loss"])) for step in range(2))
+    assert all(torch.isfinite(torch.tensor(trainer.step(step).record["loss"])) for step in range(2))
     same = {name for name, p in parameters.items() if torch.equal(p, before[name])}
     assert same == frozen
     trainer.check_replicas()
 
-    text = trainer.plan.text
-    trainer.pipeline.step(*text.batch(0, 2, trainer.layout.dp_rank, trainer.pipeline.num_sequences, 16))
+    text = trainer.run.text
+    trainer.pipeline.step(*text.batch(0, 2, 4, 16, trainer._own))
     for replicas in trainer.replicas:
         sum_gradients(replicas)
     assert {name for name, p in parameters.items() if p.grad is None} == frozen
@@ -118,7 +118,7 @@ def freeze_and_resume(rank, config, pattern):
         trainer = make_trainer(rank, config)
         parameters = {name: p for stage in trainer.stages.values() for name, p in stage.named_parameters()}
         before = {name: p.detach().clone() for name, p in parameters.items() if re.search(pattern, name)}
-        TrainingRun(trainer).run()
+        train_loop(trainer)
     assert before
     assert all(torch.equal(p, parameters[name]) for name, p in before.items())
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.commands.train import main
-from moe_dualpipe.training import profiling, restart
+from moe_dualpipe.tools.profiler import profiled_steps as profiling
+from moe_dualpipe.training import restart
 from moe_dualpipe.training.appended_file import AppendedFile
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import Metrics, read_records
 from tests.support import ranks
 from tests.support.ranks import run_failing_ranks, run_ranks
@@ -41,7 +42,7 @@ def small_disk(tmp_path):
 
 def test_records_wait_until_there_is_space(small_disk, capsys):
     ballast, out = small_disk / "ballast", small_disk / "run"
-    writer = Metrics(out, enabled=True)
+    writer = Metrics(out)
     writer.write(step=1)
     with contextlib.suppress(OSError):
         ballast.write_bytes(bytes(1 << 20))
@@ -65,7 +66,7 @@ def test_a_resumed_run_removes_repeated_records_as_soon_as_it_can(tmp_path, monk
     path.write_text(old)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full_disk)
-        writer = Metrics(tmp_path, enabled=True, first_step=1)
+        writer = Metrics(tmp_path, first_step=1)
         writer.write(step=2, again=True)
         assert path.read_text() == old
         assert list(tmp_path.iterdir()) == [path]
@@ -111,7 +112,9 @@ def train_with_output_to(output, arguments):
 
 @needs_dev_full
 def test_a_run_with_its_output_on_a_full_disk_trains_and_saves(tmp_path):
-    arguments = [*map(str, ("--steps", 2, "--out", tmp_path, *SMALL, "--eval-sequences", 1, "--sample-tokens", 1))]
+    arguments = [
+        *map(str, ("--steps", 2, "--out", tmp_path, *SMALL, "--set", "metrics.eval_sequences=1", "--sample-tokens", 1))
+    ]
     process = ranks._context.Process(target=train_with_output_to, args=("/dev/full", arguments))
     process.start()
     process.join(60)
@@ -139,15 +142,15 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, where, 
 
 def train_and_remove_the_folder(rank, config):
     trainer = make_trainer(rank, config)
-    do_step = trainer.train_step
+    do_step = trainer.step
 
     def train_step(step):
         if step == 1 and rank == 0:
             shutil.rmtree(config.checkpoint.out)
         return do_step(step)
 
-    trainer.train_step = train_step
-    TrainingRun(trainer).run()
+    trainer.step = train_step
+    train_loop(trainer)
     return list(losses(records(config.checkpoint.out)))
 
 

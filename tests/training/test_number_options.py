@@ -9,9 +9,9 @@ import pytest
 from moe_dualpipe.models import config as model_config
 from moe_dualpipe.models import split
 from moe_dualpipe.training.checks import RANGES, check_options
-from moe_dualpipe.training.command_line import parse_arguments
 from moe_dualpipe.training.config import TrainConfig
-from tests.support.runs import change, option_values, resolve
+from moe_dualpipe.training.options import parse_arguments
+from tests.support.runs import change, make_run, option_values
 
 NUMBERS = {
     flag: type_
@@ -38,7 +38,7 @@ def outcome(flag, value):
     """The error for this value, or "": checks the options, chooses the values of a launch, and divides the layers."""
     try:
         config = with_option(flag, value)
-        split(config.model, resolve(config).schedule.num_stages)
+        split(config.model, make_run(config).schedule.num_stages)
     except ValueError as error:
         return str(error)
     return ""
@@ -116,7 +116,7 @@ def test_the_bounds_are_valid_and_numbers_outside_are_not(options, low, high):
     (["--seed", str(2**64)], "--seed must be at most 9,223,372,036,854,775,807: got 18446744073709551616"),
     (["--timeout", "1e14"], "--timeout must be at most 1,000,000: got 100000000000000.0"),
     (["--timeout", "1e-9"], "--timeout must be at least 1: got 1e-09"),
-    (["--optim.clip", "inf"], "--optim.clip must be at most 1e+06: got inf"),
+    (["--clip", "inf"], "--clip must be at most 1e+06: got inf"),
     (["--model.num-layers", "2147483648"], "num_layers must be at most 10,000: got 2147483648"),
     (["--model.rope-theta", "0"], "rope_theta must be at least 1: got 0.0"),
     (["--micro-batches", "2147483647"],
@@ -130,6 +130,6 @@ def test_messages(arguments, message):
 
     with pytest.raises(ValueError) as error:
         config = parse_arguments(["--device", "cpu", *arguments])
-        resolve(config)
+        make_run(config)
         load_data(config.batch.data, 32)
     assert str(error.value).startswith(message)

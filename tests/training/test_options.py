@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_dualpipe.training.command_line import parse_arguments, resume_command
 
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.training.config import TrainConfig
-from tests.support.runs import ROOT, change, option_values, options, resolve
+from moe_dualpipe.training.options import parse_arguments, resume_command
+from tests.support.runs import ROOT, change, make_run, option_values, options
 
 # ---- Flags ----
 
@@ -132,9 +132,9 @@ def test_help_lists_every_flag_by_group(capsys):
     (1, ["--data", ""], "--data is empty: name a file, a folder, a glob"),
     (1, ["--out", "LICENSE"], "cannot write to --out LICENSE: File exists"),
     (1, ["--out", "LICENSE/below"], "cannot write to --out LICENSE/below: Not a directory"),
-    (1, ["--optim.lr", "-1"], "--optim.lr must be at least 1e-12: got -1.0"),
-    (1, ["--optim.warmup-steps", "-1"], "--optim.warmup-steps must be at least 0: got -1"),
-    (1, ["--optim.clip", "nan"], "--optim.clip must be at least 1e-06: got nan"),
+    (1, ["--lr", "-1"], "--lr must be at least 1e-12: got -1.0"),
+    (1, ["--warmup-steps", "-1"], "--warmup-steps must be at least 0: got -1"),
+    (1, ["--clip", "nan"], "--clip must be at least 1e-06: got nan"),
     (1, ["--optim.beta2", "1"], "--optim.beta2 must be at least 0 and below 1: got 1.0"),
     (1, ["--optim.final-lr", "1.5"], "--optim.final-lr must be at most 1: got 1.5"),
     (1, ["--model.experts", "json:loads"], "cannot build the expert layer 'json:loads': TypeError"),
@@ -181,15 +181,15 @@ def test_only_the_first_rank_prints_errors(monkeypatch, capsys):
 
 def test_a_new_run_does_not_use_the_folder_of_an_old_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert resolve(options(device="cpu")).folder == Path("runs/tiny")
+    assert make_run(options(device="cpu")).folder == Path("runs/tiny")
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
-    assert resolve(options(device="cpu")).folder == Path("runs/tiny-2")
-    assert resolve(options(device="cpu", out="runs/tiny")).folder == Path("runs/tiny")  # it has no checkpoint
+    assert make_run(options(device="cpu")).folder == Path("runs/tiny-2")
+    assert make_run(options(device="cpu", out="runs/tiny")).folder == Path("runs/tiny")  # it has no checkpoint
     (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002").mkdir()
     resumed = options(device="cpu", resume="runs/tiny/checkpoints/step-000002", out="runs/tiny")
-    assert resolve(resumed).folder == Path("runs/tiny")
+    assert make_run(resumed).folder == Path("runs/tiny")
     with pytest.raises(ValueError, match="--out runs/tiny already holds a run"):
-        resolve(change(resumed, resume="runs/other"))
+        make_run(change(resumed, resume="runs/other"))
     with pytest.raises(SystemExit) as exit_:
         main(["--out", "runs/tiny"])
     assert exit_.value.code == 2
@@ -209,15 +209,15 @@ def test_auto_uses_gpus_if_there_is_one_per_process(monkeypatch):
         (2, "cuda", torch.bfloat16),
         (4, "cpu", torch.float32),
     ]:
-        setup = resolve(TrainConfig(), processes)
+        setup = make_run(TrainConfig(), processes)
         assert (setup.device.type, setup.dtype) == (device, dtype)
     with pytest.raises(ValueError, match="4 processes and 2 GPUs here: start at most 2 processes, or use --device cpu"):
-        resolve(options(device="cuda"), 4)
+        make_run(options(device="cuda"), 4)
 
 
 def test_auto_compiles_long_runs_on_a_cpu_if_there_is_a_compiler(monkeypatch):
     def compiled(*arguments, processes=2):
-        return resolve(["--device", "cpu", *arguments], processes).compiled
+        return make_run(["--device", "cpu", *arguments], processes).compiled
 
     monkeypatch.setattr("moe_dualpipe.training.resolve.missing_for_compile", lambda: None)
     # A step of the preset tiny has 4,096 tokens of 5.7 MFLOP, divided over two ranks.
@@ -229,26 +229,26 @@ def test_auto_compiles_long_runs_on_a_cpu_if_there_is_a_compiler(monkeypatch):
 def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     long = ["--device", "cpu", "--steps", "100000"]
-    assert not resolve(long).compiled
+    assert not make_run(long).compiled
     message = "a C++ compiler, but no-such-compiler was not found: install it, or set CXX to another one"
     with pytest.raises(ValueError, match=re.escape(f"--compile on needs {message}, or use --compile off")):
-        resolve([*long, "--compile", "on"])
+        make_run([*long, "--compile", "on"])
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert not resolve(long).compiled
+    assert not make_run(long).compiled
     with pytest.raises(
         ValueError, match=r"--compile on needs Python's header files, but Python\.h was not found: install"
     ):
-        resolve([*long, "--compile", "on"])
+        make_run([*long, "--compile", "on"])
     Path(tmp_path, "Python.h").touch()
-    assert resolve(long).compiled
+    assert make_run(long).compiled
 
 
 def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch):
     with pytest.raises(ValueError, match="--cuda-graphs needs a GPU, and this run is on the CPU: use --no-cuda-graphs"):
-        resolve(["--device", "cpu", "--cuda-graphs"])
+        make_run(["--device", "cpu", "--cuda-graphs"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    resolve(["--cuda-graphs", "--kernels", "triton", "--model.experts-per-token", "1"])
+    make_run(["--cuda-graphs", "--kernels", "triton", "--model.experts-per-token", "1"])
     for processes, arguments, reason in [
         (2, "", "is for one process: got 2; use --no-cuda-graphs"),
         (1, "--kernels reference", "needs kernels without host syncs: got --kernels reference; use --kernels triton"),
@@ -258,16 +258,16 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch):
         (1, "--profile 2", "runs no schedule to profile: use --profile 0, or --no-cuda-graphs"),
     ]:
         with pytest.raises(ValueError, match=f"--cuda-graphs {re.escape(reason)}"):
-            resolve(["--cuda-graphs", *arguments.split()], processes)
+            make_run(["--cuda-graphs", *arguments.split()], processes)
 
 
 def layout_and_schedule(arguments, processes):
-    setup = resolve(arguments, processes)
+    setup = make_run(arguments, processes)
     return setup.layout.pp, setup.schedule.name, setup.schedule.num_micro_batches
 
 
 def test_ranks_schedule_and_micro_batches_follow_from_the_number_of_processes():
-    one = resolve(["--device", "cpu"])
+    one = make_run(["--device", "cpu"])
     assert (one.device.type, one.dtype, one.kernels) == ("cpu", torch.float32, "reference")
     assert layout_and_schedule(["--device", "cpu"], 1) == (1, "dualpipev", 8)
     assert layout_and_schedule(["--ep", "2"], 4) == (2, "dualpipe", 8)
@@ -275,18 +275,18 @@ def test_ranks_schedule_and_micro_batches_follow_from_the_number_of_processes():
     assert layout_and_schedule(["--pp", "3"], 3) == (3, "dualpipev", 9)
     assert layout_and_schedule(["--pp", "3", "--schedule", "interleaved_1f1b"], 3) == (3, "interleaved_1f1b", 9)
     with pytest.raises(ValueError, match="dualpipe does not take a number of chunks: got 2"):
-        resolve(["--num-chunks", "2"], 2)
+        make_run(["--num-chunks", "2"], 2)
     with pytest.raises(ValueError, match="needs at least 2 chunks per rank: got 1; use 2, or 1f1b"):
-        resolve(["--num-chunks", "1", "--schedule", "interleaved_1f1b"], 2)
+        make_run(["--num-chunks", "1", "--schedule", "interleaved_1f1b"], 2)
     with pytest.raises(ValueError, match="--num-chunks must be at least 1: got -1"):
-        resolve(["--num-chunks", "-1"], 2)
+        make_run(["--num-chunks", "-1"], 2)
 
 
 def test_a_resumed_run_uses_its_old_folder():
     inner = "runs/mine/checkpoints"
     for resume in ("runs/mine", inner, f"{inner}/step-000004"):
-        assert resolve(options(resume=resume)).folder == Path("runs/mine")
-    assert resolve(options(resume="runs/mine", out="x")).folder == Path("x")
+        assert make_run(options(resume=resume)).folder == Path("runs/mine")
+    assert make_run(options(resume="runs/mine", out="x")).folder == Path("x")
 
 
 def test_the_resume_command_repeats_all_other_options(monkeypatch):
@@ -304,6 +304,6 @@ def test_the_resume_command_repeats_all_other_options(monkeypatch):
 
 
 def test_a_preset_sets_the_defaults_of_model_options():
-    config = parse_arguments(["--preset", "small", "--model.num-layers", "3", "--optim.lr", "0.5"])
+    config = parse_arguments(["--preset", "small", "--model.num-layers", "3", "--lr", "0.5"])
     assert (config.model.num_layers, config.model.hidden_size, config.optim.lr) == (3, 768, 0.5)
     assert parse_arguments(["--preset=small"]).model.hidden_size == 768

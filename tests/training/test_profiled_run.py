@@ -7,7 +7,7 @@ import pytest
 
 from moe_dualpipe.tools.profiler import analyze, read_trace
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, make_plan, resolve, settings, train_each
+from tests.support.runs import MODEL, losses, make_run, settings, train_each
 
 
 @pytest.mark.parametrize("ranks,changes", [
@@ -47,7 +47,7 @@ def test_a_profile_reports_every_rank_and_does_not_change_the_run(tmp_path, rank
 
 def test_a_profile_needs_enough_steps(tmp_path):
     with pytest.raises(ValueError, match="--profile 5 needs 7 steps, including 2 to warm up, but the run has 6"):
-        make_plan(settings(tmp_path / "run", profile=5))
-    make_plan(settings(tmp_path / "run", profile=4))
+        make_run(settings(tmp_path / "run", profile=5))
+    make_run(settings(tmp_path / "run", profile=4))
     with pytest.raises(ValueError, match="--profile must be at least 0: got -1"):
-        resolve(["--profile", "-1"])
+        make_run(["--profile", "-1"])

@@ -7,8 +7,8 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.training.metrics import Metrics
-from moe_dualpipe.training.wandb_run import ID_FILE, check_wandb
-from tests.support.runs import SMALL, records
+from moe_dualpipe.training.sinks import ID_FILE, check_installed
+from tests.support.runs import SMALL, change, records, settings
 
 FAKE_WANDB = """
 import json, pathlib
@@ -62,7 +62,7 @@ def train(*arguments):
 @pytest.mark.long
 def test_wandb_gets_the_records_of_a_run_and_of_its_continuation(tmp_path, wandb):
     calls, run = wandb(), tmp_path / "run"
-    train("--steps", 2, "--out", run, "--wandb", "my project", "--optim.lr", 0.001)
+    train("--steps", 2, "--out", run, "--wandb", "my project", "--lr", 0.001)
     train("--steps", 3, "--resume", run, "--wandb", "my project")
     starts = [options for kind, options in (c for c in calls() if c[0] == "init")]
     assert [(o["project"], o["name"], o["dir"], o["id"], o["resume"]) for o in starts] == [
@@ -86,7 +86,7 @@ def test_a_run_continues_when_wandb_fails_and_says_so_once(tmp_path, wandb, caps
 
 def test_a_run_that_fails_is_a_failed_run_in_wandb(tmp_path, wandb, monkeypatch):
     calls = wandb()
-    monkeypatch.setattr("moe_dualpipe.training.trainer.Trainer.validation_loss", lambda _: 1 / 0)
+    monkeypatch.setattr("moe_dualpipe.training.step.Trainer.validation_loss", lambda _: 1 / 0)
     with pytest.raises(SystemExit, match="1"):
         train("--steps", 2, "--out", tmp_path / "run", "--wandb", "p")
     assert calls()[-1] == ["finish", {"exit_code": 1}]
@@ -106,8 +106,8 @@ def test_wandb_that_cannot_start_is_one_line_and_code_2(tmp_path, wandb, capsys)
 def test_wandb_must_be_installed(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # as W&B leaves it in the folder where a run was started
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ValueError, match=r"--wandb needs W&B: pip install 'moe-dualpipe\[wandb\]'"):
-        check_wandb()
+    with pytest.raises(ValueError, match=r"--wandb needs the package wandb: pip install 'moe-dualpipe\[wandb\]'"):
+        check_installed(change(settings(tmp_path), wandb="p"))
 
 
 class Recorder:
@@ -134,7 +134,7 @@ class Broken:
 
 def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capsys):
     sinks = first, broken, second = Recorder(), Broken(), Recorder()
-    writer = Metrics(tmp_path, enabled=True, sinks=sinks)
+    writer = Metrics(tmp_path, sinks=sinks)
     writer.write(step=1, loss=float("nan"))
     writer.write(step=2, loss=0.5)
     writer.close()

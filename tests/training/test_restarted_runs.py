@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from moe_dualpipe.training.division import NoDivisionError
+from moe_dualpipe.training.elastic import divide, sequences_of_step
+from moe_dualpipe.training.plan import plan_run
 
 from moe_dualpipe.data import Source, TextData
 from moe_dualpipe.health.signals import Stop
@@ -22,11 +25,8 @@ from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.versions import OtherVersionsError, other_versions
 from moe_dualpipe.training import agreement, elastic, relaunch, trainer
 from moe_dualpipe.training.agreement import NOTHING_AGREED, Agreed, agree, elastic_folder
-from moe_dualpipe.training.division import NoDivisionError
-from moe_dualpipe.training.elastic import divide, sequences_of_step
-from moe_dualpipe.training.loop import TrainingRun
-from moe_dualpipe.training.plan import plan_run
-from moe_dualpipe.training.trainer import Trainer
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.step import Trainer
 from tests.support.checkpoints import write_manifest
 from tests.support.pretended_machines import pretend
 from tests.support.ranks import run_ranks
@@ -139,7 +139,7 @@ def attempt_of(rank, config, lost, stopped):
     agreed = Agreed(resume=agreement.newest_checkpoint(folder), before=agreement.last_division(folder))
     dist.barrier()
     found = Trainer(plan_run(config, Launch(rank, rank, size, size), agreed=agreed))
-    train_step = found.train_step
+    train_step = found.step
 
     def noted(text, seed, step, first, count, drawn, seq_len):
         batch = sequences_of_step(text, seed, step, first, count, drawn, seq_len)
@@ -153,11 +153,11 @@ def attempt_of(rank, config, lost, stopped):
             found.request_stop()
         return train_step(step)
 
-    found.train_step = limited
+    found.step = limited
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(trainer, "sequences_of_step", noted)
         with contextlib.suppress(LostError):
-            TrainingRun(found).run()
+            train_loop(found)
     return read, printed.getvalue()
 
 
