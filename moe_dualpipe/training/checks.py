@@ -54,7 +54,7 @@ def check_options(config: TrainConfig) -> None:
     for option in ("place_experts", "move_experts_every"):
         if (value := getattr(config.parallel, option)) and config.parallel.ep == 1:
             raise ValueError(
-                f"{option_name(option)} {printable(value)} needs --ep 2 or more: with --ep 1, each rank has all experts"
+                f"parallel.{option} {printable(value)} needs --ep 2 or more: with --ep 1, each rank has all experts"
             )
     if config.checkpoint.weights and config.checkpoint.resume:
         raise ValueError("--weights starts a new run and --resume continues an old one: use one of them")

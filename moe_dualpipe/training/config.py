@@ -94,7 +94,7 @@ class BatchConfig:
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of a .bin file without a description file (little-endian)."""
     data_cache: str | None = None
-    """Local folder for blocks of token ids that are read from a URL. None: data-cache in --staging."""
+    """Local folder for blocks of token ids that are read from a URL. None: data-cache in checkpoint.staging."""
     data_cache_gb: float = 20.0
     """Largest size of this folder in GB."""
     seq_len: int = 256
@@ -235,13 +235,14 @@ class TrainConfig:
     """
 
     preset: str | None = None
-    """Model size; --model.* options override single values. None: the model of --resume or --weights, or tiny."""
+    """Model size; keys such as model.num_layers override single values.
+    None: the model of --resume or --weights, or tiny."""
     steps: int = 320
     """Total number of optimizer steps, including those before a resume."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     bias_rate: float = 3e-3
-    """Change of a router's biases per step (--model.router-bias); use less for long runs. 0: biases do not change."""
+    """Change of a router's biases per step (model.router_bias); use less for long runs. 0: biases do not change."""
     freeze: tuple[str, ...] = ()
     """Parameters to exclude from training: their names in checkpoints, with * for any text (docs/training.md).
     Example: --freeze embedding.weight 'layers.*.experts.*'"""
