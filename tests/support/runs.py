@@ -105,8 +105,9 @@ def save(trainer, step) -> Path:
 
 def train(rank, config):
     """Do a run on this rank. Returns the records that rank 0 wrote."""
-    train_loop(make_trainer(rank, config))
-    return records(config.checkpoint.out)
+    trainer = make_trainer(rank, config)
+    train_loop(trainer)
+    return records(trainer.run.folder)
 
 
 def train_and_listen(rank, config):

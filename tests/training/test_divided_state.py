@@ -141,7 +141,7 @@ MUON = OptimizerConfig(name="muon", warmup_steps=1, schedule="wsd", decay_steps=
 
 
 @pytest.mark.parametrize(
-    "ranks,changes", [(2, {}), (2, {"dtype": "bfloat16", "pp": 1}), (4, {"pp": 2, "ep": 2})], ids=str
+    "ranks,changes", [(2, {}), (2, {"dtype": "bfloat16", "pp": 1}), (4, {"pp": 2, "ep": 2, "batch_size": 8})], ids=str
 )
 @pytest.mark.quick("2-{'dtype': 'bfloat16', 'pp': 1}")
 def test_runs_with_divided_state_are_bit_identical(tmp_path, ranks, changes):

@@ -78,7 +78,7 @@ def report_of_three(rank, config):
 
 def test_of_three_replicas_the_one_with_the_flip_is_named(tmp_path):
     message = f"rank 1 deviates from ranks 0, 2 in {DENSE}: replicas must stay bit-equal"
-    assert run_ranks(3, report_of_three, settings(tmp_path, **SMALL, pp=1)) == [message] * 3
+    assert run_ranks(3, report_of_three, settings(tmp_path, **SMALL, pp=1, batch_size=6)) == [message] * 3
 
 
 def undetected(rank, config, flips):

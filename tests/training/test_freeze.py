@@ -54,7 +54,7 @@ def frozen_by_option_and_by_layer(rank, config):
     (2, {}),
     (2, {"pp": 1, "ep": 2, "dtype": "bfloat16", "optim": MUON}),
     (2, {"pp": 1, "zero": False, "dtype": "bfloat16"}),
-    (4, {"pp": 2, "ep": 2, "model": dataclasses.replace(SHALLOW, mtp_layers=1)}),
+    (4, {"pp": 2, "ep": 2, "batch_size": 8, "model": dataclasses.replace(SHALLOW, mtp_layers=1)}),
 ], ids=lambda value: "" if isinstance(value, int) else ",".join(value))  # fmt: skip
 @pytest.mark.quick("-pp,ep,dtype,optim")
 def test_frozen_parameters_keep_all_bits_and_the_others_train_as_if_the_layer_had_frozen_them(

@@ -171,7 +171,7 @@ def test_replicas_that_are_frozen_on_one_rank_only_are_an_error(tmp_path):
 
 def test_all_ranks_report_replicas_of_one_stage_that_are_frozen_on_one_rank_only(tmp_path):
     """Ranks 2 and 3 hold the last stage. Rank 0, which prints the error, has no such replicas."""
-    config = settings(tmp_path, **{**SMALL, "model": SHALLOW}, pp=2, schedule="1f1b")
+    config = settings(tmp_path, **{**SMALL, "model": SHALLOW}, pp=2, batch_size=8, schedule="1f1b")
     errors = run_ranks(4, frozen_trainer_error, config, ["^layers.0", "^layers.0", "^layers.1", "^head|^layers.1"])
     assert {error.split(":")[0] for error in errors} == {"head.weight, replicated on ranks 2, 3"}
 
@@ -179,7 +179,7 @@ def test_all_ranks_report_replicas_of_one_stage_that_are_frozen_on_one_rank_only
 def test_all_ranks_check_the_shared_embedding_before_any_of_them_stops(tmp_path):
     """With MTP, the ranks of the first stage also belong to a group with those of the last stage."""
     model = dataclasses.replace(SHALLOW, mtp_layers=1)
-    config = settings(tmp_path, **{**SMALL, "model": model}, pp=2, schedule="1f1b")
+    config = settings(tmp_path, **{**SMALL, "model": model}, pp=2, batch_size=8, schedule="1f1b")
     errors = run_ranks(4, frozen_trainer_error, config, ["^layers.0", "^head", "^head|^embedding", "^head"])
     assert {error.split(":")[0] for error in errors} == {
         "layers.0.attention.out.weight and 5 more, replicated on ranks 0, 1"

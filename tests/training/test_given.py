@@ -103,10 +103,11 @@ def start_from(rank, config, weights):
     ("swiglu", 2, {}),
     ("swiglu", 2, {"pp": 1, "ep": 2, "zero": False}),
     (ExpertList, 1, {}),
-    (ExpertList, 4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}),
+    (ExpertList, 4, {"pp": 2, "ep": 2, "batch_size": 8, "dtype": "bfloat16"}),
 ], ids=str)  # fmt: skip
 @pytest.mark.quick(
-    "swiglu-1-{}", "<class 'tests.support.own_layers.ExpertList'>-4-{'pp': 2, 'ep': 2, 'dtype': 'bfloat16'}"
+    "swiglu-1-{}",
+    "<class 'tests.support.own_layers.ExpertList'>-4-{'pp': 2, 'ep': 2, 'batch_size': 8, 'dtype': 'bfloat16'}",
 )
 def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ranks, changes):
     """The names are those of checkpoints, or of the state dict of a whole model."""

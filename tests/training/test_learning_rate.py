@@ -63,7 +63,9 @@ def test_invalid_learning_rate_options(arguments, message):
 def test_optimizer_names_and_schedules_are_checked():
     for field, option in (("name", "--optimizer"), ("schedule", "--lr-schedule")):
         optim = dataclasses.replace(OPTIM, **{field: "sgd"})
-        with pytest.raises(ValueError, match=rf"^unknown {option} 'sgd'; choose from: \w+, \w+$"):
+        with pytest.raises(
+            ValueError, match=rf"^unknown {option} 'sgd'; (did you mean 'wsd'\? C|c)hoose from: \w+, \w+$"
+        ):
             make_run(options(device="cpu", optim=optim))
     make_run(["--device", "cpu", "--lr-schedule", "wsd", "--steps", "25"])
     make_run(["--device", "cpu", "--lr-schedule", "wsd", "--set", "optim.decay_steps=300"])

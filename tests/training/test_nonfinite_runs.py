@@ -77,7 +77,7 @@ def nan(x, _):
     (1, {}, 0, "dense_mlp", "layer 0, segment mlp (stage 0, rank 0)"),
     (2, {}, 3, "attend_and_route", "layer 3, segment attn (stage 1, rank 1)"),
     (2, {"pp": 1, "ep": 2}, 1, "run_experts", "layer 1, segment mlp (stage 0, rank 1)"),
-    (4, {"pp": 2, "ep": 2}, 2, "run_experts", "layer 2, segment mlp (stage 1, rank 1)"),
+    (4, {"pp": 2, "ep": 2, "batch_size": 8}, 2, "run_experts", "layer 2, segment mlp (stage 1, rank 1)"),
 ], ids=str)  # fmt: skip
 def test_a_validation_loss_that_is_nan_before_the_first_step(tmp_path, ranks, changes, layer, method, place):
     config = settings(tmp_path, steps=2, seq_len=16, **changes)

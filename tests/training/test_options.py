@@ -79,8 +79,8 @@ def changed_values(skip=("preset", "checkpoint.resume", "checkpoint.weights")):
     found = {name: other_value(key, now[name]) for name, key in all_keys().items() if name not in skip}
     # What depends on each other within a model.
     return found | {
-        "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 32, "model.rope_dim": 64,
-        "model.attention": "tests.own:Layer", "model.expert_groups": 1, "model.top_groups": 1,
+        "model.num_heads": 6, "model.num_kv_heads": 3, "model.head_dim": 20, "model.rope_dim": 6,
+        "model.attention": "tests.own:Layer", "model.expert_groups": 3, "model.top_groups": 2,
         "model.rotary_fraction": 0.5,
         **{f"model.{layer}_options": "rank=8" for layer in ("attention", "router", "expert", "block")},
     }  # fmt: skip

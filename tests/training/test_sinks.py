@@ -2,10 +2,14 @@
 
 import json
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.runtime.layout import Layout
+from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.metrics import Metrics
 from moe_dualpipe.training.sinks import ID_FILE, check_installed
 from tests.support.runs import SMALL, change, records, settings
@@ -148,8 +152,12 @@ def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capsys):
 
 
 def test_sinks_of_other_ranks_get_nothing(tmp_path):
-    sink = Recorder()
-    writer = Metrics(tmp_path, enabled=False, sinks=[sink])
-    writer.write(step=1)
-    writer.close()
-    assert (sink.got, sink.closed) == ([], False)
+    sinks = [Recorder(), Recorder()]
+    for rank, sink in enumerate(sinks):
+        run: Any = SimpleNamespace(
+            config=settings(tmp_path), layout=Layout(2, 1, 1, rank), folder=tmp_path, first_step=0
+        )
+        console = Console(run, [sink], verbose=False)
+        console.metrics.write(step=1)
+        console.close()
+    assert [(sink.got, sink.closed) for sink in sinks] == [([{"step": 1}], True), ([], False)]
