@@ -11,6 +11,7 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from moe_dualpipe.data import Source, TextData
+from moe_dualpipe.models import StageOptions, build_model
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import Request
@@ -139,10 +140,8 @@ def uneven(step):
 GIVEN = {"batches": uneven, "validation": spread(32, 99)}
 
 
-def plain_loss(config, folder):
+def plain_loss(config):
     """The loss of all labeled tokens of the first step at once, and of the validation sequences, without a pipeline."""
-    from moe_dualpipe.models import StageOptions, build_model
-
     model = build_model(config.model, options=StageOptions(config.seed))
     found = []
     for inputs, labels in (uneven(0), GIVEN["validation"]):
@@ -168,7 +167,7 @@ def first_losses(ranks, folder, **changes):
 def test_the_loss_is_the_mean_over_all_labeled_tokens_of_the_step(tmp_path, ranks, changes):
     """Micro-batches of one sequence without any label are among them, and whole ranks with few."""
     found, norm = first_losses(ranks, tmp_path / "run", **changes)
-    expected = plain_loss(settings(tmp_path, **BASE), tmp_path)
+    expected = plain_loss(settings(tmp_path, **BASE))
     assert found == pytest.approx(expected, rel=1e-6)
     assert 0 < norm < 100
     if (ranks, changes) != (1, {}):
