@@ -1,4 +1,4 @@
-"""Runs that go on with another number of processes: the same sequences in the same steps, and what the ranks agree on."""
+"""Runs that go on with other processes: the same sequences in the same steps, and what the ranks agree on."""
 
 import contextlib
 import io
@@ -66,7 +66,7 @@ def sequences(ranks):
     """The sequences of each step on all data-parallel ranks, in order."""
     steps = ranks[0][1].keys()
     return {
-        step: [row for _, rows in sorted({n: rows for n, rows in (read[step] for _, read, _ in ranks)}.items())
+        step: [row for _, rows in sorted(dict(read[step] for _, read, _ in ranks).items())
                for row in rows]
         for step in steps
     }  # fmt: skip
