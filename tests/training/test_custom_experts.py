@@ -62,7 +62,8 @@ def assert_equal(state, expected):
 @pytest.mark.long
 def test_runs_with_any_number_of_expert_parallel_ranks_start_and_train_alike(tmp_path, name):
     """With `Listed`, experts 0 and 1 are null: with `--ep 4`, two ranks have no expert parameters at all."""
-    config = settings(tmp_path, model=with_experts(name), seq_len=16, data=(f"{TEXT}/message.py",))
+    data = (f"{TEXT}/message.py",)
+    config = settings(tmp_path, model=with_experts(name), seq_len=16, batch_size=8, data=data)
     ranks = run_ranks(4, run_in_all_layouts, config)
     states = {layout: merged(steps[layout][0] for steps, _, _ in ranks) for layout in ranks[0][0]}
     kinds = {
@@ -113,7 +114,7 @@ def resume_with_older_names(rank, config):
         match = re.fullmatch(r"(.*\.each\.)(\d+)(\..*)", name)
         start = 2 * rank
         older[f"{match[1]}{int(match[2]) - start}{match[3]}.{start}-{start + 1}" if match else name] = tensor.clone()
-    checkpoint = save_checkpoint(trainer.run.setup.folder, 1, older, config.model)
+    checkpoint = save_checkpoint(trainer.run.folder, 1, older, config.model)
     resumed = make_trainer(rank, change(config, out=f"{config.checkpoint.out}/resumed", resume=str(checkpoint)))
     assert_equal(state_of(resumed), state_of(trainer))
     return sum(".each." in name for name in set(older) - set(trainer.state()))
