@@ -11,7 +11,7 @@ from tests.support.runs import MODEL, losses, make_run, make_trainer, settings, 
 
 
 @pytest.mark.parametrize("ranks,changes", [
-    (2, {"schedule": "1f1b"}), (2, {"pp": 1, "ep": 2, "ep_backend": "all_to_all"}),
+    (2, {"schedule": "1f1b"}), (2, {"pp": 1, "ep": 2, "batch_size": 8, "ep_backend": "all_to_all"}),
 ])  # fmt: skip
 @pytest.mark.long
 def test_a_profile_reports_every_rank_and_does_not_change_the_run(tmp_path, ranks, changes):
