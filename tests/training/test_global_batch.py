@@ -94,6 +94,7 @@ def compare_all(folder, given, kinds):
                 same = {*one} <= {*ONLY_PIPELINED} and kind != "grad_norm"
                 expected = values if same and kind == "loss" and number == 1 else reference[1][kind]
                 assert values == pytest.approx(expected, rel=1e-4 if kind == "grad_norm" else 1e-6), (number, one, kind)
+    assert reference is not None
     return reference
 
 
