@@ -27,8 +27,6 @@ LAYOUTS = {
         {"pp": 1}, {"pp": 1, "ep": 2}, {"pp": 1, "ep": 2, "micro_batch_size": 2}],
     4: [{"pp": 2, "ep": 2}, {"pp": 4, "micro_batch_size": 2}, {"pp": 1, "ep": 4}],
 }  # fmt: skip
-ONLY_PIPELINED = ("schedule", "num_chunks")
-"""Changes that reorder no sum within a micro-batch: its losses keep all bits."""
 
 
 # ---- What is read ----
@@ -91,9 +89,8 @@ def compare_all(folder, given, kinds):
             reference = reference or (read, found)
             assert read == reference[0], (number, one)
             for kind, values in found.items():
-                same = {*one} <= {*ONLY_PIPELINED} and kind != "grad_norm"
-                expected = values if same and kind == "loss" and number == 1 else reference[1][kind]
-                assert values == pytest.approx(expected, rel=1e-4 if kind == "grad_norm" else 1e-6), (number, one, kind)
+                rel = 1e-4 if kind == "grad_norm" else 1e-6
+                assert values == pytest.approx(reference[1][kind], rel=rel), (number, one, kind)
     assert reference is not None
     return reference
 
