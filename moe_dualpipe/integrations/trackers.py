@@ -22,17 +22,24 @@ class TensorBoard:
     """The numbers of each record as scalars. TensorBoard ignores those of older files after `first_step`."""
 
     def __init__(self, folder: Path, first_step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        self._folder = str(folder / "tensorboard")
+        self._writer = self._open(first_step + 1)
 
     def log(self, record: dict[str, Any]) -> None:
+        writer, self._writer = self._writer or self._open(record["step"]), None  # one that has failed, fails always
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, record["step"])
+                writer.add_scalar(name, value, record["step"])
+        self._writer = writer
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer:
+            self._writer.close()
+
+    def _open(self, step: int) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self._folder, purge_step=step)
 
 
 class WandbRun:

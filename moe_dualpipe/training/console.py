@@ -91,6 +91,7 @@ class Console:
     def step(self, record: dict[str, float], notes: Sequence[str] = ()) -> None:
         """Report a training step: at once, or with others in one record (--log-every)."""
         self._unwritten.append(record)
+        shown = self.write_steps() if record["step"] % self.config.metrics.log_every == 0 else {}
         with suppress(OSError):
             if self._bar is None:  # updates less often if stderr is not a terminal
                 self._bar = tqdm(
@@ -98,8 +99,7 @@ class Console:
                     mininterval=0.2 if sys.stderr.isatty() else 5.0, dynamic_ncols=True,
                     bar_format="{desc}{percentage:3.0f}%|{bar}| step {n}/{total} [{elapsed} < {remaining}{postfix}]",
                 )  # fmt: skip
-            if record["step"] % self.config.metrics.log_every == 0:
-                shown = self.write_steps()
+            if shown:
                 text = f"loss {shown['loss']:.3f}, {shown['tokens_per_s']:,.0f} tokens/s"
                 self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
@@ -141,7 +141,8 @@ class Console:
 
     def _error(self, text: str) -> None:
         with suppress(OSError):
-            sys.stderr.write(f"\n{program_name()}: error: {text}\n")  # on a line of its own, after the progress bar
+            of_its_own = "\n" * (self._bar is not None and not self._bar.disable)  # a line, after the progress bar
+            sys.stderr.write(f"{of_its_own}{program_name()}: error: {text}\n")
 
     def sample(self, text: str) -> None:
         self.say("sample:\n" + "\n".join(f"    | {line}" for line in printable_text(text).split("\n")))

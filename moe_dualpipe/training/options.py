@@ -12,6 +12,7 @@ import typing
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -62,8 +63,8 @@ _ONCE = (
 )
 """Keys of a run that do not hold for its continuation."""
 _REPLACED = {
-    "micro_batches": "--batch-size, the number of sequences per step over all ranks",
-    "elastic": "nothing: a restarted run chooses a layout for the processes that there are",
+    "micro_batches": "; use --batch-size, the number of sequences per step over all ranks",
+    "elastic": ": a restarted run chooses a layout for the processes that there are",
 }
 
 
@@ -174,7 +175,10 @@ def convert(key: Key, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. typed: the keys on the command line. changes: how they differ from the run to continue."""
+    """What was asked for. typed: the keys on the command line with other values than in the file or the run to continue.
+
+    changes: how they differ from those of the run, in words.
+    """
 
     config: TrainConfig
     typed: frozenset[str] = field(default_factory=frozenset)
@@ -198,13 +202,16 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
     if "preset" in typed or "checkpoint.weights" in typed:
         base = {key: value for key, value in base.items() if not key.startswith("model.") and key != "preset"}
     config = build_config(base | typed, defaults)
-    old = build_config(base | {"checkpoint.resume": resume}, defaults) if resume and base else config
-    changes = [
-        f"{key} {quoted(before, 60)} -> {quoted(now, 60)}"
-        for key in typed
-        if key not in (*_ONCE, "steps") and (before := value_of(old, key)) != (now := value_of(config, key))
+    if not base:
+        return Request(config, frozenset(typed))
+    old = build_config(base | {"checkpoint.resume": resume} if resume else base, defaults)
+    changed = [key for key in typed if key not in _ONCE and value_of(old, key) != value_of(config, key)]
+    texts = [
+        f"{key} {quoted(value_of(old, key), 60)} -> {quoted(value_of(config, key), 60)}"
+        for key in changed
+        if resume and key != "steps"
     ]
-    return Request(config, frozenset(typed), tuple(changes), bool(base))
+    return Request(config, frozenset(changed), tuple(texts), from_file=True)
 
 
 def parse_arguments(arguments: Sequence[str], defaults: TrainConfig | None = None) -> TrainConfig:
@@ -266,7 +273,8 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    return json.dumps("none" if value is None else str(value), ensure_ascii=False)
+    text = json.dumps("none" if value is None else str(value), ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")  # TOML allows no control character but the tab
 
 
 def _run_file(resume: str, staging: str | None) -> Path | None:
@@ -325,14 +333,15 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
 def find_key(name: str) -> Key:
     """Raises OptionError, with the nearest name, for a key that does not exist."""
     if name not in all_keys():
-        same = [key for key in all_keys() if key.rpartition(".")[2] == name.rpartition(".")[2]]
-        suggestion = (
-            f"did you mean {same[0]}" if same else str(unknown_name("key", name, [*all_keys()])).partition(";")[2]
-        )
-        raise OptionError(
-            f"unknown key {quoted(name, 60)}; {suggestion.strip().partition('?')[0]}? --help-all lists all"
-        )
+        raise OptionError(_unknown_name("key", name, [*all_keys()]))
     return all_keys()[name]
+
+
+def _unknown_name(kind: str, name: str, names: Sequence[str]) -> str:
+    """Suggests the same name in another section, or a similar one."""
+    same = [one for one in names if one.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = same or get_close_matches(name[:100], names, n=1)
+    return f"unknown {kind} {quoted(name, 60)}; {f'did you mean {near[0]}? ' if near else ''}--help-all lists all"
 
 
 def _unknown(word: str) -> str:
@@ -341,15 +350,12 @@ def _unknown(word: str) -> str:
     parts = flag.lstrip("-").replace("-", "_").split(".")
     name = parts[-1].removeprefix("no_")
     if flag.startswith("--") and name in _REPLACED:
-        return f"{flag} is gone; use {_REPLACED[name]}"
+        return f"{flag} is gone{_REPLACED[name]}"
     if len(parts) == 3 and parts[1].endswith("_options"):
         return f"{flag} is gone; use --set {'.'.join(parts)}=VALUE"
     named = [key for key in all_keys() if key.rpartition(".")[2] == name and key.startswith(".".join(parts[:-1]))]
     if not flag.startswith("--") or not named:
-        return (
-            str(unknown_name("option", flag, [f"--{flag}" for flag in FLAGS])).partition("Choose")[0]
-            + "--help lists all"
-        )
+        return _unknown_name("option", flag, [f"--{flag}" for flag in FLAGS])
     key = all_keys()[named[0]]
     if key.name in _FLAG_OF:
         return f"{flag} is gone; use --{_FLAG_OF[key.name]}"

@@ -208,10 +208,9 @@ def _choose(
     choice = choose(config, launch.world_size, strict, problem)
     if strict and (reason := problem(choice)):
         raise ValueError(reason)
+    if choice.changed:  # run.toml keeps what was asked for: the next launch may have the ranks for it
+        return config, choice
     parallel = replace(config.parallel, pp=choice.layout.pp, ep=choice.layout.ep, schedule=choice.name)
-    if choice.layout.ep != config.parallel.ep:  # one rank moves none
-        every = parallel.move_experts_every if choice.layout.ep > 1 else None
-        parallel = replace(parallel, move_experts_every=every)
     batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
     return replace(config, parallel=parallel, batch=batch), choice
 

@@ -131,7 +131,7 @@ def _open_folder(plan: Run, launch: Launch) -> None:
             config = replace(config, checkpoint=replace(config.checkpoint, resume=started))
         part = plan.folder / f".{RUN_FILE}.{socket.gethostname()}"
         with suppress(OSError):  # a full disk does not end a run
-            part.write_text(to_toml(config), encoding="utf-8")
+            part.write_text(to_toml(config), encoding="utf-8", errors="replace")
             part.replace(file)
 
 

@@ -93,7 +93,7 @@ class Trainer:
         self.extensions: list[Extension] = [self.skipped, averaged, self.replica_checks]
         self.partial = self._load()
         factor = utilization(self.config.model, batch.seq_len, dist.get_world_size(), run.peak_flops)
-        moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every else []
+        moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every and self.layout.ep > 1 else []
         self.extensions += [Balancing(self), *moves, Timings(self, factor)]
         self.extensions += [built for build in extensions if (built := build(self)) is not None]
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_dualpipe.health.skipped_steps import SkippedSteps
 from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.runtime.replicas import check_equal
+from moe_dualpipe.training.extensions.skipped_steps import SkippedSteps
 from moe_dualpipe.training.loop import TrainingRun
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, losses, make_trainer, records, resolve, settings, train

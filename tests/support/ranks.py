@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 _context: Any = multiprocessing.get_context("forkserver")
 # The first optimizer imports torch._dynamo, which takes seconds in every rank unless the server has imported it.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.support.ranks", "moe_dualpipe.training.from_options"]
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.support.ranks", "moe_dualpipe.training.run"]
 _context.set_forkserver_preload(_PRELOAD)
 
 

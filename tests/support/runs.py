@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.run as torch_launcher
@@ -18,6 +20,9 @@ import torch.distributed.run as torch_launcher
 from moe_dualpipe.checkpoint import Saver
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.tools.profiler.profiled_steps import profiled_steps
+from moe_dualpipe.training import preflight
+from moe_dualpipe.training.agreement import Agreed
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.loop import train_loop
@@ -69,13 +74,24 @@ def options(**changes) -> TrainConfig:
 
 
 def make_run(config: TrainConfig | list[str], rank=0, world_size=1) -> Run:
-    """The checked run of a configuration, or of a command line."""
+    """The checked run of a configuration, or of a command line. Without a process group, no rank asks the others."""
     request = parse(config) if isinstance(config, list) else Request(config)
-    return prepare(request, Launch(rank, rank, world_size, world_size))
+    with contextlib.ExitStack() as stack:
+        if world_size > 1 and not torch.distributed.is_initialized():
+            stack.enter_context(mock.patch.object(preflight, "agree", lambda folder, *_: Agreed(folder)))
+        return prepare(request, Launch(rank, rank, world_size, world_size))
 
 
 def make_trainer(rank, config) -> Trainer:
-    return Trainer(make_run(config, rank, torch.distributed.get_world_size()))
+    run = make_run(config, rank, torch.distributed.get_world_size())
+    return Trainer(run, extensions=[profiled_steps])
+
+
+def skip_steps(trainer) -> contextlib.AbstractContextManager[object]:
+    """From now on, or only in this context, updates are skipped as if gradients were not finite."""
+    patch = mock.patch.object(trainer.skipped, "before_update", lambda update: setattr(update, "finite", False))
+    patch.start()
+    return contextlib.closing(SimpleNamespace(close=patch.stop))
 
 
 def save(trainer, step) -> Path:
@@ -89,8 +105,9 @@ def save(trainer, step) -> Path:
 
 def train(rank, config):
     """Do a run on this rank. Returns the records that rank 0 wrote."""
-    train_loop(make_trainer(rank, config))
-    return records(config.checkpoint.out)
+    trainer = make_trainer(rank, config)
+    train_loop(trainer)
+    return records(trainer.run.folder)
 
 
 def train_and_listen(rank, config):

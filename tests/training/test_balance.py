@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
-from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.models.router import Router
+from moe_dualpipe.training.options import parse_arguments
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, make_trainer, resolve, settings, train_each, without_clocks
+from tests.support.runs import MODEL, losses, make_run, make_trainer, settings, skip_steps, train_each, without_clocks
 
 BALANCED = dataclasses.replace(MODEL, num_layers=3, router_bias=True, sequence_loss=0.02, z_loss=0.003)
 OFTEN = {"model": BALANCED, "bias_rate": 0.01, "steps": 4, "seq_len": 16, "eval_sequences": 1}
@@ -21,8 +21,8 @@ def biased_steps(rank, config):
     trainer = make_trainer(rank, config)
     load, loads = trainer.balance.loads, []
     trainer.balance.loads = lambda device: loads.append(load(device)) or loads[-1]  # type: ignore[method-assign]
-    records = [trainer.train_step(step) for step in range(3)]
-    tokens = config.batch.micro_batches * config.batch.micro_batch_size * config.batch.seq_len * trainer.layout.dp
+    records = [trainer.step(step).record for step in range(3)]
+    tokens = config.batch.batch_size * config.batch.seq_len
     biases = biases_of(trainer)
     assert biases
     for name, bias in biases.items():
@@ -35,9 +35,9 @@ def biased_steps(rank, config):
         assert torch.equal(bias, expected)
         assert torch.equal(trainer.state()[f"model.{name}"], bias)
     values = {name: bias.tolist() for name, bias in biases.items()}
-    trainer.skipped.finite = lambda *_: False  # type: ignore[method-assign]
+    skip_steps(trainer)
     trainer.balance.loads = lambda _: loads[-1]  # type: ignore[method-assign]
-    trainer.train_step(3)
+    trainer.step(3)
     assert {name: bias.tolist() for name, bias in biases.items()} == values  # a skipped step moves none
     check_that_a_difference_is_found(rank, trainer, biases)
     return values, records
@@ -103,7 +103,7 @@ def one_step_each(rank, configs):
     seen = []
     for config in configs:
         trainer = make_trainer(rank, config)
-        record = trainer.train_step(0)
+        record = trainer.step(0).record
         biases = [m.bias_E for stage in trainer.stages.values() for m in stage.modules() if isinstance(m, Router)]
         assert all(bias is None or bias.dtype == torch.float32 for bias in biases)
         values = [None if bias is None else bias.tolist() for bias in biases]
@@ -137,6 +137,6 @@ def test_a_model_without_routers_records_no_losses(tmp_path):
 
 def test_bias_rate_is_checked():
     assert parse_arguments([]).bias_rate == 3e-3
-    assert parse_arguments(["--bias-rate", "0.02"]).bias_rate == 0.02
-    with pytest.raises(ValueError, match=r"--bias-rate must be at least 0: got -0\.1"):
-        resolve(["--bias-rate", "-0.1"])
+    assert parse_arguments(["--set", "bias_rate=0.02"]).bias_rate == 0.02
+    with pytest.raises(ValueError, match=r"^bias_rate must be at least 0: got -0\.1"):
+        make_run(["--set", "bias_rate=-0.1"])

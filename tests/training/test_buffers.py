@@ -13,7 +13,7 @@ from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.cli import main
 from tests.support import special_experts
 from tests.support.ranks import run_ranks
-from tests.support.runs import SHALLOW, change, losses, make_trainer, records, settings, train
+from tests.support.runs import SHALLOW, change, losses, make_trainer, records, settings, skip_steps, train
 from tests.support.special_experts import CountingExperts, DriftingExperts, RunningExperts, named
 
 RUNNING = dataclasses.replace(SHALLOW, experts=named(RunningExperts))
@@ -58,7 +58,7 @@ def test_a_resumed_run_has_the_buffers_and_the_dropout_of_an_uninterrupted_one(t
 def test_buffers_are_saved_expert_by_expert_and_exported(tmp_path):
     """A resumed run may have another --ep, and an export starts a run."""
     first = settings(tmp_path / "first", **SMALL)
-    moved = change(first, out=str(tmp_path / "moved"), pp=1, ep=2, micro_batches=2)
+    moved = change(first, out=str(tmp_path / "moved"), pp=1, ep=2)
     _, (resumed, _) = run_ranks(2, stop_and_resume, first, moved)[0]
     assert sorted(resumed) == [2]
     saved = saved_tensors(tmp_path / "first", RUNNING)
@@ -77,7 +77,7 @@ def resume_without_buffers(rank, config):
     """Resume from a checkpoint as earlier versions wrote it. Returns the error."""
     trainer = make_trainer(rank, config)
     state = {name: tensor for name, tensor in trainer.state().items() if ".mean." not in name}
-    path = save_checkpoint(trainer.plan.setup.folder, 1, state, config.model)
+    path = save_checkpoint(trainer.run.folder, 1, state, config.model)
     with pytest.raises(ValueError) as error:
         make_trainer(rank, change(config, resume=str(path)))
     return str(error.value)
@@ -113,7 +113,7 @@ def averaged_steps(rank, config):
 
     trainer.buffers.average = checked_average  # type: ignore[method-assign]
     for step in range(2):
-        trainer.train_step(step)
+        trainer.step(step)
         trainer.check_replicas()
     assert any(compared)
 
@@ -121,14 +121,12 @@ def averaged_steps(rank, config):
     trainer.validation_loss()
     assert same(buffers_of(trainer), before)
 
-    finite = trainer.skipped.finite
-    trainer.skipped.finite = lambda *_: False  # type: ignore[method-assign]
-    trainer.train_step(2)
+    with skip_steps(trainer):
+        trainer.step(2)
     skipped = {name: t for name, t in buffers_of(trainer).items() if ".count" not in name}
     assert skipped
     assert all(torch.equal(t, before[name]) for name, t in skipped.items())
-    trainer.skipped.finite = finite  # type: ignore[method-assign]
-    trainer.train_step(3)
+    trainer.step(3)
     assert not same(buffers_of(trainer), before)
     return [name for name in before if "router" not in name]
 
@@ -141,7 +139,7 @@ def test_named_buffers_are_averaged_after_each_step(tmp_path):
 def drift(rank, config):
     trainer = make_trainer(rank, config)
     with pytest.raises(RuntimeError) as error:
-        trainer.train_step(0)
+        trainer.step(0)
     return str(error.value)
 
 

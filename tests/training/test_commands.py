@@ -7,11 +7,11 @@ import re
 from unittest import mock
 
 import pytest
-from moe_dualpipe.training.command_line import parse_arguments
 
 from examples import own_stages as example
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.schedule import build
+from moe_dualpipe.training.options import parse_arguments
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, command, losses, records, train_and_listen
 
@@ -44,7 +44,7 @@ def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, 
             *map(str, ("--steps", 2, "--out", tmp_path, *SMALL)),
             "--device",
             "cpu",
-            "--model.experts",
+            "--experts",
             own,
             "--fused-loss",
         ]
@@ -55,11 +55,12 @@ def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, 
 
 @pytest.mark.long
 def test_an_invalid_option_under_torchrun_prints_one_line_and_does_not_hang():
-    done = command("--micro-batches", 3, processes=2)
+    done = command("--batch-size", 3, "--micro-batch-size", 1, processes=2)
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error:")]
     assert errors == [
-        "train.py: error: dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 2 ranks; use 4"
+        "train.py: error: dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 2 ranks; "
+        "use --batch-size 4"
     ]
     assert "exitcode  : 2" in done.stderr
 

@@ -33,7 +33,7 @@ def run_in_all_layouts(rank, config):
         out = f"{config.checkpoint.out}/{pp}-{ep}"
         layout = change(config, out=out, pp=pp, ep=ep, schedule="dualpipe" if pp > 1 else "1f1b")
         trainer = make_trainer(rank, layout)
-        steps[pp, ep] = state_of(trainer), trainer.train_step(0)["loss"]
+        steps[pp, ep] = state_of(trainer), trainer.step(0).record["loss"]
         layers = [layer for stage in trainer.stages.values() for layer in stage.modules() if isinstance(layer, MoE)]
         ids[pp, ep] = [getattr(layer.experts, "ids", None) for layer in layers]
         if checkpoint is None:
@@ -62,7 +62,8 @@ def assert_equal(state, expected):
 @pytest.mark.long
 def test_runs_with_any_number_of_expert_parallel_ranks_start_and_train_alike(tmp_path, name):
     """With `Listed`, experts 0 and 1 are null: with `--ep 4`, two ranks have no expert parameters at all."""
-    config = settings(tmp_path, model=with_experts(name), seq_len=16, data=(f"{TEXT}/message.py",))
+    data = (f"{TEXT}/message.py",)
+    config = settings(tmp_path, model=with_experts(name), seq_len=16, batch_size=8, data=data)
     ranks = run_ranks(4, run_in_all_layouts, config)
     states = {layout: merged(steps[layout][0] for steps, _, _ in ranks) for layout in ranks[0][0]}
     kinds = {
@@ -88,7 +89,7 @@ def train_the_example(rank, config, folder):
     found = []
     for ep in (1, 2):
         trainer = make_trainer(rank, change(config, out=f"{folder}/{ep}", ep=ep))
-        found.append((trainer.count_parameters()[1], [trainer.train_step(step)["loss"] for step in range(2)]))
+        found.append((trainer.count_parameters()[1], [trainer.step(step).record["loss"] for step in range(2)]))
     return found
 
 
@@ -107,13 +108,13 @@ def test_the_example_of_the_documentation_has_two_null_experts_with_any_number_o
 
 def resume_with_older_names(rank, config):
     trainer = make_trainer(rank, config)
-    trainer.train_step(0)
+    trainer.step(0)
     older = {}
     for name, tensor in trainer.state().items():  # the list of the rank with experts 2 and 3: each.3 -> each.1, 2-3
         match = re.fullmatch(r"(.*\.each\.)(\d+)(\..*)", name)
         start = 2 * rank
         older[f"{match[1]}{int(match[2]) - start}{match[3]}.{start}-{start + 1}" if match else name] = tensor.clone()
-    checkpoint = save_checkpoint(trainer.plan.setup.folder, 1, older, config.model)
+    checkpoint = save_checkpoint(trainer.run.folder, 1, older, config.model)
     resumed = make_trainer(rank, change(config, out=f"{config.checkpoint.out}/resumed", resume=str(checkpoint)))
     assert_equal(state_of(resumed), state_of(trainer))
     return sum(".each." in name for name in set(older) - set(trainer.state()))
@@ -154,7 +155,7 @@ class Late(nn.Module):
 def step_error(rank, config):
     trainer = make_trainer(rank, config)
     with pytest.raises(RuntimeError) as error:
-        trainer.train_step(0)
+        trainer.step(0)
     return str(error.value)
 
 

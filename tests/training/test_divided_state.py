@@ -15,7 +15,7 @@ from moe_dualpipe.runtime.replicas import ReplicaSet
 from moe_dualpipe.runtime.zero import Shards, assign_owners
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.support.ranks import run_ranks
-from tests.support.runs import change, losses, make_plan, settings, train, train_each, without_clocks
+from tests.support.runs import change, losses, make_run, settings, train, train_each, without_clocks
 
 
 def test_assign_examples_and_balance():
@@ -141,7 +141,7 @@ MUON = OptimizerConfig(name="muon", warmup_steps=1, schedule="wsd", decay_steps=
 
 
 @pytest.mark.parametrize(
-    "ranks,changes", [(2, {}), (2, {"dtype": "bfloat16", "pp": 1}), (4, {"pp": 2, "ep": 2})], ids=str
+    "ranks,changes", [(2, {}), (2, {"dtype": "bfloat16", "pp": 1}), (4, {"pp": 2, "ep": 2, "batch_size": 8})], ids=str
 )
 @pytest.mark.quick("2-{'dtype': 'bfloat16', 'pp': 1}")
 def test_runs_with_divided_state_are_bit_identical(tmp_path, ranks, changes):
@@ -185,15 +185,15 @@ def test_runs_resume_with_and_without_divided_state(tmp_path, zero, changes, div
 def test_a_checkpoint_of_another_optimizer_is_rejected(tmp_path):
     run_ranks(1, train, settings(tmp_path, steps=1, optim=dataclasses.replace(MUON, warmup_steps=0, decay_steps=1)))
     with pytest.raises(
-        ValueError, match=r"step-000001 holds the state of muon, which adamw cannot use: use --optim.name"
+        ValueError, match=r"step-000001 holds the state of muon, which adamw cannot use: use --optimizer"
     ):
-        make_plan(settings(tmp_path, resume=str(tmp_path)))
-    make_plan(settings(tmp_path, resume=str(tmp_path), optim=MUON))
+        make_run(settings(tmp_path, resume=str(tmp_path)))
+    make_run(settings(tmp_path, resume=str(tmp_path), optim=MUON))
 
 
 def test_a_checkpoint_of_adamw_is_rejected_by_muon(tmp_path):
     run_ranks(1, train, settings(tmp_path, steps=1, optim=OptimizerConfig(warmup_steps=0)))
     with pytest.raises(
-        ValueError, match=r"step-000001 holds the state of adamw, which muon cannot use: use --optim.name"
+        ValueError, match=r"step-000001 holds the state of adamw, which muon cannot use: use --optimizer"
     ):
-        make_plan(settings(tmp_path, resume=str(tmp_path), optim=MUON))
+        make_run(settings(tmp_path, resume=str(tmp_path), optim=MUON))

@@ -35,7 +35,7 @@ def validate_and_sample(rank, config):
     assert modes(stages) == before
 
     random = torch.random.get_rng_state()
-    trainer.train_step(0)
+    trainer.step(0)
     assert not torch.equal(torch.random.get_rng_state(), random), "a training step has dropout"
     for stage in stages:
         stage.forward = fail

@@ -1,23 +1,22 @@
 """Experts that move between ranks: the same losses and weights, bit for bit, and loads as predicted."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.checkpoint.expert_loads import read_loads
-from moe_dualpipe.expert_parallel.placement import Placement, imbalance, in_order
+from moe_dualpipe.expert_parallel.placement import imbalance, in_order
 from moe_dualpipe.models import MoE
+from moe_dualpipe.training.extensions.expert_moves import ExpertMoves
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     SHALLOW,
     losses,
     make_trainer,
     records,
-    save,
     settings,
+    skip_steps,
     train_and_listen,
     train_each,
     without_clocks,
@@ -51,7 +50,7 @@ OF_MOVES = ("rank_load_max_over_mean", "rank_load_before", "rank_load_after", "m
 def run_steps(rank, config):
     """The records and, by name, the state of this rank after all steps."""
     trainer = make_trainer(rank, config)
-    steps = [trainer.train_step(step) for step in range(config.steps)]
+    steps = [trainer.step(step).record for step in range(config.steps)]
     trainer.check_replicas()
     return steps, {name: t.float().numpy().copy() for name, t in trainer.state().items()}
 
@@ -60,18 +59,22 @@ def run_each(rank, configs):
     return [run_steps(rank, config) for config in configs]
 
 
+def places(trainer):
+    return next((one for one in trainer.extensions if isinstance(one, ExpertMoves)), None)
+
+
 def without_moves(steps):
     return [{key: value for key, value in step.items() if key not in OF_MOVES} for step in without_clocks(steps)]
 
 
 @pytest.mark.parametrize("ranks,optimizer,options", [
     (2, "adamw", {"pp": 1, "steps": 2, "model": dataclasses.replace(EIGHT, experts=f"{__name__}:watched_experts")}),
-    (4, "muon", {"pp": 1, "dtype": "bfloat16", "ep_backend": "all_to_all", "steps": 3}),
+    (4, "muon", {"pp": 1, "batch_size": 8, "dtype": "bfloat16", "ep_backend": "all_to_all", "steps": 3}),
     pytest.param(2, "adamw", {"pp": 1}, marks=pytest.mark.long),
     pytest.param(2, "adamw", {"pp": 1, "freeze": ("*.experts.down.*",)}, marks=pytest.mark.long),
-    pytest.param(4, "adamw", {"pp": 2, "recompute": "full"}, marks=pytest.mark.long),
-    pytest.param(4, "adamw", {"pp": 1, "ep": 4, "zero": False}, marks=pytest.mark.long),
-    pytest.param(4, "adamw", {"pp": 1, "dtype": "bfloat16"}, marks=pytest.mark.long),
+    pytest.param(4, "adamw", {"pp": 2, "batch_size": 8, "recompute": "full"}, marks=pytest.mark.long),
+    pytest.param(4, "adamw", {"pp": 1, "batch_size": 8, "ep": 4, "zero": False}, marks=pytest.mark.long),
+    pytest.param(4, "adamw", {"pp": 1, "batch_size": 8, "dtype": "bfloat16"}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_moves_change_no_bit(tmp_path, ranks, optimizer, options):
     plain = settings(tmp_path / "plain", **{**SMALL, **options})
@@ -91,7 +94,7 @@ def test_moves_change_no_bit(tmp_path, ranks, optimizer, options):
 def counted_loads(rank, config):
     """Choices that the experts of this rank get in the same step, by layer, before and after a move; the records."""
     trainer, counts = make_trainer(rank, config), []
-    trainer.skipped.finite = lambda *_: False  # type: ignore[method-assign]  # no update: the router stays the same
+    skip_steps(trainer)  # the router stays the same
     run_experts = MoE.run_experts
     with pytest.MonkeyPatch.context() as patch:
 
@@ -103,7 +106,7 @@ def counted_loads(rank, config):
         steps = []
         for _ in range(2):
             counts.append({})
-            steps.append(trainer.train_step(0))
+            steps.append(trainer.step(0).record)
     return counts, steps
 
 
@@ -132,7 +135,7 @@ def measured_loads(rank, config):
     trainer = make_trainer(rank, config)
     loads, load = [], trainer.balance.loads
     trainer.balance.loads = lambda device: loads.append(load(device)) or loads[-1]  # type: ignore[method-assign]
-    steps = [trainer.train_step(step) for step in range(4)]
+    steps = [trainer.step(step).record for step in range(4)]
     return [load_LE.tolist() for load_LE in loads], steps
 
 
@@ -144,41 +147,6 @@ def test_a_decision_counts_the_loads_since_the_last_one(tmp_path):
         ratios = imbalance(in_order(2, 8, 2).gpu_loads(both))
         assert steps[last]["rank_load_before"] == round(sum(ratios) / 2, 4) and not steps[last]["moved_experts"]
         assert "rank_load_before" not in steps[last - 1]
-
-
-def placed_runs(rank, configs):
-    """Train, then resume with each of the other options. Returns the records and the slots of layer 1."""
-    first, *others = configs
-    trainer = make_trainer(rank, first)
-    for step in range(2):
-        trainer.train_step(step)
-    extra = trainer.balance.take_loads_file()
-    path = save(trainer, 2)
-    if rank == 0:
-        (path / "expert_loads.json").write_bytes(extra["expert_loads.json"])
-    torch.distributed.barrier()
-    found = []
-    for config in others:
-        resumed = make_trainer(rank, config)
-        steps = [resumed.train_step(step) for step in (2, 3)]
-        found.append((without_moves(steps), resumed.places and resumed.places.placement.experts))
-    return found
-
-
-def test_a_resumed_run_places_experts_by_the_loads_of_its_checkpoint_or_by_a_file(tmp_path):
-    file = tmp_path / "places.json"
-    slots = [[7, 1, 4, 0, 2, 6, 3, 5], [0, 2, 4, 6, 1, 3, 5, 7]]
-    file.write_text(json.dumps({"layers": [1, 2], "gpus": 2, "nodes": 1, "experts": slots, "gpu_loads": []}))
-    first = settings(tmp_path / "run", **SMALL, pp=1)
-    resumed = settings(tmp_path / "run", **SMALL, pp=1, resume=str(tmp_path / "run/checkpoints/step-000002"))
-    placed = [dataclasses.replace(resumed.parallel, place_experts=source) for source in (None, "auto", str(file))]
-    configs = [first, *(dataclasses.replace(resumed, parallel=parallel) for parallel in placed)]
-    (plain, _), (auto, by_loads), (other, by_file) = run_ranks(2, placed_runs, configs)[0]
-    assert plain == auto == other
-    assert by_file == tuple(map(tuple, slots))
-    _, loads = read_loads(tmp_path / "run/checkpoints/step-000002/expert_loads.json")
-    now, then = (Placement(rows, 2).gpu_loads(loads) for rows in ((tuple(range(8)),) * 2, by_loads))
-    assert all(max(b) <= max(a) for a, b in zip(now, then, strict=True)) and now != then
 
 
 def test_checkpoints_have_the_ids_of_experts(tmp_path):
@@ -198,43 +166,6 @@ def refused(rank, config):
     with pytest.raises(ValueError) as error:
         make_trainer(rank, config)
     return str(error.value)
-
-
-PLACES = {"layers": [1, 2], "gpus": 2, "experts": [[0, 1, 2, 3, 4, 5, 6, 7]] * 2}
-
-
-REFUSED = [
-    ({"gpus": 4}, "is for 4 GPUs, and --ep is 2: make it with --gpus 2"),
-    ({"layers": [2, 3]}, "is for another model: this one has 8 experts in layers 1, 2"),
-    ({"experts": [[0, 1, 2, 3]] * 2}, "is for another model: this one has 8 experts in layers 1, 2"),
-    ({"experts": [[*range(8), 0, 1]] * 2},
-     "has 10 slots for 8 experts, and training uses no copies: make it with --slots 8"),
-    ({"gpus": 3}, '"gpus" in FILE must divide the slots of each layer, which have equal numbers'),
-    ({"experts": [["0"]]}, 'FILE must have "experts", a list of expert ids for each layer'),
-    ({"layers": [1]}, '"layers" in FILE must be a number for each list of "experts"'),
-]  # fmt: skip
-
-
-def refused_placements(rank, config, folder):
-    """The errors for all files of `REFUSED`."""
-    trainer, errors = make_trainer(rank, config), []
-    for i, (changes, _) in enumerate(REFUSED):
-        file = folder / f"{i}.json"
-        if rank == 0:
-            file.write_text(json.dumps(PLACES | changes))
-        torch.distributed.barrier()
-        with pytest.raises(ValueError) as error:
-            trainer.places.start(str(file), None)
-        errors.append(str(error.value))
-    return errors
-
-
-def test_a_placement_for_another_run_is_refused(tmp_path):
-    config = settings(tmp_path / "run", **{**SMALL, **MOVES, "pp": 1})
-    for errors in run_ranks(2, refused_placements, config, tmp_path):
-        for i, (error, (_, message)) in enumerate(zip(errors, REFUSED, strict=True)):
-            expected = message.replace("FILE", str(tmp_path / f"{i}.json"))
-            assert error.removeprefix(f"--place-experts {tmp_path / f'{i}.json'} ") == expected
 
 
 class SharedScale(nn.Module):
@@ -267,8 +198,3 @@ def test_experts_that_cannot_move_are_refused(tmp_path):
     assert "share layers.1.mlp.experts.scale, so they cannot move to other ranks" in run_ranks(2, refused, config)[0]
     config = dataclasses.replace(config, model=dataclasses.replace(EIGHT, experts=f"{name}Numbered"))
     assert "are built for their ids, so they cannot move to other ranks" in run_ranks(2, refused, config)[0]
-    config = settings(tmp_path, **{**SMALL, "pp": 1, "place_experts": "auto"})
-    assert run_ranks(2, refused, config)[1] == (
-        "--place-experts auto needs the loads of a checkpoint, and a new run has none: use --move-experts-every, or a "
-        "file"
-    )

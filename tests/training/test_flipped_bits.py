@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
 from tests.support.checkpoints import checkpoint_names
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, make_trainer, settings
@@ -31,7 +31,7 @@ def replicated(trainer):
 def reports(rank, config, names):
     """Flip a bit of each tensor on each rank in turn. Returns the error of the next step, by name and rank."""
     trainer = make_trainer(rank, config)
-    trainer.train_step(0)
+    trainer.step(0)
     seen = {}
     for name in names:
         for flipped in range(torch.distributed.get_world_size()):
@@ -39,13 +39,13 @@ def reports(rank, config, names):
             if rank == flipped:
                 flip_lowest_bit(replicated(trainer)[name])
             with pytest.raises(RuntimeError) as error:
-                trainer.train_step(1)
+                trainer.step(1)
             if rank == flipped:
                 flip_lowest_bit(replicated(trainer)[name])
             seen[name, flipped] = str(error.value)
             trainer.optimizer.drop_gradients()
             assert all(torch.equal(a, b) for a, b in zip(before, trainer.state().values(), strict=True))
-    trainer.train_step(1)
+    trainer.step(1)
     return seen
 
 
@@ -72,24 +72,24 @@ def report_of_three(rank, config):
     if rank == 1:
         flip_lowest_bit(replicated(trainer)[DENSE])
     with pytest.raises(RuntimeError) as error:
-        trainer.train_step(0)
+        trainer.step(0)
     return str(error.value)
 
 
 def test_of_three_replicas_the_one_with_the_flip_is_named(tmp_path):
     message = f"rank 1 deviates from ranks 0, 2 in {DENSE}: replicas must stay bit-equal"
-    assert run_ranks(3, report_of_three, settings(tmp_path, **SMALL, pp=1)) == [message] * 3
+    assert run_ranks(3, report_of_three, settings(tmp_path, **SMALL, pp=1, batch_size=6)) == [message] * 3
 
 
 def undetected(rank, config, flips):
     """Do a step after each flip, (name in `Trainer.state`, rank), without an error. Returns what is flipped."""
     trainer, flipped = make_trainer(rank, config), []
-    trainer.train_step(0)
+    trainer.step(0)
     for step, (name, of_rank) in enumerate(flips, 1):
         if rank == of_rank and name in trainer.state():
             flip_lowest_bit(trainer.state()[name])
             flipped.append(name)
-        trainer.train_step(step)
+        trainer.step(step)
     trainer.check_replicas()
     return flipped
 
@@ -107,12 +107,12 @@ def test_state_that_only_one_rank_has_is_not_compared(tmp_path):
 
 def flipped_moment(rank, config):
     trainer = make_trainer(rank, config)
-    trainer.train_step(0)
+    trainer.step(0)
     if rank:
         trainer.state()[f"exp_avg.{DENSE}"] += 1e-3
-    trainer.train_step(1)
+    trainer.step(1)
     with pytest.raises(RuntimeError) as error:
-        trainer.train_step(2)
+        trainer.step(2)
     return str(error.value)
 
 
@@ -123,7 +123,7 @@ def test_without_zero_another_moment_is_found_by_its_effect_on_the_weights(tmp_p
 
 def flip_before_a_save(rank, config):
     trainer = make_trainer(rank, config)
-    train_step = trainer.train_step
+    train_step = trainer.step
 
     def step_and_flip(step):
         record = train_step(step)
@@ -132,9 +132,9 @@ def flip_before_a_save(rank, config):
             flip_lowest_bit(replicated(trainer)[DENSE])
         return record
 
-    trainer.train_step = step_and_flip
+    trainer.step = step_and_flip
     with pytest.raises(RuntimeError, match=re.escape(f"disagree in {DENSE}")):
-        TrainingRun(trainer).run()
+        train_loop(trainer)
     return checkpoint_names(config.checkpoint.out)
 
 
@@ -147,15 +147,15 @@ def test_no_checkpoint_is_saved_of_replicas_that_differ(tmp_path):
 def seen_in_third_step(rank, config, frozen):
     """Flip a bit of a frozen or of a trained weight after the first step. Returns the error of the third, if any."""
     trainer = make_trainer(rank, config)
-    trainer.train_step(0)
+    trainer.step(0)
     parameters = {name: p for name, p in replicated(trainer).items() if p.requires_grad != frozen}
     owned = trainer.optimizer.owned
     name = next(name for name in parameters if frozen or (name == DENSE))
     if rank == 1 if frozen else name not in owned:
         flip_lowest_bit(parameters[name])
-    trainer.train_step(1)
+    trainer.step(1)
     try:
-        trainer.train_step(2)
+        trainer.step(2)
     except RuntimeError as error:
         return name, str(error)
     return name, None

@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe import build_schedule, join_world, preset, train
 from moe_dualpipe.commands.train import main
@@ -19,6 +18,7 @@ from moe_dualpipe.training import (
     Pipeline,
     TrainConfig,
 )
+from moe_dualpipe.training.options import parse_arguments
 from tests.support.programs import run_example
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, TEXT, change, losses, records, settings

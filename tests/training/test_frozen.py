@@ -19,7 +19,7 @@ from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
 from moe_dualpipe.schedule import build
 from moe_dualpipe.tools.planner import MicroBatch, peak_memory
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
 from tests.support.frozen import Freezer
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, change, introduction, losses, make_trainer, settings, train
@@ -41,13 +41,13 @@ def low_rank_steps(rank, config):
     frozen = {name for name in parameters if is_base(name)}
     assert frozen
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    assert all(torch.isfinite(torch.tensor(trainer.train_step(step)["loss"])) for step in range(2))
+    assert all(torch.isfinite(torch.tensor(trainer.step(step).record["loss"])) for step in range(2))
     same = {name for name, p in parameters.items() if torch.equal(p, before[name])}
     assert same == frozen
     trainer.check_replicas()
 
-    text = trainer.plan.text
-    trainer.pipeline.step(*text.batch(0, 2, trainer.layout.dp_rank, trainer.pipeline.num_sequences, 16))
+    text = trainer.run.text
+    trainer.pipeline.step(*text.batch(0, 2, 4, 16, trainer._own))
     for replicas in trainer.replicas:
         sum_gradients(replicas)
     assert {name for name, p in parameters.items() if p.grad is None} == frozen
@@ -118,7 +118,7 @@ def freeze_and_resume(rank, config, pattern):
         trainer = make_trainer(rank, config)
         parameters = {name: p for stage in trainer.stages.values() for name, p in stage.named_parameters()}
         before = {name: p.detach().clone() for name, p in parameters.items() if re.search(pattern, name)}
-        TrainingRun(trainer).run()
+        train_loop(trainer)
     assert before
     assert all(torch.equal(p, parameters[name]) for name, p in before.items())
 
@@ -171,7 +171,7 @@ def test_replicas_that_are_frozen_on_one_rank_only_are_an_error(tmp_path):
 
 def test_all_ranks_report_replicas_of_one_stage_that_are_frozen_on_one_rank_only(tmp_path):
     """Ranks 2 and 3 hold the last stage. Rank 0, which prints the error, has no such replicas."""
-    config = settings(tmp_path, **{**SMALL, "model": SHALLOW}, pp=2, schedule="1f1b")
+    config = settings(tmp_path, **{**SMALL, "model": SHALLOW}, pp=2, batch_size=8, schedule="1f1b")
     errors = run_ranks(4, frozen_trainer_error, config, ["^layers.0", "^layers.0", "^layers.1", "^head|^layers.1"])
     assert {error.split(":")[0] for error in errors} == {"head.weight, replicated on ranks 2, 3"}
 
@@ -179,7 +179,7 @@ def test_all_ranks_report_replicas_of_one_stage_that_are_frozen_on_one_rank_only
 def test_all_ranks_check_the_shared_embedding_before_any_of_them_stops(tmp_path):
     """With MTP, the ranks of the first stage also belong to a group with those of the last stage."""
     model = dataclasses.replace(SHALLOW, mtp_layers=1)
-    config = settings(tmp_path, **{**SMALL, "model": model}, pp=2, schedule="1f1b")
+    config = settings(tmp_path, **{**SMALL, "model": model}, pp=2, batch_size=8, schedule="1f1b")
     errors = run_ranks(4, frozen_trainer_error, config, ["^layers.0", "^head", "^head|^embedding", "^head"])
     assert {error.split(":")[0] for error in errors} == {
         "layers.0.attention.out.weight and 5 more, replicated on ranks 0, 1"

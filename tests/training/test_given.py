@@ -5,8 +5,6 @@ import re
 
 import pytest
 import torch
-from moe_dualpipe.training.plan import Given, plan_run
-from moe_dualpipe.training.trainer import Trainer
 
 from moe_dualpipe import load_data, train
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
@@ -15,6 +13,9 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import StageOptions, build_model
 from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.training.options import Request
+from moe_dualpipe.training.preflight import Given, prepare
+from moe_dualpipe.training.step import Trainer
 from tests.support.own_layers import ExpertList
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, TEXT, change, losses, settings
@@ -39,23 +40,22 @@ def parameters_of(trainer):
     return {name: tensor for stage in trainer.stages.values() for name, tensor in stage.state_dict().items()}
 
 
-def whole_batches(text, config, dp):
-    """The batches that a run draws itself, those of all data-parallel ranks together."""
-    count, seq_len = config.batch.micro_batches * config.batch.micro_batch_size, config.batch.seq_len
+def whole_batches(text, config):
+    """The batches that a run draws itself."""
+    count, seq_len = config.batch.batch_size, config.batch.seq_len
 
     def batches(step):
-        parts = [text.batch(config.seed, step, rank, count, seq_len) for rank in range(dp)]
-        inputs, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        inputs, labels = text.batch(config.seed, step, count, seq_len)
         return inputs, labels.int()
 
-    total = -(-config.metrics.eval_sequences // (count * dp)) * count * dp
+    total = -(-config.metrics.eval_sequences // count) * count
     return batches, text.held_out_batch(0, total, total, seq_len)
 
 
-def given_batches_and_text(_rank, config, dp):
+def given_batches_and_text(_rank, config):
     expected, trainer = run(config)
     text, calls = load_data(TEXT, config.batch.seq_len), []
-    batches, validation = whole_batches(text, config, dp)
+    batches, validation = whole_batches(text, config)
     given = change(config, data=WITHOUT_TEXT)
     found, other = run(given, batches=lambda step: (calls.append(step), batches(step))[1], validation=validation)
     for kind in ("loss", "grad_norm", "validation_loss"):
@@ -69,22 +69,22 @@ def given_batches_and_text(_rank, config, dp):
     return losses(found, "validation_loss")
 
 
-@pytest.mark.parametrize("ranks,changes,dp", [(1, {}, 1), (2, {}, 1), (2, {"pp": 1, "ep": 2}, 2)], ids=str)
-@pytest.mark.quick("1-{}-1")
-def test_given_batches_have_the_losses_of_the_same_batches_from_text(ranks, changes, dp):
+@pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {}), (2, {"pp": 1, "ep": 2})], ids=str)
+@pytest.mark.quick("1-{}")
+def test_given_batches_have_the_losses_of_the_same_batches_from_text(ranks, changes):
     config = settings("nowhere", steps=3, **changes)
-    assert run_ranks(ranks, given_batches_and_text, config, dp)[0].keys() == {0, 3}  # the first rank has the records
+    assert run_ranks(ranks, given_batches_and_text, config)[0].keys() == {0, 3}  # the first rank has the records
 
 
-def given_plan(rank, config, **given):
+def given_run(rank, config, **given):
     world_size = torch.distributed.get_world_size()
     launch = Launch(rank, rank, world_size, world_size)
-    return plan_run(change(config, out=None), launch, None, Given(**given))
+    return prepare(Request(change(config, out=None)), launch, Given(**given), from_command=False)
 
 
 def start_from(rank, config, weights):
     """Start from the given weights; compare all that this rank holds with them."""
-    trainer = Trainer(given_plan(rank, config, weights=weights))
+    trainer = Trainer(given_run(rank, config, weights=weights))
     assert trainer.stages
     for stage in trainer.stages.values():
         ids = expert_ids(stage)
@@ -95,7 +95,7 @@ def start_from(rank, config, weights):
         if name.startswith("model."):
             assert torch.equal(tensor, weights[name.removeprefix("model.")]), name  # the fp32 master weights
     trainer.check_replicas()
-    return trainer.train_step(0)["loss"]
+    return trainer.step(0).record["loss"]
 
 
 @pytest.mark.parametrize("experts,ranks,changes", [
@@ -103,10 +103,11 @@ def start_from(rank, config, weights):
     ("swiglu", 2, {}),
     ("swiglu", 2, {"pp": 1, "ep": 2, "zero": False}),
     (ExpertList, 1, {}),
-    (ExpertList, 4, {"pp": 2, "ep": 2, "dtype": "bfloat16"}),
+    (ExpertList, 4, {"pp": 2, "ep": 2, "batch_size": 8, "dtype": "bfloat16"}),
 ], ids=str)  # fmt: skip
 @pytest.mark.quick(
-    "swiglu-1-{}", "<class 'tests.support.own_layers.ExpertList'>-4-{'pp': 2, 'ep': 2, 'dtype': 'bfloat16'}"
+    "swiglu-1-{}",
+    "<class 'tests.support.own_layers.ExpertList'>-4-{'pp': 2, 'ep': 2, 'batch_size': 8, 'dtype': 'bfloat16'}",
 )
 def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ranks, changes):
     """The names are those of checkpoints, or of the state dict of a whole model."""
@@ -121,7 +122,7 @@ def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ran
 
 def start_from_both(rank, config, by_checkpoint, by_state_dict):
     expected = start_from(rank, config, by_checkpoint)
-    assert Trainer(given_plan(rank, config, weights=by_state_dict)).train_step(0)["loss"] == expected
+    assert Trainer(given_run(rank, config, weights=by_state_dict)).step(0).record["loss"] == expected
 
 
 def test_given_weights_and_a_folder_start_the_same_run(tmp_path):
@@ -142,7 +143,7 @@ def test_given_weights_and_a_folder_start_the_same_run(tmp_path):
 def error_of(rank, config, given):
     """The error of a run in which each rank is given `given[rank]`, before its first step."""
     with pytest.raises(ValueError) as error:
-        Trainer(given_plan(rank, config, **given[rank]))
+        Trainer(given_run(rank, config, **given[rank]))
     return str(error.value)
 
 
@@ -257,4 +258,4 @@ def test_a_run_without_validation_prints_none(tmp_path, capsys):
         trainer.validation_loss()
     assert len(trainer.sample("1 2 3", 4).split()) == 4  # token ids: the program knows what they mean
     resumed = train(change(config, steps=3, resume=str(tmp_path / "run")), batches=lambda _: GOOD)
-    assert resumed.plan.first_step == 2
+    assert resumed.run.first_step == 2

@@ -7,9 +7,9 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from moe_dualpipe.training.interval import merged
 
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.metrics import merged
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, losses, make_trainer, records, settings
 from tests.support.special_experts import DropoutExperts, named
@@ -36,7 +36,7 @@ def train_all(rank, configs):
     states = []
     for config in configs:
         trainer = make_trainer(rank, config)
-        TrainingRun(trainer).run()
+        train_loop(trainer)
         states.append({name: tensor.clone() for name, tensor in trainer.state().items()})
     return [all(torch.equal(state[name], states[0][name]) for name in states[0]) for state in states]
 
@@ -75,9 +75,9 @@ def test_validations_and_intervals_change_no_result(tmp_path):
 
 def fail_in_step_3(rank, config):
     trainer = make_trainer(rank, config)
-    step = Mock(side_effect=[trainer.train_step(0), trainer.train_step(1), ZeroDivisionError])
-    with patch.object(trainer, "train_step", step), pytest.raises(ZeroDivisionError):
-        TrainingRun(trainer).run()
+    step = Mock(side_effect=[trainer.step(0), trainer.step(1), ZeroDivisionError])
+    with patch.object(trainer, "step", step), pytest.raises(ZeroDivisionError):
+        train_loop(trainer)
 
 
 def test_a_failing_run_records_its_finished_steps(tmp_path):

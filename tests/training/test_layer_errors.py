@@ -12,9 +12,7 @@ LINE = r"train.py: error: tests/support/broken_layers.py:\d+ in {}: {}\n"
 
 def train(capfd, out, name, *arguments):
     with pytest.raises(SystemExit) as ended:
-        main(
-            [*map(str, SMALL), "--out", str(out), "--model.experts", f"tests.support.broken_layers:{name}", *arguments]
-        )
+        main([*map(str, SMALL), "--out", str(out), "--experts", f"tests.support.broken_layers:{name}", *arguments])
     return ended.value.code, re.sub(r"\r.*\r", "", capfd.readouterr().err)
 
 

@@ -6,10 +6,10 @@ import itertools
 from typing import Any
 
 import pytest
-from moe_dualpipe.training.fitting import step_memory
 from torch.profiler import ProfilerActivity, profile
 
 from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.tools.planner import MicroBatch, peak_memory
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, make_trainer, settings
 
@@ -24,10 +24,28 @@ def peak_of_a_step(trainer):
     """The most bytes that torch's CPU allocator gave out at a time within a step, by its own record."""
     gc.collect()  # what an earlier run has left would be freed within the step
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        trainer.train_step(1)
+        trainer.step(1)
     events: Any = recorded.profiler.kineto_results.events()
     sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     return max(itertools.accumulate(size for _, size in sorted(sizes, key=lambda one: one[0])))
+
+
+def predicted_memory(run):
+    """What the planner predicts for each pipeline rank."""
+    config, element = run.config, run.dtype.itemsize
+    batch = MicroBatch(
+        run.micro_batch_size, config.batch.seq_len, element, run.layout.ep, config.compute.recompute,
+        config.compute.fused_loss, plain=run.kernels == "reference",
+    )  # fmt: skip
+    return peak_memory(
+        config.model,
+        run.schedule,
+        batch,
+        run.layout.dp,
+        "fp32" if element == 4 else "bf16",
+        config.parallel.zero,
+        gradient_copies=2,
+    )
 
 
 def memory_of_a_rank(rank, configs):
@@ -35,10 +53,10 @@ def memory_of_a_rank(rank, configs):
     found = []
     for config in configs:
         trainer = make_trainer(rank, config)
-        trainer.train_step(0)  # allocates what stays
+        trainer.step(0)  # allocates what stays
         weights = {id(p): p.nbytes for stage in trainer.stages.values() for p in stage.parameters()}
         used = sum(weights.values()) + trainer.optimizer.state_bytes + peak_of_a_step(trainer)
-        predicted = step_memory(trainer.config, trainer.plan.setup)[trainer.layout.pp_rank]
+        predicted = predicted_memory(trainer.run)[trainer.layout.pp_rank]
         found.append((predicted.total, used))
         del trainer
     return found
@@ -46,7 +64,7 @@ def memory_of_a_rank(rank, configs):
 
 def check(tmp_path, num_ranks, *changes, model=MODEL):
     base = settings(
-        tmp_path, model=model, seq_len=256, micro_batch_size=2, micro_batches=4 * num_ranks, compile="off", pp=num_ranks
+        tmp_path, model=model, seq_len=256, micro_batch_size=2, batch_size=8 * num_ranks, compile="off", pp=num_ranks
     )
     by_rank = run_ranks(num_ranks, memory_of_a_rank, [change(base, **each) for each in changes])
     for each, ranks in zip(changes, zip(*by_rank, strict=True), strict=True):
@@ -76,7 +94,7 @@ def test_every_schedule_and_recomputation(tmp_path, ranks, recompute):
 def test_replicas_with_and_without_divided_state(tmp_path, recompute):
     changes = ({"pp": 1, "zero": zero, "schedule": "1f1b", "recompute": recompute} for zero in (True, False))
     check(tmp_path, 2, *changes)
-    check(tmp_path, 4, *({"pp": 2, "zero": zero, "recompute": recompute, "micro_batches": 8} for zero in (True, False)))
+    check(tmp_path, 4, *({"pp": 2, "zero": zero, "recompute": recompute, "batch_size": 32} for zero in (True, False)))
 
 
 @pytest.mark.long

@@ -8,11 +8,17 @@ import torch
 from matplotlib.figure import Figure
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.tools.drawing import curves
 from moe_dualpipe.tools.drawing.curves import PANELS, _draw, positions, run_summary, running_mean, save_curves
-from moe_dualpipe.training.metrics import Metrics, load_statistics, read_records, utilisation
+from moe_dualpipe.training.config import TrainConfig
+from moe_dualpipe.training.extensions.balance import load_statistics
+from moe_dualpipe.training.metrics import Metrics, read_records, utilization
+from moe_dualpipe.training.preflight import _peak_flops
+from moe_dualpipe.training.sinks import TensorBoard
+from tests.support.runs import change
 
 
 def test_load_statistics_docstring_example():
@@ -22,22 +28,22 @@ def test_load_statistics_docstring_example():
     assert load_statistics(uneven_and_even) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.125}
 
 
-def test_metrics_are_appended_only_if_enabled(tmp_path):
+def test_metrics_are_appended_if_there_is_a_folder(tmp_path):
     for value in (1, 2):
-        writer = Metrics(tmp_path / "run", enabled=True, first_step=value - 1)
+        writer = Metrics(tmp_path / "run", first_step=value - 1)
         writer.write(step=value, loss=np.float64(0.5).item())
         writer.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.5}\n'
-    silent = Metrics(tmp_path / "other", enabled=False, tensorboard=True)
+    silent = Metrics(None)
     silent.write(step=1)
     silent.close()
-    assert not (tmp_path / "other").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for first in (0, 2):  # the second run repeats step 3, like a resumed run
-        writer = Metrics(tmp_path, enabled=True, first_step=first, tensorboard=True)
+        writer = Metrics(tmp_path, first_step=first, sinks=[TensorBoard(tmp_path, first)])
         for step in range(first + 1, 4):
             writer.write(step=step, loss=step + first / 10, note="words")
         writer.close()
@@ -46,16 +52,18 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path):
     assert [(event.step, round(event.value, 3)) for event in found.Scalars("loss")] == [(1, 1), (2, 2), (3, 3.2)]
 
 
-def test_utilisation_is_model_flops_over_the_peak_of_all_devices(monkeypatch):
-    model, cpu, cuda = PRESETS["tiny"], torch.device("cpu"), torch.device("cuda", 0)
+def test_utilization_is_model_flops_over_the_peak_of_all_devices(monkeypatch):
+    model, cpu, cuda, config = PRESETS["tiny"], torch.device("cpu"), torch.device("cuda", 0), TrainConfig()
     flops = train_flops_per_token(model, 256)
-    assert utilisation(model, 256, cpu, torch.bfloat16, 3, peak_tflops=2.0) == flops / 6e12
-    assert utilisation(model, 256, cpu, torch.bfloat16, 3) is None
+    assert utilization(model, 256, 3, 2e12) == flops / 6e12
+    assert utilization(model, 256, 3, None) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert utilisation(model, 256, cuda, torch.bfloat16, 2) == pytest.approx(flops / (2 * 989.4e12))
-    assert utilisation(model, 256, cuda, torch.float32, 2) is None
+    assert _peak_flops(config, cuda, torch.bfloat16, instruments()) == pytest.approx(989.4e12)
+    assert _peak_flops(change(config, peak_tflops=2.0), cuda, torch.bfloat16, instruments()) == 2e12
+    assert _peak_flops(config, cpu, torch.bfloat16, instruments()) is None
+    assert _peak_flops(config, cuda, torch.float32, instruments()) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
-    assert utilisation(model, 256, cuda, torch.bfloat16, 2) is None
+    assert _peak_flops(config, cuda, torch.bfloat16, instruments()) is None
 
 
 def recorded(folder, steps=range(1, 5), **more):
@@ -101,7 +109,8 @@ def test_plot_draws_only_recorded_quantities(tmp_path, capsys, along):
     drawn = out.read_text()
     titles = ("training loss", "tokens/s", "gradient norm", "fraction of experts without a token", str(tmp_path / "b"))
     assert all(f">{title}" in drawn for title in titles)
-    assert ">model FLOPs utilization" not in drawn
+    (mfu,) = [panel.title for panel in PANELS if panel.key == "mfu"]
+    assert f">{mfu}" not in drawn
     assert drawn.count(f">{along}<") == 4
     printed = capsys.readouterr().out
     assert f"{tmp_path / 'b'}: step 8, loss -3.0000, validation 1.2500, 600 tokens/s (median)" in printed

@@ -16,7 +16,7 @@ BEFORE = {**STEP, "step": 2}
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_file_and_none_when_read(tmp_path):
-    metrics = Metrics(tmp_path, enabled=True)
+    metrics = Metrics(tmp_path)
     metrics.write(step=1, loss=float("nan"), grad_norm=float("inf"))
     metrics.close()
     line = '{"step": 1, "loss": null, "grad_norm": null}\n'
@@ -26,7 +26,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_none_when_read(tmp
     (record,) = read_records(tmp_path)
     assert (record["loss"], record["grad_norm"]) == (None, None)
     assert run_summary("a", [record]) == "a: step 2, loss not finite, 1 tokens/s (median)"
-    Metrics(tmp_path, enabled=True, first_step=2).close()
+    Metrics(tmp_path, first_step=2).close()
     assert (tmp_path / FILE).read_text() == old
 
 

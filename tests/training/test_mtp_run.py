@@ -12,8 +12,8 @@ from tests.support.runs import (
     SHALLOW,
     introduction,
     losses,
+    make_run,
     make_trainer,
-    resolve,
     settings,
     train_each,
     without_clocks,
@@ -73,7 +73,7 @@ def accounts(rank, config):
     """Check the loads. Returns the introduction and the replicas that differ, before and after changing one."""
     printed = introduction(rank, config)
     trainer = make_trainer(rank, config)
-    x_BS, y_BS = trainer.plan.text.batch(0, 0, 0, 4, config.batch.seq_len)
+    x_BS, y_BS = trainer.run.text.batch(0, 0, 4, config.batch.seq_len)
     trainer.pipeline.step(x_BS, y_BS)
     model = build_model(config.model)
     model.loss(model(x_BS), y_BS)
@@ -98,7 +98,7 @@ def one_step(rank, config):
     first, last = trainer.stages[0], trainer.stages[1]
     assert first.embedding.weight is last.embedding.weight
     assert {p.dtype for p in last.mtp.parameters()} == {torch.bfloat16}
-    record = trainer.train_step(0)
+    record = trainer.step(0).record
     assert torch.equal(trainer.optimizer.master["embedding.weight"].bfloat16(), last.embedding.weight)
     return record
 
@@ -110,11 +110,11 @@ def test_the_shared_embedding_is_one_parameter_in_bf16(tmp_path):
 
 def test_mtp_needs_longer_sequences(tmp_path):
     config = settings(tmp_path, model=dataclasses.replace(SHALLOW, mtp_layers=32))
-    with pytest.raises(ValueError, match=r"--model.mtp-layers 32 needs --seq-len 33 or more: got 32"):
-        resolve(config)
+    with pytest.raises(ValueError, match=r"^model.mtp_layers 32 needs --seq-len 33 or more: got 32"):
+        make_run(config)
 
 
 def test_mtp_rejects_a_document_mask(tmp_path):
     config = settings(tmp_path, model=MTP, document_mask=True)
-    with pytest.raises(ValueError, match=r"--document-mask needs --model.mtp-layers 0: got 1"):
-        resolve(config)
+    with pytest.raises(ValueError, match=r"--document-mask needs model.mtp_layers 0: got 1"):
+        make_run(config)

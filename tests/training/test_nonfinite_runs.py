@@ -11,13 +11,13 @@ import torch
 from moe_dualpipe.checkpoint import list_checkpoints
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.expert_parallel import Combined, Completed
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, SMALL, change, make_trainer, save
 from tests.support.runs import settings as shallow_settings
 
 NAN, INF = float("nan"), float("inf")
-ADVICE = "resume from an earlier one with a lower --optim.lr, or check the data"
+ADVICE = "resume from an earlier one with a lower --lr, or check the data"
 STOPS = f"the run stops without a checkpoint: {ADVICE}"
 
 
@@ -32,7 +32,7 @@ def failing_run(rank, config, spoil, *arguments):
     spoil(trainer, *arguments)
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as exit_:
-        TrainingRun(trainer).run()
+        train_loop(trainer)
     assert exit_.value.code == 1
     return printed.getvalue()
 
@@ -77,7 +77,7 @@ def nan(x, _):
     (1, {}, 0, "dense_mlp", "layer 0, segment mlp (stage 0, rank 0)"),
     (2, {}, 3, "attend_and_route", "layer 3, segment attn (stage 1, rank 1)"),
     (2, {"pp": 1, "ep": 2}, 1, "run_experts", "layer 1, segment mlp (stage 0, rank 1)"),
-    (4, {"pp": 2, "ep": 2}, 2, "run_experts", "layer 2, segment mlp (stage 1, rank 1)"),
+    (4, {"pp": 2, "ep": 2, "batch_size": 8}, 2, "run_experts", "layer 2, segment mlp (stage 1, rank 1)"),
 ], ids=str)  # fmt: skip
 def test_a_validation_loss_that_is_nan_before_the_first_step(tmp_path, ranks, changes, layer, method, place):
     config = settings(tmp_path, steps=2, seq_len=16, **changes)
@@ -144,7 +144,7 @@ def test_a_buffer_that_is_not_finite_is_named(tmp_path):
 
 
 def spoil_after_last_step(trainer):
-    train_step = trainer.train_step
+    train_step = trainer.step
 
     def step(number):
         record = train_step(number)
@@ -152,7 +152,7 @@ def spoil_after_last_step(trainer):
             spoil_weight(trainer, "layers.3.mlp.experts.down", [1])
         return record
 
-    trainer.train_step = step
+    trainer.step = step
 
 
 @pytest.mark.long
@@ -167,7 +167,7 @@ def test_a_validation_loss_that_is_nan_after_the_last_step_saves_nothing(tmp_pat
 
 
 def test_custom_experts_with_a_mistake_end_the_command(tmp_path, capsys):
-    own = ["--model.experts", "tests.support.dividing_experts:DividingExperts"]
+    own = ["--experts", "tests.support.dividing_experts:DividingExperts"]
     with pytest.raises(SystemExit) as exit_:
         main([*map(str, ("--steps", 2, "--out", tmp_path, *SMALL)), "--device", "cpu", *own])
     assert exit_.value.code == 1
@@ -218,7 +218,7 @@ NORM = "layers.0.attention_norm.weight"
      "the first non-finite input gradient is that of layer 3, segment attn (stage 1, rank 1)"),
     (2, {}, (weight_gradient, NORM, NAN),
      f"the first non-finite gradient is that of parameter {NORM} (stage 0, rank 0)"),
-    (2, {"pp": 1, "micro_batches": 2}, (weight_gradient, NORM, 1.5e38),
+    (2, {"pp": 1}, (weight_gradient, NORM, 1.5e38),
      f"all gradients are finite, but not the sum over ranks of that of {NORM} (stage 0, rank 0)"),
 ], ids=["output", "input gradient", "another schedule", "parameter", "sum over ranks"])  # fmt: skip
 @pytest.mark.quick("output", "another schedule", "sum over ranks")
@@ -265,8 +265,8 @@ def nan_in_steps(trainer, *steps):
     pipeline_step = trainer.pipeline.step
     pending = set(steps)
 
-    def once(*batch):
-        losses = pipeline_step(*batch)
+    def once(*batch, **options):
+        losses = pipeline_step(*batch, **options)
         if torch.is_grad_enabled() and trainer.progress.step in pending:
             pending.remove(trainer.progress.step)
             losses[-1] = losses[-1] * NAN
@@ -288,15 +288,15 @@ def run_with_nan(rank, config, stop_at, *steps):
     """The checkpoints during the run, after each step. stop_at: request a stop in this step."""
     trainer = make_trainer(rank, config)
     nan_in_steps(trainer, *steps)
-    train_step, seen = trainer.train_step, []
+    train_step, seen = trainer.step, []
 
     def train_and_look(step):
         seen.append(checkpoints(config)[:1])
         trainer.stop.requested = step + 1 == stop_at
         return train_step(step)
 
-    trainer.train_step = train_and_look  # type: ignore[method-assign]
-    TrainingRun(trainer).run()
+    trainer.step = train_and_look  # type: ignore[method-assign]
+    train_loop(trainer)
     return seen
 
 

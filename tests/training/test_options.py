@@ -1,165 +1,400 @@
-"""The options of train.py: flags and defaults, invalid values, and the values chosen for a launch."""
+"""The options of train.py: 46 flags, `--set`, TOML files and run.toml, and the errors of a command line."""
 
-import os
+import contextlib
+import io
 import re
 import sys
 import sysconfig
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 import torch
-from moe_dualpipe.training.command_line import parse_arguments, resume_command
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
 
 from moe_dualpipe.commands.train import main
+from moe_dualpipe.models import PRESETS
+from moe_dualpipe.training import preflight
+from moe_dualpipe.training.agreement import Agreed
 from moe_dualpipe.training.config import TrainConfig
-from tests.support.runs import ROOT, change, option_values, options, resolve
+from moe_dualpipe.training.options import (
+    FLAGS,
+    all_keys,
+    build_config,
+    convert,
+    parse,
+    parse_arguments,
+    read_toml,
+    to_toml,
+    value_of,
+)
+from moe_dualpipe.training.setup import run_folder
+from tests.support.runs import ROOT, SMALL, make_run, option_values, options, records, without_clocks
 
 # ---- Flags ----
 
 DEFAULTS = {
-    "preset": None, "steps": 320, "seed": 0, "bias-rate": 0.003, "freeze": (), "pp": None, "ep": 1,
-    "ep-backend": "auto", "expert-sums": "rank", "place-experts": None, "move-experts-every": None,
-    "move-experts-gain": 0.05, "nodes-per-domain": None, "elastic": None, "schedule": "auto", "num-chunks": None,
-    "overlap": True, "max-deferred": None, "zero": True, "device": "auto",
-    "dtype": "auto", "kernels": "auto", "compile": "auto", "cuda-graphs": False,
-    "recompute": "none", "fused-loss": False,
-    "data": ("stdlib",), "data-field": "text", "data-dtype": "uint16", "seq-len": 256,
-    "data-cache": None, "data-cache-gb": 20.0,
-    "document-mask": False, "micro-batch-size": 2,
-    "micro-batches": None, "out": None, "resume": None, "weights": None, "save-every": None,
-    "keep": 3, "export": None, "save-async": True, "staging": None, "log-every": 1, "eval-every": None,
-    "eval-sequences": 64, "tensorboard": False, "wandb": None, "peak-tflops": None, "profile": 0, "sample-tokens": 160,
-    "prompt": "class ", "temperature": 0.8, "top-k": None, "top-p": 1.0, "timeout": 600.0, "max-skipped": 10,
-    "check-memory": True, "check-replicas-every": 1, "traceback": False, "optim.name": "adamw", "optim.lr": 0.003,
-    "optim.schedule": "cosine", "weights-partial": False,
-    "optim.warmup-steps": 20, "optim.decay-steps": None, "optim.final-lr": 0.1, "optim.beta1": 0.9, "optim.beta2": 0.95,
-    "optim.momentum": 0.95, "optim.weight-decay": 0.1, "optim.clip": 1.0,
+    "preset": "tiny", "steps": 320, "seed": 0, "bias_rate": 0.003, "freeze": (), "parallel.pp": None, "parallel.ep": 1,
+    "parallel.ep_backend": "auto", "parallel.expert_sums": "rank", "parallel.place_experts": None,
+    "parallel.move_experts_every": None, "parallel.move_experts_gain": 0.05, "parallel.nodes_per_domain": None,
+    "parallel.schedule": "auto", "parallel.num_chunks": None, "parallel.overlap": True, "parallel.max_deferred": None,
+    "parallel.zero": True, "compute.device": "auto", "compute.dtype": "auto", "compute.kernels": "auto",
+    "compute.compile": "auto", "compute.cuda_graphs": False, "compute.recompute": "none", "compute.fused_loss": False,
+    "batch.data": ("stdlib",), "batch.data_field": "text", "batch.data_dtype": "uint16", "batch.data_cache": None,
+    "batch.data_cache_gb": 20.0, "batch.seq_len": 256, "batch.document_mask": False, "batch.batch_size": 16,
+    "batch.micro_batch_size": None, "checkpoint.out": None, "checkpoint.resume": None, "checkpoint.weights": None,
+    "checkpoint.weights_partial": False, "checkpoint.save_every": None, "checkpoint.keep": 3, "checkpoint.export": None,
+    "checkpoint.save_async": True, "checkpoint.staging": None, "metrics.log_every": 1, "metrics.eval_every": None,
+    "metrics.eval_sequences": 64, "metrics.tensorboard": False, "metrics.wandb": None, "metrics.peak_tflops": None,
+    "metrics.profile": 0, "sample.sample_tokens": 160, "sample.prompt": "class ", "sample.temperature": 0.8,
+    "sample.top_k": None, "sample.top_p": 1.0, "health.timeout": 600.0, "health.check_memory": True,
+    "health.max_skipped": 10, "health.check_replicas_every": 1, "health.traceback": False, "optim.name": "adamw",
+    "optim.lr": 0.003, "optim.schedule": "cosine", "optim.warmup_steps": 20, "optim.decay_steps": None,
+    "optim.final_lr": 0.1, "optim.beta1": 0.9, "optim.beta2": 0.95, "optim.momentum": 0.95, "optim.weight_decay": 0.1,
+    "optim.clip": 1.0,
 }  # fmt: skip
 
 
-def as_arguments(values):
-    for flag, value in values.items():
-        if isinstance(value, bool):
-            yield f"--{flag}" if value else f"--no-{flag}"
-        else:
-            yield from (f"--{flag}", *(value if isinstance(value, tuple) else [str(value)]))
+def as_words(value):
+    return list(map(str, value)) if isinstance(value, tuple) else [str("none" if value is None else value)]
 
 
-def test_every_flag_has_its_name_and_default():
-    values = option_values(TrainConfig())
-    assert {flag: value for flag, value in values.items() if not flag.startswith("model.")} == DEFAULTS
-    assert parse_arguments([]) == parse_arguments([*as_arguments(DEFAULTS)]) == TrainConfig()
+def other_value(key, now):
+    """A valid value of the key other than `now`."""
+    first = key.kinds[0]
+    if key.choices:
+        return next(choice for choice in key.choices if choice != now)
+    if get_origin(first) is tuple:
+        return (1, 0) if get_args(first)[0] is int else ('a "b"', "c\\d=2")
+    if first in (bool, int, float):
+        return {bool: not now, int: (now or 0) + 1, float: (now or 0.0) + 0.25}[first]
+    return "tests.own:Layer" if key.name.startswith("model.") else 'é "x"\n\\'
 
 
-def test_every_flag_sets_its_option():
-    changed = {
-        "steps": 7, "seed": 3, "bias-rate": 0.0, "freeze": ("head.*", "a"), "pp": 4, "ep": 2, "num-chunks": 3,
-        "ep-backend": "shared", "expert-sums": "choice", "place-experts": "auto", "move-experts-every": 9,
-        "move-experts-gain": 0.2, "nodes-per-domain": 18, "elastic": 6, "overlap": False, "max-deferred": 2,
-        "zero": False, "recompute": "norms",
-        "fused-loss": True, "data": ("a=3", "b"), "seq-len": 8, "out": "x",
-        "document-mask": True, "micro-batches": 6, "resume": "y", "weights": "z", "weights-partial": True,
-        "save-every": 5, "keep": None, "save-async": False, "peak-tflops": 1.5, "profile": 1, "top-k": 9,
-        "check-replicas-every": None, "optim.decay-steps": 4, "optim.clip": None, "model.num-layers": 6,
+def changed_values(skip=("preset", "checkpoint.resume", "checkpoint.weights")):
+    """Another value for every key, except for those that choose the model."""
+    now = option_values(build_config({}))
+    found = {name: other_value(key, now[name]) for name, key in all_keys().items() if name not in skip}
+    # What depends on each other within a model.
+    return found | {
+        "model.num_heads": 6, "model.num_kv_heads": 3, "model.head_dim": 20, "model.rope_dim": 6,
+        "model.attention": "tests.own:Layer", "model.expert_groups": 3, "model.top_groups": 2,
+        "model.rotary_fraction": 0.5,
+        **{f"model.{layer}_options": "rank=8" for layer in ("attention", "router", "expert", "block")},
     }  # fmt: skip
-    values = option_values(parse_arguments([*as_arguments(changed)]))
-    assert {flag: values[flag] for flag in changed} == changed
+
+
+def test_there_are_46_flags_and_every_key_has_its_default():
+    assert len(FLAGS) == 46 and {*FLAGS.values()} <= {*all_keys()} and len({*FLAGS.values()}) == 46
+    values = option_values(parse_arguments([]))
+    assert {key: value for key, value in values.items() if not key.startswith("model.")} == DEFAULTS
+    assert parse_arguments([]).model == TrainConfig().model
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_sets_its_key(flag):
+    key = all_keys()[FLAGS[flag]]
+    value = other_value(key, key.default)
+    words = [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", *as_words(value)]
+    assert value_of(parse_arguments(words), key.name) == value
+
+
+def test_set_takes_every_key_and_several_after_one_flag():
+    values = changed_values()
+    words = [f"{key}={','.join(as_words(value))}" for key, value in values.items()]
+    config = parse_arguments(["--set", *words])
+    assert {key: value_of(config, key) for key in values} == values
+    assert parse_arguments(["--set", *words[:9], "--set", *words[9:]]) == config
+    assert parse_arguments(["--set", "optim.lr=1", "--lr", "2"]).optim.lr in (1, 2)
+    words = [f"model.expert_options.{one}" for one in ("rank=8", "scale=0.5")]
+    own = parse_arguments(["--experts", "a:B", "--set", *words])
+    assert own.model.expert_options == "rank=8 scale=0.5"
 
 
 def test_zero_and_the_empty_string_mean_none():
-    zeros = [
-        *(
-            "pp",
-            "move-experts-every",
-            "nodes-per-domain",
-            "elastic",
-            "num-chunks",
-            "max-deferred",
-            "micro-batches",
-            "save-every",
-            "eval-every",
-            "keep",
-            "top-k",
-        ),
-        *("peak-tflops", "check-replicas-every", "optim.decay-steps", "optim.clip"),
-    ]
-    empty = ["place-experts", "out", "resume", "weights", "wandb", "staging", "data-cache"]
-    values = option_values(parse_arguments([*as_arguments({**dict.fromkeys(zeros, 0), **dict.fromkeys(empty, "")})]))
-    assert {flag: values[flag] for flag in zeros + empty} == dict.fromkeys(zeros + empty)
+    optional = {name: key for name, key in all_keys().items() if type(None) in key.kinds}
+    assert len(optional) > 20
+    for key in optional.values():
+        words = ["", "none", "None"] + ["0"] * (str not in key.kinds)
+        assert [convert(key, word) for word in words] == [None] * len(words), key.name
+    assert convert(all_keys()["sample.prompt"], "none") == "none" and convert(all_keys()["sample.prompt"], "") == ""
 
 
-def test_help_lists_every_flag_by_group(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["--help"])
-    assert exit_.value.code == 0
-    printed = capsys.readouterr().out
-    for flag in option_values(TrainConfig()):
-        assert f"--{flag}" in printed
-    for group in ("parallel", "compute", "batch", "checkpoint", "metrics", "sample", "health", "optim", "model"):
-        assert f"{group} options" in printed
-    assert "Folder for checkpoints and metrics" in printed
+def test_the_help_is_a_page_and_help_all_lists_every_key(capsys):
+    for argument, most in (("--help", 40), ("-h", 40), ("--help-all", 1000)):
+        with pytest.raises(SystemExit) as exit_:
+            main([argument])
+        assert exit_.value.code == 0
+        printed = capsys.readouterr().out
+        assert printed.count("\n") <= most and max(map(len, printed.splitlines())) <= 160
+    for name, key in all_keys().items():
+        assert f"  {name} " in printed and key.text.partition("\n")[0] in printed
+    for flag, key in FLAGS.items():
+        assert f"  {key} (--{flag})" in printed
+    assert "[optim]" in printed and "[model]" in printed
 
 
-# ---- Invalid options ----
+# ---- Flags of earlier versions ----
+
+OLD_FLAGS = """
+pp ep ep-backend expert-sums place-experts move-experts-every move-experts-gain nodes-per-domain elastic schedule
+num-chunks overlap max-deferred zero device dtype kernels compile cuda-graphs recompute fused-loss data data-field
+data-dtype data-cache data-cache-gb seq-len document-mask micro-batch-size micro-batches out resume weights
+weights-partial save-every keep export save-async staging log-every eval-every eval-sequences tensorboard wandb
+peak-tflops profile sample-tokens prompt temperature top-k top-p timeout check-memory max-skipped check-replicas-every
+traceback preset steps seed bias-rate freeze
+optim.name optim.lr optim.schedule optim.warmup-steps optim.decay-steps optim.final-lr optim.beta1 optim.beta2
+optim.momentum optim.weight-decay optim.clip
+model.vocab-size model.hidden-size model.num-layers model.num-dense-layers model.dense-layers model.attention
+model.attention-options model.num-heads model.num-kv-heads model.head-dim model.qk-norm model.qkv-bias
+model.rotary-fraction model.q-rank model.kv-rank model.rope-dim model.value-dim model.latent-norm-eps model.dense-size
+model.expert-size model.num-experts model.experts-per-token model.num-shared-experts model.shared-gate model.router
+model.router-options model.router-score model.router-dtype model.expert-groups model.top-groups model.group-score
+model.normalize-weights model.routed-scale model.router-bias model.sequence-loss model.z-loss model.experts
+model.expert-options model.block model.block-options model.rope-theta model.yarn-factor model.yarn-positions
+model.yarn-beta-fast model.yarn-beta-slow model.yarn-mscale model.yarn-mscale-all-dim model.tied-embeddings
+model.norm-eps model.init-std model.mtp-layers model.mtp-weight
+""".split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize("world_size,arguments,message", [
-    (2, ["--micro-batches", "5"],
-     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 5 for 2 ranks; use 6"),
-    (2, ["--micro-batches", "2"],
-     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 2 for 2 ranks; use 4"),
-    (3, ["--schedule", "dualpipe"], "dualpipe needs an even number of pipeline ranks: got 3; use 4, or dualpipev"),
-    (8, [], "4 layers cannot be divided over 8 pipeline stages: use at least 8 layers, fewer pipeline ranks, or"),
-    (4, ["--ep", "4", "--model.num-experts", "6"],
-     "--ep 4 does not divide the 6 experts: use --ep 1 or 2 or 3 or 6"),
-    (4, ["--pp", "2", "--ep", "4"],
-     "--ep 4 does not divide the 2 data-parallel ranks (4 processes / 2 pipeline ranks): use --ep 1 or 2"),
-    (3, ["--ep", "2"], "--ep 2 does not divide the 3 processes: start a multiple of 2 processes"),
-    (4, ["--pp", "3"],
-     "--pp 3 does not divide the number of processes, 4: use --pp 1, 2, 4, or start a multiple of 3 processes"),
-    (1, ["--data", "/nowhere"], "--data /nowhere: no such file or folder"),
-    (1, ["--data", "/dev/null"], "--data /dev/null is a device: name a regular file, a folder or a glob"),
-    *((1, [option, "a\n" + "b" * 5000], f"a\\n{'b' * 198}…: File name too long")
-      for option in ("--out", "--resume", "--weights")),
-    (1, ["--data", "a\n" + "b" * 5000], f"--data a\\n{'b' * 198}…: File name too long"),
-    (1, ["--data", "LICENSE", "--seq-len", "4096"], "too little text in --data LICENSE"),
-    (1, ["--device", "cuda"], "--device cuda: torch finds no GPU on this machine; use --device cpu"),
-    (1, ["--device", "tpu"], "unknown --device 'tpu'; did you mean 'cpu'? Choose from: auto, cpu, cuda"),
-    (1, ["--dtype", "int8"], "unknown --dtype 'int8'; choose from: auto, float32, bfloat16"),
-    (1, ["--preset", "tinny"], "unknown preset 'tinny'; did you mean 'tiny'?"),
-    (1, ["--schedule", "dualpip"], "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
-    (1, ["--resume", "/nowhere"], "no checkpoint in /nowhere: give the folder of a run or of a checkpoint"),
-    (1, ["--data", ""], "--data is empty: name a file, a folder, a glob"),
-    (1, ["--out", "LICENSE"], "cannot write to --out LICENSE: File exists"),
-    (1, ["--out", "LICENSE/below"], "cannot write to --out LICENSE/below: Not a directory"),
-    (1, ["--optim.lr", "-1"], "--optim.lr must be at least 1e-12: got -1.0"),
-    (1, ["--optim.warmup-steps", "-1"], "--optim.warmup-steps must be at least 0: got -1"),
-    (1, ["--optim.clip", "nan"], "--optim.clip must be at least 1e-06: got nan"),
-    (1, ["--optim.beta2", "1"], "--optim.beta2 must be at least 0 and below 1: got 1.0"),
-    (1, ["--optim.final-lr", "1.5"], "--optim.final-lr must be at most 1: got 1.5"),
-    (1, ["--model.experts", "json:loads"], "cannot build the expert layer 'json:loads': TypeError"),
-    (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
-    (1, ["--steps", "0"], "--steps must be at least 1: got 0"),
-    (1, ["--timeout", "0"], "--timeout must be at least 1: got 0.0"),
-    (1, ["--model.vocab-size", "64"], "--data (bytes) needs --model.vocab-size 256: got 64"),
-    (1, ["--model.experts", "nowhere:Experts"], "cannot import the expert layer 'nowhere:Experts'"),
-    (1, ["--model.head-dim", "7"], "head_dim must be even: got 7"),
-    (1, ["--model.hidden-size", "x"], "Error parsing --model.hidden-size: invalid literal for int() with base 10: 'x'"),
-    (1, ["--pp", "x"], "Error parsing --pp: invalid literal for int() with base 10: 'x'"),
-    (1, ["--kernels", "cuda"], "unknown --kernels 'cuda'; choose from: auto, triton, reference"),
-    (1, ["--no-such-option"], "Unrecognized options: --no-such-option"),
-    (1, ["--preset"], "Missing value for argument '--preset'."),
-    (1, ["--place-experts", "auto"],
-     "--place-experts auto needs --ep 2 or more: with --ep 1, each rank has all experts"),
-    (1, ["--move-experts-every", "5"],
-     "--move-experts-every 5 needs --ep 2 or more: with --ep 1, each rank has all experts"),
-    (1, ["--nodes-per-domain", "-1"], "--nodes-per-domain must be at least 1: got -1"),
-    (1, ["--max-deferred", "-1"], "--max-deferred must be at least 1: got -1"),
+@pytest.mark.parametrize("flag", OLD_FLAGS)
+def test_a_flag_of_an_earlier_version_works_or_its_error_names_the_new_one(flag):
+    if flag in FLAGS:
+        return
+    error = error_of([f"--{flag}", "1"])
+    if flag == "micro-batches":
+        assert error == "--micro-batches is gone; use --batch-size, the number of sequences per step over all ranks"
+    elif flag == "elastic":
+        assert error == "--elastic is gone: a restarted run chooses a layout for the processes that there are"
+    else:
+        use = re.fullmatch(rf"--{re.escape(flag)} is gone; use (?:--([\w-]+)|--set ([\w.]+)=(?:VALUE|true))", error)
+        assert use, error
+        key = FLAGS[use[1]] if use[1] else use[2]
+        field, section = flag.replace("-", "_").rpartition(".")[::2][::-1]
+        assert (
+            key.rpartition(".")[2] == field and key.startswith(section) and (use[2] is None) == (key in FLAGS.values())
+        )
+    assert len(error) < 160
+
+
+def test_the_negated_flags_and_options_of_layers_of_earlier_versions():
+    for flag, use in {
+        "--no-zero": "--set parallel.zero=false", "--no-overlap": "--set parallel.overlap=false",
+        "--no-save-async": "--set checkpoint.save_async=false", "--tensorboard": "--set metrics.tensorboard=true",
+        "--model.no-router-bias": "--set model.router_bias=false",
+        "--model.expert-options.rank": "--set model.expert_options.rank=VALUE",
+    }.items():  # fmt: skip
+        assert error_of([flag]) == f"{flag} is gone; use {use}"
+
+
+def error_of(arguments):
+    with pytest.raises(ValueError) as error:
+        parse_arguments(arguments)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 250
+    return str(error.value)
+
+
+# ---- Wrong options ----
+
+
+@pytest.mark.parametrize("arguments,message", [
+    (["--no-such-option"], "unknown option '--no-such-option'; --help-all lists all"),
+    (["--stpes", "3"], "unknown option '--stpes'; did you mean --steps? --help-all lists all"),
+    (["--set", "optim.betta2=1"], "unknown key 'optim.betta2'; did you mean optim.beta2? --help-all lists all"),
+    (["--set", "lr=1"], "unknown key 'lr'; did you mean optim.lr? --help-all lists all"),
+    (["--set", "qqqqq=1"], "unknown key 'qqqqq'; --help-all lists all"),
+    (["--set", "optim.beta2"], "--set needs KEY=VALUE, such as optim.beta2=0.99: got 'optim.beta2'"),
+    (["--set"], "--set: expected at least one argument"),
+    (["--preset"], "--preset: expected one argument"),
+    (["--pp", "x"], "--pp must be a whole number: got 'x'"),
+    (["--pp", "1.5"], "--pp must be a whole number: got '1.5'"),
+    (["--lr", "fast"], "--lr must be a number: got 'fast'"),
+    (["--set", "parallel.zero=maybe"], "parallel.zero must be true or false: got 'maybe'"),
+    (["--set", "model.hidden_size=x"], "model.hidden_size must be a whole number: got 'x'"),
+    (["--set", "model.dense_layers=1,x"], "model.dense_layers must be a whole number: got 'x'"),
+    (["--device", "tpu"], "unknown --device 'tpu'; did you mean 'cpu'? Choose from: auto, cpu, cuda"),
+    (["--dtype", "int8"], "unknown --dtype 'int8'; choose from: auto, float32, bfloat16"),
+    (["--kernels", "cuda"], "unknown --kernels 'cuda'; choose from: auto, triton, reference"),
+    (["--preset", "tinny"], "unknown --preset 'tinny'; did you mean 'tiny'?"),
+    (["--schedule", "dualpip"], "unknown --schedule 'dualpip'; did you mean 'dualpipe'?"),
+    (["missing.toml"], "cannot read missing.toml: No such file or directory"),
+    (["a.toml", "b.toml"], "unknown option 'b.toml'; --help-all lists all"),
 ])  # fmt: skip
-def test_an_invalid_option_prints_one_line_and_exits_with_code_2(monkeypatch, capsys, world_size, arguments, message):
+def test_a_wrong_word_is_one_line(arguments, message):
+    assert error_of(arguments).startswith(message)
+
+
+@pytest.mark.parametrize("text,message", [
+    ("[optim]\nlr = 'fast'", "--lr must be a number: got 'fast'"),
+    ("[optim]\nlr = true", "--lr must be a number: got True"),
+    ("steps = 1.5", "--steps must be a whole number: got 1.5"),
+    ("steps = true", "--steps must be a whole number: got True"),
+    ("[parallel]\nzero = 1", "parallel.zero must be true or false: got 1"),
+    ("[sample]\nprompt = 3", "--prompt must be text: got 3"),
+    ("freeze = 3", "--freeze must be a list: got 3"),
+    ("freeze = [3]", "--freeze must be text: got 3"),
+    ("[batch]\ndata = {a = 1}", "--data must be a list: got "),
+    ("[optim]\nbetta2 = 1", "unknown key 'optim.betta2'; did you mean optim.beta2? --help-all lists all"),
+    ("[optimizer]\nlr = 1", "unknown key 'optimizer.lr'; did you mean optim.lr? --help-all lists all"),
+    ("optim = 1", "unknown key 'optim'"),
+    ("lr = 1", "unknown key 'lr'; did you mean optim.lr? --help-all lists all"),
+    ("steps = ", "Invalid value (at end of document)"),
+    (b"\xff", "'utf-8' codec can't decode"),
+])  # fmt: skip
+def test_a_wrong_file_is_one_line_that_names_the_file(tmp_path, text, message):
+    file = tmp_path / "x.toml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    error = error_of([str(file)])
+    assert error.startswith((f"{file}: {message}", f"cannot read {file}: {message}")), error
+
+
+# ---- run.toml ----
+
+
+def round_trip(config, folder):
+    file = folder / "run.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    return parse_arguments([str(file)])
+
+
+def test_every_key_comes_back_from_run_toml(tmp_path):
+    values = {key: value for key, value in changed_values().items() if key != "checkpoint.out"}
+    config, default = build_config(values), build_config({})
+    assert all(value_of(config, key) != value_of(default, key) for key in values)
+    assert round_trip(config, tmp_path) == config
+    assert round_trip(default, tmp_path) == default
+    text = to_toml(build_config({"checkpoint.out": "somewhere"}))
+    assert "somewhere" not in text and read_toml(tmp_path / "run.toml").keys() == {*all_keys()} - {"checkpoint.out"}
+
+
+NUMBERS = st.floats(allow_nan=False) | st.integers(-(2**63), 2**63)
+KINDS = {int: st.integers(-(10**30), 10**30), float: NUMBERS.map(float), bool: st.booleans(), str: st.text()}
+
+
+@st.composite
+def keys_with_values(draw):
+    key = draw(st.sampled_from([key for name, key in all_keys().items() if not name.startswith(("model.", "preset"))]))
+    if key.choices:
+        return key.name, draw(st.sampled_from(key.choices))
+    kind = key.kinds[0]
+    values = st.lists(KINDS[get_args(kind)[0]]).map(tuple) if get_origin(kind) is tuple else KINDS[kind]
+    optional = type(None) in key.kinds
+    value = draw(values.filter(lambda v: not optional or v not in ("", "none", "None", 0)))
+    return key.name, draw(st.sampled_from([value, None])) if optional else value
+
+
+@limits(max_examples=200, deadline=None)
+@given(keys_with_values())
+def test_any_value_comes_back_from_run_toml(tmp_path_factory, key_and_value):
+    key, value = key_and_value
+    if key in ("checkpoint.resume", "checkpoint.weights", "checkpoint.out"):
+        return
+    config = build_config({key: value})
+    assert round_trip(config, tmp_path_factory.getbasetemp()) == config
+
+
+def test_what_is_typed_overrides_the_file_and_the_file_the_preset(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('preset = "small"\nsteps = 7\n[model]\nnum_layers = 3\n[optim]\nlr = 0.5\nbeta2 = 0.5\n')
+    of_file = parse_arguments([str(file)])
+    assert (of_file.model.num_layers, of_file.model.hidden_size) == (3, PRESETS["small"].hidden_size)
+    assert (of_file.steps, of_file.optim.lr, of_file.optim.beta2, of_file.seed) == (7, 0.5, 0.5, 0)
+    typed = parse_arguments([str(file), "--lr", "0.25", "--num-layers", "5", "--set", "seed=3"])
+    assert (typed.model.num_layers, typed.model.hidden_size) == (5, PRESETS["small"].hidden_size)
+    assert (typed.steps, typed.optim.lr, typed.optim.beta2, typed.seed) == (7, 0.25, 0.5, 3)
+    assert parse_arguments([str(file), "--preset", "tiny"]).model == PRESETS["tiny"]  # no key of another model
+    assert parse_arguments(["--preset", "small", "--num-layers", "3"]).model == of_file.model
+
+
+def test_a_request_knows_what_was_typed_and_how_it_differs_from_the_resumed_run(tmp_path):
+    config = build_config({"optim.lr": 0.5, "steps": 6, "parallel.pp": 2, "metrics.profile": 3})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    for resume in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-000002"):
+        request = parse(["--resume", str(resume), "--lr", "0.25", "--steps", "9", "--batch-size", "16"])
+        assert request.typed == {"checkpoint.resume", "optim.lr", "steps", "batch.batch_size"}
+        assert request.changes == ("optim.lr 0.5 -> 0.25",) and request.from_file
+        assert (request.config.parallel.pp, request.config.steps, request.config.metrics.profile) == (2, 9, 0)
+    assert not parse(["--lr", "0.25"]).from_file
+
+
+def started(*arguments):
+    """Do a run on the command line. Returns what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main([*map(str, ("--device", "cpu", *arguments))])
+    return printed.getvalue()
+
+
+def test_the_run_toml_of_a_run_repeats_it_and_resume_continues_it_bit_for_bit(tmp_path):
+    first = ("--steps", 4, "--out", tmp_path / "a", *SMALL, "--save-every", 2, "--lr", 0.01, "--seed", 5)
+    started(*first, "--set", "optim.beta2=0.9", "model.router_bias=true", "bias_rate=0.01")
+    expected = without_clocks(records(tmp_path / "a"))
+    started(tmp_path / "a" / "run.toml", "--out", tmp_path / "b")
+    assert without_clocks(records(tmp_path / "b")) == expected
+    texts = [(tmp_path / name / "run.toml").read_text() for name in "ab"]
+    assert texts[0] == texts[1] and "beta2 = 0.9" in texts[0]
+
+    started(*first, "--set", "optim.beta2=0.9", "model.router_bias=true", "bias_rate=0.01", "--out", tmp_path / "c")
+    for path in (tmp_path / "c" / "checkpoints").glob("step-000004*"):
+        path.rename(tmp_path / "removed")
+    printed = started("--resume", tmp_path / "c")
+    assert "steps 3 to 4" in printed and "changed: " not in printed
+    found = without_clocks(records(tmp_path / "c"))
+    assert [one for one in found if "loss" in one] == [one for one in expected if "loss" in one]
+    assert found[-1] == expected[-1] and "validation_loss" in found[-1]
+    assert "changed: optim.lr 0.01 -> 0.02\n" in started("--resume", tmp_path / "c", "--steps", 5, "--lr", 0.02)
+
+
+# ---- Invalid values ----
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Ranks of a pretended launch do not ask each other."""
+    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+
+@pytest.mark.parametrize("arguments,message", [
+    (["--data", "/nowhere"], "--data /nowhere: no such file or folder"),
+    (["--data", "/dev/null"], "--data /dev/null is a device: name a regular file, a folder or a glob"),
+    *(([option, "a\n" + "b" * 5000], f"a\\n{'b' * 198}…: File name too long")
+      for option in ("--out", "--resume", "--weights")),
+    (["--data", "a\n" + "b" * 5000], f"--data a\\n{'b' * 198}…: File name too long"),
+    (["--data", "LICENSE", "--seq-len", "4096"], "too little text in --data LICENSE"),
+    (["--device", "cuda"], "--device cuda: torch finds no GPU on this machine; use --device cpu"),
+    (["--preset", "tinny"], "unknown --preset 'tinny'; did you mean 'tiny'?"),
+    (["--resume", "/nowhere"], "no checkpoint in /nowhere: give the folder of a run or of a checkpoint"),
+    (["--data", ""], "--data is empty: name a file, a folder, a glob"),
+    (["--out", "LICENSE"], "cannot create LICENSE: File exists"),
+    (["--out", "LICENSE/below"], "cannot create LICENSE/below: Not a directory"),
+    (["--lr", "-1"], "--lr must be at least 1e-12: got -1.0"),
+    (["--warmup-steps", "-1"], "--warmup-steps must be at least 0: got -1"),
+    (["--clip", "nan"], "--clip must be at least 1e-06: got nan"),
+    (["--set", "optim.beta2=1"], "optim.beta2 must be at least 0 and below 1: got 1.0"),
+    (["--set", "optim.final_lr=1.5"], "optim.final_lr must be at most 1: got 1.5"),
+    (["--experts", "json:loads"], "cannot build the expert layer 'json:loads': TypeError"),
+    (["--steps", "0"], "--steps must be at least 1: got 0"),
+    (["--timeout", "0"], "--timeout must be at least 1: got 0.0"),
+    (["--set", "model.vocab_size=64"], "--data (bytes) needs --model.vocab-size 256: got 64"),
+    (["--experts", "nowhere:Experts"], "cannot import the expert layer 'nowhere:Experts'"),
+    (["--set", "model.head_dim=7"], "head_dim must be even: got 7"),
+    (["--no-such-option"], "unknown option '--no-such-option'; --help-all lists all"),
+    (["--set", "parallel.place_experts=auto"],
+     "parallel.place_experts auto needs --ep 2 or more: with --ep 1, each rank has all experts"),
+    (["--set", "parallel.move_experts_every=5"],
+     "parallel.move_experts_every 5 needs --ep 2 or more: with --ep 1, each rank has all experts"),
+    (["--set", "parallel.nodes_per_domain=-1"], "parallel.nodes_per_domain must be at least 1: got -1"),
+    (["--set", "parallel.max_deferred=-1"], "parallel.max_deferred must be at least 1: got -1"),
+    (["--batch-size", "0"], "--batch-size must be at least 1: got 0"),
+    (["--weights", "a", "--resume", "b"], "--weights starts a new run and --resume continues an old one: use one"),
+    (["--weights-partial"], "--weights-partial needs --weights, the folder to load from"),
+])  # fmt: skip
+@pytest.mark.usefixtures("alone")
+def test_an_invalid_option_prints_one_line_and_exits_with_code_2(capsys, arguments, message):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
@@ -169,10 +404,11 @@ def test_an_invalid_option_prints_one_line_and_exits_with_code_2(monkeypatch, ca
     assert printed.err.startswith(f"train.py: error: {message}")
 
 
+@pytest.mark.usefixtures("alone")
 def test_only_the_first_rank_prints_errors(monkeypatch, capsys):
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    for arguments in (["--micro-batches", "3"], ["--no-such-option"], ["--model.head-dim", "7"]):
+    for arguments in (["--batch-size", "3"], ["--no-such-option"], ["--set", "model.head_dim=7"]):
         with pytest.raises(SystemExit) as exit_:
             main(["--device", "cpu", *arguments])
         assert exit_.value.code == 2
@@ -181,15 +417,23 @@ def test_only_the_first_rank_prints_errors(monkeypatch, capsys):
 
 def test_a_new_run_does_not_use_the_folder_of_an_old_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert resolve(options(device="cpu")).folder == Path("runs/tiny")
-    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
-    assert resolve(options(device="cpu")).folder == Path("runs/tiny-2")
-    assert resolve(options(device="cpu", out="runs/tiny")).folder == Path("runs/tiny")  # it has no checkpoint
+
+    def folder(config):
+        return run_folder(config.checkpoint, config.name)
+
+    assert make_run(options(device="cpu")).folder == folder(options()) == Path("runs/tiny")
+    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir()
+    assert folder(options()) == Path("runs/tiny-2")
+    assert make_run(options(device="cpu", out="runs/tiny")).folder == Path("runs/tiny")  # it has no checkpoint
     (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002").mkdir()
-    resumed = options(device="cpu", resume="runs/tiny/checkpoints/step-000002", out="runs/tiny")
-    assert resolve(resumed).folder == Path("runs/tiny")
+    (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002" / "run.json").write_text("{}")
+    for resume in ("runs/tiny", "runs/tiny/checkpoints", "runs/tiny/checkpoints/step-000002"):
+        assert folder(options(resume=resume)) == folder(options(resume=resume, out="runs/tiny")) == Path("runs/tiny")
+        assert folder(options(resume=resume, out="x")) == Path("x")
+        with pytest.raises(ValueError, match=r"run\.json"):  # not: already holds a run
+            make_run(options(device="cpu", resume=resume, out="runs/tiny"))
     with pytest.raises(ValueError, match="--out runs/tiny already holds a run"):
-        resolve(change(resumed, resume="runs/other"))
+        make_run(options(device="cpu", resume="runs/other", out="runs/tiny"))
     with pytest.raises(SystemExit) as exit_:
         main(["--out", "runs/tiny"])
     assert exit_.value.code == 2
@@ -202,24 +446,24 @@ def test_a_new_run_does_not_use_the_folder_of_an_old_one(tmp_path, monkeypatch, 
 # ---- Values for a launch ----
 
 
-def test_auto_uses_gpus_if_there_is_one_per_process(monkeypatch):
+def test_auto_uses_gpus_if_there_is_one_per_process(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for processes, device, dtype in [
-        (1, "cuda", torch.bfloat16),
-        (2, "cuda", torch.bfloat16),
-        (4, "cpu", torch.float32),
-    ]:
-        setup = resolve(TrainConfig(), processes)
-        assert (setup.device.type, setup.dtype) == (device, dtype)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
+    for processes, device, dtype in [(2, "cuda", torch.bfloat16), (4, "cpu", torch.float32)]:
+        run = make_run(TrainConfig(), 0, processes)
+        assert (run.device.type, run.dtype) == (device, dtype)
     with pytest.raises(ValueError, match="4 processes and 2 GPUs here: start at most 2 processes, or use --device cpu"):
-        resolve(options(device="cuda"), 4)
+        make_run(options(device="cuda"), 0, 4)
 
 
-def test_auto_compiles_long_runs_on_a_cpu_if_there_is_a_compiler(monkeypatch):
+def test_auto_compiles_long_runs_on_a_cpu_if_there_is_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
     def compiled(*arguments, processes=2):
-        return resolve(["--device", "cpu", *arguments], processes).compiled
+        return make_run(["--device", "cpu", *arguments], 0, processes).compiled
 
-    monkeypatch.setattr("moe_dualpipe.training.resolve.missing_for_compile", lambda: None)
+    monkeypatch.setattr("moe_dualpipe.training.setup.missing_for_compile", lambda: None)
     # A step of the preset tiny has 4,096 tokens of 5.7 MFLOP, divided over two ranks.
     assert not compiled("--steps", "8000") and compiled("--steps", "9000")
     assert not compiled("--steps", "9000", processes=4) and compiled("--steps", "9000", "--pp", "2", processes=4)
@@ -227,83 +471,41 @@ def test_auto_compiles_long_runs_on_a_cpu_if_there_is_a_compiler(monkeypatch):
 
 
 def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler")
     long = ["--device", "cpu", "--steps", "100000"]
-    assert not resolve(long).compiled
+    assert not make_run(long).compiled
     message = "a C++ compiler, but no-such-compiler was not found: install it, or set CXX to another one"
     with pytest.raises(ValueError, match=re.escape(f"--compile on needs {message}, or use --compile off")):
-        resolve([*long, "--compile", "on"])
+        make_run([*long, "--compile", "on"])
     monkeypatch.setenv("CXX", sys.executable)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert not resolve(long).compiled
+    paths = {**sysconfig.get_paths(), "include": str(tmp_path)}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *_, **__: paths)
+    assert not make_run(long).compiled
     with pytest.raises(
         ValueError, match=r"--compile on needs Python's header files, but Python\.h was not found: install"
     ):
-        resolve([*long, "--compile", "on"])
+        make_run([*long, "--compile", "on"])
     Path(tmp_path, "Python.h").touch()
-    assert resolve(long).compiled
+    assert make_run(long).compiled
 
 
-def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch):
-    with pytest.raises(ValueError, match="--cuda-graphs needs a GPU, and this run is on the CPU: use --no-cuda-graphs"):
-        resolve(["--device", "cpu", "--cuda-graphs"])
+def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    graphs = ["--set", "compute.cuda_graphs=true"]
+    with pytest.raises(ValueError, match=r"^cuda_graphs needs a GPU, and this run is on the CPU: use compute\.cuda"):
+        make_run(["--device", "cpu", *graphs])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    resolve(["--cuda-graphs", "--kernels", "triton", "--model.experts-per-token", "1"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
+    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
+    make_run([*graphs, "--kernels", "triton", "--set", "model.experts_per_token=1"])
     for processes, arguments, reason in [
-        (2, "", "is for one process: got 2; use --no-cuda-graphs"),
+        (2, "", "is for one process: got 2; use compute.cuda_graphs=false"),
         (1, "--kernels reference", "needs kernels without host syncs: got --kernels reference; use --kernels triton"),
-        (1, "--model.router tests.support.routers:Own", "cannot capture your own router: use --no-cuda-graphs"),
-        (1, "--model.z-loss 1e-3", "cannot count z_loss: use factors of 0, or --no-cuda-graphs"),
-        (1, "--model.mtp-layers 1", "cannot count the MTP loss: use --model.mtp-layers 0, or --no-cuda-graphs"),
-        (1, "--profile 2", "runs no schedule to profile: use --profile 0, or --no-cuda-graphs"),
+        (1, "--router tests.support.broken_routers:TopK", "cannot capture your own router: use compute.cuda_graphs"),
+        (1, "--set model.z_loss=1e-3", "cannot count z_loss: use factors of 0, or compute.cuda_graphs=false"),
+        (1, "--set model.mtp_layers=1", "cannot count the MTP loss: use model.mtp_layers=0, or compute.cuda_graphs"),
+        (1, "--profile 2", "runs no schedule to profile: use --profile 0, or compute.cuda_graphs=false"),
     ]:
-        with pytest.raises(ValueError, match=f"--cuda-graphs {re.escape(reason)}"):
-            resolve(["--cuda-graphs", *arguments.split()], processes)
-
-
-def layout_and_schedule(arguments, processes):
-    setup = resolve(arguments, processes)
-    return setup.layout.pp, setup.schedule.name, setup.schedule.num_micro_batches
-
-
-def test_ranks_schedule_and_micro_batches_follow_from_the_number_of_processes():
-    one = resolve(["--device", "cpu"])
-    assert (one.device.type, one.dtype, one.kernels) == ("cpu", torch.float32, "reference")
-    assert layout_and_schedule(["--device", "cpu"], 1) == (1, "dualpipev", 8)
-    assert layout_and_schedule(["--ep", "2"], 4) == (2, "dualpipe", 8)
-    assert layout_and_schedule([], 6) == (6, "dualpipe", 12)
-    assert layout_and_schedule(["--pp", "3"], 3) == (3, "dualpipev", 9)
-    assert layout_and_schedule(["--pp", "3", "--schedule", "interleaved_1f1b"], 3) == (3, "interleaved_1f1b", 9)
-    with pytest.raises(ValueError, match="dualpipe does not take a number of chunks: got 2"):
-        resolve(["--num-chunks", "2"], 2)
-    with pytest.raises(ValueError, match="needs at least 2 chunks per rank: got 1; use 2, or 1f1b"):
-        resolve(["--num-chunks", "1", "--schedule", "interleaved_1f1b"], 2)
-    with pytest.raises(ValueError, match="--num-chunks must be at least 1: got -1"):
-        resolve(["--num-chunks", "-1"], 2)
-
-
-def test_a_resumed_run_uses_its_old_folder():
-    inner = "runs/mine/checkpoints"
-    for resume in ("runs/mine", inner, f"{inner}/step-000004"):
-        assert resolve(options(resume=resume)).folder == Path("runs/mine")
-    assert resolve(options(resume="runs/mine", out="x")).folder == Path("x")
-
-
-def test_the_resume_command_repeats_all_other_options(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    arguments = ["--steps", "5", "--model.num-layers=6", "--resume=old", "--prompt", "a b", "--weights", "given"]
-    arguments.append("--weights-partial")
-    expected = "python train.py --model.num-layers=6 --prompt 'a b' --resume runs/x --steps 10"
-    assert resume_command(arguments, "runs/x", 10) == expected
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert resume_command([], "runs/x", 10) == "torchrun --nproc-per-node 4 train.py --resume runs/x --steps 10"
-    monkeypatch.setenv("PATH", "/elsewhere")  # without an activated environment, the command has the program's path
-    assert resume_command([], "runs/x", 10).split()[0] == os.path.relpath(Path(sys.executable).with_name("torchrun"))
-
-
-def test_a_preset_sets_the_defaults_of_model_options():
-    config = parse_arguments(["--preset", "small", "--model.num-layers", "3", "--optim.lr", "0.5"])
-    assert (config.model.num_layers, config.model.hidden_size, config.optim.lr) == (3, 768, 0.5)
-    assert parse_arguments(["--preset=small"]).model.hidden_size == 768
+        with pytest.raises(ValueError, match=f"^cuda_graphs {re.escape(reason)}"):
+            make_run([*graphs, *arguments.split()], 0, processes)

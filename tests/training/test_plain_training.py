@@ -13,7 +13,7 @@ import torch
 from moe_dualpipe.data import load_data
 from moe_dualpipe.models import StageOptions, build_model, expert_loads, next_token_loss
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.metrics import load_statistics
+from moe_dualpipe.training.extensions.balance import load_statistics
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, settings, train
 
@@ -21,8 +21,8 @@ CLIP = 0.3
 OPTIM = OptimizerConfig(lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=0.9, weight_decay=0.4, clip=CLIP)
 
 
-def plain_run(config, dp):
-    """The records of a run with `dp` data-parallel ranks."""
+def plain_run(config):
+    """The records of a run."""
     model = build_model(config.model, options=StageOptions(config.seed))
     text = load_data(config.batch.data, config.batch.seq_len)
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -31,25 +31,22 @@ def plain_run(config, dp):
         [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         betas=(OPTIM.beta1, OPTIM.beta2),
     )
-    count = config.batch.micro_batches * config.batch.micro_batch_size
+    count, size = config.batch.batch_size, config.batch.micro_batch_size
 
     @torch.no_grad()
     def validation():
-        total = math.ceil(config.metrics.eval_sequences / (count * dp)) * count * dp
+        total = math.ceil(config.metrics.eval_sequences / count) * count
         x, y = text.held_out_batch(0, total, total, config.batch.seq_len)
         return next_token_loss(model(x), y).item()
 
     records, before = [], validation()
     for step in range(config.steps):
         losses = []
-        for rank in range(dp):
-            x, y = text.batch(config.seed, step, rank, count, config.batch.seq_len)
-            for piece, labels in zip(
-                x.split(config.batch.micro_batch_size), y.split(config.batch.micro_batch_size), strict=True
-            ):
-                loss = next_token_loss(model(piece), labels)
-                (loss / (config.batch.micro_batches * dp)).backward()
-                losses.append(loss.item())
+        x, y = text.batch(config.seed, step, count, config.batch.seq_len)
+        for piece, labels in zip(x.split(size), y.split(size), strict=True):
+            loss = next_token_loss(model(piece), labels)
+            (loss / (count // size)).backward()
+            losses.append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
         assert norm > CLIP  # so that clipping is tested
         lr = OPTIM.lr * [0.5, 1.0, 1.0, 0.3 + 0.7 * 0.75, 0.3 + 0.7 * 0.25, 0.3][step]
@@ -58,7 +55,7 @@ def plain_run(config, dp):
         adamw.step()
         adamw.zero_grad()
         load = load_statistics(expert_loads(model))
-        tokens = dp * count * config.batch.seq_len
+        tokens = count * config.batch.seq_len
         records.append({"loss": sum(losses) / len(losses), "grad_norm": norm, "lr": lr, "tokens": tokens, **load})
     return records, [before, validation()]
 
@@ -68,13 +65,14 @@ def plain_run(config, dp):
 ], ids=str)  # fmt: skip
 @pytest.mark.quick("4-{'pp': 2, 'ep': 2}")
 def test_a_run_equals_plain_training(tmp_path, ranks, changes):
-    dp = ranks // changes.get("pp", ranks)
     model = dataclasses.replace(MODEL, init_std=0.2)
     # With this seed, the scores of chosen and other experts differ by 7e-6 at least: rounding does not change a choice.
-    config = settings(tmp_path, model=model, seed=8, micro_batch_size=2, eval_sequences=9, optim=OPTIM, **changes)
+    config = settings(
+        tmp_path, model=model, seed=8, batch_size=16, micro_batch_size=2, eval_sequences=9, optim=OPTIM, **changes
+    )
     seen = run_ranks(ranks, train, config)[0]
     torch.set_num_threads(1)
-    expected, validation = plain_run(config, dp)
+    expected, validation = plain_run(config)
     steps = [record for record in seen if "loss" in record]
     for record, plain in zip(steps, expected, strict=True):
         assert {key: record[key] for key in plain} == pytest.approx(plain, rel=1e-4), record["step"]

@@ -7,11 +7,11 @@ import pytest
 
 from moe_dualpipe.tools.profiler import analyze, read_trace
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, make_plan, resolve, settings, train_each
+from tests.support.runs import MODEL, losses, make_run, make_trainer, settings, train_each
 
 
 @pytest.mark.parametrize("ranks,changes", [
-    (2, {"schedule": "1f1b"}), (2, {"pp": 1, "ep": 2, "ep_backend": "all_to_all"}),
+    (2, {"schedule": "1f1b"}), (2, {"pp": 1, "ep": 2, "batch_size": 8, "ep_backend": "all_to_all"}),
 ])  # fmt: skip
 @pytest.mark.long
 def test_a_profile_reports_every_rank_and_does_not_change_the_run(tmp_path, ranks, changes):
@@ -45,9 +45,17 @@ def test_a_profile_reports_every_rank_and_does_not_change_the_run(tmp_path, rank
     assert [one["num_comm"] for one in report["overlap"]] == [transfers] * ranks
 
 
+def profile_error(rank, config):
+    try:
+        make_trainer(rank, config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def test_a_profile_needs_enough_steps(tmp_path):
-    with pytest.raises(ValueError, match="--profile 5 needs 7 steps, including 2 to warm up, but the run has 6"):
-        make_plan(settings(tmp_path / "run", profile=5))
-    make_plan(settings(tmp_path / "run", profile=4))
+    errors = run_ranks(2, profile_error, settings(tmp_path / "run", profile=5))
+    assert errors == ["--profile 5 needs 7 steps, including 2 to warm up, but the run has 6: use --steps 7"] * 2
+    assert run_ranks(1, profile_error, settings(tmp_path / "run", profile=4)) == [None]
     with pytest.raises(ValueError, match="--profile must be at least 0: got -1"):
-        resolve(["--profile", "-1"])
+        make_run(["--out", str(tmp_path), "--profile", "-1"])

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 import transformers
-from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe import ModelConfig, TrainConfig, train
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
 from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
 from moe_dualpipe.data.tokenizer import BPETokenizer
+from moe_dualpipe.training.options import parse_arguments
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, ROOT, TEXT, change, records, settings
@@ -68,7 +68,7 @@ def test_it_trains_on_two_ranks_resumes_and_is_exported_with_its_files(published
 def test_before_the_first_step_the_loss_is_that_of_transformers(published, tmp_path):
     config = started(published, tmp_path / "run", steps=1, eval_sequences=4)
     trainer = train(config, verbose=False)
-    inputs, labels = trainer.plan.text.held_out_batch(0, 4, 4, 32)
+    inputs, labels = trainer.run.text.held_out_batch(0, 4, 4, 32)
     logits = transformers_model(published, torch.float32)(inputs).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert records(tmp_path / "run")[0]["validation_loss"] == pytest.approx(expected.item(), abs=1e-5)
@@ -78,7 +78,7 @@ def test_the_start_chooses_the_model_unless_an_option_does(published, tmp_path):
     weights = ["--weights", str(published)]
     model = parse_arguments(weights).model
     assert (model.vocab_size, model.num_layers, model.qk_norm, model.dense_layers) == (VOCAB, 3, "head", (0, 2))
-    changed = parse_arguments([*weights, "--model.sequence-loss", "0.01"]).model
+    changed = parse_arguments([*weights, "--set", "model.sequence_loss=0.01"]).model
     assert changed == dataclasses.replace(model, sequence_loss=0.01)
     tiny = ModelConfig(router_bias=True)
     assert parse_arguments([*weights, "--preset", "tiny"]).model == parse_arguments([]).model == tiny

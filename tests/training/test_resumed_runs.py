@@ -9,7 +9,7 @@ from tests.support.runs import (
     SHALLOW,
     change,
     losses,
-    make_plan,
+    make_run,
     make_trainer,
     records,
     save,
@@ -70,7 +70,7 @@ def test_experts_with_shared_parameters_resume_only_with_the_same_number_of_rank
 def save_twice(rank, config):
     trainer = make_trainer(rank, config)
     first = save(trainer, 3)
-    trainer.train_step(0)
+    trainer.step(0)
     assert save(trainer, 3) == first
     return [path.name for path in first.parent.iterdir()]
 
@@ -94,10 +94,10 @@ def test_resuming_drops_the_metrics_of_steps_that_it_repeats(tmp_path):
 def test_resuming_rejects_a_finished_run_and_a_broken_checkpoint(tmp_path):
     run_ranks(1, train, settings(tmp_path, steps=1))
     with pytest.raises(ValueError, match="is already at step 1: use a larger --steps"):
-        make_plan(settings(tmp_path, steps=1, resume=str(tmp_path)))
+        make_run(settings(tmp_path, steps=1, resume=str(tmp_path)))
     (tmp_path / "checkpoints" / "step-000001" / ".metadata").write_bytes(b"")
     with pytest.raises(ValueError, match=r"step-000001: .metadata has 0 bytes, expected [\d,]+"):
-        make_plan(settings(tmp_path, resume=str(tmp_path)))
+        make_run(settings(tmp_path, resume=str(tmp_path)))
 
 
 def test_resuming_rejects_a_checkpoint_without_one_of_its_files(tmp_path):
@@ -106,7 +106,7 @@ def test_resuming_rejects_a_checkpoint_without_one_of_its_files(tmp_path):
     for path in checkpoint.glob("*.distcp"):
         path.unlink()
     with pytest.raises(ValueError, match=r"step-000001 is broken: __0_0.distcp is missing"):
-        make_plan(settings(tmp_path / "b", resume=str(checkpoint)))
+        make_run(settings(tmp_path / "b", resume=str(checkpoint)))
 
 
 def test_resuming_rejects_an_invalid_line_in_the_metrics(tmp_path):
@@ -114,4 +114,4 @@ def test_resuming_rejects_an_invalid_line_in_the_metrics(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write("oops\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 4: not a record with a step: 'oops'"):
-        make_plan(settings(tmp_path, resume=str(tmp_path)))
+        make_run(settings(tmp_path, resume=str(tmp_path)))

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from moe_dualpipe.training.trainer import Trainer
 
 from moe_dualpipe.data import BYTES
 from moe_dualpipe.health.heartbeat import Progress
 from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.models.costs import train_flops_per_token
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.step import Trainer
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     MODEL,
@@ -111,7 +111,7 @@ def test_fused_loss_is_passed_to_the_stages(tmp_path, fused_loss):
 
 def drifting_run(rank, config, when):
     trainer = make_trainer(rank, config)
-    train_step = trainer.train_step
+    train_step = trainer.step
 
     def drift(step):
         record = train_step(step)
@@ -121,9 +121,9 @@ def drifting_run(rank, config, when):
                 next(iter(trainer.optimizer.parameters.values())).view(-1)[0] += 1
         return record
 
-    trainer.train_step = drift  # type: ignore[method-assign]
+    trainer.step = drift  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="must stay bit-equal"):
-        TrainingRun(trainer).run()
+        train_loop(trainer)
     return len(losses(records(config.checkpoint.out)))
 
 
@@ -138,7 +138,7 @@ def test_replicas_that_differ_stop_the_run_at_the_next_check(tmp_path, every, wh
 
 def bf16_step(rank, config):
     trainer = make_trainer(rank, config)
-    trainer.train_step(0)
+    trainer.step(0)
     assert {p.dtype for p in trainer.optimizer.parameters.values()} == {torch.bfloat16}
     assert {w.dtype for w in trainer.optimizer.master.values()} == {torch.float32}
 
@@ -160,7 +160,7 @@ def test_parameters_are_counted_once(tmp_path, changes):
 
 def loads_by_layer(rank, config):
     trainer = make_trainer(rank, config)
-    batch = trainer.plan.text.batch(0, 0, 0, 4, config.batch.seq_len)
+    batch = trainer.run.text.batch(0, 0, 4, config.batch.seq_len)
     trainer.pipeline.step(*batch)
     model = build_model(MODEL)
     model(batch[0])
@@ -177,6 +177,6 @@ def test_the_sample_uses_the_seed_and_the_sampling_options(tmp_path):
     trainer: Any = object.__new__(Trainer)
     trainer.config, trainer.progress = settings(tmp_path, seed=5), Progress()
     trainer.pipeline = SimpleNamespace(generate=lambda *args: passed.extend(args[-2:]) or torch.tensor([[72, 105]]))
-    trainer.plan = SimpleNamespace(text=SimpleNamespace(tokenizer=BYTES))
+    trainer.text = SimpleNamespace(tokenizer=BYTES)
     assert trainer.sample() == "Hi"
     assert passed == [Sampling(0.8, None, 1.0), 5]

@@ -2,13 +2,18 @@
 
 import json
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from moe_dualpipe.training.wandb_run import ID_FILE, check_wandb
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.integrations.trackers import ID_FILE
+from moe_dualpipe.runtime.layout import Layout
+from moe_dualpipe.training.checks import check_options
+from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.metrics import Metrics
-from tests.support.runs import SMALL, records
+from tests.support.runs import SMALL, change, records, settings
 
 FAKE_WANDB = """
 import json, pathlib
@@ -62,7 +67,7 @@ def train(*arguments):
 @pytest.mark.long
 def test_wandb_gets_the_records_of_a_run_and_of_its_continuation(tmp_path, wandb):
     calls, run = wandb(), tmp_path / "run"
-    train("--steps", 2, "--out", run, "--wandb", "my project", "--optim.lr", 0.001)
+    train("--steps", 2, "--out", run, "--wandb", "my project", "--lr", 0.001)
     train("--steps", 3, "--resume", run, "--wandb", "my project")
     starts = [options for kind, options in (c for c in calls() if c[0] == "init")]
     assert [(o["project"], o["name"], o["dir"], o["id"], o["resume"]) for o in starts] == [
@@ -86,7 +91,7 @@ def test_a_run_continues_when_wandb_fails_and_says_so_once(tmp_path, wandb, caps
 
 def test_a_run_that_fails_is_a_failed_run_in_wandb(tmp_path, wandb, monkeypatch):
     calls = wandb()
-    monkeypatch.setattr("moe_dualpipe.training.trainer.Trainer.validation_loss", lambda _: 1 / 0)
+    monkeypatch.setattr("moe_dualpipe.training.step.Trainer.validation_loss", lambda _: 1 / 0)
     with pytest.raises(SystemExit, match="1"):
         train("--steps", 2, "--out", tmp_path / "run", "--wandb", "p")
     assert calls()[-1] == ["finish", {"exit_code": 1}]
@@ -106,8 +111,8 @@ def test_wandb_that_cannot_start_is_one_line_and_code_2(tmp_path, wandb, capsys)
 def test_wandb_must_be_installed(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # as W&B leaves it in the folder where a run was started
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ValueError, match=r"--wandb needs W&B: pip install 'moe-dualpipe\[wandb\]'"):
-        check_wandb()
+    with pytest.raises(ValueError, match=r"--wandb needs the package wandb: pip install 'moe-dualpipe\[wandb\]'"):
+        check_options(change(settings(tmp_path), wandb="p"))
 
 
 class Recorder:
@@ -134,7 +139,7 @@ class Broken:
 
 def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capsys):
     sinks = first, broken, second = Recorder(), Broken(), Recorder()
-    writer = Metrics(tmp_path, enabled=True, sinks=sinks)
+    writer = Metrics(tmp_path, sinks=sinks)
     writer.write(step=1, loss=float("nan"))
     writer.write(step=2, loss=0.5)
     writer.close()
@@ -148,8 +153,12 @@ def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capsys):
 
 
 def test_sinks_of_other_ranks_get_nothing(tmp_path):
-    sink = Recorder()
-    writer = Metrics(tmp_path, enabled=False, sinks=[sink])
-    writer.write(step=1)
-    writer.close()
-    assert (sink.got, sink.closed) == ([], False)
+    sinks = [Recorder(), Recorder()]
+    for rank, sink in enumerate(sinks):
+        run: Any = SimpleNamespace(
+            config=settings(tmp_path), layout=Layout(2, 1, 1, rank), folder=tmp_path, first_step=0
+        )
+        console = Console(run, [sink], verbose=False)
+        console.metrics.write(step=1)
+        console.close()
+    assert [(sink.got, sink.closed) for sink in sinks] == [([{"step": 1}], True), ([], False)]

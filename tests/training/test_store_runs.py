@@ -9,27 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from moe_dualpipe.training.resolve import resolve_options
 
 from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, read_tensor_metadata
 from moe_dualpipe.data.stores import StorageError, Url, local_path, read, staged_folder, url_of
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import restart
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import read_records
+from moe_dualpipe.training.setup import run_folder
 from tests.support import ranks
 from tests.support.object_store import access, in_environment
 from tests.support.ranks import run_ranks
-from tests.support.runs import change, losses, make_plan, make_trainer, settings
+from tests.support.runs import change, losses, make_run, make_trainer, settings
 
 URL = "s3://bucket/run"
 
 
 def train(rank, config):
     """Like `runs.train`, also for a URL."""
-    run = TrainingRun(make_trainer(rank, config))
-    run.run()
-    return run.plan.setup.folder
+    train_loop(make_trainer(rank, config))
 
 
 def state_of(checkpoint):
@@ -119,27 +116,27 @@ def train_and_print(rank, config):
 
 def test_a_new_run_refuses_the_url_of_an_old_one(s3):
     config = settings(URL)
-    assert str(url_of(resolve_options(config, Launch(0, 0, 1, 1)).folder)) == URL
+    assert str(url_of(make_run(config).folder)) == URL
     s3.put("run/checkpoints/step-000003/__0_0.distcp", b"incomplete")
-    resolve_options(config, Launch(0, 0, 1, 1))
+    make_run(config)
     s3.put("run/checkpoints/step-000003/run.json", b"{}")
     with pytest.raises(ValueError, match=f"--out {URL} already holds a run: continue it with --resume {URL}, or"):
-        resolve_options(config, Launch(0, 0, 1, 1))
+        make_run(config)
 
 
 @pytest.mark.parametrize("resume", [URL, f"{URL}/checkpoints", f"{URL}/checkpoints/step-000003"])
 @pytest.mark.usefixtures("s3")
 def test_the_folder_of_a_resumed_run_is_that_of_the_old_one(resume, tmp_path):
     config = change(settings(tmp_path), out=None, resume=resume)
-    assert str(url_of(resolve_options(config, Launch(0, 0, 1, 1)).folder)) == URL
+    assert str(url_of(run_folder(config.checkpoint, config.name))) == URL
     other = change(config, out=str(tmp_path / "local"))
-    assert resolve_options(other, Launch(0, 0, 1, 1)).folder == tmp_path / "local"
+    assert run_folder(other.checkpoint, other.name) == tmp_path / "local"
 
 
 def test_a_store_that_cannot_be_written_is_an_error_before_the_run(s3):
     s3.fault = lambda request: 403 if request.method == "PUT" else None
     with pytest.raises(StorageError, match=rf"^{URL}/.write-test-.*: access denied"):
-        make_plan(settings(URL, data=(str(Path(__file__).parent),)))
+        make_run(settings(URL, data=(str(Path(__file__).parent),)))
     assert s3.names() == []
 
 

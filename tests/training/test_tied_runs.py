@@ -41,7 +41,7 @@ def state_of_a_step(rank, config):
     loads = trainer.balance.loads
     seen = []
     trainer.balance.loads = lambda device: seen.append(loads(device)) or seen[-1]  # type: ignore[method-assign]
-    trainer.train_step(0)
+    trainer.step(0)
     changed = [name for name, tensor in trainer.state().items() if not tensor.equal(before[name])]
     biases = {name: t.tolist() for name, t in trainer.buffers.state().items() if name.endswith("bias_E")}
     return sorted(trainer.state()), changed, biases, seen[0].tolist()

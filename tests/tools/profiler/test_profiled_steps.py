@@ -2,18 +2,23 @@
 
 import json
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from moe_dualpipe.training.profiling import StepProfiler
 
+from moe_dualpipe.health.heartbeat import Progress
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.walk import Span
+from moe_dualpipe.tools.profiler import profiled_steps as profiling
 from moe_dualpipe.tools.profiler.files import analyze_devices
+from moe_dualpipe.tools.profiler.profiled_steps import ProfiledSteps, profiled_steps
 from moe_dualpipe.tools.profiler.steps import Step
 from moe_dualpipe.tools.profiler.trace import DeviceEvent, Trace
-from moe_dualpipe.training import profiling
+from moe_dualpipe.training.config import MetricsConfig, TrainConfig
+from moe_dualpipe.training.extensions import Update
 
 TRANSFERS = (600, 400, 500, 850)
 """The length of each rank's transfer: ranks 0 and 1 share a collective, and so do ranks 2 and 3."""
@@ -34,21 +39,28 @@ def recorded(schedule, rank, folder):
     return [step], "ab"[pp_rank], clock, device
 
 
+def trainer_of(folder, profile, first_step, schedule, layout, **changes) -> Any:
+    config = TrainConfig(steps=12, metrics=MetricsConfig(profile=profile))
+    run = {"folder": folder, "first_step": first_step, "schedule": schedule, "layout": layout, "restarted": False}
+    run = SimpleNamespace(**{**run, "device": torch.device("cpu"), **changes})
+    return SimpleNamespace(run=run, config=config, progress=Progress())
+
+
 @pytest.mark.parametrize("ep", [1, 2])
 def test_report_of_ranks_on_two_hosts(tmp_path, ep):
     schedule = build("1f1b", 2, 2)
     layout = Layout(2, 2, ep, 0)
-    (tmp_path / "rank7.json.gz").touch()  # of an earlier run
-    profiler = StepProfiler(tmp_path, 1, 0, schedule, layout, torch.device("cpu"))
-    text = profiler._report([recorded(schedule, rank, tmp_path) for rank in range(4)])
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    (folder / "rank7.json.gz").touch()  # of an earlier run
+    profiler = ProfiledSteps(trainer_of(tmp_path, 1, 0, schedule, layout))
+    text = profiler._report([recorded(schedule, rank, folder) for rank in range(4)])
     parts = text.split("\n\n")
     assert parts[0] == "1 step recorded. The step of median length:"
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[1].splitlines()[2:]]
     assert [row[0] for row in rows] == [f"pipeline rank {p}, data rank {d}" for d in range(2) for p in range(2)]
     assert [row[1:4] for row in rows] == [["176.0", "20.0", "40.0"], ["176.0", "40.0", "100.0"]] * 2
-    assert (
-        parts[-1] == f"in {tmp_path}: {', '.join(f'rank{rank}.json.gz' for rank in range(4))}, report.json, steps.png"
-    )
+    assert parts[-1] == f"in {folder}: {', '.join(f'rank{rank}.json.gz' for rank in range(4))}, report.json, steps.png"
     assert ("communication between experts, in all recorded steps:" in parts) == (ep == 2)
     if ep == 2:
         rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[-2].splitlines()[2:]]
@@ -56,7 +68,7 @@ def test_report_of_ranks_on_two_hosts(tmp_path, ep):
             ("pipeline rank 0, data rank 0", "600", "200"), ("pipeline rank 0, data rank 1", "400", "0"),
             ("pipeline rank 1, data rank 0", "500", "0"), ("pipeline rank 1, data rank 1", "850", "350"),
         ]  # fmt: skip
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text())
     assert [found["comm_us"] for found in report["overlap"]] == [*TRANSFERS]
     assert [found["waited_us"] for found in report["overlap"]] == ([200, 0, 0, 350] if ep == 2 else [None] * 4)
     assert [found["makespan_ms"] for found in report["pipelines"]] == pytest.approx([170, 170])
@@ -74,15 +86,26 @@ def test_steps_are_recorded_after_a_warm_up_and_a_barrier(tmp_path, monkeypatch)
     monkeypatch.setattr(profiling, "capture", capture)
     monkeypatch.setattr(profiling.dist, "barrier", lambda: done.append("barrier"))
     monkeypatch.setattr(profiling.time, "time_ns", lambda: 1_700_000_000_000_000_500)
-    profiler = StepProfiler(tmp_path / "profile", 2, 5, build("1f1b", 2, 2), Layout(2, 1, 1, 1), torch.device("cpu"))
+    monkeypatch.setattr(ProfiledSteps, "report", lambda _: done.append("report") or "the report")
+    schedule, layout = build("1f1b", 2, 2), Layout(2, 1, 1, 1)
+    profiler, notes, waiting = ProfiledSteps(trainer_of(tmp_path, 2, 5, schedule, layout)), {}, []
     for index in range(5, 11):
-        with profiler.step(index):
-            done.append(str(index))
-    assert done == ["5", "6", "open rank1.json.gz", "barrier", "7", "8", "close", "9", "10"]
+        profiler.before_step(index)
+        done.append(str(index))
+        update = Update(index, 0.0, 0.0, torch.zeros(1, 1))
+        profiler.after_update(update)
+        notes[index] = update.notes
+        waiting.append(profiler.exclusive)
+    assert done == ["5", "6", "open rank1.json.gz", "barrier", "7", "8", "close", "report", "9", "10"]
+    assert {index: note for index, note in notes.items() if note} == {8: ["the report"]}
+    assert waiting == [False, False, True, False, False, False]  # no validation between steps of a recording
     assert profiler._barrier_us == 1_700_000_000_000_000.5
-    done.clear()
-    profiler = StepProfiler(tmp_path / "none", 0, 0, build("1f1b", 2, 2), Layout(2, 1, 1, 1), torch.device("cpu"))
-    for index in range(4):
-        with profiler.step(index):
-            done.append(str(index))
-    assert done == ["0", "1", "2", "3"] and profiler.report() == "" and not (tmp_path / "none").exists()
+
+
+def test_a_run_without_profile_has_no_extension_and_too_few_steps_are_an_error(tmp_path):
+    schedule, layout = build("1f1b", 2, 2), Layout(2, 1, 1, 1)
+    assert profiled_steps(trainer_of(tmp_path, 0, 0, schedule, layout)) is None
+    assert profiled_steps(trainer_of(tmp_path, 3, 7, schedule, layout)) is not None
+    with pytest.raises(ValueError, match=r"--profile 4 needs 6 steps, .* but the run has 5: use --steps 13"):
+        profiled_steps(trainer_of(tmp_path, 4, 7, schedule, layout))
+    assert profiled_steps(trainer_of(tmp_path, 4, 7, schedule, layout, restarted=True)) is None

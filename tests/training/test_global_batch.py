@@ -1,0 +1,190 @@
+"""A step is global: the same sequences, and the mean over the same labeled tokens, in every layout."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+
+from moe_dualpipe.data import Source, TextData
+from moe_dualpipe.models import StageOptions, build_model
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.options import Request
+from moe_dualpipe.training.preflight import Given, prepare
+from moe_dualpipe.training.step import Trainer
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, change, losses, records, settings
+
+BASE = {"model": MODEL, "steps": 3, "seq_len": 16, "batch_size": 16, "eval_sequences": 16}
+LAYOUTS = {
+    1: [{}, {"micro_batch_size": 4}, {"schedule": "1f1b", "micro_batch_size": 8}],
+    2: [{}, {"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "num_chunks": 2}, {"schedule": "dualpipev"},
+        {"pp": 1}, {"pp": 1, "ep": 2}, {"pp": 1, "ep": 2, "micro_batch_size": 2}],
+    4: [{"pp": 2, "ep": 2}, {"pp": 4, "micro_batch_size": 2}, {"pp": 1, "ep": 4}],
+}  # fmt: skip
+
+
+# ---- What is read ----
+
+
+@limits(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 9), st.integers(1, 24), st.integers(0, 5))
+def test_parts_of_a_step_are_parts_of_the_whole(sources, step, count, seed):
+    streams = [np.random.default_rng(i).integers(0, 256, 500) for i in range(sources)]
+    text = TextData(tuple(Source(str(i), 1.0 + i, s, s, "") for i, s in enumerate(streams)))
+    whole = text.batch(seed, step, count, 6)
+    assert len(whole[0]) == count and text.num_labels(step, count, 6) == whole[1].numel()
+    for dp in (n for n in range(1, count + 1) if count % n == 0):
+        own = count // dp
+        parts = [text.batch(seed, step, count, 6, range(r * own, r * own + own)) for r in range(dp)]
+        for i in (0, 1):
+            assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
+
+
+def run_and_read(rank, config, given):
+    """A run of given or of text batches. Returns the sequences of each data-parallel rank, by step, and the losses."""
+    size = dist.get_world_size()
+    trainer = Trainer(prepare(Request(config), Launch(rank, rank, size, size), Given(**given) if given else Given()))
+    read, step = {}, trainer.pipeline.step
+
+    def noted(inputs_BS, labels_BS, *arguments, **options):
+        if torch.is_grad_enabled():
+            read[trainer.progress.step] = inputs_BS.tolist(), labels_BS.tolist()
+        return step(inputs_BS, labels_BS, *arguments, **options)
+
+    trainer.pipeline.step = noted  # type: ignore[method-assign]
+    train_loop(trainer, verbose=False)
+    return trainer.layout.dp_rank, read, records(config.checkpoint.out)
+
+
+def run_each(rank, configs, given):
+    return [run_and_read(rank, config, given) for config in configs]
+
+
+def sequences(ranks):
+    """What all data-parallel ranks read together: inputs and labels of each step, in order."""
+    parts = {dp_rank: read for dp_rank, read, _ in ranks}
+    for dp_rank, read, _ in ranks:
+        assert read == parts[dp_rank]  # all ranks of a pipeline read the same
+    steps = parts[0].keys()
+    return {
+        step: [list(itertools.chain(*(parts[r][step][i] for r in sorted(parts)))) for i in (0, 1)] for step in steps
+    }
+
+
+def compare_all(folder, given, kinds):
+    """Run all of LAYOUTS and compare them with the first run, of one process."""
+    reference = None
+    for number, changes in LAYOUTS.items():
+        configs = [settings(folder / f"{number}-{i}", **{**BASE, **one}) for i, one in enumerate(changes)]
+        runs = run_ranks(number, run_each, configs, given)
+        for ranks, one in zip(zip(*runs, strict=True), changes, strict=True):
+            read, metrics = sequences(ranks), ranks[0][2]
+            found = {kind: losses(metrics, kind) for kind in kinds}
+            reference = reference or (read, found)
+            assert read == reference[0], (number, one)
+            for kind, values in found.items():
+                rel = 1e-4 if kind == "grad_norm" else 1e-6
+                assert values == pytest.approx(reference[1][kind], rel=rel), (number, one, kind)
+    assert reference is not None
+    return reference
+
+
+KINDS = ("loss", "validation_loss", "grad_norm")
+
+
+@pytest.mark.quick("{'schedule': '1f1b'}", "{}")
+@pytest.mark.parametrize("changes", [{}, *LAYOUTS[2][1:4]], ids=str)
+def test_a_schedule_and_the_number_of_pipeline_ranks_change_no_bit_of_a_loss(tmp_path, changes):
+    """A micro-batch runs through the same products in the same order; gradients are summed in another one."""
+    configs = [settings(tmp_path / name, **{**BASE, **changes, "steps": 1}) for name in ("two", "one")]
+    ((_, read, two), *_), ((_, same, one),) = (
+        run_ranks(2, run_and_read, configs[0], None),
+        run_ranks(1, run_and_read, change(configs[1], schedule="1f1b", num_chunks=None), None),
+    )
+    assert read == same
+    assert losses(two) == losses(one)
+
+
+@pytest.mark.long
+def test_every_layout_reads_the_same_sequences_and_has_the_same_losses(tmp_path):
+    read, found = compare_all(tmp_path, None, KINDS)
+    assert len({tuple(row) for row in read[1][0]}) > 10 and read[1] != read[2]
+    assert [*found["loss"]] == [1, 2, 3]
+
+
+# ---- Labels that are ignored ----
+
+
+def spread(number, seed):
+    """`number` sequences with uneven numbers of labels: the second half has few, and some sequences have none."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, labels = (torch.randint(256, (number, 16), generator=generator) for _ in range(2))
+    ignored = torch.rand(labels.shape, generator=generator) < torch.linspace(0, 1, number)[:, None]
+    labels[ignored] = -100
+    labels[1] = labels[-2] = labels[-1] = -100
+    return inputs, labels
+
+
+def uneven(step):
+    return spread(16, step)
+
+
+GIVEN = {"batches": uneven, "validation": spread(32, 99)}
+
+
+def plain_loss(config):
+    """The loss of all labeled tokens of the first step at once, and of the validation sequences, without a pipeline."""
+    model = build_model(config.model, options=StageOptions(config.seed))
+    found = []
+    for inputs, labels in (uneven(0), GIVEN["validation"]):
+        with torch.no_grad():
+            logits = model.logits(model(inputs))
+        found.append(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).item()
+        )
+    return found
+
+
+def first_losses(ranks, folder, **changes):
+    config = settings(folder, **{**BASE, "steps": 1, **changes})
+    ((_, _, metrics), *_) = run_ranks(ranks, run_and_read, config, GIVEN)
+    return [losses(metrics)[1], losses(metrics, "validation_loss")[0]], losses(metrics, "grad_norm")[1]
+
+
+@pytest.mark.parametrize("ranks,changes", [
+    (1, {}), (1, {"micro_batch_size": 8}), (2, {}), (2, {"pp": 1, "ep": 2, "micro_batch_size": 2}),
+    (4, {"pp": 2, "ep": 2}),
+], ids=str)  # fmt: skip
+@pytest.mark.quick("1-{'micro_batch_size': 8}", "2-{'pp': 1, 'ep': 2, 'micro_batch_size': 2}", "2-{}")
+def test_the_loss_is_the_mean_over_all_labeled_tokens_of_the_step(tmp_path, ranks, changes):
+    """Micro-batches of one sequence without any label are among them, and whole ranks with few."""
+    found, norm = first_losses(ranks, tmp_path / "run", **changes)
+    expected = plain_loss(settings(tmp_path, **BASE))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert 0 < norm < 100
+    if (ranks, changes) != (1, {}):
+        assert norm == pytest.approx(first_losses(1, tmp_path / "alone")[1], rel=1e-5)
+
+
+@pytest.mark.long
+def test_ignored_labels_change_no_loss_in_any_layout(tmp_path):
+    _, found = compare_all(tmp_path, GIVEN, KINDS)
+    assert [*found["loss"]] == [1, 2, 3] and [*found["validation_loss"]] == [0, 3]
+
+
+def nothing_labeled(step):
+    inputs, labels = uneven(step)
+    return inputs, torch.full_like(labels, -100) if step == 1 else labels
+
+
+def test_a_step_without_any_label_has_a_loss_of_zero(tmp_path):
+    config = settings(tmp_path, **BASE)
+    ((_, _, metrics),) = run_ranks(1, run_and_read, config, {"batches": nothing_labeled})
+    assert losses(metrics)[2] == 0 and losses(metrics, "grad_norm")[2] == 0
+    assert losses(metrics)[1] > 1 and losses(metrics)[3] > 1

@@ -1,0 +1,231 @@
+"""The layout of a run: what was asked for if it fits, or else the nearest one, with the same sequences in a step."""
+
+import itertools
+import math
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_dualpipe.commands.train import main
+from moe_dualpipe.models import ModelConfig, split
+from moe_dualpipe.runtime.layout import divisors
+from moe_dualpipe.schedule import NAMES, build
+from moe_dualpipe.training import preflight
+from moe_dualpipe.training.agreement import Agreed
+from moe_dualpipe.training.config import TrainConfig
+from moe_dualpipe.training.layout_choice import Choice, NoLayoutError, choose
+from moe_dualpipe.training.options import parse_arguments
+from tests.support.runs import change, make_run, options
+
+
+def asking(layers=8, experts=12, **changes) -> TrainConfig:
+    model = ModelConfig(num_layers=layers, num_experts=experts, experts_per_token=1, num_dense_layers=0)
+    return options(**{"model": model, "pp": 2, "ep": 2, "batch_size": 48, "micro_batch_size": 1, **changes})
+
+
+def in_short(choice: Choice):
+    return choice.name, choice.layout.pp, choice.layout.dp, choice.layout.ep, choice.micro_batches
+
+
+# ---- The nearest layout ----
+
+
+@st.composite
+def configs(draw):
+    experts = draw(st.sampled_from([1, 2, 6, 8, 12]))
+    return asking(
+        draw(st.integers(1, 14)), experts, pp=draw(st.sampled_from([None, 1, 2, 3, 4, 6])),
+        ep=draw(st.sampled_from(divisors(experts))), schedule=draw(st.sampled_from(["auto", *NAMES])),
+        batch_size=draw(st.integers(1, 48)), micro_batch_size=draw(st.sampled_from([None, 1, 2, 3, 4])),
+    )  # fmt: skip
+
+
+def runs(config, name, pp, ep, processes, size) -> bool:
+    """Whether such a run can be built."""
+    dp, batch = processes // pp, config.batch.batch_size
+    if processes % pp or batch % (dp * size) or dp % ep or config.model.num_experts % ep:
+        return False
+    try:
+        split(config.model, build(name, pp, batch // dp // size, None).num_stages)
+    except ValueError:
+        return False
+    return True
+
+
+@settings(max_examples=150, deadline=None)
+@given(configs(), st.integers(1, 24))
+def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
+    parallel, batch = config.parallel, config.batch
+    pp, ep, size = parallel.pp or processes // parallel.ep or 1, parallel.ep, batch.micro_batch_size or 2
+
+    def distance(choice_pp, choice_ep):
+        return math.prod(Fraction(max(a, b), min(a, b)) for a, b in ((pp, choice_pp), (ep, choice_ep)))
+
+    names = dict.fromkeys((parallel.schedule, "auto", "dualpipev", "1f1b"))
+    schedules = {name: (lambda pp, name=name: ("dualpipev" if pp % 2 else "dualpipe") if name == "auto" else name)
+                 for name in names}  # fmt: skip
+    valid = [
+        (p, e)
+        for p, e, name, s in itertools.product(
+            divisors(processes), divisors(config.model.num_experts), names, divisors(size)
+        )
+        if runs(config, schedules[name](p), p, e, processes, s)
+    ]
+    try:
+        found = choose(config, processes, strict=False)
+    except NoLayoutError as error:
+        assert not valid
+        numbers = re.search(r"use ([\d or]+) processes", str(error))
+        for number in map(int, numbers[1].split(" or ")) if numbers else ():
+            assert choose(config, number, strict=False).layout.pp
+        return
+    layout = found.layout
+    assert layout.pp * layout.dp == processes
+    assert layout.dp * found.micro_batches * found.micro_batch_size == batch.batch_size
+    assert runs(config, found.name, layout.pp, layout.ep, processes, found.micro_batch_size)
+    assert found.schedule.num_micro_batches == found.micro_batches
+    assert distance(layout.pp, layout.ep) == min(distance(p, e) for p, e in valid)
+    if found.changed:
+        with pytest.raises(ValueError) as error:
+            choose(config, processes)
+        assert found.changed == str(error.value)
+    else:
+        assert choose(config, processes) == found and (layout.pp, layout.ep) == (pp, ep)
+
+
+@pytest.mark.parametrize("processes,choice,why", [
+    (8, ("dualpipe", 2, 4, 2, 12), ""),
+    (4, ("dualpipe", 2, 2, 2, 24), ""),  # fewer data-parallel ranks, with more micro-batches each
+    (16, ("dualpipe", 2, 8, 2, 6), ""),
+    (12, ("dualpipe", 2, 6, 2, 8), ""),
+    (6, ("dualpipe", 2, 3, 3, 16), "--ep 2 does not divide the 3 data-parallel ranks"),
+    (2, ("dualpipev", 1, 2, 2, 24), "--ep 2 does not divide the 1 data-parallel rank"),
+    (3, ("dualpipev", 1, 3, 3, 16), "--pp 2 does not divide the number of processes, 3"),
+    (9, ("dualpipev", 3, 3, 3, 16), "--pp 2 does not divide the number of processes, 9"),
+    (32, ("1f1b", 2, 16, 2, 3), "dualpipe needs an even number of micro-batches >= 2 x ranks: got 3"),
+], ids=str)  # fmt: skip
+def test_examples(processes, choice, why):
+    found = choose(asking(), processes, strict=False)
+    assert in_short(found) == choice
+    assert found.changed.startswith(why) and bool(found.changed) == bool(why)
+
+
+def test_a_schedule_that_was_named_is_kept_where_it_can():
+    zbv = asking(ep=1, schedule="zbv")
+    assert [choose(zbv, n, strict=False).name for n in (3, 4, 8, 16)] == ["zbv"] * 4
+    interleaved = asking(6, 8, ep=1, schedule="interleaved_1f1b", num_chunks=3)
+    assert in_short(choose(interleaved, 4, strict=False))[:2] == ("interleaved_1f1b", 2)
+    assert choose(interleaved, 4, strict=False).layout.chunks == 3
+
+
+def test_a_micro_batch_has_2_sequences_or_1_if_the_schedule_needs_more_micro_batches():
+    for batch_size, size in ((16, 2), (8, 2), (4, 1), (6, 1), (24, 2)):
+        found = choose(asking(pp=2, ep=1, batch_size=batch_size, micro_batch_size=None), 2)
+        assert (found.micro_batch_size, found.micro_batches) == (size, batch_size // size)
+    with pytest.raises(ValueError, match=r"got 2 for 2 ranks; use --batch-size 4$"):
+        choose(asking(pp=2, ep=1, batch_size=2, micro_batch_size=None), 2)
+
+
+def test_memory_decides_between_layouts_but_not_on_the_one_asked_for():
+    def too_large(choice):
+        return "" if choice.layout.pp >= 4 else f"pp {choice.layout.pp} needs more"
+
+    assert in_short(choose(asking(), 4, True, too_large)) == ("dualpipe", 2, 2, 2, 24)
+    found = choose(asking(), 4, False, too_large)
+    assert (found.layout.pp, found.layout.dp, found.micro_batches, found.changed) == (4, 1, 48, "pp 2 needs more")
+    with pytest.raises(NoLayoutError, match=r"^no layout of 2 processes can run this: use .* \(--ep 2 does not"):
+        choose(asking(), 2, False, too_large)
+
+
+def test_the_error_names_numbers_of_processes_that_would_do():
+    with pytest.raises(NoLayoutError) as error:
+        choose(asking(layers=4), 5, strict=False)
+    assert str(error.value) == (
+        "no layout of 5 processes can run this: use 2 or 3 or 4 or 6 processes "
+        "(--pp 2 does not divide the number of processes, 5: use --pp 1, 5, or start a multiple of 2 processes)"
+    )
+
+
+def test_in_words():
+    assert str(choose(asking(), 8)) == (
+        "dualpipe over 2 pipeline x 4 data-parallel ranks, experts over 2, 12 micro-batches of 1 each"
+    )
+
+
+# ---- What was typed must fit ----
+
+
+@pytest.mark.parametrize("world_size,arguments,message", [
+    (2, ["--batch-size", "5", "--micro-batch-size", "1"],
+     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 5 for 2 ranks; use --batch-size 6"),
+    (2, ["--batch-size", "2"],
+     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 2 for 2 ranks; use --batch-size 4"),
+    (2, ["--batch-size", "9", "--micro-batch-size", "2"],
+     "--micro-batch-size 2 does not divide 9 sequences: use --micro-batch-size 1 or 3 or 9"),
+    (4, ["--pp", "1", "--batch-size", "6"],
+     "--batch-size 6 cannot be divided over 4 data-parallel ranks: use --batch-size 4 or 8"),
+    (2, ["--pp", "1", "--batch-size", "6", "--micro-batch-size", "2"],
+     "--micro-batch-size 2 does not divide 3 sequences on each of 2 data-parallel ranks: use --micro-batch-size 1 or"),
+    (3, ["--schedule", "dualpipe"], "dualpipe needs an even number of pipeline ranks: got 3; use 4, or dualpipev"),
+    (8, [], "4 layers cannot be divided over 8 pipeline stages: use at least 8 layers, fewer pipeline ranks, or"),
+    (4, ["--ep", "4", "--num-experts", "6"], "--ep 4 does not divide the 6 experts: use --ep 1 or 2 or 3 or 6"),
+    (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
+    (4, ["--pp", "2", "--ep", "4"],
+     "--ep 4 does not divide the 2 data-parallel ranks (4 processes / 2 pipeline ranks): use --ep 1 or 2"),
+    (3, ["--ep", "2"], "--ep 2 does not divide the 3 processes: start a multiple of 2 processes"),
+    (4, ["--pp", "3"],
+     "--pp 3 does not divide the number of processes, 4: use --pp 1, 2, 4, or start a multiple of 3 processes"),
+    (2, ["--set", "parallel.num_chunks=2"], "dualpipe does not take a number of chunks: got 2"),
+    (2, ["--set", "parallel.num_chunks=1", "--schedule", "interleaved_1f1b"],
+     "interleaved_1f1b needs at least 2 chunks per rank: got 1; use 2, or 1f1b"),
+    (2, ["--set", "parallel.num_chunks=-1"], "parallel.num_chunks must be at least 1: got -1"),
+    (1, ["--batch-size", "1073741824", "--micro-batch-size", "1"],
+     "a schedule can have at most 524,288 chunks, one for each micro-batch and stage: got 1,073,741,824 micro-batches "
+     "on 2 stages; use fewer"),
+])  # fmt: skip
+def test_what_was_typed_and_does_not_fit_is_one_line(monkeypatch, capsys, tmp_path, world_size, arguments, message):
+    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world_size))
+    with pytest.raises(SystemExit) as exit_:
+        main(["--device", "cpu", *arguments])
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"train.py: error: {message}")
+    assert not any(tmp_path.iterdir())
+
+
+def test_ranks_schedule_and_micro_batches_follow_from_the_number_of_processes():
+    def chosen(arguments, processes):
+        found = choose(parse_arguments(arguments), processes)
+        return found.layout.pp, found.name, found.micro_batches
+
+    assert chosen([], 1) == (1, "dualpipev", 8)
+    assert chosen(["--ep", "2", "--batch-size", "32"], 4) == (2, "dualpipe", 8)
+    assert chosen(["--num-layers", "6"], 6) == (6, "dualpipe", 16)
+    assert chosen(["--num-layers", "6", "--pp", "3"], 3) == (3, "dualpipev", 8)
+    assert chosen(["--num-layers", "6", "--pp", "3", "--schedule", "interleaved_1f1b", "--batch-size", "18"], 3) == (
+        3, "interleaved_1f1b", 9,
+    )  # fmt: skip
+
+
+def test_a_run_keeps_what_was_asked_for_in_another_layout(tmp_path):
+    """Only a layout that a file names may be replaced."""
+    file = tmp_path / "run.toml"
+    file.write_text("[parallel]\npp = 2\nep = 2\nmove_experts_every = 5\n")
+    arguments = [str(file), "--device", "cpu", "--out", str(tmp_path / "run")]
+    kept, other = (make_run(arguments, 0, processes) for processes in (4, 1))
+    for run, size in ((kept, 2), (other, 1)):
+        assert (run.layout.pp, run.layout.ep, run.layout.dp) == (size, size, size)
+        assert (run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.move_experts_every) == (2, 2, 5)
+    assert (kept.config.parallel.schedule, kept.config.batch.micro_batch_size) == ("dualpipe", kept.micro_batch_size)
+    assert other.choice.changed.startswith("--pp 2 does not divide") and not kept.choice.changed
+    with pytest.raises(ValueError, match="--pp 2 does not divide the number of processes, 3"):
+        make_run([*arguments, "--pp", "2"], 0, 3)
+    with pytest.raises(ValueError, match="--pp 2 does not divide the number of processes, 3"):
+        make_run(change(parse_arguments(arguments), move_experts_every=None), 0, 3)

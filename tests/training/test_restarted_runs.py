@@ -1,0 +1,206 @@
+"""Runs that go on with other processes: the same sequences in the same steps, and what the ranks agree on."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_dualpipe.checkpoint import list_checkpoints
+from moe_dualpipe.health.signals import Stop
+from moe_dualpipe.runtime.groups import leave_store
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.runtime.versions import OtherVersionsError, other_versions
+from moe_dualpipe.training import agreement, relaunch, restart
+from moe_dualpipe.training.agreement import agree
+from moe_dualpipe.training.layout_choice import NoLayoutError
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.options import parse
+from moe_dualpipe.training.preflight import prepare
+from moe_dualpipe.training.run import _open_folder
+from moe_dualpipe.training.step import Trainer
+from tests.support.checkpoints import write_manifest
+from tests.support.pretended_machines import pretend
+from tests.support.ranks import run_ranks
+from tests.support.runs import SMALL, losses, records
+
+RUN = [
+    *map(str, SMALL), "--num-layers", "4", "--batch-size", "24", "--seq-len", "16", "--sample-tokens", "0",
+    "--device", "cpu", "--steps", "6", "--set", "metrics.eval_sequences=1",
+]  # fmt: skip
+
+
+def attempt_of(rank, arguments, stop=None, restarted=False):
+    """Do what train.py does, up to step `stop`. restarted: as if the launcher had begun the run before.
+
+    Returns the layout, what this rank reads of each step, (its data-parallel rank, sequences), and what it prints.
+    """
+    size, read = dist.get_world_size(), {}
+    launch = Launch(rank, rank, size, size)
+    newest = (lambda folder: list_checkpoints(folder / "checkpoints")[0]) if restarted else lambda _: None
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(restart, "newest_checkpoint", newest)
+        run = prepare(parse(arguments), launch)
+        _open_folder(run, launch)
+        dist.barrier()
+        trainer = Trainer(run)
+        step = trainer.pipeline.step
+
+        def noted(inputs_BS, *arguments, **options):
+            if torch.is_grad_enabled():
+                read[trainer.progress.step] = trainer.layout.dp_rank, inputs_BS.tolist()
+            return step(inputs_BS, *arguments, **options)
+
+        trainer.pipeline.step = noted  # type: ignore[method-assign]
+        train_loop(trainer, callbacks=[lambda one, record: record["step"] == stop and one.request_stop()])
+    return (run.layout.pp, run.layout.dp, run.layout.ep), read, printed.getvalue()
+
+
+def sequences(ranks):
+    """The sequences of each step on all data-parallel ranks, in order."""
+    steps = ranks[0][1].keys()
+    return {
+        step: [row for _, rows in sorted(dict(read[step] for _, read, _ in ranks).items())
+               for row in rows]
+        for step in steps
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("attempts", [
+    [(4, 2, False), (2, 3, False), (6, 4, False), (3, None, False)],
+    [(4, 2, False), (3, 4, True), (4, None, True)],
+], ids=["resumed", "restarted"])  # fmt: skip
+@pytest.mark.quick("restarted")
+def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_path, attempts):
+    start = [*RUN, "--pp", "2", "--ep", "2", "--out", str(tmp_path / "run")]
+    seen, found, printed = [], {}, []
+    for number, (processes, stop, restarted) in enumerate(attempts):
+        arguments = ["--resume", str(tmp_path / "run")] if number and not restarted else start
+        ranks = run_ranks(processes, attempt_of, arguments, stop, restarted)
+        seen.append(ranks[0][0])
+        found |= sequences(ranks)
+        printed.append(ranks[0][2])
+    whole = run_ranks(4, attempt_of, [*start, "--out", str(tmp_path / "whole")])
+    assert found == sequences(whole) and [*found] == [*range(1, 7)]
+    run, plain = losses(records(tmp_path / "run")), losses(records(tmp_path / "whole"))
+    assert run == pytest.approx(plain, rel=1e-5) and [*run] == [*range(1, 7)]
+    assert all(run[step] == plain[step] for step in (1, 2))
+    assert seen[0] == (2, 2, 2)
+    for (pp, dp, ep), (processes, _, restarted) in zip(seen, attempts, strict=True):
+        assert pp * dp == processes and dp % ep == 0
+        assert (pp, dp, ep) == seen[0] or processes < 4 or not restarted  # the launcher asks for the same again
+    assert "another layout" not in printed[0]
+    assert re.search(r"another layout than asked for: --(ep|pp) 2 does not divide ", printed[1])
+    for text, step in zip(printed[1:], (stop for _, stop, _ in attempts[:-1]), strict=True):
+        assert f"resumed from {tmp_path}/run/checkpoints/step-{step:06d}, steps {step + 1} to 6" in text
+
+
+def refused(rank, arguments):
+    with pytest.raises(ValueError) as error:
+        attempt_of(rank, arguments)
+    return str(error.value)
+
+
+def test_a_new_run_and_a_typed_layout_that_do_not_fit_are_one_line_that_names_what_fits(tmp_path):
+    fresh = [*RUN, "--pp", "2", "--out", str(tmp_path / "fresh")]
+    expected = "--pp 2 does not divide the number of processes, 3: use --pp 1, 3, or start a multiple of 2 processes"
+    assert run_ranks(3, refused, fresh) == [expected] * 3
+    run_ranks(1, attempt_of, [*RUN, "--out", str(tmp_path / "run")], 1)
+    resumed = ["--resume", str(tmp_path / "run")]
+    assert run_ranks(3, refused, [*resumed, "--pp", "2"]) == [expected] * 3
+    assert run_ranks(2, attempt_of, resumed, 2)[0][0][0] == 1  # pp 1 still fits
+
+
+# ---- The agreement ----
+
+
+def agreed_rank(rank, folder, machines, own):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        launch = pretend(rank, machines, monkeypatch)
+        free, newest = own[rank]
+        monkeypatch.setattr(agreement, "_free", lambda *_: free)
+        monkeypatch.setattr(restart, "newest_checkpoint", lambda _: newest)
+        try:
+            agreed = agree(folder, torch.device("cpu"), launch, 60)
+        except ValueError as error:
+            return str(error)
+        assert agreed.store is not None
+        leave_store(agreed.store, rank, launch.world_size, 60)  # it ends with `agreed`, and other ranks still read
+        return agreed.free, agreed.resume and agreed.resume.name, str(agreed.folder)
+
+
+def test_ranks_agree_on_the_least_memory_and_on_the_checkpoint_that_one_of_them_knows(tmp_path):
+    """A machine that was added knows of no earlier attempt."""
+    step = tmp_path / "checkpoints" / "step-000004"
+    write_manifest(step, 4)
+    own = [(900, None), (700, step), (None, None)]
+    assert run_ranks(3, agreed_rank, tmp_path, "abc", own) == [(700, "step-000004", str(tmp_path))] * 3
+    assert run_ranks(2, agreed_rank, tmp_path, "ab", [(None, None)] * 2) == [(None, None, str(tmp_path))] * 2
+    gone = [(None, tmp_path / "checkpoints" / "step-000006"), (None, None)]
+    for text in run_ranks(2, agreed_rank, tmp_path, "ab", gone):
+        assert text.endswith("step-000006 cannot be read here: --out must be a folder that all machines share")
+
+
+def test_which_machines_are_odd():
+    new, old = {"moe-dualpipe": "2", "torch": "3"}, {"moe-dualpipe": "1", "torch": "3"}
+    assert other_versions([("a", new), ("b", new)]) == ("", [])
+    assert other_versions([("a", old), ("b", new), ("c", new)]) == (
+        "a has moe-dualpipe 1, but 2 is on most, such as b: install the same version", ["a"],
+    )  # fmt: skip
+    assert other_versions([("a", old), ("b", new)])[1] == ["b"]  # of two, the second
+    both, odd = other_versions([("a", new), ("b", {"moe-dualpipe": "1", "torch": "0"}), ("c", old), ("d", new)])
+    assert odd == ["b", "c"]
+    assert both.startswith("b has moe-dualpipe 1 and torch 0 (also others: c), but 2 and 3 is on most, such as a")
+
+
+# ---- The end ----
+
+
+def test_a_stopped_rank_waits_for_the_signal_of_its_own_launcher(capfd):
+    with Stop().on_signals() as stop:
+        stop.completes = "this step and a checkpoint"
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        relaunch.end_after_stop(stop, 0, 20)
+        timer.join()
+    assert stop.requested and capfd.readouterr().err == ""
+    with pytest.raises(SystemExit) as ended:
+        relaunch.end_after_stop(Stop(), 3, 0.1)
+    assert ended.value.code == 1
+    assert capfd.readouterr().err.endswith("rank 3 stops: a machine leaves; torchrun starts the others again\n")
+
+
+def test_a_run_without_a_layout_waits_for_other_machines(capfd, monkeypatch):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for launch in (Launch(0, 0, 2, 1), Launch(1, 0, 2, 1), Launch(0, 0, 2, 2)):
+        with pytest.raises(SystemExit) as ended:
+            relaunch.end_without_layout(NoLayoutError("no"), launch, 30)
+        assert ended.value.code == 2
+    assert slept == [30, 30, 0]
+    first, last = capfd.readouterr().err.splitlines()
+    assert first.endswith("error: no; waiting 30 s for other machines") and last.endswith("error: no")
+
+
+@pytest.mark.parametrize("torchrun,machine,code,leaves", [
+    (True, "b", 1, True), (True, "a", 1, False), (False, "b", 2, False),
+])  # fmt: skip
+def test_only_the_odd_machine_leaves_torchrun(monkeypatch, capfd, torchrun, machine, code, leaves):
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for local_rank in (0, 1):
+        with pytest.raises(SystemExit) as ended:
+            error = OtherVersionsError("b has torch 1", ["b"])
+            relaunch.end_with_other_versions(error, machine, Launch(local_rank, local_rank, 4, 2))
+        assert ended.value.code == code
+    assert signals == ([(os.getppid(), signal.SIGTERM)] if leaves else [])
+    assert capfd.readouterr().err.count("error: b has torch 1\n") == 1
