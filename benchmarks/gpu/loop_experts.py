@@ -1,6 +1,6 @@
 """Experts as a plain Python loop over small MLPs: the baseline for grouped kernels.
 
-    python train.py --model.experts benchmarks.gpu.loop_experts:LoopExperts
+    python train.py --experts benchmarks.gpu.loop_experts:LoopExperts
 
 M rows, D model dim, F expert hidden size, E experts on this rank.
 """

@@ -53,9 +53,10 @@ def measure_steps(pp: int, preset: str) -> list[float]:
     """Seconds of each step of a run, without the first ones."""
     with tempfile.TemporaryDirectory() as folder:
         words = [
-            "--preset", preset, "--pp", pp, "--schedule", "1f1b", "--micro-batches", MICRO_BATCHES,
+            "--preset", preset, "--pp", pp, "--schedule", "1f1b", "--batch-size", MICRO_BATCHES * MICRO_BATCH,
             "--micro-batch-size", MICRO_BATCH, "--seq-len", SEQ, "--steps", STEPS, "--save-every", 0,
-            "--eval-every", 0, "--out", f"{folder}/run", "--device", "cpu", "--dtype", "float32", "--no-overlap",
+            "--eval-every", 0, "--out", f"{folder}/run", "--device", "cpu", "--dtype", "float32",
+            "--set", "parallel.overlap=false",
         ]  # fmt: skip
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pp)]
         command = [*start, str(ROOT / "train.py"), *map(str, words)]

@@ -42,7 +42,7 @@ def load_data(
     _check_roles(opened)
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
-        raise ValueError(f"--data ({tokenizer}) needs --model.vocab-size {tokenizer.vocab_size}: got {vocab_size}")
+        raise ValueError(f"--data ({tokenizer}) needs model.vocab_size {tokenizer.vocab_size}: got {vocab_size}")
     texts = {
         name: _Text.read(Documents.find(places[name], field), tokenizer) for name, files in opened.items() if not files
     }

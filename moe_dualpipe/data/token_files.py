@@ -177,5 +177,5 @@ def vocabulary_error(path: object, first: int, tokens: np.ndarray, vocab_size: i
     at = int(np.argmax(tokens >= vocab_size))
     return ValueError(
         f"{printable(path)}: token {first + at} is {int(tokens[at])}, outside the vocabulary of {vocab_size}: use a "
-        "larger --model.vocab-size, or another --data-dtype if the file has no .json; otherwise the file is broken"
+        "larger model.vocab_size, or another --data-dtype if the file has no .json; otherwise the file is broken"
     )

@@ -12,7 +12,7 @@ import torch
 from moe_dualpipe.data import Source, TextData, load_data, text_files, tokenizer_files
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.sources import split_weight
-from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.options import parse_arguments
 from tests.support.texts import TEXTS, corrupt
 
 
@@ -39,31 +39,41 @@ def bytes_of(stream) -> bytes:
 # ---- Batches ----
 
 
-def test_batches_are_a_pure_function_of_seed_step_and_rank(folder):
+def test_batches_are_a_pure_function_of_seed_and_step(folder):
     for sources in ([str(folder)], [f"{folder}=2", str(folder / "0*.txt"), str(folder / "17.txt")]):
         text = load_data(sources, 16)
-        x, y = text.batch(seed=1, step=7, rank=2, count=5, seq_len=16)
+        x, y = text.batch(seed=1, step=7, count=5, seq_len=16)
         assert x.shape == y.shape == (5, 16)
         assert torch.equal(x[:, 1:], y[:, :-1])
         other = load_data(sources, 16)
-        other.batch(seed=1, step=3, rank=0, count=9, seq_len=16)  # earlier batches do not matter
-        assert torch.equal(x, other.batch(seed=1, step=7, rank=2, count=5, seq_len=16)[0])
-        different = [text.batch(*key, count=5, seq_len=16)[0] for key in [(2, 7, 2), (1, 8, 2), (1, 7, 3)]]
+        other.batch(seed=1, step=3, count=9, seq_len=16)  # earlier batches do not matter
+        assert torch.equal(x, other.batch(seed=1, step=7, count=5, seq_len=16)[0])
+        different = [text.batch(*key, count=5, seq_len=16)[0] for key in [(2, 7), (1, 8), (3, 7)]]
         assert not any(torch.equal(x, batch) for batch in different)
 
 
 def test_batches_of_one_source_never_change_between_versions():
     """Golden values: resuming an old run must continue with the same batches."""
     text = TextData((source_of(np.arange(1000) % 251),))
-    assert text.batch(3, 5, 2, 4, 8)[0][:, 0].tolist() == [93, 212, 141, 15]
+    assert text.batch(3, 5, 4, 8)[0][:, 0].tolist() == [213, 174, 188, 228]
 
 
-def test_steps_and_ranks_get_different_batches_and_windows_stay_inside_the_stream():
+def test_ranks_read_parts_of_the_same_step(folder):
+    for sources in ([str(folder)], [f"{folder}=2", str(folder / "0*.txt"), str(folder / "17.txt")]):
+        text = load_data(sources, 16)
+        whole = text.batch(1, 7, 12, 16)
+        for count in (1, 3, 4, 12):
+            parts = [text.batch(1, 7, 12, 16, range(first, first + count)) for first in range(0, 12, count)]
+            for tensor, *found in zip(whole, *parts, strict=True):
+                assert torch.equal(torch.cat(found), tensor)
+
+
+def test_steps_get_different_batches_and_windows_stay_inside_the_stream():
     long = TextData((source_of(np.arange(256).repeat(20)),))
-    batches = [long.batch(0, step, rank, 4, 8)[0] for step in range(4) for rank in range(4)]
-    assert all(not torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
+    parts = [long.batch(0, step, 16, 8, range(i, i + 4))[0] for step in range(4) for i in range(0, 16, 4)]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(parts, 2))
     short = TextData((source_of(range(10)), source_of(range(30, 43))))
-    x, y = short.batch(0, 0, 0, 500, 8)
+    x, y = short.batch(0, 0, 500, 8)
     assert (x.min(), y.max()) == (0, 42)
     assert {(first, last) for first, last in zip(x[:, 0].tolist(), y[:, -1].tolist(), strict=True)} == {
         (first, first + 8) for first in (0, 1, 30, 31, 32, 33, 34)
@@ -73,7 +83,7 @@ def test_steps_and_ranks_get_different_batches_and_windows_stay_inside_the_strea
 def test_shares_converge_to_the_weights_for_sources_of_different_sizes():
     sources = [source_of([i] * size, weight=w) for i, (size, w) in enumerate([(90, 3), (9, 1.5), (400, 0.5)])]
     text = TextData(tuple(sources))
-    drawn = torch.cat([text.batch(1, step, step % 3, 40, 8)[0][:, 0] for step in range(100)])
+    drawn = torch.cat([text.batch(1, step, 40, 8)[0][:, 0] for step in range(100)])
     shares = torch.bincount(drawn, minlength=3) / len(drawn)
     assert shares.tolist() == pytest.approx([0.6, 0.3, 0.1], abs=4 * (0.25 / 4000) ** 0.5)
     held_out = text.held_out_batch(0, 31, 31, 8)[0][:, 0]

@@ -35,7 +35,7 @@ from moe_dualpipe.data.tokenizer import (
 )
 from moe_dualpipe.messages import plural
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, ROOT, change, losses, make_plan, records, settings, train, train_and_listen
+from tests.support.runs import MODEL, ROOT, change, losses, make_run, records, settings, train, train_and_listen
 from tests.support.texts import TEXTS, corrupt
 
 
@@ -406,11 +406,9 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
 def test_a_prompt_outside_the_vocabulary_is_an_error_before_the_run(tmp_path):
     (np.arange(3000) % 256).astype("<u2").tofile(tmp_path / "some.bin")
     config = settings(tmp_path / "run", data=(str(tmp_path / "some.bin"),), sample_tokens=2, prompt="17 256")
-    with pytest.raises(
-        ValueError, match=r"--prompt '17 256' has token 256, but --model.vocab-size is 256: use another"
-    ):
-        make_plan(config)
-    make_plan(change(config, sample_tokens=0))
+    with pytest.raises(ValueError, match=r"--prompt '17 256' has token 256, but model.vocab_size is 256: use another"):
+        make_run(config)
+    make_run(change(config, sample_tokens=0))
 
 
 def write(folder, files):
@@ -499,6 +497,6 @@ def test_a_run_on_mixed_sources_saves_its_tokenizer_and_resumes(prepared, tmp_pa
     with pytest.raises(
         ValueError, match="step-000002 was trained with another tokenizer: BPE of 320 tokens; --data has bytes"
     ):
-        make_plan(change(other, data=(str(prepared / "bytes"),)))
-    plan = make_plan(change(other, data=("LICENSE",)))
+        make_run(change(other, data=(str(prepared / "bytes"),)))
+    plan = make_run(change(other, data=("LICENSE",)))
     assert plan.text.tokenizer.to_json() == find_tokenizer(checkpoint).to_json()  # encodes plain text

@@ -16,15 +16,18 @@ def train_command(load: Workload) -> str:
     where = f"--nnodes {one.gpus // each} " * (one.gpus > each) + f"--nproc-per-node {each}"
     words = [
         f"torchrun {where} train.py --preset {load.shape.name} --pp {one.pp} --ep {one.ep} --schedule {load.schedule}",
-        f"--num-chunks {one.vpp}" * (one.vpp > 1),
-        f"--micro-batch-size {load.micro_batch} --micro-batches {load.num_micro_batches} --seq-len {load.seq}",
+        f"--batch-size {load.global_batch} --micro-batch-size {load.micro_batch} --seq-len {load.seq}",
         f"--recompute {load.recompute}",
-        f"--model.mtp-layers {load.shape.mtp}" * (load.shape.mtp != PRESETS[load.shape.name].mtp_layers),
-        "--no-overlap" * (load.overlap is False and load.schedule in PAIRED),
-        "--no-zero" * (not load.zero),
         "--dtype float32" * (load.precision == "fp32"),
     ]
-    return " ".join(word for word in words if word)
+    others = {
+        f"parallel.num_chunks={one.vpp}": one.vpp > 1,
+        f"model.mtp_layers={load.shape.mtp}": load.shape.mtp != PRESETS[load.shape.name].mtp_layers,
+        "parallel.overlap=false": load.overlap is False and load.schedule in PAIRED,
+        "parallel.zero=false": not load.zero,
+    }
+    changed = [word for word, differs in others.items() if differs]
+    return " ".join(word for word in [*words, *["--set"] * bool(changed), *changed] if word)
 
 
 def missing(load: Workload) -> list[str]:

@@ -9,7 +9,7 @@ from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.train_command import train_command
 from moe_dualpipe.tools.planner.workload import Division, Workload
-from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.options import parse_arguments
 
 BASE = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), Division(16, pp=4, ep=4), seq=2048, global_batch=64)
 
@@ -31,7 +31,7 @@ def test_train_accepts_the_command_of_the_same_run(load):
     assert (options.parallel.schedule, options.parallel.pp, options.parallel.zero) == (load.schedule, 4, load.zero)
     assert options.parallel.num_chunks == (4 if load.division.vpp == 4 else None)
     assert options.parallel.overlap == (load.overlap is not False)
-    assert options.batch.micro_batches == load.num_micro_batches
+    assert (options.batch.batch_size, options.batch.micro_batch_size) == (load.global_batch, load.micro_batch)
 
 
 @pytest.mark.parametrize("load,said", [
