@@ -125,7 +125,7 @@ class TokenFile:
         if rest:
             raise ValueError(
                 f"{name} has {file.size} bytes, not a multiple of {kind.itemsize}, the size of {kind.name}: the file "
-                "is truncated, or has another dtype (train.py --data-dtype)"
+                "is truncated, or has another dtype (batch.data_dtype of train.py)"
             )
         if sidecar and sidecar.tokens != count:
             raise ValueError(

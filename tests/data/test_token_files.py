@@ -259,7 +259,7 @@ def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, 
     assert printed == [
         f"{out}/tokenizer.json: BPE of 320 tokens, 0 ends a document",
         f"{out}/train.bin: {descriptions[0]}", f"{out}/held_out.bin: {descriptions[1]}",
-        f"to train: python train.py --data {out} --model.vocab-size 320",
+        f"to train: python train.py --data {out} --set model.vocab_size=320",
     ]  # fmt: skip
     shown = re.search(
         r"\$ moe-dualpipe data prepare stdlib .*\n((?:.+\n)+?)```", (ROOT / "docs/training.md").read_text()
@@ -443,10 +443,10 @@ def test_sources_with_two_tokenizers_and_a_vocabulary_that_is_too_small_are_erro
         match=r"must have the same tokenizer: .*bin has BPE of 320 tokens, .* has bytes; ",
     ):
         load_data([str(prepared / "bpe"), str(prepared / "bytes")], 8)
-    with pytest.raises(ValueError, match=r"--data \(BPE of 320 tokens\) needs --model.vocab-size 320: got 319"):
+    with pytest.raises(ValueError, match=r"--data \(BPE of 320 tokens\) needs model\.vocab_size 320: got 319"):
         load_data(str(prepared / "bpe"), 8, vocab_size=319)
     load_data(str(prepared / "bpe"), 8, vocab_size=999)
-    with pytest.raises(ValueError, match=r"--data \(bytes\) needs --model.vocab-size 256: got 64"):
+    with pytest.raises(ValueError, match=r"--data \(bytes\) needs model\.vocab_size 256: got 64"):
         load_data("stdlib", 8, vocab_size=64)
 
 

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import parse_arguments
 from tests.support import namespaces
 from tests.support.machines import Machines

@@ -100,9 +100,7 @@ def test_shared_optimizer_state_equals_that_of_a_run(tmp_path, ranks, changes, t
     pp, ep, model = changes.get("pp", ranks), changes.get("ep", 1), dataclasses.replace(MODEL, vocab_size=3000)
     model = dataclasses.replace(model, tied_embeddings=tied)
     held = run_ranks(ranks, state_of_a_run, settings(tmp_path, model=model, batch_size=4 * ranks // pp, **changes))
-    schedule = build(
-        changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, config.batch.batch_size // (ranks // pp)
-    )
+    schedule = build(changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, 4)
     precision = "bf16" if "dtype" in changes else "fp32"
     memory = peak_memory(model, schedule, MicroBatch(1, 32, ep=ep), ranks // pp, precision)
     predicted = [rank.optimizer for rank in memory]
