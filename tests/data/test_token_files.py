@@ -427,7 +427,7 @@ def test_sequences_of_a_file_too_large_to_scan_are_checked_when_drawn(tmp_path, 
     valid = rejected = 0
     for step in range(60):
         try:
-            x, y = text.batch(0, step, 0, 1, 8)
+            x, y = text.batch(0, step, 1, 8)
             assert max(x.max(), y.max()) < 300
             valid += 1
         except ValueError as error:

@@ -6,8 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from moe_dualpipe.training import restart
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.training import restart, setup
+from moe_dualpipe.training.agreement import agree
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.checkpoints import write_manifest
 from tests.support.ranks import run_ranks
@@ -68,6 +71,13 @@ def checkpoint_in(out, step, age=0.0):
     return folder
 
 
+def folder_of(config):
+    folder = setup.run_folder(config.checkpoint, config.name)
+    if restart.newest_checkpoint(folder) is None:
+        setup.check_new(folder, config.checkpoint)
+    return folder
+
+
 def test_only_a_restart_uses_the_folder_of_its_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out, new, named = "runs/tiny", options(device="cpu"), options(device="cpu", out="runs/tiny")
@@ -80,14 +90,14 @@ def test_only_a_restart_uses_the_folder_of_its_launcher(tmp_path, monkeypatch):
     restart.mark_folder(Path(out), 0)
     assert len(list(Path(out, "launchers").iterdir())) == 1
     checkpoint_in(out, 3)
-    assert make_run(new).folder == Path("runs/tiny-2")
+    assert folder_of(new) == Path("runs/tiny-2")
     with pytest.raises(ValueError, match="already holds a run"):
-        make_run(named)
+        folder_of(named)
     set_torchrun_environment(monkeypatch, 1)
-    assert make_run(new).folder == Path(out)
-    assert make_run(named).folder == Path(out)
+    assert folder_of(new) == folder_of(named) == Path(out)
+    assert agree(Path(out), torch.device("cpu"), Launch(0, 0, 1, 1), 10).resume == Path(out, "checkpoints/step-000003")
     monkeypatch.setattr(os, "getppid", lambda: 1)  # another launcher
-    assert make_run(new).folder == Path("runs/tiny-2")
+    assert folder_of(new) == Path("runs/tiny-2")
     assert restart.newest_checkpoint(Path(out)) is None
 
 
