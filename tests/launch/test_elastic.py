@@ -48,10 +48,10 @@ main()
 """
 OTHER_TORCH = """
 import socket
-from moe_dualpipe.training import agreement
+from moe_dualpipe.runtime import topology
 
 if socket.gethostname() == "node-d":
-    agreement.own_versions = lambda: {"moe-dualpipe": "0.1.0", "torch": "2.10.0"}
+    topology.own_versions = lambda: {"moe-dualpipe": "0.1.0", "torch": "2.10.0"}
 """
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
 LAUNCH = [
@@ -116,6 +116,7 @@ def lines(text, pattern):
     return [line for line in text.splitlines() if re.search(pattern, line)]
 
 
+@pytest.mark.timeout(500)
 def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another_is_added(tmp_path):
     """Three machines; without the one of rank 0; with it again; with a fourth, the new first, until it leaves."""
     with running(tmp_path, "2:4", NOTES_SEQUENCES) as (machines, run):

@@ -150,7 +150,7 @@ def refused_rank(rank, out, machines):
             monkeypatch.setattr(topology, "own_versions", lambda: {"moe-dualpipe": "0.1.0", "torch": "1.0"})
         with (
             pytest.raises(OtherVersionsError) as error,
-            watched_world(prepare(Request(settings(out, pp=1)), launch), launch),
+            watched_world(prepare(Request(settings(out, pp=1, batch_size=8)), launch), launch),
         ):
             raise AssertionError("the run has started")
         return str(error.value)
@@ -171,7 +171,7 @@ def train_on(rank, out, machines, ep):
     """A run on pretended machines. Returns the records, and what rank 0 printed."""
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()) as printed:
         launch = pretend(rank, machines, monkeypatch)
-        config = settings(out, ep=ep, pp=1, steps=2)
+        config = settings(out, ep=ep, pp=1, steps=2, batch_size=8)
         with watched_world(prepare(Request(config), launch), launch) as (run, progress):
             train_loop(Trainer(run, progress))
     return records(out), printed.getvalue()
