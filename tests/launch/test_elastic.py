@@ -116,7 +116,7 @@ def lines(text, pattern):
     return [line for line in text.splitlines() if re.search(pattern, line)]
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another_is_added(tmp_path):
     """Three machines; without the one of rank 0; with it again; with a fourth, the new first, until it leaves."""
     with running(tmp_path, "2:4", NOTES_SEQUENCES) as (machines, run):
@@ -138,7 +138,7 @@ def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another
         logs = [machines.log(i) for i in range(4)]
     found = records(tmp_path / "run")
     done = max(losses(found))
-    (expected, sequences), *_ = run_ranks(3, undisturbed, [*OPTIONS, "--out", tmp_path / "whole"], done)
+    (expected, sequences), *_ = run_ranks(3, undisturbed, [*OPTIONS, "--save-every", 0, "--out", tmp_path / "whole"], done)
     assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
     assert {*losses(found, "tokens").values()} == {12 * 32}
     attempts = run.attempts()
