@@ -138,7 +138,9 @@ def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another
         logs = [machines.log(i) for i in range(4)]
     found = records(tmp_path / "run")
     done = max(losses(found))
-    (expected, sequences), *_ = run_ranks(3, undisturbed, [*OPTIONS, "--save-every", 0, "--out", tmp_path / "whole"], done)
+    (expected, sequences), *_ = run_ranks(
+        3, undisturbed, [*OPTIONS, "--save-every", 0, "--out", tmp_path / "whole"], done, timeout=400
+    )
     assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
     assert {*losses(found, "tokens").values()} == {12 * 32}
     attempts = run.attempts()

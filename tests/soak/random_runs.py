@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import random
-import shutil
 from pathlib import Path
 
 import torch
@@ -12,9 +11,11 @@ import torch
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.models.config import RECOMPUTE
 from moe_dualpipe.schedule.build import NAMES
+from moe_dualpipe.training.checks import check_options
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
+from moe_dualpipe.training.layout_choice import choose
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, change, losses, make_run, records, settings, train
+from tests.support.runs import MODEL, change, losses, records, settings, train
 
 from .attack import Attack
 from .failing_runs import tensors_of
@@ -66,8 +67,8 @@ def valid_config(rng: random.Random, out: Path) -> tuple[TrainConfig, int]:
     while True:
         with contextlib.suppress(ValueError):
             config, processes = random_config(rng, out)
-            make_run(config, 0, processes)
-            shutil.rmtree(out, ignore_errors=True)
+            check_options(config)
+            choose(config, processes)
             return config, processes
 
 
