@@ -66,7 +66,7 @@ def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys, tmp_pat
 
 
 def test_the_command_of_the_best_is_accepted_by_train(capsys):
-    from moe_dualpipe.training.command_line import parse_arguments
+    from moe_dualpipe.training.options import parse_arguments
 
     report = json.loads(run(capsys, f"{OLMOE} --json")[1])
     assert [row["step_time_s"] for row in report["ranked"]] == sorted(row["step_time_s"] for row in report["ranked"])

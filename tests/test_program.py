@@ -5,15 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from moe_dualpipe.training.command_line import resume_command
 
 from moe_dualpipe.health import program
-from moe_dualpipe.health.program import launcher_options, program_name
+from moe_dualpipe.health.program import launcher_options, program_name, training_command
 
 BIN = Path(sys.executable).parent
 MODULE = SimpleNamespace(name="moe_dualpipe.cli")
 TYPED = ["--pp", "2", "--resume", "old", "--out", "a b"]
-RESUMED = "--pp 2 --out 'a b' --resume runs/x --steps 9"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -24,14 +22,12 @@ RESUMED = "--pp 2 --out 'a b' --resume runs/x --steps 9"
     ("moe_dualpipe/cli.py", MODULE, "moe-dualpipe train", "python -m moe_dualpipe.cli train",
      "torchrun --nproc-per-node 2 -m moe_dualpipe.cli train"),
 ], ids=["script", "console", "module"])  # fmt: skip
-def test_a_run_resumes_as_it_was_started(monkeypatch, ranks, script, spec, name, alone, launched):
+def test_a_run_starts_again_as_it_was_started(monkeypatch, ranks, script, spec, name, alone, launched):
     monkeypatch.setattr(sys, "argv", [script, "train", *TYPED])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     monkeypatch.setenv("PATH", str(BIN))
-    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(variable, str(ranks))
     assert program_name() == name
-    assert resume_command(TYPED, "runs/x", 9) == f"{alone if ranks == 1 else launched} {RESUMED}"
+    assert " ".join(training_command(None if ranks == 1 else ranks)) == (alone if ranks == 1 else launched)
 
 
 @pytest.mark.parametrize("words,options", [
@@ -62,10 +58,8 @@ def test_the_command_that_resumes_repeats_the_options_of_the_launcher(monkeypatc
         "2",
     ]
     monkeypatch.setattr(program, "_parent_command", lambda: typed)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "7", "--ep", "2"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--ep", "2"])
     monkeypatch.setenv("PATH", str(BIN))
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    expected = "torchrun --nnodes 2:4 --max-restarts 3 train.py --ep 2 --resume runs/x --steps 9"
-    assert resume_command(["--steps", "7", "--ep", "2"], "runs/x", 9) == expected
+    assert training_command(4) == ["torchrun", "--nnodes", "2:4", "--max-restarts", "3", "train.py"]
     monkeypatch.setattr(program, "_parent_command", lambda: ["bash"])
-    assert resume_command([], "runs/x", 9).startswith("torchrun --nproc-per-node 4 train.py")
+    assert training_command(4) == ["torchrun", "--nproc-per-node", "4", "train.py"]

@@ -65,9 +65,8 @@ class PrepareData:
             print(f"{printable(self.out / name)}: {_describe(sidecar)}")
         speed = f"{progress.tokens_per_second:,.0f} tokens/s"
         print(f"encoded {plural(progress.tokens, 'token')} in {progress.seconds:.1f} s: {speed}")
-        print(
-            f"to train: python train.py --data {shell_word(str(self.out))} --set model.vocab_size={tokenizer.vocab_size}"
-        )
+        size = f"--set model.vocab_size={tokenizer.vocab_size}"
+        print(f"to train: python train.py --data {shell_word(str(self.out))} {size}")
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,7 @@ def _finish(trainer: Trainer, console: Console, saving: Saving, before: float | 
     console.say(f"peak memory: {trainer.largest(peak_memory_mb(trainer.device)):,.0f} MB on the fullest rank")
     if trainer.device.type == "cuda":
         console.say(trainer.pipeline.gpu_choices())
+    trainer.agree_to_stop()  # a rank may have been asked to during the validation
     if config.sample.sample_tokens and not trainer.stopping:
         console.sample(config.sample.prompt + trainer.sample())
     if saved := saving.finished():

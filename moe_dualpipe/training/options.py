@@ -175,7 +175,7 @@ def convert(key: Key, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. typed: the keys on the command line with other values than in the file or the run to continue.
+    """What was asked for. typed: the keys on the command line, without those that the file has with the same value.
 
     changes: how they differ from those of the run, in words.
     """

@@ -11,7 +11,7 @@ from moe_dualpipe.checkpoint.partial import group_names
 from moe_dualpipe.checkpoint.weights import WEIGHTS_FILE, global_weights
 from moe_dualpipe.models import build_model
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, make_plan, make_trainer, records, settings, train, train_and_listen
+from tests.support.runs import MODEL, losses, make_run, make_trainer, records, settings, train, train_and_listen
 from tests.support.special_experts import AdapterExperts, named
 
 ADAPTED = dataclasses.replace(MODEL, experts=named(AdapterExperts))
@@ -104,9 +104,9 @@ def test_what_does_not_fit_is_an_error(exported, tmp_path):
     with pytest.raises(ValueError, match=nothing):
         load_weights_in_part(tmp_path, {"model.head.weight": torch.zeros(256, 32)})
     with pytest.raises(ValueError, match=r"^--weights-partial needs --weights, the folder to load from$"):
-        make_plan(settings(tmp_path / "run", weights_partial=True))
+        make_run(settings(tmp_path / "run", weights_partial=True))
     with pytest.raises(ValueError, match=r"another model: experts was .*; --weights-partial loads the weights that b"):
-        make_plan(settings(tmp_path / "run", weights=str(given), model=ADAPTED))
+        make_run(settings(tmp_path / "run", weights=str(given), model=ADAPTED))
 
 
 @pytest.mark.parametrize("names,expected", [

@@ -6,14 +6,14 @@ import io
 from pathlib import Path
 
 import pytest
-from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.checkpoint import verify_checkpoint
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.options import parse_arguments
 from tests.support.checkpoints import FullDisk, checkpoint_names
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, make_trainer, records, resolve, settings, train, train_each
+from tests.support.runs import MODEL, losses, make_run, make_trainer, records, settings, train, train_each
 
 SMALL = {"steps": 3, "seq_len": 8, "eval_sequences": 1, "save_every": 1}
 
@@ -50,7 +50,7 @@ def train_on_a_disk_that_fills(rank, runs):
 
             patch.setattr(save_module, "save_checkpoint", fail_at)
             try:
-                TrainingRun(trainer).run()
+                train_loop(trainer)
             except SystemExit as exit_:
                 code = exit_.code
         messages = [line for line in err.getvalue().splitlines() if line.startswith("train.py: error: ")]
@@ -76,10 +76,10 @@ def test_training_continues_on_a_full_disk_and_exits_with_1_if_the_last_save_fai
 def test_checkpoint_options_are_parsed_and_checked():
     default = parse_arguments([]).checkpoint
     assert (default.keep, default.save_async) == (3, True)
-    assert not parse_arguments(["--no-save-async"]).checkpoint.save_async
+    assert not parse_arguments(["--set", "checkpoint.save_async=false"]).checkpoint.save_async
     assert parse_arguments(["--keep", "0"]).checkpoint.keep is None
     with pytest.raises(ValueError, match="--keep must be at least 1: got -1"):
-        resolve(["--keep", "-1"])
+        make_run(["--keep", "-1"])
 
 
 # ---- Resuming with another parallel layout ----
@@ -108,7 +108,7 @@ def test_a_pipeline_resumes_with_other_numbers_of_ranks_and_schedules(tmp_path):
 @pytest.mark.long
 def test_resuming_changes_the_number_of_expert_parallel_ranks(tmp_path):
     """From --ep 1 to 2 and back. Two data-parallel ranks throughout, so that every step sees the same tokens."""
-    common = {**LONG, "model": dataclasses.replace(MODEL, num_layers=2), "pp": 1, "micro_batches": 2, "keep": None}
+    common = {**LONG, "model": dataclasses.replace(MODEL, num_layers=2), "pp": 1, "keep": None}
     layouts = [{"ep": 1, "save_every": 2}, {"ep": 2, "save_every": 4}, {"ep": 1}]
     folder = "{}/{}/checkpoints/step-0000{}".format
     resumes = ["", folder(tmp_path, 0, "02"), folder(tmp_path, 1, "04")]

@@ -24,7 +24,7 @@ from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import build_model
 from tests.support.ranks import run_failing_ranks, run_ranks
-from tests.support.runs import MODEL, losses, make_plan, make_trainer, records, settings, train
+from tests.support.runs import MODEL, losses, make_run, make_trainer, records, settings, train
 
 BALANCED = dataclasses.replace(MODEL, router_bias=True, mtp_layers=1)
 
@@ -63,7 +63,7 @@ def test_a_run_starts_from_exported_weights_with_the_same_validation_loss(export
 
 
 def plan_run(tmp_path, **changes):
-    return make_plan(settings(tmp_path / "run", **{"model": MODEL, **changes}))
+    return make_run(settings(tmp_path / "run", **{"model": MODEL, **changes}))
 
 
 def test_weights_of_another_model_and_other_files_are_rejected(exported, tmp_path):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moe_dualpipe.data import files, load_data
 from moe_dualpipe.data.files import DataFile, read_whole
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
 from tests.support.ranks import run_failing_ranks
 from tests.support.runs import make_trainer, settings
 
@@ -43,19 +43,19 @@ def test_a_token_file_that_changes_in_place_is_named_when_a_batch_is_read(tokens
     path, (apply, sizes) = tokens / file, CHANGES[change]
     size = path.stat().st_size
     apply(path)
-    read = {"train.bin": lambda: text.batch(0, 0, 0, 4, 8), "held_out.bin": lambda: text.held_out_batch(0, 4, 4, 8)}
+    read = {"train.bin": lambda: text.batch(0, 0, 4, 8), "held_out.bin": lambda: text.held_out_batch(0, 4, 4, 8)}
     with pytest.raises(ValueError, match=f"{path} was written to while it was in use {sizes % size}"):
         read.pop(file)()
     read.popitem()[1]()  # the other file is as it was
 
 
 def test_a_token_file_that_is_replaced_or_removed_stays_open(tokens):
-    text, before = load_data(str(tokens), 8), load_data(str(tokens), 8).batch(0, 5, 0, 64, 8)[0]
+    text, before = load_data(str(tokens), 8), load_data(str(tokens), 8).batch(0, 5, 64, 8)[0]
     (tokens / "new").write_bytes(b"\7\0" * 9)
     (tokens / "new").replace(tokens / "train.bin")
-    assert text.batch(0, 5, 0, 64, 8)[0].equal(before)
+    assert text.batch(0, 5, 64, 8)[0].equal(before)
     (tokens / "train.bin").unlink()
-    assert text.batch(0, 5, 0, 64, 8)[0].equal(before)
+    assert text.batch(0, 5, 64, 8)[0].equal(before)
 
 
 def test_reads_are_complete_or_an_error_that_names_the_file(tmp_path, monkeypatch):
@@ -107,17 +107,17 @@ def test_files_are_closed(tokens):
 
 def truncated_run(rank, config, path):
     trainer = make_trainer(rank, config)
-    train_step = trainer.train_step
+    do_step = trainer.step
 
     def truncate_before_step_3(step):
         if step == 2:
             if rank == 0:
                 os.truncate(path, 4096)
             dist.barrier()
-        return train_step(step)
+        return do_step(step)
 
-    trainer.train_step = truncate_before_step_3
-    TrainingRun(trainer).run()
+    trainer.step = truncate_before_step_3
+    train_loop(trainer)
 
 
 def test_a_run_whose_data_is_truncated_ends_with_an_error_on_each_rank(tokens, tmp_path):

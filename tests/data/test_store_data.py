@@ -44,7 +44,7 @@ def load(source, folder, gb=1.0, **options):
 
 
 def batches(text, steps=3):
-    return [text.batch(7, step, 0, COUNT, SEQ_LEN) for step in range(steps)] + [text.held_out_batch(0, 4, 4, SEQ_LEN)]
+    return [text.batch(7, step, COUNT, SEQ_LEN) for step in range(steps)] + [text.held_out_batch(0, 4, 4, SEQ_LEN)]
 
 
 def equal(one, other):
@@ -96,7 +96,7 @@ def settle(ahead):
 
 def run_steps(text, steps, with_ahead, meanwhile=settle):
     """The waits of a loop of steps, with reading ahead or without."""
-    ahead = ReadAhead(text, 7, [0], COUNT, SEQ_LEN, steps)
+    ahead = ReadAhead(text, 7, COUNT, SEQ_LEN, range(COUNT), steps)
     ahead.ahead = min(ahead.ahead, 3)
     if with_ahead:
         ahead.fill(0)
@@ -104,7 +104,7 @@ def run_steps(text, steps, with_ahead, meanwhile=settle):
     for step in range(steps):
         if with_ahead:
             ahead.advance(step)
-        text.batch(7, step, 0, COUNT, SEQ_LEN)
+        text.batch(7, step, COUNT, SEQ_LEN)
         meanwhile(ahead)
     return ahead.take_waits()
 
@@ -126,8 +126,8 @@ def test_no_step_waits_while_steps_go_on(stored, tmp_path):
 
 def test_a_cache_that_is_too_small_is_refused(stored, tmp_path):
     text = load("s3://bucket/data/bare.bin", tmp_path, gb=5 * BLOCK / 1e9)
-    with pytest.raises(ValueError, match=r"--data-cache-gb 0.00065536 cannot hold the .* two steps: use 0.0016 or"):
-        ReadAhead(text, 7, [0], COUNT, SEQ_LEN, 10)
+    with pytest.raises(ValueError, match=r"data_cache_gb 0.00065536 cannot hold the .* two steps: use 0.0016 or"):
+        ReadAhead(text, 7, COUNT, SEQ_LEN, range(COUNT), 10)
     assert stored.requests
 
 
@@ -142,7 +142,7 @@ def test_commands_for_local_files_refuse_urls(arguments, capsys):
 
 
 def test_local_data_is_not_read_ahead(corpus, tmp_path):
-    ahead = ReadAhead(load(str(corpus / "bare.bin"), tmp_path), 7, [0], COUNT, SEQ_LEN, 10)
+    ahead = ReadAhead(load(str(corpus / "bare.bin"), tmp_path), 7, COUNT, SEQ_LEN, range(COUNT), 10)
     ahead.fill(0)
     ahead.advance(0)
     assert not ahead.files and ahead.take_waits() == 0

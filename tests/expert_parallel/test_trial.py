@@ -97,4 +97,4 @@ def test_a_step_reports_transfers_that_failed(tmp_path):
         trainer = make_trainer(0, settings(tmp_path, seq_len=8, steps=1))
         trainer.pipeline.expert_parallel = Choice(Late(), "symmetric", "")
         with pytest.raises(DistError, match="late"):
-            trainer.train_step(0)
+            trainer.step(0)

@@ -60,10 +60,10 @@ def test_a_suspended_rank_counts_as_dead(tmp_path):
 def on_rank_1_in_step_3(trainer, action):
     pipeline_step = trainer.pipeline.step
 
-    def step(*batch):
+    def step(*batch, **others):
         if trainer.layout.rank == 1 and trainer.progress.step == 3:
             action()
-        return pipeline_step(*batch)
+        return pipeline_step(*batch, **others)
 
     trainer.pipeline.step = step
 
@@ -88,7 +88,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path):
 def failing(trainer):
     """An error of the package itself."""
     if trainer.layout.rank == 1:
-        trainer.plan = replace(trainer.plan, text=None)
+        trainer.run = replace(trainer.run, text=None)
 
 
 def test_a_rank_that_fails_prints_its_traceback_and_the_others_the_error(tmp_path):
@@ -104,7 +104,7 @@ def raise_error():
 
 
 def failing_everywhere(trainer):
-    trainer.pipeline.step = lambda *_: raise_error()
+    trainer.pipeline.step = lambda *_, **__: raise_error()
 
 
 def test_of_ranks_that_fail_at_the_same_line_of_the_user_one_prints_it(tmp_path):

@@ -17,7 +17,7 @@ from moe_dualpipe.data import synced_files
 from moe_dualpipe.health.heartbeat import SAVING, CodePosition
 from moe_dualpipe.health.watch import watch_ranks
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
 from tests.support.checkpoints import loaded_step, state_of
 from tests.support.ranks import exits_and_logs, run_ranks
 from tests.support.runs import make_trainer, settings
@@ -131,7 +131,7 @@ def test_a_rank_that_reads_a_checkpoint_does_not_seem_to_wait_for_others(tmp_pat
 
 def count_operations(rank, config):
     trainer = make_trainer(rank, config)
-    TrainingRun(trainer).run()
+    train_loop(trainer)
     return trainer.progress.save.count, trainer.progress.save.operation
 
 

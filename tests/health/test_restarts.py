@@ -6,26 +6,29 @@ import time
 from pathlib import Path
 
 import pytest
-from moe_dualpipe.training.command_line import parse_arguments
+import torch
 
-from moe_dualpipe.training import restart
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.training import restart, setup
+from moe_dualpipe.training.agreement import agree
+from moe_dualpipe.training.options import parse_arguments
 from tests.support.checkpoints import write_manifest
 from tests.support.ranks import run_ranks
-from tests.support.runs import SMALL, change, losses, make_plan, options, records, resolve, settings, torchrun, train
+from tests.support.runs import SMALL, change, losses, make_run, options, records, settings, torchrun, train
 
 KILLS_ITSELF = """
 import os, signal
 from moe_dualpipe.commands.train import main
-from moe_dualpipe.training.trainer import Trainer
+from moe_dualpipe.training.step import Trainer
 
-train_step = Trainer.train_step
+do_step = Trainer.step
 
 def until_killed(self, step):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and step == 4 and self.layout.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return train_step(self, step)
+    return do_step(self, step)
 
-Trainer.train_step = until_killed
+Trainer.step = until_killed
 main()
 """
 
@@ -40,19 +43,8 @@ def test_torchrun_restarts_a_killed_run_which_resumes_in_its_folder(tmp_path):
     script = tmp_path / "kills_itself.py"
     script.write_text(KILLS_ITSELF)
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
-    small = [str(a) for a in SMALL]
-    arguments = [
-        *small,
-        "--steps",
-        "7",
-        "--save-every",
-        "2",
-        "--no-save-async",
-        "--sample-tokens",
-        "0",
-        "--device",
-        "cpu",
-    ]
+    small = [*map(str, SMALL), "--steps", "7", "--save-every", "2", "--sample-tokens", "0", "--device", "cpu"]
+    arguments = [*small, "--set", "checkpoint.save_async=false"]
     launch = "--standalone", "--nproc-per-node", 2, "--max-restarts", 1
     done = torchrun(*launch, script, *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -79,6 +71,13 @@ def checkpoint_in(out, step, age=0.0):
     return folder
 
 
+def folder_of(config):
+    folder = setup.run_folder(config.checkpoint, config.name)
+    if restart.newest_checkpoint(folder) is None:
+        setup.check_new(folder, config.checkpoint)
+    return folder
+
+
 def test_only_a_restart_uses_the_folder_of_its_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out, new, named = "runs/tiny", options(device="cpu"), options(device="cpu", out="runs/tiny")
@@ -91,14 +90,14 @@ def test_only_a_restart_uses_the_folder_of_its_launcher(tmp_path, monkeypatch):
     restart.mark_folder(Path(out), 0)
     assert len(list(Path(out, "launchers").iterdir())) == 1
     checkpoint_in(out, 3)
-    assert resolve(new).folder == Path("runs/tiny-2")
+    assert folder_of(new) == Path("runs/tiny-2")
     with pytest.raises(ValueError, match="already holds a run"):
-        resolve(named)
+        folder_of(named)
     set_torchrun_environment(monkeypatch, 1)
-    assert resolve(new).folder == Path(out)
-    assert resolve(named).folder == Path(out)
+    assert folder_of(new) == folder_of(named) == Path(out)
+    assert agree(Path(out), torch.device("cpu"), Launch(0, 0, 1, 1), 10).resume == Path(out, "checkpoints/step-000003")
     monkeypatch.setattr(os, "getppid", lambda: 1)  # another launcher
-    assert resolve(new).folder == Path("runs/tiny-2")
+    assert folder_of(new) == Path("runs/tiny-2")
     assert restart.newest_checkpoint(Path(out)) is None
 
 
@@ -139,7 +138,7 @@ def test_a_restart_after_the_last_step_does_no_step(tmp_path, monkeypatch):
     Path(config.checkpoint.out).mkdir()
     restart.mark_folder(Path(config.checkpoint.out), 0)
     first = run_ranks(1, train, config)[0]
-    assert make_plan(config).first_step == 2
+    assert make_run(config).first_step == 2
     again = run_ranks(1, restarted, change(config, profile=1))[0]  # no step is left to record
     assert losses(again) == losses(first)
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_dualpipe.health.signals import Stop
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
 from tests.support import ranks
 from tests.support.killed_runs import Processes, newest
 from tests.support.ranks import run_ranks
@@ -137,22 +137,22 @@ def stop_in(rank, config, method):
 
     def stopping(*arguments):
         calls.append(arguments)
-        last = config.steps if method == "train_step" else 2
+        last = config.steps if method == "step" else 2
         trainer.stop.requested |= rank == 1 and len(calls) == last
         return call(*arguments)
 
     setattr(trainer, method, stopping)
     with redirect_stdout(io.StringIO()) as printed:
-        TrainingRun(trainer).run()
+        train_loop(trainer)
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("method", ["train_step", "validation_loss"])
+@pytest.mark.parametrize("method", ["step", "validation_loss"])
 def test_a_request_at_the_end_is_followed_by_the_last_checkpoint_and_no_sample(tmp_path, method):
     config = settings(tmp_path / "run", steps=2, seq_len=16, sample_tokens=4, eval_sequences=1)
     printed = run_ranks(2, stop_in, config, method)[0]
     assert newest(tmp_path / "run").endswith("step-000002")
     assert "sample:" not in printed
     assert f" --resume {tmp_path}/run --steps 4\n" in printed
-    assert ("stopped after step 2, saved " in printed) == (method == "train_step")
+    assert ("stopped after step 2, saved " in printed) == (method == "step")
     assert ("validation loss 5." in printed) == (method == "validation_loss")

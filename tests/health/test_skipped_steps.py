@@ -4,21 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.runtime.replicas import check_equal
+from moe_dualpipe.training.extensions import Update
 from moe_dualpipe.training.extensions.skipped_steps import SkippedSteps
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.options import parse_arguments
 from tests.support.ranks import run_ranks
-from tests.support.runs import change, losses, make_trainer, records, resolve, settings, train
+from tests.support.runs import change, losses, make_run, make_trainer, records, settings, train
 
 
 def poison(trainer, rank, kind, value, steps):
     """In `steps`, put `value` into the loss of one rank, or into one element of one gradient."""
     pipeline_step = trainer.pipeline.step
 
-    def step(inputs, labels, sum_gradients=False):
-        found = pipeline_step(inputs, labels, sum_gradients and trainer.progress.step not in steps)
+    def step(inputs, labels, sum_gradients=False, num_labels=None):
+        found = pipeline_step(inputs, labels, sum_gradients and trainer.progress.step not in steps, num_labels)
         if torch.is_grad_enabled() and trainer.progress.step in steps and trainer.layout.rank == rank:
             if kind == "loss":
                 assert found, "this rank has no loss to poison"
@@ -40,12 +41,12 @@ def snapshot(trainer):
 def one_skipped_step(rank, config, *how):
     trainer = make_trainer(rank, config)
     poison(trainer, *how, steps={2})
-    trainer.train_step(0)
+    trainer.step(0)
     before = snapshot(trainer)
-    record = trainer.train_step(1)
+    record = trainer.step(1).record
     assert record["skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(trainer), strict=True))
-    assert trainer.train_step(2)["skipped"] == 1
+    assert trainer.step(2).record["skipped"] == 1
     assert not any(torch.equal(a, b) for a, b in zip(before, snapshot(trainer), strict=True) if a.ndim > 1)
     for replicas in trainer.replicas:
         check_equal(replicas)
@@ -70,7 +71,7 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(tmp_path, rank, kind, v
 def poisoned_run(rank, config, steps):
     trainer = make_trainer(rank, config)
     poison(trainer, 1, "attention", NAN, steps)
-    TrainingRun(trainer).run()
+    train_loop(trainer)
     return records(config.checkpoint.out)
 
 
@@ -92,7 +93,7 @@ def too_many(rank, config, steps):
     trainer = make_trainer(rank, config)
     poison(trainer, 1, "attention", INF, steps)
     with pytest.raises(SystemExit) as exit_:
-        TrainingRun(trainer).run()
+        train_loop(trainer)
     assert exit_.value.code == 1
 
 
@@ -102,14 +103,20 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run_without_a_checkpoint(tmp_p
     assert sorted(path.name for path in Path(config.checkpoint.out, "checkpoints").iterdir())[-1] == "step-000004"
 
 
+def finite(skips, step, loss, norm):
+    update = Update(step - 1, loss, norm, torch.zeros(1, 2))
+    skips.before_update(update)
+    return update.finite
+
+
 def test_messages_about_skipped_steps(capsys):
     skips, quiet = SkippedSteps(2), SkippedSteps(2, announce=False)
     for each in (skips, quiet):
-        assert not each.finite(3, NAN, 1.5)
-        assert each.finite(4, 2.0, 1.0)
-        assert not each.finite(5, 2.0, INF)
+        assert not finite(each, 3, NAN, 1.5)
+        assert finite(each, 4, 2.0, 1.0)
+        assert not finite(each, 5, 2.0, INF)
         assert not each.too_many
-        assert not each.finite(6, 2.0, NAN)
+        assert not finite(each, 6, 2.0, NAN)
         assert each.too_many
         assert each.total == 3
     first, second, third = capsys.readouterr().err.splitlines()
@@ -120,5 +127,5 @@ def test_messages_about_skipped_steps(capsys):
 
 def test_max_skipped_is_checked():
     assert parse_arguments([]).health.max_skipped == 10
-    with pytest.raises(ValueError, match="--max-skipped must be at least 1: got 0"):
-        resolve(["--max-skipped", "0"])
+    with pytest.raises(ValueError, match=r"health\.max_skipped must be at least 1: got 0"):
+        make_run(["--set", "health.max_skipped=0"])

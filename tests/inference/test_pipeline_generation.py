@@ -4,41 +4,33 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moe_dualpipe import inference
 from moe_dualpipe.checkpoint import read_manifest
 from moe_dualpipe.cli import main
 from moe_dualpipe.inference import Sampling, generate, generate_through_pipeline
-from moe_dualpipe.models import StageOptions, TransformerStage, build_model, split
-from moe_dualpipe.runtime import P2P, Executor
+from moe_dualpipe.models import StageOptions, build_model
+from moe_dualpipe.pipeline import Pipeline
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, settings, train, train_and_listen
 
 PROMPTS = [torch.tensor(list(prompt)) for prompt in (b"hello pipeline", b"hello")]
-HIDDEN = MODEL.hidden_size, torch.float32
 
 
-def pipeline(rank, ranks, name, fused_loss=False):
+def pipeline(ranks, name, window, fused_loss=False):
     schedule = build(name, ranks, 2 * ranks)
-    specs = split(MODEL, schedule.num_stages)
-    stages = {
-        s: TransformerStage(MODEL, specs[s], options=StageOptions(seed=5, fused_loss=fused_loss))
-        for s in schedule.placement.stages[rank]
-    }
-    group = dist.group.WORLD if ranks > 1 else None
-    return Executor(stages, P2P.connect(group, [], torch.device("cpu"))), schedule.placement, group
+    return Pipeline(MODEL, schedule, (1, window), options=StageOptions(seed=5, fused_loss=fused_loss))
 
 
 def generates_like_the_whole_model(rank, ranks, name, fused_loss):
-    parts, model = pipeline(rank, ranks, name, fused_loss), build_model(MODEL, options=StageOptions(seed=5))
+    model = build_model(MODEL, options=StageOptions(seed=5))
     for sampling, window, prompts in (
         (Sampling(0), 40, PROMPTS),
         (Sampling(0.8), 40, PROMPTS[:1]),
         (Sampling(1.5, 9, 0.9), 8, PROMPTS[:1]),  # the prompt is longer than max_length
     ):
-        got = generate_through_pipeline(*parts, prompts, 7, HIDDEN, window, MODEL.vocab_size, sampling, seed=9)
+        got = generate_through_pipeline(pipeline(ranks, name, window, fused_loss), prompts, 7, sampling, seed=9)
         choices = sampling.temperature, sampling.top_k, sampling.top_p
         assert torch.equal(got, generate(model, prompts, 7, window, *choices, seed=9))
 
@@ -52,9 +44,8 @@ def test_a_pipeline_generates_the_tokens_of_the_whole_model(fused_loss, ranks, n
 
 
 def test_a_pipeline_refuses_invalid_token_ids():
-    parts = pipeline(0, 1, "1f1b")
     with pytest.raises(ValueError, match="token ids must be from 0 to 255: got 256 in a prompt"):
-        generate_through_pipeline(*parts, [torch.tensor([256])], 1, HIDDEN, 8, MODEL.vocab_size, Sampling())
+        generate_through_pipeline(pipeline(1, "1f1b", 8), [torch.tensor([256])], 1, Sampling())
 
 
 @pytest.mark.long

@@ -5,16 +5,16 @@ the others get no packet that says so.
 """
 
 import contextlib
+import itertools
 import json
 import re
 import sys
 import time
 
 import pytest
-import torch
-from moe_dualpipe.training.command_line import parse_arguments
 
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.options import parse_arguments
 from tests.support import namespaces
 from tests.support.machines import Machines
 from tests.support.ranks import run_ranks
@@ -24,31 +24,34 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(namespaces.why_not()), r
 
 NOTES_SEQUENCES = """
 import json, time
-from moe_dualpipe.training import trainer
 from moe_dualpipe.commands.train import main
+from moe_dualpipe.data import TextData
+from moe_dualpipe.training.step import Trainer
 
-draw = trainer.sequences_of_step
-train_step = trainer.Trainer.train_step
+draw, do_step = TextData.batch, Trainer.step
 
 def slowly(self, step):
     time.sleep(0.1)
-    return train_step(self, step)
+    if self.layout.rank == 0:
+        with open("processes.jsonl", "a") as file:
+            file.write(json.dumps([step + 1, self.layout.pp * self.layout.dp]) + "\\n")
+    return do_step(self, step)
 
-def noted(text, seed, step, first, count, drawn, seq_len):
-    inputs, labels = draw(text, seed, step, first, count, drawn, seq_len)
-    with open(f"sequences-{count}-{first}.jsonl", "a") as file:
-        file.write(json.dumps([step + 1, first, inputs.tolist()]) + "\\n")
+def noted(self, seed, step, count, seq_len, rows):
+    inputs, labels = draw(self, seed, step, count, seq_len, rows)
+    with open(f"sequences-{len(rows)}-{rows.start}.jsonl", "a") as file:
+        file.write(json.dumps([step + 1, rows.start, inputs.tolist()]) + "\\n")
     return inputs, labels
 
-trainer.sequences_of_step, trainer.Trainer.train_step = noted, slowly
+TextData.batch, Trainer.step = noted, slowly
 main()
 """
 OTHER_TORCH = """
 import socket
-from moe_dualpipe.training import agreement
+from moe_dualpipe.runtime import topology
 
 if socket.gethostname() == "node-d":
-    agreement.own_versions = lambda: {"moe-dualpipe": "0.1.0", "torch": "2.10.0"}
+    topology.own_versions = lambda: {"moe-dualpipe": "0.1.0", "torch": "2.10.0"}
 """
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
 LAUNCH = [
@@ -56,8 +59,9 @@ LAUNCH = [
     *("--rdzv-endpoint", f"{namespaces.address(5)}:29400", "--rdzv-conf", CONF),
 ]
 OPTIONS = [
-    *SMALL, "--model.experts-per-token", 8,  # all of them: no choice depends on rounding
-    "--pp", 1, "--elastic", 3, "--steps", 1000, "--save-every", 5, "--no-save-async", "--sample-tokens", 0,
+    *(*SMALL, "--set", "checkpoint.save_async=false"),
+    "model.experts_per_token=8",  # all of them: no choice depends on rounding
+    *("--pp", 1, "--steps", 1000, "--batch-size", 12, "--save-every", 5, "--sample-tokens", 0),
     *("--device", "cpu", "--timeout", 6, "--log-every", 1, "--keep", 0),
 ]  # fmt: skip
 
@@ -76,18 +80,18 @@ class Run:
             words = [*self.words, "--local-addr", namespaces.address(i), "train.py", *OPTIONS, "--out", "run"]
             self.machines.start(i, words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
-    def step(self):
+    def attempts(self):
+        """The number of processes of each attempt, with the steps that it began."""
         with contextlib.suppress(OSError):
-            return max((r["step"] for r in records(self.folder / "run") if "loss" in r), default=0)
-        return 0
+            begun = map(json.loads, (self.folder / "processes.jsonl").read_text().splitlines())
+            grouped = itertools.groupby(begun, lambda entry: entry[1])
+            return [(processes, [step for step, _ in entries]) for processes, entries in grouped]
+        return []
 
-    def wait_for(self, division, more=8):
-        """Wait until the run is in this division, and has done more steps in it."""
-        end, first = time.monotonic() + 150, None
-        while first is None or self.step() < first + more:
-            with contextlib.suppress(OSError):
-                last = [r for r in records(self.folder / "run") if "division" in r][-1:]
-                first = last[0]["step"] if last and last[0]["processes"] == division else None
+    def wait_for(self, processes, more=8):
+        """Wait until this number of processes has done more steps."""
+        end = time.monotonic() + 150
+        while not any(now == processes and len(steps) > more for now, steps in self.attempts()[-1:]):
             assert time.monotonic() < end, "\n".join(self.machines.log(i) for i in self.machines.processes)
             time.sleep(0.1)
 
@@ -103,16 +107,16 @@ def undisturbed(rank, arguments, steps):
     config = parse_arguments([str(a) for a in arguments])
     trainer = make_trainer(rank, config)
     stop = lambda trainer, record: record["step"] == steps and trainer.request_stop()  # noqa: E731
-    TrainingRun(trainer, callbacks=[stop], verbose=False).run()
-    text, count = trainer.plan.text, trainer.plan.sequences
-    draws = [[text.batch(0, step, r, count, config.batch.seq_len)[0] for r in range(3)] for step in range(steps)]
-    return records(config.checkpoint.out), [[*map(tuple, torch.cat(draw).tolist())] for draw in draws]
+    train_loop(trainer, callbacks=[stop], verbose=False)
+    draws = [trainer.text.batch(0, step, 12, config.batch.seq_len)[0] for step in range(steps)]
+    return records(config.checkpoint.out), [[*map(tuple, draw.tolist())] for draw in draws]
 
 
 def lines(text, pattern):
     return [line for line in text.splitlines() if re.search(pattern, line)]
 
 
+@pytest.mark.timeout(900)
 def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another_is_added(tmp_path):
     """Three machines; without the one of rank 0; with it again; with a fourth, the new first, until it leaves."""
     with running(tmp_path, "2:4", NOTES_SEQUENCES) as (machines, run):
@@ -134,12 +138,15 @@ def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another
         logs = [machines.log(i) for i in range(4)]
     found = records(tmp_path / "run")
     done = max(losses(found))
-    (expected, sequences), *_ = run_ranks(3, undisturbed, [*OPTIONS, "--out", tmp_path / "whole"], done)
+    (expected, sequences), *_ = run_ranks(
+        3, undisturbed, [*OPTIONS, "--save-every", 0, "--out", tmp_path / "whole"], done, timeout=400
+    )
     assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
     assert {*losses(found, "tokens").values()} == {12 * 32}
-    divisions = [(r["step"], r["processes"]) for r in found if "division" in r]
-    assert [processes for _, processes in divisions] == [3, 2, 3, 4, 3]
-    for step in range(1, divisions[1][0] + 1):
+    attempts = run.attempts()
+    assert [processes for processes, _ in attempts] == [3, 2, 3, 4, 3]
+    second = attempts[1][1][0]
+    for step in range(1, second):
         assert losses(found)[step] == losses(expected)[step]
     read = {}
     for file in tmp_path.glob("sequences-*.jsonl"):
@@ -148,13 +155,11 @@ def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another
             read.setdefault(step, []).extend(range(first, first + len(rows)))
     assert sorted(read) == [*range(1, done + 1)] and all({*rows} == {*range(12)} for rows in read.values())
     repeated = {step for step, rows in read.items() if len(rows) > 12}
-    assert repeated <= {*range(divisions[1][0] + 1, divisions[1][0] + 7)}  # only those after the last checkpoint
-    each = {2: 6, 3: 4, 4: 3}
-    text = {n: f"dualpipev over 1 pipeline x {n} data-parallel ranks, {m} micro-batches each" for n, m in each.items()}
-    changes = (2, 2, 3), (1, 3, 2), (0, 4, 3), (1, 3, 4)  # the machine of rank 0, processes now and before
-    for machine, now, before in changes:
-        said = f"elastic: {now} processes: {text[now]}; before: {text[before]}"
-        assert lines(logs[machine], "^elastic: ").count(said) == 1
+    assert repeated <= {*range(second, second + 6)}  # only those after the last checkpoint
+    for machine, processes in enumerate(([4], [3, 3, 3], [2], [])):  # of the attempts whose rank 0 is on this machine
+        assert [
+            *map(int, re.findall("^dualpipev over 1 pipeline x ([0-9]) ", logs[machine], re.MULTILINE))
+        ] == processes
     for log in logs[1:]:
         assert len(lines(log, "stops: a machine leaves; torchrun starts the others again$")) == 1
     for log in logs[2:]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 import yaml
-from moe_dualpipe.training.command_line import parse_arguments
+
+from moe_dualpipe.training.options import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = yaml.safe_load((ROOT / "examples" / "launch" / "kubernetes.yaml").read_text())

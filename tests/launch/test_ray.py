@@ -13,7 +13,7 @@ from tests.support.runs import losses, records
 ROOT = Path(__file__).parents[2]
 KILLS_ITSELF = """
 def kill_once(trainer, record):
-    if record["step"] == 6 and trainer.layout.rank == 1 and trainer.plan.resume is None:
+    if record["step"] == 6 and trainer.layout.rank == 1 and trainer.run.resume is None:
         import os, signal
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run
-from moe_dualpipe.training.command_line import parse_arguments
 
+from moe_dualpipe.training.options import parse_arguments
 from tests.support.runs import SMALL, losses, records
 
 ROOT = Path(__file__).parents[2]
@@ -206,7 +206,10 @@ def test_a_stopped_job_is_queued_again_and_resumes(tmp_path):
     job = Job(tmp_path, PROCESSES="1", NETWORK="tcp", INTERFACE="lo", CHECK=check, OPTIONS="(--device cpu)")
     (tmp_path / "bin" / "moe-dualpipe").write_text(ANY_SPEED)
     (tmp_path / "bin" / "moe-dualpipe").chmod(0o755)
-    arguments, first_id = [*SMALL, "--steps", 400, "--sample-tokens", 0, "--eval-sequences", 1], free_job_id()
+    arguments, first_id = (
+        [*SMALL, "--steps", 400, "--sample-tokens", 0, "--set", "metrics.eval_sequences=1"],
+        free_job_id(),
+    )
     with job.start(*arguments, SLURM_JOB_ID=first_id) as process:
         metrics = tmp_path / "runs" / "moe" / "metrics.jsonl"
         end = time.monotonic() + 90

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe_dualpipe.training.command_line import parse_arguments
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Local
@@ -18,6 +17,7 @@ from moe_dualpipe.models.costs import flops_shape
 from moe_dualpipe.models.layer_class import name_of
 from moe_dualpipe.models.layer_options import options_text, parse_options
 from moe_dualpipe.models.router import router_class
+from moe_dualpipe.training.options import parse_arguments
 from tests.support import own_layers
 from tests.support.models import CONFIG, with_choices
 from tests.support.oracles import moe_oracle
@@ -167,13 +167,13 @@ def test_wrong_options_are_refused(experts, options, problem):
 
 
 def test_options_on_the_command_line():
-    experts = ["--model.experts", f"{HERE}:VariedExpert"]
+    experts = ["--experts", f"{HERE}:VariedExpert"]
     for words in (
-        ["--model.expert-options", "factor=0.5", "widths=3,5"],
-        ["--model.expert-options.factor", "0.5", "--steps", "3", "--model.expert_options.widths", "3", "5"],
-        ["--model.expert-options.widths=3,5", "--model.expert-options.factor=0.5"],
+        ["--set", "model.expert_options=factor=0.5 widths=3,5"],
+        ["--set", "model.expert_options.factor=0.5", "--steps", "3", "--set", "model.expert_options.widths=3,5"],
+        ["--set", "model.expert_options.widths=3,5", "model.expert_options.factor=0.5"],
     ):
-        config = parse_arguments([*experts, *words, "--model.num-layers", "2"])
+        config = parse_arguments([*experts, *words, "--num-layers", "2"])
         assert sorted(str(config.model.expert_options).split()) == ["factor=0.5", "widths=3,5"]
         assert config.model.num_layers == 2
     assert parse_arguments(experts).model.expert_options == ""

@@ -8,9 +8,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from moe_dualpipe.training.from_options import watched_world
-from moe_dualpipe.training.plan import plan_run
-from moe_dualpipe.training.trainer import Trainer
 
 from moe_dualpipe.expert_parallel.gather import gather_objects
 from moe_dualpipe.runtime import topology
@@ -18,7 +15,11 @@ from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.topology import RankPlace, describe, find_domains, machine_limit, place, placement_order
 from moe_dualpipe.runtime.versions import OtherVersionsError
-from moe_dualpipe.training.loop import TrainingRun
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.options import Request
+from moe_dualpipe.training.preflight import prepare
+from moe_dualpipe.training.run import watched_world
+from moe_dualpipe.training.step import Trainer
 from tests.support.pretended_machines import pretend
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, records, settings
@@ -147,7 +148,10 @@ def refused_rank(rank, out, machines):
             monkeypatch.setattr(topology, "rendezvous", lambda *args: LateStore(meet(*args)))
         if machines[rank] == machines[-1]:
             monkeypatch.setattr(topology, "own_versions", lambda: {"moe-dualpipe": "0.1.0", "torch": "1.0"})
-        with pytest.raises(OtherVersionsError) as error, watched_world(plan_run(settings(out, pp=1), launch), launch):
+        with (
+            pytest.raises(OtherVersionsError) as error,
+            watched_world(prepare(Request(settings(out, pp=1, batch_size=8)), launch), launch),
+        ):
             raise AssertionError("the run has started")
         return str(error.value)
 
@@ -167,9 +171,9 @@ def train_on(rank, out, machines, ep):
     """A run on pretended machines. Returns the records, and what rank 0 printed."""
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()) as printed:
         launch = pretend(rank, machines, monkeypatch)
-        config = settings(out, ep=ep, pp=1, steps=2)
-        with watched_world(plan_run(config, launch), launch) as (plan, progress):
-            TrainingRun(Trainer(plan, progress)).run()
+        config = settings(out, ep=ep, pp=1, steps=2, batch_size=8)
+        with watched_world(prepare(Request(config), launch), launch) as (run, progress):
+            train_loop(Trainer(run, progress))
     return records(out), printed.getvalue()
 
 

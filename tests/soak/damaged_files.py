@@ -152,7 +152,7 @@ def damaged_tokens(rng: random.Random, folder: Path) -> None:
     what = damage(rng, tokens)
     found = []
     if not refused(lambda: found.append(load_data(str(tokens), 32))):
-        batches = [data.batch(0, 0, 0, 4, 32)[0] for data in (found[0], load_data(str(originals() / "tokens"), 32))]
+        batches = [data.batch(0, 0, 4, 32)[0] for data in (found[0], load_data(str(originals() / "tokens"), 32))]
         assert torch.equal(*batches), f"{what} loaded"
 
 
@@ -253,7 +253,7 @@ def random_text(rng: random.Random, folder: Path) -> None:
     sources = [str(folder), f"{folder}/**", *map(str, sorted(folder.iterdir()))]
     found = []
     if not refused(lambda: found.append(load_data([rng.choice(sources)], 16))):
-        found[0].batch(0, 0, 0, 2, 16)
+        found[0].batch(0, 0, 2, 16)
 
 
 ATTACKS = (

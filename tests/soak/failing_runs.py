@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe_dualpipe.training.trainer import Trainer
 
 from moe_dualpipe.checkpoint import find_checkpoint, load_checkpoint, read_tensor_metadata
 from moe_dualpipe.training.config import TrainConfig
+from moe_dualpipe.training.extensions import Update
+from moe_dualpipe.training.step import Trainer
 from tests.support.killed_runs import Processes, newest
 from tests.support.runs import change, losses, records, settings
 
@@ -165,9 +166,9 @@ def flip_bit(rng: random.Random, folder: Path) -> None:
 
 def flip_before(flip_step: int, rank: int, which: float, where: float, bit: int, trainer: Trainer) -> None:
     """After `flip_step` steps, flip bit `bit` of a byte of a replicated parameter. which, where: from 0 to 1."""
-    train_step = trainer.train_step
+    do_step = trainer.step
 
-    def spoiled(step: int) -> dict[str, float]:
+    def spoiled(step: int) -> Update:
         if step == flip_step and trainer.layout.rank == rank:
             trainer.optimizer.wait()  # otherwise, the owner's weights may overwrite it
             sets = [replicas for replicas in trainer.replicas if replicas.group is not None]
@@ -176,9 +177,9 @@ def flip_before(flip_step: int, rank: int, which: float, where: float, bit: int,
             data = parameter.detach().view(-1).view(torch.uint8)
             data[int(where * len(data))] ^= 1 << bit
             os.write(2, f"flipped: {name}\n".encode())
-        return train_step(step)
+        return do_step(step)
 
-    trainer.train_step = spoiled
+    trainer.step = spoiled
 
 
 def check_named_unless_done(run: Processes, rank: int) -> None:

@@ -25,8 +25,8 @@ PORT = 29_500
 LIMIT = 90.0
 """Seconds until a process counts as hanging."""
 OPTIONS = [
-    *("--model.hidden-size", "32", "--model.num-layers", "8", "--model.head-dim", "8", "--seq-len", "16"),
-    *("--micro-batches", "8", "--micro-batch-size", "1", "--eval-sequences", "8", "--sample-tokens", "0"),
+    *("--num-layers", "8", "--seq-len", "16", "--batch-size", "8", "--micro-batch-size", "1", "--sample-tokens", "0"),
+    *("--set", "model.hidden_size=32", "model.head_dim=8", "metrics.eval_sequences=8"),
     *("--data", TEXT, "--device", "cpu", "--steps", "1000000", "--timeout", "20"),
 ]
 

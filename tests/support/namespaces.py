@@ -51,7 +51,7 @@ def enter_machine(rank: int, folder: Path) -> None:
 @contextmanager
 def switch() -> Iterator[int]:
     """A namespace with a switch; yields the process that holds it."""
-    holder = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 300"], stdout=subprocess.PIPE)
+    holder = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 600"], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline()
         run_in(holder.pid, "ip link add switch type bridge", "ip link set switch up")

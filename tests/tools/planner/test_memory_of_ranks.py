@@ -15,8 +15,9 @@ from moe_dualpipe.schedule import Costs, Forward, Part, build, members, simulate
 from moe_dualpipe.tools.planner.activations import MicroBatch, deferred_bytes, rows_received, saved_bytes
 from moe_dualpipe.tools.planner.parameters import parameter_sizes
 from moe_dualpipe.tools.planner.peak import StageBytes, peak_memory, peak_of_actions
+from moe_dualpipe.training.layout_choice import choose
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, make_trainer, options, resolve, settings
+from tests.support.runs import MODEL, make_trainer, options, settings
 
 CONFIG = ModelConfig(vocab_size=40, hidden_size=12, num_layers=5, num_experts=6, experts_per_token=4)
 
@@ -96,12 +97,12 @@ def state_of_a_run(rank, config):
 @pytest.mark.quick("4-{'pp': 2, 'ep': 2, 'dtype': 'bfloat16'}-False", "2-{'schedule': '1f1b'}-True")
 def test_shared_optimizer_state_equals_that_of_a_run(tmp_path, ranks, changes, tied):
     """Owners get whole tensors. With a vocabulary of 3,000, two tensors are larger than an even share."""
-    config = settings(tmp_path, model=dataclasses.replace(MODEL, vocab_size=3000, tied_embeddings=tied), **changes)
-    held = run_ranks(ranks, state_of_a_run, config)
-    pp, ep = changes.get("pp", ranks), changes.get("ep", 1)
-    schedule = build(changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, config.batch.micro_batches)
+    pp, ep, model = changes.get("pp", ranks), changes.get("ep", 1), dataclasses.replace(MODEL, vocab_size=3000)
+    model = dataclasses.replace(model, tied_embeddings=tied)
+    held = run_ranks(ranks, state_of_a_run, settings(tmp_path, model=model, batch_size=4 * ranks // pp, **changes))
+    schedule = build(changes.get("schedule", "dualpipe" if pp > 1 else "1f1b"), pp, 4)
     precision = "bf16" if "dtype" in changes else "fp32"
-    memory = peak_memory(config.model, schedule, MicroBatch(1, 32, ep=ep), ranks // pp, precision)
+    memory = peak_memory(model, schedule, MicroBatch(1, 32, ep=ep), ranks // pp, precision)
     predicted = [rank.optimizer for rank in memory]
     per_rank = [held[i : i + ranks // pp] for i in range(0, ranks, ranks // pp)]
     assert predicted == [max(replicas) for replicas in per_rank]
@@ -134,7 +135,7 @@ def test_sizes_of_equal_layers_are_those_of_all_layers(layers, dense, choices):
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
 def test_auto_chooses_the_schedule_of_a_run(pp, capsys):
-    chosen = resolve(options(pp=pp, model=dataclasses.replace(MODEL, num_layers=8)), pp).schedule.name
+    chosen = choose(options(pp=pp, model=dataclasses.replace(MODEL, num_layers=8)), pp).name
     assert main(["model", "show", "olmoe-1b-7b", "--pp", str(pp)]) == 0
     assert f"\n{chosen} over {pp} pipeline x 1 data-parallel ranks" in capsys.readouterr().out
 
