@@ -10,11 +10,10 @@ from typing import Any
 import tyro
 from tyro.conf import OmitSubcommandPrefixes
 
+from ..errors import error_text, one_line_errors, user_error
 from ..messages import describe
-from ..option_errors import one_line_errors
 from ..schedule import ScheduleError
 from ..standard_streams import protect_streams
-from ..user_errors import error_text, user_error
 from .check import CheckCommands, CheckParallel
 from .data import DataCommands
 from .eval import Eval

@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from ..user_errors import error_text, fault_of, locate
+from ..errors import error_text, fault_of, in_context
 from .deadline import Deadline, end_process
 from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace, state_of
 from .program import program_name
@@ -50,7 +50,7 @@ def watch_ranks(timeout: float, patience: float = PATIENCE, full_traceback: bool
             yield progress
         except Exception as error:
             error.__traceback__ = _without_this_frame(error)
-            locate(error, step=progress.step or None)
+            _note_step(error, progress)
             report_error(error_text(error, program_name(), full_traceback))
             raise SystemExit(1) from error
         return
@@ -125,7 +125,8 @@ class Watchdog:
 
     def fail(self, error: Exception, full_traceback: bool = False) -> NoReturn:
         """End this process because of `error`, or because of the failure that broke the connection."""
-        locate(error, step=self.progress.step or None, rank=self.rank)
+        _note_step(error, self.progress)
+        in_context(error, f"rank {self.rank}")
         if _is_lost_connection(error):
             self._lost_connection = error
             time.sleep(self.patience + 4 * self.interval)  # the thread ends the process when it knows the cause
@@ -251,6 +252,11 @@ class Watchdog:
         why = f" ({_first_line(self._lost_connection)})" if self._lost_connection is not None else ""
         waits = "; ".join(self._stall.describe(self._checks) or positions)
         return Failure(None, f"the ranks wait for each other{why}: {waits}")
+
+
+def _note_step(error: BaseException, progress: Progress) -> None:
+    if progress.step:
+        in_context(error, f"step {progress.step}")
 
 
 def _without_this_frame(error: BaseException) -> TracebackType | None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..user_errors import user_error
+from ..errors import user_error
 
 Result = TypeVar("Result")
 

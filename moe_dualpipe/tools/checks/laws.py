@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...errors import describe_user_error, needs_no_frames, user_error
 from ...messages import describe
-from ...user_errors import describe_user_error, needs_no_frames, user_error
 from .report import Check, Report, Status
 
 
