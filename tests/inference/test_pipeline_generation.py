@@ -61,7 +61,7 @@ def test_a_pipeline_refuses_invalid_token_ids():
 def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     """The command prints the sample that the pipeline generated at the end of the run."""
     changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
-    how = ["--prompt", "de\u00e9", "--tokens", "30", "--top-k", "5", "--seed", "4", "--max-length", "32"]
+    how = ["--prompt", "de\u00e9", "--sample-tokens", "30", "--top-k", "5", "--seed", "4", "--seq-len", "32"]
     said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
     sample = said.partition("sample:\n")[2].partition("\nsaved ")[0]
     assert main(["generate", str(tmp_path), *how]) == 0
@@ -77,7 +77,7 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
         (["--num", "0"], "--num must be at least 1: got 0"),
         (["--prompt", ""], "--prompt is empty"),
         (["--top-k", "-1"], "top_k must be at least 1: got -1"),
-        (["--tokens", "-1"], "--tokens must be at least 0: got -1"),
+        (["--sample-tokens", "-1"], "--sample-tokens must be at least 0: got -1"),
     ):
         assert main(["generate", str(tmp_path), *wrong]) == 2
         assert message in capsys.readouterr().err

@@ -302,4 +302,4 @@ def test_a_failed_rank_ends_the_step_on_all_ranks(name, pp, ep, how, where):
     assert "Connection closed by peer" in survivor or "Connection reset by peer" in survivor
     assert re.search(r"while rank 0 \(pipeline rank 0\) ran .* \(stage \d, micro-batch \d.*\) of dualpipe", survivor)
     if ep > 1:
-        assert re.search(r"during (wait for )?(dispatch|combine)\([FB]\) of layer \d", survivor)
+        assert re.search(r"in layer \d, (wait for )?(dispatch|combine) (forward|backward)", survivor)

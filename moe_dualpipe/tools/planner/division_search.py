@@ -205,7 +205,7 @@ def _powers(most: int) -> list[int]:
 def _nothing_fits(load: Workload, too_large: Sequence[tuple[Division, float]]) -> str:
     model = f"{load.shape.name} on {load.division.gpus} x {load.device.name}"
     if not too_large:
-        return f"{model}: no division has whole micro-batches; change --gpus or --global-batch {load.global_batch}"
+        return f"{model}: no division has whole micro-batches; change --gpus or --batch-size {load.global_batch}"
     division, memory = too_large[0]
     return (
         f"{model} does not fit: the smallest division ({division}, recompute full) needs {memory:.0f} of the "

@@ -242,10 +242,10 @@ def _expert_transfers(
     tokens = load.rank_tokens * factor
     wide = load.element * hidden
     narrow = (
-        hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "nccl" else wide
+        hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "all_to_all" else wide
     )  # with scales
     first, other = (all_to_all(device, rows, tokens, width) for width in (narrow, wide))
     # Without fused kernels, rows are copied once more on each side of a transfer.
     copies = Clock(device, load.precision, ALL).memory(4 * tokens * (rows.near + rows.far) * wide)
-    copies = copies if load.ep_backend == "nccl" else 0.0
+    copies = copies if load.ep_backend == "all_to_all" else 0.0
     return first + copies, other + copies, other + copies, other + copies

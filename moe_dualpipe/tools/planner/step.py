@@ -10,7 +10,7 @@ from .stages import stages_of
 from .transfer_times import gather, seconds
 from .workload import PAIRED, Workload
 
-TRANSFER_SHARE = {"nccl": 20, "deepep": 20, "hybrid": 8}
+TRANSFER_SHARE = {"all_to_all": 20, "deepep": 20, "hybrid": 8}
 """Multiprocessors that transfers of experts occupy."""
 OVERLAP = 0.7
 """Share of what overlap could hide at best that it hides: 16 H100, Qwen3-30B, 41.25 -> 31.31 s over NCCL and 24.71 ->

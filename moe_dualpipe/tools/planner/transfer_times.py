@@ -12,7 +12,7 @@ from typing import Literal
 
 from .device import Device, Link
 
-EpBackend = Literal["nccl", "deepep", "hybrid"]
+EpBackend = Literal["all_to_all", "deepep", "hybrid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,17 @@ def rows_sent(
 ) -> Rows:
     """How many rows each token makes with `ep` ranks, `domain` of them in a fast domain.
 
-    nccl: one row for each choice. deepep, hybrid: one row for each domain, forwarded to each rank there that holds any
-    of the token's experts. Choices are even and independent, but for groups: the experts of a token are in `top_groups`
-    of `groups` groups of consecutive experts, which limits the domains that it is sent to.
+    all_to_all: one row for each choice. deepep, hybrid: one row for each domain, forwarded to each rank there that
+    holds any of the token's experts. Choices are even and independent, but for groups: the experts of a token are in
+    `top_groups` of `groups` groups of consecutive experts, which limits the domains that it is sent to.
 
-    Example: 8 of 64 experts, 16 ranks, 8 in a domain: nccl sends 4 rows to the other domain, deepep 0.996.
+    Example: 8 of 64 experts, 16 ranks, 8 in a domain: all_to_all sends 4 rows to the other domain, deepep 0.996.
     """
     if ep == 1 or not experts:
         return Rows(0.0, 0.0)
     local = min(ep, domain)
     domains = ep / local
-    if backend == "nccl":
+    if backend == "all_to_all":
         return Rows(top_k * (local - 1) / ep, top_k * (1 - 1 / domains))
     in_domain, in_rank = (_hit(experts, top_k, parts, groups, top_groups) for parts in (domains, ep))
     return Rows(in_rank * (ep - 1), in_domain * (domains - 1))

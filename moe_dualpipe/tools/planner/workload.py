@@ -74,7 +74,7 @@ class Workload:
     precision: Precision = "bf16"
     schedule: str = "1f1b"
     recompute: Recompute = "none"
-    ep_backend: EpBackend = "nccl"
+    ep_backend: EpBackend = "all_to_all"
     overlap: bool | None = None
     routing: Routing = "balanced"
     zero: bool = True
@@ -140,12 +140,12 @@ class Workload:
                 f"use {_below(one.tp, heads)}"
             )
         if self.seq % one.cp:
-            raise ValueError(f"--cp {one.cp} does not divide --seq {self.seq}; use {_below(one.cp, self.seq)}")
+            raise ValueError(f"--cp {one.cp} does not divide --seq-len {self.seq}; use {_below(one.cp, self.seq)}")
         if self.seq // one.cp % one.tp:  # between products, tensor-parallel ranks share the tokens
             most = _below(one.tp, self.seq // one.cp)
-            raise ValueError(f"--tp {one.tp} does not divide --seq {self.seq} / --cp {one.cp}; use {most}")
+            raise ValueError(f"--tp {one.tp} does not divide --seq-len {self.seq} / --cp {one.cp}; use {most}")
         if shape.mtp >= self.seq:
-            raise ValueError(f"--seq {self.seq} is too short for {shape.mtp} modules of multi-token prediction")
+            raise ValueError(f"--seq-len {self.seq} is too short for {shape.mtp} modules of multi-token prediction")
         experts = max(layer.experts for layer in shape.layers)
         if one.ep > 1 and not experts:
             raise ValueError(f"--ep {one.ep}: {shape.name} has no experts; use --ep 1")
@@ -172,7 +172,7 @@ class Workload:
         if self.global_batch % each:
             nearest = max(each, round(self.global_batch / each) * each)
             raise ValueError(
-                f"--global-batch {self.global_batch} is not a multiple of micro-batch x dp = {self.micro_batch} x "
+                f"--batch-size {self.global_batch} is not a multiple of micro-batch x dp = {self.micro_batch} x "
                 f"{self.division.dp} = {each}; use {nearest}"
             )
 
@@ -190,7 +190,7 @@ class Workload:
         if self.schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
             return  # as in Megatron-LM, any number of micro-batches
         each = self.micro_batch * one.dp
-        check_micro_batches(self.schedule, one.pp, self.num_micro_batches, lambda n: f"--global-batch {n * each}")
+        check_micro_batches(self.schedule, one.pp, self.num_micro_batches, lambda n: f"--batch-size {n * each}")
 
 
 def check_choices(load: Workload) -> None:
@@ -201,7 +201,7 @@ def check_choices(load: Workload) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be one of {', '.join(get_args(kind))}: got {got}")
     if load.device.peak.get(load.precision) is None:
         known = ", ".join(name for name, peak in load.device.peak.items() if peak is not None)
-        raise ValueError(f"{load.device.name} does not support --precision {load.precision}: use {known}")
+        raise ValueError(f"{load.device.name} does not support --dtype {load.precision}: use {known}")
 
 
 def _below(number: int, of: int) -> int:

@@ -56,7 +56,7 @@ class Workload:
         if tokens is None:
             tokens = 128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq
         if mode != "decode" and tokens % seq:
-            raise ValueError(f"--tokens {tokens} must be a multiple of --seq {seq}: use {-(-tokens // seq) * seq}")
+            raise ValueError(f"--tokens {tokens} must be a multiple of --seq-len {seq}: use {-(-tokens // seq) * seq}")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         return cls(mode, name, model, layers, seq, tokens, routing, device, dtype)
 

@@ -219,7 +219,7 @@ def test_default_sizes(mode, seq, tokens, expected):
     assert (work.seq, work.tokens) == expected
 
 
-@pytest.mark.parametrize("options", [[], ["--ep", "0", "--seq", "0", "--tokens", "0", "--link-gbps", "0"]])
+@pytest.mark.parametrize("options", [[], ["--ep", "0", "--seq-len", "0", "--tokens", "0", "--link-gbps", "0"]])
 def test_options_of_zero_or_none_choose_the_defaults(monkeypatch, tmp_path, options):
     given: list[tuple[int, int, int | None, Link | None]] = []
 
