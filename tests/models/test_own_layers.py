@@ -17,7 +17,7 @@ from moe_dualpipe.models.costs import flops_shape
 from moe_dualpipe.models.layer_class import name_of
 from moe_dualpipe.models.layer_options import options_text, parse_options
 from moe_dualpipe.models.router import router_class
-from moe_dualpipe.training.command_line import parse_arguments
+from moe_dualpipe.training.options import parse_arguments
 from tests.support import own_layers
 from tests.support.models import CONFIG, with_choices
 from tests.support.oracles import moe_oracle

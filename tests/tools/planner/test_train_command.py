@@ -4,12 +4,12 @@ import dataclasses
 import shlex
 
 import pytest
+from moe_dualpipe.training.command_line import parse_arguments
 
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.train_command import train_command
 from moe_dualpipe.tools.planner.workload import Division, Workload
-from moe_dualpipe.training.command_line import parse_arguments
 
 BASE = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), Division(16, pp=4, ep=4), seq=2048, global_batch=64)
 

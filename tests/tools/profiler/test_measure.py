@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.commands.profile import _device
+from moe_dualpipe.commands.profile_run import _device
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.profiler import measure
