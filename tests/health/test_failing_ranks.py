@@ -104,7 +104,7 @@ def raise_error():
 
 
 def failing_everywhere(trainer):
-    trainer.pipeline.step = lambda *_: raise_error()
+    trainer.pipeline.step = lambda *_, **__: raise_error()
 
 
 def test_of_ranks_that_fail_at_the_same_line_of_the_user_one_prints_it(tmp_path):
