@@ -13,9 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -44,27 +43,25 @@ def watch_ranks(timeout: float, patience: float = PATIENCE, full_traceback: bool
     failed at the same line print nothing, and the rest one line with the name of that rank. full_traceback: print
     tracebacks of a user's errors, too. A single process is not watched.
     """
-    progress = Progress()
-    if dist.get_world_size() == 1:
-        try:
-            yield progress
-        except Exception as error:
-            error.__traceback__ = _without_this_frame(error)
-            _note_step(error, progress)
-            report_error(error_text(error, program_name(), full_traceback))
-            raise SystemExit(1) from error
-        return
+    progress, alone = Progress(), dist.get_world_size() == 1
     patience, attempt = min(patience, timeout / 2), _attempt_id()
     silence = f"rank {dist.get_rank()} stops: no answer from the rendezvous store on {_server()} for {patience:g} s"
-    with Deadline(patience, silence) as answers:
-        watchdog = Watchdog(progress, timeout, patience, f"watch/{attempt}", answers)
+    with nullcontext() if alone else Deadline(patience, silence) as answers:
+        watchdog = answers and Watchdog(progress, timeout, patience, f"watch/{attempt}", answers)
         try:
             yield progress
         except Exception as error:
-            error.__traceback__ = _without_this_frame(error)
-            watchdog.fail(error, full_traceback)
+            # Without the frame of this function: it did not call what failed.
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            if progress.step:
+                in_context(error, f"step {progress.step}")
+            if watchdog:
+                watchdog.fail(error, full_traceback)
+            report_error(error_text(error, program_name(), full_traceback))
+            raise SystemExit(1) from error
         finally:
-            watchdog.close()
+            if watchdog:
+                watchdog.close()
 
 
 @contextmanager
@@ -123,7 +120,6 @@ class Watchdog:
 
     def fail(self, error: Exception, full_traceback: bool = False) -> NoReturn:
         """End this process because of `error`, or because of the failure that broke the connection."""
-        _note_step(error, self.progress)
         in_context(error, f"rank {self.rank}")
         if _is_lost_connection(error):
             self._lost_connection = error
@@ -250,16 +246,6 @@ class Watchdog:
         why = f" ({_first_line(self._lost_connection)})" if self._lost_connection is not None else ""
         waits = "; ".join(self._stall.describe(self._checks) or positions)
         return Failure(None, f"the ranks wait for each other{why}: {waits}")
-
-
-def _note_step(error: BaseException, progress: Progress) -> None:
-    if progress.step:
-        in_context(error, f"step {progress.step}")
-
-
-def _without_this_frame(error: BaseException) -> TracebackType | None:
-    """The traceback without the frame of the context manager that caught `error`: it did not call what failed."""
-    return error.__traceback__ and error.__traceback__.tb_next
 
 
 def _attempt_id() -> int:
