@@ -21,7 +21,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -96,7 +95,7 @@ def _parse(words: list[str]) -> Any:
         module, attribute = COMMANDS[name][0].split(":")
         kind: Any = getattr(import_module(f".commands.{module}", __package__), attribute)
         options = words[len(name.split()) :]
-        if not is_dataclass(kind):  # it parses its options
+        if not hasattr(kind, "__dataclass_fields__"):  # it parses its options
             return kind(options)
         with one_line_errors():
             return tyro.cli(kind, args=options, prog=f"moe-dualpipe {name}")

@@ -175,7 +175,7 @@ class Watchdog:
         moving = self._save_still <= self.max_still or bool(save.operation)
         saving = self.progress.phase == SAVING and moving
         beat = Heartbeat(self._checks, self._since, state, saving, ended, self._pid_namespace, os.getpid())
-        self._store.set(str(self.rank), pickle.dumps(beat))
+        self._store.set(str(self.rank), pickle.dumps(beat))  # type: ignore[arg-type]
         return beat
 
     def _published(self) -> Failure | None:
@@ -184,7 +184,7 @@ class Watchdog:
     @staticmethod
     def _publish(store: dist.Store, failure: Failure) -> Failure:
         """Write `failure` to the store unless it holds one already. Returns the one in the store."""
-        return pickle.loads(store.compare_set(_FAILURE, "", pickle.dumps(failure)))
+        return pickle.loads(store.compare_set(_FAILURE, "", pickle.dumps(failure)))  # type: ignore[arg-type]
 
     def _exit(self, failure: Failure) -> None:
         if failure.fault and self._failing is None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe import inference
 from moe_dualpipe.checkpoint import read_manifest
 from moe_dualpipe.cli import main
 from moe_dualpipe.inference import Sampling, generate, generate_through_pipeline
@@ -101,7 +100,9 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
 def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):
     run_ranks(1, train, settings(tmp_path, steps=1))
     calls = []
-    monkeypatch.setattr(inference, "generate", lambda *a: calls.append(a) or torch.tensor([[72, 105, 7, 0, 0]]))
+    monkeypatch.setattr(
+        "moe_dualpipe.commands.generate.generate", lambda *a: calls.append(a) or torch.tensor([[72, 105, 7, 0, 0]])
+    )
     assert main(["generate", str(tmp_path), "--prompt", ">", "--top-k", "0"]) == 0
     assert calls[0][5] is None  # --top-k 0 is no limit, as None
     assert capsys.readouterr().out == ">Hi\ufffd\n"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.commands import profile_run
 from moe_dualpipe.expert_parallel import Link, Loopback, Replay
 from moe_dualpipe.models import ModelConfig, MoE
 from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
@@ -159,7 +160,7 @@ def test_loopback_counts_what_it_sends():
 @pytest.fixture
 def one_round(monkeypatch):
     """Record each run once instead of three times, which takes half the time."""
-    monkeypatch.setattr(measure, "measure", partial(measure.measure, rounds=1))
+    monkeypatch.setattr(profile_run, "measure", partial(measure.measure, rounds=1))
 
 
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
