@@ -69,11 +69,8 @@ def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
 
 
 def test_options_of_the_command_line():
-    parsed = tyro.extras.subcommand_cli_from_dict(
-        {"calibrate": CalibrateCommand, "other": CalibrateCommand},
-        args=["calibrate", "--out", "a/b.json", "--processes", "3", "--seconds", "1.5", "--device", "cpu"],
-    )
-    assert parsed == CalibrateCommand(Path("a/b.json"), "cpu", 3, 1.5)
+    words = ["--out", "a/b.json", "--processes", "3", "--seconds", "1.5", "--device", "cpu"]
+    assert tyro.cli(CalibrateCommand, args=words) == CalibrateCommand(Path("a/b.json"), 3, 1.5, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
