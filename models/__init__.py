@@ -3,27 +3,22 @@
 `build_model(preset("tiny"))` is a whole model. `TransformerStage(config, spec)` is one stage; `split` returns specs.
 """
 
-from typing import TYPE_CHECKING
-
-from moe_dualpipe.lazy_exports import on_first_use
-
-if TYPE_CHECKING:
-    from .attention import filled_cache
-    from .attention_layer import AttentionLayer
-    from .auxiliary_losses import attach
-    from .block import BlockLayer
-    from .config import RECOMPUTE, ModelConfig, StageOptions
-    from .experts import ExpertLayer
-    from .kv_cache import KVCache
-    from .layers import elementwise_matrices, stacked_matrices
-    from .moe import MoE, expert_loads
-    from .own_layers import check_layers
-    from .partition import StageSpec, split
-    from .per_expert import expert_function
-    from .presets import PRESETS, preset
-    from .router import RouterLayer
-    from .sdpa import attention_kernels
-    from .transformer import TransformerStage, build_model, next_token_loss, share_embedding
+from .attention import filled_cache
+from .attention_layer import AttentionLayer
+from .auxiliary_losses import attach
+from .block import BlockLayer
+from .config import RECOMPUTE, ModelConfig, StageOptions
+from .experts import ExpertLayer
+from .kv_cache import KVCache
+from .layers import elementwise_matrices, stacked_matrices
+from .moe import MoE, expert_loads
+from .own_layers import check_layers
+from .partition import StageSpec, split
+from .per_expert import expert_function
+from .presets import PRESETS, preset
+from .router import RouterLayer
+from .sdpa import attention_kernels
+from .transformer import TransformerStage, build_model, next_token_loss, share_embedding
 
 __all__ = [
     "PRESETS",
@@ -52,4 +47,3 @@ __all__ = [
     "split",
     "stacked_matrices",
 ]  # fmt: skip
-__getattr__ = on_first_use(__name__)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moe_dualpipe.errors import in_context
 from moe_dualpipe.expert_parallel import ExpertParallel
 from moe_dualpipe.overlap import Compute, Segmented, Segments
 from moe_dualpipe.overlap.segment import CommResult
-from moe_dualpipe.user_errors import locate
 
 from .attention import attention_class
 from .attention_layer import accepted_context, attend, with_past
@@ -143,7 +143,7 @@ def block_parts(
         try:
             y_BLD = yield from run(all_BLD, **context)
         except Exception as error:  # between two segments
-            locate(error, part="block")
+            in_context(error, "block")
             raise
         y_BLD = _checked(block, all_BLD, y_BLD)
     else:

@@ -9,9 +9,9 @@ alone. Only one such layer exists at a time. A constructor that draws random num
 import torch
 from torch import Tensor, nn
 
+from moe_dualpipe.errors import in_context
 from moe_dualpipe.expert_parallel.parameters import entries, expert_ids, global_tensors
 from moe_dualpipe.messages import plural
-from moe_dualpipe.user_errors import locate
 
 from .config import ModelConfig
 from .experts import SwiGLUExperts
@@ -71,7 +71,7 @@ class ExpertBuilder:
                 with seeded(self.seed, self._seed_name(expert)):
                     reset(i)
         except Exception as error:
-            locate(error, layer=self.layer, part="experts", source=own_source(experts))
+            in_context(error, f"layer {self.layer}, experts", own_source(experts))
             raise
         return experts
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moe_dualpipe.errors import CodeLine, describe_user_error, user_error
 from moe_dualpipe.messages import describe, printable
-from moe_dualpipe.user_errors import Place, describe_user_error, user_error
 
 from .layer_options import parse_options
 
@@ -216,5 +216,5 @@ _SOURCE = "own_source"
 
 def at_definition(found: Factory, message: str) -> str:
     """`message`, prefixed with the file and line that define the function, or the constructor of the class."""
-    place = Place.of(found.__init__ if isinstance(found, type) and "__init__" in vars(found) else found)
-    return f"{place}: {message}" if place is not None else message
+    line = CodeLine.of(found.__init__ if isinstance(found, type) and "__init__" in vars(found) else found)
+    return f"{line}: {message}" if line is not None else message

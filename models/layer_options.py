@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from moe_dualpipe.errors import one_line_errors
 from moe_dualpipe.messages import printable
-from moe_dualpipe.option_errors import one_line_errors
 
 LayerOptions = str | Mapping[str, Any] | Any
 """Options as text, as a mapping, or as an instance of a dataclass."""

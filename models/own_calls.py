@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_dualpipe.user_errors import Place, locate, without_frames
+from moe_dualpipe.errors import CodeLine, LayerError, in_context, without_frames
 
 from .layer_class import own_source
 
@@ -52,10 +52,7 @@ def _call(part: str, layer: nn.Module, *arguments: Any, **context: Any) -> Any:
     try:
         return layer(*arguments, **context)
     except Exception as error:
-        source = own_source(layer)
-        if source is not None:
-            error.add_note(f"in the {part} {_name(layer)}")
-        locate(error, part=part, source=source)
+        in_context(error, part, own_source(layer))
         raise
 
 
@@ -88,11 +85,9 @@ def _check_decision(router: nn.Module, x: Tensor, decision: Any, num_experts: in
 
 def _wrong_output(part: str, layer: nn.Module, wanted: str, got: str) -> Exception:
     """The error names the definition of the layer, because none of its lines has failed."""
-    error = ValueError(f"{_name(layer)} must return {wanted}: got {got}")
-    place = Place.of(own_source(layer))
-    if place is not None:
-        error.add_note(f"at {place}")
-    locate(error, part=part, place=place)
+    line = CodeLine.of(own_source(layer))
+    error = LayerError(f"{_name(layer)} must return {wanted}: got {got}", line)
+    in_context(error, part)
     return without_frames(error)
 
 

@@ -8,9 +8,8 @@ on first use: `import moe_dualpipe` imports no torch.
 0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1
 """
 
-from typing import TYPE_CHECKING
-
-from .lazy_exports import on_first_use
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint.huggingface import from_pretrained, save_pretrained
@@ -18,11 +17,12 @@ if TYPE_CHECKING:
     from .data import load_data
     from .inference import generate
     from .models import ModelConfig, build_model, preset
+    from .pipeline import Pipeline
     from .runtime import Executor, join_world
-    from .runtime.learning_rate import learning_rate
+    from .runtime.learning_rate import OptimizerConfig, learning_rate
     from .schedule import Costs, simulate
     from .schedule import build as build_schedule
-    from .training import OptimizerConfig, Pipeline, TrainConfig, Trainer
+    from .training import TrainConfig, Trainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,4 +30,17 @@ __all__ = [
     "build_schedule", "from_pretrained", "generate", "join_world", "learning_rate", "load_data", "preset",
     "save_pretrained", "simulate", "train",
 ]  # fmt: skip
-__getattr__ = on_first_use(__name__)
+_MODULES = {
+    "Costs": "schedule", "Executor": "runtime", "ModelConfig": "models", "OptimizerConfig": "runtime.learning_rate",
+    "Pipeline": "pipeline", "TrainConfig": "training", "Trainer": "training", "build_model": "models",
+    "build_schedule": "schedule:build", "from_pretrained": "checkpoint.huggingface", "generate": "inference",
+    "join_world": "runtime", "learning_rate": "runtime.learning_rate", "load_data": "data", "preset": "models",
+    "save_pretrained": "checkpoint.huggingface", "simulate": "schedule", "train": "commands.train",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _MODULES[name].partition(":")
+    return getattr(import_module(f".{module}", __name__), attribute or name)

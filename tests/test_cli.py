@@ -1,6 +1,7 @@
 """The console script prints what the library computes, and one line for an invalid option."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.tools.drawing.tables import comparison_table
 from moe_dualpipe.tools.drawing.timeline_text import timeline_text
 
-SHOW = ["schedule", "show", "dualpipe", "--ranks", "4", "--micro-batches", "10"]
+SHOW = ["schedule", "show", "dualpipe", "--pp", "4", "--micro-batches", "10"]
 
 
 def run(capsys, *arguments):
@@ -34,7 +35,7 @@ def test_show_defaults(capsys):
 
 
 def test_show_with_per_stage_costs_and_chunks(capsys):
-    arguments = ["schedule", "show", "interleaved_1f1b", "--ranks", 2, "--micro-batches", 4, "--num-chunks", 3]
+    arguments = ["schedule", "show", "interleaved_1f1b", "--pp", 2, "--micro-batches", 4, "--num-chunks", 3]
     per_stage = [1, 2, 3, 4, 5, 6]
     code, out, _ = run(capsys, *arguments, "--cost.F", *per_stage, "--cost.B", 7, "--width", 90)
     timeline = simulate(build("interleaved_1f1b", 2, 4, 3), Costs(F=tuple(per_stage), B=7))
@@ -105,40 +106,40 @@ def test_compare(capsys):
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        ("show dualpip --ranks 4 --micro-batches 8", "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
+        ("show dualpip --pp 4 --micro-batches 8", "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
         ("show dualpip", "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
-        ("show dualpipe --ranks 4 --micro-batches 9", "needs an even number of micro-batches >= 2 x ranks: got 9"),
-        ("show dualpipe --ranks 3 --micro-batches 8", "even number of pipeline ranks: got 3; use 4"),
-        ("show dualpipe --ranks 4", "dualpipe needs --ranks and --micro-batches, as in"),
+        ("show dualpipe --pp 4 --micro-batches 9", "needs an even number of micro-batches >= 2 x ranks: got 9"),
+        ("show dualpipe --pp 3 --micro-batches 8", "even number of pipeline ranks: got 3; use 4"),
+        ("show dualpipe --pp 4", "dualpipe needs --pp and --micro-batches, as in"),
         (
-            "show zbv --ranks 2 --micro-batches 4 --cost.F 0",
+            "show zbv --pp 2 --micro-batches 4 --cost.F 0",
             "cost F must be a finite number greater than 0: got 0; use 1",
         ),
         (
-            "show zbv --ranks 2 --micro-batches 4 --cost.B -2",
+            "show zbv --pp 2 --micro-batches 4 --cost.B -2",
             "cost B must be a finite number greater than 0: got -2; use 1",
         ),
         (
-            "show zbv --ranks 2 --micro-batches 4 --cost.comm -2",
+            "show zbv --pp 2 --micro-batches 4 --cost.comm -2",
             "cost comm must be a finite number at least 0: got -2; use 0",
         ),
-        ("show zbv --ranks 2 --micro-batches 4 --cost.W 2", "cost W is part of B and must be smaller"),
-        ("show zbv --ranks 2 --micro-batches 4 --cost.F 1 2 3", "has 3 numbers for 4 stages"),
-        ("show zbv --ranks 2 --micro-batches 4 --num-chunks 2", "zbv does not take a number of chunks"),
-        ("show zbv --ranks 2 --micro-batches 4 --out fig.pdf", "cannot write 'fig.pdf': use one of .svg, .png"),
-        ("show zbv --ranks 2 --micro-batches 4 --out /nowhere/at/all.svg", "the folder '/nowhere/at' does not exist"),
-        ("show zbv --ranks 2 --micro-batches 4 --width 10", "--width must be at least 40: got 10"),
+        ("show zbv --pp 2 --micro-batches 4 --cost.W 2", "cost W is part of B and must be smaller"),
+        ("show zbv --pp 2 --micro-batches 4 --cost.F 1 2 3", "has 3 numbers for 4 stages"),
+        ("show zbv --pp 2 --micro-batches 4 --num-chunks 2", "zbv does not take a number of chunks"),
+        ("show zbv --pp 2 --micro-batches 4 --out fig.pdf", "cannot write 'fig.pdf': use one of .svg, .png"),
+        ("show zbv --pp 2 --micro-batches 4 --out /nowhere/at/all.svg", "the folder '/nowhere/at' does not exist"),
+        ("show zbv --pp 2 --micro-batches 4 --width 10", "--width must be at least 40: got 10"),
         ("show vpp", "unknown schedule 'vpp'; did you mean 'interleaved_1f1b'?"),
         (
-            "show order.csv --ranks 4",
-            "order.csv defines the sizes: remove --ranks, --micro-batches and --num-chunks",
+            "show order.csv --pp 4",
+            "order.csv defines the sizes: remove --pp, --micro-batches and --num-chunks",
         ),
         ("show nothing.csv", "nothing.csv: No such file or directory"),
         ("check nothing.csv", "nothing.csv: No such file or directory"),
         ("check ./nothing", "nothing: No such file or directory"),
         ("check ./", ".: Is a directory"),
-        ("check dualpipe --ranks 0 --micro-batches 4", "dualpipe needs at least one pipeline rank: got 0; use 1"),
-        ("check dualpipe --ranks 2 --micro-batches 0", "even number of micro-batches >= 2 x ranks: got 0"),
+        ("check dualpipe --pp 0 --micro-batches 4", "dualpipe needs at least one pipeline rank: got 0; use 1"),
+        ("check dualpipe --pp 2 --micro-batches 0", "even number of micro-batches >= 2 x ranks: got 0"),
         ("compare --stages 8 --micro-batches 1", "no schedule runs with fewer micro-batches than ranks"),
         (
             "compare --stages 8 --micro-batches 8 --cost.FB 0",
@@ -196,43 +197,51 @@ def test_a_file_from_a_spreadsheet_without_a_suffix(capsys, tmp_path):
 
 
 def test_a_closed_pipe_is_not_an_error():
-    command = f"{sys.executable} -m moe_dualpipe.cli schedule compare --stages 8 --micro-batches 32"
-    done = subprocess.run(f"{command} | head -1; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash",
-                          capture_output=True, text=True)  # fmt: skip
+    done = shell("schedule compare --stages 8 --micro-batches 32", "| head -1")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("| on 8 ranks")
 
 
 @pytest.mark.parametrize("arguments,message", [
-    ("", "Missing subcommand: expected one of {train, schedule, profile, data, plot, generate, eval, export, "
-     "model, plan, check}."),
-    ("schedule", "Missing subcommand: expected one of {show, compare, check}."),
-    ("shcedule", "Unrecognized options: shcedule. Available subcommands: train, schedule, profile, data, plot, "
+    ("", "missing command; choose from: train, schedule, profile, plot, data, generate, eval, export, model, plan, "
+     "check"),
+    ("schedule", "missing command; choose from: show, compare, check"),
+    ("profle", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, plot, data, "
      "generate, eval, export, model, plan, check"),
-    ("schedule shwo", "Unrecognized options: shwo. Available subcommands: show, compare, check"),
-    ("schedule show dualpipe --rank 4", "Unrecognized options: --rank, 4. Perhaps you meant: --ranks {None}|INT"),
+    ("profle run --help", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, "
+     "plot, data, generate, eval, export, model, plan, check"),
+    ("schedule shwo", "unknown command 'shwo'; did you mean 'show'? Choose from: show, compare, check"),
+    ("check layers", "unknown command 'layers'; choose from: parallel, cluster, experts, router, attention, block"),
+    ("schedule show dualpipe --ppp 4", "Unrecognized options: --ppp, 4 Perhaps you meant: --pp {None}|INT"),
     ("schedule compare", "Missing from moe-dualpipe schedule compare: --stages INT --micro-batches INT"),
-    ("generate", "Missing from moe-dualpipe generate: RUN Folder or URL of a run (its newest checkpoint is used), of a "
-     "checkpoint, or from `moe-dualpipe export`. (required)"),
-    ("schedule compare --stages x --micro-batches 3",
-     "Error parsing --stages: invalid literal for int() with base 10: 'x'"),
-    ("schedule check dualpipe --ranks x", "Error parsing --ranks: invalid literal for int() with base 10: 'x'"),
-    ("profile", "Missing subcommand: expected one of {analyze, compare, run}."),
-    ("profile run --mode test", "unknown --mode 'test'; choose from: train, prefill, decode"),
-    ("profile analyze --kernels", "Missing value for argument '--kernels'. Expected 1 values."),
+    ("generate", "Missing from moe-dualpipe generate: RUN"),
 ])  # fmt: skip
-@pytest.mark.parametrize("framed", [True, False])
-def test_an_unknown_or_missing_option_prints_one_line_and_exits_with_code_2(
-    capsys, monkeypatch, framed, arguments, message
-):
-    monkeypatch.setattr("tyro._fmtlib._should_use_utf8_drawing_chars", lambda: framed)
-    monkeypatch.setenv("COLUMNS", "80")
+def test_an_unknown_or_missing_word_prints_one_line_and_exits_with_code_2(capsys, arguments, message):
     assert run(capsys, *arguments.split()) == (2, "", f"moe-dualpipe: error: {message}\n")
+
+
+def shell(arguments, redirection):
+    line = f"{sys.executable} -m moe_dualpipe.cli {arguments} {redirection}; exit ${{PIPESTATUS[0]}}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments,redirection,code,errors", [
+    ("--help", "> /dev/full", 1, "moe-dualpipe: error: standard output: No space left on device\n"),
+    ("schedule show 1f1b --pp 2 --micro-batches 4", "> /dev/full", 1,
+     "moe-dualpipe: error: standard output: No space left on device\n"),
+    ("--help", "| true", 0, ""),
+    ("schedule show 1f1b --pp 2 --micro-batches 4", ">&- 2>&-", 0, ""),
+])  # fmt: skip
+def test_commands_end_without_a_traceback(arguments, redirection, code, errors):
+    done = shell(arguments, redirection)
+    assert (done.returncode, done.stderr) == (code, errors)
 
 
 def test_help_lists_every_option(capsys):
     for command, words in (
-        ("show", ["--ranks", "--micro-batches", "--num-chunks", "--cost.F", "--cost.FB", "--cost.comm", "--out"]),
+        ("show", ["--pp", "--micro-batches", "--num-chunks", "--cost.F", "--cost.FB", "--cost.comm", "--out"]),
         ("compare", ["--stages", "--micro-batches", "--cost.W", "--json"]),
         ("check", ["torch.distributed.pipelining"]),
     ):
@@ -254,7 +263,7 @@ def test_the_installed_script_starts_without_torch():
 def test_a_saved_schedule_reads_back_equal(tmp_path, capsys):
     for name in ("gpipe", "chimera", "zbv"):
         path = tmp_path / f"{name}.csv"
-        run(capsys, "schedule", "show", name, "--ranks", 4, "--micro-batches", 8, "--out", path)
+        run(capsys, "schedule", "show", name, "--pp", 4, "--micro-batches", 8, "--out", path)
         assert Schedule.from_csv(path.read_text()) == build(name, 4, 8)
 
 
@@ -277,7 +286,7 @@ def test_the_default_width_is_that_of_the_terminal(capsys, monkeypatch):
 def test_zero_means_the_default(capsys):
     zeros = ["--num-chunks", 0, "--width", 0]
     assert run(capsys, *SHOW, *zeros) == run(capsys, *SHOW)
-    vpp = ["schedule", "show", "interleaved_1f1b", "--ranks", 2, "--micro-batches", 4]
+    vpp = ["schedule", "show", "interleaved_1f1b", "--pp", 2, "--micro-batches", 4]
     assert run(capsys, *vpp, "--num-chunks", 0) == run(capsys, *vpp, "--num-chunks", 2)
 
 

@@ -5,19 +5,22 @@ import pytest
 from moe_dualpipe.cli import main
 
 COMMANDS = {
-    "schedule show interleaved_1f1b": (["--ranks 2", "--micro-batches 4", "--num-chunks 2"], ["--width"]),
+    "schedule show interleaved_1f1b": (["--pp 2", "--micro-batches 4", "--num-chunks 2"], ["--width"]),
     "schedule check interleaved_1f1b": (
-        ["--ranks 2", "--micro-batches 4", "--num-chunks 2"],
-        ["--ep", "--layers", "--dense-layers", "--mtp-layers"],
+        ["--pp 2", "--micro-batches 4", "--num-chunks 2"],
+        ["--ep", "--num-layers", "--dense-layers", "--mtp-layers"],
     ),
     "schedule compare": (
         ["--stages 2", "--micro-batches 4", "--num-chunks 2"],
         ["--cost.F", "--cost.B", "--cost.comm"],
     ),
-    "model show tiny": ([], ["--pp", "--ep", "--dp", "--seq", "--micro-batch-size", "--micro-batches"]),
-    "generate nowhere": ([], ["--tokens", "--num", "--temperature", "--top-k", "--top-p", "--max-length", "--seed"]),
+    "model show tiny": ([], ["--pp", "--ep", "--dp", "--seq-len", "--micro-batch-size", "--micro-batches"]),
+    "generate nowhere": (
+        [],
+        ["--sample-tokens", "--num", "--temperature", "--top-k", "--top-p", "--seq-len", "--seed"],
+    ),
     "profile analyze none.json": ([], ["--kernels"]),
-    "profile run": ([], ["--layers", "--ep", "--seq", "--tokens", "--link-gbps", "--link-latency-us"]),
+    "profile run": ([], ["--num-layers", "--ep", "--seq-len", "--tokens", "--link-gbps", "--link-latency-us"]),
     "data prepare LICENSE --out new": ([], ["--vocab-size", "--workers"]),
 }
 

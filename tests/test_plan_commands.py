@@ -10,9 +10,9 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.workload import PAIRED
 
-V3 = ("plan estimate --model deepseek-v3 --gpu h800 --gpus 2048 --pp 16 --ep 64 --global-batch 15360 --precision fp8 "
+V3 = ("plan estimate --model deepseek-v3 --gpu h800 --gpus 2048 --pp 16 --ep 64 --batch-size 15360 --dtype fp8 "
       "--schedule dualpipe --recompute norms")  # fmt: skip
-OLMOE = "plan search --model olmoe-1b-7b --gpu h100 --gpus 8 --seq 2048 --global-batch 64"
+OLMOE = "plan search --model olmoe-1b-7b --gpu h100 --gpus 8 --seq-len 2048 --batch-size 64"
 
 
 def run(capsys, command):
@@ -40,7 +40,7 @@ def test_json_is_all_that_is_printed(capsys):
 
 @pytest.mark.parametrize("schedule", ["--vpp 4", "--vpp 4 --schedule 1f1b", "--vpp 4 --schedule interleaved_1f1b"])
 def test_virtual_stages_interleave(capsys, schedule):
-    base = "plan estimate --model llama3-70b --gpu h100 --gpus 64 --tp 4 --pp 4 --seq 8192 --global-batch 128 --json"
+    base = "plan estimate --model llama3-70b --gpu h100 --gpus 64 --tp 4 --pp 4 --seq-len 8192 --batch-size 128 --json"
     with_stages, without = (json.loads(run(capsys, f"{base} {more}")[1]) for more in (schedule, ""))
     assert with_stages["bubble_fraction"] < without["bubble_fraction"]
     assert with_stages["hidden_fraction"] <= 1
@@ -52,13 +52,13 @@ def test_mtp_and_a_config_of_hugging_face(capsys, tmp_path):
         "num_key_value_heads": 8, "intermediate_size": 2048, "vocab_size": 32000, "num_local_experts": 8,
         "num_experts_per_tok": 2,
     }))  # fmt: skip
-    base = f"plan estimate --model {tmp_path}/config.json --gpu a100 --gpus 8 --ep 8 --global-batch 64 --json"
+    base = f"plan estimate --model {tmp_path}/config.json --gpu a100 --gpus 8 --ep 8 --batch-size 64 --json"
     plain, mtp = (json.loads(run(capsys, f"{base} --mtp {number}")[1]) for number in (0, 1))
     assert mtp["step_time_s"] > plain["step_time_s"]
 
 
 def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys, tmp_path):
-    code, out, _ = run(capsys, f"{OLMOE} --top 3 --picture {tmp_path}/ways.png")
+    code, out, _ = run(capsys, f"{OLMOE} --top 3 --out {tmp_path}/ways.png")
     assert code == 0 and (tmp_path / "ways.png").stat().st_size > 10_000
     rows = [line for line in out.splitlines() if line.startswith("| tp ")]
     assert len(rows) == 3 and "more (--top)" in out
@@ -80,7 +80,7 @@ def test_the_command_of_the_best_is_accepted_by_train(capsys):
 
 
 def test_small_numbers_have_digits(capsys):
-    code, out, _ = run(capsys, "plan estimate --model tiny --gpu l4 --gpus 1 --seq 256 --global-batch 8 --explain")
+    code, out, _ = run(capsys, "plan estimate --model tiny --gpu l4 --gpus 1 --seq-len 256 --batch-size 8 --explain")
     assert code == 0 and "each GPU has all experts" in out
     values = dict(re.findall(r"^\| +(\w[\w ]+?) +\| +\+?([\d.]+)", out, re.MULTILINE))
     parts = [values[name] for name in ("weights", "activations", "temporary", "launches")]
@@ -102,8 +102,8 @@ WRONG = {
     "--model deepseek-v33": "deepseek-v33",
     "--gpus 2047": "--gpus 2047 is not a multiple of tp x pp x cp",
     "--ep 48": "--ep 48 does not divide the 256 experts of a layer; use 32",
-    "--precision mxfp8": "h800 does not support --precision mxfp8: use bf16, fp8",
-    "--global-batch 100": "--global-batch 100 is not a multiple of micro-batch x dp = 1 x 128 = 128; use 128",
+    "--dtype mxfp8": "h800 does not support --dtype mxfp8: use bf16, fp8",
+    "--batch-size 100": "--batch-size 100 is not a multiple of micro-batch x dp = 1 x 128 = 128; use 128",
     "--software mine": "--software must be one of",
     "--mtp -1": "--mtp",
     "--dollars-per-gpu-hour nan": "--dollars-per-gpu-hour",
@@ -119,11 +119,11 @@ def test_wrong_input_is_one_line(capsys, option, tmp_path, monkeypatch):
     assert WRONG[option] in error
 
 
-@pytest.mark.parametrize("option", ["--precision mxfp8", "--software mine", "--gpu h1000", "--picture step.txt"])
+@pytest.mark.parametrize("option", ["--dtype mxfp8", "--software mine", "--gpu h1000", "--out step.txt"])
 def test_a_search_that_cannot_start_is_one_line(capsys, option):
     code, out, error = run(capsys, f"{OLMOE} {option}")
-    said = {"--precision": "h100 does not support --precision mxfp8", "--software": "--software must be one of",
-            "--gpu": "unknown device 'h1000'", "--picture": "cannot write 'step.txt'"}[option.split()[0]]  # fmt: skip
+    said = {"--dtype": "h100 does not support --dtype mxfp8", "--software": "--software must be one of",
+            "--gpu": "unknown device 'h1000'", "--out": "cannot write 'step.txt'"}[option.split()[0]]  # fmt: skip
     assert code == 2 and out == "" and error.count("\n") == 1 and said in error
 
 

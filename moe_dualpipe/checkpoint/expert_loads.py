@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ..data import strict_json
+from ..data.stores import is_url
 from ..messages import printable
+from .load import find_checkpoint
 
 LOADS_FILE = "expert_loads.json"
 """The file of a checkpoint with `layers`, the numbers of layers, and `loads`, [layers, experts]."""
@@ -18,6 +20,16 @@ def loads_file(layers: Sequence[int], load_LE: Tensor) -> dict[str, bytes]:
     if not load_LE.any():
         return {}
     return {LOADS_FILE: strict_json.write({"layers": [*layers], "loads": load_LE.tolist()}).encode()}
+
+
+def find_loads(run_or_file: str) -> Path:
+    """The file with the loads of a run, or the file itself. Raises the errors of `find_checkpoint`."""
+    if not is_url(run_or_file) and not Path(run_or_file).is_dir():
+        return Path(run_or_file)
+    checkpoint = find_checkpoint(run_or_file)
+    if not (file := checkpoint / LOADS_FILE).is_file():
+        raise ValueError(f"{printable(checkpoint)} has no {LOADS_FILE}: its model has no experts, or it is older")
+    return file
 
 
 def read_loads(path: Path) -> tuple[list[int], list[list[float]]]:

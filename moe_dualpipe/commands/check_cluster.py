@@ -5,15 +5,18 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import arg
 
 from ..messages import check_range
+from ..runtime.launch import Launch
+from ..tools.drawing.output import check_output
+from .options import DeviceOption
 
 
 @dataclass(frozen=True)
-class CheckCluster:
+class CheckCluster(DeviceOption):
     """Check this machine or, under torchrun, all machines of a run: versions, GPUs, links, clocks, disks, limits."""
 
     ep: int | None = None
@@ -26,16 +29,12 @@ class CheckCluster:
     """Size of a message on a link. Each rank of an all-to-all sends this much."""
     timeout: Annotated[float, arg(metavar="SECONDS")] = 60.0
     """Seconds to wait for other ranks, and for each measurement."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the run will compute. auto: cuda if each process has a GPU."""
+
     json: Annotated[Path | None, arg(metavar="FILE")] = None
     """Also write everything to this file."""
 
     def run(self) -> int:
         """Print the report on rank 0. Returns the exit code: 1 if there are problems. Raises ValueError for options."""
-        from ..runtime.launch import Launch
-        from ..tools.drawing.output import check_output
-
         check_range("--size", self.size, 0.001, 16_384)
         check_range("--timeout", self.timeout, 0.1, 86_400)
         check_range("--min-free", self.min_free, 0, 1e9)

@@ -1,15 +1,14 @@
 """`moe-dualpipe check experts|router|attention|block`: check your own layer against its contract."""
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+import shlex
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
-if TYPE_CHECKING:
-    from ..models.config import ModelConfig
-
-Kind = Literal["experts", "router", "attention", "block"]
+from ..tools import checks
+from ..tools.checks.layers import SMALL
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,6 @@ class Sizes:
     head_dim: int = 6
     """Width of one head."""
 
-    def config(self) -> "ModelConfig":
-        """Raises ValueError for sizes that do not fit each other."""
-        from dataclasses import asdict, replace
-
-        from ..tools.checks.layers import SMALL
-
-        return replace(SMALL, **asdict(self))
-
 
 @dataclass(frozen=True)
 class CheckLayer:
@@ -52,16 +43,13 @@ class CheckLayer:
     """Stop at the first exception of the layer, and print its traceback."""
     sizes: OmitArgPrefixes[Sizes] = field(default_factory=Sizes)
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[str]
 
     def run(self) -> int:
         """Print the table. Returns the exit code: 1 if a check failed. Raises ValueError for invalid options."""
-        import shlex
-
-        from ..tools import checks as testing
-
-        check: Any = getattr(testing, f"check_{self.kind}")
-        report = check(self.layer, shlex.join(self.options), self.sizes.config(), self.device, self.traceback)
+        check: Any = getattr(checks, f"check_{self.kind}")
+        config = replace(SMALL, **asdict(self.sizes))  # raises ValueError for sizes that do not fit each other
+        report = check(self.layer, shlex.join(self.options), config, self.device, self.traceback)
         print(report)
         return 0 if report.passed else 1
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import Positional, arg
 
 from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Progress, Sidecar, TokenFile, prepare_data
 from ..messages import plural, printable, shell_word
@@ -86,16 +85,6 @@ class CheckData:
                 raise ValueError(f"cannot check {printable(path)}: there is no {printable(path.name)}.json next to it")
             file.scan(file.tokenizer(file.sidecar.vocab_size).vocab_size)
             print(f"{printable(path)}: OK; {_describe(file.sidecar)}")
-
-
-@dataclass(frozen=True)
-class DataCommands:
-    """Write files of token ids, and check them."""
-
-    command: Annotated[
-        Annotated[PrepareData, subcommand("prepare")] | Annotated[CheckData, subcommand("check")],
-        tyro.conf.arg(name=""),
-    ]
 
 
 def _describe(sidecar: Sidecar) -> str:

@@ -2,22 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.conf import Positional, arg
 
+from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint
+from ..checkpoint.huggingface import DTYPES, plan_checkpoint_export
+from ..checkpoint.huggingface import Export as Plan
 from ..data.stores import Url, is_url, sizes_of, staged_folder
 from ..messages import plural, printable
-from .own_layers import NO_OWN_LAYERS, OwnLayers
-
-if TYPE_CHECKING:
-    from ..checkpoint.huggingface import Export as Plan
+from .options import OwnLayerOptions
 
 GB = 10**9
 
 
 @dataclass(frozen=True)
-class Export:
+class Export(OwnLayerOptions):
     """Write the weights of a checkpoint as safetensors: to start another run (train.py --weights), or for programs that
     read Hugging Face's format, such as transformers, vLLM and SGLang."""
 
@@ -34,9 +34,6 @@ class Export:
     architecture: Annotated[str | None, arg(metavar="MODEL_TYPE")] = None
     """huggingface: architecture to write, such as mixtral.
     None: that of the published model from which the run started, or the first that can express the model."""
-    layers: OmitArgPrefixes[OwnLayers] = NO_OWN_LAYERS
-    traceback: bool = False
-    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
 
     def run(self) -> None:
         if self.to == "huggingface":
@@ -46,18 +43,14 @@ class Export:
             if getattr(self, name) != getattr(Export, name):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} needs --to huggingface: without it, export writes one file in fp32")
-        from ..checkpoint import WEIGHTS_FILE, export_weights, find_checkpoint
 
         found, out = find_checkpoint(self.run_or_checkpoint), self._folder()
-        count = export_weights(found, out, **self.layers.named())
+        count = export_weights(found, out, **self.own_layers())
         size = sizes_of(out)[WEIGHTS_FILE]
         sizes = f"{count / 1e6:.2f} M parameters in fp32, {size / 1e6:.1f} MB"
         print(f"{printable(found)} -> {printable(self.out)}: {sizes}")
 
     def _export_published(self) -> None:
-        from ..checkpoint import find_checkpoint
-        from ..checkpoint.huggingface import DTYPES, plan_checkpoint_export
-
         found = find_checkpoint(self.run_or_checkpoint)
         dtype = DTYPES[self.dtype] if self.dtype else None
         plan = plan_checkpoint_export(found, dtype, self.architecture or "")
@@ -71,7 +64,7 @@ class Export:
         return staged_folder(Url(self.out)) if is_url(self.out) else Path(self.out)
 
 
-def _described(plan: "Plan", max_shard_size: str) -> str:
+def _described(plan: Plan, max_shard_size: str) -> str:
     architecture = plan.layout.architecture
     return (
         f"{architecture.model_type} ({architecture.class_name}): {plural(len(plan.shapes), 'tensor')}, "

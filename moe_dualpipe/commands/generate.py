@@ -4,21 +4,24 @@ Under torchrun, the experts are spread over the processes, and each process gene
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
-from tyro.conf import OmitArgPrefixes, Positional, arg
+import torch
+from tyro.conf import Positional, arg
 
+from ..checkpoint import open_model
+from ..data import Tokenizer
+from ..inference import Sampling, generate, printable_text
+from ..inference.spread import open_spread
 from ..messages import check_range
-from .own_layers import NO_OWN_LAYERS, OwnLayers
-
-if TYPE_CHECKING:
-    from ..data import Tokenizer
-    from ..inference import Sampling
-    from ..models import TransformerStage
+from ..models import TransformerStage
+from ..runtime.shared_errors import gather_objects
+from ..runtime.world import current_launch, join_world
+from .options import DeviceOption, OwnLayerOptions, check_ranges
 
 
 @dataclass(frozen=True)
-class Generate:
+class Generate(OwnLayerOptions, DeviceOption):
     """Continue a prompt with the model of a run, which may still be training.
 
     With torchrun, the experts are spread over the processes.
@@ -28,7 +31,7 @@ class Generate:
     """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, or from `moe-dualpipe export`."""
     prompt: str = "\n"
     """Start of the text."""
-    tokens: int = 200
+    sample_tokens: int = 200
     """Maximum number of new tokens. A text ends earlier if the model ends the document."""
     num: int = 1
     """Number of texts, generated as one batch."""
@@ -38,42 +41,30 @@ class Generate:
     """Sample from the k most likely tokens. None: no limit."""
     top_p: float = 1.0
     """Sample from the fewest most likely tokens with this total probability. 1: no limit."""
-    max_length: int = 256
+    seq_len: int = 256
     """Maximum number of tokens that the model attends to. Use the --seq-len of training."""
     seed: int = 0
     """Random seed. The same seed gives the same texts."""
     copies: int = 0
     """With torchrun: number of copies of experts in each layer. Those with the most tokens in training get them."""
-    layers: OmitArgPrefixes[OwnLayers] = NO_OWN_LAYERS
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu, cuda (in bfloat16), or auto: cuda if there is a GPU, otherwise cpu."""
-    traceback: bool = False
-    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
 
     def run(self) -> None:
-        from ..checkpoint import open_model
-        from ..inference import Sampling, printable_text
-        from ..runtime.world import current_launch, join_world
-
-        check_range("--num", self.num, 1, 1000)
-        check_range("--tokens", self.tokens, 0, 1_000_000)
-        check_range("--max-length", self.max_length, 1)
+        check_ranges(self, 1, "seq_len")
+        check_ranges(self, 1, "num", high=1000)
+        check_ranges(self, 0, "sample_tokens", "copies", high=1_000_000)
         check_range("--seed", self.seed, -(2**63), 2**63 - 1)
-        check_range("--copies", self.copies, 0)
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
         if current_launch().world_size > 1:
-            from ..inference.spread import open_spread
-
             with join_world(self.device) as world:
-                tokens = -(-self.num // world.size) * max(self.max_length, len(self.prompt.encode()))
-                model, tokenizer = open_spread(self.run_or_checkpoint, self.layers.named(), world, self.copies, tokens)
+                tokens = -(-self.num // world.size) * max(self.seq_len, len(self.prompt.encode()))
+                model, tokenizer = open_spread(self.run_or_checkpoint, self.own_layers(), world, self.copies, tokens)
                 texts = self._generate(model, tokenizer, sampling, world.rank, world.size)
             if world.rank:
                 return
         elif self.copies:
             raise ValueError(f"--copies {self.copies} needs several processes: start them with torchrun")
         else:
-            model, tokenizer = open_model(self.run_or_checkpoint, self.layers.named(), self.device)
+            model, tokenizer = open_model(self.run_or_checkpoint, self.own_layers(), self.device)
             texts = self._generate(model, tokenizer, sampling)
         for i, text in enumerate(texts, 1):
             if self.num > 1:
@@ -81,21 +72,16 @@ class Generate:
             print(printable_text(text))
 
     def _generate(
-        self, model: "TransformerStage", tokenizer: "Tokenizer", sampling: "Sampling", rank: int = 0, ranks: int = 1
+        self, model: TransformerStage, tokenizer: Tokenizer, sampling: Sampling, rank: int = 0, ranks: int = 1
     ) -> list[str]:
         """All texts. Each rank generates the same number of them, so there may be more than needed."""
-        import torch
-
-        from ..inference import generate
-        from ..runtime.shared_errors import gather_objects
-
         end, prompt = tokenizer.end_id, tokenizer.encode(self.prompt)
         if not prompt:
             raise ValueError("--prompt is empty: use at least one character, or leave it out")
         number = -(-self.num // ranks)
         prompts = torch.tensor([prompt] * number, device=next(model.parameters()).device)
         mine = generate(
-            model, prompts, self.tokens, self.max_length, sampling.temperature, sampling.top_k, sampling.top_p,
+            model, prompts, self.sample_tokens, self.seq_len, sampling.temperature, sampling.top_k, sampling.top_p,
             self.seed, end, (rank * number, self.num),
         ).tolist()  # fmt: skip
         of_ranks = gather_objects(mine) if ranks > 1 else [mine]

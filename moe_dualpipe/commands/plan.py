@@ -1,29 +1,30 @@
 """`moe-dualpipe plan`: step time, memory and cost of a training run before it starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
-from tyro.conf import subcommand
 
-from ..data import strict_json
-from ..messages import LARGEST, check_range, printable
+from ..checkpoint.expert_loads import find_loads
+from ..messages import check_range, printable
 from ..models.config import Recompute
+from ..schedule import NAMES
 from ..tools.drawing.output import check_output
-from ..tools.planner.device import Precision
+from ..tools.planner.device import Precision, load_device
+from ..tools.planner.figure import save_candidates
+from ..tools.planner.layout_search import search
+from ..tools.planner.measured_loads import MeasuredLoads
+from ..tools.planner.prediction import estimate
+from ..tools.planner.published_shapes import read_shape
+from ..tools.planner.table import estimate_report, routing_line, search_report, search_rows, waterfall_table
 from ..tools.planner.transfer_times import EpBackend
-from .plan_calibrate import CalibrateCommand
-
-if TYPE_CHECKING:
-    from ..tools.planner.measured_loads import MeasuredLoads
-    from ..tools.planner.workload import Workload
-
-ScheduleChoice = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "chimera", "dualpipe", "dualpipev"]
+from ..tools.planner.workload import Workload, layout_of
+from .options import JsonOption, check_ranges, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(JsonOption):
     """What both commands take."""
 
     model: str
@@ -34,11 +35,11 @@ class Run:
     """Number of GPUs."""
     cp: int = 1
     """GPUs that share each sequence (context parallelism)."""
-    seq: int = 4096
+    seq_len: int = 4096
     """Sequence length in tokens."""
-    global_batch: int = 1024
+    batch_size: int = 1024
     """Sequences per step, over all GPUs."""
-    precision: Precision = "bf16"
+    dtype: Precision = "bf16"
     """Precision of matrix products. With fp8 and mxfp8, attention, the router and the head stay in bf16."""
     ep_backend: EpBackend = "deepep"
     """How tokens are sent to experts. all_to_all: once per expert. deepep, hybrid: once per GPU or NVLink domain."""
@@ -58,43 +59,25 @@ class Run:
     """Take the measured constant from runs of this software only, such as megatron. None: from all runs."""
     dollars_per_gpu_hour: float | None = None
     """Price of a GPU hour. Also prints the cost of 10^12 tokens."""
-    json: bool = False
-    """Print JSON instead."""
 
-    def workload(self, tp: int, pp: int, vpp: int, ep: int, **options) -> "Workload":
+    def workload(self, tp: int, pp: int, vpp: int, ep: int, **options) -> Workload:
         """Raises ValueError for invalid options."""
-        import dataclasses
-
-        from ..tools.planner.device import load_device
-        from ..tools.planner.published_shapes import read_shape
-        from ..tools.planner.workload import Workload, layout_of
-
-        for name in ("gpus", "cp", "seq", "global_batch"):
-            check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST)
-        if self.dollars_per_gpu_hour is not None:
-            check_range("--dollars-per-gpu-hour", self.dollars_per_gpu_hour, 0, LARGEST)
+        check_ranges(self, 1, "gpus", "cp", "seq_len", "batch_size")
+        check_ranges(self, 0, "dollars_per_gpu_hour")
+        check_ranges(self, 0, "mtp", high=16)
         if self.overlap and self.no_overlap:
             raise ValueError("--overlap and --no-overlap contradict each other: use one of them")
-        shape = read_shape(self.model)
-        if self.mtp is not None:
-            check_range("--mtp", self.mtp, 0, 16)
-            shape = dataclasses.replace(shape, mtp=self.mtp)
-        return Workload(
-            shape, load_device(self.gpu), layout_of(self.gpus, tp, pp, vpp, ep, self.cp), seq=self.seq,
-            global_batch=self.global_batch, precision=self.precision, ep_backend=self.ep_backend,
-            overlap=self.overlap if self.overlap or self.no_overlap else None, routing=self.routing,
-            flash=self.flash_attention, loads=self._read_loads(), **options,
-        )  # fmt: skip
-
-    def _read_loads(self) -> "MeasuredLoads | None":
-        from ..tools.planner.measured_loads import MeasuredLoads
-        from .balance import find_loads
-
-        if self.loads is None:
-            return None
-        if self.routing == "balanced":
+        if self.loads is not None and self.routing == "balanced":
             raise ValueError("--loads and --routing balanced contradict each other: use one of them")
-        return MeasuredLoads.read(find_loads(self.loads))
+        shape = read_shape(self.model)
+        shape = shape if self.mtp is None else replace(shape, mtp=self.mtp)
+        return Workload(
+            shape, load_device(self.gpu), layout_of(self.gpus, tp, pp, vpp, ep, self.cp), seq=self.seq_len,
+            global_batch=self.batch_size, precision=self.dtype, ep_backend=self.ep_backend,
+            overlap=self.overlap if self.overlap or self.no_overlap else None, routing=self.routing,
+            flash=self.flash_attention, loads=MeasuredLoads.read(find_loads(self.loads)) if self.loads else None,
+            **options,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +92,9 @@ class EstimateCommand(Run):
     """Stages per pipeline rank (virtual pipeline parallelism)."""
     ep: int = 1
     """GPUs that share the experts of a layer."""
-    micro_batch: int = 1
+    micro_batch_size: int = 1
     """Sequences per micro-batch."""
-    schedule: ScheduleChoice = "auto"
+    schedule: Annotated[str, one_of("auto", *NAMES)] = "auto"
     """Pipeline schedule. auto: 1f1b, and interleaved_1f1b with --vpp."""
     recompute: Recompute = "none"
     """What backward recomputes instead of saving it."""
@@ -121,24 +104,18 @@ class EstimateCommand(Run):
     """Also print what each effect adds to the step time."""
 
     def run(self) -> None:
-        from ..tools.planner.prediction import estimate
-        from ..tools.planner.table import estimate_report, routing_line, waterfall_table
-
-        for name in ("tp", "pp", "vpp", "ep", "micro_batch"):
-            check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, 100_000)
+        check_ranges(self, 1, "tp", "pp", "vpp", "ep", "micro_batch_size", high=100_000)
         interleaved = self.vpp > 1 and self.schedule in ("auto", "1f1b")
         schedule = "interleaved_1f1b" if interleaved else "1f1b" if self.schedule == "auto" else self.schedule
         load = self.workload(
-            self.tp, self.pp, self.vpp, self.ep, micro_batch=self.micro_batch, schedule=schedule,
+            self.tp, self.pp, self.vpp, self.ep, micro_batch=self.micro_batch_size, schedule=schedule,
             recompute=self.recompute, zero=self.zero,
         )  # fmt: skip
         found = estimate(load, self.software)
-        if self.json:
-            print(strict_json.write(found.as_dict(self.dollars_per_gpu_hour), indent=1))
-        else:
-            print(estimate_report(found, self.dollars_per_gpu_hour))
-            if self.explain:
-                print(f"\n{waterfall_table(found)}\n\n{routing_line(found.load)}")
+        parts = [estimate_report(found, self.dollars_per_gpu_hour)]
+        if self.explain:
+            parts += [waterfall_table(found), routing_line(found.load)]
+        self.show(found.as_dict(self.dollars_per_gpu_hour), "\n\n".join(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,35 +124,17 @@ class SearchCommand(Run):
 
     top: int = 12
     """Number of layouts to print."""
-    picture: Path | None = None
+    out: Path | None = None
     """Also draw step time against memory: .png, .svg or .pdf."""
 
     def run(self) -> None:
-        from ..tools.planner.figure import save_candidates
-        from ..tools.planner.layout_search import search
-        from ..tools.planner.table import search_report, search_rows
-
         check_range("--top", self.top, 1, 1000)
-        if self.picture is not None:
-            check_output(self.picture, (".png", ".svg", ".pdf"))
+        if self.out is not None:
+            check_output(self.out, (".png", ".svg", ".pdf"))
         found = search(self.workload(1, 1, 1, 1), self.software)
-        if self.json:
-            print(strict_json.write(search_rows(found, self.top, self.dollars_per_gpu_hour), indent=1))
-        else:
-            print(search_report(found, self.top, self.dollars_per_gpu_hour))
-        if self.picture is not None:
-            save_candidates(found, self.picture)
+        price = self.dollars_per_gpu_hour
+        self.show(search_rows(found, self.top, price), search_report(found, self.top, price))
+        if self.out is not None:
+            save_candidates(found, self.out)
             if not self.json:
-                print(f"wrote {printable(self.picture)}")
-
-
-@dataclass(frozen=True)
-class PlanCommands:
-    """Step time, memory and cost of a training run, before it starts."""
-
-    command: Annotated[
-        Annotated[EstimateCommand, subcommand("estimate")]
-        | Annotated[SearchCommand, subcommand("search")]
-        | Annotated[CalibrateCommand, subcommand("calibrate")],
-        tyro.conf.arg(name=""),
-    ]
+                print(f"wrote {printable(self.out)}")

@@ -8,7 +8,9 @@ from tyro.conf import Positional, arg
 
 from ..data.stores import is_url, local_path, open_folder
 from ..messages import printable
+from ..tools.drawing.curves import run_summary, save_curves
 from ..tools.drawing.output import check_output
+from ..training.metrics import read_records
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,6 @@ class Plot:
     """The x axis: steps, training tokens, or hours of training."""
 
     def run(self) -> None:
-        from ..tools.drawing.curves import run_summary, save_curves
-        from ..training.metrics import read_records
-
         if not self.runs:
             raise ValueError("no run to plot: name at least one folder, for example runs/tiny")
         if self.out is None and is_url(self.runs[0]):

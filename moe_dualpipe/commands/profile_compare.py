@@ -7,13 +7,19 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from ..data import strict_json
 from ..messages import printable
 from ..tools.drawing.output import check_output
+from ..tools.profiler.communication import Names
+from ..tools.profiler.compare import Comparison
+from ..tools.profiler.reading.paths import trace_paths
+from ..tools.profiler.recordings import read_recording
+from ..tools.profiler.reports.comparison import SUFFIXES, compare_text, save_comparison
+from ..tools.profiler.windows import parse_steps
+from .options import JsonOption
 
 
 @dataclass(frozen=True)
-class ProfileCompare:
+class ProfileCompare(JsonOption):
     """Compare two recordings: steps, computation by category, communication, and causes of lost time."""
 
     a: Positional[Annotated[Path, arg(metavar="A")]]
@@ -26,25 +32,16 @@ class ProfileCompare:
     """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
     steps: str | None = None
     """Steps to compare: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps without start-up."""
-    image: Path | None = None
+    out: Path | None = None
     """Draw the time of each category, A above B, into this file (.png or .svg)."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self) -> None:
-        from ..tools.profiler import Names
-        from ..tools.profiler.compare import Comparison
-        from ..tools.profiler.reading.paths import trace_paths
-        from ..tools.profiler.recordings import read_recording
-        from ..tools.profiler.reports.comparison import SUFFIXES, compare_text, save_comparison
-        from ..tools.profiler.windows import parse_steps
-
         try:
             names = Names(self.comm, self.compute)
         except ValueError as error:
             raise ValueError(f"--{error}") from None
-        if self.image is not None:
-            check_output(self.image, SUFFIXES)
+        if self.out is not None:
+            check_output(self.out, SUFFIXES)
         paths = [trace_paths([argument]) for argument in (self.a, self.b)]
         steps = parse_steps(self.steps)
         comparison = Comparison(*(read_recording(str(one), files, names, steps)
@@ -52,6 +49,6 @@ class ProfileCompare:
         for one in (comparison.a, comparison.b):
             for path, sentence in one.remarks:
                 print(f"{printable(path)}: {sentence}", file=sys.stderr)
-        if self.image is not None:
-            save_comparison(comparison, self.image)
-        print(strict_json.write(comparison.as_object(), indent=1) if self.json else compare_text(comparison))
+        if self.out is not None:
+            save_comparison(comparison, self.out)
+        self.show(comparison.as_object(), compare_text(comparison))

@@ -7,10 +7,8 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import Positional, arg
 
-from ..data import strict_json
 from ..messages import check_range, plural, printable
 from ..schedule import (
     NAMES,
@@ -32,6 +30,7 @@ from ..tools.drawing.output import check_output
 from ..tools.drawing.tables import comparison_table, launches_table
 from ..tools.drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
 from ..tools.drawing.timeline_text import timeline_text
+from .options import JsonOption
 
 MOST_RECORDED = 50_000  # layers x micro-batches x ep: about 20 minutes on one core
 
@@ -48,17 +47,33 @@ class CostOptions(Costs):
 
 
 @dataclass(frozen=True)
-class ShowSchedule:
-    """Show the timeline of a schedule as text, or save it to a file."""
-
+class ChosenSchedule:
     schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
     """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file with one line per rank."""
-    ranks: int | None = None
+    pp: int | None = None
     """Number of pipeline ranks. Required with a name."""
     micro_batches: int | None = None
     """Number of micro-batches in a step. Required with a name."""
     num_chunks: int | None = None
     """Stages per rank, for interleaved_1f1b. None: 2."""
+
+    def find(self) -> tuple[Schedule, int]:
+        """Return the schedule of a file, or the one of this name and size, and the number of transfers in the file."""
+        path, name = Path(self.schedule), self.schedule
+        if path.suffix.lower() == ".csv" or (name not in NAMES and (path.is_file() or "/" in name)):
+            if (self.pp, self.micro_batches) != (None, None) or self.num_chunks:
+                raise ValueError(f"{path} defines the sizes: remove --pp, --micro-batches and --num-chunks")
+            return _read(path)
+        if self.pp is None or self.micro_batches is None:
+            placement_of(name, 2 if self.pp is None else self.pp)  # reports an unknown name first
+            raise ValueError(f"{name} needs --pp and --micro-batches, as in --pp 4 --micro-batches 8")
+        return build(name, self.pp, self.micro_batches, self.num_chunks or None), 0
+
+
+@dataclass(frozen=True)
+class ShowSchedule(ChosenSchedule):
+    """Show the timeline of a schedule as text, or save it to a file."""
+
     cost: CostOptions = field(default_factory=CostOptions)
     out: Path | None = None
     """Save to this file: a figure (.svg, .png), a Chrome trace for Perfetto (.json) or the actions (.csv)."""
@@ -73,7 +88,7 @@ class ShowSchedule:
             check_output(self.out, TIMELINE_SUFFIXES)
         if self.width:
             check_range("--width", self.width, 40, 10_000)
-        schedule, _ = _find(self.schedule, self.ranks, self.micro_batches, self.num_chunks)
+        schedule, _ = self.find()
         timeline = simulate(schedule, costs)
         if self.out is not None:
             save_timeline(timeline, self.out)
@@ -85,7 +100,7 @@ class ShowSchedule:
 
 
 @dataclass(frozen=True)
-class CompareSchedules:
+class CompareSchedules(JsonOption):
     """Compare all schedules for the same model. Memory is the maximum over the ranks, in stages of the model."""
 
     stages: int
@@ -96,34 +111,23 @@ class CompareSchedules:
     num_chunks: int = 2
     """Stages per rank, for interleaved_1f1b."""
     cost: CostOptions = field(default_factory=CostOptions)
-    json: bool = False
-    """Print JSON, with one number per rank."""
 
     def run(self) -> None:
         entries = compare(self.stages, self.micro_batches, self.cost.checked(), self.num_chunks)
-        objects = [entry.as_object() for entry in entries]
-        print(strict_json.write(objects, indent=1) if self.json else comparison_table(entries))
+        self.show([entry.as_object() for entry in entries], comparison_table(entries))
 
 
 @dataclass(frozen=True)
-class CheckSchedule:
+class CheckSchedule(ChosenSchedule):
     """Check that no rank can wait forever: validate a schedule, then compare what all ranks launch.
 
     The pipeline of every rank runs in this process, with a tiny model. Transfers and collectives are recorded, not run.
     A CSV file has the format of torch.distributed.pipelining (compute_only or compute_comms).
     """
 
-    schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
-    """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file with one line per rank."""
-    ranks: int | None = None
-    """Number of pipeline ranks. Required with a name."""
-    micro_batches: int | None = None
-    """Number of micro-batches in a step. Required with a name."""
-    num_chunks: int | None = None
-    """Stages per rank, for interleaved_1f1b. None: 2."""
     ep: int = 2
     """Number of ranks that share the experts of a layer."""
-    layers: int | None = None
+    num_layers: int | None = None
     """Number of layers of the model. None: two for each stage."""
     dense_layers: tuple[int, ...] = (0,)
     """Layers without experts, counted from 0."""
@@ -134,11 +138,11 @@ class CheckSchedule:
 
     def run(self) -> None:
         """Raises ScheduleError if a rank may wait forever, and ValueError for invalid options."""
-        schedule, transfers = _find(self.schedule, self.ranks, self.micro_batches, self.num_chunks)
-        layers = self.layers if self.layers is not None else 2 * schedule.num_stages
+        schedule, transfers = self.find()
+        layers = self.num_layers if self.num_layers is not None else 2 * schedule.num_stages
         if not self.actions_only:
             check_range("--ep", self.ep, 1, 1024)
-            check_range("--layers", layers, 1)
+            check_range("--num-layers", layers, 1)
             check_range("--mtp-layers", self.mtp_layers, 0)
             for layer in self.dense_layers:
                 check_range("--dense-layers", layer, 0, layers - 1)
@@ -159,31 +163,6 @@ class CheckSchedule:
             programs = record_launches(model, schedule, self.ep, queued)
             counts = check_launches(f"{schedule.name}, as on a {device}", programs)
         return launches_table(counts, layers, self.ep)
-
-
-@dataclass(frozen=True)
-class ScheduleCommands:
-    """Pipeline schedules: show one, compare all, or check your own."""
-
-    command: Annotated[
-        Annotated[ShowSchedule, subcommand("show")]
-        | Annotated[CompareSchedules, subcommand("compare")]
-        | Annotated[CheckSchedule, subcommand("check")],
-        tyro.conf.arg(name=""),
-    ]
-
-
-def _find(text: str, ranks: int | None, micro_batches: int | None, num_chunks: int | None) -> tuple[Schedule, int]:
-    """Return the schedule of a file, or the one of this name and size, and the number of transfers in the file."""
-    path = Path(text)
-    if path.suffix.lower() == ".csv" or (text not in NAMES and (path.is_file() or "/" in text)):
-        if (ranks, micro_batches) != (None, None) or num_chunks:
-            raise ValueError(f"{path} defines the sizes: remove --ranks, --micro-batches and --num-chunks")
-        return _read(path)
-    if ranks is None or micro_batches is None:
-        placement_of(text, 2 if ranks is None else ranks)  # reports an unknown name first
-        raise ValueError(f"{text} needs --ranks and --micro-batches, as in --ranks 4 --micro-batches 8")
-    return build(text, ranks, micro_batches, num_chunks or None), 0
 
 
 def _read(path: Path) -> tuple[Schedule, int]:

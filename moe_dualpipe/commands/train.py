@@ -6,7 +6,6 @@ prediction of its memory, the peak speed of its GPUs, and the profiler of `--pro
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..health.signals import Stop
@@ -14,16 +13,6 @@ from ..health.signals import Stop
 if TYPE_CHECKING:
     from ..training import TrainConfig, Trainer
     from ..training.preflight import Instruments
-
-
-@dataclass(frozen=True)
-class Train:
-    """Train a Mixture-of-Experts transformer, as train.py does."""
-
-    # cli.py passes on the options before this class is built: main handles signals before it parses them.
-
-    def run(self) -> None:
-        main([])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

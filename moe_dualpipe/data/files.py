@@ -11,8 +11,8 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import without_frames
 from ..messages import printable
-from ..user_errors import without_frames
 
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",

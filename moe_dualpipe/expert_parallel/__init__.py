@@ -3,26 +3,19 @@
 `ExpertParallel` (protocol.py) is the interface; each backend is a file or a folder. Those in modeled/ simulate links.
 """
 
-from typing import TYPE_CHECKING
-
-from moe_dualpipe.lazy_exports import on_first_use
-
-if TYPE_CHECKING:
-    from .all_to_all import AllToAll
-    from .autograd import combine, dispatch
-    from .by_choice import ByChoice
-    from .choose import Choice, choose_backend
-    from .local import Local
-    from .modeled.delayed import Delayed
-    from .modeled.link import Link
-    from .modeled.loopback import Loopback, Replay
-    from .options import EpBackend
-    from .protocol import Combined, Completed, ExpertParallel, Pending, Received, Route
-    from .shared import Shared
+from .all_to_all import AllToAll
+from .autograd import combine, dispatch
+from .by_choice import ByChoice
+from .choose import Choice, choose_backend
+from .local import Local
+from .modeled.delayed import Delayed
+from .modeled.link import Link
+from .modeled.loopback import Loopback, Replay
+from .options import EpBackend
+from .protocol import Combined, Completed, ExpertParallel, Pending, Received, Route
+from .shared import Shared
 
 __all__ = [
     "AllToAll", "ByChoice", "Choice", "Combined", "Completed", "Delayed", "EpBackend", "ExpertParallel", "Link",
     "Local", "Loopback", "Pending", "Received", "Replay", "Route", "Shared", "choose_backend", "combine", "dispatch",
 ]  # fmt: skip
-
-__getattr__ = on_first_use(__name__)

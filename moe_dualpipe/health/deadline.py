@@ -5,16 +5,12 @@ the client waits forever, whatever timeout it was given. So another thread count
 can block.
 """
 
-import os
 import threading
-import time
-from contextlib import suppress
-from typing import NoReturn
 
 from .program import program_name
+from .report import end_process
 
 _CHECKS = 20
-_WRITE_SECONDS = 5.0
 
 
 class Deadline:
@@ -46,26 +42,3 @@ class Deadline:
             self._checks += 1
             if self._checks > _CHECKS:
                 end_process(1, f"{program_name()}: {self.text}\n")
-
-
-def print_now(text: str) -> None:
-    """Print `text` to stderr, from any thread. Never raises, and never blocks for long."""
-
-    def write() -> None:
-        with suppress(OSError):  # stderr may be on a full disk
-            os.write(2, text.encode())
-
-    # In a thread: stderr may be a full pipe whose reader is frozen.
-    printer = threading.Thread(target=write, daemon=True)
-    printer.start()
-    printer.join(_WRITE_SECONDS)
-
-
-def end_process(code: int, text: str = "", seconds: float = 0.0) -> NoReturn:
-    """Print `text` to stderr and exit after `seconds`, without destructors: these may wait for dead ranks.
-
-    From any thread.
-    """
-    print_now(text)
-    time.sleep(seconds)
-    os._exit(code)

@@ -5,13 +5,12 @@ the segment in the engine, and a wait for a pipeline rank in the links. Another 
 the line of code from the main thread's Python stack.
 """
 
-import json
 import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -198,16 +197,6 @@ class Heartbeat:
     ended: bool
     pid_namespace: str
     pid: int
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: bytes) -> "Heartbeat":
-        fields = json.loads(text)
-        state = fields.pop("state")
-        state |= {"group": tuple(state["group"]), "order": tuple(state["order"])}
-        return cls(state=RankState(**state), **fields)
 
     def process_is_gone(self) -> bool:
         """Whether the process has ended. False if this process cannot see it."""

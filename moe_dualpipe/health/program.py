@@ -7,12 +7,10 @@ Training starts as train.py, as another script that calls its `main`, as `moe-du
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 CONSOLE_SCRIPT = "moe-dualpipe"
 MODULE = "moe_dualpipe.cli"
-_STARTS = "--no-python", "--no_python", "-m", "--module"
 
 
 def program_name() -> str:
@@ -23,41 +21,18 @@ def program_name() -> str:
 def training_command(processes: int | None) -> list[str]:
     """The words of a command that starts training in the way in which this process was started.
 
-    processes: the number that torchrun starts on this machine. None: without torchrun. The options of torchrun are
-    repeated, if they can be seen: those of this machine.
+    processes: the number that torchrun starts on each machine. None: without torchrun.
     """
     launcher = []
     if processes:
-        options = launcher_options(_parent_command()) or ["--nproc-per-node", str(processes)]
-        launcher = [_executable("torchrun"), *options]
+        machines = os.environ.get("GROUP_WORLD_SIZE", "1")
+        several = ["--nnodes", machines] if machines != "1" else []
+        launcher = [_executable("torchrun"), *several, "--nproc-per-node", str(processes)]
     if _is_module():
         return [*(launcher or [_executable("python")]), "-m", MODULE, "train"]
     if _is_console_script():
         return [*launcher, *(["--no-python"] if launcher else []), _executable(CONSOLE_SCRIPT), "train"]
     return [*(launcher or [_executable("python")]), os.path.relpath(sys.argv[0])]
-
-
-def launcher_options(words: Sequence[str]) -> list[str] | None:
-    """The options of torchrun, such as --nnodes, in the words of the command that started it; None for another program.
-
-    Without those that say how the script starts (--no-python, -m).
-    """
-    names = [i for i, word in enumerate(words[:4]) if Path(word).name == "torchrun" or word == "torch.distributed.run"]
-    if not names:
-        return None
-    from torch.distributed.run import get_args_parser  # not at the top: `--help` starts faster without torch
-
-    given = words[names[0] + 1 :]
-    parsed, _ = get_args_parser().parse_known_args(given)
-    return [word for word in given[: len(given) - len(parsed.training_script_args) - 1] if word not in _STARTS]
-
-
-def _parent_command() -> list[str]:
-    """The words of the command that started this process's parent. Known only on Linux."""
-    try:
-        return Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
-    except (OSError, UnicodeDecodeError):
-        return []
 
 
 def _is_module() -> bool:

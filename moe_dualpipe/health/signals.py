@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .deadline import end_process, print_now
 from .program import program_name
+from .report import end_process, print_now
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from .deadline import print_now
 from .heartbeat import Heartbeat
 from .program import program_name
+from .report import print_now
 from .waits import describe_waits
 
 _REPORT = "report"

@@ -7,25 +7,24 @@ detects a failure writes it to the store; every rank reads it, prints it and exi
 store exits, too: the machine of the store is cut off, or this one is.
 """
 
-import json
 import os
+import pickle
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from types import TracebackType
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ..user_errors import error_text, fault_of, locate
-from .deadline import Deadline, end_process
+from ..errors import error_text, fault_of, in_context
+from .deadline import Deadline
 from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace, state_of
 from .program import program_name
-from .report import report_error
+from .report import end_process, report_error
 from .stall import StallReport
 
 PATIENCE = 10.0
@@ -44,35 +43,31 @@ def watch_ranks(timeout: float, patience: float = PATIENCE, full_traceback: bool
     failed at the same line print nothing, and the rest one line with the name of that rank. full_traceback: print
     tracebacks of a user's errors, too. A single process is not watched.
     """
-    progress = Progress()
-    if dist.get_world_size() == 1:
+    progress, alone = Progress(), dist.get_world_size() == 1
+    patience, attempt = min(patience, timeout / 2), _attempt_id()
+    silence = f"rank {dist.get_rank()} stops: no answer from the rendezvous store on {_server()} for {patience:g} s"
+    with nullcontext() if alone else Deadline(patience, silence) as answers:
+        watchdog = answers and Watchdog(progress, timeout, patience, f"watch/{attempt}", answers)
         try:
             yield progress
         except Exception as error:
-            error.__traceback__ = _without_this_frame(error)
-            locate(error, step=progress.step or None)
+            # Without the frame of this function: it did not call what failed.
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            if progress.step:
+                in_context(error, f"step {progress.step}")
+            if watchdog:
+                watchdog.fail(error, full_traceback)
             report_error(error_text(error, program_name(), full_traceback))
             raise SystemExit(1) from error
-        return
-    patience = min(patience, timeout / 2)
-    attempt, address = _attempt_id(), _address(dist.distributed_c10d._get_default_store())
-    silence = f"rank {dist.get_rank()} stops: no answer from the rendezvous store{address} for {patience:g} s"
-    with Deadline(patience, silence) as answers:
-        watchdog = Watchdog(progress, timeout, patience, f"watch/{attempt}", answers)
-        try:
-            yield progress
-        except Exception as error:
-            error.__traceback__ = _without_this_frame(error)
-            watchdog.fail(error, full_traceback)
         finally:
-            watchdog.close()
+            if watchdog:
+                watchdog.close()
 
 
 @contextmanager
 def joining(rank: int, timeout: float) -> Iterator[None]:
     """Inside this context, `rank` joins the others. It exits with code 1 if that takes over `timeout` seconds."""
-    server = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    failed = f"rank {rank} stops: it did not join the other ranks at the rendezvous store on {server}"
+    failed = f"rank {rank} stops: it did not join the other ranks at the rendezvous store on {_server()}"
     limit = timeout + min(PATIENCE, timeout / 2)  # the timeout is for torch, which reports what it waited for
     with Deadline(limit, f"{failed}: no answer for {limit:g} s"):
         try:
@@ -125,7 +120,7 @@ class Watchdog:
 
     def fail(self, error: Exception, full_traceback: bool = False) -> NoReturn:
         """End this process because of `error`, or because of the failure that broke the connection."""
-        locate(error, step=self.progress.step or None, rank=self.rank)
+        in_context(error, f"rank {self.rank}")
         if _is_lost_connection(error):
             self._lost_connection = error
             time.sleep(self.patience + 4 * self.interval)  # the thread ends the process when it knows the cause
@@ -180,16 +175,16 @@ class Watchdog:
         moving = self._save_still <= self.max_still or bool(save.operation)
         saving = self.progress.phase == SAVING and moving
         beat = Heartbeat(self._checks, self._since, state, saving, ended, self._pid_namespace, os.getpid())
-        self._store.set(str(self.rank), beat.dumps())
+        self._store.set(str(self.rank), pickle.dumps(beat))  # type: ignore[arg-type]
         return beat
 
     def _published(self) -> Failure | None:
-        return Failure(**json.loads(self._store.get(_FAILURE))) if self._store.check([_FAILURE]) else None
+        return pickle.loads(self._store.get(_FAILURE)) if self._store.check([_FAILURE]) else None
 
     @staticmethod
     def _publish(store: dist.Store, failure: Failure) -> Failure:
         """Write `failure` to the store unless it holds one already. Returns the one in the store."""
-        return Failure(**json.loads(store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))))
+        return pickle.loads(store.compare_set(_FAILURE, "", pickle.dumps(failure)))  # type: ignore[arg-type]
 
     def _exit(self, failure: Failure) -> None:
         if failure.fault and self._failing is None:
@@ -200,7 +195,7 @@ class Watchdog:
             end_process(1, f"{program_name()}: rank {self.rank} stops: {who}{failure.text}\n", self._until_read)
 
     def _heartbeat(self, rank: int) -> Heartbeat | None:
-        return Heartbeat.loads(self._store.get(str(rank))) if self._store.check([str(rank)]) else None
+        return pickle.loads(self._store.get(str(rank))) if self._store.check([str(rank)]) else None
 
     def _detect(self) -> Failure | None:
         """The failure that this check finds, if any."""
@@ -253,11 +248,6 @@ class Watchdog:
         return Failure(None, f"the ranks wait for each other{why}: {waits}")
 
 
-def _without_this_frame(error: BaseException) -> TracebackType | None:
-    """The traceback without the frame of the context manager that caught `error`: it did not call what failed."""
-    return error.__traceback__ and error.__traceback__.tb_next
-
-
 def _attempt_id() -> int:
     """A random number of this attempt: the launcher's store still holds the failure of the last one. Collective."""
     number = torch.tensor(int.from_bytes(os.urandom(7)))
@@ -265,11 +255,9 @@ def _attempt_id() -> int:
     return int(number)
 
 
-def _address(store: dist.Store) -> str:
-    """ " on host:port", or "" for a store without a server."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return f" on {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
+def _server() -> str:
+    """The address of the rendezvous store."""
+    return ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def _is_lost_connection(error: Exception) -> bool:

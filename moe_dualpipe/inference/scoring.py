@@ -7,6 +7,8 @@ tokens, but these have at least (sequence length - stride) tokens before them.
 B sequences, S positions, N tokens of the text.
 """
 
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from tqdm import tqdm
 
+from ..data import Tokenizer, UnknownTokenizer, num_bytes
 from ..messages import check_range
 from ..models import TransformerStage
 from .eval_mode import eval_mode
@@ -96,3 +100,45 @@ def stream_losses(
         with eval_mode([model]):
             losses_BS, _ = token_losses(model, rows_BS[:, :-1].contiguous(), rows_BS[:, 1:].contiguous())
         yield torch.cat([losses_S[window.seen :] for losses_S, window in zip(losses_BS, some, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """The perplexity of a text. loss: in nats per token. tokens: number of scored tokens. bytes: of their text."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    """None if the tokenizer is unknown."""
+    tokens: int
+    bytes: int | None
+    seq_len: int
+    stride: int
+    tokens_per_second: float
+
+    def __str__(self) -> str:
+        lines = [f"loss {self.loss:.4f} nats per token", f"perplexity {self.perplexity:,.3f}"]
+        if self.bits_per_byte is not None:
+            lines.append(f"{self.bits_per_byte:.4f} bits per byte")
+        window = f"{self.tokens:,} tokens in windows of {self.seq_len}"
+        if self.stride < self.seq_len:
+            window += f", every {self.stride}"
+        return "\n".join([*lines, f"{window}; {self.tokens_per_second:,.0f} tokens/s"])
+
+
+def perplexity(
+    model: TransformerStage, tokenizer: Tokenizer, tokens: Tokens, seq_len: int, stride: int, batch_size: int
+) -> Perplexity:
+    """The perplexity of a model on a text of token ids. All tokens but the first are scored."""
+    total, scored, started = 0.0, 0, time.perf_counter()
+    with tqdm(total=len(tokens) - 1, unit=" tokens", leave=False, disable=None) as bar:
+        for losses_N in stream_losses(model, tokens, seq_len, stride, batch_size):
+            total += losses_N.double().sum().item()
+            scored += len(losses_N)
+            bar.update(len(losses_N))
+    seconds, loss = time.perf_counter() - started, total / scored
+    size = None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, tokens[1:])
+    return Perplexity(
+        loss, math.exp(loss) if loss < 700 else math.inf, total / math.log(2) / size if size else None, scored, size,
+        seq_len, stride, round(scored / seconds, 1),
+    )  # fmt: skip

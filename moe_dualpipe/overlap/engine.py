@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from ..errors import LayerError, in_context, user_line
 from ..kernels.weight_grads import WeightGrads
 from ..messages import quoted
-from ..user_errors import locate, user_place
 from . import streams
 from .annotation import annotation
 from .labels import PREPARE, WAIT_FOR, WEIGHTS, label, spoken
@@ -105,16 +105,14 @@ class _Annotated:
             self._explain(error)
 
     def _explain(self, error: Exception | SystemExit) -> None:
-        """Add to `error` where it happened. Raises RuntimeError for a SystemExit: code 0 would be a complete run."""
-        part = spoken(self.text)
-        note = f"during {self.text}" + ("" if self.layer is None else f" of layer {self.layer}")
-        if isinstance(error, SystemExit):
-            failure = RuntimeError(f"a layer called sys.exit({quoted(error.code)})")
-            failure.add_note(note)
-            locate(failure, layer=self.layer, part=part, place=user_place(error))
-            raise failure from error
-        error.add_note(note)
-        locate(error, layer=self.layer, part=part, source=self.source)
+        """Note where `error` happened. Raises LayerError for a SystemExit: code 0 would be a complete run."""
+        where = ("" if self.layer is None else f"layer {self.layer}, ") + spoken(self.text)
+        if not isinstance(error, SystemExit):
+            in_context(error, where, self.source)
+            return
+        failure = LayerError(f"a layer called sys.exit({quoted(error.code)})", user_line(error))
+        in_context(failure, where)
+        raise failure from error
 
 
 class Lane:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..user_errors import locate
+from ..errors import in_context
 
 Tensors = tuple[Tensor, ...]
 
@@ -134,8 +134,7 @@ def in_layer(layer: int, segments: Segments, source: Any = None) -> Segments:
         except StopIteration as stop:
             return stop.value
         except Exception as error:
-            error.add_note(f"between two segments of layer {layer}")
-            locate(error, layer=layer, source=source)
+            in_context(error, f"layer {layer}", source)
             raise
         segment.layer = layer
         if isinstance(segment, Compute):

@@ -1,17 +1,11 @@
 """Run schedules on torch.distributed: process groups, links between ranks, stages, replicas, and the executor."""
 
-from typing import TYPE_CHECKING
-
-from ..lazy_exports import on_first_use
-
-if TYPE_CHECKING:
-    from .executor import Executor
-    from .p2p import P2P, TensorSpec
-    from .rank_step import StepResult
-    from .stage import Criterion, OverlappedModule, Stage
-    from .world import World, join_world
+from .executor import Executor
+from .p2p import P2P, TensorSpec
+from .rank_step import StepResult
+from .stage import Criterion, OverlappedModule, Stage
+from .world import World, join_world
 
 __all__ = [
     "P2P", "Criterion", "Executor", "OverlappedModule", "Stage", "StepResult", "TensorSpec", "World", "join_world",
 ]  # fmt: skip
-__getattr__ = on_first_use(__name__)

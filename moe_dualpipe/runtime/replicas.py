@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import without_frames
 from ..expert_parallel.parameters import ExpertIds, expert_ids
 from ..messages import list_ranks
-from ..user_errors import without_frames
 from .checksum import checksum
 from .exact_sum import from_words, to_words
 from .groups import Groups

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from ..errors import user_error
 from ..expert_parallel.gather import first_fault, gather_objects
-from ..user_errors import user_error
 
 Result = TypeVar("Result")
 

@@ -39,7 +39,7 @@ def test_all_folders_give_the_same_model(run):
 
 def test_generate_reads_exported_folders(run, capsys):
     for path in ("run", "exported"):
-        options = ["--prompt", "def ", "--tokens", "8", "--device", "cpu", "--experts", LAYERS["experts"]]
+        options = ["--prompt", "def ", "--sample-tokens", "8", "--device", "cpu", "--experts", LAYERS["experts"]]
         assert main(["generate", str(run / path), *options]) == 0
     first, second = capsys.readouterr().out.split("def ")[1:]
     assert first == second

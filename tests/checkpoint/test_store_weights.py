@@ -133,7 +133,7 @@ def test_commands_read_runs_at_a_url_as_in_a_folder(folders, tmp_path, capsys):
         return code, (captured.out + captured.err).replace(RUN, str(folders / "run"))
 
     local = str(folders / "run")
-    for words in (("generate", "--tokens", "5"), ("eval", "--data", __file__, "--max-tokens", "200", "--json")):
+    for words in (("generate", "--sample-tokens", "5"), ("eval", "--data", __file__, "--max-tokens", "200", "--json")):
         command, *options = words
         one, other = output(command, local, *options), output(command, RUN, *options)
         assert one[0] == other[0] == 0 and one[1].split('"tokens_per')[0] == other[1].split('"tokens_per')[0]

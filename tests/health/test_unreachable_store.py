@@ -29,6 +29,7 @@ def wait_in_step(progress, _store):
 
 def watched_rank(rank, port, log, action):
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     with watch_ranks(timeout=60.0, patience=1.0) as progress:

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from moe_dualpipe import inference
 from moe_dualpipe.checkpoint import read_manifest
 from moe_dualpipe.cli import main
 from moe_dualpipe.inference import Sampling, generate, generate_through_pipeline
@@ -23,7 +22,7 @@ def pipeline(ranks, name, window, fused_loss=False):
     return Pipeline(MODEL, schedule, (1, window), options=StageOptions(seed=5, fused_loss=fused_loss))
 
 
-def generates_like_the_whole_model(rank, ranks, name, fused_loss):
+def generates_like_the_whole_model(_rank, ranks, name, fused_loss):
     model = build_model(MODEL, options=StageOptions(seed=5))
     for sampling, window, prompts in (
         (Sampling(0), 40, PROMPTS),
@@ -52,7 +51,7 @@ def test_a_pipeline_refuses_invalid_token_ids():
 def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     """The command prints the sample that the pipeline generated at the end of the run."""
     changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
-    how = ["--prompt", "de\u00e9", "--tokens", "30", "--top-k", "5", "--seed", "4", "--max-length", "32"]
+    how = ["--prompt", "de\u00e9", "--sample-tokens", "30", "--top-k", "5", "--seed", "4", "--seq-len", "32"]
     said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
     sample = said.partition("sample:\n")[2].partition("\nsaved ")[0]
     assert main(["generate", str(tmp_path), *how]) == 0
@@ -68,7 +67,7 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
         (["--num", "0"], "--num must be at least 1: got 0"),
         (["--prompt", ""], "--prompt is empty"),
         (["--top-k", "-1"], "top_k must be at least 1: got -1"),
-        (["--tokens", "-1"], "--tokens must be at least 0: got -1"),
+        (["--sample-tokens", "-1"], "--sample-tokens must be at least 0: got -1"),
     ):
         assert main(["generate", str(tmp_path), *wrong]) == 2
         assert message in capsys.readouterr().err
@@ -92,7 +91,9 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
 def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):
     run_ranks(1, train, settings(tmp_path, steps=1))
     calls = []
-    monkeypatch.setattr(inference, "generate", lambda *a: calls.append(a) or torch.tensor([[72, 105, 7, 0, 0]]))
+    monkeypatch.setattr(
+        "moe_dualpipe.commands.generate.generate", lambda *a: calls.append(a) or torch.tensor([[72, 105, 7, 0, 0]])
+    )
     assert main(["generate", str(tmp_path), "--prompt", ">", "--top-k", "0"]) == 0
     assert calls[0][5] is None  # --top-k 0 is no limit, as None
     assert capsys.readouterr().out == ">Hi\ufffd\n"

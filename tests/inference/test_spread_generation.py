@@ -104,7 +104,8 @@ def test_what_cannot_be_copied_is_refused_in_one_line(run, tmp_path, capsys):
 
 @pytest.mark.long
 def test_the_command_under_torchrun_prints_the_same_texts(run, capsys):
-    arguments = ["generate", str(run / "run"), "--num", "3", "--tokens", "8", "--prompt", "def ", "--device", "cpu"]
+    words = ["--num", "3", "--sample-tokens", "8", "--prompt", "def ", "--device", "cpu"]
+    arguments = ["generate", str(run / "run"), *words]
     assert main(arguments) == 0
     expected = capsys.readouterr().out
     program = ("--nproc-per-node", 2, "-m", "--", "moe_dualpipe.cli", *arguments)  # torchrun has options like --num

@@ -166,13 +166,13 @@ class Waits:
 
 
 FAILURES = {
-    "during inner(F) of layer 7": lambda x: iter_of(Compute("inner", boom, x)),
-    "during inner(B) of layer 7": lambda x: iter_of(Compute("inner", Fails.apply, x)),
-    "during move(F) of layer 7": lambda x: iter_of(Comm("move", boom, doubled, x)),
-    "during move(B) of layer 7": lambda x: iter_of(Comm("move", doubled, boom, x)),
-    "during wait for move(F) of layer 7": lambda x: iter_of(Comm("move", lambda _: Waits(), doubled, x)),
-    "during wait for move(B) of layer 7": lambda x: iter_of(Comm("move", doubled, lambda _: Waits(), x)),
-    "during prepare plan(F) of layer 7": lambda x: iter_of(PrepareComm("plan", boom, x)),
+    "in layer 7, inner forward": lambda x: iter_of(Compute("inner", boom, x)),
+    "in layer 7, inner backward": lambda x: iter_of(Compute("inner", Fails.apply, x)),
+    "in layer 7, move forward": lambda x: iter_of(Comm("move", boom, doubled, x)),
+    "in layer 7, move backward": lambda x: iter_of(Comm("move", doubled, boom, x)),
+    "in layer 7, wait for move forward": lambda x: iter_of(Comm("move", lambda _: Waits(), doubled, x)),
+    "in layer 7, wait for move backward": lambda x: iter_of(Comm("move", doubled, lambda _: Waits(), x)),
+    "in layer 7, prepare plan forward": lambda x: iter_of(PrepareComm("plan", boom, x)),
 }
 
 

@@ -294,7 +294,7 @@ def test_a_failed_rank_ends_the_step_on_all_ranks(name, pp, ep, how, where):
     survivor, failed = run_failing_ranks(2, fails, name, pp, ep, how, where)
     if how == "raises":
         assert "ArithmeticError: boom" in failed
-        assert f"during mlp({where}) of layer 5" in failed
+        assert f"in layer 5, mlp {'forward' if where == 'F' else 'backward'}" in failed
         assert f"while rank 1 (pipeline rank {1 if pp > 1 else 0}) ran" in failed
     else:
         assert failed == ""
@@ -302,4 +302,4 @@ def test_a_failed_rank_ends_the_step_on_all_ranks(name, pp, ep, how, where):
     assert "Connection closed by peer" in survivor or "Connection reset by peer" in survivor
     assert re.search(r"while rank 0 \(pipeline rank 0\) ran .* \(stage \d, micro-batch \d.*\) of dualpipe", survivor)
     if ep > 1:
-        assert re.search(r"during (wait for )?(dispatch|combine)\([FB]\) of layer \d", survivor)
+        assert re.search(r"in layer \d, (wait for )?(dispatch|combine) (forward|backward)", survivor)

@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
+from ...errors import without_frames
 from ...messages import printable
-from ...user_errors import without_frames
 from .errors import StorageError
 from .local_copies import base_folder, locked
 from .store import Patience, info, read

@@ -3,15 +3,10 @@
 A check returns a `Report`: one row per law, with what was measured and, in plain words, what is wrong and where.
 """
 
-from typing import TYPE_CHECKING
-
-from ...lazy_exports import on_first_use
-
-if TYPE_CHECKING:
-    from .layers import check_attention, check_block, check_experts, check_router
-    from .parallel import check_parallel
-    from .report import Check, Report
-    from .variants import Variant
+from .layers import check_attention, check_block, check_experts, check_router
+from .parallel import check_parallel
+from .report import Check, Report
+from .variants import Variant
 
 __all__ = [
     "Check",
@@ -23,5 +18,3 @@ __all__ = [
     "check_parallel",
     "check_router",
 ]  # fmt: skip
-
-__getattr__ = on_first_use(__name__)

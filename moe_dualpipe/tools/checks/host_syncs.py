@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...user_errors import Place
+from ...errors import CodeLine
 
 _CALLS: dict[Any, str] = {
     Tensor.item: "item()", Tensor.tolist: "tolist()", Tensor.__bool__: "bool()", Tensor.__int__: "int()",
@@ -92,4 +92,4 @@ def _add(found: dict[str, str], call: str) -> None:
         frame = frame.f_back
     if frame is None or name.startswith(("moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.")):
         return
-    found.setdefault(str(Place(file, frame.f_lineno, frame.f_code.co_qualname.rpartition("<locals>.")[2])), call)
+    found.setdefault(str(CodeLine(file, frame.f_lineno, frame.f_code.co_qualname.rpartition("<locals>.")[2])), call)

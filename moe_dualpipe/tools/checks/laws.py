@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...errors import describe_user_error, needs_no_frames, user_error
 from ...messages import describe
-from ...user_errors import describe_user_error, needs_no_frames, user_error
 from .report import Check, Report, Status
 
 

@@ -19,6 +19,7 @@ They raise ValueError if the class does not exist, or if its arguments or option
 import dataclasses
 from typing import Any
 
+from ...errors import CodeLine
 from ...models.attention import attention_class
 from ...models.block import block_class
 from ...models.build_experts import expert_class
@@ -26,7 +27,6 @@ from ...models.config import ModelConfig
 from ...models.layer_class import Factory, LayerClass
 from ...models.layer_options import LayerOptions
 from ...models.router import router_class
-from ...user_errors import Place
 from .experts_laws import experts_laws
 from .experts_subject import Experts
 from .laws import Law, check_laws
@@ -80,5 +80,5 @@ def check_block(
 
 
 def _check(found: LayerClass, subject: Any, laws: list[Law], raise_errors: bool) -> Report:
-    where = str(Place.of(found.make) or "")
+    where = str(CodeLine.of(found.make) or "")
     return check_laws(f"check of the {found.kind} {found.name}", where, subject, laws, raise_errors)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...errors import user_error
 from ...messages import describe, plural
-from ...user_errors import user_error
 
 _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

@@ -3,20 +3,13 @@
 Facts are gathered on each rank, links are measured between ranks, and the verdicts are pure functions of both.
 """
 
-from typing import TYPE_CHECKING
-
-from ...lazy_exports import on_first_use
-
-if TYPE_CHECKING:
-    from .check import Options, Outcome, check_cluster
-    from .facts import Disk, Facts, Gpu
-    from .links import Exchange, LinkSpeed
-    from .report import Report
-    from .verdicts import Problem, find_problems
+from .check import Options, Outcome, check_cluster
+from .facts import Disk, Facts, Gpu
+from .links import Exchange, LinkSpeed
+from .report import Report
+from .verdicts import Problem, find_problems
 
 __all__ = [
     "Disk", "Exchange", "Facts", "Gpu", "LinkSpeed", "Options", "Outcome", "Problem", "Report", "check_cluster",
     "find_problems",
 ]  # fmt: skip
-
-__getattr__ = on_first_use(__name__)

@@ -1,23 +1,18 @@
 """What a run costs before it starts: parameters, FLOPs, memory of every rank, step time, and the best layout."""
 
-from typing import TYPE_CHECKING
-
-from ...lazy_exports import on_first_use
-
-if TYPE_CHECKING:
-    from ...models.costs import shape_of, train_flops_per_token
-    from ...models.shape import Attention, Layer, ModelShape, Product
-    from .activations import MicroBatch
-    from .constants import Constant
-    from .device import Device, device_names, load_device
-    from .flops import peak_flops
-    from .layout_search import Candidate, Found, search
-    from .peak import PeakMemory, peak_memory, stages_of
-    from .prediction import Estimate, estimate
-    from .published_shapes import read_shape
-    from .step import Step
-    from .workload import Workload, layout_of
-    from .workload_memory import full_schedule
+from ...models.costs import shape_of, train_flops_per_token
+from ...models.shape import Attention, Layer, ModelShape, Product
+from .activations import MicroBatch
+from .constants import Constant
+from .device import Device, device_names, load_device
+from .flops import peak_flops
+from .layout_search import Candidate, Found, search
+from .peak import PeakMemory, peak_memory, stages_of
+from .prediction import Estimate, estimate
+from .published_shapes import read_shape
+from .step import Step
+from .workload import Workload, layout_of
+from .workload_memory import full_schedule
 
 __all__ = [
     "Attention", "Candidate", "Constant", "Device", "Estimate", "Found", "Layer", "MicroBatch", "ModelShape",
@@ -25,5 +20,3 @@ __all__ = [
     "layout_of", "load_device", "peak_flops", "peak_memory", "read_shape", "search", "shape_of", "stages_of",
     "train_flops_per_token",
 ]  # fmt: skip
-
-__getattr__ = on_first_use(__name__)

@@ -187,7 +187,7 @@ def _makespans(schedule: str, pp: int, chunks: int | None) -> tuple[float, float
 def _nothing_fits(load: Workload, too_large: Sequence[tuple[Layout, float]]) -> str:
     model = f"{load.shape.name} on {load.layout.num_ranks} x {load.device.name}"
     if not too_large:
-        return f"{model}: no layout has whole micro-batches; change --gpus or --global-batch {load.global_batch}"
+        return f"{model}: no layout has whole micro-batches; change --gpus or --batch-size {load.global_batch}"
     layout, memory = too_large[0]
     return (
         f"{model} does not fit: the smallest layout ({layout_text(layout)}, recompute full) needs {memory:.0f} of the "

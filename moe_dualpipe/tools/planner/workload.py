@@ -115,7 +115,7 @@ class Workload:
         """Raise ValueError if this cannot run."""
         if self.device.peak.get(self.precision) is None:
             known = ", ".join(name for name, peak in self.device.peak.items() if peak is not None)
-            raise ValueError(f"{self.device.name} does not support --precision {self.precision}: use {known}")
+            raise ValueError(f"{self.device.name} does not support --dtype {self.precision}: use {known}")
         if self.loads is not None:
             self.loads.check(self.shape)
         self._check_layout()
@@ -147,7 +147,7 @@ class Workload:
         if self.global_batch % each:
             nearest = max(each, round(self.global_batch / each) * each)
             raise ValueError(
-                f"--global-batch {self.global_batch} is not a multiple of micro-batch x dp = {self.micro_batch} x "
+                f"--batch-size {self.global_batch} is not a multiple of micro-batch x dp = {self.micro_batch} x "
                 f"{self.layout.dp} = {each}; use {nearest}"
             )
 
@@ -166,4 +166,4 @@ class Workload:
         if self.schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
             return  # as in Megatron-LM, any number of micro-batches
         each = self.micro_batch * one.dp
-        check_micro_batches(self.schedule, one.pp, self.num_micro_batches, lambda n: f"--global-batch {n * each}")
+        check_micro_batches(self.schedule, one.pp, self.num_micro_batches, lambda n: f"--batch-size {n * each}")

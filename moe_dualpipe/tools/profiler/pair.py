@@ -51,12 +51,13 @@ class Workload:
         """
         model = preset(name)
         seq = (4096 if device.type == "cuda" else 1024) if seq is None else seq
-        for flag, number in (("layers", layers), ("seq", seq), ("tokens", 1 if tokens is None else tokens)):
-            check_range(f"--{flag}", number, 1, 10_000 if flag == "layers" else LARGEST)
+        check_range("--num-layers", layers, 1, 10_000)
+        for flag, number in (("seq-len", seq), ("tokens", 1 if tokens is None else tokens)):
+            check_range(f"--{flag}", number, 1, LARGEST)
         if tokens is None:
             tokens = 128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq
         if mode != "decode" and tokens % seq:
-            raise ValueError(f"--tokens {tokens} must be a multiple of --seq {seq}: use {-(-tokens // seq) * seq}")
+            raise ValueError(f"--tokens {tokens} must be a multiple of --seq-len {seq}: use {-(-tokens // seq) * seq}")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         return cls(mode, name, model, layers, seq, tokens, routing, device, dtype)
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ...errors import without_frames
 from ...runtime.replicas import ReplicaSet, check_equal, gather_checksums
-from ...user_errors import without_frames
 from . import Extension, Update
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_dualpipe.commands.main import run_command
+from moe_dualpipe.cli import main
 from tests.support import broken_experts, own_layers
 
 BROKEN, OWN = broken_experts.__file__, own_layers.__file__
@@ -16,7 +16,7 @@ BROKEN, OWN = broken_experts.__file__, own_layers.__file__
     (["block", f"{OWN}:PlainBlock", "--options", "factor=0.5"], 0, "14 checks passed, 2 skipped"),
 ], ids=["options", "broken", "router", "attention", "block"])  # fmt: skip
 def test_the_exit_code_says_whether_a_check_failed(capsys, words, code, shown):
-    assert run_command(["check", *words]) == code
+    assert main(["check", *words]) == code
     assert shown in capsys.readouterr().out
 
 
@@ -27,15 +27,15 @@ def test_the_exit_code_says_whether_a_check_failed(capsys, words, code, shown):
     (["block", "no_such_module:X"], "cannot import the block 'no_such_module:X'"),
 ], ids=["options", "name", "sizes", "module"])  # fmt: skip
 def test_invalid_options_are_one_line_and_exit_code_2(capsys, words, problem):
-    assert run_command(["check", *words]) == 2
+    assert main(["check", *words]) == 2
     output = capsys.readouterr()
     assert problem in output.err and output.err.count("\n") == 1 and not output.out
 
 
 def test_an_exception_of_a_layer_is_one_line_and_with_traceback_all_frames(capsys):
     words = ["check", "experts", f"{BROKEN}:NeedsARow"]
-    assert run_command(words) == 1
+    assert main(words) == 1
     table = capsys.readouterr()
     assert "broken_experts.py:" in table.out and "Traceback" not in table.out + table.err
-    assert run_command([*words, "--traceback"]) == 1
+    assert main([*words, "--traceback"]) == 1
     assert "Traceback" in capsys.readouterr().err

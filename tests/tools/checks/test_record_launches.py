@@ -247,7 +247,7 @@ def test_the_command_reports_a_difference(capsys, monkeypatch):
         return [program[rank == 1 :] for rank, program in enumerate(record_launches(*arguments))]
 
     monkeypatch.setattr("moe_dualpipe.tools.checks.record_launches.record_launches", with_a_fault)
-    code = main(["schedule", "check", "1f1b", "--ranks", "1", "--micro-batches", "1", "--ep", "2", "--layers", "2"])
+    code = main(["schedule", "check", "1f1b", "--pp", "1", "--micro-batches", "1", "--ep", "2", "--num-layers", "2"])
     out, err = capsys.readouterr()
     assert (code, out) == (1, "")
     assert err.startswith("1f1b, as on a CPU: in the group world of ranks 0, 1, the orders of launches differ\n")
@@ -258,15 +258,15 @@ def test_the_command_reports_a_difference(capsys, monkeypatch):
     "options,message",
     [
         ("--ep 0", "--ep must be at least 1: got 0"),
-        ("--layers 0", "--layers must be at least 1: got 0\n"),
-        ("--layers 1", "1 layer cannot be divided over 2 pipeline stages"),
+        ("--num-layers 0", "--num-layers must be at least 1: got 0\n"),
+        ("--num-layers 1", "1 layer cannot be divided over 2 pipeline stages"),
         ("--dense-layers 9", "--dense-layers must be at most 3: got 9"),
         ("--mtp-layers -1", "--mtp-layers must be at least 0: got -1"),
         ("--mtp-layers 20000", "layers x micro-batches x ep must be at most 50,000: got 80016"),
-        ("--layers 9000 --ep 4", "layers x micro-batches x ep must be at most 50,000: got 72000"),
+        ("--num-layers 9000 --ep 4", "layers x micro-batches x ep must be at most 50,000: got 72000"),
     ],
 )
 def test_invalid_options_print_one_line(capsys, options, message):
-    assert main(["schedule", "check", "1f1b", "--ranks", "2", "--micro-batches", "2", *options.split()]) == 2
+    assert main(["schedule", "check", "1f1b", "--pp", "2", "--micro-batches", "2", *options.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"moe-dualpipe: error: {message}") and err.count("\n") == 1

@@ -30,9 +30,9 @@ def test_the_numbers_of_a_layout():
 
 BAD = {
     "gpus": ({"gpus": 63}, {}, "--gpus 63 is not a multiple of tp x pp x cp = 2 x 4 x 1 = 8; use 64 GPUs"),
-    "positions": ({"tp": 32, "pp": 1, "ep": 1}, {"seq": 48}, "--tp 32 does not divide --seq 48 / --cp 1; use 24"),
+    "positions": ({"tp": 32, "pp": 1, "ep": 1}, {"seq": 48}, "--tp 32 does not divide --seq-len 48 / --cp 1; use 24"),
     "positions of a context": ({"tp": 4, "pp": 1, "ep": 1, "cp": 4}, {"seq": 24},
-                               "--tp 4 does not divide --seq 24 / --cp 4; use 3"),
+                               "--tp 4 does not divide --seq-len 24 / --cp 4; use 3"),
     "heads": ({"tp": 64, "pp": 1, "ep": 1}, {},
               "--tp 64 does not divide the 32 attention heads of qwen3-30b-a3b; use 32"),
     "experts": ({"ep": 3, "pp": 1, "tp": 1, "gpus": 96}, {},
@@ -40,17 +40,17 @@ BAD = {
     "ranks of a stage": ({"ep": 32}, {},
                          "--ep 32 does not divide the 16 ranks of a pipeline stage (64 GPUs / pp 4); use 16"),
     "batch": ({}, {"global_batch": 100},
-              "--global-batch 100 is not a multiple of micro-batch x dp = 1 x 8 = 8; use 96"),
+              "--batch-size 100 is not a multiple of micro-batch x dp = 1 x 8 = 8; use 96"),
     "larger batch": ({}, {"global_batch": 103}, "= 1 x 8 = 8; use 104"),
-    "sequence": ({"cp": 3, "gpus": 96}, {"global_batch": 4}, "--cp 3 does not divide --seq 4096; use 2"),
+    "sequence": ({"cp": 3, "gpus": 96}, {"global_batch": 4}, "--cp 3 does not divide --seq-len 4096; use 2"),
     "layers": ({"pp": 64, "gpus": 128, "ep": 1}, {}, "qwen3-30b-a3b has 48 layers, too few for 64 pipeline stages"),
     "chunks": ({"vpp": 2}, {"schedule": "zb1p"}, "--vpp 2 needs --schedule interleaved_1f1b: got zb1p"),
-    "precision": ({}, {"precision": "mxfp8"}, "h100 does not support --precision mxfp8: use bf16, fp8"),
+    "precision": ({}, {"precision": "mxfp8"}, "h100 does not support --dtype mxfp8: use bf16, fp8"),
     "micro-batches": ({}, {"schedule": "dualpipe", "global_batch": 48, "micro_batch": 2},
                       "dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 4 ranks; "
-                      "use --global-batch 128"),
+                      "use --batch-size 128"),
     "odd": ({}, {"schedule": "dualpipe", "global_batch": 808},
-            "dualpipe needs an even number of micro-batches >= 2 x ranks: got 101 for 4 ranks; use --global-batch 816"),
+            "dualpipe needs an even number of micro-batches >= 2 x ranks: got 101 for 4 ranks; use --batch-size 816"),
     "one rank": ({"vpp": 2, "pp": 1}, {"schedule": "interleaved_1f1b"}, "--vpp 2 needs --pp of at least 2: got 1"),
 }  # fmt: skip
 
@@ -64,7 +64,7 @@ def test_what_cannot_run_is_refused_in_one_line(layout, options, said):
 
 def test_multi_token_prediction_needs_further_tokens():
     shape = dataclasses.replace(LOAD.shape, mtp=2)
-    with pytest.raises(ValueError, match="--seq 2 is too short for 2 modules of multi-token prediction"):
+    with pytest.raises(ValueError, match="--seq-len 2 is too short for 2 modules of multi-token prediction"):
         changed(shape=shape, seq=2).check()
     changed({"tp": 1, "gpus": 32}, shape=shape, seq=3).check()
 

@@ -302,7 +302,6 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
 
 @pytest.mark.parametrize("options,problem", [
     (["--comm", "("], "--comm '(' is not a regular expression"),
-    (["--comm-pattern", "("], "--comm '(' is not a regular expression"),  # its former name
     (["--compute", "[z-a]"], "--compute '[z-a]' is not a regular expression"),
     (["--kernels", "-1"], "--kernels must be at least 0: got -1"),
 ])  # fmt: skip

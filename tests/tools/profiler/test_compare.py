@@ -339,7 +339,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     cases = {
         (a, tmp_path / "missing.json"): "missing.json", (bad, a): "bad.json", (a, empty): "no trace in this folder",
         (a,): "Missing from moe-dualpipe profile compare: B",
-           (a, a, "--image", "x.pdf"): "use one of .png, .svg", (a, a, "--comm", "("): "--comm",
+           (a, a, "--out", "x.pdf"): "use one of .png, .svg", (a, a, "--comm", "("): "--comm",
     }  # fmt: skip
     for arguments, message in cases.items():
         assert main(["profile", "compare", *map(str, arguments)]) == 2

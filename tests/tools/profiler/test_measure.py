@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.commands.profile import _device
+from moe_dualpipe.commands import profile_run
+from moe_dualpipe.commands.profile_run import _device
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.profiler import measure
@@ -205,7 +206,7 @@ def test_default_sizes(mode, seq, tokens, expected):
     assert (work.seq, work.tokens) == expected
 
 
-@pytest.mark.parametrize("options", [[], ["--ep", "0", "--seq", "0", "--tokens", "0", "--link-gbps", "0"]])
+@pytest.mark.parametrize("options", [[], ["--ep", "0", "--seq-len", "0", "--tokens", "0", "--link-gbps", "0"]])
 def test_options_of_zero_or_none_choose_the_defaults(monkeypatch, tmp_path, options):
     given: list[tuple[int, int, int | None, Link | None]] = []
 
@@ -213,7 +214,7 @@ def test_options_of_zero_or_none_choose_the_defaults(monkeypatch, tmp_path, opti
         given.append((workload.seq, workload.tokens, ep, link))
         raise SystemExit
 
-    monkeypatch.setattr(measure, "measure", stop)
+    monkeypatch.setattr(profile_run, "measure", stop)
     with pytest.raises(SystemExit):
         main(["profile", "run", "--device", "cpu", "--out", str(tmp_path), *options])
     assert given == [(1024, 4096, None, None)]
@@ -235,7 +236,7 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
     def fail(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 99 bytes\nand a long story")
 
-    monkeypatch.setattr(measure, "measure", fail)
+    monkeypatch.setattr(profile_run, "measure", fail)
     assert main(["profile", "run", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         "moe-dualpipe: error: out of memory: DefaultCPUAllocator: can't allocate memory: you tried 99 bytes\n"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.commands import profile_run
 from moe_dualpipe.expert_parallel import Link, Loopback, Replay
 from moe_dualpipe.models import ModelConfig, MoE
 from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
@@ -23,7 +24,7 @@ MODEL = ModelConfig(
 LATENT = replace(MODEL, attention="mla", num_heads=3, head_dim=5, q_rank=9, kv_rank=6, rope_dim=4, value_dim=7)
 CPU = torch.device("cpu")
 WORKLOAD = Workload("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
-SMALL = ["profile", "run", "--layers", "2", "--seq", "16", "--tokens", "32", "--ep", "4"]
+SMALL = ["profile", "run", "--num-layers", "2", "--seq-len", "16", "--tokens", "32", "--ep", "4"]
 
 
 @pytest.mark.parametrize("mode,sequences,routing,model", [
@@ -159,7 +160,7 @@ def test_loopback_counts_what_it_sends():
 @pytest.fixture
 def one_round(monkeypatch):
     """Record each run once instead of three times, which takes half the time."""
-    monkeypatch.setattr(measure, "measure", partial(measure.measure, rounds=1))
+    monkeypatch.setattr(profile_run, "measure", partial(measure.measure, rounds=1))
 
 
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
@@ -241,9 +242,9 @@ def test_run_under_torchrun(tmp_path):
 @pytest.mark.parametrize("options,problem", [
     (["--preset", "huge"], "unknown preset 'huge'; choose from: tiny, small, olmoe-1b-7b"),
     (["--ep", "3"], "8 experts cannot be divided evenly over 3 ranks"),
-    (["--layers", "0"], "--layers must be at least 1: got 0"),
-    (["--tokens", "33"], "--tokens 33 must be a multiple of --seq 16: use 48"),
-    (["--seq", "-4"], "--seq must be at least 1: got -4"),
+    (["--num-layers", "0"], "--num-layers must be at least 1: got 0"),
+    (["--tokens", "33"], "--tokens 33 must be a multiple of --seq-len 16: use 48"),
+    (["--seq-len", "-4"], "--seq-len must be at least 1: got -4"),
     (["--link-gbps", "-1"], "--link-gbps must be at least 0.001: got -1.0"),
     (["--link-latency-us", "9"], "--link-latency-us needs --link-gbps"),
     (["--link-gbps", "9", "--replay", "deepseek"], "--replay sets the transfer times: leave out --link-gbps"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 import tyro
 
+from moe_dualpipe.commands import plan_calibrate
 from moe_dualpipe.commands.plan_calibrate import CalibrateCommand
-from moe_dualpipe.tools.planner import calibration
 from moe_dualpipe.tools.planner.calibration import Plan, measure
 from moe_dualpipe.tools.planner.calibration.links import rates
 from moe_dualpipe.tools.planner.device import KINDS, load_device
@@ -24,7 +24,7 @@ def test_two_processes_measure_kernels_and_their_link(tmp_path, monkeypatch, cap
         asked.append(plan)
         return measure(replace(SMALL, processes=plan.processes))
 
-    monkeypatch.setattr(calibration, "measure", small, raising=False)
+    monkeypatch.setattr(plan_calibrate, "measure", small)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(5)})
     path = tmp_path / "laptop.json"
     CalibrateCommand(out=path, device="cpu", processes=2, seconds=0.5).run()
@@ -48,7 +48,7 @@ def test_one_process_for_each_core(tmp_path, monkeypatch):
     def stop(plan):
         raise ValueError(f"{plan.processes} on {plan.device}")
 
-    monkeypatch.setattr(calibration, "measure", stop, raising=False)
+    monkeypatch.setattr(plan_calibrate, "measure", stop)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(5)})
     with pytest.raises(ValueError, match="5 on cpu"):
         CalibrateCommand(out=tmp_path / "a.json", device="cpu").run()
@@ -65,11 +65,8 @@ def test_a_process_that_fails_ends_the_others():
 
 
 def test_options_of_the_command_line():
-    parsed = tyro.extras.subcommand_cli_from_dict(
-        {"calibrate": CalibrateCommand, "other": CalibrateCommand},
-        args=["calibrate", "--out", "a/b.json", "--processes", "3", "--seconds", "1.5", "--device", "cpu"],
-    )
-    assert parsed == CalibrateCommand(Path("a/b.json"), "cpu", 3, 1.5)
+    words = ["--out", "a/b.json", "--processes", "3", "--seconds", "1.5", "--device", "cpu"]
+    assert tyro.cli(CalibrateCommand, args=words) == CalibrateCommand(Path("a/b.json"), 3, 1.5, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

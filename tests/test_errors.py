@@ -1,28 +1,33 @@
 """Errors in a user's code: the line that is to blame, what is known about it, and what commands print."""
 
+import dataclasses
 import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Literal
 
 import einops
 import pytest
 import torch
+import tyro
 from torch import nn
 
-from moe_dualpipe.overlap import Compute, Segmented, in_layer
-from moe_dualpipe.schedule import parse
-from moe_dualpipe.user_errors import (
-    Place,
+from moe_dualpipe.errors import (
+    CodeLine,
+    LayerError,
     _owner,
     describe_user_error,
     error_text,
     fault_of,
-    locate,
+    in_context,
+    one_line_errors,
     user_error,
-    user_place,
+    user_line,
     without_frames,
-)  # fmt: skip
+)
+from moe_dualpipe.overlap import Compute, Segmented, in_layer
+from moe_dualpipe.schedule import parse
 
 FILE = str(Path(__file__).relative_to(Path.cwd()))
 
@@ -77,7 +82,11 @@ def test_the_innermost_line_of_the_user_is_named_with_its_layer():
     assert user_error(error) == f"{FILE}:{line_of(scale, '@')} in scale (layer 3, mlp forward): {message}"
     assert error_text(error, "train.py") == f"train.py: error: {user_error(error)}\n"
     full = error_text(error, "train.py", full=True)
-    assert full == "".join(traceback.format_exception(error)) and "in advance" in full
+    assert (
+        full == "".join(traceback.format_exception(error))
+        and "in advance" in full
+        and full.endswith("\nin layer 3, mlp forward\n")
+    )
 
 
 def test_an_error_in_backward_is_named():
@@ -107,7 +116,7 @@ def test_an_error_in_a_hook_is_named():
 
 def test_the_user_is_to_blame_for_an_error_of_the_package_that_the_user_calls():
     error = error_of(Layer(lambda x: parse(str(x.sum().item()))), torch.ones(2))
-    place = user_place(error)
+    place = user_line(error)
     assert place is not None and (place.file, place.function) == (__file__, "<lambda>")
 
 
@@ -120,7 +129,7 @@ def test_the_user_is_to_blame_for_an_error_of_a_library():
 
 def test_an_error_of_the_package_keeps_its_traceback():
     error = error_of(parse, "0X0")
-    assert user_place(error) is None and user_error(error) is None and fault_of(error) == ""
+    assert user_line(error) is None and user_error(error) is None and fault_of(error) == ""
     assert error_text(error, "train.py") == "".join(traceback.format_exception(error))
     error = error_of(Layer(nn.Linear(3, 3)), torch.ones(2, 4))
     assert user_error(error) is None
@@ -130,28 +139,31 @@ def test_an_error_of_the_package_keeps_its_traceback():
 def test_an_error_without_a_line_of_the_user_is_reported_where_the_running_class_is_defined():
     """Such as that of a torch module that a user's function returned."""
     error = error_of(Layer(nn.Linear(3, 3)), torch.ones(2, 4))
-    locate(error, source=Wrong)
+    in_context(error, "experts", Wrong)
     place = f"{FILE}:{line_of(Wrong.forward, 'def')} in Wrong.forward"
-    assert user_error(error).startswith(f"{place} (layer 3, mlp forward): RuntimeError: ")
+    assert user_error(error).startswith(f"{place} (experts, layer 3, mlp forward): RuntimeError: ")
     in_package = error_of(parse, "0X0")
-    locate(in_package, source=Wrong)
+    in_context(in_package, "experts", Wrong)
     assert user_error(in_package) is None
 
 
 def test_a_layer_that_is_installed_as_a_package_is_the_users():
     """`einops` stands for it: an error there is reported at its own line if the layer comes from there."""
     error = error_of(Layer(lambda x: einops.rearrange(x, "a b c -> a")), torch.ones(2))
-    locate(error, source=einops.rearrange)
+    in_context(error, "experts", einops.rearrange)
     inside = traceback.extract_tb(error.__traceback__)[-1]
-    assert user_place(error) == Place(inside.filename, inside.lineno, inside.name)
+    assert user_line(error) == CodeLine(inside.filename, inside.lineno, inside.name)
     assert inside.filename.startswith(sysconfig.get_path("purelib"))
 
 
-def test_a_place_that_is_known_hides_the_type():
-    error = error_of(parse, "0X0")
-    locate(error, place=Place("own.py", 7, "Own.forward"), part="experts", layer=2)
-    locate(error, place=Place("other.py", 1), part="mlp forward", layer=3, rank=1, step=5)  # later: known already
-    assert user_error(error) == f"own.py:7 in Own.forward (step 5, rank 1, layer 2, experts): {error}"
+def test_notes_are_shown_outermost_first_and_an_error_about_a_layer_without_its_type():
+    error = LayerError("Own must return [3]", CodeLine("own.py", 7, "Own.forward"))
+    for where in ("experts", "layer 2, mlp forward", "layer 2, mlp forward", "step 5", "rank 1"):
+        in_context(error, where)
+    error.add_note("see the manual")
+    context = "rank 1, step 5, layer 2, mlp forward, experts"
+    assert user_error(error) == f"own.py:7 in Own.forward ({context}): Own must return [3]"
+    assert "\nin step 5\nin rank 1\nsee the manual\n" in error_text(error, "train.py", full=True)
 
 
 def test_an_assertion_without_a_message_shows_its_code():
@@ -174,7 +186,7 @@ def test_a_layer_that_exits_is_an_error(code):
         sys.exit(code)
 
     error = error_of(Layer(leave), torch.ones(2, 4))
-    assert isinstance(error, RuntimeError)
+    assert isinstance(error, LayerError)
     line = line_of(leave, "sys.exit")
     assert user_error(error) == f"{FILE}:{line} in leave (layer 3, mlp forward): a layer called sys.exit({code})"
 
@@ -190,12 +202,12 @@ def test_errors_at_the_same_line_are_alike_even_if_their_messages_differ():
     first, second = (error_of(Layer(Wrong()), torch.ones(rows, 4)) for rows in (2, 7))
     assert str(first) != str(second) and fault_of(first) == fault_of(second) != ""
     another_type = error_of(Layer(scale), "no tensor")
-    assert user_place(another_type) == user_place(first) and fault_of(another_type) != fault_of(first)
+    assert user_line(another_type) == user_line(first) and fault_of(another_type) != fault_of(first)
 
 
 @pytest.mark.parametrize("source,name", [(Wrong, "Wrong.forward"), (scale, "scale"), (Square, "Square.forward")])
 def test_the_definition_of_a_class_or_function(source, name):
-    place = Place.of(source)
+    place = CodeLine.of(source)
     assert place is not None and (place.file, place.function) == (__file__, name)
     text = Path(__file__).read_text().splitlines()[place.line - 1 :]
     assert any(f"def {name.rpartition('.')[2]}(" in line for line in text[:2])  # a decorator is part of it
@@ -205,23 +217,55 @@ def test_a_class_without_forward_of_its_own_is_its_definition():
     class Own(nn.Linear):
         pass
 
-    place = Place.of(Own)
+    place = CodeLine.of(Own)
     assert place is not None and (place.file, place.function) == (__file__, "Own")
     assert "class Own" in Path(__file__).read_text().splitlines()[place.line - 1]
-    assert Place.of(len) is None
+    assert CodeLine.of(len) is None
 
 
 def test_a_syntax_error_is_in_its_own_line(tmp_path):
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
-    error = error_of(compile, (tmp_path / "broken.py").read_text(), str(tmp_path / "broken.py"), "exec")
-    assert describe_user_error(error) == f"{tmp_path}/broken.py:2: SyntaxError: invalid syntax"
+    layer = Layer(lambda _: compile((tmp_path / "broken.py").read_text(), str(tmp_path / "broken.py"), "exec"))
+    error = error_of(layer, torch.ones(2))
+    expected = f"{tmp_path}/broken.py:2 (layer 3, mlp forward): SyntaxError: invalid syntax"
+    assert describe_user_error(error) == user_error(error) == expected
 
 
 @pytest.mark.parametrize("file,owner", [
-    (FILE, "user"), ("<ipython-input-3>", "user"), ("<string>", "python"), ("<frozen importlib>", "python"),
-    (f"{sysconfig.get_path('stdlib')}/json/decoder.py", "python"),
-    (f"{sysconfig.get_path('stdlib')}/site-packages/own/layer.py", "installed"),  # as without a virtual environment
-    (torch.nn.__file__, "torch"), ("models/moe.py", "package"),
+    (FILE, "user"), ("<ipython-input-3>", "user"), ("<string>", "library"), ("<frozen importlib>", "library"),
+    (f"{sysconfig.get_path('stdlib')}/json/decoder.py", "library"),
+    (f"{sysconfig.get_path('stdlib')}/site-packages/own/layer.py", "library"),  # as without a virtual environment
+    (torch.nn.__file__, "library"), ("models/moe.py", "package"),
 ])  # fmt: skip
 def test_whose_code_a_file_has(file, owner):
     assert _owner(file) == owner
+
+
+@dataclasses.dataclass
+class Options:
+    rank: int | None = None
+    "Number of rows, in a help text that is not part of an error."
+    mode: Literal["train", "decode"] = "train"
+
+
+@dataclasses.dataclass
+class Required:
+    rank: int
+    "Number of rows."
+
+
+@pytest.mark.parametrize("framed", [True, False])
+@pytest.mark.parametrize("kind,arguments,message", [
+    (Options, "--rnak 4", "Unrecognized options: --rnak, 4 Perhaps you meant: --rank {None}|INT"),
+    (Options, "--rank", "Missing value for argument '--rank'. Expected 1 values."),
+    (Options, "--rank x", "Error parsing --rank: no type matching {None}|INT could be instantiated from ['x']."),
+    (Options, "--mode decde", "invalid choice 'decde' for argument '--mode'. Expected one of ('train', 'decode')."),
+    (Required, "", "Missing from program: --rank INT"),
+    (Required, "--rank x", "Error parsing --rank: invalid literal for int() with base 10: 'x'"),
+])  # fmt: skip
+def test_an_invalid_option_is_one_line(monkeypatch, framed, kind, arguments, message):
+    monkeypatch.setattr("tyro._fmtlib._should_use_utf8_drawing_chars", lambda: framed)
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(ValueError) as caught, one_line_errors():
+        tyro.cli(kind, args=arguments.split(), prog="program")
+    assert str(caught.value) == message

@@ -1,0 +1,56 @@
+"""Options that several commands share. They have the names that train.py gives them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tyro.conf import arg
+
+from ..data import strict_json
+from ..messages import LARGEST, check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOption:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """cpu, cuda, or auto: a GPU if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    json: bool = False
+    """Print JSON instead."""
+
+    def show(self, value: Any, text: str) -> None:
+        """Print `value` as JSON with --json, otherwise `text`."""
+        print(strict_json.write(value, indent=1) if self.json else text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLayerOptions:
+    """A checkpoint cannot choose what is imported, because importing a file runs its code."""
+
+    experts: str | None = None
+    """The model's own expert layer, FILE.py:CLASS or MODULE:CLASS."""
+    router: str | None = None
+    """The model's own router."""
+    attention: str | None = None
+    """The model's own attention."""
+    block: str | None = None
+    """The model's own transformer block."""
+    traceback: bool = False
+    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
+
+    def own_layers(self) -> dict[str, str | None]:
+        return {kind: getattr(self, kind) for kind in ("experts", "router", "attention", "block")}
+
+
+def one_of(*names: str) -> Any:
+    """Show these names in the help of a text option, as tyro shows those of a Literal. Does not check them."""
+    return arg(metavar=f"{{{','.join(names)}}}")
+
+
+def check_ranges(options: Any, low: float, *names: str, high: float = LARGEST) -> None:
+    """Raise ValueError unless these fields of `options` are in the range; None is valid."""
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            check_range(f"--{name.replace('_', '-')}", value, low, high)

@@ -1,0 +1,93 @@
+"""`moe-dualpipe profile run`: measure the overlap on this machine."""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+
+from ..data import strict_json
+from ..expert_parallel import Link
+from ..messages import printable
+from ..models import PRESETS
+from ..runtime.launch import choose_device, count_gpus
+from ..tools.drawing.output import make_folder
+from ..tools.profiler.measure import measure
+from ..tools.profiler.pair import Workload
+from ..tools.profiler.pictures.lanes import measurement_pictures, save_lanes
+from ..tools.profiler.reports.overlap import measurement_text
+from .options import DeviceOption, JsonOption, check_ranges, one_of
+
+
+@dataclass(frozen=True)
+class ProfileRun(DeviceOption, JsonOption):
+    """Run two chunks in sequence and overlapped on this machine, record both runs, and compare them.
+
+    A single process acts as one of --ep ranks and sends over a modelled link. Under torchrun, the ranks are real:
+
+    $ torchrun --nproc-per-node 2 -m moe_dualpipe.cli profile run
+    """
+
+    mode: Literal["train", "prefill", "decode"] = "train"
+    """train: a forward and a backward. prefill: two forwards. decode: two forwards of one new token per sequence."""
+    preset: Annotated[str, one_of(*PRESETS)] = "tiny"
+    """Size of the model. Only its MoE layers are used, without embedding and head."""
+    num_layers: int = 4
+    """Number of MoE layers."""
+    ep: int | None = None
+    """Number of expert-parallel ranks. None: the largest number up to 64 that divides the experts evenly."""
+    seq_len: int | None = None
+    """Tokens per sequence; in decode, cached tokens per sequence. None: 1024 on a CPU, 4096 on a GPU."""
+    tokens: int | None = None
+    """Tokens per micro-batch; in decode, sequences. None: 4096, or --seq-len if it does not divide it; decode: 128."""
+    routing: Literal["balanced", "real"] = "balanced"
+    """balanced: every expert gets the same number of tokens. real: what the untrained router chooses."""
+    link_gbps: float | None = None
+    """Gb/s of the modelled link per direction. None: 400; on a CPU, communication takes 0.7 of the computation time."""
+    link_latency_us: float = 0.0
+    """Latency of each transfer over the modelled link, in microseconds. Needs --link-gbps."""
+    replay: Literal["none", "deepseek"] = "none"
+    """deepseek: each transfer takes as long as in DeepSeek's published training trace."""
+    out: Path | None = None
+    """Folder for the recordings, report.json and timelines. None: runs/profile-<mode>."""
+
+    def run(self) -> None:
+        gbps = self.link_gbps or None  # 0 also means None, here and below
+        if gbps is not None:
+            check_ranges(self, 1e-3, "link_gbps", high=1e6)
+        check_ranges(self, 0, "link_latency_us", "ep", high=1e6)
+        if self.link_latency_us and gbps is None:
+            raise ValueError("--link-latency-us needs --link-gbps")
+        if gbps is not None and self.replay != "none":
+            raise ValueError("--replay sets the transfer times: leave out --link-gbps and --link-latency-us")
+        out = self.out or Path("runs") / f"profile-{self.mode}"
+        make_folder(out)
+
+        link = None if gbps is None else Link(gbps / 8, self.link_latency_us)
+        sizes = self.num_layers, self.seq_len or None, self.tokens or None
+        try:
+            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, _device(self.device))
+            measurement = measure(workload, out, self.ep or None, link, self.replay == "deepseek")
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
+        if os.environ.get("RANK", "0") != "0":
+            return
+        (out / "report.json").write_text(strict_json.write(measurement.as_object(), indent=1) + "\n")
+        files = [*measurement.recordings, "report.json"]
+        for name in ("timeline.html", "timeline.png"):
+            with suppress(ImportError):  # without matplotlib, there is no .png
+                save_lanes(measurement_pictures(measurement), out / name)
+                files.append(name)
+        text = f"{measurement_text(measurement)}\n\nin {printable(out)}: {', '.join(sorted(files))}"
+        self.show(measurement.as_object(), text)
+
+
+def _device(wanted: str) -> torch.device:
+    """The device of this process, also under torchrun."""
+    rank, processes = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    kind = choose_device(wanted, count_gpus(), processes or 1)
+    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
