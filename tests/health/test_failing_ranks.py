@@ -38,7 +38,7 @@ def test_a_run_that_is_killed_at_random_moments_gives_the_same_results(tmp_path)
 
 @pytest.mark.long
 def test_four_ranks_name_the_one_that_was_killed(tmp_path):
-    with Processes(4, settings(tmp_path / "run", steps=1000, pp=2, ep=2, seq_len=16)) as run:
+    with Processes(4, settings(tmp_path / "run", steps=1000, pp=2, ep=2, seq_len=16, batch_size=8)) as run:
         run.wait_for_steps(1)
         run.kill(2)
         assert run.exit_codes(0, 1, 3) == [1, 1, 1]
@@ -60,10 +60,10 @@ def test_a_suspended_rank_counts_as_dead(tmp_path):
 def on_rank_1_in_step_3(trainer, action):
     pipeline_step = trainer.pipeline.step
 
-    def step(*batch, **others):
+    def step(*batch, **options):
         if trainer.layout.rank == 1 and trainer.progress.step == 3:
             action()
-        return pipeline_step(*batch, **others)
+        return pipeline_step(*batch, **options)
 
     trainer.pipeline.step = step
 

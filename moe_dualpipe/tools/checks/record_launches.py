@@ -92,7 +92,8 @@ def _record(
 def run_step(pipeline: Pipeline, tokens: Tensor) -> None:
     """Run the step of a rank, with the communication of an update with ZeRO. tokens: from `tokens_of`. Collective."""
     pipeline.divided = True
-    pipeline.step(tokens[:, :-1], tokens[:, 1:], sum_gradients=True)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    pipeline.step(inputs, labels, sum_gradients=True, num_labels=labels.numel() * pipeline.layout.dp)
     pipeline.sum_gradients()
     shards = [Shards(one.only(trained=True), divide=True) for one in pipeline.replicas]
     gathers = WeightGathers(shards, pipeline.order, pipeline.background)
