@@ -64,6 +64,7 @@ _ONCE = (
 """Keys of a run that do not hold for its continuation."""
 _REPLACED = {
     "micro_batches": "; use --batch-size, the number of sequences per step over all ranks",
+    "place_experts": "; use --set parallel.move_experts_every=STEPS",
     "elastic": ": a restarted run chooses a layout for the processes that there are",
 }
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed.run as torch_launcher
 
 from moe_dualpipe.checkpoint import Saver
+from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.tools.profiler.profiled_steps import profiled_steps
 from moe_dualpipe.training import preflight
 from moe_dualpipe.training.agreement import Agreed
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
@@ -79,12 +79,12 @@ def make_run(config: TrainConfig | list[str], rank=0, world_size=1) -> Run:
     with contextlib.ExitStack() as stack:
         if world_size > 1 and not torch.distributed.is_initialized():
             stack.enter_context(mock.patch.object(preflight, "agree", lambda folder, *_: Agreed(folder)))
-        return prepare(request, Launch(rank, rank, world_size, world_size))
+        return prepare(request, Launch(rank, rank, world_size, world_size), instruments=instruments())
 
 
 def make_trainer(rank, config) -> Trainer:
     run = make_run(config, rank, torch.distributed.get_world_size())
-    return Trainer(run, extensions=[profiled_steps])
+    return Trainer(run, extensions=run.instruments.extensions)
 
 
 def skip_steps(trainer) -> contextlib.AbstractContextManager[object]:

@@ -37,7 +37,7 @@ def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):
     assert list(losses(records(out))) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, capsys):
+def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, capfd):
     own = "examples/layers/squared_relu.py:SquaredReLUExperts"
     main(
         [
@@ -49,7 +49,7 @@ def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, 
             "--fused-loss",
         ]
     )
-    assert "dualpipev over 1 pipeline x 1 data-parallel ranks" in capsys.readouterr().out
+    assert "dualpipev over 1 pipeline x 1 data-parallel ranks" in capfd.readouterr().out
     assert list(losses(records(tmp_path))) == [1, 2]
 
 

@@ -47,11 +47,11 @@ def assert_equal_weights(first, second):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_path, monkeypatch, capsys):
+def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_path, monkeypatch, capfd):
     main([*CPU, "--out", str(tmp_path / "run")])
     expected = records(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
+    capfd.readouterr()
     for _ in range(2):  # in one process
         found = []
         trainer = train(parse_arguments(CPU), log=[Log(found)], verbose=False)
@@ -60,14 +60,14 @@ def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_
             assert losses(found, kind) == losses(expected, kind)
         assert trainer.validation_loss() == losses(found, "validation_loss")[3] == expected[-1]["validation_loss"]
     assert len(trainer.sample("class ", 7)) == 7
-    assert capsys.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "")
     assert os.listdir() == ["run"]
 
 
-def test_a_custom_loop_has_the_results_of_a_run(capsys):
+def test_a_custom_loop_has_the_results_of_a_run(capfd):
     own = run_example("own_loop.py", **OWN_LOOP)
     assert not dist.is_initialized()
-    printed = capsys.readouterr().out.splitlines()
+    printed = capfd.readouterr().out.splitlines()
     found = []
     trainer = train(own_loop_config(), [lambda _, record: found.append(record)], verbose=False)
     assert_equal_weights(own["pipeline"].stages, trainer.stages)

@@ -41,7 +41,7 @@ def small_disk(tmp_path):
         yield folder
 
 
-def test_records_wait_until_there_is_space(small_disk, capsys):
+def test_records_wait_until_there_is_space(small_disk, capfd):
     ballast, out = small_disk / "ballast", small_disk / "run"
     writer = Metrics(out)
     writer.write(step=1)
@@ -58,10 +58,10 @@ def test_records_wait_until_there_is_space(small_disk, capsys):
     writer.close()
     assert [record["step"] for record in read_records(out)] == [*range(1, 501)]
     problem = f"{out}/metrics.jsonl cannot be written: No space left on device; the run continues and tries again"
-    assert capsys.readouterr().err == f"\ntrain.py: warning: {problem}\n"
+    assert capfd.readouterr().err == f"\ntrain.py: warning: {problem}\n"
 
 
-def test_a_resumed_run_removes_repeated_records_as_soon_as_it_can(tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_removes_repeated_records_as_soon_as_it_can(tmp_path, monkeypatch, capfd):
     path = tmp_path / "metrics.jsonl"
     old = '{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st'
     path.write_text(old)
@@ -74,10 +74,10 @@ def test_a_resumed_run_removes_repeated_records_as_soon_as_it_can(tmp_path, monk
     writer.write(step=3, again=True)
     writer.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2, "again": true}\n{"step": 3, "again": true}\n'
-    assert capsys.readouterr().err.count("No space left on device") == 1
+    assert capfd.readouterr().err.count("No space left on device") == 1
 
 
-def test_a_removed_folder_is_made_again_and_lost_records_are_counted(tmp_path, capsys):
+def test_a_removed_folder_is_made_again_and_lost_records_are_counted(tmp_path, capfd):
     file = AppendedFile(tmp_path / "run" / "records", lambda: None)
     file.append(b"1\n")
     shutil.rmtree(tmp_path / "run")
@@ -87,11 +87,11 @@ def test_a_removed_folder_is_made_again_and_lost_records_are_counted(tmp_path, c
     (tmp_path / "run").write_text("not a folder")
     file.append(b"3\n", b"4\n")
     file.close()
-    assert capsys.readouterr().err.endswith(f"train.py: warning: {tmp_path}/run/records lacks the last 2 records\n")
+    assert capfd.readouterr().err.endswith(f"train.py: warning: {tmp_path}/run/records lacks the last 2 records\n")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer is a thread
-def test_tensorboard_continues_once_there_is_space(small_disk, capsys):
+def test_tensorboard_continues_once_there_is_space(small_disk, capfd):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     ballast, board = small_disk / "ballast", GuardedSink(TensorBoard(small_disk, 0))
     with contextlib.suppress(OSError):
@@ -104,7 +104,7 @@ def test_tensorboard_continues_once_there_is_space(small_disk, capsys):
     board.close()
     found = events.EventAccumulator(str(small_disk / "tensorboard")).Reload()
     assert [event.step for event in found.Scalars("loss")][-10:] == [*range(1000, 1010)]
-    assert capsys.readouterr().err.count("TensorBoard cannot log step") == 1
+    assert capfd.readouterr().err.count("TensorBoard cannot log step") == 1
 
 
 def train_with_output_to(output, arguments):

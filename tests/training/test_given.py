@@ -249,10 +249,10 @@ def test_options_that_contradict_what_is_given(tmp_path, changes, given, message
     assert str(error.value).startswith(message)
 
 
-def test_a_run_without_validation_prints_none(tmp_path, capsys):
+def test_a_run_without_validation_prints_none(tmp_path, capfd):
     config = settings(tmp_path / "run", steps=2, save_every=1)
     trainer = train(config, batches=lambda _: GOOD)
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     assert "data: batches of the program\n" in printed and "validation loss" not in printed and "sample:" not in printed
     with pytest.raises(ValueError, match="validation_loss needs held-out sequences: pass them to `train` as `validat"):
         trainer.validation_loss()

@@ -19,7 +19,9 @@ def train(capfd, out, name, *arguments):
 def test_an_error_in_a_layer_is_one_line_and_exits_with_code_1(tmp_path, capfd):
     code, printed = train(capfd, tmp_path, "Product")
     problem = r"RuntimeError: mat1 and mat2 shapes cannot be multiplied \(\d+x32 and 3x3\)"
-    assert code == 1 and re.fullmatch(LINE.format(r"Product.forward \(layer 1, experts\)", problem), printed)
+    assert code == 1 and re.fullmatch(
+        LINE.format(r"Product.forward \(layer 1, mlp forward, experts\)", problem), printed
+    )
 
 
 def test_an_error_in_a_constructor_is_one_line_and_exits_with_code_2(tmp_path, capfd):

@@ -186,7 +186,7 @@ def test_in_words():
      "a schedule can have at most 524,288 chunks, one for each micro-batch and stage: got 1,073,741,824 micro-batches "
      "on 2 stages; use fewer"),
 ])  # fmt: skip
-def test_what_was_typed_and_does_not_fit_is_one_line(monkeypatch, capsys, tmp_path, world_size, arguments, message):
+def test_what_was_typed_and_does_not_fit_is_one_line(monkeypatch, capfd, tmp_path, world_size, arguments, message):
     monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
@@ -194,7 +194,7 @@ def test_what_was_typed_and_does_not_fit_is_one_line(monkeypatch, capsys, tmp_pa
     with pytest.raises(SystemExit) as exit_:
         main(["--device", "cpu", *arguments])
     assert exit_.value.code == 2
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert printed.err.startswith(f"train.py: error: {message}")
     assert not any(tmp_path.iterdir())
@@ -225,7 +225,8 @@ def test_a_run_keeps_what_was_asked_for_in_another_layout(tmp_path):
         assert (run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.move_experts_every) == (2, 2, 5)
     assert (kept.config.parallel.schedule, kept.config.batch.micro_batch_size) == ("dualpipe", kept.micro_batch_size)
     assert other.choice.changed.startswith("--pp 2 does not divide") and not kept.choice.changed
-    with pytest.raises(ValueError, match="--pp 2 does not divide the number of processes, 3"):
-        make_run([*arguments, "--pp", "2"], 0, 3)
+    assert make_run([*arguments, "--pp", "2"], 0, 3).choice.changed  # typed again, as in the file
+    with pytest.raises(ValueError, match="--pp 4 does not divide the number of processes, 3"):
+        make_run([*arguments, "--pp", "4"], 0, 3)
     with pytest.raises(ValueError, match="--pp 2 does not divide the number of processes, 3"):
         make_run(change(parse_arguments(arguments), move_experts_every=None), 0, 3)

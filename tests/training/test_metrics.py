@@ -101,7 +101,7 @@ def test_run_summary(tmp_path):
 
 
 @pytest.mark.parametrize("along", ["step", "tokens", "hours"])
-def test_plot_draws_only_recorded_quantities(tmp_path, capsys, along):
+def test_plot_draws_only_recorded_quantities(tmp_path, capfd, along):
     recorded(tmp_path / "a")
     recorded(tmp_path / "b", range(3, 9), grad_norm=float("nan"), dead_experts=0.125)
     out = tmp_path / "curves.svg"
@@ -112,7 +112,7 @@ def test_plot_draws_only_recorded_quantities(tmp_path, capsys, along):
     (mfu,) = [panel.title for panel in PANELS if panel.key == "mfu"]
     assert f">{mfu}" not in drawn
     assert drawn.count(f">{along}<") == 4
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     assert f"{tmp_path / 'b'}: step 8, loss -3.0000, validation 1.2500, 600 tokens/s (median)" in printed
     assert f"wrote {out}" in printed
 
@@ -140,11 +140,11 @@ def test_curves_are_drawn_at_their_positions(tmp_path, monkeypatch, along):
     assert drawn == [positions(records, along)] * 2
 
 
-def test_plot_writes_into_the_run_by_default(tmp_path, capsys):
+def test_plot_writes_into_the_run_by_default(tmp_path, capfd):
     recorded(tmp_path / "a")
     assert main(["plot", str(tmp_path / "a")]) == 0
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.endswith("curves.png\n")
+    assert capfd.readouterr().out.endswith("curves.png\n")
 
 
 @pytest.mark.parametrize(
@@ -160,17 +160,17 @@ def test_plot_writes_into_the_run_by_default(tmp_path, capsys):
         (b"\xff\xfe\n", "metrics.jsonl is not text: invalid start byte at byte 0"),
     ],
 )
-def test_plot_rejects_a_folder_without_valid_records(tmp_path, capsys, content, problem):
+def test_plot_rejects_a_folder_without_valid_records(tmp_path, capfd, content, problem):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["plot", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert problem in error
     assert error.count("\n") == 1
 
 
-def test_plot_rejects_an_output_file_that_it_cannot_write(tmp_path, capsys):
+def test_plot_rejects_an_output_file_that_it_cannot_write(tmp_path, capfd):
     recorded(tmp_path / "a")
     assert main(["plot", str(tmp_path / "a"), "--out", str(tmp_path / "x.txt")]) == 2
-    assert "cannot write 'x.txt': use one of .png, .svg, .pdf" in capsys.readouterr().err
+    assert "cannot write 'x.txt': use one of .png, .svg, .pdf" in capfd.readouterr().err
     assert read_records(tmp_path / "a")[1]["loss"] == 4

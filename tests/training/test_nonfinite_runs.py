@@ -166,12 +166,12 @@ def test_a_validation_loss_that_is_nan_after_the_last_step_saves_nothing(tmp_pat
     assert checkpoints(config) == ["step-000002"]
 
 
-def test_custom_experts_with_a_mistake_end_the_command(tmp_path, capsys):
+def test_custom_experts_with_a_mistake_end_the_command(tmp_path, capfd):
     own = ["--experts", "tests.support.dividing_experts:DividingExperts"]
     with pytest.raises(SystemExit) as exit_:
         main([*map(str, ("--steps", 2, "--out", tmp_path, *SMALL)), "--device", "cpu", *own])
     assert exit_.value.code == 1
-    assert capsys.readouterr().err == (
+    assert capfd.readouterr().err == (
         "train.py: error: the validation loss before step 1 is nan: the first non-finite output is that of layer 1, "
         "segment mlp (stage 1, rank 0)\n"
     )

@@ -12,6 +12,7 @@ from moe_dualpipe.health.heartbeat import Progress
 from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import build_model, expert_loads
 from moe_dualpipe.models.costs import train_flops_per_token
+from moe_dualpipe.training import step
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.step import Trainer
 from tests.support.ranks import run_ranks
@@ -172,11 +173,13 @@ def test_expert_loads_are_counted_per_layer(tmp_path, schedule):
     run_ranks(2, loads_by_layer, settings(tmp_path, model=MODEL, schedule=schedule))
 
 
-def test_the_sample_uses_the_seed_and_the_sampling_options(tmp_path):
+def test_the_sample_uses_the_seed_and_the_sampling_options(tmp_path, monkeypatch):
     passed = []
+    generate = lambda *args: passed.extend(args[-2:]) or torch.tensor([[72, 105]])  # noqa: E731
+    monkeypatch.setattr(step, "generate_through_pipeline", generate)
     trainer: Any = object.__new__(Trainer)
     trainer.config, trainer.progress = settings(tmp_path, seed=5), Progress()
-    trainer.pipeline = SimpleNamespace(generate=lambda *args: passed.extend(args[-2:]) or torch.tensor([[72, 105]]))
+    trainer.pipeline = None
     trainer.text = SimpleNamespace(tokenizer=BYTES)
     assert trainer.sample() == "Hi"
     assert passed == [Sampling(0.8, None, 1.0), 5]

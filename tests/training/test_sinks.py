@@ -80,11 +80,11 @@ def test_wandb_gets_the_records_of_a_run_and_of_its_continuation(tmp_path, wandb
     assert [call for call in calls() if call[0] == "finish"] == [["finish", {"exit_code": 0}]] * 2
 
 
-def test_a_run_continues_when_wandb_fails_and_says_so_once(tmp_path, wandb, capsys):
+def test_a_run_continues_when_wandb_fails_and_says_so_once(tmp_path, wandb, capfd):
     calls = wandb(fail=True)
     train("--steps", 3, "--out", tmp_path / "run", "--wandb", "p")
     assert len(records(tmp_path / "run")) == 5 and len([c for c in calls() if c[0] == "log"]) == 1
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
     problem = "WandbRun cannot log step 1: ConnectionError: no network; the run continues and tries again"
     assert warnings == [f"train.py: warning: {problem}"]
 
@@ -97,12 +97,12 @@ def test_a_run_that_fails_is_a_failed_run_in_wandb(tmp_path, wandb, monkeypatch)
     assert calls()[-1] == ["finish", {"exit_code": 1}]
 
 
-def test_wandb_that_cannot_start_is_one_line_and_code_2(tmp_path, wandb, capsys):
+def test_wandb_that_cannot_start_is_one_line_and_code_2(tmp_path, wandb, capfd):
     wandb(start=False)
     with pytest.raises(SystemExit) as ended:
         train("--steps", 2, "--out", tmp_path / "run", "--wandb", "p")
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(
+    assert capfd.readouterr().err.endswith(
         "train.py: error: --wandb p cannot start: no API key\\nlog in first; use `wandb login`, or set "
         "WANDB_MODE=offline and upload later with `wandb sync`\n"
     )
@@ -137,7 +137,7 @@ class Broken:
         raise OSError("late")
 
 
-def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capsys):
+def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capfd):
     sinks = first, broken, second = Recorder(), Broken(), Recorder()
     writer = Metrics(tmp_path, sinks=sinks)
     writer.write(step=1, loss=float("nan"))
@@ -146,7 +146,7 @@ def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capsys):
     for sink in (first, second):
         assert [record["step"] for record in sink.got] == [1, 2] and sink.got[1]["loss"] == 0.5 and sink.closed
     assert broken
-    assert capsys.readouterr().err == (
+    assert capfd.readouterr().err == (
         "\ntrain.py: warning: Broken cannot log step 1: KeyError; the run continues and tries again\n"
         "\ntrain.py: warning: Broken cannot be closed: OSError: late\n"
     )
