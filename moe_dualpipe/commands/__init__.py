@@ -1,1 +1,1 @@
-"""The commands of the console script, one subcommand or group of them a file. Invalid values raise ValueError with a one-line message."""
+"""The commands of the console script, a file for each or for a group. Invalid values raise ValueError with one line."""

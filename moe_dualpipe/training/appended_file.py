@@ -38,7 +38,8 @@ class AppendedFile:
             if not self._prepared:
                 self._prepare()
                 self._prepared = True
-            self._write(b"".join(self._waiting))
+            if self._waiting:
+                self._write(b"".join(self._waiting))
             self._waiting = []
         except OSError as error:
             if not self._warned:
