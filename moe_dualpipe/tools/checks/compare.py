@@ -71,25 +71,28 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
     return row_errors(x, y) if expected.is_floating_point() else (x != y).any(1).double()
 
 
-def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, list[str]]:
-    """Return a summary of all measured differences, and the differences that exceed the tolerance."""
+def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, dict[Kind, str]]:
+    """Return a summary of all measured differences, and for each kind the fault, if it exceeds the tolerance."""
     limits: dict[Kind, float] = {
         "weights": 0, "losses": tolerance.losses, "logits": tolerance.tokens, "buffers": BUFFERS,
         "gradients": tolerance.parameters,
     }  # fmt: skip
-    largest: dict[Kind, tuple[float, str]] = {
-        kind: max((part.largest[kind] for part in parts), key=lambda pair: pair[0]) for kind in KINDS
+    largest: dict[Kind, tuple[float, str, int]] = {
+        kind: max((*part.largest[kind], rank) for rank, part in enumerate(parts)) for kind in KINDS
     }
-    faults = []
-    for kind, (error, where) in largest.items():
+    faults: dict[Kind, str] = {}
+    if wrong := _criterion_fault(parts):
+        faults["losses"] = wrong
+    for kind, (error, where, rank) in largest.items():
         if error > limits[kind]:
-            faults.append(f"{kind} differ by {error:.2g}, above the tolerance of {limits[kind]:.2g}: {where}")
+            faults[kind] = (
+                f"{kind} differ by {error:.2g}, above the tolerance of {limits[kind]:.2g}: {where} on rank {rank}"
+            )
         if missing := sorted(parts[0].expected[kind] - frozenset().union(*(part.held[kind] for part in parts))):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            faults.append(
+            faults[kind] = (
                 f"{kind}: no rank has {missing[0]}{more}: the name depends on the layout, or it was not computed"
             )
-    faults += _criterion_faults(parts)
     shown: tuple[Kind, ...] = ("losses", "logits", "gradients")
     return ", ".join(f"{kind} {_shown(largest[kind][0], limits[kind])}" for kind in shown), faults
 
@@ -103,15 +106,15 @@ def may_be_rounding(parts: Sequence[Compared]) -> bool:
 
     If the logits agree, it changes no gradient by 1% or more.
     """
-    largest = {kind: max(part.largest[kind][0] for part in parts) for kind in KINDS}
+    largest: dict[Kind, tuple[float, str, int]] = {kind: max(part.largest[kind][0] for part in parts) for kind in KINDS}
     return largest["weights"] == 0 and (largest["logits"] > 1e-4 or largest["gradients"] < 1e-2)
 
 
-def _criterion_faults(parts: Sequence[Compared]) -> list[str]:
+def _criterion_fault(parts: Sequence[Compared]) -> str:
     """The criterion's value of each micro-batch must be the mean of its tokens' losses."""
     for part in parts:
         for (step, sequences), (value, mean) in part.criterion.items():
             if not abs(value - mean) <= 1e-5 * abs(mean):
                 where = f"sequences {', '.join(map(str, sequences))} in step {step + 1}"
-                return [f"the loss of a micro-batch is {value:.6g}, but the mean of its tokens is {mean:.6g}: {where}"]
-    return []
+                return f"the loss of a micro-batch is {value:.6g}, but the mean of its tokens is {mean:.6g}: {where}"
+    return ""

@@ -7,6 +7,7 @@ variants that differ once more, and record all segments.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def _run_and_compare(task: _Task) -> Compared:
 
 def _run_and_record(task: _Task) -> None:
     recorder = Recorder()
-    results = run_variant(task.job, task.variant, recorder.observe)
-    torch.save((results, recorder.records), task.recorded(dist.get_rank()))
+    run_variant(task.job, task.variant, recorder.observe)
+    torch.save(recorder.records, task.recorded(dist.get_rank()))
 
 
 Outcome = list[Any] | Failure
@@ -95,7 +96,7 @@ class Comparison:
             what = "float32 results differ and float64 results agree: rounding, which can change the choice of experts"
             checks[variant] = replace(checks[variant], status="warning", problem=f"{what}; {checks[variant].problem}")
             del differing[variant]
-        for variant, problem in self._first_differences([*differing][: self.searched]).items():
+        for variant, problem in self._first_differences(dict([*differing.items()][: self.searched])).items():
             checks[variant] = replace(checks[variant], problem=problem)
         return Report(subject, tuple(checks[variant] for variant in variants))
 
@@ -118,26 +119,24 @@ class Comparison:
         in_float64 = {v: _judge(replace(v, tolerance=v.tolerance.in_float64()), o) for v, o in outcomes.items()}
         return [variant for variant, check in in_float64.items() if check.status == "passed"]
 
-    def _first_differences(self, variants: Sequence[Variant]) -> Mapping[Variant, str]:
-        """Describe the first difference of each variant that differs again while it is recorded."""
-        if not variants:
-            return {}
-        outcomes = self._run(_run_and_record, [REFERENCE, *variants])
+    def _first_differences(self, differing: Mapping[Variant, list[Compared]]) -> Mapping[Variant, str]:
+        """Describe the first difference of each variant that runs again while it is recorded."""
+        outcomes = self._run(_run_and_record, [REFERENCE, *differing]) if differing else {}
         recorded = {v: self._load(v) for v, outcome in outcomes.items() if not isinstance(outcome, Failure)}
         if (reference := recorded.pop(REFERENCE, None)) is None:
             return {}
-        found = {v: first_difference(run, reference, v.tolerance) for v, run in recorded.items()}
+        faults = {v: find_faults(differing[v], v.tolerance)[1] for v in recorded}
+        found = {v: first_difference(run, reference, v.tolerance, faults[v]) for v, run in recorded.items()}
         return {variant: text for variant, text in found.items() if text}
 
     def _load(self, variant: Variant) -> Recorded:
         task = _Task(self.job, variant, self.folder)
-        saved = [torch.load(task.recorded(rank), weights_only=False) for rank in range(variant.processes)]
-        results, records = zip(*saved, strict=True)
-        return Recorded(variant, self.job.model.num_experts, results, records)
+        records = [torch.load(task.recorded(rank), weights_only=False) for rank in range(variant.processes)]
+        return Recorded([*chain(*records)], self.job.model.num_experts // variant.ep)
 
 
 def _judge(variant: Variant, outcome: Outcome) -> Check:
     if isinstance(outcome, Failure):
         return Check(variant.name, "failed", problem=str(outcome))
     measured, faults = find_faults(outcome, variant.tolerance)
-    return Check(variant.name, "failed" if faults else "passed", measured, "; ".join(faults[:2]))
+    return Check(variant.name, "failed" if faults else "passed", measured, "; ".join([*faults.values()][:2]))

@@ -4,7 +4,6 @@ M rows in expert-major order, E experts, D model dim.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,86 +12,53 @@ from torch import Tensor, nn
 from ...kernels.routing import expert_order
 from ...models.build_experts import ExpertBuilder
 from ...models.config import ModelConfig
-from .laws import Broken
-from .subject import Subject, prepare, random_like
+from .subject import Outputs, Subject, check_like, prepare
 
 
-@dataclass
-class Experts:
-    """The expert layer that `config` names."""
+class Experts(Subject):
+    """The expert layer that `config` names, with the experts `local`, called with `counts` rows of each.
 
-    config: ModelConfig
-    device: str = "cpu"
+    None: all experts, with an uneven number of rows, at least 2. Example: [3, 2, 5, 4].
+    """
 
-    _built: dict[range, nn.Module] = field(default_factory=dict)
+    def __init__(
+        self, config: ModelConfig, device: str = "cpu", local: range | None = None, counts: Sequence[int] | None = None
+    ):
+        super().__init__(config, device)
+        self.local = range(config.num_experts) if local is None else local
+        self.counts = [2 + (3 * e + 1) % 4 for e in self.local] if counts is None else [*counts]
 
-    @property
-    def module(self) -> nn.Module:
-        """The layer with all experts. All laws use the same one; the law "deterministic" may set it to eval mode."""
-        return self.built(range(self.config.num_experts))
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of rows of each expert: uneven, and at least 2. Example: [3, 2, 5, 4]."""
-        return [2 + (3 * e + 1) % 4 for e in range(self.config.num_experts)]
-
-    def build(self, local: range, seed: int = 0) -> nn.Module:
-        layer = ExpertBuilder(self.config, self.config.num_layers - 1, seed).build(local)
+    def build(self, seed: int) -> nn.Module:
+        layer = ExpertBuilder(self.config, self.config.num_layers - 1, seed).build(self.local)
         return prepare(layer, seed, device=self.device)
 
-    def built(self, local: range) -> nn.Module:
-        """The layer with the experts `local`, built once."""
-        if local not in self._built:
-            self._built[local] = self.build(local)
-        return self._built[local]
-
-    def whole(self, counts: Sequence[int] | None = None) -> Subject:
-        """All experts. counts: the number of rows of each."""
-        return self._subject(self.module, range(self.config.num_experts), self.counts if counts is None else counts)
-
-    def part(self, local: range, counts: Sequence[int]) -> Subject:
+    def part(self, local: range) -> "Experts":
         """A layer of the experts `local` alone."""
-        return self._subject(self.built(local).train(self.module.training), local, counts)
+        part = Experts(self.config, self.device, local, [self.counts[e] for e in local])
+        part.module.train(self.module.training)
+        return part
 
-    def _subject(self, module: nn.Module, local: range, counts: Sequence[int]) -> Subject:
-        return Subject(
-            module,
-            lambda layer, x: (call(layer, x, counts),),
-            lambda seed: self.rows(sum(counts), seed),
-            lambda seed: self.build(local, seed),
-            lambda row: row_name(counts, row[0], local.start),
-        )
+    def ranks(self, ep: int) -> "list[Experts]":
+        """The layers of all expert-parallel ranks."""
+        size = self.config.num_experts // ep
+        return [self.part(range(rank * size, (rank + 1) * size)) for rank in range(ep)]
 
-    def rows(self, number: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return random_like(torch.empty(number, self.config.hidden_size, dtype=dtype, device=self.device), seed)
+    def draw(self, seed: int) -> Tensor:
+        return self.random(seed, sum(self.counts))
 
+    def row_name(self, row: Sequence[int]) -> str:
+        return row_name(self.counts, row[0], self.local.start)
 
-def call(layer: Any, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
-    """Run the experts on rows in expert-major order. A layer that takes an order gets one choice of weight 1 per row.
-
-    Raises Broken if the layer does not return rows of the same shape and dtype.
-    """
-    counts_E = torch.tensor(counts, device=x_MD.device)
-    if getattr(layer, "takes_order", False):
-        ids_M = torch.arange(len(counts), device=x_MD.device).repeat_interleave(counts_E)
-        order = expert_order(ids_M[:, None], len(counts), len(x_MD))
-        weights_M1 = x_MD.new_ones(len(x_MD), 1, dtype=torch.promote_types(x_MD.dtype, torch.float32))
-        y_MD = layer(x_MD, order, weights_M1)
-    else:
-        offsets = nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32)
-        y_MD = layer(x_MD, offsets)
-    check_rows(x_MD, y_MD)
-    return y_MD
-
-
-def check_rows(x_MD: Tensor, y_MD: Any) -> None:
-    expected = f"forward must return rows {[*x_MD.shape]} in {x_MD.dtype}, like its input"
-    if not isinstance(y_MD, Tensor):
-        raise Broken(f"{expected}: got {type(y_MD).__name__}")
-    if y_MD.shape != x_MD.shape:
-        raise Broken(f"{expected}: got {[*y_MD.shape]}")
-    if y_MD.dtype != x_MD.dtype:
-        raise Broken(f"{expected}: got {y_MD.dtype}. End forward with `y.to(x.dtype)`")
+    def call(self, module: Any, x: Tensor) -> Outputs:
+        """A layer that takes an order gets one choice of weight 1 per row. x: rows in expert-major order."""
+        counts_E = torch.tensor(self.counts, device=x.device)
+        if getattr(module, "takes_order", False):
+            ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
+            order = expert_order(ids_M[:, None], len(counts_E), len(x))
+            y_MD = module(x, order, x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32)))
+        else:
+            y_MD = module(x, nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32))
+        return check_like(x, y_MD, self)
 
 
 def row_name(counts: Sequence[int], row: int, first_expert: int = 0) -> str:
@@ -102,8 +68,3 @@ def row_name(counts: Sequence[int], row: int, first_expert: int = 0) -> str:
         row -= counts[expert]
         expert += 1
     return f"row {row} of expert {first_expert + expert}"
-
-
-def starts(counts: Sequence[int]) -> list[int]:
-    """The first row of each expert. Example: [3, 2, 4] -> [0, 3, 5]."""
-    return [sum(counts[:e]) for e in range(len(counts))]

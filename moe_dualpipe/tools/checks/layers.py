@@ -46,7 +46,7 @@ def check_experts(
     experts: str | Factory, options: LayerOptions = "", config: ModelConfig = SMALL, device: str = "cpu",
     raise_errors: bool = False,
 ) -> Report:  # fmt: skip
-    """Check an expert layer (`ExpertLayer`). Expert parallelism is checked only with an even number of experts."""
+    """Check an expert layer (`ExpertLayer`)."""
     config = dataclasses.replace(config, experts=experts, expert_options=options)
     return _check(expert_class(config), Experts(config, device), experts_laws(), raise_errors)
 
@@ -67,7 +67,7 @@ def check_attention(
     """Check attention (`AttentionLayer`)."""
     config = dataclasses.replace(config, attention=attention, attention_options=options)
     subject = SequenceLayer("attention", config, device)
-    return _check(attention_class(config), subject, sequence_laws("attention"), raise_errors)
+    return _check(attention_class(config), subject, sequence_laws(), raise_errors)
 
 
 def check_block(
@@ -76,7 +76,7 @@ def check_block(
 ) -> Report:  # fmt: skip
     """Check a transformer block (`BlockLayer`), with the experts, router and attention that `config` names."""
     config = dataclasses.replace(config, block=block, block_options=options)
-    return _check(block_class(config), SequenceLayer("block", config, device), sequence_laws("block"), raise_errors)
+    return _check(block_class(config), SequenceLayer("block", config, device), sequence_laws(), raise_errors)
 
 
 def _check(found: LayerClass, subject: Any, laws: list[Law], raise_errors: bool) -> Report:

@@ -8,30 +8,25 @@ N sequences, S positions, V vocabulary.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...expert_parallel import AllToAll, Local
 from ...expert_parallel.parameters import global_tensors
-from ...kernels.backend import Kernels
-from ...models import ModelConfig, StageOptions, TransformerStage, share_embedding, split
+from ...models import ModelConfig, StageOptions, split
 from ...models.layers import seed_of
-from ...pipeline.balance import Balance
-from ...runtime import P2P, Executor, TensorSpec
+from ...pipeline.pipeline import Pipeline
 from ...runtime.buffers import Buffers
-from ...runtime.groups import build_groups
 from ...runtime.layout import Layout
-from ...runtime.replicas import ReplicaSet, replica_sets, sum_gradients
+from ...runtime.replicas import ReplicaSet
 from ...schedule import Forward, Schedule, build, halves
 from .subject import prepare
 from .variants import Variant
 
 STEPS = 2
 _BIAS_RATE = 0.02  # enough to change choices in one step
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +50,7 @@ class Results:
 
     weights: each parameter and buffer before the first step. logits, losses: of each token, [S, V] and [S], by step
     and sequence. criterion: the value of the criterion of each micro-batch, by step and sequences. buffers: after the
-    first step. local: gradients before their sum over replicas. gradients: after it. All gradients are those of the sum
-    over sequences of the mean loss of the sequence.
+    first step. gradients: those of the sum over sequences of the mean loss of the sequence.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -64,7 +58,6 @@ class Results:
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     criterion: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    local: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -123,35 +116,21 @@ class Run:
     """One rank's model and its training steps. `Job.on_rank` receives it before the first step."""
 
     def __init__(self, job: Job, place: Place):
-        self.job, self.place, self.schedule = job, place, place.schedule
-        model, variant, layout = job.model, place.variant, place.layout
+        self.job, self.place = job, place
         # The placement of the reference: one rank with one stage.
-        placed = place.schedule or build("1f1b", 1, len(place.micro_batches))
-        groups = build_groups(layout, placed.placement, shared_embedding=model.last_stage_embeds)
-        kernels: Kernels = job.options.kernels
-        experts = AllToAll(model.num_experts, groups.experts, kernels) if groups.experts else Local(
-            model.num_experts, kernels
+        self.schedule = place.schedule or build("1f1b", 1, len(place.micro_batches))
+        shape = len(place.micro_batches[0]), job.tokens.shape[2] - 1
+        self.pipeline = Pipeline(
+            job.model, self.schedule, shape, dtype=job.dtype, ep=place.variant.ep, ep_backend="all_to_all",
+            options=replace(job.options, recompute=place.variant.recompute),
         )  # fmt: skip
-        options = StageOptions(
-            job.options.seed, variant.recompute, kernels, job.options.fused_loss, job.options.document_end_id
-        )
-        specs = split(model, placed.num_stages)
-        self.stages = {
-            index: prepare(TransformerStage(model, specs[index], experts, options), options.seed, job.dtype)
-            for index in placed.placement.stages[layout.pp_rank]
-        }
-        self.last = self.stages.get(placed.num_stages - 1)
-        embedding = share_embedding(self.stages.values())
-        self.replicas = replica_sets(self.stages.values(), groups, embedding)
-        self.buffers = Buffers([*self.stages.values()], groups)
-        self.balance = Balance(model, self.stages, _BIAS_RATE)
-        self.executor = None
-        if place.schedule is not None:
-            shape = len(place.micro_batches[0]), job.tokens.shape[2] - 1
-            specs = [TensorSpec((*shape, model.hidden_size), job.dtype)]
-            specs += [TensorSpec(shape, torch.int32)] * (options.document_end_id is not None)
-            links = P2P.connect(groups.pipeline, specs, _CPU)
-            self.executor = Executor(self.stages, links, overlap=variant.overlap)
+        self.stages, self.replicas = self.pipeline.stages, self.pipeline.replicas
+        self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
+        self.executor.overlap = place.variant.overlap  # also where a run has nothing to hide, to find faults
+        for stage in self.stages.values():
+            prepare(stage, job.options.seed, job.dtype)
+        self.last = self.stages.get(self.schedule.num_stages - 1)
+        self.buffers = Buffers([*self.stages.values()], self.pipeline.groups)
 
     def steps(self) -> Results:
         results = Results(weights=dict(self._named(_copy)) | self._buffers())
@@ -159,19 +138,17 @@ class Run:
             torch.manual_seed(seed_of(self.job.options.seed, f"step {step}"))
             self._step(step, results)
             self.buffers.average()
-            self.balance.after_step(self.balance.loads(_CPU), _CPU)
+            self.pipeline.balance_experts(_BIAS_RATE)
             if step == 0:
                 results.buffers = self._buffers()
-        results.local = dict(self._named(self._gradient))
-        for replicas in self.replicas:
-            sum_gradients(replicas)
+        self.pipeline.sum_gradients()
         results.gradients = dict(self._named(self._gradient))
         return results
 
     def _step(self, step: int, results: Results) -> None:
         tokens = self.job.tokens[step]
         batches = {m: tokens[list(sequences)] for m, sequences in enumerate(self.place.micro_batches)}
-        if self.executor is None or self.schedule is None:
+        if self.place.schedule is None:
             assert self.last is not None
             for m, batch in batches.items():
                 output = self.last(batch[:, :-1])

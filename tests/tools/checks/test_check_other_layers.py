@@ -99,7 +99,7 @@ def test_each_mistake_of_a_block_is_found(name, law, words):
 ], ids=["prenorm", "parallel", "plain"])  # fmt: skip
 def test_correct_blocks_pass(check):
     report = check()
-    assert report.passed and "ep=2 equals ep=1" in by_status(report, "skipped"), str(report)
+    assert report.passed, str(report)
 
 
 def test_other_sizes():
