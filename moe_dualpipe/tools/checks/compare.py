@@ -106,7 +106,7 @@ def may_be_rounding(parts: Sequence[Compared]) -> bool:
 
     If the logits agree, it changes no gradient by 1% or more.
     """
-    largest: dict[Kind, tuple[float, str, int]] = {kind: max(part.largest[kind][0] for part in parts) for kind in KINDS}
+    largest = {kind: max(part.largest[kind][0] for part in parts) for kind in KINDS}
     return largest["weights"] == 0 and (largest["logits"] > 1e-4 or largest["gradients"] < 1e-2)
 
 

@@ -63,11 +63,6 @@ def _usual(links: Sequence[Link], place: Callable[[int], Hashable]) -> float:
     return statistics.median_high(statistics.median_high(some) for some in speeds.values())
 
 
-def suspects(links: Sequence[Link], machines: Sequence[Machine]) -> set[Link]:
-    """Links that are slow, or the slower direction of a pair that is asymmetric."""
-    return {link for kind in kinds_of(links, machines) for link in (*_slow(kind), *(s for s, _ in _asymmetric(kind)))}
-
-
 def _slow(kind: Kind) -> list[Link]:
     return [link for link in kind.links if link.speed < SLOW * kind.usual]
 
@@ -112,39 +107,16 @@ def _gbps(speed: float) -> str:
     return f"{speed / GB:.3g} GB/s"
 
 
-@dataclass(frozen=True, slots=True)
-class _Culprit:
-    """Groups links by `key`; a group that is slow as a whole is named once, if its links have `peers` other ends."""
-
-    key: Callable[[Link], Hashable]
-    other: Callable[[Link], Hashable]
-    peers: int
-    name: Callable[[Link], str]
-
-
-def _culprits(home: Mapping[int, str]) -> list[_Culprit]:
-    def source(link: Link) -> str:
-        return home[link.source]
-
-    def to(link: Link) -> str:
-        return home[link.to]
-
-    def where(link: Link) -> str:
-        return f" on {source(link)}" if source(link) == to(link) else " to other machines"
-
-    def whence(link: Link) -> str:
-        return f" on {to(link)}" if source(link) == to(link) else " from other machines"
-
+def _culprits(link: Link, home: Mapping[int, str]) -> list[tuple[str, Hashable]]:
+    """What may be slow as a whole if this link is, largest first, each with the other end of the link."""
+    source, to = home[link.source], home[link.to]
     return [
-        _Culprit(source, to, 2, lambda link: f"{source(link)} -> all other machines"),
-        _Culprit(to, source, 2, lambda link: f"all other machines -> {to(link)}"),
-        _Culprit(lambda link: (source(link), to(link)), lambda link: (link.source, link.to), 2,
-                 lambda link: f"{source(link)} -> {to(link)}" if source(link) != to(link) else f"within {to(link)}"),
-        _Culprit(lambda link: link.source, lambda link: link.to, 2,
-                 lambda link: f"rank {link.source} of {source(link)} -> all ranks{where(link)}"),
-        _Culprit(lambda link: link.to, lambda link: link.source, 2,
-                 lambda link: f"all ranks{whence(link)} -> rank {link.to} of {to(link)}"),
-    ]  # fmt: skip
+        (f"{source} -> all other machines", to),
+        (f"all other machines -> {to}", source),
+        (f"{source} -> {to}" if source != to else f"within {to}", (link.source, link.to)),
+        (f"rank {link.source} of {source} -> all ranks", link.to),
+        (f"all ranks -> rank {link.to} of {to}", link.source),
+    ]
 
 
 def _name_slow(kind: Kind, slow: Sequence[Link], machines: Sequence[Machine]) -> Iterator[Problem]:
@@ -156,14 +128,15 @@ def _name_slow(kind: Kind, slow: Sequence[Link], machines: Sequence[Machine]) ->
         found = f"{_gbps(speed)}{many}, and {_gbps(kind.usual)} is usual {kind.name}"
         return Problem(where, found, _WAYS_OUT[kind.name])
 
-    for culprit in _culprits(home_of(machines)):
-        groups: dict[Hashable, list[Link]] = {}
+    home = home_of(machines)
+    for level in range(5):
+        groups: dict[str, dict[Link, Hashable]] = {}
         for link in kind.links:
-            groups.setdefault(culprit.key(link), []).append(link)
-        for group in groups.values():
-            enough = len({culprit.other(link) for link in group}) >= culprit.peers
-            if enough and left.issuperset(group):
-                yield problem(culprit.name(group[0]), group)
+            name, other = _culprits(link, home)[level]
+            groups.setdefault(name, {})[link] = other
+        for name, group in groups.items():  # with several other ends, so that it is not one of them
+            if len({*group.values()}) > 1 and left.issuperset(group):
+                yield problem(name, [*group])
                 alike = SLOW * statistics.median_high(link.speed for link in group)
                 left -= {link for link in group if link.speed >= alike}
     for link in kind.links:

@@ -9,8 +9,8 @@ from ...messages import list_ranks, plural
 from .facts import Facts, Machine, machines_of
 
 GB = 10**9
-MAX_CLOCK = 1.0
-"""Seconds by which clocks may differ."""
+MAX_CLOCK = 5.0
+"""Seconds by which clocks may differ, more than a message may take."""
 MIN_SHM = 2**30
 """Bytes of /dev/shm. A container has 64 MB by default."""
 MIN_WRITE = 20e6
@@ -185,9 +185,9 @@ def _addresses(machines: Sequence[Machine]) -> Iterator[Problem]:
 def _ports(machines: Sequence[Machine]) -> Iterator[Problem]:
     for machine in machines:
         for one in machine.ranks:
-            if one.port_user:
-                found = f"port {one.port} is in use by {one.port_user}"
-                yield Problem(machine.name, found, "end it, or choose another port with --master-port", True)
+            if one.port_in_use:
+                way_out = f"end the program that ss -ltnp 'sport = {one.port}' names, or choose another --master-port"
+                yield Problem(machine.name, f"port {one.port} is in use", way_out, True)
 
 
 def _clocks(machines: Sequence[Machine]) -> Iterator[Problem]:
@@ -199,7 +199,7 @@ def _clocks(machines: Sequence[Machine]) -> Iterator[Problem]:
     right = sorted(clocks.values())[(len(known) - 1) // 2] if len(known) > 2 else 0.0
     for machine in known:
         ahead = clocks[machine.name] - right
-        if abs(ahead) - machine.first.clock_error > MAX_CLOCK:
+        if abs(ahead) > MAX_CLOCK:
             other = f"that of {known[0].name}" if len(known) == 2 else "those of most machines"
             found = f"its clock is {_duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} {other}"
             yield Problem(machine_name(machine), found, "synchronize the clocks (chronyc makestep, or timedatectl)")
