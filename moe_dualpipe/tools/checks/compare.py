@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from .run import Results
@@ -25,14 +24,12 @@ class Compared:
     """One rank's results against the reference's.
 
     largest: for each kind, the largest relative difference and where it is. held: for each kind, the names that this
-    rank has. expected: for each kind, the names that all ranks together must have. criterion: for each step and
-    micro-batch, the value of the criterion, and the mean loss of the reference's tokens.
+    rank has. expected: for each kind, the names that all ranks together must have.
     """
 
     largest: dict[Kind, tuple[float, str]]
     held: dict[Kind, frozenset[Any]]
     expected: dict[Kind, frozenset[Any]]
-    criterion: dict[tuple[int, tuple[int, ...]], tuple[float, float]]
 
 
 def compare(results: Results, reference: Results) -> Compared:
@@ -45,11 +42,7 @@ def compare(results: Results, reference: Results) -> Compared:
         measure = _tokens if kind in ("losses", "logits") else _whole
         pairs = [(key, value, expected[key]) for key, value in found.items() if key in expected]
         largest[kind] = max(measure(pairs), key=lambda pair: pair[0], default=(0.0, ""))
-    criterion = {
-        (step, sequences): (value, float(torch.stack([reference.losses[step, s].mean() for s in sequences]).mean()))
-        for (step, sequences), value in results.criterion.items()
-    }
-    return Compared(largest, held, all_of, criterion)
+    return Compared(largest, held, all_of)
 
 
 def _whole(pairs: Iterable[tuple[str, Tensor, Tensor]]) -> Iterable[tuple[float, str]]:
@@ -81,8 +74,6 @@ def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, d
         kind: max((*part.largest[kind], rank) for rank, part in enumerate(parts)) for kind in KINDS
     }
     faults: dict[Kind, str] = {}
-    if wrong := _criterion_fault(parts):
-        faults["losses"] = wrong
     for kind, (error, where, rank) in largest.items():
         if error > limits[kind]:
             faults[kind] = (
@@ -108,13 +99,3 @@ def may_be_rounding(parts: Sequence[Compared]) -> bool:
     """
     largest = {kind: max(part.largest[kind][0] for part in parts) for kind in KINDS}
     return largest["weights"] == 0 and (largest["logits"] > 1e-4 or largest["gradients"] < 1e-2)
-
-
-def _criterion_fault(parts: Sequence[Compared]) -> str:
-    """The criterion's value of each micro-batch must be the mean of its tokens' losses."""
-    for part in parts:
-        for (step, sequences), (value, mean) in part.criterion.items():
-            if not abs(value - mean) <= 1e-5 * abs(mean):
-                where = f"sequences {', '.join(map(str, sequences))} in step {step + 1}"
-                return f"the loss of a micro-batch is {value:.6g}, but the mean of its tokens is {mean:.6g}: {where}"
-    return ""

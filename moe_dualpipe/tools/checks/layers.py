@@ -27,8 +27,7 @@ from ...models.layer_class import Factory, LayerClass
 from ...models.layer_options import LayerOptions
 from ...models.router import router_class
 from ...user_errors import Place
-from .experts_laws import experts_laws
-from .experts_subject import Experts
+from .experts_laws import Experts, experts_laws
 from .laws import Law, check_laws
 from .report import Report
 from .router_laws import Routers, router_laws

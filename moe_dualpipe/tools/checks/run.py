@@ -49,14 +49,12 @@ class Results:
     """The results of one rank.
 
     weights: each parameter and buffer before the first step. logits, losses: of each token, [S, V] and [S], by step
-    and sequence. criterion: the value of the criterion of each micro-batch, by step and sequences. buffers: after the
-    first step. gradients: those of the sum over sequences of the mean loss of the sequence.
+    and sequence. buffers: after the first step. gradients: those of the sum over sequences of the mean loss of the sequence.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    criterion: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -154,7 +152,7 @@ class Run:
                 output = self.last(batch[:, :-1])
                 loss = self.last.loss(output, batch[:, 1:])
                 loss.backward()
-                self._collect(results, step, m, batch, output.detach(), loss)
+                self._collect(results, step, m, batch, output.detach())
             return
         schedule, own = self.schedule, self.place.layout.pp_rank
         inputs = {m: (batch[:, :-1],) for m, batch in batches.items() if schedule.rank_of(0, m) == own}
@@ -163,17 +161,16 @@ class Run:
         labels = {m: (batch[:, 1:],) for m, batch in ends.items()}
         done = self.executor.step(schedule, inputs, labels, criterion, return_outputs=True)
         for m, batch in ends.items():
-            self._collect(results, step, m, batch, done.outputs[m][0], done.losses[m])
+            self._collect(results, step, m, batch, done.outputs[m][0])
 
     @torch.no_grad()
-    def _collect(self, results: Results, step: int, m: int, batch: Tensor, output: Tensor, loss: Tensor) -> None:
+    def _collect(self, results: Results, step: int, m: int, batch: Tensor, output: Tensor) -> None:
         assert self.last is not None
         sequences = self.place.micro_batches[m]
         logits_BSV = self.last.logits(output)
         losses_BS = nn.functional.cross_entropy(
             logits_BSV.double().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"
         ).view(batch[:, 1:].shape)
-        results.criterion[step, sequences] = loss.item()
         for i, sequence in enumerate(sequences):
             results.logits[step, sequence] = logits_BSV[i].clone()
             results.losses[step, sequence] = losses_BS[i].clone()

@@ -32,7 +32,7 @@ from .rendezvous import Meeting
 from .report import Report
 from .rounds import Pair, rounds_of
 from .transports import NcclLog
-from .verdicts import Needs, Problem, device_of, find_problems
+from .verdicts import Problem, device_of, find_problems
 
 _MARGIN = 5.0
 """Seconds that a message may take, beyond what its sender may."""
@@ -49,10 +49,6 @@ class Options:
     timeout: float = 60.0
     min_free: int = 10 * 10**9
     device: str = "auto"
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(self.min_free, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +105,7 @@ def _gather_own(options: Options, launch: Launch, gather: Gather) -> Facts:
 def _check_alone(options: Options, launch: Launch, own: Facts) -> Outcome:
     """Check only this machine: there are no others, or they cannot be reached."""
     remove_mark(own.disk)
-    problems, note = find_problems([own], launch.world_size, options.needs), _NOT_MEASURED
+    problems, note = find_problems([own], launch.world_size, options.min_free, options.device), _NOT_MEASURED
     if launch.world_size == 1:
         note = "One process: links between ranks were not measured. torchrun starts more."
     report = Report(launch.world_size, device_of([own], options.device), [own], problems, note=note)
@@ -149,7 +145,7 @@ class _Rank:
         problems = [] if not missing else [self._missing(facts, missing)]
         if not missing:
             facts = self._compare_machines(facts, steps)
-        problems += find_problems(facts, self.launch.world_size, self.options.needs)
+        problems += find_problems(facts, self.launch.world_size, self.options.min_free, self.options.device)
         device = device_of(facts, self.options.device)
         report = Report(self.launch.world_size, device, facts, problems)
         if any(problem.stops for problem in problems):

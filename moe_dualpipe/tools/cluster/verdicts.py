@@ -34,22 +34,19 @@ class Problem:
         return f"{self.where}: {self.what}: {self.way_out}"
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What the run needs. min_free: bytes in the output folder. device: auto, cpu or cuda."""
+def find_problems(
+    facts: Sequence[Facts], world_size: int, min_free: int = 10 * GB, device: str = "auto"
+) -> list[Problem]:
+    """The problems of the machines whose facts are given, worst first.
 
-    min_free: int = 10 * GB
-    device: str = "auto"
-
-
-def find_problems(facts: Sequence[Facts], world_size: int, needs: Needs = Needs()) -> list[Problem]:
-    """The problems of the machines whose facts are given, worst first."""
+    min_free: bytes that the run needs in the output folder. device: auto, cpu or cuda.
+    """
     machines = machines_of([one for one in facts if not one.failed])
     return [
         *(Problem(f"rank {one.rank} on {one.host}", one.failed, "look at this machine first", True)
           for one in facts if one.failed),
-        *_versions(machines), *_gpus(machines, needs), *_settings(machines), *_infiniband(machines),
-        *_addresses(machines), *_ports(machines), *_clocks(machines), *_disks(machines, needs),
+        *_versions(machines), *_gpus(machines, device), *_settings(machines), *_infiniband(machines),
+        *_addresses(machines), *_ports(machines), *_clocks(machines), *_disks(machines, min_free),
         *_limits(machines, world_size),
     ]  # fmt: skip
 
@@ -110,8 +107,8 @@ def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
     return [*dict.fromkeys(name for mapping in mappings for name in mapping)]
 
 
-def _gpus(machines: Sequence[Machine], needs: Needs) -> Iterator[Problem]:
-    if needs.device == "cpu":
+def _gpus(machines: Sequence[Machine], device: str) -> Iterator[Problem]:
+    if device == "cpu":
         return
     for machine in machines:
         first, name = machine.first, machine_name(machine)
@@ -119,7 +116,7 @@ def _gpus(machines: Sequence[Machine], needs: Needs) -> Iterator[Problem]:
             built = "its CUDA version needs another driver" if "CUDA" in first.versions else "it is built without CUDA"
             found = f"{plural(first.gpu_files, 'GPU')}, but torch finds none: {built}"
             yield Problem(name, found, "install torch for CUDA and a driver that fits, or use --device cpu", True)
-        elif needs.device == "cuda" and not first.num_gpus:
+        elif device == "cuda" and not first.num_gpus:
             yield Problem(name, "torch finds no GPU", "use --device cpu, or give the container its GPUs", True)
         elif first.num_gpus and first.num_gpus < first.local_size:
             here = f"{plural(first.local_size, 'process', 'es')}, but {plural(first.num_gpus, 'GPU')}"
@@ -212,7 +209,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def _disks(machines: Sequence[Machine], needs: Needs) -> Iterator[Problem]:
+def _disks(machines: Sequence[Machine], min_free: int) -> Iterator[Problem]:
     for machine in machines:
         name, disk = machine_name(machine), machine.first.disk
         if disk is None:
@@ -220,8 +217,8 @@ def _disks(machines: Sequence[Machine], needs: Needs) -> Iterator[Problem]:
         if disk.error:
             yield Problem(name, f"the output folder cannot be written: {disk.error}", "choose another one with --out")
             continue
-        if disk.free < needs.min_free:
-            found = f"{disk.folder} has {disk.free / GB:.1f} GB free, and the run needs {needs.min_free / GB:g} GB"
+        if disk.free < min_free:
+            found = f"{disk.folder} has {disk.free / GB:.1f} GB free, and the run needs {min_free / GB:g} GB"
             yield Problem(name, found, "delete old runs, or choose another folder with --out (--min-free changes this)")
         if disk.write_speed is not None and disk.write_speed < MIN_WRITE:
             found = f"{disk.folder} is written at {disk.write_speed / 1e6:.1f} MB/s"

@@ -26,7 +26,6 @@ def results(**changes) -> Results:
         losses={(0, s): draw(3).abs() for s in (0, 1)}, buffers={"load": torch.tensor([3, 4]), "bias": draw(2)},
         gradients={"up": draw(3, 2), "down": draw(2)},
     )  # fmt: skip
-    made.criterion[0, (0, 1)] = float(torch.stack([made.losses[0, s] for s in (0, 1)]).mean())
     for kind, (key, change) in changes.items():
         values = getattr(made, kind)
         values[key] = values[key] + change
@@ -50,8 +49,6 @@ def test_equal_results_have_no_fault():
     ("buffers", "load", 1, "buffers differ by "),
     ("gradients", "down", 1e-3, "above the tolerance of 4.5e-07: down"),
     ("gradients", "down", NAN, "gradients differ by inf, above the tolerance of 4.5e-07: down"),
-    ("criterion", (0, (0, 1)), 0.1, "sequences 0, 1 in step 1"),
-    ("criterion", (0, (0, 1)), NAN, "the loss of a micro-batch is nan, "),
 ])  # fmt: skip
 def test_a_difference_on_any_rank_is_a_fault(kind, key, change, fault):
     """Among them values that are not a number."""

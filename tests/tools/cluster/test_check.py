@@ -184,9 +184,7 @@ def test_one_process_checks_its_machine(port_in_use, tmp_path, monkeypatch, caps
     printed = capsys.readouterr().out
     assert "One process: links between ranks were not measured. torchrun starts more.\n" in printed
     problems = [line for line in printed.splitlines() if line.startswith("- ")]
-    said = (
-        f"- {socket.gethostname()}: port {port_in_use} is in use: end the program that ss -ltnp 'sport = {port_in_use}'"
-    )
+    said = f"- {socket.gethostname()}: port {port_in_use} is in use: end the program that ss -ltnp "
     assert any(line.startswith(said) for line in problems), problems
     assert any("the output folder cannot be written: " in line and "not a folder" in line for line in problems)
     found = json.loads((tmp_path / "found.json").read_text())
