@@ -8,7 +8,6 @@ T tokens, S positions, K experts per token.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,28 +20,19 @@ from .run import STEPS
 from .subject import relative
 from .variants import Tolerance
 
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """All records of a run, and how many experts a rank holds."""
-
-    records: Iterable[Record]
-    experts_per_rank: int
-
-
 Values = Mapping[int, Sequence[Tensor]]
 """By sequence: tensors [S, ...] that should all equal the reference's."""
 
 
-def first_difference(run: Recorded, reference: Recorded, tolerance: Tolerance, faults: Mapping[Kind, str]) -> str:
+def first_difference(run: "Recorded", reference: "Recorded", tolerance: Tolerance, faults: Mapping[Kind, str]) -> str:
     """Describe the first difference; "" if all is equal within the tolerance. faults: from `find_faults`."""
-    runs = _Tensors(run), _Tensors(reference)
+    if "weights" in faults:
+        return f"the first difference: {faults['weights']}"
     for step in range(STEPS):
-        for kind in ("weights",) if step == 0 else ("buffers",):
-            if kind in faults:
-                return f"the first difference: {faults[kind]}"
-        if found := _first_segment(*runs, step, tolerance.tokens):
+        if found := _first_segment(run, reference, step, tolerance.tokens):
             return found
+        if "buffers" in faults:  # after step 1
+            return f"the first difference: {faults['buffers']}"
     if "gradients" in faults:
         return (
             "all tensors between segments agree, so the fault is in a weight gradient or in its sum over ranks: "
@@ -54,13 +44,13 @@ def first_difference(run: Recorded, reference: Recorded, tolerance: Tolerance, f
 # ---- segments ----
 
 
-class _Tensors:
-    """The records of a run, as tensors [S, ...] of sequences."""
+class Recorded:
+    """The records of all ranks of a run, as tensors [S, ...] of sequences."""
 
-    def __init__(self, run: Recorded):
-        self.run = run
+    def __init__(self, records: Iterable[Record], experts_per_rank: int):
+        self.experts_per_rank = experts_per_rank
         self.by_at: dict[tuple[int, At], list[Record]] = defaultdict(list)
-        for record in run.records:
+        for record in records:
             self.by_at[record.step, record.at].append(record)
 
     def order(self, step: int) -> list[At]:
@@ -97,7 +87,7 @@ def _by_sequence(record: Record) -> Iterable[tuple[int, Tensor]]:
     yield from zip(record.sequences, tensor, strict=True)
 
 
-def _first_segment(run: _Tensors, reference: _Tensors, step: int, tolerance: float) -> str:
+def _first_segment(run: Recorded, reference: Recorded, step: int, tolerance: float) -> str:
     for at in reference.order(step):
         expected, found = reference.values(step, at), run.values(step, at)
         if found and not at.is_output and run.inputs(step, at) != reference.inputs(step, at):
@@ -111,7 +101,7 @@ def _first_segment(run: _Tensors, reference: _Tensors, step: int, tolerance: flo
     return ""
 
 
-def _added(tensors: _Tensors, step: int, at: At) -> Values:
+def _added(tensors: Recorded, step: int, at: At) -> Values:
     parts = [tensors.values(step, at._replace(index=i)) for i in range(tensors.inputs(step, at))]
     return {sequence: [add_up(*(part[sequence][0] for part in parts))] for sequence in parts[0]}
 
@@ -134,7 +124,7 @@ def _errors(found: Values, expected: Values, tolerance: float) -> dict[int, Tens
 
 def _describe(
     at: At, step: int, errors: dict[int, Tensor], tolerance: float, found: Values, expected: Values,
-    reference: _Tensors, run: _Tensors,
+    reference: Recorded, run: Recorded,
 ) -> str:  # fmt: skip
     sequence = max(errors, key=lambda s: float(errors[s].max()))
     position = int(errors[sequence].argmax())
@@ -147,7 +137,7 @@ def _describe(
     uses = f", which uses experts {', '.join(map(str, ids[sequence][0][position].tolist()))}" if sequence in ids else ""
     return (
         f"the first difference is in step {step + 1}, {at}: {wrong} of {tokens} tokens "
-        f"differ{_experts(errors, ids, tolerance, run.run)}; the largest difference is {largest:.2g} (tolerance "
+        f"differ{_experts(errors, ids, tolerance, run)}; the largest difference is {largest:.2g} (tolerance "
         f"{tolerance:.2g}){times}, at position {position} of sequence {sequence}{uses}"
     )
 

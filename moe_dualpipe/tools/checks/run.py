@@ -49,7 +49,8 @@ class Results:
     """The results of one rank.
 
     weights: each parameter and buffer before the first step. logits, losses: of each token, [S, V] and [S], by step
-    and sequence. buffers: after the first step. gradients: those of the sum over sequences of the mean loss of the sequence.
+    and sequence. buffers: after the first step. gradients: those of the sum over sequences of the mean loss of the
+    sequence.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)

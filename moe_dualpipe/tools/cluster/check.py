@@ -26,12 +26,11 @@ from .bounded_calls import Steps, run_watched
 from .disks import remove_mark
 from .facts import Facts, machines_of
 from .link_verdicts import find_link_problems
-from .links import Exchange, Link, Links
+from .links import Exchange, Link, Links, start_nccl_log, uses_sockets
 from .probes import gather_facts
 from .rendezvous import Meeting
 from .report import Report
 from .rounds import Pair, rounds_of
-from .transports import NcclLog
 from .verdicts import Problem, device_of, find_problems
 
 _MARGIN = 5.0
@@ -154,8 +153,14 @@ class _Rank:
         machines = machines_of(facts)
         homes = [machine.numbers for machine in machines]
         self.meeting.tell("plan", {"device": device, "machines": homes})
-        links, exchanges, failures = self._gather_measured(steps, self._measure(device, rounds_of(homes)))
-        problems = [*problems, *failures, *find_link_problems(links, exchanges, machines)]
+        own = self._measure(device, rounds_of(homes))
+        steps.start("waiting for the measurements of other ranks")
+        self.meeting.tell("links/0", own)
+        heard, missing = self.meeting.collect("links", self.timeout + _MARGIN, lambda: self.meeting.knows("failed"))
+        links = [Link(**link) for rank in sorted(heard) for link in heard[rank]["links"]]
+        exchanges = _slowest(heard)
+        sockets = [rank for rank, message in heard.items() if message["sockets"]]
+        problems += [*_failures(heard, missing), *find_link_problems(links, exchanges, machines, sockets)]
         return replace(report, problems=problems, links=links, exchanges=exchanges)
 
     def _missing(self, facts: Sequence[Facts], missing: list[int]) -> Problem:
@@ -175,19 +180,6 @@ class _Rank:
         for one in firsts[1:]:
             compared[one.rank] = replace(one, **self.meeting.hear(f"compared/{one.rank}", self.timeout + _MARGIN))
         return [compared.get(one.rank, one) for one in facts]
-
-    def _gather_measured(self, steps: Steps, own: dict[str, Any]) -> tuple[list[Link], list[Exchange], list[Problem]]:
-        """The measurements of all ranks, this rank's `own` included."""
-        steps.start("waiting for the measurements of other ranks")
-        self.meeting.tell("links/0", own)
-        heard, missing = self.meeting.collect("links", self.timeout + _MARGIN, lambda: self.meeting.knows("failed"))
-        links = [Link(**link) for rank in sorted(heard) for link in heard[rank]["links"]]
-        slowest: dict[tuple[int, ...], float] = {}
-        for message in heard.values():
-            for exchange in message["exchanges"]:
-                ranks = tuple(exchange["ranks"])
-                slowest[ranks] = min(exchange["speed"], slowest.get(ranks, exchange["speed"]))
-        return links, [Exchange(*item) for item in sorted(slowest.items())], _failures(heard, missing)
 
     # ---- Other ranks ----
 
@@ -215,20 +207,18 @@ class _Rank:
 
     def _measure(self, device: str, rounds: list[list[Pair]]) -> dict[str, Any]:
         """Create the process group, and measure. Returns the message for rank 0."""
-        found: dict[str, Any] = {"links": {}, "exchanges": [], "transports": {}}
+        found: dict[str, Any] = {"links": {}, "exchanges": [], "sockets": False}
 
         def measure(steps: Steps) -> None:
             own = torch.device("cuda", self.launch.local_rank) if device == "cuda" else torch.device("cpu")
-            log = NcclLog() if device == "cuda" else None
+            log = start_nccl_log() if device == "cuda" else None
             steps.start("creating the process group")
             self._init(own)
             links = Links(self.launch.rank, own, self.options.size, steps)
             found["links"] = links.measured
             links.warm_up()
             links.run_rounds(rounds)
-            if log is not None:
-                found["transports"] = log.transports()
-                log.close()
+            found["sockets"] = uses_sockets(log)
             size = self.launch.world_size
             exchange = links.exchange(self.options.ep or size, size, 2 * self.timeout)
             found["exchanges"] = [asdict(exchange)] if exchange is not None else []
@@ -243,11 +233,7 @@ class _Rank:
             self.stuck = True
             self.meeting.tell("failed", self.launch.rank)
         failure = f"rank {self.launch.rank} on {self.own.host}: {ended.failure}" if ended.failure else ""
-        transports = found.pop("transports")
-        links = [
-            asdict(Link(source, to, speed, transports.get((source, to), "")))
-            for (source, to), speed in found["links"].items()
-        ]
+        links = [asdict(Link(source, to, speed)) for (source, to), speed in found["links"].items()]
         return found | {"links": links, "failure": failure, "waited": ended.waited}
 
     def _init(self, device: torch.device) -> None:
@@ -257,6 +243,16 @@ class _Rank:
         if not dist.is_initialized():
             init_world(device, self.launch, 2 * self.timeout, self.meeting.store_for_group())
             self.created = True
+
+
+def _slowest(heard: dict[int, dict[str, Any]]) -> list[Exchange]:
+    """The exchange of each group, at the speed of its slowest rank."""
+    slowest: dict[tuple[int, ...], float] = {}
+    for message in heard.values():
+        for exchange in message["exchanges"]:
+            ranks = tuple(exchange["ranks"])
+            slowest[ranks] = min(exchange["speed"], slowest.get(ranks, exchange["speed"]))
+    return [Exchange(*item) for item in sorted(slowest.items())]
 
 
 def _failures(heard: dict[int, dict[str, Any]], missing: list[int]) -> list[Problem]:

@@ -6,7 +6,7 @@ others among them is also named by itself.
 """
 
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .facts import Machine
@@ -75,10 +75,13 @@ def _asymmetric(kind: Kind) -> list[tuple[Link, Link]]:
 
 
 def find_link_problems(
-    links: Sequence[Link], exchanges: Sequence[Exchange], machines: Sequence[Machine]
+    links: Sequence[Link], exchanges: Sequence[Exchange], machines: Sequence[Machine], sockets: Collection[int] = ()
 ) -> list[Problem]:
-    """Slow and asymmetric links, slow expert groups, and sockets where there is InfiniBand."""
-    problems = [*_transport_problems(links, machines)]
+    """Slow and asymmetric links, slow expert groups, and sockets where there is InfiniBand.
+
+    sockets: ranks whose NCCL sends over TCP.
+    """
+    problems = [*_socket_problems(sockets, machines)]
     for kind in kinds_of(links, machines):
         slow = _slow(kind)
         problems += _name_slow(kind, slow, machines)
@@ -144,15 +147,12 @@ def _name_slow(kind: Kind, slow: Sequence[Link], machines: Sequence[Machine]) ->
             yield problem(_link(link, machines), [link])
 
 
-def _transport_problems(links: Sequence[Link], machines: Sequence[Machine]) -> Iterator[Problem]:
-    cards = {machine.name for machine in machines if any("ACTIVE" in s for s in machine.first.infiniband.values())}
-    home = home_of(machines)
-    plain = {(home[link.source], home[link.to]) for link in links if link.transport == "NET/Socket"}
-    for source, to in sorted(plain):
-        if source != to and {source, to} <= cards:
-            found = "NCCL uses TCP sockets, but both machines have InfiniBand"
+def _socket_problems(sockets: Collection[int], machines: Sequence[Machine]) -> Iterator[Problem]:
+    for machine in machines:
+        has_card = any("ACTIVE" in state for state in machine.first.infiniband.values())
+        if has_card and not {*machine.numbers}.isdisjoint(sockets):
             way_out = "unset NCCL_IB_DISABLE, set NCCL_IB_HCA, and let the container see /dev/infiniband"
-            yield Problem(f"{source} -> {to}", found, way_out)
+            yield Problem(machine.name, "NCCL uses TCP sockets, but this machine has InfiniBand", way_out)
 
 
 def _slow_exchanges(exchanges: Sequence[Exchange], machines: Sequence[Machine]) -> Iterator[Problem]:

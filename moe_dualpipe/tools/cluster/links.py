@@ -5,10 +5,13 @@ median of several messages counts. All pairs of a round run at the same time (ro
 faster time of a link counts: other programs also slow a link down.
 """
 
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,12 +26,11 @@ _TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Messages from rank `source` to rank `to`. speed: bytes per second. transport: as NCCL calls it; "" if unknown."""
+    """Messages from rank `source` to rank `to`. speed: bytes per second."""
 
     source: int
     to: int
     speed: float
-    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +126,22 @@ class Links:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def start_nccl_log() -> Path | None:
+    """Let NCCL log to a temporary file. None: the user has asked for a log, which is left alone."""
+    if "NCCL_DEBUG" in os.environ or "NCCL_DEBUG_FILE" in os.environ:
+        return None
+    handle, name = tempfile.mkstemp(prefix="nccl-", suffix=".log")
+    os.close(handle)
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P", "NCCL_DEBUG_FILE": name}
+    return Path(name)
+
+
+def uses_sockets(log: Path | None) -> bool:
+    """Whether NCCL sends over TCP, as it does silently if it finds no InfiniBand. Only its log says so. Removes it."""
+    if log is None:
+        return False
+    text = log.read_text(errors="replace") if log.exists() else ""
+    log.unlink(missing_ok=True)
+    return "via NET/Socket" in text

@@ -56,16 +56,15 @@ class Meeting:
         end, hurried = time.monotonic() + seconds, False
         missing = [*range(self.size)]
         while missing:
+            now = time.monotonic()
             # In order: most arrive at the same time, so a round of the loop rarely asks for many keys in vain.
             for rank in missing:
-                if not self.store.check([f"{key}/{rank}"]):
+                if self.store.check([f"{key}/{rank}"]):
+                    heard[rank] = json.loads(self.store.get(f"{key}/{rank}"))
+                elif now <= end:
                     break
-                heard[rank] = json.loads(self.store.get(f"{key}/{rank}"))
             missing = [rank for rank in missing if rank not in heard]
-            now = time.monotonic()
             if now > end:
-                late = [rank for rank in missing if self.store.check([f"{key}/{rank}"])]
-                heard |= {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in late}
                 break
             if missing and not hurried and enough():
                 end, hurried = min(end, now + 2), True

@@ -89,16 +89,14 @@ def _versions(facts: Sequence[Facts]) -> str:
 
 
 def _links(report: Report, machines: Sequence[Machine]) -> str:
-    rows = [["links, GB/s", "number", "slowest", "median", "fastest", "slowest link", "transport"]]
+    rows = [["links, GB/s", "number", "slowest", "median", "fastest", "slowest link"]]
     home = home_of(machines)
     for kind in kinds_of(report.links, machines):
         slowest = min(kind.links, key=lambda link: link.speed)
         ends = (slowest.source, slowest.to)
         where = " -> ".join(f"{rank} ({home[rank]})" for rank in ends)
-        transports = sorted({link.transport for link in kind.links if link.transport})
-        shown = ", ".join(transports) or ("TCP" if report.device == "cpu" else "-")
         speeds = [link.speed for link in kind.links]
-        rows.append([kind.name, f"{len(speeds):,}", *_spread(speeds), where, shown])
+        rows.append([kind.name, f"{len(speeds):,}", *_spread(speeds), where])
     return markdown(rows)
 
 

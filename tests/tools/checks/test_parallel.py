@@ -100,7 +100,10 @@ OPTIONS = (
 def test_the_command_checks_the_requested_layout_and_skips_what_cannot_run(capsys, monkeypatch):
     variants = [Variant("shuffled sequences", OTHER_ROWS, neighbours=1), EXPERTS, replace(PIPELINE, name="pp=4", pp=4)]
     monkeypatch.setattr("moe_dualpipe.tools.checks.parallel.default_variants", lambda _: variants)
-    assert main(["check", "parallel", *OPTIONS.split(), "--pp", "2", "--no-overlap", "--document-mask"]) == 0
+    assert (
+        main(["check", "parallel", *OPTIONS.split(), "--pp", "2", "--set", "parallel.overlap=false", "--document-mask"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 steps of 16 sequences of 6 tokens, compared with one process")
     assert [line.split("  ")[0] for line in lines[2:] if line[0] != " "] == [

@@ -40,10 +40,7 @@ def example():
         for j in range(2)
     ]
     links = [
-        Link(a, b, (1 + 0.01 * ((3 * a + b) % 5)) * speed(a // 2, b // 2), "P2P" if a // 2 == b // 2 else "NET/IB")
-        for a in range(8)
-        for b in range(8)
-        if a != b
+        Link(a, b, (1 + 0.01 * ((3 * a + b) % 5)) * speed(a // 2, b // 2)) for a in range(8) for b in range(8) if a != b
     ]
     groups = [Exchange((0, 1, 2, 3), 41.2e9), Exchange((4, 5, 6, 7), 40.9e9)]
     problems = [*find_problems(facts, 8), *find_link_problems(links, groups, machines_of(facts))]

@@ -10,6 +10,7 @@ import torch
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.tools.cluster.bounded_calls import Steps, run_watched
 from moe_dualpipe.tools.cluster.disks import measure_disk, remove_mark
+from moe_dualpipe.tools.cluster.links import start_nccl_log, uses_sockets
 from moe_dualpipe.tools.cluster.probes import (
     AGENT_STORE,
     gather_facts,
@@ -18,7 +19,6 @@ from moe_dualpipe.tools.cluster.probes import (
     read_versions,
     rendezvous_port,
 )
-from moe_dualpipe.tools.cluster.transports import read_transports
 
 FIRST = Launch(0, 0, 4, 2)
 
@@ -95,8 +95,18 @@ gpu-6:4015:4052 [3] NCCL INFO Channel 02/0 : 35[3] -> 42[2] [send] via NET/Socke
 """
 
 
-def test_transports_in_a_log_of_nccl():
-    assert read_transports(LOG) == {(0, 2): "NET/IB", (3, 2): "P2P", (4, 5): "SHM", (35, 42): "NET/Socket"}
+def test_sockets_in_a_log_of_nccl(monkeypatch):
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
+        monkeypatch.setenv(name, "")  # restores them
+        monkeypatch.delenv(name)
+    for text, expected in ((LOG, True), (LOG.replace("NET/Socket", "NET/IB"), False)):
+        log = start_nccl_log()
+        assert log is not None and start_nccl_log() is None
+        log.write_text(text)
+        assert uses_sockets(log) is expected and not log.exists()
+        monkeypatch.delenv("NCCL_DEBUG")
+        monkeypatch.delenv("NCCL_DEBUG_FILE")
+    assert not uses_sockets(None)
 
 
 def wait(steps):
