@@ -38,7 +38,7 @@ def check(capsys):
 
 @pytest.mark.usefixtures("expert")
 def test_the_expert_trains_and_passes_the_check(capsys):
-    quick = [*map(str, SMALL), "--steps", "2", "--micro-batches", "2", "--sample-tokens", "0", "--device", "cpu"]
+    quick = [*map(str, SMALL), "--steps", "2", "--sample-tokens", "0", "--device", "cpu"]
     cli.main(["train", *quick, "--out", "run", "--experts", "my_experts.py:GELUExpert"])
     assert len(losses(records("run"))) == 2
     capsys.readouterr()
