@@ -54,7 +54,7 @@ class CheckCluster(DeviceOption):
                 print(f"moe-dualpipe: error: {error}", file=sys.stderr)
             _exit_at_once(1)
         if outcome.report is not None:
-            from ..tools.cluster.table import cluster_report
+            from ..tools.cluster.report import cluster_report
 
             print(cluster_report(outcome.report))
             if self.json is not None:

@@ -20,7 +20,7 @@ class Sizes:
     expert_size: int = 12
     """Inner width of one expert."""
     num_experts: int = 4
-    """Number of experts. Expert parallelism is checked only if it is even."""
+    """Number of experts."""
     experts_per_token: int = 2
     """Number of experts for each token."""
     num_heads: int = 4

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from .run import Results
@@ -25,14 +24,12 @@ class Compared:
     """One rank's results against the reference's.
 
     largest: for each kind, the largest relative difference and where it is. held: for each kind, the names that this
-    rank has. expected: for each kind, the names that all ranks together must have. criterion: for each step and
-    micro-batch, the value of the criterion, and the mean loss of the reference's tokens.
+    rank has. expected: for each kind, the names that all ranks together must have.
     """
 
     largest: dict[Kind, tuple[float, str]]
     held: dict[Kind, frozenset[Any]]
     expected: dict[Kind, frozenset[Any]]
-    criterion: dict[tuple[int, tuple[int, ...]], tuple[float, float]]
 
 
 def compare(results: Results, reference: Results) -> Compared:
@@ -45,11 +42,7 @@ def compare(results: Results, reference: Results) -> Compared:
         measure = _tokens if kind in ("losses", "logits") else _whole
         pairs = [(key, value, expected[key]) for key, value in found.items() if key in expected]
         largest[kind] = max(measure(pairs), key=lambda pair: pair[0], default=(0.0, ""))
-    criterion = {
-        (step, sequences): (value, float(torch.stack([reference.losses[step, s].mean() for s in sequences]).mean()))
-        for (step, sequences), value in results.criterion.items()
-    }
-    return Compared(largest, held, all_of, criterion)
+    return Compared(largest, held, all_of)
 
 
 def _whole(pairs: Iterable[tuple[str, Tensor, Tensor]]) -> Iterable[tuple[float, str]]:
@@ -71,25 +64,26 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
     return row_errors(x, y) if expected.is_floating_point() else (x != y).any(1).double()
 
 
-def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, list[str]]:
-    """Return a summary of all measured differences, and the differences that exceed the tolerance."""
+def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, dict[Kind, str]]:
+    """Return a summary of all measured differences, and for each kind the fault, if it exceeds the tolerance."""
     limits: dict[Kind, float] = {
         "weights": 0, "losses": tolerance.losses, "logits": tolerance.tokens, "buffers": BUFFERS,
         "gradients": tolerance.parameters,
     }  # fmt: skip
-    largest: dict[Kind, tuple[float, str]] = {
-        kind: max((part.largest[kind] for part in parts), key=lambda pair: pair[0]) for kind in KINDS
+    largest: dict[Kind, tuple[float, str, int]] = {
+        kind: max((*part.largest[kind], rank) for rank, part in enumerate(parts)) for kind in KINDS
     }
-    faults = []
-    for kind, (error, where) in largest.items():
+    faults: dict[Kind, str] = {}
+    for kind, (error, where, rank) in largest.items():
         if error > limits[kind]:
-            faults.append(f"{kind} differ by {error:.2g}, above the tolerance of {limits[kind]:.2g}: {where}")
+            faults[kind] = (
+                f"{kind} differ by {error:.2g}, above the tolerance of {limits[kind]:.2g}: {where} on rank {rank}"
+            )
         if missing := sorted(parts[0].expected[kind] - frozenset().union(*(part.held[kind] for part in parts))):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            faults.append(
+            faults[kind] = (
                 f"{kind}: no rank has {missing[0]}{more}: the name depends on the layout, or it was not computed"
             )
-    faults += _criterion_faults(parts)
     shown: tuple[Kind, ...] = ("losses", "logits", "gradients")
     return ", ".join(f"{kind} {_shown(largest[kind][0], limits[kind])}" for kind in shown), faults
 
@@ -105,13 +99,3 @@ def may_be_rounding(parts: Sequence[Compared]) -> bool:
     """
     largest = {kind: max(part.largest[kind][0] for part in parts) for kind in KINDS}
     return largest["weights"] == 0 and (largest["logits"] > 1e-4 or largest["gradients"] < 1e-2)
-
-
-def _criterion_faults(parts: Sequence[Compared]) -> list[str]:
-    """The criterion's value of each micro-batch must be the mean of its tokens' losses."""
-    for part in parts:
-        for (step, sequences), (value, mean) in part.criterion.items():
-            if not abs(value - mean) <= 1e-5 * abs(mean):
-                where = f"sequences {', '.join(map(str, sequences))} in step {step + 1}"
-                return [f"the loss of a micro-batch is {value:.6g}, but the mean of its tokens is {mean:.6g}: {where}"]
-    return []

@@ -3,164 +3,235 @@
 M rows in expert-major order, E experts, K choices a row.
 """
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...kernels.routing import expert_order
 from ...messages import plural
+from ...models.build_experts import ExpertBuilder
+from ...models.config import ModelConfig
 from ...models.moe import MoE
 from . import shared_laws as shared
-from .experts_ranks import is_saved_for_any_ep, one_expert_at_a_time, parts_equal_the_whole
-from .experts_subject import Experts, call, row_name, starts
 from .laws import Broken, Law, Unchecked
 from .pairs import Interleaved, compare_overlapped
-from .subject import Subject, prepare, random_like, relative, row_errors, worst_row
+from .subject import Outputs, Subject, check_like, prepare, random_like, row_errors, worst_row
+
+
+class Experts(Subject):
+    """The expert layer that `config` names, with the experts `local`, called with `counts` rows of each.
+
+    None: all experts, with an uneven number of rows, at least 2. Example: [3, 2, 5, 4].
+    """
+
+    def __init__(
+        self, config: ModelConfig, device: str = "cpu", local: range | None = None, counts: Sequence[int] | None = None
+    ):
+        super().__init__(config, device)
+        self.local = range(config.num_experts) if local is None else local
+        self.counts = [2 + (3 * e + 1) % 4 for e in self.local] if counts is None else [*counts]
+
+    def build(self, seed: int) -> nn.Module:
+        layer = ExpertBuilder(self.config, self.config.num_layers - 1, seed).build(self.local)
+        return prepare(layer, seed, device=self.device)
+
+    def part(self, local: range) -> "Experts":
+        """A layer of the experts `local` alone."""
+        part = Experts(self.config, self.device, local, [self.counts[e] for e in local])
+        part.module.train(self.module.training)
+        return part
+
+    def ranks(self, ep: int) -> "list[Experts]":
+        """The layers of all expert-parallel ranks."""
+        size = self.config.num_experts // ep
+        return [self.part(range(rank * size, (rank + 1) * size)) for rank in range(ep)]
+
+    def draw(self, seed: int) -> Tensor:
+        return self.random(seed, sum(self.counts))
+
+    def row_name(self, row: Sequence[int]) -> str:
+        return row_name(self.counts, row[0], self.local.start)
+
+    def call(self, module: Any, x: Tensor) -> Outputs:
+        """A layer that takes an order gets one choice of weight 1 per row. x: rows in expert-major order."""
+        counts_E = torch.tensor(self.counts, device=x.device)
+        if getattr(module, "takes_order", False):
+            ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
+            order = expert_order(ids_M[:, None], len(counts_E), len(x))
+            y_MD = module(x, order, x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32)))
+        else:
+            y_MD = module(x, nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32))
+        return check_like(x, y_MD, self)
+
+
+def row_name(counts: Sequence[int], row: int, first_expert: int = 0) -> str:
+    """Example: counts [3, 2] and row 4 -> "row 1 of expert 1"."""
+    expert = 0
+    while expert < len(counts) - 1 and row >= counts[expert]:
+        row -= counts[expert]
+        expert += 1
+    return f"row {row} of expert {first_expert + expert}"
 
 
 def is_built(experts: Experts) -> str:
     sizes = sorted({1, max(experts.config.num_experts // 2, 1), experts.config.num_experts}, reverse=True)
     for size in sizes:
-        experts.built(range(size))
+        Experts(experts.config, experts.device, range(size)).build(0)
     return f"with {', '.join(map(str, sizes))} experts"
-
-
-def returns_rows(experts: Experts) -> str:
-    dtypes = torch.float64, torch.float32, torch.bfloat16
-    for dtype in dtypes:
-        layer = copy.deepcopy(experts.module).to(dtype)
-        x = experts.rows(sum(experts.counts), 1, dtype)
-        with torch.no_grad():
-            y = call(layer, x, experts.counts)
-        _check_finite(y, experts.counts, f"in {dtype}")
-    return f"{[*x.shape]} in fp64, fp32, bf16"
-
-
-def _check_finite(y: Tensor, counts: Sequence[int], when: str) -> None:
-    if not (finite := y.isfinite().all(-1)).all():
-        raise Broken(f"the result has NaN or infinity at {row_name(counts, int((~finite).nonzero()[0]))}, {when}")
 
 
 # ---- rows ----
 
 
-def all_rows_are_used(experts: Experts) -> str:
-    """The result of a row depends on the row, unless its expert has no weights, such as an expert that returns 0."""
-    subject = experts.whole()
-    x = subject.draw(1)
-    with_weights = {e for ids in subject.held.values() if ids.layout != "shared" for e in ids.ids}
-    y, moved = subject.run(x)[0], subject.run(x + 0.5 * random_like(x, 2))[0]
-    counts, unused = experts.counts, []
-    for e, start in enumerate(starts(counts)):
-        same = [m for m in range(start, start + counts[e]) if torch.equal(y[m], moved[m])]
-        if len(same) < counts[e] or e in with_weights:
-            unused += same
-    if unused:
-        row, value = unused[0], "0" if not y[unused[0]].any() else "a constant"
-        more = f", also for {plural(len(unused) - 1, 'other row')}" if len(unused) > 1 else ""
-        raise Broken(
-            f"the result of {row_name(counts, row)} (of {counts[_expert(counts, row)]}) does not depend on the row: it "
-            f"is {value}{more}. Check the bounds of loops over experts and rows: row m belongs to expert e if "
-            "expert_offsets[e] <= m < expert_offsets[e + 1]. An expert may have any number of rows"
-        )
-    return plural(len(x), "row")
-
-
 def rows_are_independent(experts: Experts) -> str:
-    """If the rows of one expert change, or a single row, the results of all other rows stay the same."""
-    subject, counts = experts.whole(), experts.counts
-    x = subject.draw(1)
-    y, limit = subject.run(x)[0], subject.tolerance(subject.run(x)[0])
-    groups = [range(s, s + n) for s, n in zip(starts(counts), counts, strict=True)]
-    worst = 0.0
-    for group in [*groups, *(range(m, m + 1) for m in range(len(x)))]:
-        changed = x.clone()
-        changed[group.start : group.stop] = 3 * random_like(changed[group.start : group.stop], 3)
-        errors = row_errors(subject.run(changed)[0], y)
-        errors[group.start : group.stop] = 0
-        (row,), error = worst_row(errors)
-        if error > limit:
-            expert = _expert(counts, group.start)
-            cause = row_name(counts, group.start) if len(group) == 1 else f"the rows of expert {expert}"
+    """The result of a row is that of this row alone: in any order, with any number of rows of any experts."""
+    num_experts, number = experts.config.num_experts, 7
+    x = experts.random(4, number)
+    one = [[int(e == expert) for e in range(num_experts)] for expert in range(num_experts)]
+    alone_EMD = torch.stack([torch.cat([_call(experts, row, counts) for row in x.split(1)]) for counts in one])
+    cases = [experts.counts, [0] * num_experts, *([number * n for n in counts] for counts in one)]
+    cases += [[3] + [0] * (num_experts - 2) + [4]] if num_experts > 1 else []
+    for counts in cases:
+        of_expert = [expert for expert, n in enumerate(counts) for _ in range(n)]
+        of_row = [m % number for m in range(sum(counts))]
+        y, expected = _call(experts, x[of_row], counts), alone_EMD[of_expert, of_row]
+        row, error = worst_row(row_errors(y, expected))
+        if error > experts.tolerance(expected):
             raise Broken(
-                f"the result of {row_name(counts, row)} changes by {error:.1e} (relative) if {cause} change"
-                f"{'s' * (len(group) == 1)}. The result of a token must not depend on the other tokens in its batch: "
-                "compute each row from this row and the weights of its expert, without statistics over rows, such as "
-                "a mean or BatchNorm"
+                f"with {counts} rows per expert, {_with(experts, counts).row_name(row)} has a relative difference of "
+                f"{error:.1e} from the result of this row alone. The result of a row must depend only on this row and "
+                "the weights of its expert: not on the position of the row, the number of rows, or statistics over "
+                "rows, such as a mean or BatchNorm. An expert may have no rows, or all of them: row m belongs to "
+                "expert e if expert_offsets[e] <= m < expert_offsets[e + 1]"
             )
-        worst = max(worst, error)
-    return f"largest change of other rows {worst:.0e} of {limit:.0e}"
+    return f"{plural(len(cases), 'division')} of rows"
 
 
-def order_does_not_matter(experts: Experts) -> str:
-    """Reverse the rows of each expert."""
-    subject, counts = experts.whole(), experts.counts
-    x = subject.draw(1)
-    order = [m for s, n in zip(starts(counts), counts, strict=True) for m in reversed(range(s, s + n))]
-    y = subject.run(x)[0]
-    limit = subject.tolerance(y)
-    (row,), error = worst_row(row_errors(subject.run(x[order])[0], y[order]))
+def _with(experts: Experts, counts: list[int]) -> Experts:
+    return Experts(experts.config, experts.device, experts.local, counts)
+
+
+def _call(experts: Experts, x: Tensor, counts: list[int]) -> Tensor:
+    """Forward and, without a result, backward with other numbers of rows."""
+    leaf, when = x.clone().requires_grad_(), f"with {counts} rows per expert"
+    try:
+        y = _with(experts, counts).call(experts.module, leaf)[0]
+        if y.requires_grad:
+            y.sum().backward()
+    except Broken as fault:
+        raise Broken(f"{when}, {fault}") from None
+    except Exception as error:
+        error.add_note(when)
+        raise
+    experts.module.zero_grad()
+    return y.detach()
+
+
+def choices_are_weighted(experts: Experts) -> str:
+    """With several choices per row: the weighted sum of the experts' results, and the gradients of the weights."""
+    module = experts.module
+    if not getattr(module, "takes_order", False):
+        raise Unchecked("takes_order is False: the model computes the weighted sum of the results")
+    num_experts = experts.config.num_experts
+    x_ND = experts.random(8, 6)
+    ids_NK = torch.tensor([[n % num_experts, (n + 1) % num_experts if n % 3 else -1] for n in range(6)]).to(x_ND.device)
+    weights_NK = (0.1 + torch.rand(6, 2, generator=torch.Generator().manual_seed(9), dtype=torch.float64)).to(x_ND)
+    # On a GPU, a model does not wait for the exact number of choices.
+    order = expert_order(ids_NK, num_experts, ids_NK.numel() if ids_NK.is_cuda else int((ids_NK >= 0).sum()))
+    leaf = weights_NK.clone().requires_grad_()
+    y_ND = module(x_ND, order, leaf)
+    v_ND = random_like(y_ND, 10)
+    y_ND.backward(v_ND)
+    module.zero_grad()
+    expected, grads = torch.zeros_like(y_ND), torch.zeros_like(leaf)
+    for n, k in (ids_NK >= 0).nonzero().tolist():
+        row = _call(experts, x_ND[n : n + 1], [int(e == ids_NK[n, k]) for e in range(num_experts)])[0]
+        expected[n] += weights_NK[n, k] * row
+        grads[n, k] = (row * v_ND[n]).sum()
+    limit = experts.tolerance(expected)
+    (n,), error = worst_row(row_errors(y_ND.detach(), expected))
     if error > limit:
         raise Broken(
-            f"if the rows of each expert are reversed, the results are not the same in reverse order: the row moved "
-            f"to {row_name(counts, row)} has a relative difference of {error:.1e}. The result must not depend on the "
-            "position of a row: check indices, and that results are written back in the order of the rows"
+            f"the result of row {n}, with experts {ids_NK[n].tolist()}, differs by {error:.1e} from the sum of their "
+            "results, weighted by weights_NK. Skip positions of -1, and indices past expert_offsets[-1]"
         )
-    return f"largest difference {error:.0e} of {limit:.0e}"
+    hint = "the router needs it: multiply the results by weights_NK"
+    shared.check_equal("the gradient of weights_NK", leaf.grad, grads, max(limit, 1e-6), "", hint)
+    return f"{plural(int((ids_NK >= 0).sum()), 'choice')} of {plural(len(x_ND), 'row')}"
 
 
-def any_number_of_rows(experts: Experts) -> str:
-    """No rows, one row, experts without rows, all rows for one expert. Compared with each row computed alone."""
-    counts = experts.counts
-    subject = experts.whole()
-    num_experts, number = len(counts), 7
-    x = experts.rows(number, 4)
-    one = [[int(e == expert) for e in range(num_experts)] for expert in range(num_experts)]
-    with torch.no_grad():
-        alone = [torch.cat([_call(subject.module, x[m : m + 1], c) for m in range(number)]) for c in one]
-    cases = [[0] * num_experts, *one, *([number * n for n in c] for c in one)]
-    cases += [[3] + [0] * (num_experts - 2) + [4]] if num_experts > 1 else []
-    for case in cases:
-        _check_case(subject, x[: sum(case)], case, alone)
-    return plural(len(cases), "division") + " of rows"
+# ---- ranks ----
 
 
-def _check_case(subject: Subject, x: Tensor, counts: list[int], alone: list[Tensor]) -> None:
-    leaf, when = x.clone().requires_grad_(), f"with {_rows_of(counts)}"
-    y = _call(subject.module, leaf, counts)
-    if y.requires_grad:
-        y.sum().backward()
-    subject.module.zero_grad()
-    expected = torch.cat([alone[e][s : s + n] for e, (s, n) in enumerate(zip(starts(counts), counts, strict=True))])
-    _check_finite(y, counts, when)
-    row, error = worst_row(row_errors(y.detach(), expected))
-    if error > subject.tolerance(expected):
-        raise Broken(
-            f"{when}, {row_name(counts, row[0])} has a relative difference of {error:.1e} from the result of this row "
-            "alone. An expert may have no rows, or all of them: check how forward splits the rows"
+def parts_equal_the_whole(experts: Experts) -> str:
+    """Results, input gradients and weight gradients of two layers with half of the experts, and of one per expert."""
+    number, compared = experts.config.num_experts, 0
+    y, v, x_grad = experts.backward(experts.draw(1))
+    expected = {label: grad for label, _, grad in experts.weights()}
+    shared_names = {name for name, ids in experts.held.items() if ids.layout == "shared"}
+    limit = experts.tolerance(y)
+    hint = (
+        "Results and gradients must not depend on the experts of this rank: expert_offsets[e] and weights[e] belong to "
+        "the same local expert e, and weights are stacked as [num_local_experts, ...] (not config.num_experts)"
+    ) + f". All experts share {', '.join(sorted(shared_names))}" * bool(shared_names)
+    sizes = sorted({2, number} if number % 2 == 0 else {number})
+    for ep in sizes:
+        start = 0
+        for rank, part in enumerate(experts.ranks(ep)):
+            rows = slice(start, start := start + sum(part.counts))
+            leaf = experts.draw(1)[rows].requires_grad_()
+            found = part.call(part.module, leaf)[0]
+            if found.requires_grad:
+                found.backward(v[rows])
+            pairs = [("the result", found.detach(), y[rows])]
+            pairs += [("the gradient of the input", leaf.grad, x_grad[rows])] if x_grad is not None else []
+            pairs += [
+                (f"the gradient of {label}", grad, expected[label])
+                for label, _, grad in part.weights()
+                if label not in shared_names
+            ]
+            where = f" on rank {rank} of {ep}, with experts {part.local[0]}-{part.local[-1]}"
+            for label, got, wanted in pairs:
+                shared.check_equal(label, got, wanted, limit, where, hint)
+            compared += len(pairs)
+    return f"{plural(compared, 'tensor')} within {limit:.0e}; ep={', '.join(map(str, sizes))}"
+
+
+def is_saved_for_any_ep(experts: Experts) -> str:
+    """Names and shapes of global tensors are the same however the experts are divided."""
+    saved = shared.checkpoint_is_complete(experts)
+    wanted, whole_only = _global_tensors(experts.module)
+    sizes = [size for size in (2, 4) if experts.config.num_experts % size == 0]
+    for size in sizes:
+        found = {n: shape for part in experts.ranks(size) for n, shape in _global_tensors(part.module)[0].items()}
+        for name in sorted({*wanted} ^ {*found}):
+            has, lacks = ("ep=1", f"ep={size}") if name in wanted else (f"ep={size}", "ep=1")
+            raise Broken(
+                f"a checkpoint with {has} has the tensor {name}, but one with {lacks} does not: stack the weights of "
+                "the experts along the first dimension, or use an nn.ModuleList with one module per expert"
+            )
+        for name, shape in wanted.items():
+            if found[name] != shape:
+                raise Broken(f"{name} has the shape {shape} with ep=1, and {found[name]} with ep={size}")
+    if whole_only:
+        raise Unchecked(
+            f"all experts of a rank share {', '.join(whole_only)}: each rank trains its own copy, and a checkpoint "
+            "loads only with the same --ep. If each expert has its own weights, stack them along the first dimension"
         )
+    return f"{saved}; ep={', '.join(map(str, [1, *sizes]))}"
 
 
-def _call(module: Any, x: Tensor, counts: list[int]) -> Tensor:
-    try:
-        return call(module, x, counts)
-    except Broken as fault:
-        raise Broken(f"with {_rows_of(counts)}, {fault}") from None
-    except Exception as error:
-        error.add_note(f"with {_rows_of(counts)}")
-        raise
-
-
-def _rows_of(counts: list[int]) -> str:
-    return f"{counts} rows per expert"
-
-
-def _expert(counts: Sequence[int], row: int) -> int:
-    return max(e for e, start in enumerate(starts(counts)) if start <= row)
+def _global_tensors(layer: Any) -> tuple[dict[str, list[int]], list[str]]:
+    """The shapes of the tensors of each expert, by global name, and the names of the tensors that all share."""
+    held, state = expert_ids(layer), layer.state_dict()
+    whole_only = [name for name in state if name in held and held[name].layout == "shared"]
+    of_experts = [name for name in state if name in held and held[name].layout != "shared"]
+    tensors = (pair for name in of_experts for pair in global_tensors(name, state[name], held[name]))
+    return {name: [*view.shape] for name, view in tensors}, whole_only
 
 
 # ---- the pipeline ----
@@ -172,76 +243,16 @@ def overlapped_equals_sequential(experts: Experts) -> str:
     moe = prepare(MoE(config, Interleaved(config.num_experts), 0), device=experts.device)
     moe.experts = experts.module
     moe.train(experts.module.training)
-    return compare_overlapped(moe, experts.rows(9, 5), experts.rows(9, 6), "experts.")
-
-
-# ---- layers that take an order ----
-
-
-def choices_are_weighted(experts: Experts) -> str:
-    """With several choices per row: the weighted sum of the experts' results, and the gradients of the weights."""
-    subject = experts.whole()
-    if not getattr(subject.module, "takes_order", False):
-        raise Unchecked("takes_order is False: the model computes the weighted sum of the results")
-    num_experts, module = experts.config.num_experts, subject.module
-    x_ND = experts.rows(6, 8)
-    ids_NK = torch.tensor([[n % num_experts, (n + 1) % num_experts if n % 3 else -1] for n in range(6)]).to(x_ND.device)
-    weights_NK = (0.1 + torch.rand(6, 2, generator=torch.Generator().manual_seed(9), dtype=torch.float64)).to(x_ND)
-    # On a GPU, a model does not wait for the exact number of choices.
-    order = expert_order(ids_NK, num_experts, ids_NK.numel() if ids_NK.is_cuda else int((ids_NK >= 0).sum()))
-    leaf = weights_NK.clone().requires_grad_()
-    y_ND = module(x_ND, order, leaf)
-    v_ND = random_like(y_ND, 10)
-    y_ND.backward(v_ND)
-    module.zero_grad()
-    one = [[int(e == expert) for e in range(num_experts)] for expert in range(num_experts)]
-    expected, grads = torch.zeros_like(y_ND), torch.zeros_like(leaf)
-    with torch.no_grad():
-        for n, k in (ids_NK >= 0).nonzero().tolist():
-            row = call(module, x_ND[n : n + 1], one[int(ids_NK[n, k])])[0]
-            expected[n] += weights_NK[n, k] * row
-            grads[n, k] = (row * v_ND[n]).sum()
-    limit = subject.tolerance(expected)
-    (n,), error = worst_row(row_errors(y_ND.detach(), expected))
-    if error > limit:
-        raise Broken(
-            f"the result of row {n}, with experts {ids_NK[n].tolist()}, differs by {error:.1e} from the sum of their "
-            "results, weighted by weights_NK. Skip positions of -1, and indices past expert_offsets[-1]"
-        )
-    if leaf.grad is None or (error := relative(leaf.grad, grads)) > max(limit, 1e-6):
-        got = "is missing" if leaf.grad is None else f"differs by {error:.1e}"
-        raise Broken(f"the gradient of weights_NK {got}: the router needs it. Multiply the results by weights_NK")
-    return f"{plural(int((ids_NK >= 0).sum()), 'choice')} of {plural(len(x_ND), 'row')}"
-
-
-# ---- all of them ----
-
-BUILT, ROWS, INPUT, SAME, STATE = "constructor", "rows in, rows out", "input not written", "deterministic", "no state"
-USED, ALONE, ORDER, ANY = "all rows used", "rows independent", "row order", "any number of rows"
-ORACLE, SAVED, GRADIENTS, PARAMETERS = "each expert alone", "saved and loaded", "gradients", "parameters get gradients"
-SPLIT, OVERLAPPED = "split backward", "overlapped equals sequential"
+    return compare_overlapped(moe, experts.random(5, 9), experts.random(6, 9), "experts.")
 
 
 def experts_laws() -> list[Law]:
-    call_ = [BUILT, ROWS]
-    repeatable = [*call_, INPUT, SAME, STATE]
-    return [
-        Law(BUILT, is_built),
-        Law(ROWS, returns_rows, [BUILT]),
-        Law(INPUT, lambda e: shared.input_is_not_written(e.whole()), call_),
-        Law(SAME, lambda e: shared.is_deterministic(e.whole()), [*call_, INPUT]),
-        Law(STATE, lambda e: shared.has_no_state(e.whole()), [*call_, SAME]),
-        Law(USED, all_rows_are_used, repeatable),
-        Law(ALONE, rows_are_independent, repeatable),
-        Law(ORDER, order_does_not_matter, [*repeatable, USED]),
-        Law(ANY, any_number_of_rows, [*repeatable, USED, ALONE, ORDER]),
-        Law("choices of a row", choices_are_weighted, [*repeatable, ANY]),
-        Law(SAVED, is_saved_for_any_ep, repeatable),
-        Law(ORACLE, one_expert_at_a_time, [*repeatable, USED, ALONE, ORDER, ANY, SAVED]),
-        Law(PARAMETERS, lambda e: shared.parameters_get_gradients(e.whole()), [*repeatable, USED]),
-        Law(GRADIENTS, lambda e: shared.gradients_are_right(e.whole()), [*repeatable, PARAMETERS]),
-        Law("ep=2 equals ep=1", parts_equal_the_whole, [*repeatable, ORACLE, SAVED, GRADIENTS]),
-        Law(SPLIT, lambda e: shared.split_equals_whole(e.whole()), repeatable),
-        Law(OVERLAPPED, overlapped_equals_sequential, [*repeatable, ANY, SPLIT]),
-        Law("no host sync", lambda e: shared.needs_no_host_sync(e.whole(), e.device), repeatable),
+    alone, saved = "rows independent", "saved and loaded"
+    own = [
+        Law(alone, rows_are_independent),
+        Law("choices of a row", choices_are_weighted, [alone]),
+        Law(saved, is_saved_for_any_ep),
     ]
+    last = Law("any ep equals ep=1", parts_equal_the_whole, [alone, saved, shared.GRADIENTS])
+    overlapped = Law(shared.OVERLAPPED, overlapped_equals_sequential, [alone, shared.SPLIT])
+    return [*shared.laws("rows in, rows out", own, overlapped, is_built), last]

@@ -8,106 +8,50 @@ T tokens, S positions, K experts per token.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...models.recompute import add_up
 from ...overlap.labels import DISPATCH, PREPARE
-from .compare import BUFFERS, token_errors
+from .compare import Kind, token_errors
 from .recorder import At, Record
-from .run import STEPS, Results
+from .run import STEPS
 from .subject import relative
-from .variants import Tolerance, Variant
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """All results and records of a run, by rank."""
-
-    variant: Variant
-    num_experts: int
-    results: Sequence[Results]
-    records: Sequence[Sequence[Record]]
-
+from .variants import Tolerance
 
 Values = Mapping[int, Sequence[Tensor]]
 """By sequence: tensors [S, ...] that should all equal the reference's."""
 
 
-def first_difference(run: Recorded, reference: Recorded, tolerance: Tolerance) -> str:
-    """Describe the first difference; "" if all is equal within the tolerance."""
-    if found := _first_tensor("weights", "initial value", run, reference):
-        return found
-    runs = _Tensors(run), _Tensors(reference)
+def first_difference(run: "Recorded", reference: "Recorded", tolerance: Tolerance, faults: Mapping[Kind, str]) -> str:
+    """Describe the first difference; "" if all is equal within the tolerance. faults: from `find_faults`."""
+    if "weights" in faults:
+        return f"the first difference: {faults['weights']}"
     for step in range(STEPS):
-        if found := _first_segment(*runs, step, tolerance.tokens):
+        if found := _first_segment(run, reference, step, tolerance.tokens):
             return found
-        if step == 0 and (found := _first_tensor("buffers", "value after step 1", run, reference, BUFFERS)):
-            return found
-    return _first_gradient(run, reference, tolerance.parameters)
-
-
-# ---- weights, buffers and gradients ----
-
-
-def _first_tensor(kind: str, what: str, run: Recorded, reference: Recorded, limit: float = 0) -> str:
-    expected: Mapping[str, Tensor] = getattr(reference.results[0], kind)
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, results in enumerate(run.results):
-        for name, tensor in getattr(results, kind).items():
-            if name in expected and relative(tensor, expected[name]) > limit:
-                ranks[name].append(rank)
-    for name in expected:
-        if name in ranks:
-            on = " and ".join(map(str, ranks[name]))
-            return f"the first difference is the {what} of {name} on rank {on}{_more(ranks, 'tensor')}"
+        if "buffers" in faults:  # after step 1
+            return f"the first difference: {faults['buffers']}"
+    if "gradients" in faults:
+        return (
+            "all tensors between segments agree, so the fault is in a weight gradient or in its sum over ranks: "
+            + faults["gradients"]
+        )
     return ""
-
-
-def _first_gradient(run: Recorded, reference: Recorded, tolerance: float) -> str:
-    expected = reference.results[0].gradients
-    wrong: dict[str, tuple[int, float]] = {}
-    for rank, results in enumerate(run.results):
-        for name, grad in results.gradients.items():
-            if name in expected and (error := relative(grad, expected[name])) > tolerance:
-                wrong.setdefault(name, (rank, error))
-    if not wrong:
-        return ""
-    name = max(wrong, key=lambda name: wrong[name][1])
-    rank, error = wrong[name]
-    parts = [results.local[name] for results in run.results if name in results.local]
-    is_sum = len(parts) > 1 and relative(torch.stack(parts).sum(0), expected[name]) <= tolerance
-    where = (
-        f"the gradients of the {len(parts)} ranks are correct, but their sum is not"
-        if is_sum
-        else "the fault is in the weight gradient, because all tensors between segments agree"
-    )
-    times = _times(run.results[rank].gradients[name].flatten(), expected[name].flatten())
-    return (
-        f"the first difference is the gradient of {name} on rank {rank}, by {error:.2g} "
-        f"(tolerance {tolerance:.2g}){times}: {where}{_more(wrong, 'gradient')}"
-    )
-
-
-def _more(found: Mapping[str, object], noun: str) -> str:
-    more = len(found) - 1
-    return f"; {more} more {noun}{'s' * (more > 1)} differ{'s' * (more == 1)}" if more else ""
 
 
 # ---- segments ----
 
 
-class _Tensors:
-    """The records of a run, as tensors [S, ...] of sequences."""
+class Recorded:
+    """The records of all ranks of a run, as tensors [S, ...] of sequences."""
 
-    def __init__(self, run: Recorded):
-        self.run = run
-        self.by_at: dict[tuple[int, At], list[tuple[int, Record]]] = defaultdict(list)
-        for rank, records in enumerate(run.records):
-            for record in records:
-                self.by_at[record.step, record.at].append((rank, record))
+    def __init__(self, records: Iterable[Record], experts_per_rank: int):
+        self.experts_per_rank = experts_per_rank
+        self.by_at: dict[tuple[int, At], list[Record]] = defaultdict(list)
+        for record in records:
+            self.by_at[record.step, record.at].append(record)
 
     def order(self, step: int) -> list[At]:
         """The tensors of a step: those of the forward, of the backward, and of forwards recomputed in the backward."""
@@ -121,82 +65,21 @@ class _Tensors:
         same = at._replace(index=0, is_gradient=False, recomputed=False)
         return sum(s == step and other._replace(index=0) == same for s, other in self.by_at)
 
-    def values(self, step: int, at: At, expected: Values | None = None) -> Values:
-        """expected: the reference's values. They stand in for tokens that have no row on a rank."""
+    def values(self, step: int, at: At) -> Values:
         found: dict[int, list[Tensor]] = defaultdict(list)
-        for rank, record in self.by_at.get((step, at), ()):
-            if record.rows == "tokens":
-                for sequence, tensor in _by_sequence(record):
-                    found[sequence].append(tensor)
-            elif expected is not None:
-                self._add_rows(found, rank, record, expected)
+        for record in self.by_at.get((step, at), ()):
+            for sequence, tensor in _by_sequence(record):
+                found[sequence].append(tensor)
         return found
-
-    def _add_rows(self, found: dict[int, list[Tensor]], rank: int, record: Record, expected: Values) -> None:
-        tensor, start = _scaled(record), 0
-        for source, ids_TK in self._sources(rank, record):
-            rows = _local(ids_TK, rank_in_group(self.run.variant, rank), self.run)
-            values = tensor[start : start + len(rows)]
-            start += len(rows)
-            length = len(ids_TK) // len(source.sequences)
-            for i, sequence in enumerate(source.sequences):
-                here = (rows >= i * length) & (rows < (i + 1) * length)
-                if sequence not in expected or len(values) < len(rows):
-                    continue
-                if record.rows == "copies":
-                    whole = expected[sequence][0].clone()
-                    whole[rows[here] - i * length] = values[here].to(whole).view(-1, *whole.shape[1:])
-                    found[sequence].append(whole)
-                    continue
-                if not found[sequence]:
-                    found[sequence].append(torch.zeros_like(expected[sequence][0]))
-                found[sequence][0][rows[here] - i * length] += values[here].view(-1, *expected[sequence][0].shape[1:])
-
-    def _sources(self, rank: int, record: Record) -> list[tuple[Record, Tensor]]:
-        """The decisions of the ranks that sent rows, in the order of the received rows."""
-        variant = self.run.variant
-        pp_rank, dp_rank = divmod(rank, variant.dp)
-        first = pp_rank * variant.dp + dp_rank // variant.ep * variant.ep
-        at = ids_at(record.at)
-        own = [(r, d) for r, d in self.by_at[record.step, at] if d.micro_batch == record.micro_batch]
-        return [(d, d.tensor) for source in range(first, first + variant.ep) for r, d in own if r == source]
-
-    def received_rows(self, step: int, at: At) -> str:
-        """Describe the first rank that received another number of rows than the router sent it; "" if all are right."""
-        for rank, record in self.by_at.get((step, at), ()):
-            if record.rows == "tokens":
-                continue
-            decisions = self._sources(rank, record)
-            here = rank_in_group(self.run.variant, rank)
-            expected = sum(len(_local(ids_TK, here, self.run)) for _, ids_TK in decisions)
-            if len(record.tensor) != expected:
-                return f"rank {rank} received {len(record.tensor)} rows, but the router sent it {expected}"
-        return ""
-
-
-def ids_at(at: At) -> At:
-    """The expert ids that the layer of `at` gives to `prepare`."""
-    return At(at.module, at.layer, PREPARE + DISPATCH, 0, False, 0)
-
-
-def rank_in_group(variant: Variant, rank: int) -> int:
-    return rank % variant.dp % variant.ep
-
-
-def _local(ids_TK: Tensor, rank: int, run: Recorded) -> Tensor:
-    """The tokens that are sent to the expert-parallel rank, in order."""
-    per_rank = run.num_experts // run.variant.ep
-    return ((ids_TK >= rank * per_rank) & (ids_TK < (rank + 1) * per_rank)).any(1).nonzero()[:, 0]
-
-
-def _scaled(record: Record) -> Tensor:
-    """The tensor. Gradients are scaled to those of a sequence's loss; a micro-batch has the mean over its sequences."""
-    return record.tensor * len(record.sequences) if record.at.is_gradient else record.tensor
 
 
 def _by_sequence(record: Record) -> Iterable[tuple[int, Tensor]]:
-    """The parts [S, ...] of a tensor [B, S, ...] or [T, ...]; nothing for a tensor of another shape."""
-    tensor, count = _scaled(record), len(record.sequences)
+    """The parts [S, ...] of a tensor [B, S, ...] or [T, ...]; nothing for a tensor of another shape.
+
+    Gradients are scaled to those of a sequence's loss: a micro-batch has the mean over its sequences.
+    """
+    count = len(record.sequences)
+    tensor = record.tensor * count if record.at.is_gradient else record.tensor
     if tensor.ndim == 0 or len(tensor) % count:
         return
     if not (tensor.ndim > 1 and len(tensor) == count):
@@ -204,24 +87,21 @@ def _by_sequence(record: Record) -> Iterable[tuple[int, Tensor]]:
     yield from zip(record.sequences, tensor, strict=True)
 
 
-def _first_segment(run: _Tensors, reference: _Tensors, step: int, tolerance: float) -> str:
+def _first_segment(run: Recorded, reference: Recorded, step: int, tolerance: float) -> str:
     for at in reference.order(step):
-        expected = reference.values(step, at)
-        if not at.is_output and run.inputs(step, at) != reference.inputs(step, at):
+        expected, found = reference.values(step, at), run.values(step, at)
+        if found and not at.is_output and run.inputs(step, at) != reference.inputs(step, at):
             # At the border of a stage, the parts of the residual stream are added up before they are sent.
             if at.index:
                 continue
             if not at.is_gradient:
                 expected = _added(reference, step, at)
-        if problem := run.received_rows(step, at):
-            return f"the first difference is in step {step + 1}, {at}: {problem}"
-        found = run.values(step, at, expected)
         if errors := _errors(found, expected, tolerance):
             return _describe(at, step, errors, tolerance, found, expected, reference, run)
     return ""
 
 
-def _added(tensors: _Tensors, step: int, at: At) -> Values:
+def _added(tensors: Recorded, step: int, at: At) -> Values:
     parts = [tensors.values(step, at._replace(index=i)) for i in range(tensors.inputs(step, at))]
     return {sequence: [add_up(*(part[sequence][0] for part in parts))] for sequence in parts[0]}
 
@@ -244,7 +124,7 @@ def _errors(found: Values, expected: Values, tolerance: float) -> dict[int, Tens
 
 def _describe(
     at: At, step: int, errors: dict[int, Tensor], tolerance: float, found: Values, expected: Values,
-    reference: _Tensors, run: _Tensors,
+    reference: Recorded, run: Recorded,
 ) -> str:  # fmt: skip
     sequence = max(errors, key=lambda s: float(errors[s].max()))
     position = int(errors[sequence].argmax())
@@ -253,19 +133,13 @@ def _describe(
     times = _times(*(torch.cat([pair[i][pair[2]].flatten() for pair in pairs]) for i in (0, 1)))
     wrong = sum(int((e > tolerance).sum()) for e in errors.values())
     tokens = sum(len(t[0]) for t in expected.values())
-    ids = reference.values(step, ids_at(at))
+    ids = reference.values(step, At(at.module, at.layer, PREPARE + DISPATCH, 0, False, 0))
     uses = f", which uses experts {', '.join(map(str, ids[sequence][0][position].tolist()))}" if sequence in ids else ""
     return (
-        f"the first difference is in step {step + 1}, {at}{_stage(at, step, run)}: {wrong} of {tokens} tokens "
-        f"differ{_experts(errors, ids, tolerance, run.run)}; the largest difference is {largest:.2g} (tolerance "
+        f"the first difference is in step {step + 1}, {at}: {wrong} of {tokens} tokens "
+        f"differ{_experts(errors, ids, tolerance, run)}; the largest difference is {largest:.2g} (tolerance "
         f"{tolerance:.2g}){times}, at position {position} of sequence {sequence}{uses}"
     )
-
-
-def _stage(at: At, step: int, run: _Tensors) -> str:
-    records = [record for _, record in run.by_at.get((step, at), ())]
-    stages = sorted({record.stage for record in records})
-    return f" (stage {stages[0]})" if len(stages) == 1 and run.run.variant.pp > 1 else ""
 
 
 def _times(found: Tensor, expected: Tensor) -> str:
@@ -297,7 +171,5 @@ def _experts(errors: dict[int, Tensor], ids: Values, tolerance: float, run: Reco
 
 
 def _named(experts: list[int], run: Recorded) -> str:
-    per_rank = run.num_experts // run.variant.ep
-    ranks = sorted({expert // per_rank for expert in experts})
-    where = f" (expert-parallel rank {', '.join(map(str, ranks))})" if run.variant.ep > 1 else ""
-    return f"expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}{where}"
+    ranks = sorted({expert // run.experts_per_rank for expert in experts})
+    return f"expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))} (ep rank {', '.join(map(str, ranks))})"

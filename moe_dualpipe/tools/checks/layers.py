@@ -19,7 +19,7 @@ They raise ValueError if the class does not exist, or if its arguments or option
 import dataclasses
 from typing import Any
 
-from ...errors import CodeLine
+from ...errors import Place
 from ...models.attention import attention_class
 from ...models.block import block_class
 from ...models.build_experts import expert_class
@@ -27,8 +27,7 @@ from ...models.config import ModelConfig
 from ...models.layer_class import Factory, LayerClass
 from ...models.layer_options import LayerOptions
 from ...models.router import router_class
-from .experts_laws import experts_laws
-from .experts_subject import Experts
+from .experts_laws import Experts, experts_laws
 from .laws import Law, check_laws
 from .report import Report
 from .router_laws import Routers, router_laws
@@ -46,7 +45,7 @@ def check_experts(
     experts: str | Factory, options: LayerOptions = "", config: ModelConfig = SMALL, device: str = "cpu",
     raise_errors: bool = False,
 ) -> Report:  # fmt: skip
-    """Check an expert layer (`ExpertLayer`). Expert parallelism is checked only with an even number of experts."""
+    """Check an expert layer (`ExpertLayer`)."""
     config = dataclasses.replace(config, experts=experts, expert_options=options)
     return _check(expert_class(config), Experts(config, device), experts_laws(), raise_errors)
 
@@ -67,7 +66,7 @@ def check_attention(
     """Check attention (`AttentionLayer`)."""
     config = dataclasses.replace(config, attention=attention, attention_options=options)
     subject = SequenceLayer("attention", config, device)
-    return _check(attention_class(config), subject, sequence_laws("attention"), raise_errors)
+    return _check(attention_class(config), subject, sequence_laws(), raise_errors)
 
 
 def check_block(
@@ -76,9 +75,9 @@ def check_block(
 ) -> Report:  # fmt: skip
     """Check a transformer block (`BlockLayer`), with the experts, router and attention that `config` names."""
     config = dataclasses.replace(config, block=block, block_options=options)
-    return _check(block_class(config), SequenceLayer("block", config, device), sequence_laws("block"), raise_errors)
+    return _check(block_class(config), SequenceLayer("block", config, device), sequence_laws(), raise_errors)
 
 
 def _check(found: LayerClass, subject: Any, laws: list[Law], raise_errors: bool) -> Report:
-    where = str(CodeLine.of(found.make) or "")
+    where = str(Place.of(found.make) or "")
     return check_laws(f"check of the {found.kind} {found.name}", where, subject, laws, raise_errors)

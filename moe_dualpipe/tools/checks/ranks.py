@@ -5,22 +5,20 @@ remaining tasks. Processes are forked from a server that has already imported to
 must be guarded by `if __name__ == "__main__":`.
 """
 
-import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ...errors import user_error
 from ...messages import describe, plural
-
-_context: Any = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", __name__, "moe_dualpipe.training.from_options"]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,72 +53,58 @@ def _launch(
     num_ranks: int, function: Callable[[Any], Any], tasks: Sequence[Any], timeout: float
 ) -> list[list[Any] | Failure]:
     """The results of the tasks, up to and including the first failure."""
-    queue = _context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = [(queue, f"{folder}/store", rank, num_ranks, function, tasks) for rank in range(num_ranks)]
-        processes = [_context.Process(target=_main, args=args, daemon=True) for args in arguments]
+    set_forkserver_preload(
+        ["torch", "torch.distributed", "torch._dynamo", __name__, "moe_dualpipe.training.from_options"]
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         try:
-            for process in processes:
-                _start(process)
-            return [*_collect(queue, processes, len(tasks), timeout)]
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+            arguments = folder, num_ranks, function, tasks
+            processes = start_processes(_main, arguments, num_ranks, join=False, start_method="forkserver")
+        except (AttributeError, TypeError, ValueError) as error:  # pickle raises any of these, and PicklingError
+            what = "a class or function of the model cannot be sent to another process"
+            raise ValueError(f"{what}: define it at the top level of a file ({describe(error)})") from None
+        failure = _wait(processes, folder, num_ranks, timeout)
+        results: list[list[Any] | Failure] = []
+        for number in range(len(tasks)):
+            files = [folder / f"{number}-{rank}" for rank in range(num_ranks)]
+            if failure is not None and not all(file.exists() for file in files):
+                return [*results, failure]
+            results.append([torch.load(file, weights_only=False) for file in files])
+        return results
 
 
-def _start(process: Any) -> None:
+def _wait(processes: Any, folder: Path, num_ranks: int, timeout: float) -> Failure | None:
+    """Wait until all processes have ended. If one fails, or none finishes a task for the timeout, end the others."""
+    finished = -1
     try:
-        process.start()
-    except (AttributeError, TypeError, ValueError) as error:  # pickle raises any of these, and PicklingError
-        what = "a class or function of the model cannot be sent to another process"
-        raise ValueError(f"{what}: define it at the top level of a file ({describe(error)})") from None
+        while not processes.join(timeout):
+            before, finished = finished, len([*folder.iterdir()])
+            if finished == before:
+                missing = min(range(num_ranks), key=lambda rank: len([*folder.glob(f"*-{rank}")]))
+                return Failure(missing, f"no result after {plural(round(timeout), 'second')}")
+        return None
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        failed = [*folder.glob("failed-*")]
+        if failed:
+            return torch.load(min(failed, key=lambda file: file.stat().st_mtime_ns), weights_only=False)
+        return Failure(error.error_index, f"the process ended with code {getattr(error, 'exit_code', 1)}")
+    finally:
+        for process in processes.processes:
+            process.kill()
+            process.join()
 
 
-def _collect(queue: Any, processes: list[Any], num_tasks: int, timeout: float) -> Any:
-    for _ in range(num_tasks):
-        values: dict[int, Any] = {}
-        while len(values) < len(processes):
-            if not _ready(queue, processes, timeout):
-                yield _silent(processes, values, timeout)
-                return
-            rank, value, failure = queue.get()
-            if failure is not None:
-                yield failure
-                return
-            values[rank] = value
-        yield [values[rank] for rank in range(len(processes))]
-
-
-def _ready(queue: Any, processes: list[Any], timeout: float) -> bool:
-    """Wait for a result. Returns False after the timeout, or if a process died."""
-    waited = 0.0
-    while not queue._reader.poll(0.5):
-        waited += 0.5
-        ended = any(process.exitcode is not None for process in processes)
-        if waited >= timeout or (ended and not queue._reader.poll(1)):
-            return False
-    return True
-
-
-def _silent(processes: list[Any], values: dict[int, Any], timeout: float) -> Failure:
-    for rank, process in enumerate(processes):
-        if process.exitcode is not None:
-            return Failure(rank, f"the process ended with code {process.exitcode}")
-    missing = next(rank for rank in range(len(processes)) if rank not in values)
-    return Failure(missing, f"no result after {plural(round(timeout), 'second')}")
-
-
-def _main(queue: Any, store: str, rank: int, num_ranks: int, function: Callable[[Any], Any], tasks: Any) -> None:
+def _main(rank: int, folder: Path, num_ranks: int, function: Callable[[Any], Any], tasks: Sequence[Any]) -> None:
     torch.set_num_threads(1)  # the number of threads changes the order of sums
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-        for task in tasks:
-            queue.put((rank, function(task), None))
+        for number, task in enumerate(tasks):
+            torch.save(function(task), folder / f"{number}-{rank}")
             dist.barrier()
     except (Exception, SystemExit) as error:
-        queue.put((rank, None, _failure(rank, error)))
+        torch.save(_failure(rank, error), folder / f"failed-{rank}")
+        sys.exit(1)
     finally:
         dist.destroy_process_group()
 

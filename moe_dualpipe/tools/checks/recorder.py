@@ -1,13 +1,13 @@
 """Record every tensor of every segment of a run (overlap/probe.py), so that two runs can be compared tensor by tensor.
 
-A record names the segment, micro-batch and sequences of its tensor. Tensors between dispatch and combine have a row for
-each received token; first_difference.py finds these tokens.
+A record names the segment and the sequences of its tensor. The rows between dispatch and combine of several
+expert-parallel ranks belong to other ranks' tokens and are not recorded: the output of combine shows their faults.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -40,19 +40,11 @@ class At(NamedTuple):
         return f"{layer}segment {self.segment}{which}, {'recomputed ' * self.recomputed}{kind} {self.index}"
 
 
-Rows = Literal["tokens", "copies", "parts"]
-"""The rows of a tensor: tokens: each token once. copies: a copy of a token's row for each rank that holds one of its
-experts. parts: one row for each such rank, to be summed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     at: At
     step: int
-    micro_batch: int
     sequences: tuple[int, ...]
-    rows: Rows
-    stage: int
     tensor: Tensor
 
 
@@ -61,14 +53,12 @@ class _Chunk:
     """What is known of one micro-batch's forward in one module.
 
     segments: for each segment, its occurrence. received: the storages of the rows that dispatch returned. computed: the
-    segments that take them. rows: the kind of rows of each input and output, by segment, is_output and index. seen: all
-    recorded tensors.
+    segments that take them. seen: all recorded tensors.
     """
 
     segments: dict[int, tuple[int | None, str, int]] = field(default_factory=dict)
     received: set[int] = field(default_factory=set)
     computed: set[int] = field(default_factory=set)
-    rows: dict[tuple[int, bool, int], Rows] = field(default_factory=dict)
     seen: set[At] = field(default_factory=set)
 
     def occurrence(self, at: Observed) -> int:
@@ -77,25 +67,17 @@ class _Chunk:
             self.segments[at.segment] = at.layer, at.name, len(same)
         return self.segments[at.segment][2]
 
-    def rows_of(self, at: Observed, tensor: Tensor, spread: bool) -> Rows:
-        key = at.segment, at.is_output, at.index
-        if at.is_gradient:  # a copy of a row in forward means parts of its gradient in backward, and the reverse
-            before = self.rows.get(key, "tokens")
-            return "tokens" if before == "tokens" else "parts" if before == "copies" else "copies"
-        rows: Rows = "tokens"
+    def is_received(self, at: Observed, tensor: Tensor) -> bool:
+        """Whether the rows are those that dispatch returned, or what is computed from them until combine."""
         storage = tensor.untyped_storage().data_ptr()
-        if spread and at.name == DISPATCH and at.is_output:
-            rows = "copies"
+        if at.name == DISPATCH and at.is_output:
             self.received.add(storage)
-        elif spread and at.name == COMBINE:
-            rows = "tokens" if at.is_output else "parts"
-        elif not at.is_output and storage in self.received:
-            rows = "copies"
+            return True
+        if at.name == COMBINE:
+            return not at.is_output
+        if not at.is_output and storage in self.received:
             self.computed.add(at.segment)
-        elif at.is_output and at.segment in self.computed:
-            rows = "parts"
-        self.rows[key] = rows
-        return rows
+        return at.segment in self.computed
 
 
 class Recorder:
@@ -106,9 +88,9 @@ class Recorder:
         self._chunks: dict[tuple[int, int, int], _Chunk] = {}
 
     @contextmanager
-    def observe(self, assignment: RankAssignment, stage: int, module: nn.Module) -> Iterator[None]:
+    def observe(self, place: RankAssignment, stage: int, module: nn.Module) -> Iterator[None]:
         names = [name for name, part in module.named_modules() if isinstance(part, Segmented)]
-        forwards = assignment.forwards(stage)
+        forwards = place.forwards(stage)
 
         def see(observed: Observed, tensor: Tensor) -> None:
             chunk = self._chunks.setdefault((stage, observed.module, observed.chunk), _Chunk())
@@ -117,12 +99,13 @@ class Recorder:
                 names[observed.module], observed.layer, observed.name, chunk.occurrence(observed), observed.is_output,
                 observed.index, observed.is_gradient,
             )  # fmt: skip
-            rows = chunk.rows_of(observed, tensor, spread=assignment.variant.ep > 1)
+            if place.variant.ep > 1 and chunk.is_received(observed, tensor):
+                return
             if at in chunk.seen:
                 at = at._replace(recomputed=True)
             chunk.seen.add(at)
-            m = forwards[number]
-            self.records.append(Record(at, step, m, assignment.micro_batches[m], rows, stage, tensor.detach().clone()))
+            sequences = place.micro_batches[forwards[number]]
+            self.records.append(Record(at, step, sequences, tensor.detach().clone()))
 
         with probe(module, see):
             yield

@@ -3,55 +3,50 @@
 T tokens, K experts per token.
 """
 
-import copy
 import dataclasses
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...messages import plural
-from ...models.config import ModelConfig
 from ...models.layers import seeded
 from ...models.moe import MoE
 from ...models.router import build_router
 from . import shared_laws as shared
 from .laws import Broken, Law, Suspect
 from .pairs import Interleaved, compare_overlapped
-from .subject import Subject, prepare, random_like, relative, row_errors, worst_row
+from .subject import Outputs, Subject, prepare, relative
 
 _SEQUENCES, _LENGTH = 4, 6
 
 
-@dataclass
-class Routers:
+class Routers(Subject):
     """The router that `config` names."""
-
-    config: ModelConfig
-    device: str = "cpu"
-
-    @cached_property
-    def module(self) -> nn.Module:
-        return self.build(0)
 
     def build(self, seed: int) -> nn.Module:
         with seeded(seed, "router"):
             return prepare(build_router(self.config, 0), seed, device=self.device)
 
-    def whole(self) -> Subject:
-        return Subject(self.module, _call_for_effect, self.tokens, self.build, token_name)
+    def draw(self, seed: int) -> Tensor:
+        return self.random(seed, _SEQUENCES, _LENGTH)
 
-    def tokens(self, seed: int) -> Tensor:
-        return random_like(
-            torch.empty(_SEQUENCES, _LENGTH, self.config.hidden_size, dtype=torch.float64, device=self.device), seed
-        )
+    def examples(self) -> list[Tensor]:
+        x = self.draw(1)
+        return [x, x[0], x[:1, :1]]
+
+    def row_name(self, row: Sequence[int]) -> str:
+        return f"token {row[0] * _LENGTH + row[1] if len(row) == 2 else row[0]}"
+
+    def call(self, module: Any, x: Tensor) -> Outputs:
+        """Weights, ids, and the values of losses. Weights of id -1 become 0: they have no effect in a model."""
+        weights, ids, *losses = _checked(module(x), x)
+        return weights.masked_fill(ids < 0, 0.0), ids, *losses
 
 
-def call(router: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-    """Weights and ids, and the values of losses. Raises Broken if the shapes or dtypes are wrong."""
-    outputs = router(x)
+def _checked(outputs: Any, x: Tensor) -> Outputs:
+    """Raises Broken if shapes or dtypes are wrong, or a weight is not finite."""
     if not isinstance(outputs, tuple | list) or len(outputs) < 2:
         got = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else type(outputs).__name__
         raise Broken(f"forward must return weights_TK and ids_TK: got {got}")
@@ -68,45 +63,17 @@ def call(router: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
             f"weights must be in fp32 or fp64: got {weights.dtype} for x in {x.dtype}. Compute them from "
             "`logits.float()`"
         )
+    if (bad := ~weights.isfinite()).any():
+        token = int(bad.any(1).nonzero()[0])
+        raise Broken(
+            f"a weight of token {token} is not finite, in {x.dtype}: {weights[token].tolist()}. The weight of id -1 "
+            "must be finite, too: its gradient is 0, and 0 times infinity is NaN in backward"
+        )
     return tuple(outputs)
 
 
-def _call_for_effect(router: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-    """Like `call`, but weights of id -1 are 0, because they have no effect in a model."""
-    weights, ids, *losses = call(router, x)
-    return weights.masked_fill(ids < 0, 0.0), ids, *losses
-
-
-def token_name(row: tuple[int, ...]) -> str:
-    return f"token {row[0] * _LENGTH + row[1] if len(row) == 2 else row[0]}"
-
-
-def is_built(routers: Routers) -> str:
-    number = sum(parameter.numel() for parameter in routers.module.parameters())
-    return plural(number, "parameter")
-
-
-def returns_weights_and_ids(routers: Routers) -> str:
-    x = routers.tokens(1)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        router = copy.deepcopy(routers.module).to(dtype)
-        for shaped in (x, x[0], x[:1, :1]):
-            with torch.no_grad():
-                weights, ids, *_ = call(router, shaped.to(dtype))
-            if (bad := ~weights.isfinite()).any():
-                token = int(bad.any(1).nonzero()[0])
-                message = f"a weight of token {token} is not finite, in {dtype}: {weights[token].tolist()}"
-                if (ids[token][bad[token]] < 0).all():
-                    message += (
-                        ". The weight of id -1 must be finite, too: its gradient is 0, and 0 times infinity is NaN in "
-                        "backward"
-                    )
-                raise Broken(message)
-    return f"weights and ids {[*routers.whole().run(x)[1].shape]}, {ids.dtype}"
-
-
 def ids_are_valid(routers: Routers) -> str:
-    ids = routers.whole().run(routers.tokens(1))[1]
+    ids = routers.run(routers.draw(1))[1]
     experts = routers.config.num_experts
     for token, row in enumerate(ids.tolist()):
         for expert in row:
@@ -130,14 +97,14 @@ def ids_are_valid(routers: Routers) -> str:
 
 def tokens_are_independent(routers: Routers) -> str:
     """A token gets the same experts and weights alone as in the batch."""
-    subject, x = routers.whole(), routers.tokens(1)
-    weights, ids, *_ = subject.run(x)
+    x = routers.draw(1)
+    weights, ids, *_ = routers.run(x)
     for token, row in enumerate(x.flatten(0, 1)):
-        alone_weights, alone_ids, *_ = subject.run(row[None, None])
+        alone_weights, alone_ids, *_ = routers.run(row[None, None])
         width = min(ids.shape[1], alone_ids.shape[1])
         same = torch.equal(_chosen(ids[token]), _chosen(alone_ids[0]))
         error = relative(alone_weights[0, :width], weights[token, :width])
-        if not same or error > subject.tolerance(weights):
+        if not same or error > routers.tolerance(weights):
             what = f"weights depend on other tokens of the batch: alone, those of token {token} change by {error:.1e}"
             if not same:
                 experts, alone = ids[token].tolist(), alone_ids[0].tolist()
@@ -163,51 +130,13 @@ def _moe(routers: Routers) -> Any:
     return moe.train(routers.module.training)
 
 
-def experts_are_weighted(routers: Routers) -> str:
-    """In an MoE layer, each token gets the sum of its experts' outputs times the weights; -1 adds nothing."""
-    moe, x = _moe(routers), routers.tokens(1)
-    weights, ids, *_ = routers.whole().run(x)
-    with torch.no_grad():
-        found = moe(x).flatten(0, 1)
-        tokens, expected = x.flatten(0, 1), torch.zeros_like(found)
-        gate_up, down = (moe.experts.get_parameter(name) for name in ("gate_up", "down"))
-        for t, k in (ids >= 0).nonzero().tolist():
-            gate, up = (gate_up[ids[t, k]] @ tokens[t]).chunk(2)
-            expected[t] += weights[t, k] * (down[ids[t, k]] @ (nn.functional.silu(gate) * up))
-    (token,), error = worst_row(row_errors(found, expected))
-    if error > 1e-6:
-        raise Broken(
-            f"in an MoE layer, the result of token {token} with experts {ids[token].tolist()} differs by {error:.1e} "
-            "from the weighted sum of their outputs"
-        )
-    return f"largest difference {error:.0e} of 1e-06"
-
-
-PARAMETERS = "parameters get gradients"
-BUILT, SHAPES, IDS = "constructor", "weights and ids", "ids valid"
-INPUT, SAME, STATE = "input not written", "deterministic", "no state"
-
-
 def router_laws() -> list[Law]:
-    call_ = [BUILT, SHAPES]
-    repeatable = [*call_, INPUT, SAME, STATE]
-    return [
-        Law(BUILT, is_built),
-        Law(SHAPES, returns_weights_and_ids, [BUILT]),
-        Law(INPUT, lambda r: shared.input_is_not_written(r.whole()), call_),
-        Law(SAME, lambda r: shared.is_deterministic(r.whole()), [*call_, INPUT]),
-        Law(STATE, lambda r: shared.has_no_state(r.whole()), [*call_, SAME]),
-        Law(IDS, ids_are_valid, repeatable),
-        Law("tokens independent", tokens_are_independent, [*repeatable, IDS]),
-        Law("weighted sum of experts", experts_are_weighted, [*repeatable, IDS]),
-        Law("saved and loaded", lambda r: shared.checkpoint_is_complete(r.whole()), repeatable),
-        Law(PARAMETERS, lambda r: shared.parameters_get_gradients(r.whole()), repeatable),
-        Law("gradients", lambda r: shared.gradients_are_right(r.whole()), [*repeatable, PARAMETERS]),
-        Law("split backward", lambda r: shared.split_equals_whole(r.whole()), repeatable),
-        Law(
-            "overlapped equals sequential",
-            lambda r: compare_overlapped(_moe(r), r.tokens(5), r.tokens(6), "router."),
-            [*repeatable, IDS, "split backward"],
-        ),
-        Law("no host sync", lambda r: shared.needs_no_host_sync(r.whole(), r.device), repeatable),
+    own = [
+        Law("ids valid", ids_are_valid),
+        Law("tokens independent", tokens_are_independent, ["ids valid"]),
     ]
+
+    def overlapped(routers: Routers) -> str:
+        return compare_overlapped(_moe(routers), routers.draw(5), routers.draw(6), "router.")
+
+    return shared.laws("weights and ids", own, Law(shared.OVERLAPPED, overlapped, ["ids valid", shared.SPLIT]))

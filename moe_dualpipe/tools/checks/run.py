@@ -8,30 +8,25 @@ N sequences, S positions, V vocabulary.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...expert_parallel import AllToAll, Local
 from ...expert_parallel.parameters import global_tensors
-from ...kernels.backend import Kernels
-from ...models import ModelConfig, StageOptions, TransformerStage, share_embedding, split
+from ...models import ModelConfig, StageOptions, split
 from ...models.layers import seed_of
-from ...pipeline.balance import Balance
-from ...runtime import P2P, Executor, TensorSpec
+from ...pipeline.pipeline import Pipeline
 from ...runtime.buffers import Buffers
-from ...runtime.groups import build_groups
 from ...runtime.layout import Layout
-from ...runtime.replicas import ReplicaSet, replica_sets, sum_gradients
+from ...runtime.replicas import ReplicaSet
 from ...schedule import Forward, Schedule, build, members
 from .subject import prepare
 from .variants import Variant
 
 STEPS = 2
 _BIAS_RATE = 0.02  # enough to change choices in one step
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +49,14 @@ class Results:
     """The results of one rank.
 
     weights: each parameter and buffer before the first step. logits, losses: of each token, [S, V] and [S], by step
-    and sequence. criterion: the value of the criterion of each micro-batch, by step and sequences. buffers: after the
-    first step. local: gradients before their sum over replicas. gradients: after it. All gradients are those of the sum
-    over sequences of the mean loss of the sequence.
+    and sequence. buffers: after the first step. gradients: those of the sum over sequences of the mean loss of the
+    sequence.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    criterion: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    local: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -82,7 +74,7 @@ class RankAssignment:
         """The micro-batches of the stage on this rank, in the order of their forwards."""
         if self.schedule is None:
             return [*range(len(self.micro_batches))]
-        parts = (member for action in self.schedule.actions[self.layout.pp_rank] for member in members(action))
+        parts = (half for action in self.schedule.actions[self.layout.pp_rank] for half in members(action))
         return [part.micro_batch for part in parts if isinstance(part, Forward) and part.stage == stage]
 
 
@@ -92,13 +84,13 @@ Observe = Callable[[RankAssignment, int, nn.Module], AbstractContextManager]
 
 def run_variant(job: Job, variant: Variant, observe: Observe | None = None) -> Results:
     """Run the variant on this rank. Collective over a world of `variant.processes` ranks."""
-    assignment = find_assignment(job, variant, dist.get_rank())
-    run = Run(job, assignment)
+    place = find_assignment(job, variant, dist.get_rank())
+    run = Run(job, place)
     if job.on_rank is not None:
         job.on_rank(run)
     with ExitStack() as contexts:
         for index, stage in run.stages.items() if observe else ():
-            contexts.enter_context(observe(assignment, index, stage))  # type: ignore[misc]
+            contexts.enter_context(observe(place, index, stage))  # type: ignore[misc]
         return run.steps()
 
 
@@ -122,36 +114,22 @@ def find_assignment(job: Job, variant: Variant, rank: int) -> RankAssignment:
 class Run:
     """One rank's model and its training steps. `Job.on_rank` receives it before the first step."""
 
-    def __init__(self, job: Job, assignment: RankAssignment):
-        self.job, self.assignment, self.schedule = job, assignment, assignment.schedule
-        model, variant, layout = job.model, assignment.variant, assignment.layout
+    def __init__(self, job: Job, place: RankAssignment):
+        self.job, self.place = job, place
         # The placement of the reference: one rank with one stage.
-        placed = assignment.schedule or build("1f1b", 1, len(assignment.micro_batches))
-        groups = build_groups(layout, placed.placement, shared_embedding=model.last_stage_embeds)
-        kernels: Kernels = job.options.kernels
-        experts = AllToAll(model.num_experts, groups.experts, kernels) if groups.experts else Local(
-            model.num_experts, kernels
+        self.schedule = place.schedule or build("1f1b", 1, len(place.micro_batches))
+        shape = len(place.micro_batches[0]), job.tokens.shape[2] - 1
+        self.pipeline = Pipeline(
+            job.model, self.schedule, shape, dtype=job.dtype, ep=place.variant.ep, ep_backend="all_to_all",
+            options=replace(job.options, recompute=place.variant.recompute),
         )  # fmt: skip
-        options = StageOptions(
-            job.options.seed, variant.recompute, kernels, job.options.fused_loss, job.options.document_end_id
-        )
-        specs = split(model, placed.num_stages)
-        self.stages = {
-            index: prepare(TransformerStage(model, specs[index], experts, options), options.seed, job.dtype)
-            for index in placed.placement.stages[layout.pp_rank]
-        }
-        self.last = self.stages.get(placed.num_stages - 1)
-        embedding = share_embedding(self.stages.values())
-        self.replicas = replica_sets(self.stages.values(), groups, embedding)
-        self.buffers = Buffers([*self.stages.values()], groups)
-        self.balance = Balance(model, self.stages, _BIAS_RATE)
-        self.executor = None
-        if assignment.schedule is not None:
-            shape = len(assignment.micro_batches[0]), job.tokens.shape[2] - 1
-            specs = [TensorSpec((*shape, model.hidden_size), job.dtype)]
-            specs += [TensorSpec(shape, torch.int32)] * (options.document_end_id is not None)
-            links = P2P.connect(groups.pipeline, specs, _CPU)
-            self.executor = Executor(self.stages, links, overlap=variant.overlap)
+        self.stages, self.replicas = self.pipeline.stages, self.pipeline.replicas
+        self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
+        self.executor.overlap = place.variant.overlap  # also where a run has nothing to hide, to find faults
+        for stage in self.stages.values():
+            prepare(stage, job.options.seed, job.dtype)
+        self.last = self.stages.get(self.schedule.num_stages - 1)
+        self.buffers = Buffers([*self.stages.values()], self.pipeline.groups)
 
     def steps(self) -> Results:
         results = Results(weights=dict(self._named(_copy)) | self._buffers())
@@ -159,44 +137,41 @@ class Run:
             torch.manual_seed(seed_of(self.job.options.seed, f"step {step}"))
             self._step(step, results)
             self.buffers.average()
-            self.balance.after_step(self.balance.loads(_CPU), _CPU)
+            self.pipeline.balance_experts(_BIAS_RATE)
             if step == 0:
                 results.buffers = self._buffers()
-        results.local = dict(self._named(self._gradient))
-        for replicas in self.replicas:
-            sum_gradients(replicas)
+        self.pipeline.sum_gradients()
         results.gradients = dict(self._named(self._gradient))
         return results
 
     def _step(self, step: int, results: Results) -> None:
         tokens = self.job.tokens[step]
-        batches = {m: tokens[list(sequences)] for m, sequences in enumerate(self.assignment.micro_batches)}
-        if self.executor is None or self.schedule is None:
+        batches = {m: tokens[list(sequences)] for m, sequences in enumerate(self.place.micro_batches)}
+        if self.place.schedule is None:
             assert self.last is not None
             for m, batch in batches.items():
                 output = self.last(batch[:, :-1])
                 loss = self.last.loss(output, batch[:, 1:])
                 loss.backward()
-                self._collect(results, step, m, batch, output.detach(), loss)
+                self._collect(results, step, m, batch, output.detach())
             return
-        schedule, own = self.schedule, self.assignment.layout.pp_rank
+        schedule, own = self.schedule, self.place.layout.pp_rank
         inputs = {m: (batch[:, :-1],) for m, batch in batches.items() if schedule.rank_of(0, m) == own}
         ends = {m: batch for m, batch in batches.items() if schedule.rank_of(schedule.num_stages - 1, m) == own}
         criterion = self.last.loss if self.last is not None else None
         labels = {m: (batch[:, 1:],) for m, batch in ends.items()}
         done = self.executor.step(schedule, inputs, labels, criterion, return_outputs=True)
         for m, batch in ends.items():
-            self._collect(results, step, m, batch, done.outputs[m][0], done.losses[m])
+            self._collect(results, step, m, batch, done.outputs[m][0])
 
     @torch.no_grad()
-    def _collect(self, results: Results, step: int, m: int, batch: Tensor, output: Tensor, loss: Tensor) -> None:
+    def _collect(self, results: Results, step: int, m: int, batch: Tensor, output: Tensor) -> None:
         assert self.last is not None
-        sequences = self.assignment.micro_batches[m]
+        sequences = self.place.micro_batches[m]
         logits_BSV = self.last.logits(output)
         losses_BS = nn.functional.cross_entropy(
             logits_BSV.double().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"
         ).view(batch[:, 1:].shape)
-        results.criterion[step, sequences] = loss.item()
         for i, sequence in enumerate(sequences):
             results.logits[step, sequence] = logits_BSV[i].clone()
             results.losses[step, sequence] = losses_BS[i].clone()
@@ -206,7 +181,7 @@ class Run:
         if not parameter.requires_grad:
             return None
         # A micro-batch's loss is the mean over its sequences.
-        return torch.zeros_like(parameter) if grad is None else grad * len(self.assignment.micro_batches[0])
+        return torch.zeros_like(parameter) if grad is None else grad * len(self.place.micro_batches[0])
 
     def _named(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """The global name and the value of each parameter; values that are None are left out."""

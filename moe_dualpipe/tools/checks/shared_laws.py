@@ -1,7 +1,8 @@
 """Laws for all kinds of layers: what a call may depend on, gradients, and checkpoints."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from ...kernels.weight_grads import WeightGrads, bind
 from ...messages import plural
 from .host_syncs import host_syncs
-from .laws import Broken, Suspect, Unchecked
+from .laws import Broken, Law, Suspect, Unchecked
 from .subject import Subject, random_like, relative, row_errors, worst_row
 
 _STEP, _GRADIENT = 1e-6, 1e-5  # finite differences in fp64: the step, and the largest valid relative error
@@ -19,6 +20,19 @@ _INPUT = "the input"
 
 
 # ---- what a call may depend on, and change ----
+
+
+def is_built(subject: Subject) -> str:
+    return plural(sum(parameter.numel() for parameter in subject.module.parameters()), "parameter")
+
+
+def returns_its_dtype(subject: Subject) -> str:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        module = copy.deepcopy(subject.module).to(dtype)
+        for x in subject.examples():
+            with torch.no_grad():
+                subject.call(module, x.to(dtype))
+    return f"{[*subject.run(subject.draw(1))[0].shape]} in fp64, fp32, bf16"
 
 
 def input_is_not_written(subject: Subject) -> str:
@@ -78,9 +92,9 @@ def has_no_state(subject: Subject) -> str:
     return "inputs A, B, A: both results of A are bit-equal"
 
 
-def needs_no_host_sync(subject: Subject, device: str) -> str:
+def needs_no_host_sync(subject: Subject) -> str:
     x = subject.draw(1).requires_grad_()
-    with host_syncs(device) as found:
+    with host_syncs(subject.device) as found:
         y = subject.call(subject.module, x)[0]
         if y.requires_grad:
             y.sum().backward()
@@ -210,33 +224,34 @@ def split_equals_whole(subject: Subject) -> str:
                 y.backward(random_like(y, 0))
             number = len(deferred._deferred[key])
             deferred.run_deferred(key)
-            _compare_split("the input", leaf.grad, whole_x, limit)
+            check_equal("the gradient of the input", leaf.grad, whole_x, limit, _DEFERRED, _HINT)
         for label, _, grad in subject.weights():
             expected = whole[label]
-            _compare_split(label, grad, None if expected is None else 2 * expected, limit)
+            twice = None if expected is None else 2 * expected
+            check_equal(f"the gradient of {label}", grad, twice, limit, _DEFERRED, _HINT)
     finally:
         bind(subject.module, None)
         subject.module.zero_grad()
     return f"equal, {number} deferred" if number else "equal, none deferred"
 
 
-def _compare_split(label: str, grad: Tensor | None, expected: Tensor | None, limit: float) -> None:
-    if grad is None and expected is None:
+_DEFERRED = " if weight gradients are deferred"
+_HINT = (
+    "If `weight_grads.defers(weight)` is true, backward must call `weight_grads.defer` once for this weight and return "
+    "None as its gradient; otherwise it must return the gradient"
+)
+
+
+def check_equal(label: str, got: Tensor | None, wanted: Tensor | None, limit: float, when: str, hint: str) -> None:
+    """Raise Broken if the tensors differ. None counts as zeros. when: in which case; hint: the way out."""
+    if (got is None or not got.any()) and (wanted is None or not wanted.any()):
         return
-    error = float("inf") if grad is None or expected is None else relative(grad, expected)
+    error = float("inf") if got is None or wanted is None else relative(got, wanted)
     if error > limit:
-        size = "is missing" if grad is None else f"differs by {error:.1e}"
-        times = "" if grad is None or expected is None or not expected.any() else _times(grad, expected)
-        raise Broken(
-            f"the gradient of {label} {size}{times} if weight gradients are deferred. If `weight_grads.defers(weight)` "
-            "is true, backward must call `weight_grads.defer` once for this weight and return None as its gradient; "
-            "otherwise it must return the gradient"
-        )
-
-
-def _times(grad: Tensor, expected: Tensor) -> str:
-    factor = float((grad * expected).sum() / expected.square().sum())
-    return f" (about {factor:.2g} times as large)"
+        size = "is missing" if got is None else f"differs by {error:.1e}"
+        if got is not None and wanted is not None and got.shape == wanted.shape and wanted.any():
+            size += f" (about {float((got * wanted).sum() / wanted.square().sum()):.2g} times as large)"
+        raise Broken(f"{label} {size}{when}. {hint}")
 
 
 # ---- checkpoints ----
@@ -277,3 +292,33 @@ def _largest(errors: Tensor) -> tuple[float, tuple[int, ...]]:
 
 def _at(subject: Subject, row: tuple[int, ...], error: float) -> str:
     return f" by {error:.1e} (relative) at {subject.row_name(row)}" if error else ""
+
+
+# ---- the table ----
+
+BUILT, INPUT, SAME, STATE = "constructor", "input not written", "deterministic", "no state"
+PARAMETERS, GRADIENTS, SPLIT = "parameters get gradients", "gradients", "split backward"
+OVERLAPPED = "overlapped equals sequential"
+
+
+def laws(shapes: str, own: Sequence[Law], overlapped: Law, built: Callable[[Any], str] = is_built) -> list[Law]:
+    """The laws of a kind of layer. shapes: the name of the law of results. own: its own laws, which need repeatable
+    calls; those that others have, too, replace them."""
+    repeatable = [BUILT, shapes, INPUT, SAME, STATE]
+    rest = [
+        Law("saved and loaded", checkpoint_is_complete),
+        Law(PARAMETERS, parameters_get_gradients),
+        Law(GRADIENTS, gradients_are_right, [PARAMETERS]),
+        Law(SPLIT, split_equals_whole),
+        overlapped,
+        Law("no host sync", needs_no_host_sync),
+    ]
+    rest = [*own, *(law for law in rest if law.name not in [one.name for one in own])]
+    return [
+        Law(BUILT, built),
+        Law(shapes, returns_its_dtype, [BUILT]),
+        Law(INPUT, input_is_not_written, [BUILT, shapes]),
+        Law(SAME, is_deterministic, [BUILT, shapes, INPUT]),
+        Law(STATE, has_no_state, [BUILT, shapes, SAME]),
+        *(Law(law.name, law.check, [*repeatable, *law.needs]) for law in rest),
+    ]

@@ -4,15 +4,18 @@ The layer is in fp64, where finite differences are exact to nine digits. Dropout
 noise, because zeros, as in a LoRA matrix, would hide wrong gradients.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...expert_parallel.parameters import expert_ids, global_tensors
+from ...models.config import ModelConfig
 from ...models.layers import seed_of
+from .laws import Broken
 
 M = TypeVar("M", bound=nn.Module)
 Outputs = tuple[Tensor, ...]
@@ -22,25 +25,45 @@ EQUAL_FP32 = 1e-3
 """The same for layers that compute in fp32 or less although their input is in fp64."""
 
 
-@dataclass
-class Subject:
-    """A layer, and how to use it.
+class Subject(ABC):
+    """A layer that `config` names, and how to use it. prefix: the start of parameter names that messages leave out."""
 
-    call: runs a module of this kind on an input; the first output carries gradients. draw: returns the input of a seed.
-    build: returns the layer with the initial weights of a seed. row_name: the name of a row of the output, from its
-    index. prefix: the start of parameter names that messages leave out.
-    """
+    prefix = ""
 
-    module: nn.Module
-    call: Callable[[Any, Tensor], Outputs]
-    draw: Callable[[int], Tensor]
-    build: Callable[[int], nn.Module]
-    row_name: Callable[[tuple[int, ...]], str]
-    prefix: str = ""
-    held: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, config: ModelConfig, device: str = "cpu"):
+        self.config, self.device = config, device
 
-    def __post_init__(self) -> None:
-        self.held = expert_ids(self.module)
+    @abstractmethod
+    def build(self, seed: int) -> nn.Module:
+        """The layer with the initial weights of a seed."""
+
+    @abstractmethod
+    def call(self, module: Any, x: Tensor) -> Outputs:
+        """Run a module of this kind. The first output carries gradients. Raises Broken for an invalid result."""
+
+    @abstractmethod
+    def draw(self, seed: int) -> Tensor:
+        """An input, which differs between seeds."""
+
+    @abstractmethod
+    def row_name(self, row: Sequence[int]) -> str:
+        """The name of a row of the output, from its index."""
+
+    def examples(self) -> list[Tensor]:
+        """Inputs of all shapes that are valid."""
+        return [self.draw(1)]
+
+    @cached_property
+    def module(self) -> Any:
+        """All laws use the same one; the law "deterministic" may set it to eval mode."""
+        return self.build(0)
+
+    @cached_property
+    def held(self) -> dict[str, Any]:
+        return expert_ids(self.module)
+
+    def random(self, seed: int, *shape: int) -> Tensor:
+        return random_like(torch.empty(*shape, self.config.hidden_size, dtype=torch.float64, device=self.device), seed)
 
     def run(self, x: Tensor) -> Outputs:
         """The outputs without gradients."""
@@ -103,6 +126,21 @@ def prepare(module: M, seed: int = 0, dtype: torch.dtype = torch.float64, device
 def random_like(x: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+
+
+def check_like(x: Tensor, y: Any, subject: Subject) -> Outputs:
+    """The outputs of a layer that returns a tensor like its input. Raises Broken for any other."""
+    expected = f"forward must return {[*x.shape]} in {x.dtype}, like its input"
+    if not isinstance(y, Tensor):
+        raise Broken(f"{expected}: got {type(y).__name__}")
+    if y.shape != x.shape:
+        raise Broken(f"{expected}: got {[*y.shape]}")
+    if y.dtype != x.dtype:
+        raise Broken(f"{expected}: got {y.dtype}. End forward with `y.to(x.dtype)`")
+    if not (finite := y.isfinite().all(-1)).all():
+        where = subject.row_name((~finite).nonzero()[0].tolist())
+        raise Broken(f"the result has NaN or infinity at {where}, in {x.dtype}")
+    return (y,)
 
 
 def row_errors(found: Tensor, expected: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 1. Each rank gathers its facts and tells them to rank 0, which finds out whose machine is missing, and whose clock is
    off.
-2. Unless a problem stops it, all ranks create a process group and measure their links. Suspicious links are measured
-   up to two times more, and the best time counts: other programs also slow a link down.
+2. Unless a problem stops it, all ranks create a process group and measure their links.
 3. Rank 0 tells the exit code.
 
 Every step ends in time, on every rank: see steps.py.
@@ -23,19 +22,17 @@ from ...messages import list_ranks, plural
 from ...runtime.groups import init_world
 from ...runtime.launch import Launch
 from ...runtime.layout import divisors
-from .bounded_calls import Ended, Steps, run_watched
+from .bounded_calls import Steps, run_watched
 from .disks import remove_mark
-from .facts import Facts, Machine, machines_of
-from .link_verdicts import find_link_problems, suspects
-from .links import Exchange, Links, LinkSpeed
+from .facts import Facts, machines_of
+from .link_verdicts import find_link_problems
+from .links import Exchange, Links, LinkSpeed, start_nccl_log, uses_sockets
 from .probes import gather_facts
 from .rendezvous import Meeting
 from .report import Report
 from .rounds import Pair, rounds_of
-from .transports import NcclLog
-from .verdicts import Needs, Problem, device_of, find_problems
+from .verdicts import Problem, device_of, find_problems
 
-_MORE_TRIES = 2
 _MARGIN = 5.0
 """Seconds that a message may take, beyond what its sender may."""
 _NOT_MEASURED = "Links were not measured: first solve the problems below."
@@ -51,10 +48,6 @@ class Options:
     timeout: float = 60.0
     min_free: int = 10 * 10**9
     device: str = "auto"
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(self.min_free, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,7 @@ def check_cluster(
     launch = launch or Launch.from_environment()
     check_options(options, launch.world_size)
     own = _gather_own(options, launch, gather)
-    if launch.world_size == 1 or own.port_user:
+    if launch.world_size == 1 or own.port_in_use:
         return _check_alone(options, launch, own)
     rank = _Rank(options, launch, own, now)
     # The rendezvous store may freeze. Each of its steps takes at most a few timeouts, and says what it waited for.
@@ -111,7 +104,7 @@ def _gather_own(options: Options, launch: Launch, gather: Gather) -> Facts:
 def _check_alone(options: Options, launch: Launch, own: Facts) -> Outcome:
     """Check only this machine: there are no others, or they cannot be reached."""
     remove_mark(own.disk)
-    problems, note = find_problems([own], launch.world_size, options.needs), _NOT_MEASURED
+    problems, note = find_problems([own], launch.world_size, options.min_free, options.device), _NOT_MEASURED
     if launch.world_size == 1:
         note = "One process: links between ranks were not measured. torchrun starts more."
     report = Report(launch.world_size, device_of([own], options.device), [own], problems, note=note)
@@ -122,7 +115,6 @@ class _Rank:
     """One of several ranks. All messages and their order are here."""
 
     meeting: Meeting
-    links: Links  # once `_start` has created the process group
 
     def __init__(self, options: Options, launch: Launch, own: Facts, now: Callable[[], float]):
         self.options, self.launch, self.own, self.now = options, launch, own, now
@@ -152,7 +144,7 @@ class _Rank:
         problems = [] if not missing else [self._missing(facts, missing)]
         if not missing:
             facts = self._compare_machines(facts, steps)
-        problems += find_problems(facts, self.launch.world_size, self.options.needs)
+        problems += find_problems(facts, self.launch.world_size, self.options.min_free, self.options.device)
         device = device_of(facts, self.options.device)
         report = Report(self.launch.world_size, device, facts, problems)
         if any(problem.stops for problem in problems):
@@ -161,8 +153,14 @@ class _Rank:
         machines = machines_of(facts)
         homes = [machine.numbers for machine in machines]
         self.meeting.tell("plan", {"device": device, "machines": homes})
-        links, exchanges, failures = self._measure(steps, device, rounds_of(homes), machines)
-        problems = [*problems, *failures, *find_link_problems(links, exchanges, machines)]
+        own = self._measure(device, rounds_of(homes))
+        steps.start("waiting for the measurements of other ranks")
+        self.meeting.tell("links/0", own)
+        heard, missing = self.meeting.collect("links", self.timeout + _MARGIN, lambda: self.meeting.knows("failed"))
+        links = [LinkSpeed(**link) for rank in sorted(heard) for link in heard[rank]["links"]]
+        exchanges = _slowest(heard)
+        sockets = [rank for rank, message in heard.items() if message["sockets"]]
+        problems += [*_failures(heard, missing), *find_link_problems(links, exchanges, machines, sockets)]
         return replace(report, problems=problems, links=links, exchanges=exchanges)
 
     def _missing(self, facts: Sequence[Facts], missing: list[int]) -> Problem:
@@ -176,50 +174,12 @@ class _Rank:
         """Add what only several machines can find out: clocks, and whether they share the output folder."""
         firsts = [machine.first for machine in machines_of(facts)]
         mark = facts[0].disk.mark if facts[0].disk else ""
-        self.meeting.tell("compare", {"firsts": [one.rank for one in firsts], "mark": mark})
-        steps.start("comparing the clocks")
-        clocks = {0: (0.0, 0.0)} | self.meeting.measure_clocks(one.rank for one in firsts if one.rank)
+        steps.start("comparing the machines")
+        self.meeting.tell("compare", {"firsts": [one.rank for one in firsts], "mark": mark, "time": self.now()})
         compared = {0: replace(facts[0], clock=0.0, sees_mark=True if mark else None)}
         for one in firsts[1:]:
-            clock, error = clocks[one.rank]
-            sees = self.meeting.hear(f"sees/{one.rank}", self.timeout + _MARGIN)
-            compared[one.rank] = replace(one, clock=clock, clock_error=error, sees_mark=sees)
+            compared[one.rank] = replace(one, **self.meeting.hear(f"compared/{one.rank}", self.timeout + _MARGIN))
         return [compared.get(one.rank, one) for one in facts]
-
-    def _measure(
-        self, steps: Steps, device: str, rounds: list[list[Pair]], machines: Sequence[Machine]
-    ) -> tuple[list[LinkSpeed], list[Exchange], list[Problem]]:
-        links, exchanges, failures = self._gather_measured("links", steps, self._start(device, rounds))
-        for attempt in range(_MORE_TRIES):
-            doubtful = {(*sorted((link.source, link.to)),) for link in suspects(links, machines)}
-            # Whole rounds: a link is slower if other ranks of its machine send at the same time.
-            again = (
-                [] if failures else [number for number, pairs in enumerate(rounds) if not doubtful.isdisjoint(pairs)]
-            )
-            self.meeting.tell(f"again/{attempt}", again)
-            if not again:
-                break
-            more, _, failures = self._gather_measured(
-                f"more/{attempt}", steps, self._repeat([rounds[i] for i in again])
-            )
-            best = {(link.source, link.to): link for link in sorted([*links, *more], key=lambda link: link.speed)}
-            links = sorted(best.values(), key=lambda link: (link.source, link.to))
-        return links, exchanges, failures
-
-    def _gather_measured(
-        self, key: str, steps: Steps, own: dict[str, Any]
-    ) -> tuple[list[LinkSpeed], list[Exchange], list[Problem]]:
-        """The measurements of all ranks, this rank's `own` included."""
-        steps.start("waiting for the measurements of other ranks")
-        self.meeting.tell(f"{key}/0", own)
-        heard, missing = self.meeting.collect(key, self.timeout + _MARGIN, lambda: self.meeting.knows("failed"))
-        links = [LinkSpeed(**link) for rank in sorted(heard) for link in heard[rank]["links"]]
-        slowest: dict[tuple[int, ...], float] = {}
-        for message in heard.values():
-            for exchange in message["exchanges"]:
-                ranks = tuple(exchange["ranks"])
-                slowest[ranks] = min(exchange["speed"], slowest.get(ranks, exchange["speed"]))
-        return links, [Exchange(*item) for item in sorted(slowest.items())], _failures(heard, missing)
 
     # ---- Other ranks ----
 
@@ -234,60 +194,47 @@ class _Rank:
         if compares:
             told = self.meeting.hear("compare", wait)
             if self.launch.rank in told["firsts"]:
-                self.meeting.answer_clock(self.now)
-                mark = Path(told["mark"])
-                self.meeting.tell(f"sees/{self.launch.rank}", mark.exists() if told["mark"] else None)
+                clock, mark = self.now() - told["time"], told["mark"]
+                found = {"clock": clock, "sees_mark": Path(mark).exists() if mark else None}
+                self.meeting.tell(f"compared/{self.launch.rank}", found)
         plan = self.meeting.hear("plan", wait)
         if plan is None:
             return
-        rounds = rounds_of(plan["machines"])
-        own = self._start(plan["device"], rounds)
+        own = self._measure(plan["device"], rounds_of(plan["machines"]))
         self.meeting.tell(f"links/{self.launch.rank}", own)
-        steps.start("waiting for rank 0 after the measurements")
-        for attempt in range(_MORE_TRIES):
-            if not (again := self.meeting.hear(f"again/{attempt}", wait)):
-                break
-            self.meeting.tell(f"more/{attempt}/{self.launch.rank}", self._repeat([rounds[i] for i in again]))
 
     # ---- All ranks ----
 
-    def _start(self, device: str, rounds: list[list[Pair]]) -> dict[str, Any]:
+    def _measure(self, device: str, rounds: list[list[Pair]]) -> dict[str, Any]:
         """Create the process group, and measure. Returns the message for rank 0."""
-        found: dict[str, Any] = {"links": [], "exchanges": []}
+        found: dict[str, Any] = {"links": {}, "exchanges": [], "sockets": False}
 
         def measure(steps: Steps) -> None:
             own = torch.device("cuda", self.launch.local_rank) if device == "cuda" else torch.device("cpu")
-            log = NcclLog() if device == "cuda" else None
+            log = start_nccl_log() if device == "cuda" else None
             steps.start("creating the process group")
             self._init(own)
-            self.links = Links(self.launch.rank, own, self.options.size, steps)
-            found["links"] = self.links.measured
-            self.links.warm_up()
-            self.links.run_rounds(rounds)
-            if log is not None:
-                found["transports"] = log.transports()
-                log.close()
+            links = Links(self.launch.rank, own, self.options.size, steps)
+            found["links"] = links.measured
+            links.warm_up()
+            links.run_rounds(rounds)
+            found["sockets"] = uses_sockets(log)
             size = self.launch.world_size
-            exchange = self.links.exchange(self.options.ep or size, size, 2 * self.timeout)
+            exchange = links.exchange(self.options.ep or size, size, 2 * self.timeout)
             found["exchanges"] = [asdict(exchange)] if exchange is not None else []
-            self.links.meet("the end")
+            links.meet("the end")
 
-        ended = self._watched(measure)
-        self.transports = found.get("transports", {})
-        return self._message(ended, found["links"], found["exchanges"])
+        def stop() -> bool:
+            self.steps.start("measuring")  # all measurements together may take long, each of them may not
+            return self.meeting.knows("failed")
 
-    def _repeat(self, rounds: list[list[Pair]]) -> dict[str, Any]:
-        self.links.measured = []
-
-        def measure(steps: Steps) -> None:
-            if self.links.device.type == "cuda":
-                torch.cuda.set_device(self.links.device)  # each thread has its own choice
-            self.links.steps = steps
-            self.links.run_rounds(rounds)
-            self.links.meet("the end")
-
-        ended = self._watched(measure)
-        return self._message(ended, self.links.measured, [])
+        ended = run_watched(measure, self.timeout, stop)
+        if ended.failure:
+            self.stuck = True
+            self.meeting.tell("failed", self.launch.rank)
+        failure = f"rank {self.launch.rank} on {self.own.host}: {ended.failure}" if ended.failure else ""
+        links = [asdict(LinkSpeed(source, to, speed)) for (source, to), speed in found["links"].items()]
+        return found | {"links": links, "failure": failure, "waited": ended.waited}
 
     def _init(self, device: torch.device) -> None:
         """Create the default process group, unless there is one. torch waits longer than this rank does."""
@@ -297,24 +244,15 @@ class _Rank:
             init_world(device, self.launch, 2 * self.timeout, self.meeting.store_for_group())
             self.created = True
 
-    def _watched(self, measure: Callable[[Steps], None]) -> Ended[None]:
-        def stop() -> bool:
-            self.steps.start("measuring")  # all measurements together may take long, each of them may not
-            return self.meeting.knows("failed")
 
-        ended = run_watched(measure, self.timeout, stop)
-        if ended.failure:
-            self.stuck = True
-            self.meeting.tell("failed", self.launch.rank)
-        return ended
-
-    def _message(
-        self, ended: Ended[None], links: Sequence[LinkSpeed], exchanges: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        failure = f"rank {self.launch.rank} on {self.own.host}: {ended.failure}" if ended.failure else ""
-        known = [replace(link, transport=self.transports.get((link.source, link.to), "")) for link in links]
-        measured = {"links": [asdict(link) for link in known], "exchanges": exchanges}
-        return measured | {"failure": failure, "waited": ended.waited}
+def _slowest(heard: dict[int, dict[str, Any]]) -> list[Exchange]:
+    """The exchange of each group, at the speed of its slowest rank."""
+    slowest: dict[tuple[int, ...], float] = {}
+    for message in heard.values():
+        for exchange in message["exchanges"]:
+            ranks = tuple(exchange["ranks"])
+            slowest[ranks] = min(exchange["speed"], slowest.get(ranks, exchange["speed"]))
+    return [Exchange(*item) for item in sorted(slowest.items())]
 
 
 def _failures(heard: dict[int, dict[str, Any]], missing: list[int]) -> list[Problem]:

@@ -40,9 +40,9 @@ class Facts:
     gpu_files: GPUs that the operating system shows. gpu: the GPU of this rank. infiniband: state and rate of each port.
     settings: environment variables of NCCL and gloo. address: what the machine's own name resolves to. shm: free space
     in /dev/shm. open_files, locked_memory: limits of this process; -1: unlimited. port: the rendezvous port, if this
-    process was to open it. port_user: what uses that port already. clock: seconds by which this machine's clock is
-    ahead of rank 0's, more or less `clock_error`. sees_mark: whether this machine finds the `Disk.mark` of the first
-    one. failed: what could not be gathered, and why.
+    process was to open it. port_in_use: whether another program has it. clock: seconds by which this machine's clock is
+    ahead of rank 0's, plus the time that a message takes. sees_mark: whether this machine finds the `Disk.mark` of the
+    first one. failed: what could not be gathered, and why.
     """
 
     rank: int = 0
@@ -61,10 +61,9 @@ class Facts:
     open_files: int = -1
     locked_memory: int = -1
     port: int | None = None
-    port_user: str = ""
+    port_in_use: bool = False
     disk: Disk | None = None
     clock: float | None = None
-    clock_error: float = 0.0
     sees_mark: bool | None = None
     failed: str = ""
 

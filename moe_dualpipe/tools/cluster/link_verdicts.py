@@ -6,7 +6,7 @@ others among them is also named by itself.
 """
 
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .facts import Machine
@@ -63,11 +63,6 @@ def _usual(links: Sequence[LinkSpeed], place: Callable[[int], Hashable]) -> floa
     return statistics.median_high(statistics.median_high(some) for some in speeds.values())
 
 
-def suspects(links: Sequence[LinkSpeed], machines: Sequence[Machine]) -> set[LinkSpeed]:
-    """Links that are slow, or the slower direction of a pair that is asymmetric."""
-    return {link for kind in kinds_of(links, machines) for link in (*_slow(kind), *(s for s, _ in _asymmetric(kind)))}
-
-
 def _slow(kind: Kind) -> list[LinkSpeed]:
     return [link for link in kind.links if link.speed < SLOW * kind.usual]
 
@@ -80,10 +75,16 @@ def _asymmetric(kind: Kind) -> list[tuple[LinkSpeed, LinkSpeed]]:
 
 
 def find_link_problems(
-    links: Sequence[LinkSpeed], exchanges: Sequence[Exchange], machines: Sequence[Machine]
-) -> list[Problem]:
-    """Slow and asymmetric links, slow expert groups, and sockets where there is InfiniBand."""
-    problems = [*_transport_problems(links, machines)]
+    links: Sequence[LinkSpeed],
+    exchanges: Sequence[Exchange],
+    machines: Sequence[Machine],
+    sockets: Collection[int] = (),
+) -> list[Problem]:  # fmt: skip
+    """Slow and asymmetric links, slow expert groups, and sockets where there is InfiniBand.
+
+    sockets: ranks whose NCCL sends over TCP.
+    """
+    problems = [*_socket_problems(sockets, machines)]
     for kind in kinds_of(links, machines):
         slow = _slow(kind)
         problems += _name_slow(kind, slow, machines)
@@ -112,39 +113,16 @@ def _gbps(speed: float) -> str:
     return f"{speed / GB:.3g} GB/s"
 
 
-@dataclass(frozen=True, slots=True)
-class _Culprit:
-    """Groups links by `key`; a group that is slow as a whole is named once, if its links have `peers` other ends."""
-
-    key: Callable[[LinkSpeed], Hashable]
-    other: Callable[[LinkSpeed], Hashable]
-    peers: int
-    name: Callable[[LinkSpeed], str]
-
-
-def _culprits(home: Mapping[int, str]) -> list[_Culprit]:
-    def source(link: LinkSpeed) -> str:
-        return home[link.source]
-
-    def to(link: LinkSpeed) -> str:
-        return home[link.to]
-
-    def where(link: LinkSpeed) -> str:
-        return f" on {source(link)}" if source(link) == to(link) else " to other machines"
-
-    def whence(link: LinkSpeed) -> str:
-        return f" on {to(link)}" if source(link) == to(link) else " from other machines"
-
+def _culprits(link: LinkSpeed, home: Mapping[int, str]) -> list[tuple[str, Hashable]]:
+    """What may be slow as a whole if this link is, largest first, each with the other end of the link."""
+    source, to = home[link.source], home[link.to]
     return [
-        _Culprit(source, to, 2, lambda link: f"{source(link)} -> all other machines"),
-        _Culprit(to, source, 2, lambda link: f"all other machines -> {to(link)}"),
-        _Culprit(lambda link: (source(link), to(link)), lambda link: (link.source, link.to), 2,
-                 lambda link: f"{source(link)} -> {to(link)}" if source(link) != to(link) else f"within {to(link)}"),
-        _Culprit(lambda link: link.source, lambda link: link.to, 2,
-                 lambda link: f"rank {link.source} of {source(link)} -> all ranks{where(link)}"),
-        _Culprit(lambda link: link.to, lambda link: link.source, 2,
-                 lambda link: f"all ranks{whence(link)} -> rank {link.to} of {to(link)}"),
-    ]  # fmt: skip
+        (f"{source} -> all other machines", to),
+        (f"all other machines -> {to}", source),
+        (f"{source} -> {to}" if source != to else f"within {to}", (link.source, link.to)),
+        (f"rank {link.source} of {source} -> all ranks", link.to),
+        (f"all ranks -> rank {link.to} of {to}", link.source),
+    ]
 
 
 def _name_slow(kind: Kind, slow: Sequence[LinkSpeed], machines: Sequence[Machine]) -> Iterator[Problem]:
@@ -156,14 +134,15 @@ def _name_slow(kind: Kind, slow: Sequence[LinkSpeed], machines: Sequence[Machine
         found = f"{_gbps(speed)}{many}, and {_gbps(kind.usual)} is usual {kind.name}"
         return Problem(where, found, _WAYS_OUT[kind.name])
 
-    for culprit in _culprits(home_of(machines)):
-        groups: dict[Hashable, list[LinkSpeed]] = {}
+    home = home_of(machines)
+    for level in range(5):
+        groups: dict[str, dict[LinkSpeed, Hashable]] = {}
         for link in kind.links:
-            groups.setdefault(culprit.key(link), []).append(link)
-        for group in groups.values():
-            enough = len({culprit.other(link) for link in group}) >= culprit.peers
-            if enough and left.issuperset(group):
-                yield problem(culprit.name(group[0]), group)
+            name, other = _culprits(link, home)[level]
+            groups.setdefault(name, {})[link] = other
+        for name, group in groups.items():  # with several other ends, so that it is not one of them
+            if len({*group.values()}) > 1 and left.issuperset(group):
+                yield problem(name, [*group])
                 alike = SLOW * statistics.median_high(link.speed for link in group)
                 left -= {link for link in group if link.speed >= alike}
     for link in kind.links:
@@ -171,15 +150,12 @@ def _name_slow(kind: Kind, slow: Sequence[LinkSpeed], machines: Sequence[Machine
             yield problem(_link(link, machines), [link])
 
 
-def _transport_problems(links: Sequence[LinkSpeed], machines: Sequence[Machine]) -> Iterator[Problem]:
-    cards = {machine.name for machine in machines if any("ACTIVE" in s for s in machine.first.infiniband.values())}
-    home = home_of(machines)
-    plain = {(home[link.source], home[link.to]) for link in links if link.transport == "NET/Socket"}
-    for source, to in sorted(plain):
-        if source != to and {source, to} <= cards:
-            found = "NCCL uses TCP sockets, but both machines have InfiniBand"
+def _socket_problems(sockets: Collection[int], machines: Sequence[Machine]) -> Iterator[Problem]:
+    for machine in machines:
+        has_card = any("ACTIVE" in state for state in machine.first.infiniband.values())
+        if has_card and not {*machine.numbers}.isdisjoint(sockets):
             way_out = "unset NCCL_IB_DISABLE, set NCCL_IB_HCA, and let the container see /dev/infiniband"
-            yield Problem(f"{source} -> {to}", found, way_out)
+            yield Problem(machine.name, "NCCL uses TCP sockets, but this machine has InfiniBand", way_out)
 
 
 def _slow_exchanges(exchanges: Sequence[Exchange], machines: Sequence[Machine]) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Mapping
+from contextlib import closing
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from ...runtime.launch import Launch, count_gpus
 from .bounded_calls import Steps
 from .disks import measure_disk
 from .facts import Disk, Facts, Gpu
-from .ports import port_user
 
 _SETTINGS = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_\w+|CUDA_DEVICE_MAX_CONNECTIONS")
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -44,7 +44,7 @@ def gather_facts(launch: Launch, out: Path, steps: Steps, environment: Mapping[s
         address=own_address(), shm=shutil.disk_usage(shm).free if shm.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        port=port, port_user=port_user(port) if port is not None else "", disk=disk,
+        port=port, port_in_use=port is not None and not is_free(port), disk=disk,
     )  # fmt: skip
 
 
@@ -104,6 +104,16 @@ def rendezvous_port(launch: Launch, environment: Mapping[str, str]) -> int | Non
         return None
     port = environment.get("MASTER_PORT", "29500")
     return int(port) if port.isdecimal() and 0 < int(port) < 2**16 else None
+
+
+def is_free(port: int) -> bool:
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a run that has just ended is free
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def _read(path: Path) -> str:

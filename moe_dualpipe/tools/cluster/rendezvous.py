@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,6 @@ from ...runtime.launch import Launch
 from .probes import AGENT_STORE
 
 _POLL = 0.01
-_CLOCK_TRIES = 5
 
 
 class Meeting:
@@ -57,41 +56,20 @@ class Meeting:
         end, hurried = time.monotonic() + seconds, False
         missing = [*range(self.size)]
         while missing:
+            now = time.monotonic()
             # In order: most arrive at the same time, so a round of the loop rarely asks for many keys in vain.
             for rank in missing:
-                if not self.store.check([f"{key}/{rank}"]):
+                if self.store.check([f"{key}/{rank}"]):
+                    heard[rank] = json.loads(self.store.get(f"{key}/{rank}"))
+                elif now <= end:
                     break
-                heard[rank] = json.loads(self.store.get(f"{key}/{rank}"))
             missing = [rank for rank in missing if rank not in heard]
-            now = time.monotonic()
             if now > end:
-                late = [rank for rank in missing if self.store.check([f"{key}/{rank}"])]
-                heard |= {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in late}
                 break
             if missing and not hurried and enough():
                 end, hurried = min(end, now + 2), True
             time.sleep(_POLL if missing else 0)
         return heard, [rank for rank in range(self.size) if rank not in heard]
-
-    def measure_clocks(self, ranks: Iterable[int]) -> dict[int, tuple[float, float]]:
-        """On rank 0: seconds by which the clock of each rank is ahead of this one's, and half of the round trip.
-
-        The others call `answer_clock`. Of several tries, the one with the shortest round trip counts.
-        """
-        return {rank: min((self._ask(rank, i) for i in range(_CLOCK_TRIES)), key=lambda t: t[1]) for rank in ranks}
-
-    def _ask(self, rank: int, number: int) -> tuple[float, float]:
-        start = time.time()
-        self.tell(f"clock/{rank}/{number}/asked", None)
-        theirs = self.hear(f"clock/{rank}/{number}", self.timeout)
-        end = time.time()
-        return theirs - (start + end) / 2, (end - start) / 2
-
-    def answer_clock(self, now: Callable[[], float] = time.time) -> None:
-        """Tell rank 0 the time whenever it asks. Blocks until it has asked often enough."""
-        for number in range(_CLOCK_TRIES):
-            self.hear(f"clock/{self.rank}/{number}/asked", self.timeout * 2)
-            self.tell(f"clock/{self.rank}/{number}", now())
 
     def store_for_group(self) -> dist.Store:
         """The same store over a connection of its own: the waits of a process group must not delay messages."""

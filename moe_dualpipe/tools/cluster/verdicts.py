@@ -9,8 +9,8 @@ from ...messages import list_ranks, plural
 from .facts import Facts, Machine, machines_of
 
 GB = 10**9
-MAX_CLOCK = 1.0
-"""Seconds by which clocks may differ."""
+MAX_CLOCK = 5.0
+"""Seconds by which clocks may differ, more than a message may take."""
 MIN_SHM = 2**30
 """Bytes of /dev/shm. A container has 64 MB by default."""
 MIN_WRITE = 20e6
@@ -34,22 +34,19 @@ class Problem:
         return f"{self.where}: {self.what}: {self.way_out}"
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What the run needs. min_free: bytes in the output folder. device: auto, cpu or cuda."""
+def find_problems(
+    facts: Sequence[Facts], world_size: int, min_free: int = 10 * GB, device: str = "auto"
+) -> list[Problem]:
+    """The problems of the machines whose facts are given, worst first.
 
-    min_free: int = 10 * GB
-    device: str = "auto"
-
-
-def find_problems(facts: Sequence[Facts], world_size: int, needs: Needs = Needs()) -> list[Problem]:
-    """The problems of the machines whose facts are given, worst first."""
+    min_free: bytes that the run needs in the output folder. device: auto, cpu or cuda.
+    """
     machines = machines_of([one for one in facts if not one.failed])
     return [
         *(Problem(f"rank {one.rank} on {one.host}", one.failed, "look at this machine first", True)
           for one in facts if one.failed),
-        *_versions(machines), *_gpus(machines, needs), *_settings(machines), *_infiniband(machines),
-        *_addresses(machines), *_ports(machines), *_clocks(machines), *_disks(machines, needs),
+        *_versions(machines), *_gpus(machines, device), *_settings(machines), *_infiniband(machines),
+        *_addresses(machines), *_ports(machines), *_clocks(machines), *_disks(machines, min_free),
         *_limits(machines, world_size),
     ]  # fmt: skip
 
@@ -110,8 +107,8 @@ def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
     return [*dict.fromkeys(name for mapping in mappings for name in mapping)]
 
 
-def _gpus(machines: Sequence[Machine], needs: Needs) -> Iterator[Problem]:
-    if needs.device == "cpu":
+def _gpus(machines: Sequence[Machine], device: str) -> Iterator[Problem]:
+    if device == "cpu":
         return
     for machine in machines:
         first, name = machine.first, machine_name(machine)
@@ -119,7 +116,7 @@ def _gpus(machines: Sequence[Machine], needs: Needs) -> Iterator[Problem]:
             built = "its CUDA version needs another driver" if "CUDA" in first.versions else "it is built without CUDA"
             found = f"{plural(first.gpu_files, 'GPU')}, but torch finds none: {built}"
             yield Problem(name, found, "install torch for CUDA and a driver that fits, or use --device cpu", True)
-        elif needs.device == "cuda" and not first.num_gpus:
+        elif device == "cuda" and not first.num_gpus:
             yield Problem(name, "torch finds no GPU", "use --device cpu, or give the container its GPUs", True)
         elif first.num_gpus and first.num_gpus < first.local_size:
             here = f"{plural(first.local_size, 'process', 'es')}, but {plural(first.num_gpus, 'GPU')}"
@@ -185,9 +182,9 @@ def _addresses(machines: Sequence[Machine]) -> Iterator[Problem]:
 def _ports(machines: Sequence[Machine]) -> Iterator[Problem]:
     for machine in machines:
         for one in machine.ranks:
-            if one.port_user:
-                found = f"port {one.port} is in use by {one.port_user}"
-                yield Problem(machine.name, found, "end it, or choose another port with --master-port", True)
+            if one.port_in_use:
+                way_out = f"end the program that ss -ltnp 'sport = {one.port}' names, or choose another --master-port"
+                yield Problem(machine.name, f"port {one.port} is in use", way_out, True)
 
 
 def _clocks(machines: Sequence[Machine]) -> Iterator[Problem]:
@@ -199,7 +196,7 @@ def _clocks(machines: Sequence[Machine]) -> Iterator[Problem]:
     right = sorted(clocks.values())[(len(known) - 1) // 2] if len(known) > 2 else 0.0
     for machine in known:
         ahead = clocks[machine.name] - right
-        if abs(ahead) - machine.first.clock_error > MAX_CLOCK:
+        if abs(ahead) > MAX_CLOCK:
             other = f"that of {known[0].name}" if len(known) == 2 else "those of most machines"
             found = f"its clock is {_duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} {other}"
             yield Problem(machine_name(machine), found, "synchronize the clocks (chronyc makestep, or timedatectl)")
@@ -212,7 +209,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def _disks(machines: Sequence[Machine], needs: Needs) -> Iterator[Problem]:
+def _disks(machines: Sequence[Machine], min_free: int) -> Iterator[Problem]:
     for machine in machines:
         name, disk = machine_name(machine), machine.first.disk
         if disk is None:
@@ -220,8 +217,8 @@ def _disks(machines: Sequence[Machine], needs: Needs) -> Iterator[Problem]:
         if disk.error:
             yield Problem(name, f"the output folder cannot be written: {disk.error}", "choose another one with --out")
             continue
-        if disk.free < needs.min_free:
-            found = f"{disk.folder} has {disk.free / GB:.1f} GB free, and the run needs {needs.min_free / GB:g} GB"
+        if disk.free < min_free:
+            found = f"{disk.folder} has {disk.free / GB:.1f} GB free, and the run needs {min_free / GB:g} GB"
             yield Problem(name, found, "delete old runs, or choose another folder with --out (--min-free changes this)")
         if disk.write_speed is not None and disk.write_speed < MIN_WRITE:
             found = f"{disk.folder} is written at {disk.write_speed / 1e6:.1f} MB/s"

@@ -69,14 +69,13 @@ def found(patch, variant):
     """The first difference between the variant and the reference, both with the patch."""
     config = TrainConfig(model=MODEL, batch=BatchConfig(seq_len=6))
     job = replace(make_job(config, [variant]), on_rank=patch)
-    runs = []
-    for one in (variant, REFERENCE):
-        recorder = Recorder()
-        results = run_variant(job, one, recorder.observe)
-        runs.append(Recorded(one, MODEL.num_experts, [results], [recorder.records]))
-    run, reference = runs
-    _, faults = find_faults([compare(run.results[0], reference.results[0])], variant.tolerance)
-    first = first_difference(run, reference, variant.tolerance)
+    recorders = [Recorder(), Recorder()]
+    results, expected = (
+        run_variant(job, one, recorder.observe) for one, recorder in zip((variant, REFERENCE), recorders, strict=True)
+    )
+    run, reference = (Recorded(recorder.records, MODEL.num_experts) for recorder in recorders)
+    _, faults = find_faults([compare(results, expected)], variant.tolerance)
+    first = first_difference(run, reference, variant.tolerance, faults)
     assert bool(first) == bool(faults)
     return first
 

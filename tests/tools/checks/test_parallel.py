@@ -1,5 +1,6 @@
 """`check parallel` passes for the model, and names the first layer, segment and tensor that a fault changes."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,24 +22,21 @@ from tests.support.parallel_faults import FAULTS, MODEL, inject
 CONFIG = TrainConfig(model=MODEL, batch=BatchConfig(seq_len=6))
 EXPERTS = Variant("ep=2", OTHER_ROWS, dp=2, ep=2, schedule="1f1b")
 PIPELINE = Variant("pp=2", OTHER_ORDER, pp=2, schedule="1f1b")
-DIFFERS = "the first difference is "
+DIFFERS = "the first difference"
 FOUND = {
-    "double gradients": "in step 1, layer 2, segment combine, input gradient 0: 48 of 48 tokens differ; the largest",
-    "drop row": "in step 1, layer 1, segment mlp number 2, output 0: 2 of 48 tokens differ",
-    "swap experts": "in step 1, layer 2, segment mlp number 2, output 0: ",
-    "keep stale bias": "the value after step 1 of layers.1.mlp.router.bias_E on rank 1",
-    "mix rows": "in step 1, layer 1, segment combine, output 0: 4 of 48 tokens differ",
-    "forget sum": "the gradient of layers.",
-    "double weight gradient": "the gradient of layers.2.mlp.experts.down.3 on rank 1",
-    "other weights": "the initial value of layers.1.mlp.experts.down.2 on rank 1; 1 more tensor differs",
-    "corrupt transfer": "in step 1, layer 2, segment attn, input 0 (stage 1): 4 of 48 tokens differ",
+    "double gradients": " is in step 1, layer 2, segment dispatch, input gradient 1: 48 of 48 tokens differ",
+    "drop row": " is in step 1, layer 1, segment combine, output 0: 2 of 48 tokens differ",
+    "swap experts": " is in step 1, layer 2, segment combine, output 0: ",
+    "keep stale bias": ": buffers differ by 1, above the tolerance of 1e-05: layers.1.mlp.router.bias_E on rank 1",
+    "mix rows": " is in step 1, layer 1, segment combine, output 0: 4 of 48 tokens differ",
+    "other weights": ": weights differ by 1.4, above the tolerance of 0: layers.1.mlp.experts.down.",
+    "corrupt transfer": " is in step 1, layer 2, segment attn, input 0: 4 of 48 tokens differ",
 }
 DETAILS = {
     "double gradients": ", 2 times the reference, at position ",
-    "swap experts": "tokens differ; they are the tokens of experts 2, 3 (expert-parallel rank 1); the largest",
-    "forget sum": "the gradients of the 2 ranks are correct, but their sum is not",
-    "double weight gradient": "the weight gradient, because all tensors between segments agree",
+    "swap experts": "tokens differ; they are the tokens of experts 2, 3 (ep rank 1); the largest",
 }
+GRADIENTS = {"forget sum": "layers.", "double weight gradient": "layers.2.mlp.experts.down.3 on rank 1"}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +53,17 @@ def test_a_fault_is_located(checks, fault):
     assert checks[fault].status == "failed"
     assert checks[fault].problem.startswith(DIFFERS + FOUND[fault])
     assert DETAILS.get(fault, "") in checks[fault].problem
+
+
+@pytest.mark.parametrize("fault", GRADIENTS)
+@pytest.mark.long
+def test_a_fault_of_a_weight_gradient_or_its_sum_is_told_from_others(checks, fault):
+    assert checks[fault].status == "failed"
+    assert re.match(
+        "all tensors between segments agree, so the fault is in a weight gradient or in its sum over ranks: "
+        rf"gradients differ by \S+, above the tolerance of 4.5e-06: {GRADIENTS[fault]}",
+        checks[fault].problem,
+    )
 
 
 @pytest.mark.long
@@ -82,15 +91,19 @@ def test_measured_numbers_are_shown_only_if_results_differ(checks):
 
 
 OPTIONS = (
-    "--seq-len 6 --num-layers 2 --num-experts 3 --set model.vocab_size=31 model.hidden_size=16 model.num_heads=2 "
-    "model.num_kv_heads=1 model.head_dim=8 model.dense_size=24 model.expert_size=12"
+    "--seq-len 6 --set model.vocab_size=31 --set model.hidden_size=16 --set model.num_layers=2 --set model.num_heads=2 "
+    "--set model.num_kv_heads=1 --set model.head_dim=8 --set model.dense_size=24 --set model.expert_size=12 "
+    "--set model.num_experts=3"
 )
 
 
 def test_the_command_checks_the_requested_layout_and_skips_what_cannot_run(capsys, monkeypatch):
     variants = [Variant("shuffled sequences", OTHER_ROWS, neighbors=1), EXPERTS, replace(PIPELINE, name="pp=4", pp=4)]
     monkeypatch.setattr("moe_dualpipe.tools.checks.parallel.default_variants", lambda _: variants)
-    assert main(["check", "parallel", *OPTIONS.split(), "parallel.overlap=false", "--pp", "2", "--document-mask"]) == 0
+    assert (
+        main(["check", "parallel", *OPTIONS.split(), "--pp", "2", "--set", "parallel.overlap=false", "--document-mask"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 steps of 16 sequences of 6 tokens, compared with one process")
     assert [line.split("  ")[0] for line in lines[2:] if line[0] != " "] == [

@@ -18,7 +18,7 @@ from moe_dualpipe.tools.cluster import Options, check_cluster, probes
 from moe_dualpipe.tools.cluster.disks import measure_disk
 from moe_dualpipe.tools.cluster.links import Links
 from moe_dualpipe.tools.cluster.probes import gather_facts
-from moe_dualpipe.tools.cluster.table import cluster_report
+from moe_dualpipe.tools.cluster.report import cluster_report
 from tests.support.ranks import exits_and_logs
 
 SEND, ALL_TO_ALL = Links._send, dist.all_to_all_single
@@ -68,7 +68,7 @@ def machine(rank, size, port, log, out, changes, special):
         name = "abcd"[rank]
         found = gather_facts(launch, out, steps)
         versions = found.versions | changes.get("versions", {})
-        return dataclasses.replace(found, host=name, port_user="", **changes | {"versions": versions})
+        return dataclasses.replace(found, host=name, port_in_use=False, **changes | {"versions": versions})
 
     def send(self, tensor, to):
         if to in (special.get("slow_to"), special.get("stuck_to")) and len(tensor) > len(self.answer):
@@ -184,8 +184,8 @@ def test_one_process_checks_its_machine(port_in_use, tmp_path, monkeypatch, caps
     printed = capsys.readouterr().out
     assert "One process: links between ranks were not measured. torchrun starts more.\n" in printed
     problems = [line for line in printed.splitlines() if line.startswith("- ")]
-    user = f"{socket.gethostname()}: port {port_in_use} is in use by "
-    assert any(line.startswith(f"- {user}") and f"(process {os.getpid()})" in line for line in problems), problems
+    said = f"- {socket.gethostname()}: port {port_in_use} is in use: end the program that ss -ltnp "
+    assert any(line.startswith(said) for line in problems), problems
     assert any("the output folder cannot be written: " in line and "not a folder" in line for line in problems)
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["passed"] and len(found["problems"]) == len(problems) and found["ranks"][0]["port"] == port_in_use

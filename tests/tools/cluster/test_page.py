@@ -7,7 +7,7 @@ from pathlib import Path
 from moe_dualpipe.tools.cluster import Disk, Exchange, Facts, Gpu, LinkSpeed, Report, find_problems
 from moe_dualpipe.tools.cluster.facts import machines_of
 from moe_dualpipe.tools.cluster.link_verdicts import find_link_problems
-from moe_dualpipe.tools.cluster.table import cluster_report
+from moe_dualpipe.tools.cluster.report import cluster_report
 
 PAGE = Path(__file__).parents[3] / "docs" / "cluster.md"
 GIB = 2**30
@@ -25,7 +25,7 @@ def example():
     """Four machines with two GPUs each. One cable, one clock and one driver differ."""
     good = Facts(
         local_size=2, versions=VERSIONS, num_gpus=2, gpu_files=2, gpu=Gpu("NVIDIA H200", 141 * GIB, 140 * GIB),
-        infiniband={"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)"}, shm=64 * 10**9, open_files=1048576, clock_error=0.001,
+        infiniband={"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)"}, shm=64 * 10**9, open_files=1048576,
         disk=Disk("/data/runs", 9 * 10**12, 2.1e9), sees_mark=True, address="10.0.0.1",
     )  # fmt: skip
     changes = [
@@ -40,7 +40,7 @@ def example():
         for j in range(2)
     ]
     links = [
-        LinkSpeed(a, b, (1 + 0.01 * ((3 * a + b) % 5)) * speed(a // 2, b // 2), "P2P" if a // 2 == b // 2 else "NET/IB")
+        LinkSpeed(a, b, (1 + 0.01 * ((3 * a + b) % 5)) * speed(a // 2, b // 2))
         for a in range(8)
         for b in range(8)
         if a != b
@@ -70,7 +70,7 @@ def test_large_clusters_are_summarized():
     report = example()
     many = dataclasses.replace(report, world_size=16, problems=[*report.problems] * 40)
     text = cluster_report(many)
-    assert "to 7" not in text and "| between machines |     48 |" in text
+    assert "| between machines |     48 |" in text
     assert text.count("\n- ") == 51 and text.endswith(
         f"and {40 * len(report.problems) - 50} more: --json FILE has all of them"
     )

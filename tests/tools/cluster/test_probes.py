@@ -1,6 +1,5 @@
 """What is read from a machine: files like those of Linux, ports, folders, and NCCL's log."""
 
-import os
 import socket
 from contextlib import closing
 from pathlib import Path
@@ -11,15 +10,15 @@ import torch
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.tools.cluster.bounded_calls import Steps, run_watched
 from moe_dualpipe.tools.cluster.disks import measure_disk, remove_mark
-from moe_dualpipe.tools.cluster.ports import port_user
+from moe_dualpipe.tools.cluster.links import start_nccl_log, uses_sockets
 from moe_dualpipe.tools.cluster.probes import (
     AGENT_STORE,
     gather_facts,
     infiniband_ports,
+    is_free,
     read_versions,
     rendezvous_port,
 )
-from moe_dualpipe.tools.cluster.transports import read_transports
 
 FIRST = Launch(0, 0, 4, 2)
 
@@ -58,14 +57,13 @@ def test_infiniband_ports(tmp_path):
     assert infiniband_ports(tmp_path / "absent") == {}
 
 
-def test_the_program_that_uses_a_port_is_named():
+def test_a_port_that_another_program_uses():
     with closing(socket.socket()) as server:
         server.bind(("", 0))
         port = server.getsockname()[1]
         server.listen()
-        comm = Path("/proc/self/comm").read_text().strip()
-        assert port_user(port) == f"{comm} (process {os.getpid()})"
-    assert port_user(port) == ""
+        assert not is_free(port)
+    assert is_free(port)
 
 
 def test_who_opens_the_rendezvous_port():
@@ -97,8 +95,18 @@ gpu-6:4015:4052 [3] NCCL INFO Channel 02/0 : 35[3] -> 42[2] [send] via NET/Socke
 """
 
 
-def test_transports_in_a_log_of_nccl():
-    assert read_transports(LOG) == {(0, 2): "NET/IB", (3, 2): "P2P", (4, 5): "SHM", (35, 42): "NET/Socket"}
+def test_sockets_in_a_log_of_nccl(monkeypatch):
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
+        monkeypatch.setenv(name, "")  # restores them
+        monkeypatch.delenv(name)
+    for text, expected in ((LOG, True), (LOG.replace("NET/Socket", "NET/IB"), False)):
+        log = start_nccl_log()
+        assert log is not None and start_nccl_log() is None
+        log.write_text(text)
+        assert uses_sockets(log) is expected and not log.exists()
+        monkeypatch.delenv("NCCL_DEBUG")
+        monkeypatch.delenv("NCCL_DEBUG_FILE")
+    assert not uses_sockets(None)
 
 
 def wait(steps):

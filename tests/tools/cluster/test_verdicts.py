@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 
 from moe_dualpipe.tools.cluster.facts import Disk, Facts, Gpu, machines_of
-from moe_dualpipe.tools.cluster.link_verdicts import find_link_problems, kinds_of, suspects
+from moe_dualpipe.tools.cluster.link_verdicts import find_link_problems, kinds_of
 from moe_dualpipe.tools.cluster.links import Exchange, LinkSpeed
-from moe_dualpipe.tools.cluster.verdicts import Needs, device_of, find_problems
+from moe_dualpipe.tools.cluster.verdicts import device_of, find_problems
 
 GB, GIB = 10**9, 2**30
 H200 = Gpu("NVIDIA H200", 140 * GIB, 139 * GIB)
 GOOD = Facts(
     versions={"Python": "3.12.3", "torch": "2.11.0", "NCCL": "2.28.9", "driver": "570.86.10"}, num_gpus=2, gpu_files=2,
     gpu=H200, infiniband={"mlx5_0/1": "ACTIVE, 400 Gb/sec"}, address="10.0.0.1", shm=64 * GIB, open_files=65536,
-    local_size=2, clock=0.0, clock_error=0.001, sees_mark=True, disk=Disk("/runs", 10**12, 2e9),
+    local_size=2, clock=0.0, sees_mark=True, disk=Disk("/runs", 10**12, 2e9),
     settings={"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_TC": "106"},
 )  # fmt: skip
 
@@ -29,7 +29,7 @@ def cluster(*changes, ranks=2):
 
 
 def lines(facts, **needs):
-    return [str(problem) for problem in find_problems(facts, len(facts), Needs(**needs))]
+    return [str(problem) for problem in find_problems(facts, len(facts), **needs)]
 
 
 def test_equal_machines_have_no_problem():
@@ -49,7 +49,7 @@ ONE = {
     "locked memory": ({"locked_memory": 8 << 20}, "it may lock 8 MiB of memory, and InfiniBand needs more: ulimit -l"),
     "loopback": ({"address": "127.0.1.1"}, "its name resolves to 127.0.1.1, so gloo would listen where other machines"),
     "no address": ({"address": ""}, "its name does not resolve, so gloo"),
-    "port": ({"port": 29500, "port_user": "nc (process 7)"}, "b: port 29500 is in use by nc (process 7): end it, or"),
+    "port": ({"port": 29500, "port_in_use": True}, "b: port 29500 is in use: end the program that ss "),
     "clock": ({"clock": 3600.2}, "its clock is 1.0 h ahead of those of most machines: synchronize"),
     "disk": ({"disk": Disk("/runs", error="/runs: Read-only file system")}, "cannot be written: /runs: Read-only file"),
     "space": ({"disk": Disk("/runs", 3 * GB, 1e9)}, "/runs has 3.0 GB free, and the run needs 10 GB: delete"),
@@ -68,8 +68,8 @@ def test_one_machine_of_three_is_named(change, said):
     assert all(line.startswith(("b (ranks 2, 3): ", "b: ", "rank 2 on b: ", "rank 3 on b: ")) for line in found)
 
 
-def test_clocks_may_differ_by_what_the_measurement_may_be_off():
-    assert lines(cluster({}, {"clock": 1.5, "clock_error": 0.6}, {})) == []
+def test_clocks_may_differ_by_what_a_message_may_take():
+    assert lines(cluster({}, {"clock": 1.5}, {})) == []
 
 
 def test_the_machine_whose_clock_is_wrong_may_be_that_of_rank_0():
@@ -149,10 +149,10 @@ SLOW = {
                                           ["b -> all other machines", "rank 1 on b -> rank 2 on c"]),
     "a cable between machines": (4, 2, lambda a, b: 0.1 if (a // 2, b // 2) == (1, 2) else 1, ["b -> c"]),
     "a card of one rank": (4, 2, lambda a, b: 0.1 if a == 3 and b // 2 != 1 else 1,
-                           ["rank 3 of b -> all ranks to other machines"]),
+                           ["rank 3 of b -> all ranks"]),
     "a receiving card": (4, 2, lambda a, b: 0.1 if b == 3 and a // 2 != 1 else 1,
-                         ["all ranks from other machines -> rank 3 of b"]),
-    "a GPU within a machine": (2, 4, lambda a, b: 0.1 if a == 5 and b > 3 else 1, ["rank 5 of b -> all ranks on b"]),
+                         ["all ranks -> rank 3 of b"]),
+    "a GPU within a machine": (2, 4, lambda a, b: 0.1 if a == 5 and b > 3 else 1, ["rank 5 of b -> all ranks"]),
     "all GPUs of a machine": (4, 4, lambda a, b: 0.1 if a // 4 == b // 4 == 2 else 1, ["within c"]),
 }  # fmt: skip
 
@@ -160,10 +160,6 @@ SLOW = {
 @pytest.mark.parametrize("number,ranks,slow,expected", SLOW.values(), ids=SLOW)
 def test_what_slow_links_share_is_named_once(number, ranks, slow, expected):
     assert named(number, ranks, slow) == expected
-    machines = machines_of(cluster(*[{}] * number, ranks=ranks))
-    doubtful = {(link.source, link.to) for link in suspects(links(number, ranks, slow), machines)}
-    size = number * ranks
-    assert doubtful == {(a, b) for a in range(size) for b in range(size) if a != b and slow(a, b) < 1}
 
 
 def test_a_slow_link_is_described_with_numbers():
@@ -190,14 +186,11 @@ def test_expert_groups_are_compared_with_those_of_their_kind():
     assert named(3, 4, exchanges=both) == []
 
 
-def test_sockets_between_machines_with_infiniband_are_named():
-    measured = [dataclasses.replace(link, transport="NET/Socket") for link in links(2)]
-    (there, back) = find_link_problems(measured, [], machines_of(cluster({}, {}, ranks=1)))
-    assert str(there).startswith(
-        "a -> b: NCCL uses TCP sockets, but both machines have InfiniBand: unset NCCL_IB_DISABLE"
-    )
-    assert back.where == "b -> a"
-    assert find_link_problems(measured, [], machines_of(cluster({}, {"infiniband": {}}, ranks=1))) == []
+def test_sockets_on_machines_with_infiniband_are_named():
+    machines = machines_of(cluster({}, {"infiniband": {}}, {}, ranks=1))
+    (found,) = find_link_problems(links(3), [], machines, sockets=[0, 1])
+    said = "a: NCCL uses TCP sockets, but this machine has InfiniBand: unset NCCL_IB_DISABLE"
+    assert str(found).startswith(said)
 
 
 def test_kinds():
