@@ -57,9 +57,9 @@ def test_mtp_and_a_config_of_hugging_face(capsys, tmp_path):
     assert mtp["step_time_s"] > plain["step_time_s"]
 
 
-def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys, tmp_path):
-    code, out, _ = run(capsys, f"{OLMOE} --top 3 --picture {tmp_path}/ways.png")
-    assert code == 0 and (tmp_path / "ways.png").stat().st_size > 10_000
+def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys):
+    code, out, _ = run(capsys, f"{OLMOE} --top 3")
+    assert code == 0
     rows = [line for line in out.splitlines() if line.startswith("| tp ")]
     assert len(rows) == 3 and "more (--top)" in out
     assert "torchrun --nproc-per-node 8 train.py --preset olmoe-1b-7b" in out or "train.py cannot run it: tp" in out
@@ -119,11 +119,11 @@ def test_wrong_input_is_one_line(capsys, option, tmp_path, monkeypatch):
     assert WRONG[option] in error
 
 
-@pytest.mark.parametrize("option", ["--precision mxfp8", "--software mine", "--gpu h1000", "--picture step.txt"])
+@pytest.mark.parametrize("option", ["--precision mxfp8", "--software mine", "--gpu h1000"])
 def test_a_search_that_cannot_start_is_one_line(capsys, option):
     code, out, error = run(capsys, f"{OLMOE} {option}")
     said = {"--precision": "h100 does not support --precision mxfp8", "--software": "--software must be one of",
-            "--gpu": "unknown device 'h1000'", "--picture": "cannot write 'step.txt'"}[option.split()[0]]  # fmt: skip
+            "--gpu": "unknown device 'h1000'"}[option.split()[0]]  # fmt: skip
     assert code == 2 and out == "" and error.count("\n") == 1 and said in error
 
 

@@ -1,16 +1,14 @@
 """`moe-dualpipe plan`: step time, memory and cost of a training run before it starts."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import subcommand
 
 from ..data import strict_json
-from ..messages import LARGEST, check_range, printable
+from ..messages import LARGEST, check_range
 from ..models.config import Recompute
-from ..tools.drawing.output import check_output
 from ..tools.planner.device import Precision
 from ..tools.planner.transfer_times import EpBackend
 from .plan_calibrate import CalibrateCommand
@@ -147,26 +145,17 @@ class SearchCommand(Run):
 
     top: int = 12
     """Number of layouts to print."""
-    picture: Path | None = None
-    """Also draw step time against memory: .png, .svg or .pdf."""
 
     def run(self) -> None:
-        from ..tools.planner.figure import save_candidates
         from ..tools.planner.layout_search import search
         from ..tools.planner.table import search_report, search_rows
 
         check_range("--top", self.top, 1, 1000)
-        if self.picture is not None:
-            check_output(self.picture, (".png", ".svg", ".pdf"))
         found = search(self.workload(1, 1, 1, 1), self.software)
         if self.json:
             print(strict_json.write(search_rows(found, self.top, self.dollars_per_gpu_hour), indent=1))
         else:
             print(search_report(found, self.top, self.dollars_per_gpu_hour))
-        if self.picture is not None:
-            save_candidates(found, self.picture)
-            if not self.json:
-                print(f"wrote {printable(self.picture)}")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from ..messages import check_range, plural, printable
+from ..messages import check_range, printable
 
 if TYPE_CHECKING:
     from ..tools.planner.calibration.device_file import Machine
@@ -20,36 +20,29 @@ class CalibrateCommand:
     out: Annotated[Path, arg(metavar="FILE")] = Path("machine.json")
     """File to write. Its name without .json is the name of the device."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to measure. auto: cuda if there is a GPU."""
-    processes: int | None = None
-    """Processes that measure at the same time. None: one for each core, or for each GPU."""
+    """What to measure: one GPU, or one core. auto: cuda if there is a GPU."""
     seconds: float = 0.2
     """Minimum seconds for each of about 50 measurements."""
 
     def run(self) -> None:
-        """Raises ValueError for invalid options, and for a device on which something fails."""
+        """Raises ValueError for invalid options."""
         from ..runtime.launch import choose_device, count_gpus
         from ..tools.drawing.output import check_output
 
         check_output(self.out, [".json"])
         check_range("--seconds", self.seconds, 0.001, 60)
-        if self.processes is not None:
-            check_range("--processes", self.processes, 1, 1024)
-        gpus = count_gpus()
-        cuda = choose_device(self.device, gpus, self.processes or 1) == "cuda"
-        available = gpus if cuda else len(os.sched_getaffinity(0))
-        from ..tools.planner.calibration import Plan, device_value, measure, to_text
+        import torch
 
-        large = {"widths": (256, 512, 1024, 2048, 4096, 8192), "numbers": 2**28, "message": 2**28}
-        sizes: dict[str, Any] = large if cuda else {}
-        plan = Plan("cuda" if cuda else "cpu", self.processes or available, seconds=self.seconds, **sizes)
-        machine = _machine(plan.device, plan.processes, self.out.stem)
-        value = device_value(machine, measure(plan))
+        from ..tools.planner.calibration import device_value, measure, to_text
+
+        device, gpus = choose_device(self.device, count_gpus(), 1), count_gpus()
+        machine = _machine(device, gpus if device == "cuda" else len(os.sched_getaffinity(0)), self.out.stem)
+        value = device_value(machine, measure(torch.device(device), self.seconds))
         self.out.write_text(to_text(value))
-        print(f"{_summary(value, machine.precision, plan.processes)}\nwrote {printable(self.out)}")
+        print(f"{_summary(value, machine.precision)}\nwrote {printable(self.out)}")
 
 
-def _machine(device: str, processes: int, name: str) -> "Machine":
+def _machine(device: str, devices: int, name: str) -> "Machine":
     """What is known without measuring."""
     import torch
 
@@ -61,25 +54,21 @@ def _machine(device: str, processes: int, name: str) -> "Machine":
     software = f"torch {torch.__version__}"
     if device == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine(name, "fp32", memory / processes / 1e9, 1, software)
+        return Machine(name, "fp32", memory / devices / 1e9, 1, software, devices)
     properties = torch.cuda.get_device_properties(0)
     known = known_device(properties.name)
     value = strict_json.read_named(FOLDER / f"{known}.json") if known else None
-    return Machine(name, "bf16", properties.total_memory / 1e9, properties.multi_processor_count, software, value)
+    memory, sms = properties.total_memory / 1e9, properties.multi_processor_count
+    return Machine(name, "bf16", memory, sms, software, devices, value)
 
 
-def _summary(value: dict[str, Any], precision: str, processes: int) -> str:
+def _summary(value: dict[str, Any], precision: str) -> str:
     curves = value["efficiency"]
-    lines = [
-        f"{plural(processes, 'process', 'es')}, each: {value['peak'][precision] / 1e9:,.1f} GFLOP/s in {precision}"
-    ]
+    lines = [f"{'peak':<19} {value['peak'][precision] / 1e9:,.1f} GFLOP/s in {precision}"]
     for kind in ("product", "grouped", "attention_forward", "attention_backward"):
         points = "  ".join(f"{flops:.0e}: {share:.2f}" for flops, share in curves[kind][precision])
         lines.append(f"{kind.replace('_', ' '):<19} {points}")
     passes = value["memory_bandwidth"] * curves["memory"]
     lines.append(f"{'memory':<19} {value['memory_bandwidth'] / 1e9:.1f} GB/s, element-wise {passes / 1e9:.1f} GB/s")
-    link = value["domain"]
-    speed = link["bandwidth"] * link["share"] / 1e9
-    lines.append(f"{'link':<19} {speed:.2f} GB/s in an all-to-all, latency {link['latency'] * 1e6:.0f} us")
     lines.append(f"{'launch':<19} {value['launch'] * 1e6:.1f} us")
     return "\n".join(lines)

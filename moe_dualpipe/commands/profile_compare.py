@@ -9,7 +9,6 @@ from tyro.conf import Positional, arg
 
 from ..data import strict_json
 from ..messages import printable
-from ..tools.drawing.output import check_output
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,6 @@ class ProfileCompare:
     """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
     steps: str | None = None
     """Steps to compare: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps without start-up."""
-    image: Path | None = None
-    """Draw the time of each category, A above B, into this file (.png or .svg)."""
     json: bool = False
     """Print JSON."""
 
@@ -36,15 +33,13 @@ class ProfileCompare:
         from ..tools.profiler.compare import Comparison
         from ..tools.profiler.reading.paths import trace_paths
         from ..tools.profiler.recordings import read_recording
-        from ..tools.profiler.reports.comparison import SUFFIXES, compare_text, save_comparison
+        from ..tools.profiler.reports.comparison import compare_text
         from ..tools.profiler.windows import parse_steps
 
         try:
             names = Names(self.comm, self.compute)
         except ValueError as error:
             raise ValueError(f"--{error}") from None
-        if self.image is not None:
-            check_output(self.image, SUFFIXES)
         paths = [trace_paths([argument]) for argument in (self.a, self.b)]
         steps = parse_steps(self.steps)
         comparison = Comparison(*(read_recording(str(one), files, names, steps)
@@ -52,6 +47,4 @@ class ProfileCompare:
         for one in (comparison.a, comparison.b):
             for path, sentence in one.remarks:
                 print(f"{printable(path)}: {sentence}", file=sys.stderr)
-        if self.image is not None:
-            save_comparison(comparison, self.image)
         print(strict_json.write(comparison.as_object(), indent=1) if self.json else compare_text(comparison))

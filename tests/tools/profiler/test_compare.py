@@ -10,7 +10,7 @@ from moe_dualpipe.tools.profiler.compare import Comparison, Difference, explaini
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
 from moe_dualpipe.tools.profiler.recordings import Work, _largest, read_recording
-from moe_dualpipe.tools.profiler.reports.comparison import compare_text, save_comparison
+from moe_dualpipe.tools.profiler.reports.comparison import compare_text
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.traces import annotation, kernel, launch, operator, write
@@ -339,7 +339,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     cases = {
         (a, tmp_path / "missing.json"): "missing.json", (bad, a): "bad.json", (a, empty): "no trace in this folder",
         (a,): "Missing from moe-dualpipe profile compare: B",
-           (a, a, "--image", "x.pdf"): "use one of .png, .svg", (a, a, "--comm", "("): "--comm",
+           (a, a, "--comm", "("): "--comm",
     }  # fmt: skip
     for arguments, message in cases.items():
         assert main(["profile", "compare", *map(str, arguments)]) == 2
@@ -355,25 +355,6 @@ def test_damage_is_told(tmp_path, capsys):
     (odd := tmp_path / "odd.json").write_text(a.read_text().replace('"dur": 40', '"dur": inf', 1))
     assert main(["profile", "compare", str(a), str(odd)]) == 0
     assert "odd.json: 1 damaged event skipped" in capsys.readouterr().err
-
-
-def test_the_picture_shows_each_category_of_both(tmp_path):
-    pytest.importorskip("matplotlib")
-    a, b = record(tmp_path / "a.json", 2), record(tmp_path / "b.json", 2, STEP[:3], length=90)
-    save_comparison(compare(a, b), tmp_path / "both.svg")
-    drawn = (tmp_path / "both.svg").read_text()
-    for text in (
-        "GEMM",
-        "attention",
-        "exposed communication",
-        "copies",
-        "elementwise",
-        "idle",
-        "A: 0.04",
-        "B: 0.04 (+0)",
-    ):
-        assert f">{text}<" in drawn, text
-    assert "softmax" not in drawn and "ms of a step" in drawn
 
 
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):

@@ -1,21 +1,16 @@
-"""What changed between two recordings: sentences that explain the difference of their steps, tables, and a picture."""
+"""What changed between two recordings: sentences that explain the difference of their steps, and tables."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ....messages import plural, printable
-from ...drawing.figures import new_figure, plain_text, save_figure
 from ...drawing.tables import markdown
 from ..categories import COMMUNICATION, COPY
 from ..compare import Comparison, Difference, explaining
 from ..doctor.verdict import Verdict
 from ..kernel_names import short_name
-from ..pictures.palette import CATEGORY_STYLES, EXPOSED, OTHER
-from ..pictures.palette import COPY as COPY_STYLE
 from ..recordings import IDLE_TIME, LATE_LAUNCHES, NO_WORK, Recording, Sums, Work
 from .overlap import percent
 
-SUFFIXES = (".png", ".svg")
 _NAMES = {
     COMMUNICATION: "exposed communication", COPY: "copies", IDLE_TIME: "idle",
     LATE_LAUNCHES: "idle, not launched yet",
@@ -23,7 +18,6 @@ _NAMES = {
 _LEAST = 0.05  # of the difference of the steps, for a sentence
 _SAME = 0.005  # steps that differ by a smaller share take the same time
 _MOST_KERNELS, _LEAST_KERNEL = 2, 0.2  # kernels in a sentence, each with this share of its difference
-_WHITE = "#f4f4f4"
 
 
 def compare_text(comparison: Comparison) -> str:
@@ -181,39 +175,3 @@ def _causes(comparison: Comparison) -> list[str]:
 def _cause(verdict: Verdict) -> str:
     gain = "" if verdict.gain_fraction is None else f", {verdict.gain_fraction:.1%} of the window"
     return f"{printable(verdict.title).removesuffix('.')} ({verdict.kind}{gain})"
-
-
-def _end(path: str) -> str:
-    """At most 60 characters of a path: its end differs from others."""
-    return path if len(path) <= 60 else f"…{path[-59:]}"
-
-
-def save_comparison(comparison: Comparison, path: Path) -> None:
-    """Draw the time of each category in a step, A above B. Raises ImportError if matplotlib is not installed."""
-    parts = [part for part in comparison.parts if max(part.a.step_us, part.b.step_us) > 0]
-    parts.sort(key=lambda part: (part.name in NO_WORK, part.name == COMMUNICATION, -part.a.step_us - part.b.step_us))
-    colours = {style.label: style.colour for style in CATEGORY_STYLES} | {
-        OTHER.label: OTHER.colour, COPY: COPY_STYLE.colour, COMMUNICATION: EXPOSED.colour,
-        **dict.fromkeys(NO_WORK, _WHITE),
-    }  # fmt: skip
-    figure = new_figure(8.5, 0.5 * len(parts) + 1.5)
-    axes = figure.subplots()
-    longest = max((max(part.a.step_us, part.b.step_us) for part in parts), default=1.0)
-    for row, part in enumerate(parts):
-        for side, (letter, work) in enumerate((("A", part.a), ("B", part.b))):
-            y = row + 0.38 * (side - 0.5)
-            axes.barh(y, work.step_us / 1e3, height=0.36, color=colours[part.name], edgecolor="#444444", linewidth=0.6,
-                      hatch="" if side else "////")  # fmt: skip
-            change = f" ({part.us / 1e3:+,.3g})" if side else ""
-            axes.text((work.step_us + 0.01 * longest) / 1e3, y, f"{letter}: {work.step_us / 1e3:,.3g}{change}",
-                      va="center", fontsize=8)  # fmt: skip
-    axes.set_yticks(range(len(parts)), [_NAMES.get(part.name, part.name) for part in parts])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * longest / 1e3)
-    axes.set_xlabel("ms of a step" if comparison.by_step else "ms of the recording")
-    axes.spines[["top", "right"]].set_visible(False)
-    a, b = comparison.sums
-    titles = [f"{letter}: {_end(one.name)}, {sums.step_us / 1e3:,.4g} ms"
-              for letter, one, sums in (("A", comparison.a, a), ("B", comparison.b, b))]  # fmt: skip
-    axes.set_title("\n".join(map(plain_text, titles)), fontsize=10, loc="left")
-    save_figure(figure, path)
