@@ -7,7 +7,7 @@ from ....messages import plural, printable
 from ...drawing.tables import markdown
 from ..analyze import Analysis
 from ..gaps import Wait
-from .ranks import collectives_text, lateness_text, path_text
+from .ranks import collectives_text, lateness_text
 from .verdicts import verdicts_text
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def traces_text(
         parts.append(verdicts_text(device.analysis.verdicts, num_events))
     if len(files.devices) > 1:
         parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
-        parts += [lateness_text(files), path_text(files)]
+        parts += [lateness_text(files)]
     return "\n\n".join(filter(None, parts))
 
 
