@@ -40,7 +40,7 @@ def test_show_with_per_stage_costs_and_chunks(capsys):
     assert (code, out) == (0, timeline_text(timeline, 90) + "\n")
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png", "json", "csv"])
+@pytest.mark.parametrize("suffix", ["svg", "png", "csv"])
 def test_show_writes_files(capsys, tmp_path, suffix):
     path = tmp_path / f"fig.{suffix}"
     assert run(capsys, *SHOW, "--out", path) == (0, f"{path}\n", "")

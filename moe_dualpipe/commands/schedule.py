@@ -59,7 +59,7 @@ class ShowSchedule:
     """Stages per rank, for interleaved_1f1b. None: 2."""
     cost: CostOptions = field(default_factory=CostOptions)
     out: Path | None = None
-    """Save to this file: a figure (.svg, .png), a Chrome trace for Perfetto (.json) or the actions (.csv)."""
+    """Save to this file: a figure (.svg, .png) or the actions (.csv)."""
     width: int | None = None
     """Number of columns, at least 40. None: the width of the terminal."""
 

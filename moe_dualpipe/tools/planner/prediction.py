@@ -124,8 +124,6 @@ class Estimate:
             "memory_gb": {name: size / 1e9 for name, size in self.memory.parts().items()},
             "expert_imbalance": self.imbalance, "waterfall_s": dict(self.waterfall()),
         }  # fmt: skip
-        if self.load.loads is not None:
-            report["zipf_exponent"] = self.load.loads.zipf
         return report if dollars is None else report | {"dollars_per_trillion_tokens": dollars * self.gpu_hours}
 
 

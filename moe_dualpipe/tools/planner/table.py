@@ -85,8 +85,8 @@ def routing_line(load: Workload) -> str:
     if load.loads is None:
         return f"Routing: assumed, Zipf's law with exponent {ZIPF}. {ranks}."
     return (
-        f"Routing: loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}. "
-        f"Zipf's law fits them with exponent {load.loads.zipf:.2f}.\n{ranks}, and {low:.2f} to {high:.2f} by layer."
+        f"Routing: loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}.\n"
+        f"{ranks}, and {low:.2f} to {high:.2f} by layer."
     )
 
 

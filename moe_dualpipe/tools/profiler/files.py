@@ -149,7 +149,7 @@ def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:
     for device, meetings in zip(devices, comparison.joined, strict=True):
         known = device.transfers
         met = {index: Met(meeting.shortest_us, meeting.complete) for index, meeting in meetings.items()}
-        rows = collective_rows(known.transfers, known.exposed, lambda i, places=known.places: places[i], met)
+        rows = collective_rows(known.transfers, known.exposed, met)
         complete.append(replace(device, analysis=replace(device.analysis, collectives=rows)))
     if len(devices) < 2 or (work := partitions(comparison)) is None:
         return TraceFiles(complete, [comparison])
@@ -188,9 +188,8 @@ def analyze_devices(
         exposed = difference(union(intervals_of(comm)), union(intervals_of(others)))
         start = min(event.start for event in events)
         job = trace.rank, trace.world_size, trace.groups
-        places = [*map(phases.phase_of, comm)]
         divided = work_of(part, events, names, phases) if work or len(names_of_devices) > 1 else None
-        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, places, exposed, divided)
+        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, exposed, divided)
         lanes = device_lanes(part, device, names) if pictures else None
         if examined is not None:
             rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"

@@ -5,12 +5,13 @@ possibly because it was inside a call that waits for the device.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .intervals import Intervals, intervals_of, length_before, union
+from .attribution import owners
+from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, length_before, union
 from .phases import Phases
 from .trace import DeviceEvent, Trace
 
@@ -46,7 +47,12 @@ def find_waits(
     Of several transfers in flight, the first one counts. Copies count where no transfer is in flight.
     """
     by_start = sorted(compute, key=lambda event: event.start)
-    pieces = list(_pieces(gaps.tolist(), [*_owned(comm, copies)]))
+    pieces, taken = [], EMPTY
+    for events in (comm, copies):
+        owned = {name: difference(own, taken) for name, own in owners(events, phases.name_of).items()}
+        pieces += [(start, end, name) for name, own in owned.items() for start, end in intersection(own, gaps).tolist()]
+        taken = union(np.concatenate([taken, *owned.values()]))
+    pieces += [(start, end, "") for start, end in difference(gaps, taken).tolist()]
     if not pieces:
         return ()
     starts, ends = np.array([piece[:2] for piece in pieces]).T
@@ -55,8 +61,7 @@ def find_waits(
     launched = np.array([launch.end if launch else np.nan for launch in launches])
     keys: dict[tuple[str, str], int] = {}
     key_of = np.empty(len(pieces), dtype=np.int64)
-    for i, (piece, following) in enumerate(zip(pieces, nexts, strict=True)):
-        during = phases.name_of(piece[2]) if piece[2] else ""
+    for i, ((_, _, during), following) in enumerate(zip(pieces, nexts, strict=True)):
         key = during, _next(phases, by_start[following : following + _NEARBY], during)
         key_of[i] = keys.setdefault(key, len(keys))
     known = np.isfinite(launched)
@@ -81,54 +86,3 @@ def find_waits(
 def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
     named = (phases.name_of(event) for event in events if phases.is_named(event))
     return next((name for name in named if name != during), events[0].name if events else "")
-
-
-_Piece = tuple[float, float, DeviceEvent | None]
-
-
-def _owned(comm: Iterable[DeviceEvent], copies: Iterable[DeviceEvent]) -> Iterator[_Piece]:
-    """The times of transfers, and those of copies between them, sorted and disjoint."""
-    transfers, others = ([*_first_of(sorted(events, key=lambda e: e.start))] for events in (comm, copies))
-    at = 0
-    for start, end, event in others:
-        while at < len(transfers) and transfers[at][1] <= start:
-            yield transfers[at]
-            at += 1
-        cursor = start
-        while at < len(transfers) and transfers[at][0] < end:
-            if transfers[at][0] > cursor:
-                yield cursor, transfers[at][0], event
-            cursor = transfers[at][1]
-            if cursor > end:
-                break
-            yield transfers[at]
-            at += 1
-        if cursor < end:
-            yield cursor, end, event
-    yield from transfers[at:]
-
-
-def _first_of(events: Sequence[DeviceEvent]) -> Iterator[_Piece]:
-    """Cut events, sorted by start, so that they do not overlap. Each moment belongs to the event that started first."""
-    cursor = -np.inf
-    for event in events:
-        if event.end > max(event.start, cursor):
-            yield max(event.start, cursor), event.end, event
-            cursor = event.end
-
-
-def _pieces(gaps: Iterable[tuple[float, float]], owned: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Cut the gaps where an owner starts or ends. Both lists are sorted and disjoint."""
-    first = 0
-    for cursor, end in gaps:
-        while first < len(owned) and owned[first][1] <= cursor:
-            first += 1
-        at = first
-        while at < len(owned) and owned[at][0] < end:
-            start, stop, event = owned[at]
-            if start > cursor:
-                yield cursor, start, None
-            begin, cursor, at = max(start, cursor), min(stop, end), at + 1
-            yield begin, cursor, event
-        if cursor < end:
-            yield cursor, end, None

@@ -41,8 +41,6 @@ class RankTransfers:
     world_size: int | None = None
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks of each process group, by its name."""
-    places: Sequence[str] = ()
-    """The phase or module of each transfer; "" if unknown."""
     exposed: Intervals = field(default_factory=lambda: EMPTY)
     """All its exposed communication."""
     work: Partition | None = None

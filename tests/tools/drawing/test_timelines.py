@@ -1,7 +1,6 @@
-"""Text, figures and traces show every action of a timeline at its time and in its colour."""
+"""Text and figures show every action of a timeline at its time and in its colour."""
 
 import io
-import json
 import re
 import xml.etree.ElementTree
 from collections import Counter
@@ -15,10 +14,8 @@ from moe_dualpipe.schedule import (
     Forward,
     Overlap,
     Schedule,
-    Send,
     Span,
     Timeline,
-    add_comms,
     build,
     halves,
     simulate,
@@ -28,7 +25,6 @@ from moe_dualpipe.tools.drawing.timeline_boxes import COLOURS, boxes
 from moe_dualpipe.tools.drawing.timeline_file import save_timeline
 from moe_dualpipe.tools.drawing.timeline_plot import draw_timeline, timeline_figure
 from moe_dualpipe.tools.drawing.timeline_text import timeline_text
-from moe_dualpipe.tools.drawing.timeline_trace import chrome_trace
 
 COSTS = Costs(F=2, B=5, W=2, FB=6)
 SIZES = [("dualpipe", 4, 10), ("zbv", 3, 6), ("interleaved_1f1b", 2, 4), ("1f1b", 1, 1), ("chimera", 8, 16)]
@@ -176,62 +172,17 @@ def test_a_very_long_figure_has_no_numbers():
 
 def test_saved_files(tmp_path):
     timeline = simulate(build("dualpipev", 2, 6), COSTS)
-    for name in ("a.svg", "a.PNG", "a.json", "a.csv"):
+    for name in ("a.svg", "a.PNG", "a.csv"):
         save_timeline(timeline, tmp_path / name)
     drawn = xml.etree.ElementTree.parse(tmp_path / "a.svg").getroot()
     assert drawn.tag.endswith("svg")
     assert "dualpipev: 2 ranks, 4 stages, 6 micro-batches" in (tmp_path / "a.svg").read_text()
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "a.json").read_text()) == chrome_trace(timeline)
     assert Schedule.from_csv((tmp_path / "a.csv").read_text()) == timeline.schedule
     save_timeline(timeline, tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    with pytest.raises(ValueError, match=r"cannot write 'a.pdf': use one of .svg, .png, .json, .csv"):
+    with pytest.raises(ValueError, match=r"cannot write 'a.pdf': use one of .svg, .png, .csv"):
         save_timeline(timeline, tmp_path / "a.pdf")
-
-
-# ---- Chrome traces ----
-
-
-@timelines
-def test_a_trace_has_every_action_transfer_and_count(timeline):
-    events = json.loads(json.dumps(chrome_trace(timeline, microseconds=10)))["traceEvents"]
-    by_kind = {kind: [event for event in events if event["ph"] == kind] for kind in "MXsfC"}
-    assert sum(map(len, by_kind.values())) == len(events)
-
-    slices = sorted((e["pid"], e["ts"], e["dur"], e["name"]) for e in by_kind["X"])
-    spans = [(rank, s) for rank, row in enumerate(timeline.spans) for s in row]
-    assert slices == sorted((rank, 10 * s.start, 10 * s.duration, str(s.action)) for rank, s in spans)
-    assert {(e["pid"], e["args"]["name"]) for e in by_kind["M"] if e["name"] == "process_name"} == {
-        (rank, f"rank {rank}") for rank in range(len(timeline.spans))
-    }
-
-    def inside(event):
-        (name,) = (n for p, ts, dur, n in slices if p == event["pid"] and ts <= event["ts"] < ts + dur)
-        return event["pid"], name
-
-    starts = {e["id"]: inside(e) for e in by_kind["s"]}
-    ends = {e["id"]: inside(e) for e in by_kind["f"]}
-    sends = [s for steps in add_comms(timeline.schedule) for s in steps if isinstance(s, Send)]
-    assert starts.keys() == ends.keys() and len(starts) == len(sends)
-    for arrow, (source, name) in starts.items():
-        assert source != ends[arrow][0]
-        assert re.findall(r"[FBI](\d+)", name), name
-
-    for rank in range(len(timeline.spans)):
-        counts = [e["args"] for e in by_kind["C"] if e["pid"] == rank]
-        assert max(c["activations"] for c in counts) == timeline.peak_activations[rank]
-        assert max(c["deferred weight gradients"] for c in counts) == timeline.peak_deferred[rank]
-
-
-def test_a_pair_in_a_trace():
-    event = next(
-        e for e in chrome_trace(simulate(build("dualpipe", 2, 4), COSTS))["traceEvents"] if "OVER" in e["name"]
-    )
-    assert event["cat"] == "overlapped pair"
-    assert event["args"] == {
-        "forward stage": 1, "forward micro-batch": 3, "backward stage": 0, "backward micro-batch": 0,
-    }  # fmt: skip
 
 
 # ---- Exact output ----
@@ -324,25 +275,3 @@ def test_a_timeline_of_fractions_can_be_drawn():
     timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
     assert "step 4, bubble 0 per rank (0.0%)" in timeline_text(timeline)
     timeline_figure(timeline)
-    json.dumps(chrome_trace(timeline))
-
-
-def test_events_of_a_trace():
-    trace = chrome_trace(shifted(simulate(build("zb1p", 2, 2), Costs(2, 5, 2, comm=1)), 100), microseconds=10)
-    events = [event for event in trace["traceEvents"] if event["pid"] == 1]
-    assert [event["args"] for event in events if event["ph"] == "M"] == [
-        {"name": "rank 1"}, {"sort_index": 1}, {"name": "actions"},
-    ]  # fmt: skip
-    assert [(e["name"], e["cat"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"] == [
-        (name, kind, start, end - start, {"stage": 1, "micro-batch": micro_batch})
-        for name, kind, start, end, micro_batch in [
-            ("1F0", "forward", 30, 50, 0), ("1I0", "backward", 50, 80, 0), ("1F1", "forward", 80, 100, 1),
-            ("1I1", "backward", 100, 130, 1), ("1W0", "weight gradient", 130, 150, 0),
-            ("1W1", "weight gradient", 150, 170, 1),
-        ]
-    ]  # fmt: skip
-    assert [(e["ts"], *e["args"].values()) for e in events if e["ph"] == "C"] == [
-        (30, 1, 0), (80, 0, 1), (80, 1, 1), (130, 0, 2), (150, 0, 1), (170, 0, 0),
-    ]  # fmt: skip
-    assert [(e["ts"], e["bp"]) for e in events if e["ph"] == "f"] == [(30, "e"), (80, "e")]
-    assert [e["ts"] for e in events if e["ph"] == "s"] == [65, 115]  # the middle of 1I0 and 1I1

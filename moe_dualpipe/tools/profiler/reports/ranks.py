@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 from ....messages import list_ranks, plural, printable
 from ...drawing.tables import markdown
 from ..attribution import COMMUNICATION, IDLE, LATE_HOST, WAITING, Label
-from ..collectives import CollectiveRow, Place
+from ..collectives import CollectiveRow
 from ..lateness import NOT_COMPUTING, Lateness, Reason
 
 if TYPE_CHECKING:
     from ..files import TraceFiles
 
-MAX_PLACES = 4  # rows of a collective's places; one more row counts the rest
 MAX_LATE = 4  # ranks whose lateness is explained
 LEAST_SHARE = 0.01
 """A rank is not late if the others had nothing to do for a smaller share of its window."""
@@ -24,7 +23,7 @@ _COMPUTING = "computing"
 
 
 def collectives_text(rows: Sequence[CollectiveRow]) -> str:
-    """Return a table with one row per kind, group and type, each followed by rows of the places that launched it."""
+    """Return a table with one row per kind, group and type."""
     if not rows:
         return "There are no collectives."
     cells = [["collective", "group", "times", "bytes", "us", "exposed", "GB/s", "bus GB/s"]]
@@ -32,17 +31,13 @@ def collectives_text(rows: Sequence[CollectiveRow]) -> str:
         kind = f"{printable(row.kind, 60)}{f', {row.dtype}' if row.dtype else ''}"
         rates = [_rate(rate, row.is_lower_limit) for rate in (row.algorithm_gb_s, row.bus_gb_s)]
         cells.append([kind, _group(row), *_numbers(row), *rates])
-        for place in row.places[:MAX_PLACES]:
-            cells.append([f"- {printable(place.name, 60)}", "", *_numbers(place), "", ""])
-        if rest := len(row.places) - MAX_PLACES:
-            cells += [[f"- {rest} more", *[""] * 7]] * (rest > 0)
     text = markdown(cells)
     if any(row.is_lower_limit and row.algorithm_gb_s is not None for row in rows):
         text += "\n\n>= : a lower limit, because the time may contain waits for ranks without a trace."
     return text
 
 
-def _numbers(one: CollectiveRow | Place) -> list[str]:
+def _numbers(one: CollectiveRow) -> list[str]:
     return [f"{one.count:,}", _size(one.bytes), f"{one.total_us:,.0f}", f"{one.exposed_us:,.0f}"]
 
 
