@@ -22,12 +22,10 @@ def run(capsys, command):
 
 
 def test_deepseek_v3_as_published(capsys):
-    code, out, _ = run(capsys, f"{V3} --explain --dollars-per-gpu-hour 2")
+    code, out, _ = run(capsys, f"{V3} --explain")
     assert code == 0
     hours = int(re.search(r"GPU hours for 10\^12 tokens \| +([\d,]+)", out)[1].replace(",", ""))
     assert hours == pytest.approx(180_000, rel=0.1)
-    dollars = int(re.search(r"dollars for 10\^12 tokens +\| +([\d,]+)", out)[1].replace(",", ""))
-    assert dollars == pytest.approx(2 * hours, abs=2)
     for part in ("hidden transfers", "pipeline bubble", "peak memory", "activations", "expert transfers", "software"):
         assert part in out
 
@@ -106,7 +104,6 @@ WRONG = {
     "--global-batch 100": "--global-batch 100 is not a multiple of micro-batch x dp = 1 x 128 = 128; use 128",
     "--software mine": "--software must be one of",
     "--mtp -1": "--mtp",
-    "--dollars-per-gpu-hour nan": "--dollars-per-gpu-hour",
     "--schedule zigzag": "zigzag",
 }
 

@@ -54,8 +54,6 @@ class Run:
     """Attention in one kernel, without storing scores."""
     software: str | None = None
     """Take the measured constant from runs of this software only, such as megatron. None: from all runs."""
-    dollars_per_gpu_hour: float | None = None
-    """Price of a GPU hour. Also prints the cost of 10^12 tokens."""
     json: bool = False
     """Print JSON instead."""
 
@@ -69,8 +67,6 @@ class Run:
 
         for name in ("gpus", "cp", "seq", "global_batch"):
             check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST)
-        if self.dollars_per_gpu_hour is not None:
-            check_range("--dollars-per-gpu-hour", self.dollars_per_gpu_hour, 0, LARGEST)
         if self.overlap and self.no_overlap:
             raise ValueError("--overlap and --no-overlap contradict each other: use one of them")
         shape = read_shape(self.model)
@@ -132,9 +128,9 @@ class EstimateCommand(Run):
         )  # fmt: skip
         found = estimate(load, self.software)
         if self.json:
-            print(strict_json.write(found.as_dict(self.dollars_per_gpu_hour), indent=1))
+            print(strict_json.write(found.as_dict(), indent=1))
         else:
-            print(estimate_report(found, self.dollars_per_gpu_hour))
+            print(estimate_report(found))
             if self.explain:
                 print(f"\n{waterfall_table(found)}\n\n{routing_line(found.load)}")
 
@@ -153,9 +149,9 @@ class SearchCommand(Run):
         check_range("--top", self.top, 1, 1000)
         found = search(self.workload(1, 1, 1, 1), self.software)
         if self.json:
-            print(strict_json.write(search_rows(found, self.top, self.dollars_per_gpu_hour), indent=1))
+            print(strict_json.write(search_rows(found, self.top), indent=1))
         else:
-            print(search_report(found, self.top, self.dollars_per_gpu_hour))
+            print(search_report(found, self.top))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Explain the time in which no kernel computed: what ran instead, what computed next, and whether the host was late.
 
-If the next computation was already queued, it waited for data. If the host had not launched it yet, the host was late,
-possibly because it was inside a call that waits for the device.
+If the next computation was already queued, it waited for data. If the host had not launched it yet, the host was late.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +15,6 @@ from .trace import DeviceEvent, Trace
 
 _NEARBY = 64
 """The next annotation is searched among this many events."""
-_SYNCHRONISES = re.compile(r"Synchronize|Memcpy(?!.*Async)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +31,6 @@ class Wait:
     host_us: float | None
     """The part before the host launched the next computation. On a CPU, the part outside known waits. None if no launch
     of a next computation is recorded."""
-    sync_us: float | None
-    """The part of `host_us` in which the host waited for the device."""
 
 
 def find_waits(
@@ -66,20 +61,15 @@ def find_waits(
         key_of[i] = keys.setdefault(key, len(keys))
     known = np.isfinite(launched)
     late = np.where(known, np.clip(launched, starts, ends), starts)
-    in_call = length_before(union(intervals_of(e for e in trace.launches.values() if _SYNCHRONISES.search(e.name))))
     waited = length_before(union(intervals_of(trace.waits)))
 
     def sums(weights: Intervals) -> list[float]:
         return np.bincount(key_of, weights, minlength=len(keys)).tolist()
 
     host = sums((late - starts) - (waited(late) - waited(starts)))
-    syncs = sums(in_call(late) - in_call(starts))
-    columns = sums(np.ones(len(pieces))), sums(ends - starts), host, syncs
+    columns = sums(np.ones(len(pieces))), sums(ends - starts), host
     found = [Wait(*key, int(times), *us) for key, times, *us in zip(keys, *columns, strict=True)]
-    found = [
-        wait if number else replace(wait, host_us=None, sync_us=None)
-        for wait, number in zip(found, sums(known), strict=True)
-    ]
+    found = [wait if number else replace(wait, host_us=None) for wait, number in zip(found, sums(known), strict=True)]
     return tuple(sorted(found, key=lambda wait: -wait.total_us))
 
 
