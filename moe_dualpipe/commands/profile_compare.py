@@ -13,7 +13,7 @@ from ..messages import printable
 
 @dataclass(frozen=True)
 class ProfileCompare:
-    """Compare two recordings: steps, computation by category, communication, and causes of lost time."""
+    """Compare two recordings: steps, computation by category, and communication."""
 
     a: Positional[Annotated[Path, arg(metavar="A")]]
     """Recording before the change: a trace, a folder of the ranks' traces, or a pattern such as "run/*.json"."""

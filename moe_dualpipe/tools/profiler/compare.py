@@ -8,11 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .doctor.verdict import Verdict
 from .recordings import Recording, Sums, Work, transfers_of
-
-CHANGED = 0.01
-"""Causes whose gain changed by less than this share of the step are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +69,6 @@ class Comparison:
         return _differences(a, b)
 
     @property
-    def verdicts(self) -> dict[str, list[tuple[Verdict | None, Verdict | None]]]:
-        """Causes that are "gone" in B, "new" in B, or "changed", each as it is in A and in B."""
-        a, b = ({verdict.kind: verdict for verdict in one.verdicts} for one in (self.a, self.b))
-        found: dict[str, list[tuple[Verdict | None, Verdict | None]]] = {
-            "gone": [(verdict, None) for kind, verdict in a.items() if kind not in b],
-            "new": [(None, verdict) for kind, verdict in b.items() if kind not in a],
-            "changed": [(a[kind], b[kind]) for kind in a if kind in b and _apart(a[kind], b[kind])],
-        }
-        return found
-
-    @property
     def unlike(self) -> list[str]:
         """Sentences about what was not recorded alike."""
         a, b = self.a, self.b
@@ -110,10 +95,6 @@ class Comparison:
             "parts": [{**part.as_object(), "kernels": [one.as_object() for one in self.kernels(part.name)]}
                       for part in self.parts],
             "transfers": [kind.as_object() for kind in self.transfers],
-            "verdicts": {
-                change: [{"a": a and asdict(a), "b": b and asdict(b)} for a, b in pairs]
-                for change, pairs in self.verdicts.items()
-            },
         }  # fmt: skip
 
 
@@ -121,7 +102,3 @@ def _differences(a: Mapping[str, Work], b: Mapping[str, Work]) -> list[Differenc
     found = [Difference(name, a.get(name, Work()), b.get(name, Work())) for name in {**a, **b}]
     found = [one for one in found if (one.a, one.b) != (Work(), Work())]
     return sorted(found, key=lambda one: (-abs(one.us), one.name))
-
-
-def _apart(a: Verdict, b: Verdict) -> bool:
-    return abs((b.gain_fraction or 0.0) - (a.gain_fraction or 0.0)) >= CHANGED

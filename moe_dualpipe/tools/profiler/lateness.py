@@ -97,8 +97,10 @@ def lateness(comparison: Comparison, work: Sequence[Partition]) -> tuple[Latenes
     before: dict[frozenset[int], Meeting] = {}
     exposed = [length_before(rank.exposed) for rank in comparison.ranks]
     for meeting in sorted(comparison.meetings, key=lambda one: one.events[0].start):
-        wider = [other for members, other in before.items() if members.issuperset(meeting.members)
-                 and all(other.event_of(member).end <= meeting.event_of(member).start for member in meeting.members)]  # fmt: skip
+        wider = [
+            other for members, other in before.items() if members.issuperset(meeting.members)
+            and all(other.event_of(one).end <= meeting.event_of(one).start for one in meeting.members)
+        ]  # fmt: skip
         earlier = max(wider, key=lambda other: other.event_of(meeting.members[0]).end, default=None)
         before[frozenset(meeting.members)] = meeting
         late, others = meeting.last, len(meeting.members) - 1

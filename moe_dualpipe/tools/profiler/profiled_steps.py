@@ -21,7 +21,7 @@ from .files import TracedDevice, TraceFiles, analyze_devices, compare_devices
 from .host import host_as_device
 from .pipeline import RecordedPipeline
 from .reports.overlap import compare_ranks
-from .reports.pipeline import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
+from .reports.pipeline import pipeline_objects, pipeline_text, rank_name
 from .steps import Step, only_expert_transfers, recorded_steps
 
 WARM_UP = 2
@@ -89,7 +89,7 @@ class ProfiledSteps(Extension):
             self._error = self._error or f"rank {self.layout.rank}: {error}"
 
     def report(self) -> str:
-        """Write the report and the figure, and return the report as text on rank 0. Collective.
+        """Write the report, and return the report as text on rank 0. Collective.
 
         The text is empty on other ranks. If a rank could not record or write, it says why.
         """
@@ -136,9 +136,6 @@ class ProfiledSteps(Extension):
         report = {"pipelines": pipeline_objects(pipelines), "overlap": overlap}
         (self.folder / "report.json").write_text(strict_json.write(report, indent=1) + "\n")
         written = [*(device.path.name for device in devices), "report.json"]
-        with suppress(ImportError):  # without matplotlib, there is no figure
-            save_pipeline_figure(pipelines, self.folder / "steps.png")
-            written.append("steps.png")
         parts = [f"{plural(len(self.recorded), 'step')} recorded. The step of median length:", pipeline_text(pipelines)]
         if layout.ep > 1:
             parts += ["communication between experts, in all recorded steps:", compare_ranks(files, names)]

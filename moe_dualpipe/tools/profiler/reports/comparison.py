@@ -1,10 +1,9 @@
-"""What changed between two recordings: the difference of their steps, tables that explain it, and the causes."""
+"""What changed between two recordings: the difference of their steps, and tables that explain it."""
 
 from ....messages import plural, printable
 from ...drawing.tables import markdown
 from ..categories import COMMUNICATION, COPY
 from ..compare import Comparison
-from ..doctor.verdict import Verdict
 from ..kernel_names import short_name
 from ..recordings import IDLE_TIME, LATE_LAUNCHES, NO_WORK, Recording, Sums
 from .overlap import percent
@@ -26,7 +25,7 @@ def compare_text(comparison: Comparison) -> str:
     parts += [markdown(_work_rows(comparison))]
     if comparison.transfers:
         parts += [markdown(_transfer_rows(comparison)), _hidden(comparison)]
-    return "\n\n".join([*parts, "\n".join(_causes(comparison))])
+    return "\n\n".join(parts)
 
 
 def _side(letter: str, one: Recording) -> str:
@@ -88,19 +87,3 @@ def _hidden_share(sums: Sums) -> float | None:
 def _hidden(comparison: Comparison) -> str:
     a, b = (percent(_hidden_share(sums)) for sums in comparison.sums)
     return f"Of the communication, {a} is hidden behind computation in A, and {b} in B."
-
-
-def _causes(comparison: Comparison) -> list[str]:
-    """The causes of lost time that are gone, new, or cost more or less."""
-    found = comparison.verdicts
-    lines = [f"Gone in B: {_cause(a)}." for a, _ in found["gone"] if a]
-    lines += [f"New in B: {_cause(b)}." for _, b in found["new"] if b]
-    for a, b in found["changed"]:
-        if a and b:
-            lines.append(f"Changed: {_cause(a)} in A, {percent(b.gain_fraction)} in B.")
-    return lines or ["The causes of lost time are the same in both."]
-
-
-def _cause(verdict: Verdict) -> str:
-    gain = "" if verdict.gain_fraction is None else f", {verdict.gain_fraction:.1%} of the window"
-    return f"{printable(verdict.title).removesuffix('.')} ({verdict.kind}{gain})"
