@@ -96,7 +96,7 @@ def lateness(comparison: Comparison, work: Sequence[Partition]) -> tuple[Latenes
     spans: dict[int, list[_Span]] = defaultdict(list)
     before: dict[frozenset[int], Meeting] = {}
     exposed = [length_before(rank.exposed) for rank in comparison.ranks]
-    for meeting in sorted(comparison.meetings, key=lambda one: one.events[0].start):
+    for meeting in sorted(comparison.meetings, key=lambda one: _common_time(comparison, one)):
         wider = [
             other for members, other in before.items() if members.issuperset(meeting.members)
             and all(other.event_of(one).end <= meeting.event_of(one).start for one in meeting.members)
@@ -137,6 +137,12 @@ def lateness(comparison: Comparison, work: Sequence[Partition]) -> tuple[Latenes
         times = float(delayed[rank]), float(alone[rank])
         result.append(Lateness(len(joined), int(last[rank]), *times, ratio, tuple(kept)) if joined else None)
     return tuple(result)
+
+
+def _common_time(comparison: Comparison, meeting: Meeting) -> float:
+    """When the first member joined, on the common clock."""
+    member = meeting.members[0]
+    return comparison.clocks[member].at(meeting.events[0].start - comparison.ranks[member].start_us)
 
 
 def _begin(comparison: Comparison, meeting: Meeting, before: Meeting | None) -> list[tuple[float, float]]:
