@@ -26,8 +26,7 @@ def run(capsys, *arguments):
 def test_show_prints_the_timeline(capsys):
     costs = ["--cost.F", "2", "--cost.B", "5", "--cost.W", "2", "--cost.FB", "6", "--cost.comm", "1"]
     timeline = simulate(build("dualpipe", 4, 10), Costs(2, 5, 2, 6, 1))
-    assert run(capsys, *SHOW, *costs, "--width", 100) == (0, timeline_text(timeline, 100, color=False) + "\n", "")
-    assert run(capsys, *SHOW, *costs, "--width", 100, "--color", "always")[1] == timeline_text(timeline, 100) + "\n"
+    assert run(capsys, *SHOW, *costs, "--width", 100) == (0, timeline_text(timeline, 100) + "\n", "")
 
 
 def test_show_defaults(capsys):
@@ -39,10 +38,10 @@ def test_show_with_per_stage_costs_and_chunks(capsys):
     per_stage = [1, 2, 3, 4, 5, 6]
     code, out, _ = run(capsys, *arguments, "--cost.F", *per_stage, "--cost.B", 7, "--width", 90)
     timeline = simulate(build("interleaved_1f1b", 2, 4, 3), Costs(F=tuple(per_stage), B=7))
-    assert (code, out) == (0, timeline_text(timeline, 90, color=False) + "\n")
+    assert (code, out) == (0, timeline_text(timeline, 90) + "\n")
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png", "json", "csv"])
+@pytest.mark.parametrize("suffix", ["svg", "png", "csv"])
 def test_show_writes_files(capsys, tmp_path, suffix):
     path = tmp_path / f"fig.{suffix}"
     assert run(capsys, *SHOW, "--out", path) == (0, f"{path}\n", "")
@@ -265,16 +264,6 @@ def test_a_saved_schedule_reads_back_equal(tmp_path, capsys):
         path = tmp_path / f"{name}.csv"
         run(capsys, "schedule", "show", name, "--pp", 4, "--micro-batches", 8, "--out", path)
         assert Schedule.from_csv(path.read_text()) == build(name, 4, 8)
-
-
-def test_color_only_on_terminals_without_no_color(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    for value, colorful in ((None, True), ("1", False), ("", True)):
-        monkeypatch.delenv("NO_COLOR", raising=False)
-        if value is not None:
-            monkeypatch.setenv("NO_COLOR", value)
-        assert ("\x1b" in run(capsys, *SHOW)[1]) == colorful, value
-    assert "\x1b" not in run(capsys, *SHOW, "--color", "never")[1]
 
 
 def test_the_default_width_is_that_of_the_terminal(capsys, monkeypatch):

@@ -22,12 +22,10 @@ def run(capsys, command):
 
 
 def test_deepseek_v3_as_published(capsys):
-    code, out, _ = run(capsys, f"{V3} --explain --dollars-per-gpu-hour 2")
+    code, out, _ = run(capsys, f"{V3} --explain")
     assert code == 0
     hours = int(re.search(r"GPU hours for 10\^12 tokens \| +([\d,]+)", out)[1].replace(",", ""))
     assert hours == pytest.approx(180_000, rel=0.1)
-    dollars = int(re.search(r"dollars for 10\^12 tokens +\| +([\d,]+)", out)[1].replace(",", ""))
-    assert dollars == pytest.approx(2 * hours, abs=2)
     for part in ("hidden transfers", "pipeline bubble", "peak memory", "activations", "expert transfers", "software"):
         assert part in out
 
@@ -57,9 +55,9 @@ def test_mtp_and_a_config_of_hugging_face(capsys, tmp_path):
     assert mtp["step_time_s"] > plain["step_time_s"]
 
 
-def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys, tmp_path):
-    code, out, _ = run(capsys, f"{OLMOE} --top 3 --out {tmp_path}/ways.png")
-    assert code == 0 and (tmp_path / "ways.png").stat().st_size > 10_000
+def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys):
+    code, out, _ = run(capsys, f"{OLMOE} --top 3")
+    assert code == 0
     rows = [line for line in out.splitlines() if line.startswith("| tp ")]
     assert len(rows) == 3 and "more (--top)" in out
     assert "torchrun --nproc-per-node 8 train.py --preset olmoe-1b-7b" in out or "train.py cannot run it: tp" in out
@@ -106,7 +104,6 @@ WRONG = {
     "--batch-size 100": "--batch-size 100 is not a multiple of micro-batch x dp = 1 x 128 = 128; use 128",
     "--software mine": "--software must be one of",
     "--mtp -1": "--mtp",
-    "--dollars-per-gpu-hour nan": "--dollars-per-gpu-hour",
     "--schedule zigzag": "zigzag",
 }
 
@@ -119,11 +116,11 @@ def test_wrong_input_is_one_line(capsys, option, tmp_path, monkeypatch):
     assert WRONG[option] in error
 
 
-@pytest.mark.parametrize("option", ["--dtype mxfp8", "--software mine", "--gpu h1000", "--out step.txt"])
+@pytest.mark.parametrize("option", ["--dtype mxfp8", "--software mine", "--gpu h1000"])
 def test_a_search_that_cannot_start_is_one_line(capsys, option):
     code, out, error = run(capsys, f"{OLMOE} {option}")
     said = {"--dtype": "h100 does not support --dtype mxfp8", "--software": "--software must be one of",
-            "--gpu": "unknown device 'h1000'", "--out": "cannot write 'step.txt'"}[option.split()[0]]  # fmt: skip
+            "--gpu": "unknown device 'h1000'"}[option.split()[0]]  # fmt: skip
     assert code == 2 and out == "" and error.count("\n") == 1 and said in error
 
 
@@ -144,10 +141,9 @@ def test_loads_of_a_run_replace_the_assumed_routing(capsys, tmp_path):
     even, uneven = write("even.json", [[7] * 256] * 58), write("uneven.json", [[700] + [7] * 255] * 58)
     balanced = json.loads(run(capsys, f"{V3} --routing balanced --json")[1])
     report = json.loads(run(capsys, f"{even} --json")[1])
-    assert report.pop("zipf_exponent") == pytest.approx(0, abs=1e-6) and report == balanced
+    assert report == balanced
     code, out, _ = run(capsys, f"{uneven} --explain")
     assert code == 0 and "The fullest of 64 ranks gets 18.57 times the mean, and 18.57 to 18.57 by layer" in out
-    assert "Zipf's law fits them with exponent 0." in out
     assert json.loads(run(capsys, f"{uneven} --json")[1])["step_time_s"] > balanced["step_time_s"]
 
 

@@ -1,7 +1,6 @@
 """Predicted and measured step times of train.py on the CPUs of this machine.
 
-For each number of pipeline ranks, the machine is calibrated with as many processes at the same time, because processes
-share its memory and perhaps its cores. Then train.py runs a few steps, and the median counts.
+One core is calibrated. Then train.py runs a few steps with each number of pipeline ranks, and the median counts.
 """
 
 import json
@@ -12,8 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 from benchmarks.common import table
-from moe_dualpipe.tools.planner.calibration import Plan, device_value, measure
+from moe_dualpipe.tools.planner.calibration import device_value, measure
 from moe_dualpipe.tools.planner.calibration.device_file import Machine
 from moe_dualpipe.tools.planner.device import Device, parse_device
 from moe_dualpipe.tools.planner.prediction import estimate
@@ -26,18 +27,18 @@ MICRO_BATCHES, MICRO_BATCH, SEQ, STEPS, WARM_UP = 8, 2, 256, 12, 4
 
 def compare_machine(ranks: tuple[int, ...] = (1, 2, 4), preset: str = "tiny") -> str:
     """A table of predicted and measured seconds of a step."""
-    rows = []
+    rows, device = [], calibrate()
     for pp in ranks:
-        predicted, measured = predict_step(pp, preset, calibrate(pp)), measure_steps(pp, preset)
+        predicted, measured = predict_step(pp, preset, device), measure_steps(pp, preset)
         middle = statistics.median(measured)
         rows.append((str(pp), f"{predicted:.3f}", f"{middle:.3f}", f"{min(measured):.3f} to {max(measured):.3f}",
                      f"{100 * (predicted / middle - 1):+.1f}"))  # fmt: skip
     return table("pipeline ranks | predicted s | measured s | range of steps | error, %", rows)
 
 
-def calibrate(processes: int) -> Device:
-    machine = Machine("machine", "fp32", 8.0, 1, "measured")
-    return parse_device(device_value(machine, measure(Plan("cpu", processes))))
+def calibrate() -> Device:
+    machine = Machine("machine", "fp32", 8.0, 1, "torch", devices=len(os.sched_getaffinity(0)))
+    return parse_device(device_value(machine, measure(torch.device("cpu"))))
 
 
 def predict_step(pp: int, preset: str, device: Device) -> float:

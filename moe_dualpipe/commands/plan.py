@@ -1,18 +1,15 @@
 """`moe-dualpipe plan`: step time, memory and cost of a training run before it starts."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from ..checkpoint.expert_loads import find_loads
-from ..messages import check_range, printable
+from ..messages import check_range
 from ..models.config import Recompute
 from ..schedule import NAMES
-from ..tools.drawing.output import check_output
 from ..tools.planner.device import Precision, load_device
-from ..tools.planner.figure import save_candidates
 from ..tools.planner.layout_search import search
 from ..tools.planner.measured_loads import MeasuredLoads
 from ..tools.planner.prediction import estimate
@@ -57,13 +54,10 @@ class Run(JsonOption):
     """Attention in one kernel, without storing scores."""
     software: str | None = None
     """Take the measured constant from runs of this software only, such as megatron. None: from all runs."""
-    dollars_per_gpu_hour: float | None = None
-    """Price of a GPU hour. Also prints the cost of 10^12 tokens."""
 
     def workload(self, tp: int, pp: int, vpp: int, ep: int, **options) -> Workload:
         """Raises ValueError for invalid options."""
         check_ranges(self, 1, "gpus", "cp", "seq_len", "batch_size")
-        check_ranges(self, 0, "dollars_per_gpu_hour")
         check_ranges(self, 0, "mtp", high=16)
         if self.overlap and self.no_overlap:
             raise ValueError("--overlap and --no-overlap contradict each other: use one of them")
@@ -112,10 +106,10 @@ class EstimateCommand(Run):
             recompute=self.recompute, zero=self.zero,
         )  # fmt: skip
         found = estimate(load, self.software)
-        parts = [estimate_report(found, self.dollars_per_gpu_hour)]
+        parts = [estimate_report(found)]
         if self.explain:
             parts += [waterfall_table(found), routing_line(found.load)]
-        self.show(found.as_dict(self.dollars_per_gpu_hour), "\n\n".join(parts))
+        self.show(found.as_dict(), "\n\n".join(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +118,8 @@ class SearchCommand(Run):
 
     top: int = 12
     """Number of layouts to print."""
-    out: Path | None = None
-    """Also draw step time against memory: .png, .svg or .pdf."""
 
     def run(self) -> None:
         check_range("--top", self.top, 1, 1000)
-        if self.out is not None:
-            check_output(self.out, (".png", ".svg", ".pdf"))
         found = search(self.workload(1, 1, 1, 1), self.software)
-        price = self.dollars_per_gpu_hour
-        self.show(search_rows(found, self.top, price), search_report(found, self.top, price))
-        if self.out is not None:
-            save_candidates(found, self.out)
-            if not self.json:
-                print(f"wrote {printable(self.out)}")
+        self.show(search_rows(found, self.top), search_report(found, self.top))

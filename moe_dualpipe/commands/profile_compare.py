@@ -8,19 +8,18 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..messages import printable
-from ..tools.drawing.output import check_output
 from ..tools.profiler.communication import Names
 from ..tools.profiler.compare import Comparison
 from ..tools.profiler.reading.paths import trace_paths
 from ..tools.profiler.recordings import read_recording
-from ..tools.profiler.reports.comparison import SUFFIXES, compare_text, save_comparison
+from ..tools.profiler.reports.comparison import compare_text
 from ..tools.profiler.windows import parse_steps
 from .options import JsonOption
 
 
 @dataclass(frozen=True)
 class ProfileCompare(JsonOption):
-    """Compare two recordings: steps, computation by category, communication, and causes of lost time."""
+    """Compare two recordings: steps, computation by category, and communication."""
 
     a: Positional[Annotated[Path, arg(metavar="A")]]
     """Recording before the change: a trace, a folder of the ranks' traces, or a pattern such as "run/*.json"."""
@@ -32,16 +31,12 @@ class ProfileCompare(JsonOption):
     """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
     steps: str | None = None
     """Steps to compare: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps without start-up."""
-    out: Path | None = None
-    """Draw the time of each category, A above B, into this file (.png or .svg)."""
 
     def run(self) -> None:
         try:
             names = Names(self.comm, self.compute)
         except ValueError as error:
             raise ValueError(f"--{error}") from None
-        if self.out is not None:
-            check_output(self.out, SUFFIXES)
         paths = [trace_paths([argument]) for argument in (self.a, self.b)]
         steps = parse_steps(self.steps)
         comparison = Comparison(*(read_recording(str(one), files, names, steps)
@@ -49,6 +44,4 @@ class ProfileCompare(JsonOption):
         for one in (comparison.a, comparison.b):
             for path, sentence in one.remarks:
                 print(f"{printable(path)}: {sentence}", file=sys.stderr)
-        if self.out is not None:
-            save_comparison(comparison, self.out)
         self.show(comparison.as_object(), compare_text(comparison))

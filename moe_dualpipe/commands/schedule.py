@@ -1,11 +1,9 @@
 """`moe-dualpipe schedule`: show, compare and check pipeline schedules."""
 
-import os
 import shutil
-import sys
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -76,11 +74,9 @@ class ShowSchedule(ChosenSchedule):
 
     cost: CostOptions = field(default_factory=CostOptions)
     out: Path | None = None
-    """Save to this file: a figure (.svg, .png), a Chrome trace for Perfetto (.json) or the actions (.csv)."""
+    """Save to this file: a figure (.svg, .png) or the actions (.csv)."""
     width: int | None = None
     """Number of columns, at least 40. None: the width of the terminal."""
-    color: Literal["auto", "always", "never"] = "auto"
-    """Use colours. auto: if the output is a terminal and NO_COLOR is not set."""
 
     def run(self) -> None:
         costs = self.cost.checked()
@@ -95,8 +91,7 @@ class ShowSchedule(ChosenSchedule):
             print(printable(self.out))
             return
         width = self.width or shutil.get_terminal_size().columns
-        on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(timeline_text(timeline, width, self.color == "always" or (self.color == "auto" and on_terminal)))
+        print(timeline_text(timeline, width))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ They raise ValueError if the class does not exist, or if its arguments or option
 import dataclasses
 from typing import Any
 
-from ...errors import Place
+from ...errors import CodeLine
 from ...models.attention import attention_class
 from ...models.block import block_class
 from ...models.build_experts import expert_class
@@ -79,5 +79,5 @@ def check_block(
 
 
 def _check(found: LayerClass, subject: Any, laws: list[Law], raise_errors: bool) -> Report:
-    where = str(Place.of(found.make) or "")
+    where = str(CodeLine.of(found.make) or "")
     return check_laws(f"check of the {found.kind} {found.name}", where, subject, laws, raise_errors)

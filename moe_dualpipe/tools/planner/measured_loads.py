@@ -5,8 +5,7 @@ some layers only. A rank holds consecutive experts, as in this project.
 """
 
 import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -81,32 +80,8 @@ class MeasuredLoads:
             by_layer = dict(zip(layers, by_layer.values(), strict=True))
         return [by_layer[index] if layer.experts else [1.0] * ep for index, layer in enumerate(shape.layers)]
 
-    @property
-    def zipf(self) -> float:
-        """The exponent of Zipf's law that fits best: the mean over layers with loads."""
-        return statistics.fmean([zipf_exponent(load_E) for load_E in self.loads if any(load_E)] or [0.0])
-
 
 @lru_cache(maxsize=256)
 def _relative(measured: MeasuredLoads, ep: int) -> list[list[float]]:
     loads = measured.loads
     return relative(in_order(len(loads), len(loads[0]), ep).gpu_loads(loads))
-
-
-def zipf_exponent(load_E: Sequence[float]) -> float:
-    """The s for which loads proportional to 1, 1/2^s, 1/3^s, ... are most likely, from the largest load on.
-
-    The most likely s is that whose mean of log(place) is that of the loads. At least 0; at most 10.
-
-    Example: loads 12, 6, 4, 3 have s = 1.
-    """
-    loads = sorted(load_E, reverse=True)
-    logs = [math.log(place) for place in range(1, len(loads) + 1)]
-    wanted = math.fsum(map(math.prod, zip(loads, logs, strict=True))) / math.fsum(loads)
-    low, high = 0.0, 10.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        weights = [math.exp(-middle * log) for log in logs]
-        mean = math.fsum(map(math.prod, zip(weights, logs, strict=True))) / math.fsum(weights)
-        low, high = (middle, high) if mean > wanted else (low, middle)
-    return (low + high) / 2

@@ -113,10 +113,10 @@ class Estimate:
             before = after
         yield "software", self.seconds - before
 
-    def as_dict(self, dollars: float | None = None) -> dict[str, Any]:
-        """The JSON report. dollars: price of a GPU hour."""
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON report."""
         low, high = self.interval
-        report = {
+        return {
             "step_time_s": self.seconds, "step_time_low_s": low, "step_time_high_s": high,
             "tokens_per_s_per_gpu": self.tokens_per_gpu, "model_tflops_per_gpu": self.flops_per_gpu / 1e12,
             "mfu": self.utilization, "hidden_fraction": self.step.hidden, "bubble_fraction": self.step.bubble,
@@ -124,9 +124,6 @@ class Estimate:
             "memory_gb": {name: size / 1e9 for name, size in self.memory.parts().items()},
             "expert_imbalance": self.imbalance, "waterfall_s": dict(self.waterfall()),
         }  # fmt: skip
-        if self.load.loads is not None:
-            report["zipf_exponent"] = self.load.loads.zipf
-        return report if dollars is None else report | {"dollars_per_trillion_tokens": dollars * self.gpu_hours}
 
 
 def ideal_seconds(load: Workload) -> float:

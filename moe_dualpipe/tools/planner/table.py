@@ -14,7 +14,7 @@ from .train_command import missing, train_command
 from .workload import Workload, layout_text
 
 
-def estimate_report(found: Estimate, dollars: float | None = None) -> str:
+def estimate_report(found: Estimate) -> str:
     """The prediction for one layout."""
     load, (low, high) = found.load, found.interval
     memory, transfers = found.memory, found.step.transfers * found.constant.factor
@@ -27,8 +27,6 @@ def estimate_report(found: Estimate, dollars: float | None = None) -> str:
         ["pipeline bubble", f"{found.step.bubble:.1%}"],
         ["GPU hours for 10^12 tokens", f"{found.gpu_hours:,.0f}"],
     ]
-    if dollars is not None:
-        rows.append(["dollars for 10^12 tokens", f"{dollars * found.gpu_hours:,.0f}"])
     digits = _digits(memory.total / 1e9, 1)
     rows.append(["peak memory", f"{memory.total / 1e9:.{digits}f} of {load.device.memory_gb:.0f} GB"])
     rows += [[f"  {name}", f"{size / 1e9:.{digits}f} GB"] for name, size in memory.parts().items()]
@@ -85,16 +83,16 @@ def routing_line(load: Workload) -> str:
     if load.loads is None:
         return f"Routing: assumed, Zipf's law with exponent {ZIPF}. {ranks}."
     return (
-        f"Routing: loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}. "
-        f"Zipf's law fits them with exponent {load.loads.zipf:.2f}.\n{ranks}, and {low:.2f} to {high:.2f} by layer."
+        f"Routing: loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}.\n"
+        f"{ranks}, and {low:.2f} to {high:.2f} by layer."
     )
 
 
-def search_report(found: Found, top: int, dollars: float | None = None) -> str:
+def search_report(found: Found, top: int) -> str:
     """The ranking, with the reason why each is slower than the best, and the command that runs the best."""
     heading = ["layout", "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU", "slower because of"]
     rows = [_row(found, one) for one in found.ranked[:top]]
-    parts = [estimate_report(found.best, dollars), markdown([heading, *rows])]
+    parts = [estimate_report(found.best), markdown([heading, *rows])]
     if len(found.ranked) > top:
         parts.append(f"and {len(found.ranked) - top} more (--top)")
     if not all(one.simulated for one in found.ranked[:top]):
@@ -129,11 +127,11 @@ def _row(found: Found, one: Candidate) -> list[str]:
     ]  # fmt: skip
 
 
-def search_rows(found: Found, top: int, dollars: float | None = None) -> dict[str, Any]:
+def search_rows(found: Found, top: int) -> dict[str, Any]:
     """The JSON report."""
     factor = found.best.constant.factor
     return {
-        "best": found.best.as_dict(dollars),
+        "best": found.best.as_dict(),
         "tried": found.tried,
         "ranked": [
             {

@@ -8,7 +8,7 @@ to the window exactly.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from .phases import Phases
 from .trace import DeviceEvent, Trace
 
 COMMUNICATION, WAITING = "communication", "waiting"
+Owner = TypeVar("Owner", "Label", str)
 
 
 class Label(NamedTuple):
@@ -77,9 +78,9 @@ def divide(
 
     compute: kernels and copies. late_host: time in which nothing runs and the host is late.
     """
-    owned = _owned(compute, label_of)
+    owned = owners(compute, label_of)
     busy = union(np.concatenate([EMPTY, *owned.values()]))
-    for label, intervals in _owned(comm, label_of).items():
+    for label, intervals in owners(comm, label_of).items():
         owned[label] = union(np.concatenate([owned.get(label, EMPTY), difference(intervals, busy)]))
     every = np.concatenate([EMPTY, *owned.values()])
     start, end = (float(every[:, 0].min()), float(every[:, 1].max())) if len(every) else (0.0, 0.0)
@@ -118,7 +119,7 @@ def late_host(trace: Trace, events: Sequence[DeviceEvent]) -> Intervals:
     return np.array(rows) if rows else EMPTY
 
 
-def _owned(events: Iterable[DeviceEvent], label_of: Callable[[DeviceEvent], Label]) -> dict[Label, Intervals]:
+def owners(events: Iterable[DeviceEvent], label_of: Callable[[DeviceEvent], Owner]) -> dict[Owner, Intervals]:
     """The moments that belong to each label. A moment belongs to the event that started first."""
     ordered = sorted(events, key=lambda event: event.start)
     if not ordered:
@@ -126,6 +127,6 @@ def _owned(events: Iterable[DeviceEvent], label_of: Callable[[DeviceEvent], Labe
     times = np.array([(event.start, event.end) for event in ordered])
     reach = np.maximum.accumulate(times[:, 1])
     times[1:, 0] = np.maximum(times[1:, 0], reach[:-1])
-    codes: dict[Label, int] = {}
+    codes: dict[Owner, int] = {}
     of = np.array([codes.setdefault(label_of(event), len(codes)) for event in ordered])
     return {label: union(times[of == code]) for label, code in codes.items()}

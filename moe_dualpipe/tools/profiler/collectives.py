@@ -18,7 +18,7 @@ join where traces of several ranks were compared. If ranks of the group have no 
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -50,17 +50,6 @@ DTYPE_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 """Bytes of an element. Keys are names of c10::ScalarType (in lower case) and of torch's dtypes."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchSite:
-    """The part of a row that was launched in one phase or module."""
-
-    name: str
-    count: int
-    bytes: int | None
-    total_us: float
-    exposed_us: float
 
 
 class Met(NamedTuple):
@@ -98,8 +87,6 @@ class CollectiveRow:
     bus_gb_s: float | None
     is_lower_limit: bool
     """Whether the bandwidths are lower limits, because the times may contain waits for ranks without a trace."""
-    places: tuple[LaunchSite, ...]
-    """Sorted by total time, longest first. Empty if no place is known."""
 
 
 def kind_of_collective(event: DeviceEvent) -> str:
@@ -173,13 +160,11 @@ def group_size(collective: Collective | None) -> int | None:
 def collective_rows(
     comm: Sequence[DeviceEvent],
     exposed: Intervals,
-    place_of: Callable[[int], str],
     met: Mapping[int, Met] | None = None,
 ) -> tuple[CollectiveRow, ...]:
     """Return the rows of one device, sorted by total time, longest first.
 
-    comm: its transfers. exposed: all its exposed communication. place_of: the phase or module of the transfer with an
-    index in `comm`; "" or the transfer's own name if that is unknown. met: the transfers that were compared with those
+    comm: its transfers. exposed: all its exposed communication. met: the transfers that were compared with those
     of other ranks, by index.
     """
     rows: dict[tuple[str, str, tuple[int, ...], int | None, str], list[int]] = defaultdict(list)
@@ -188,13 +173,13 @@ def collective_rows(
         rows[
             name_of_collective(event), group_name(found), found.ranks, group_size(event.collective), found.dtype
         ].append(index)
-    result = [_row(*key, comm, indices, exposed, place_of, met or {}) for key, indices in rows.items()]
+    result = [_row(*key, comm, indices, exposed, met or {}) for key, indices in rows.items()]
     return tuple(sorted(result, key=lambda row: -row.total_us))
 
 
 def _row(
     kind: str, group: str, ranks: tuple[int, ...], size: int | None, dtype: str, comm: Sequence[DeviceEvent],
-    indices: Sequence[int], exposed: Intervals, place_of: Callable[[int], str], met: Mapping[int, Met],
+    indices: Sequence[int], exposed: Intervals, met: Mapping[int, Met],
 ) -> CollectiveRow:  # fmt: skip
     events = [comm[index] for index in indices]
     known = {index: met[index] for index in indices if index in met}
@@ -202,22 +187,12 @@ def _row(
     time, number = (transfer, _bytes(comm[index] for index in known)) if known else (total_time(events), _bytes(events))
     bandwidth = number / time / 1e3 if number and time > 0 else None
     factor = bus_factor(kind, size)
-    by_place: dict[str, list[DeviceEvent]] = defaultdict(list)
-    for index in indices:
-        event = comm[index]
-        if (place := place_of(index)) not in ("", kind, event.name, event.collective and event.collective.name):
-            by_place[place].append(event)
-    places = [
-        LaunchSite(name, len(same), _bytes(same), total_time(same), _exposed(same, exposed))
-        for name, same in by_place.items()
-    ]
     return CollectiveRow(
         kind=kind, group=group, ranks=ranks, size=size, dtype=dtype, count=len(events), bytes=_bytes(events),
         total_us=total_time(events), compared=len(known), transfer_us=transfer if known else None,
         exposed_us=_exposed(events, exposed), algorithm_gb_s=bandwidth,
         bus_gb_s=None if bandwidth is None or factor is None else bandwidth * factor,
         is_lower_limit=not known or not all(one.complete for one in known.values()),
-        places=tuple(sorted(places, key=lambda place: -place.total_us)),
     )  # fmt: skip
 
 

@@ -4,19 +4,11 @@ All work of a step and its idle time add up to the step, so the differences of t
 of the steps. If a recording has no steps, whole recordings are compared.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .categories import COMMUNICATION, COPY
-from .doctor.verdict import Verdict
-from .recordings import NO_WORK, Recording, Sums, Work, transfers_of
-
-CHANGED = 0.01
-"""Causes whose gain changed by less than this share of the step are the same."""
-_SAME_WORK = 0.5
-_SAME_COUNT, _MOST = 0.05, 0.8
-"""Kernels with this share of the time must run equally often, within 5%, for recordings to have the same work."""
+from .recordings import Recording, Sums, Work, transfers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,7 @@ class Comparison:
 
     @property
     def parts(self) -> list[Difference]:
-        """The categories, with COMMUNICATION that is exposed, COPY and NO_WORK: the largest difference first."""
+        """The categories, with exposed communication, copies and idle times: the largest difference first."""
         a, b = (sums.by_category() for sums in self.sums)
         return _differences(a, b)
 
@@ -77,51 +69,16 @@ class Comparison:
         return _differences(a, b)
 
     @property
-    def verdicts(self) -> dict[str, list[tuple[Verdict | None, Verdict | None]]]:
-        """Causes that are "gone" in B, "new" in B, or "changed", each as it is in A and in B."""
-        a, b = ({verdict.kind: verdict for verdict in one.verdicts} for one in (self.a, self.b))
-        found: dict[str, list[tuple[Verdict | None, Verdict | None]]] = {
-            "gone": [(verdict, None) for kind, verdict in a.items() if kind not in b],
-            "new": [(None, verdict) for kind, verdict in b.items() if kind not in a],
-            "changed": [(a[kind], b[kind]) for kind in a if kind in b and _apart(a[kind], b[kind])],
-        }
-        return found
-
-    @property
-    def common(self) -> tuple[float, float]:
-        """The share of the computation of each recording in kernels that the other one runs, too."""
-        a, b = (_computation(sums) for sums in self.sums)
-        return _share(a, b), _share(b, a)
-
-    @property
-    def work_ratio(self) -> float | None:
-        """How many times B runs what A runs, by the counts of their common kernels. None if these do not agree."""
-        sums_a, sums_b = self.sums
-        counts = [(sums_b.work[key].count / one.count, one.total_us) for key, one in sums_a.work.items()
-                  if one.count and key in sums_b.work and sums_b.work[key].count]  # fmt: skip
-        whole = sum(us for _, us in counts)
-        reached = 0.0
-        for ratio, us in sorted(counts):
-            reached += us
-            if reached >= whole / 2:
-                agreeing = sum(us for other, us in counts if abs(other - ratio) <= _SAME_COUNT * ratio)
-                return ratio if agreeing >= _MOST * sum(one.total_us for one in sums_a.work.values()) else None
-        return None
-
-    @property
     def unlike(self) -> list[str]:
-        """Sentences about what was not recorded alike. Other GPUs run other kernels, so that says nothing more."""
+        """Sentences about what was not recorded alike."""
         a, b = self.a, self.b
         found = []
-        if other_gpus := bool(a.gpus and b.gpus and a.gpus != b.gpus):
+        if a.gpus and b.gpus and a.gpus != b.gpus:
             found.append(f"Different GPUs: {', '.join(a.gpus)} in A, {', '.join(b.gpus)} in B.")
         if a.devices != b.devices:
             found.append(f"A has {a.devices} and B has {b.devices} devices: all numbers are means over devices.")
         if a.world_size and b.world_size and a.world_size != b.world_size:
             found.append(f"The job of A has {a.world_size:,} ranks, that of B {b.world_size:,}.")
-        if max(self.common) < _SAME_WORK and not other_gpus:
-            shares = " and ".join(f"{share:.0%}" for share in self.common)
-            found.append(f"Only {shares} of the computation is in kernels that both run: other models or libraries.")
         return found
 
     def as_object(self) -> dict[str, Any]:
@@ -135,14 +92,9 @@ class Comparison:
             }  # fmt: skip
         return {
             "by_step": self.by_step, **sides, "difference_us": self.difference_us, "unlike": self.unlike,
-            "work_ratio": self.work_ratio,
             "parts": [{**part.as_object(), "kernels": [one.as_object() for one in self.kernels(part.name)]}
                       for part in self.parts],
             "transfers": [kind.as_object() for kind in self.transfers],
-            "verdicts": {
-                change: [{"a": a and asdict(a), "b": b and asdict(b)} for a, b in pairs]
-                for change, pairs in self.verdicts.items()
-            },
         }  # fmt: skip
 
 
@@ -150,26 +102,3 @@ def _differences(a: Mapping[str, Work], b: Mapping[str, Work]) -> list[Differenc
     found = [Difference(name, a.get(name, Work()), b.get(name, Work())) for name in {**a, **b}]
     found = [one for one in found if (one.a, one.b) != (Work(), Work())]
     return sorted(found, key=lambda one: (-abs(one.us), one.name))
-
-
-def _apart(a: Verdict, b: Verdict) -> bool:
-    return abs((b.gain_fraction or 0.0) - (a.gain_fraction or 0.0)) >= CHANGED
-
-
-def _computation(sums: Sums) -> dict[str, float]:
-    others = COMMUNICATION, COPY, *NO_WORK
-    return {name: work.total_us for (category, name), work in sums.work.items() if category not in others}
-
-
-def _share(own: Mapping[str, float], other: Mapping[str, float]) -> float:
-    whole = sum(own.values())
-    return sum(us for name, us in own.items() if name in other) / whole if whole else 1.0
-
-
-def explaining(
-    parts: Sequence[Difference], difference_us: float, least: float
-) -> tuple[list[Difference], list[Difference]]:
-    """The parts with at least this share of the difference: those that explain it, and those against it."""
-    sign = 1 if difference_us >= 0 else -1
-    large = [part for part in parts if abs(part.us) > 0 and abs(part.us) >= least * abs(difference_us)]
-    return [part for part in large if part.us * sign > 0], [part for part in large if part.us * sign <= 0]

@@ -10,7 +10,6 @@ from .analyze import Analysis, analyze
 from .attribution import work_of
 from .collectives import Met, collective_rows
 from .communication import NAMES, Names
-from .critical_path import PathPart, critical_path
 from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
 from .intervals import difference, intervals_of, union
@@ -60,8 +59,6 @@ class TraceFiles:
     """One comparison of all devices, or one each of parts of them, in their order."""
     lateness: Sequence[Lateness | None] = ()
     """How each device delayed the others; () if that was not examined."""
-    critical_path: Sequence[PathPart] = ()
-    """On what the end of the recording depended; () if that is unknown."""
 
     @property
     def skews(self) -> list[RankSkew]:
@@ -114,14 +111,10 @@ class TraceFiles:
     def _ranks_objects(self, position: int) -> dict[str, Any]:
         """What a comparison tells about one device: null if it was not examined or is unknown."""
         late = self.lateness[position] if self.lateness else None
-        path = [self._label_object(part) for part in self.critical_path if part.rank == position]
         reasons = [self._label_object(reason) for reason in late.reasons] if late else []
-        return {
-            "lateness": {**asdict(late), "reasons": reasons} if late else None,
-            "critical_path": path if self.critical_path else None,
-        }
+        return {"lateness": {**asdict(late), "reasons": reasons} if late else None}
 
-    def _label_object(self, one: Reason | PathPart) -> dict[str, Any]:
+    def _label_object(self, one: Reason) -> dict[str, Any]:
         category, phase, missing = one.label
         return {"category": category, "phase": phase, "us": one.us,
                 "waits_for": None if missing is None else self.names[missing]}  # fmt: skip
@@ -156,11 +149,11 @@ def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:
     for device, meetings in zip(devices, comparison.joined, strict=True):
         known = device.transfers
         met = {index: Met(meeting.shortest_us, meeting.complete) for index, meeting in meetings.items()}
-        rows = collective_rows(known.transfers, known.exposed, lambda i, places=known.places: places[i], met)
+        rows = collective_rows(known.transfers, known.exposed, met)
         complete.append(replace(device, analysis=replace(device.analysis, collectives=rows)))
     if len(devices) < 2 or (work := partitions(comparison)) is None:
         return TraceFiles(complete, [comparison])
-    return TraceFiles(complete, [comparison], lateness(comparison, work), critical_path(comparison, work))
+    return TraceFiles(complete, [comparison], lateness(comparison, work))
 
 
 def analyze_devices(
@@ -195,9 +188,8 @@ def analyze_devices(
         exposed = difference(union(intervals_of(comm)), union(intervals_of(others)))
         start = min(event.start for event in events)
         job = trace.rank, trace.world_size, trace.groups
-        places = [*map(phases.phase_of, comm)]
         divided = work_of(part, events, names, phases) if work or len(names_of_devices) > 1 else None
-        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, places, exposed, divided)
+        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, exposed, divided)
         lanes = device_lanes(part, device, names) if pictures else None
         if examined is not None:
             rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"

@@ -1,22 +1,20 @@
 """Explain the time in which no kernel computed: what ran instead, what computed next, and whether the host was late.
 
-If the next computation was already queued, it waited for data. If the host had not launched it yet, the host was late,
-possibly because it was inside a call that waits for the device.
+If the next computation was already queued, it waited for data. If the host had not launched it yet, the host was late.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .intervals import Intervals, intervals_of, length_before, union
+from .attribution import owners
+from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, length_before, union
 from .phases import Phases
 from .trace import DeviceEvent, Trace
 
 _NEARBY = 64
 """The next annotation is searched among this many events."""
-_SYNCHRONIZES = re.compile(r"Synchronize|Memcpy(?!.*Async)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +31,6 @@ class Wait:
     host_us: float | None
     """The part before the host launched the next computation. On a CPU, the part outside known waits. None if no launch
     of a next computation is recorded."""
-    sync_us: float | None
-    """The part of `host_us` in which the host waited for the device."""
 
 
 def find_waits(
@@ -46,7 +42,13 @@ def find_waits(
     Of several transfers in flight, the first one counts. Copies count where no transfer is in flight.
     """
     by_start = sorted(compute, key=lambda event: event.start)
-    pieces = list(_pieces(gaps.tolist(), [*_owned(comm, copies)]))
+    pieces, taken = [], EMPTY
+    for events in (comm, copies):
+        owned = {name: difference(own, taken) for name, own in owners(events, phases.name_of).items()}
+        for name, own in owned.items():
+            pieces += [(start, end, name) for start, end in intersection(own, _touched(gaps, own)).tolist()]
+        taken = union(np.concatenate([taken, *owned.values()]))
+    pieces += [(start, end, "") for start, end in difference(gaps, taken).tolist()]
     if not pieces:
         return ()
     starts, ends = np.array([piece[:2] for piece in pieces]).T
@@ -55,80 +57,31 @@ def find_waits(
     launched = np.array([launch.end if launch else np.nan for launch in launches])
     keys: dict[tuple[str, str], int] = {}
     key_of = np.empty(len(pieces), dtype=np.int64)
-    for i, (piece, following) in enumerate(zip(pieces, nexts, strict=True)):
-        during = phases.name_of(piece[2]) if piece[2] else ""
+    for i, ((_, _, during), following) in enumerate(zip(pieces, nexts, strict=True)):
         key = during, _next(phases, by_start[following : following + _NEARBY], during)
         key_of[i] = keys.setdefault(key, len(keys))
     known = np.isfinite(launched)
     late = np.where(known, np.clip(launched, starts, ends), starts)
-    in_call = length_before(union(intervals_of(e for e in trace.launches.values() if _SYNCHRONIZES.search(e.name))))
     waited = length_before(union(intervals_of(trace.waits)))
 
     def sums(weights: Intervals) -> list[float]:
         return np.bincount(key_of, weights, minlength=len(keys)).tolist()
 
     host = sums((late - starts) - (waited(late) - waited(starts)))
-    syncs = sums(in_call(late) - in_call(starts))
-    columns = sums(np.ones(len(pieces))), sums(ends - starts), host, syncs
+    columns = sums(np.ones(len(pieces))), sums(ends - starts), host
     found = [Wait(*key, int(times), *us) for key, times, *us in zip(keys, *columns, strict=True)]
-    found = [
-        wait if number else replace(wait, host_us=None, sync_us=None)
-        for wait, number in zip(found, sums(known), strict=True)
-    ]
+    found = [wait if number else replace(wait, host_us=None) for wait, number in zip(found, sums(known), strict=True)]
     return tuple(sorted(found, key=lambda wait: -wait.total_us))
+
+
+def _touched(gaps: Intervals, own: Intervals) -> Intervals:
+    """The gaps that overlap `own`: there can be many names, and each has few of the gaps."""
+    steps = np.zeros(len(gaps) + 1)
+    np.add.at(steps, np.searchsorted(gaps[:, 1], own[:, 0], side="right"), 1)
+    np.add.at(steps, np.searchsorted(gaps[:, 0], own[:, 1], side="left"), -1)
+    return gaps[np.cumsum(steps)[:-1] > 0]
 
 
 def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
     named = (phases.name_of(event) for event in events if phases.is_named(event))
     return next((name for name in named if name != during), events[0].name if events else "")
-
-
-_Piece = tuple[float, float, DeviceEvent | None]
-
-
-def _owned(comm: Iterable[DeviceEvent], copies: Iterable[DeviceEvent]) -> Iterator[_Piece]:
-    """The times of transfers, and those of copies between them, sorted and disjoint."""
-    transfers, others = ([*_first_of(sorted(events, key=lambda e: e.start))] for events in (comm, copies))
-    at = 0
-    for start, end, event in others:
-        while at < len(transfers) and transfers[at][1] <= start:
-            yield transfers[at]
-            at += 1
-        cursor = start
-        while at < len(transfers) and transfers[at][0] < end:
-            if transfers[at][0] > cursor:
-                yield cursor, transfers[at][0], event
-            cursor = transfers[at][1]
-            if cursor > end:
-                break
-            yield transfers[at]
-            at += 1
-        if cursor < end:
-            yield cursor, end, event
-    yield from transfers[at:]
-
-
-def _first_of(events: Sequence[DeviceEvent]) -> Iterator[_Piece]:
-    """Cut events, sorted by start, so that they do not overlap. Each moment belongs to the event that started first."""
-    cursor = -np.inf
-    for event in events:
-        if event.end > max(event.start, cursor):
-            yield max(event.start, cursor), event.end, event
-            cursor = event.end
-
-
-def _pieces(gaps: Iterable[tuple[float, float]], owned: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Cut the gaps where an owner starts or ends. Both lists are sorted and disjoint."""
-    first = 0
-    for cursor, end in gaps:
-        while first < len(owned) and owned[first][1] <= cursor:
-            first += 1
-        at = first
-        while at < len(owned) and owned[at][0] < end:
-            start, stop, event = owned[at]
-            if start > cursor:
-                yield cursor, start, None
-            begin, cursor, at = max(start, cursor), min(stop, end), at + 1
-            yield begin, cursor, event
-        if cursor < end:
-            yield cursor, end, None

@@ -8,11 +8,9 @@ joined. Without computation beside waits, the differences add up to the mean wai
 the first collective of a group, where the recordings begin.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -96,15 +94,22 @@ def lateness(comparison: Comparison, work: Sequence[Partition]) -> tuple[Latenes
     size = len(comparison.ranks)
     last, delayed, alone = np.zeros(size, np.int64), np.zeros(size), np.zeros(size)
     spans: dict[int, list[_Span]] = defaultdict(list)
-    before, exposed = _Before(comparison), [length_before(rank.exposed) for rank in comparison.ranks]
-    for meeting in comparison.meetings:
+    before: dict[frozenset[int], Meeting] = {}
+    exposed = [length_before(rank.exposed) for rank in comparison.ranks]
+    for meeting in sorted(comparison.meetings, key=lambda one: _common_time(comparison, one)):
+        wider = [
+            other for members, other in before.items() if members.issuperset(meeting.members)
+            and all(other.event_of(one).end <= meeting.event_of(one).start for one in meeting.members)
+        ]  # fmt: skip
+        earlier = max(wider, key=lambda other: other.event_of(meeting.members[0]).end, default=None)
+        before[frozenset(meeting.members)] = meeting
         late, others = meeting.last, len(meeting.members) - 1
         wait = sum(meeting.waited_us) / others
         if wait < LEAST_WAIT_US:
             continue
         last[late] += 1
         delayed[late] += wait
-        begun = before.begin(meeting)
+        begun = _begin(comparison, meeting, earlier)
         known = all(start <= event.start for (_, start), event in zip(begun, meeting.events, strict=True))
         for member, (joined, start), event in zip(meeting.members, begun, meeting.events, strict=True):
             if known:
@@ -134,49 +139,20 @@ def lateness(comparison: Comparison, work: Sequence[Partition]) -> tuple[Latenes
     return tuple(result)
 
 
-class _Before:
-    """Finds when the members of a meeting were last known to be at the same moment."""
+def _common_time(comparison: Comparison, meeting: Meeting) -> float:
+    """When the first member joined, on the common clock."""
+    member = meeting.members[0]
+    return comparison.clocks[member].at(meeting.events[0].start - comparison.ranks[member].start_us)
 
-    def __init__(self, comparison: Comparison):
-        self._comparison = comparison
-        self._of: dict[frozenset[int], list[Meeting]] = defaultdict(list)
-        for meeting in comparison.meetings:
-            self._of[frozenset(meeting.members)].append(meeting)
-        self._ends = lru_cache(maxsize=None)(self._sorted_ends)
 
-    def begin(self, meeting: Meeting) -> list[tuple[float, float]]:
-        """When each member joined the last meeting before `meeting` with all its members, and when all had joined.
-
-        Both on the member's own clock. Without such a meeting, when all members were being recorded.
-        """
-        first, begun = meeting.members[0], meeting.events[0].start
-        best: list[tuple[float, float]] = []
-        for members in self._of:
-            if not members.issuperset(meeting.members):
-                continue
-            ends, meetings = self._ends(members, first)
-            for earlier in self._fitting(meetings[: bisect_right(ends, begun)], meeting):
-                events = [earlier.events[earlier.members.index(member)] for member in meeting.members]
-                found = [(event.start, event.end - earlier.shortest_us) for event in events]
-                best = found if not best or found[0][1] > best[0][1] else best
-                break
-        return best or [(start, start) for start in self._recording(meeting)]
-
-    def _sorted_ends(self, members: frozenset[int], first: int) -> tuple[list[float], list[Meeting]]:
-        ends = [(m.events[m.members.index(first)].end, i) for i, m in enumerate(self._of[members])]
-        return [end for end, _ in sorted(ends)], [self._of[members][i] for _, i in sorted(ends)]
-
-    @staticmethod
-    def _fitting(earlier: Sequence[Meeting], meeting: Meeting) -> Iterator[Meeting]:
-        """The earlier meetings that ended on all members before `meeting` began there, the latest first."""
-        for other in reversed(earlier):
-            ends = (other.events[other.members.index(member)].end for member in meeting.members)
-            if all(end <= event.start for end, event in zip(ends, meeting.events, strict=True)):
-                yield other
-
-    def _recording(self, meeting: Meeting) -> list[float]:
-        """When all members were being recorded."""
-        clocks = [self._comparison.clocks[member] for member in meeting.members]
-        latest = max(clock.shift_us for clock in clocks)
-        starts = [self._comparison.ranks[member].start_us for member in meeting.members]
-        return [start + clock.since(latest) for start, clock in zip(starts, clocks, strict=True)]
+def _begin(comparison: Comparison, meeting: Meeting, before: Meeting | None) -> list[tuple[float, float]]:
+    """When each member joined the last meeting before of all these members, and when all had joined; without such a
+    meeting, when all members were being recorded. On the member's own clock."""
+    if before is not None:
+        events = [before.event_of(member) for member in meeting.members]
+        return [(event.start, event.end - before.shortest_us) for event in events]
+    clocks = [comparison.clocks[member] for member in meeting.members]
+    latest = max(clock.shift_us for clock in clocks)
+    starts = [comparison.ranks[member].start_us for member in meeting.members]
+    begun = [start + clock.since(latest) for start, clock in zip(starts, clocks, strict=True)]
+    return [(time, time) for time in begun]

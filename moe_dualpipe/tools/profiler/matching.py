@@ -41,8 +41,6 @@ class RankTransfers:
     world_size: int | None = None
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks of each process group, by its name."""
-    places: Sequence[str] = ()
-    """The phase or module of each transfer; "" if unknown."""
     exposed: Intervals = field(default_factory=lambda: EMPTY)
     """All its exposed communication."""
     work: Partition | None = None
@@ -71,6 +69,9 @@ class Meeting(NamedTuple):
         """How long each member waited for the last one."""
         shortest = self.shortest_us
         return [event.end - event.start - shortest for event in self.events]
+
+    def event_of(self, member: int) -> DeviceEvent:
+        return self.events[self.members.index(member)]
 
     @property
     def complete(self) -> bool:
@@ -165,9 +166,9 @@ def _match(
         return _by_key(group, {member: _numbered(events) for member, events in members.items()}), ""
     kinds = {member: [_kind(group, one.event) for one in events] for member, events in members.items()}
     (first, expected), *others = kinds.items()
-    for other, found in others:
-        if found != expected:
-            return [], f"{group}: {_difference(_names(ranks, [first]), expected, _names(ranks, [other]), found)}"
+    if differing := [other for other, found in others if found != expected]:
+        names = _names(ranks, [first]), _names(ranks, differing[:1])
+        return [], f"{group}: {' and '.join(names)} recorded different collectives, without numbers"
     keyed: dict[int, dict[object, _Recorded]] = {m: dict(enumerate(events)) for m, events in members.items()}
     return _by_key(group, keyed), ""
 
@@ -203,13 +204,6 @@ def _by_key(group: Group, keyed: Mapping[int, Mapping[object, _Recorded]]) -> li
             kind = "send" if group.peers else _kind(group, events[0])
             meetings.append(Meeting(kind, group, members, indices, events))
     return meetings
-
-
-def _difference(name: str, expected: Sequence[str], other: str, found: Sequence[str]) -> str:
-    if len(found) != len(expected):
-        return f"{name} recorded {plural(len(expected), 'collective')} and {other} {len(found):,}, without numbers"
-    at = next(i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
-    return f"collective {at} is {expected[at]} on {name} and {found[at]} on {other}"
 
 
 def _names(ranks: Sequence[RankTransfers], positions: Iterable[int]) -> str:

@@ -28,8 +28,6 @@ from .pair import Pair, Workload
 
 COMM_SHARE = 0.7
 """With a CPU's default link, communication takes this share of the computation time."""
-FIT_TOLERANCE = 1.2
-"""By which factor that share may differ in the recording, without a remark."""
 GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
 """The default link of a GPU: a port of 400 Gb/s."""
 DEEPSEEK = {
@@ -108,8 +106,6 @@ def _record_pair(
     description = _set_link(pair, backend, link, rounds)
     with _named_failures(world):
         recordings = _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
-    if link is None and isinstance(backend, Loopback) and not replay and workload.device.type == "cpu":
-        description += _share_text(recordings)
     return description, recordings
 
 
@@ -176,15 +172,6 @@ def _set_link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: in
         )
     backend.link = link
     return f"{_link_text(link)}{reason}"
-
-
-def _share_text(recordings: dict[str, Path]) -> str:
-    """Which share of the computation time the communication takes in the recording, for which COMM_SHARE was wanted."""
-    analysis = analyze_files([recordings["overlapped"]], pictures=False).devices[0].analysis
-    share = analysis.comm_us / analysis.compute_us if analysis.compute_us else 0.0
-    steady = 1 / FIT_TOLERANCE < share / COMM_SHARE < FIT_TOLERANCE
-    advice = "" if steady else ": other programs slow this machine down at times; set --link-gbps"
-    return f"; {share:.2f} in the recording{advice}" if share else ""
 
 
 def _link_text(link: Link) -> str:

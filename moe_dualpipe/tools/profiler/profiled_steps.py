@@ -3,7 +3,6 @@
 A recording that cannot be written, as on a full disk, does not end the run: the report says why there is none.
 """
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,13 +21,13 @@ from .files import TracedDevice, TraceFiles, analyze_devices, compare_devices
 from .host import host_as_device
 from .pipeline import RecordedPipeline
 from .reports.overlap import compare_ranks
-from .reports.pipeline import pipeline_objects, pipeline_text, rank_name, save_pipeline_figure
-from .steps import Step, align_clocks, only_expert_transfers, recorded_steps
+from .reports.pipeline import pipeline_objects, pipeline_text, rank_name
+from .steps import Step, only_expert_transfers, recorded_steps
 
 WARM_UP = 2
 """Number of steps before the first recorded step."""
 
-RankPart = tuple[list[Step], str, float, TracedDevice]
+RankPart = tuple[list[Step], TracedDevice]
 
 
 def profiled_steps(trainer: Any) -> Extension | None:
@@ -90,7 +89,7 @@ class ProfiledSteps(Extension):
             self._error = self._error or f"rank {self.layout.rank}: {error}"
 
     def report(self) -> str:
-        """Write the report and the figure, and return the report as text on rank 0. Collective.
+        """Write the report, and return the report as text on rank 0. Collective.
 
         The text is empty on other ranks. If a rank could not record or write, it says why.
         """
@@ -109,17 +108,16 @@ class ProfiledSteps(Extension):
         return text or f"no profile: {'; '.join(errors or [self._error])}"
 
     def _own_part(self) -> RankPart:
-        """This rank's steps, host name, time of the barrier and analyzed device."""
+        """This rank's steps and analyzed device."""
         trace = host_as_device(read_trace(self.path), NAMES)
-        steps = recorded_steps(trace, self.schedule.actions[self.layout.pp_rank])
+        steps = recorded_steps(trace, self.schedule.actions[self.layout.pp_rank], self._barrier_us)
         found = analyze_devices(self.path, only_expert_transfers(trace), pictures=False)
         device = max(found, key=lambda device: device.analysis.compute_us)  # a few kernels may run on other devices
-        return steps, socket.gethostname(), self._barrier_us, device
+        return steps, device
 
     def _report(self, ranks: list[RankPart]) -> str:
         """Write the report, and return it as text."""
-        steps, hosts, barriers, devices = (list(column) for column in zip(*ranks, strict=True))
-        steps = align_clocks(steps, hosts, barriers)
+        steps, devices = (list(column) for column in zip(*ranks, strict=True))
         layout = self.layout
         pipelines = [
             RecordedPipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
@@ -138,9 +136,6 @@ class ProfiledSteps(Extension):
         report = {"pipelines": pipeline_objects(pipelines), "overlap": overlap}
         (self.folder / "report.json").write_text(strict_json.write(report, indent=1) + "\n")
         written = [*(device.path.name for device in devices), "report.json"]
-        with suppress(ImportError):  # without matplotlib, there is no figure
-            save_pipeline_figure(pipelines, self.folder / "steps.png")
-            written.append("steps.png")
         parts = [f"{plural(len(self.recorded), 'step')} recorded. The step of median length:", pipeline_text(pipelines)]
         if layout.ep > 1:
             parts += ["communication between experts, in all recorded steps:", compare_ranks(files, names)]

@@ -7,7 +7,7 @@ recording can have several devices: its numbers are means over them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -18,13 +18,9 @@ from .attribution import IDLE, LATE_HOST, Label, divide, late_host
 from .categories import COMMUNICATION, category_of
 from .collectives import name_of_collective
 from .communication import NAMES, Names
-from .doctor.diagnose import Examined, conclude
-from .doctor.verdict import Verdict
 from .files import analyze_devices
 from .host import host_as_device
 from .intervals import Intervals, intersection, intervals_of, union, union_length
-from .matching import RankTransfers
-from .ranks import compare_traces
 from .reading import read_trace
 from .trace import DeviceEvent, Trace
 from .windows import Choice, DeviceStep, window_of
@@ -84,8 +80,6 @@ class Recording:
     whole: Sums
     per_step: Sums | None
     """None if a device has no recorded steps."""
-    verdicts: tuple[Verdict, ...]
-    """The cause with the largest gain of each kind, on any device."""
     remarks: tuple[tuple[Path, str], ...]
     """Sentences about damaged and incomplete files, and about what is left out."""
 
@@ -97,8 +91,6 @@ def read_recording(
 
     steps: which to analyze; ValueError if they are not recorded.
     """
-    examined: list[Examined | None] = []
-    transfers: list[RankTransfers] = []
     remarks: dict[tuple[Path, str], None] = {}
     found: list[tuple[int, Sums, Sums | None]] = []
     gpus, sizes = set(), set()
@@ -106,11 +98,10 @@ def read_recording(
     like: range | None = None
     for path in paths:
         trace = host_as_device(read_trace(path), names)
-        for device in analyze_devices(path, trace, names, False, examined, steps=steps, like=like):
+        for device in analyze_devices(path, trace, names, False, steps=steps, like=like):
             window = window_of(trace, device.analysis.device, steps, names, like)
             found.append(_sum_up(trace, device.analysis.device, window.steps, names))
             like = like or window.numbers
-            transfers.append(device.transfers)
             on_cpu = device.analysis.device == "cpu"
             cut = [f"the file is incomplete: {device.truncated:,} events are read"] * bool(device.truncated)
             remarks |= {
@@ -121,18 +112,10 @@ def read_recording(
     counts, wholes, by_step = zip(*found, strict=True)
     known = [one for one in by_step if one is not None]
     per_step = _mean(known) if len(known) == len(by_step) else None
-    verdicts = conclude(examined, compare_traces(transfers).meetings)
     return Recording(
         name, len(found), on_cpu, tuple(sorted(gpus - {""})), sizes.pop() if len(sizes) == 1 else None,
-        min(counts), _mean(wholes), per_step, _largest(verdicts), tuple(remarks),
+        min(counts), _mean(wholes), per_step, tuple(remarks),
     )  # fmt: skip
-
-
-def _largest(verdicts: Iterable[Sequence[Verdict]]) -> tuple[Verdict, ...]:
-    by_kind: dict[str, Verdict] = {}
-    for verdict in sorted((v for found in verdicts for v in found), key=lambda v: -(v.gain_fraction or 0.0)):
-        by_kind.setdefault(verdict.kind, verdict)
-    return tuple(by_kind.values())
 
 
 def _sum_up(

@@ -4,7 +4,6 @@ The training loop annotates steps and STEP_PARTS; the executor annotates actions
 microseconds.
 """
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from .trace import DeviceEvent, HostEvent, Trace, TraceError
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one rank. Times are since the Unix epoch, on the clock of the host."""
+    """One step of one rank. All ranks count times from the same moment."""
 
     number: int
     start: float
@@ -34,8 +33,11 @@ class Step:
     """Start and end of each of STEP_PARTS that launched work."""
 
 
-def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
-    """Return the steps of a rank that runs `actions` in each step. Raises TraceError if the trace lacks an action."""
+def recorded_steps(trace: Trace, actions: Sequence[Action], since_us: float = 0.0) -> list[Step]:
+    """Return the steps of a rank that runs `actions` in each step. Raises TraceError if the trace lacks an action.
+
+    since_us: the moment from which times count, on the clock of the host: for all ranks, when they left one barrier.
+    """
     trace = host_as_device(trace, NAMES)
     texts = {str(action): action for action in actions}
     annotations = [event for event in trace.annotations if event.name in texts or event.name in STEP_PARTS]
@@ -57,7 +59,7 @@ def recorded_steps(trace: Trace, actions: Sequence[Action]) -> list[Step]:
         spans = tuple(Span(action, *extent) for action, extent in zip(actions, extents, strict=True))
         parts = {a.name: _extent(launched[a]) for a in inside if a.name in STEP_PARTS and launched[a]}
         recorded = Step(step_number(step.name) or 0, step.start, step.end, spans, waiting, parts)
-        steps.append(_shifted(recorded, trace.base_us))
+        steps.append(_shifted(recorded, trace.base_us - since_us))
     return steps
 
 
@@ -89,19 +91,6 @@ def only_expert_transfers(trace: Trace) -> Trace:
         return NAMES.kind_of(event) != "comm" or (annotation is not None and is_for_experts(annotation.name))
 
     return replace(trace, device_events=[event for event in trace.device_events if wanted(event)])
-
-
-def align_clocks(steps: Sequence[Sequence[Step]], hosts: Sequence[str], barriers: Sequence[float]) -> list[list[Step]]:
-    """Return the steps of all ranks on the clock of rank 0.
-
-    barriers: the time at which each rank left the same barrier, on its own clock. Ranks on the same host share a clock.
-    """
-    by_host: dict[str, list[float]] = defaultdict(list)
-    for host, barrier in zip(hosts, barriers, strict=True):
-        by_host[host].append(barrier)
-    medians = {host: statistics.median(times) for host, times in by_host.items()}
-    offsets = [medians[hosts[0]] - medians[host] for host in hosts]
-    return [[_shifted(step, offset) for step in same] for same, offset in zip(steps, offsets, strict=True)]
 
 
 def _shifted(step: Step, by: float) -> Step:

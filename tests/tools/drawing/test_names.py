@@ -57,7 +57,6 @@ def test_a_schedule_in_a_file_with_an_odd_name(tmp_path, capsys):
     assert main(["schedule", "show", str(path), "--out", str(tmp_path / "x.svg")]) == 0
     assert any(text.startswith(printable(path.name)) for text in texts_of(tmp_path / "x.svg"))
     assert main(["schedule", "show", str(path)]) == main(["schedule", "check", str(path), "--ep", "1"]) == 0
-    assert main(["schedule", "show", str(path), "--out", str(tmp_path / "x.json")]) == 0
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
     path.write_text("0F0,0B0,0B0\n")
     assert main(["schedule", "check", str(path)]) == 1

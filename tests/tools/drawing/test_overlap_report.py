@@ -16,7 +16,7 @@ def test_shares_of_the_window_and_the_sum_of_the_shortest_waits(tmp_path):
         ["communication", "30", "30.0%"], ["- hidden behind computation", "10", "10.0%"],
         ["- exposed", "20", "20.0%"], ["idle", "25", "25.0%"],
     ]  # fmt: skip
-    waits = tuple(Wait(f"during {i}", "next", 2, 100 - i, 10 + i, 1.0) for i in range(11))
+    waits = tuple(Wait(f"during {i}", "next", 2, 100 - i, 10 + i) for i in range(11))
     rows = [row.split("|") for row in analysis_text(replace(analysis, waits=waits)).splitlines()]
     others = next(row for row in rows if row[1:2] == [" 3 more                  "])
     assert [cell.strip() for cell in others[2:-1]] == ["", "6", "273", "57"]

@@ -1,8 +1,6 @@
-"""Text, figures and traces show every action of a timeline at its time and in its color."""
+"""Text and figures show every action of a timeline at its time and in its color."""
 
 import io
-import itertools
-import json
 import re
 import xml.etree.ElementTree
 from collections import Counter
@@ -16,10 +14,8 @@ from moe_dualpipe.schedule import (
     Forward,
     Overlap,
     Schedule,
-    Send,
     Span,
     Timeline,
-    add_comms,
     build,
     members,
     simulate,
@@ -29,15 +25,10 @@ from moe_dualpipe.tools.drawing.timeline_boxes import COLORS, boxes
 from moe_dualpipe.tools.drawing.timeline_file import save_timeline
 from moe_dualpipe.tools.drawing.timeline_plot import draw_timeline, timeline_figure
 from moe_dualpipe.tools.drawing.timeline_text import timeline_text
-from moe_dualpipe.tools.drawing.timeline_trace import chrome_trace
 
 COSTS = Costs(F=2, B=5, W=2, FB=6)
 SIZES = [("dualpipe", 4, 10), ("zbv", 3, 6), ("interleaved_1f1b", 2, 4), ("1f1b", 1, 1), ("chimera", 8, 16)]
 timelines = pytest.mark.parametrize("timeline", [simulate(build(*size), COSTS) for size in SIZES], ids=map(str, SIZES))
-
-
-def without_ansi(line):
-    return re.sub(r"\x1b\[[0-9;]*m", "", line)
 
 
 @timelines
@@ -59,15 +50,13 @@ def test_boxes_equal_the_actions_and_their_times(timeline):
 
 @timelines
 def test_lines_fit_the_width(timeline):
-    for width, color in itertools.product((40, 60, 80, 133, 1000), (False, True)):
-        text = timeline_text(timeline, width, color)
-        assert max(len(without_ansi(line)) for line in text.splitlines()) <= width
-        assert ("\x1b" in text) == color
+    for width in (40, 60, 80, 133, 1000):
+        assert max(map(len, timeline_text(timeline, width).splitlines())) <= width
 
 
 @timelines
 def test_text_has_every_box_once(timeline):
-    lines = timeline_text(timeline, 2000, color=False).splitlines()
+    lines = timeline_text(timeline, 2000).splitlines()
     assert lines[1].split() == ["time", "0"]
     for rank, stages in enumerate(timeline.schedule.placement.stages):
         line = lines[2 + rank].removeprefix(f"rank {rank}")
@@ -80,7 +69,7 @@ def test_text_has_every_box_once(timeline):
 
 
 def test_text_of_a_small_schedule():
-    lines = timeline_text(simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), 80, color=False).splitlines()
+    lines = timeline_text(simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), 80).splitlines()
     assert lines == [
         "1f1b: 2 ranks, 2 stages, 2 micro-batches",
         "time    0",
@@ -96,7 +85,7 @@ def test_text_of_a_small_schedule():
 def test_a_box_that_spans_two_bands_has_one_label():
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
     for width in range(40, 140, 7):
-        lines = [line for line in timeline_text(timeline, width, color=False).splitlines() if line.startswith("rank")]
+        lines = [line for line in timeline_text(timeline, width).splitlines() if line.startswith("rank")]
         named = re.findall(r"[A-Za-z]\d+", "".join(line[8:] for line in lines))
         every = [box for rank in range(4) for box in boxes(timeline, rank)]
         assert len(named) == len(every), width
@@ -116,7 +105,7 @@ def test_singular_nouns():
 
 def test_a_narrow_text_has_several_bands():
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
-    lines = timeline_text(timeline, 80, color=False).splitlines()
+    lines = timeline_text(timeline, 80).splitlines()
     bands = [float(line.split()[1]) for line in lines if line.startswith("time")]
     assert len(bands) >= 2
     assert bands == sorted(bands)
@@ -124,16 +113,8 @@ def test_a_narrow_text_has_several_bands():
     assert sum(line.startswith("rank 3") for line in lines) == len(bands)
 
 
-def test_text_uses_the_colors_of_the_actions():
-    timeline = simulate(build("zb1p", 1, 1), COSTS)
-    line = timeline_text(timeline, 80, color=True).splitlines()[2]
-    for letter in "FIW":
-        rgb = ";".join(str(int(COLORS[letter][i : i + 2], 16)) for i in (1, 3, 5))
-        assert f"\x1b[48;2;{rgb}m" in line
-
-
 def test_text_of_actions_with_very_different_durations_stays_short():
-    lines = timeline_text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80, color=False).splitlines()
+    lines = timeline_text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80).splitlines()
     assert len(lines) < 250
     assert max(map(len, lines)) == 80
     row = " ".join(line[8:] for line in lines if line.startswith("rank 1"))
@@ -191,62 +172,17 @@ def test_a_very_long_figure_has_no_numbers():
 
 def test_saved_files(tmp_path):
     timeline = simulate(build("dualpipev", 2, 6), COSTS)
-    for name in ("a.svg", "a.PNG", "a.json", "a.csv"):
+    for name in ("a.svg", "a.PNG", "a.csv"):
         save_timeline(timeline, tmp_path / name)
     drawn = xml.etree.ElementTree.parse(tmp_path / "a.svg").getroot()
     assert drawn.tag.endswith("svg")
     assert "dualpipev: 2 ranks, 4 stages, 6 micro-batches" in (tmp_path / "a.svg").read_text()
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "a.json").read_text()) == chrome_trace(timeline)
     assert Schedule.from_csv((tmp_path / "a.csv").read_text()) == timeline.schedule
     save_timeline(timeline, tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    with pytest.raises(ValueError, match=r"cannot write 'a.pdf': use one of .svg, .png, .json, .csv"):
+    with pytest.raises(ValueError, match=r"cannot write 'a.pdf': use one of .svg, .png, .csv"):
         save_timeline(timeline, tmp_path / "a.pdf")
-
-
-# ---- Chrome traces ----
-
-
-@timelines
-def test_a_trace_has_every_action_transfer_and_count(timeline):
-    events = json.loads(json.dumps(chrome_trace(timeline, microseconds=10)))["traceEvents"]
-    by_kind = {kind: [event for event in events if event["ph"] == kind] for kind in "MXsfC"}
-    assert sum(map(len, by_kind.values())) == len(events)
-
-    slices = sorted((e["pid"], e["ts"], e["dur"], e["name"]) for e in by_kind["X"])
-    spans = [(rank, s) for rank, row in enumerate(timeline.spans) for s in row]
-    assert slices == sorted((rank, 10 * s.start, 10 * s.duration, str(s.action)) for rank, s in spans)
-    assert {(e["pid"], e["args"]["name"]) for e in by_kind["M"] if e["name"] == "process_name"} == {
-        (rank, f"rank {rank}") for rank in range(len(timeline.spans))
-    }
-
-    def inside(event):
-        (name,) = (n for p, ts, dur, n in slices if p == event["pid"] and ts <= event["ts"] < ts + dur)
-        return event["pid"], name
-
-    starts = {e["id"]: inside(e) for e in by_kind["s"]}
-    ends = {e["id"]: inside(e) for e in by_kind["f"]}
-    sends = [s for steps in add_comms(timeline.schedule) for s in steps if isinstance(s, Send)]
-    assert starts.keys() == ends.keys() and len(starts) == len(sends)
-    for arrow, (source, name) in starts.items():
-        assert source != ends[arrow][0]
-        assert re.findall(r"[FBI](\d+)", name), name
-
-    for rank in range(len(timeline.spans)):
-        counts = [e["args"] for e in by_kind["C"] if e["pid"] == rank]
-        assert max(c["activations"] for c in counts) == timeline.peak_activations[rank]
-        assert max(c["deferred weight gradients"] for c in counts) == timeline.peak_deferred[rank]
-
-
-def test_a_pair_in_a_trace():
-    event = next(
-        e for e in chrome_trace(simulate(build("dualpipe", 2, 4), COSTS))["traceEvents"] if "OVER" in e["name"]
-    )
-    assert event["cat"] == "overlapped pair"
-    assert event["args"] == {
-        "forward stage": 1, "forward micro-batch": 3, "backward stage": 0, "backward micro-batch": 0,
-    }  # fmt: skip
 
 
 # ---- Exact output ----
@@ -260,7 +196,7 @@ def shifted(timeline, by):
 
 
 def test_text_with_pairs():
-    assert timeline_text(PAIR, 80, color=False).splitlines() == [
+    assert timeline_text(PAIR, 80).splitlines() == [
         "dualpipe: 2 ranks, 2 stages, 4 micro-batches",
         "time    0",
         "rank 0   F0   f2   F1       b2      [ f3    B0   ]      b3        I1    W1  ",
@@ -273,22 +209,8 @@ def test_text_with_pairs():
     ]
 
 
-def test_a_colored_row():
-    def box(red, green, blue, inside):
-        return f"\x1b[38;2;0;0;0m\x1b[48;2;{red};{green};{blue}m{inside}\x1b[0m "
-
-    orange, pale_orange, green, pale_green = (246, 178, 107), (250, 216, 181), (147, 196, 125), (201, 226, 190)
-    row = [(orange, " 0 "), (pale_orange, " 2 "), (orange, " 1 "), (pale_green, "    2    "), (pale_orange, "[3 ")]
-    row += [(green, "  0   ]"), (pale_green, "    3    "), ((188, 216, 106), "  1  "), ((111, 168, 220), " 1 ")]
-    lines = timeline_text(PAIR, 80, color=True).splitlines()
-    assert lines[2] == "rank 0  " + "".join(box(*color, inside) for color, inside in row)
-    assert lines[5].startswith(box(*orange, " F ") + "forward   " + box(*green, " B ") + "backward   ")
-    waits = timeline_text(simulate(build("1f1b", 2, 2), COSTS), 80).splitlines()[3]
-    assert waits.startswith("rank 1  \x1b[2m....\x1b[0m\x1b[38;2;0;0;0m")
-
-
 def test_text_of_a_timeline_that_starts_later():
-    rows, moved = timeline_text(PAIR, 40, color=False), timeline_text(shifted(PAIR, 100), 40, color=False)
+    rows, moved = timeline_text(PAIR, 40), timeline_text(shifted(PAIR, 100), 40)
     times = [line.split()[1] for line in rows.splitlines() if line.startswith("time")]
     assert [line.split()[1] for line in moved.splitlines() if line.startswith("time")] == [
         f"{100 + float(time):g}" for time in times
@@ -296,7 +218,7 @@ def test_text_of_a_timeline_that_starts_later():
     assert [line for line in rows.splitlines() if not line.startswith("time")] == [
         line for line in moved.splitlines() if not line.startswith("time")
     ]
-    assert timeline_text(PAIR, 10, color=False) == rows
+    assert timeline_text(PAIR, 10) == rows
 
 
 def test_summary():
@@ -353,25 +275,3 @@ def test_a_timeline_of_fractions_can_be_drawn():
     timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
     assert "step 4, bubble 0 per rank (0.0%)" in timeline_text(timeline)
     timeline_figure(timeline)
-    json.dumps(chrome_trace(timeline))
-
-
-def test_events_of_a_trace():
-    trace = chrome_trace(shifted(simulate(build("zb1p", 2, 2), Costs(2, 5, 2, comm=1)), 100), microseconds=10)
-    events = [event for event in trace["traceEvents"] if event["pid"] == 1]
-    assert [event["args"] for event in events if event["ph"] == "M"] == [
-        {"name": "rank 1"}, {"sort_index": 1}, {"name": "actions"},
-    ]  # fmt: skip
-    assert [(e["name"], e["cat"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"] == [
-        (name, kind, start, end - start, {"stage": 1, "micro-batch": micro_batch})
-        for name, kind, start, end, micro_batch in [
-            ("1F0", "forward", 30, 50, 0), ("1I0", "backward", 50, 80, 0), ("1F1", "forward", 80, 100, 1),
-            ("1I1", "backward", 100, 130, 1), ("1W0", "weight gradient", 130, 150, 0),
-            ("1W1", "weight gradient", 150, 170, 1),
-        ]
-    ]  # fmt: skip
-    assert [(e["ts"], *e["args"].values()) for e in events if e["ph"] == "C"] == [
-        (30, 1, 0), (80, 0, 1), (80, 1, 1), (130, 0, 2), (150, 0, 1), (170, 0, 0),
-    ]  # fmt: skip
-    assert [(e["ts"], e["bp"]) for e in events if e["ph"] == "f"] == [(30, "e"), (80, "e")]
-    assert [e["ts"] for e in events if e["ph"] == "s"] == [65, 115]  # the middle of 1I0 and 1I1

@@ -296,7 +296,7 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     compared = [{**row, "compared": 1, "transfer_us": 20}]  # by order: the kernels have no recorded group
     changed = {"waited_us": 0, "shift_us": 0, "collectives": compared}
     other = {key for key, value in several[1].items() if value != found[key]}
-    assert other == {"waited_us", "collectives", "lateness", "critical_path"}
+    assert other == {"waited_us", "collectives", "lateness"}
     assert {key: several[1][key] for key in changed} == changed
 
 

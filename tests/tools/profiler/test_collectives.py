@@ -3,7 +3,6 @@
 import pytest
 
 from moe_dualpipe.tools.profiler.collectives import (
-    LaunchSite,
     Met,
     bus_factor,
     bytes_of,
@@ -20,8 +19,8 @@ def event(name="ncclDevKernel_SendRecv(x)", start=0.0, duration=10.0, collective
     return DeviceEvent(name, "kernel", start, start + duration, "0", "20", None, 1, collective=collective, **more)
 
 
-def rows(*events, exposed=EMPTY, place_of=lambda _: "", met=None):
-    return collective_rows(events, exposed, place_of, met)
+def rows(*events, exposed=EMPTY, met=None):
+    return collective_rows(events, exposed, met)
 
 
 @pytest.mark.parametrize("name,kind", [
@@ -181,22 +180,10 @@ def test_names_stand_for_unknown_kinds():
     assert (row.kind, row.count) == ("deep_ep::combine", 2)
 
 
-def test_exposed_time_by_place():
+def test_exposed_time():
     """Exposed: 5-12 and 30-31. Two transfers overlap in 8-10, which counts once."""
     one = Collective("allreduce", "1", "dp", (), 2, 1, 1, "Float")
     events = [event(start=0, duration=10, collective=one), event(start=8, duration=6, collective=one),
               event(start=30, duration=4, collective=one)]  # fmt: skip
-    places = {0: "attn", 8: "mlp", 30: "attn"}
-    (row,) = rows(*events, exposed=as_intervals([(5, 12), (30, 31)]), place_of=lambda i: places[events[i].start])
+    (row,) = rows(*events, exposed=as_intervals([(5, 12), (30, 31)]))
     assert row.exposed_us == 8
-    assert row.places == (LaunchSite("attn", 2, 8, 14, 6), LaunchSite("mlp", 1, 4, 6, 4))
-    assert rows(*events)[0].places == ()
-
-
-@pytest.mark.parametrize("place", ["all_reduce", "allreduce", "ncclDevKernel_AllReduce_x"])
-def test_the_own_name_of_a_transfer_is_no_place(place):
-    one = event("ncclDevKernel_AllReduce_x", collective=Collective("allreduce", "1", "dp", (), 2, 1, 1, "Float"))
-    assert rows(one, place_of=lambda _: place)[0].places == ()
-    assert [found.name for found in rows(one, place_of=lambda _: "attn")[0].places] == ["attn"]
-    (row,) = rows(event("ncclDevKernel_AllReduce_x"), place_of=lambda _: place)
-    assert bool(row.places) == (place == "allreduce")  # nothing recorded this name

@@ -1,16 +1,16 @@
 """Two recordings compared: where the time of a step went, what explains the difference, and the causes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler.compare import Comparison, Difference, explaining
-from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
+from moe_dualpipe.tools.profiler.compare import Comparison
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
-from moe_dualpipe.tools.profiler.recordings import Work, _largest, read_recording
-from moe_dualpipe.tools.profiler.reports.comparison import compare_text, save_comparison
+from moe_dualpipe.tools.profiler.recordings import Work, read_recording
+from moe_dualpipe.tools.profiler.reports.comparison import compare_text
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.traces import annotation, kernel, launch, operator, write
@@ -125,15 +125,7 @@ def test_without_steps_whole_recordings_are_compared(tmp_path):
     assert found.sums[0].step_us == 390  # from the first kernel to the last
     text = compare_text(found)
     assert "No steps are recorded in A: whole recordings are compared." in text
-    assert "B runs the kernels of A 0.50 times: the same work takes 0.97 times as long." in text
-    assert "B runs the kernels" not in compare_text(compare(b, b))
-    other = [(GEMM, 0, 5, 7)] * 5 + [(ATTENTION, 10, 30, 7), (ADD, 50, 10, 7), (ADD, 60, 10, 7)]
-    assert compare(a, record(tmp_path / "c.json", 1, other, named="")).work_ratio is None
     assert not compare(b, a).by_step and compare(b, a).difference_us == 200
-    one = [(GEMM, 0, 45, 7), (ADD, 45, 5, 7), (ADD, 50, 5, 7), (ATTENTION, 55, 45, 7)]
-    two = [*one[:1], *one[3:], (GEMM, 150, 45, 7), (ADD, 200, 5, 7), (ATTENTION, 205, 45, 7)]
-    most = [record(tmp_path / f"{n}.json", 1, works, named="") for n, works in enumerate((one, two))]
-    assert compare(*most).work_ratio == 2  # the rare additions do not count
 
 
 def test_all_ranks_leave_out_the_same_steps(tmp_path):
@@ -171,25 +163,12 @@ def test_what_explains_the_difference_comes_first(tmp_path):
     assert [(part.name, part.us) for part in found.parts[:3]] == [
         ("GEMM", 60), ("communication", -25), ("elementwise", 20),
     ]  # fmt: skip
-    because, against = explaining(found.parts, found.difference_us, 0.05)
-    assert [part.name for part in because] == ["GEMM", "elementwise"]
-    assert [part.name for part in against] == ["communication", "attention", "copy"]
     lines = compare_text(found).splitlines()
-    first = lines.index("A step of B takes 40 us more (40.0%) than of A: 140 us instead of 100 us.")
-    assert lines[first + 1 : first + 7] == [
-        "1. GEMM: 60 us more, 150% of the difference. As many kernels (1), each takes 2.50 times as long on average."
-        " Most of it: ampere_sgemm_128x64_nn (40 -> 100 us).",
-        "2. elementwise: 20 us more, 50% of the difference. 3 kernels instead of 1, each takes 1.00 times as long on"
-        " average. Most of it: vectorized_elementwise_kernel (10 -> 30 us).",
-        "Against it:",
-        "- exposed communication: 25 us less. All communication takes 40 us in A and 40 us in B; 37.5% of it is hidden"
-        " in A, 100.0% in B.",
-        "- attention: 10 us less. 0 kernels instead of 1. Most of it: flash_fwd_kernel (only in A, 10 us).",
-        "- copies: 5 us less. 0 copies instead of 1. Most of it: Memcpy HtoD (only in A, 5 us).",
-    ]
+    assert "A step of B takes 40 us more (40.0%) than of A: 140 us instead of 100 us." in lines
+    rows = [line.split("|")[1].strip() for line in lines if line.startswith("| - ")]
+    assert rows[:5] == ["- GEMM", "- exposed communication", "- elementwise", "- attention", "- copies"]
     back = Comparison(found.b, found.a)
     assert [part.us for part in back.parts] == [-part.us for part in found.parts]
-    assert [part.name for part in explaining(back.parts, back.difference_us, 0.05)[0]] == ["GEMM", "elementwise"]
 
 
 def test_operators_of_a_cpu(tmp_path):
@@ -199,39 +178,19 @@ def test_operators_of_a_cpu(tmp_path):
         files.append(write(tmp_path / f"{count}.json", [annotation("ProfilerStep#0", 0, 100), *work], **GPU))
     text = compare_text(compare(*files))
     assert "1 device (CPU), 1 step" in text  # the GPU of the machine did nothing
-    assert "GEMM: 40 us more" in text and "3 operators instead of 1, each takes 1.00 times as long" in text
+    assert re.search(r"- GEMM +\| +20 \| +60 \| +\+40 \| \+200.0% \| +1 \| +3 \|", text)
     assert "operators in A" in text and "kernel" not in text and "not launched" not in text
 
 
 def test_steps_that_take_the_same_time(tmp_path):
-    """20 us move from GEMM to attention, and 0.3 us are too few to be named."""
+    """20 us move from GEMM to attention."""
     a = [(GEMM, 0, 40, 7), (ATTENTION, 40, 20, 7), (ADD, 90, 10, 7)]
     b = [(GEMM, 0, 20, 7), (ATTENTION, 20, 40, 7), (ADD, 90, 10.3, 7)]
     text = compare_text(compare(record(tmp_path / "a.json", 2, a), record(tmp_path / "b.json", 2, b)))
-    explained = (
-        text.partition("A step takes the same time in A and B, within 0.5%")[2].partition("\n\n")[0].splitlines()
-    )
-    assert explained[1] == "Inside of it, times moved:"
-    assert [line[:24] for line in explained[2:]] == ["- GEMM: 20 us less. As m", "- attention: 20 us more."]
-
-
-def test_only_kernels_that_changed_in_the_same_direction_are_named(tmp_path):
-    """Elementwise work takes 20 us more: 30 more of one kernel, 10 less of another."""
-    a = [(ADD, 0, 10, 7), ("silu_kernel", 20, 20, 7)]
-    b = [(ADD, 0, 40, 7), ("silu_kernel", 50, 10, 7)]
-    found = compare(record(tmp_path / "a.json", 2, a), record(tmp_path / "b.json", 2, b))
-    text = compare_text(found)
-    assert "elementwise: 20 us more" in text and "Most of it: vectorized_elementwise_kernel (10 -> 40 us).\n" in text
-
-
-def test_kernels_with_one_short_name_count_as_one(tmp_path):
-    """Template arguments differ between versions of PyTorch."""
-    kinds = [(f"void at::native::vectorized_elementwise_kernel<{n}, add>(int)", 10 * n, 10, 7) for n in range(5)]
-    a = record(tmp_path / "a.json", 2, kinds[:1])
-    text = compare_text(compare(a, record(tmp_path / "b.json", 2, kinds[1:])))
-    assert "4 kernels instead of 1, each takes 1.00 times" in text
-    assert "Most of it: vectorized_elementwise_kernel (10 -> 40 us)." in text
-    assert "1 kernel instead of 4, " in compare_text(compare(tmp_path / "b.json", a))
+    assert "A step takes the same time in A and B, within 0.5%" in text
+    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| - ")][:2] == [
+        "- GEMM", "- attention",
+    ]  # fmt: skip
 
 
 def test_transfers_of_an_unknown_kind_are_named_after_their_function(tmp_path):
@@ -244,13 +203,6 @@ def test_transfers_of_an_unknown_kind_are_named_after_their_function(tmp_path):
     assert "combine" not in compare_text(found)
 
 
-def test_small_differences_explain_nothing():
-    parts = [Difference("GEMM", Work(1, 5, 5), Work(1, 105, 105)), Difference("copy", Work(1, 5, 5), Work(1, 9, 9))]
-    assert explaining(parts, 104, 0.05) == (parts[:1], [])
-    assert explaining(parts, 104, 0.01) == (parts, [])
-    assert explaining(parts, -104, 0.05) == ([], parts[:1])
-
-
 def test_recordings_of_other_machines_and_models_are_named(tmp_path):
     job = {"distributedInfo": {"rank": 0, "world_size": 8}}
     a = record(tmp_path / "a.json", 2, more={**GPU, **job})
@@ -260,51 +212,8 @@ def test_recordings_of_other_machines_and_models_are_named(tmp_path):
     assert found.unlike == [
         "Different GPUs: H100 in A, V100\x1b[31m in B.", "The job of A has 8 ranks, that of B 2.",
     ]  # fmt: skip
-    same_gpu = record(tmp_path / "c.json", 2, other)
-    assert compare(a, same_gpu).unlike == [
-        "Only 14% and 10% of the computation is in kernels that both run: other models or libraries.",
-    ]  # fmt: skip
     assert "\x1b" not in compare_text(found) and "V100" in compare_text(found)
     assert compare(a, a).unlike == []
-
-
-@pytest.mark.parametrize("name", ["slow host", "host sync"])
-def test_causes_that_are_new_or_gone(tmp_path, name):
-    healthy, broken = tmp_path / "healthy", tmp_path / "broken"
-    write_traces(run(moe_training(layers=4)), healthy)
-    write_traces(run(FAULTS[name].apply(moe_training(layers=4), 2)), broken)
-    kind = FAULTS[name].kind
-    there, back = compare(healthy, broken), compare(broken, healthy)
-    new, gone = (
-        [one.kind for pair in found for one in pair if one] for found in (there.verdicts["new"], back.verdicts["gone"])
-    )
-    assert new == gone and new[0] == kind
-    assert not there.verdicts["gone"] and not there.verdicts["changed"] and not back.verdicts["new"]
-    assert there.difference_us == -back.difference_us > 0
-    assert {part.name for part in explaining(there.parts, there.difference_us, 0.05)[0]} <= {
-        "communication",
-        "idle",
-        "not launched",
-    }
-    assert f"({kind}, " in next(line for line in compare_text(back).splitlines() if line.startswith("Gone in B: "))
-
-
-def test_of_a_cause_on_several_devices_the_worst_is_kept():
-    small, large = (Verdict("host-bound", "t", (), "r", "p", 0, 1, 1, gain, gain / 10) for gain in (1.0, 2.0))
-    other = Verdict("host-sync", "t", (), "r", "p", 0, 1, 1)
-    assert _largest([(small, other), (), (large,)]) == (large, other)
-
-
-def test_a_cause_that_costs_more(tmp_path):
-    for strength in (1, 2):
-        write_traces(run(FAULTS["slow host"].apply(moe_training(layers=4), strength)), tmp_path / str(strength))
-    found = compare(tmp_path / "1", tmp_path / "2")
-    ((a, b),) = found.verdicts["changed"]
-    assert a.kind == b.kind == "host-bound" and b.gain_fraction > a.gain_fraction + 0.01
-    assert f" of the window) in A, {b.gain_fraction:.1%} in B." in compare_text(found)
-    same = compare(tmp_path / "1", tmp_path / "1")
-    assert same.verdicts == {"gone": [], "new": [], "changed": []}
-    assert compare_text(same).endswith("The causes of lost time are the same in both.")
 
 
 def test_the_command_prints_text_or_json(tmp_path, capsys):
@@ -314,7 +223,7 @@ def test_the_command_prints_text_or_json(tmp_path, capsys):
     assert text == compare_text(compare(a, b)) + "\n"
     assert main(["profile", "compare", str(a), str(b), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {*found} == {"by_step", "a", "b", "difference_us", "unlike", "parts", "transfers", "verdicts", "work_ratio"}
+    assert {*found} == {"by_step", "a", "b", "difference_us", "unlike", "parts", "transfers"}
     assert found["a"] == {
         "name": str(a), "devices": 1, "gpus": ["H100"], "world_size": None, "steps": 2, "step_us": 100.0,
         "comm_us": 40.0, "hidden_kernels_us": 15.0,
@@ -339,7 +248,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     cases = {
         (a, tmp_path / "missing.json"): "missing.json", (bad, a): "bad.json", (a, empty): "no trace in this folder",
         (a,): "Missing from moe-dualpipe profile compare: B",
-           (a, a, "--out", "x.pdf"): "use one of .png, .svg", (a, a, "--comm", "("): "--comm",
+           (a, a, "--comm", "("): "--comm",
     }  # fmt: skip
     for arguments, message in cases.items():
         assert main(["profile", "compare", *map(str, arguments)]) == 2
@@ -357,31 +266,11 @@ def test_damage_is_told(tmp_path, capsys):
     assert "odd.json: 1 damaged event skipped" in capsys.readouterr().err
 
 
-def test_the_picture_shows_each_category_of_both(tmp_path):
-    pytest.importorskip("matplotlib")
-    a, b = record(tmp_path / "a.json", 2), record(tmp_path / "b.json", 2, STEP[:3], length=90)
-    save_comparison(compare(a, b), tmp_path / "both.svg")
-    drawn = (tmp_path / "both.svg").read_text()
-    for text in (
-        "GEMM",
-        "attention",
-        "exposed communication",
-        "copies",
-        "elementwise",
-        "idle",
-        "A: 0.04",
-        "B: 0.04 (+0)",
-    ):
-        assert f">{text}<" in drawn, text
-    assert "softmax" not in drawn and "ms of a step" in drawn
-
-
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
-    """All but the causes: the search for them has tests of its own."""
     monkeypatch.chdir(tmp_path)
     write_traces(run(FAULTS["slow host"].apply(moe_training(), 2)), tmp_path / "before")
     write_traces(run(moe_training()), tmp_path / "after")
     assert main(["profile", "compare", "before", "after"]) == 0
-    printed = capsys.readouterr().out.partition("\nGone in B")[0]
+    printed = capsys.readouterr().out
     page = (Path(__file__).parents[3] / "docs" / "profiling.md").read_text()
     assert f"$ moe-dualpipe profile compare before after\n{printed}" in page

@@ -264,7 +264,7 @@ def test_evidence_has_the_queue_and_the_bandwidth(tmp_path):
     """A host that is late for each kernel; then every fourth transfer of 2 MB takes 300 instead of 100 us."""
     host = Job({0: (Python(30), Kernel("a", 20)) * 40}, MACHINE, {})
     said = evidence(host, "host-bound", tmp_path)
-    assert "0 earlier ones have not started yet (median). A kernel starts 8.0 us or more after its launch." in said
+    assert "A kernel starts 8.0 us or more after its launch." in said
     ops = [
         op for i in range(8)
         for op in (Record(f"a {i}"), transfer(f"t {i}", 100 if i % 4 else 300, f"a {i}", elements=1_000_000),

@@ -3,7 +3,6 @@
 from collections import Counter
 from itertools import count
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,13 +11,13 @@ from moe_dualpipe.tools.profiler.reports.overlap import analysis_text
 from moe_dualpipe.tools.profiler.trace import DeviceEvent, HostEvent, Trace
 from tests.support.traces import annotation, kernel, launch, operator, write
 
-UNKNOWN = None, None
+UNKNOWN = (None,)
 
 
 def waits(tmp_path, events):
-    """During, before, times, total, host and sync of each wait."""
+    """During, before, times, total and host of each wait."""
     (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
-    return [(w.during, w.before, w.times, w.total_us, w.host_us, w.sync_us) for w in analysis.waits]
+    return [(w.during, w.before, w.times, w.total_us, w.host_us) for w in analysis.waits]
 
 
 def test_of_two_transfers_in_flight_the_first_one_counts(tmp_path):
@@ -43,7 +42,7 @@ def test_gaps_with_the_same_annotations_are_one_wait(tmp_path):
         launch(1, 2), launch(2, 5), launch(3, 12), launch(4, 15),
         kernel("ncclA", 20, 10, 20, correlation=1), kernel("gemm", 30, 10, correlation=3),
         kernel("ncclB", 40, 7, 20, correlation=2), kernel("norm", 47, 10, correlation=4),
-    ]) == [("dispatch(F)", "mlp(F)", 2, 17, 0, 0)]  # fmt: skip
+    ]) == [("dispatch(F)", "mlp(F)", 2, 17, 0)]  # fmt: skip
 
 
 def test_time_before_the_launch_counts_for_the_host(tmp_path):
@@ -52,26 +51,7 @@ def test_time_before_the_launch_counts_for_the_host(tmp_path):
         launch(1, 45, duration=5), launch(2, 51, duration=1),
         kernel("gemm", 0, 20), kernel("ncclA", 10, 30, stream=20), kernel("norm", 60, 5, correlation=1),
         kernel("gelu", 80, 5, correlation=2),
-    ]) == [("ncclA", "norm", 1, 20, 20, 0), ("", "norm", 1, 20, 10, 0), ("", "gelu", 1, 15, 0, 0)]  # fmt: skip
-
-
-@pytest.mark.parametrize("name,waits_for_the_device", [
-    ("cudaStreamSynchronize", True), ("cudaDeviceSynchronize", True), ("cudaMemcpy", True),
-    ("hipMemcpyWithStream", True), ("cudaMemcpyAsync", False), ("cudaStreamWaitEvent", False),
-    ("cudaLaunchKernel", False),
-])  # fmt: skip
-def test_calls_that_wait_for_the_device_count_as_sync(tmp_path, name, waits_for_the_device):
-    """Two such calls at the same time count once. The launch from 41 to 43 counts for the host only."""
-    events = [
-        launch(7, 5, name=name, duration=35), launch(8, 10, name=name, duration=5, thread=2), launch(1, 41, duration=2),
-        kernel("ncclA", 0, 38, stream=20), kernel("gemm", 0, 20), kernel("norm", 50, 5, correlation=1),
-    ]  # fmt: skip
-    during, idle = waits(tmp_path, events)
-    assert during == ("ncclA", "norm", 1, 18, 18, 18 * waits_for_the_device)
-    assert idle == ("", "norm", 1, 12, 5, 2 * waits_for_the_device)
-    (analysis,) = analyze(read_trace(tmp_path / "trace.json"))
-    cells = [row.split("|")[-2].strip() for row in analysis_text(analysis).splitlines() if " norm |" in row]
-    assert cells == (["18 (18 in a sync)", "5 (2 in a sync)"] if waits_for_the_device else ["18", "5"])
+    ]) == [("ncclA", "norm", 1, 20, 20), ("", "norm", 1, 20, 10), ("", "gelu", 1, 15, 0)]  # fmt: skip
 
 
 def test_a_copy_is_not_computation(tmp_path):
@@ -82,8 +62,8 @@ def test_a_copy_is_not_computation(tmp_path):
         kernel("Memcpy DtoH (Device -> Pageable)", 40, 20, correlation=1, cat="gpu_memcpy"),
     ]  # fmt: skip
     assert waits(tmp_path, events) == [
-        ("ncclA", "norm", 1, 40, 40, 40), ("", "norm", 1, 20, 5, 2),
-        ("Memcpy DtoH (Device -> Pageable)", "norm", 1, 10, 10, 10),
+        ("ncclA", "norm", 1, 40, 40), ("", "norm", 1, 20, 5),
+        ("Memcpy DtoH (Device -> Pageable)", "norm", 1, 10, 10),
     ]  # fmt: skip
 
 
@@ -95,7 +75,7 @@ def test_known_waits_of_a_cpu_do_not_count_for_the_host(tmp_path):
         annotation("mlp(F)", 50, 10), operator("aten::mm", 50, 10),
     ]  # fmt: skip
     assert waits(tmp_path, events) == [
-        ("dispatch(F)", "mlp(F)", 1, 25, 10, 0), ("", "mlp(F)", 1, 15, 10, 0), ("", "dispatch(F)", 1, 1, 0, 0),
+        ("dispatch(F)", "mlp(F)", 1, 25, 10), ("", "mlp(F)", 1, 15, 10), ("", "dispatch(F)", 1, 1, 0),
     ]  # fmt: skip
 
 
@@ -107,8 +87,8 @@ def test_unpacking_is_not_the_next_computation(tmp_path):
         operator("aten::index_add", 50, 10), operator("aten::add", 62, 3), annotation("attn(B)", 70, 20),
         operator("aten::mm", 70, 20),
     ]  # fmt: skip
-    assert waits(tmp_path, events)[0] == ("dispatch(B)", "attn(B)", 1, 35, 0, 0)
-    assert waits(tmp_path, events[:-2])[0] == ("dispatch(B)", "aten::index_add", 1, 35, 0, 0)
+    assert waits(tmp_path, events)[0] == ("dispatch(B)", "attn(B)", 1, 35, 0)
+    assert waits(tmp_path, events[:-2])[0] == ("dispatch(B)", "aten::index_add", 1, 35, 0)
     (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
     assert [(p.name, p.times, p.compute_us, p.comm_us) for p in analysis.phases] == [
         ("mlp(B)", 1, 10, 0), ("dispatch(B)", 1, 4 + 10, 38), ("attn(B)", 1, 20, 0),
@@ -140,7 +120,7 @@ def test_without_a_launch_the_hosts_part_is_unknown(tmp_path):
         kernel("gemm", 20, 5), kernel("norm", 26, 4, correlation=1), kernel("norm", 40, 10, correlation=2),
         kernel("gelu", 63, 7),
     ]  # fmt: skip
-    assert waits(tmp_path, events) == [("", "mlp(F)", 3, 21, 5, 0), ("", "gelu", 1, 13, *UNKNOWN)]
+    assert waits(tmp_path, events) == [("", "mlp(F)", 3, 21, 5), ("", "gelu", 1, 13, *UNKNOWN)]
     (analysis,) = analyze(read_trace(tmp_path / "trace.json"))
     assert [row.split("|")[-2].strip() for row in analysis_text(analysis).splitlines() if "(nothing)" in row] == [
         "5", "-",
@@ -198,8 +178,8 @@ def test_waits_agree_with_a_check_of_every_moment(drawn, called, annotated, call
     comm = [work for work in every if work.name.startswith("nccl")]
     copies = [work for work in every if work.name == "Memcpy"]
     compute = [work for work in every if work not in comm and work not in copies]
-    times, total, host, sync, known = Counter(), Counter(), Counter(), Counter(), set()
-    before = "computing"
+    times, total, host, known = Counter(), Counter(), Counter(), set()
+    before: object = "computing"
     for at in range(int(every[0].start), int(max(work.end for work in every))):
         if any(work.start <= at < work.end for work in compute):
             before = "computing"
@@ -207,20 +187,20 @@ def test_waits_agree_with_a_check_of_every_moment(drawn, called, annotated, call
         owner = next((work for work in [*comm, *copies] if work.start <= at < work.end), None)
         follower = next((work for work in compute if work.start > at), None)
         key = name(owner), until(compute[compute.index(follower) :] if follower else [], name(owner))
-        times[key] += owner is not before
+        kind = name(owner), owner in comm
+        times[key] += kind != before
         total[key] += 1
-        before = owner
+        before = kind
         event = trace.launches.get(follower.correlation) if follower else None
         if event is not None:
             known.add(key)
         late = event is not None and at < event.end
         in_call = any(event.start <= at < event.end for event in waiting)
         host[key] += late and not (cpu and in_call)
-        sync[key] += late and not cpu and in_call
-    assert {(w.during, w.before): (w.times, w.total_us, w.host_us, w.sync_us) for w in analysis.waits} == {
-        key: (times[key], total[key], *((host[key], sync[key]) if key in known else UNKNOWN)) for key in total
+    assert {(w.during, w.before): (w.times, w.total_us, w.host_us) for w in analysis.waits} == {
+        key: (times[key], total[key], host[key] if key in known else None) for key in total
     }
     assert [w.total_us for w in analysis.waits] == sorted(total.values(), reverse=True)
     assert sum(w.total_us for w in analysis.waits) == analysis.window_us - analysis.kernel_compute_us
     assert sum(w.total_us for w in analysis.waits if not w.during) == analysis.idle_us
-    assert all(0 <= (w.sync_us or 0) <= (w.host_us or 0) <= w.total_us for w in analysis.waits)
+    assert all(0 <= (w.host_us or 0) <= w.total_us for w in analysis.waits)

@@ -158,17 +158,6 @@ def test_the_default_link_depends_on_the_computation_time(monkeypatch):
     assert measure._set_link(pair, backend, None, 3) == "modeled link: unused, there is only one rank"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("share,words", [
-    (0.75, "; 0.75 in the recording"), (0.0, ""),
-    (1.4, "; 1.40 in the recording: other programs slow this machine down at times; set --link-gbps"),
-])  # fmt: skip
-def test_the_share_of_communication_in_the_recording_is_told(tmp_path, monkeypatch, share, words):
-    analysis = SimpleNamespace(comm_us=1e3 * share, compute_us=1e3)
-    found = SimpleNamespace(devices=[SimpleNamespace(analysis=analysis)])
-    monkeypatch.setattr(measure, "analyze_files", lambda _paths, **_: found)
-    assert measure._share_text({"overlapped": tmp_path}) == words
-
-
 @pytest.mark.parametrize("link,problem", [
     (Link(gb_per_s=1e-6), "the link is too slow: 90.0 kB in 8 transfers would take 90 s; use a faster link"),
     (Link(gb_per_s=1, latency_us=8e6), "in 8 transfers would take 64 s;"),

@@ -154,7 +154,7 @@ def test_unequal_counts_without_numbers_leave_out_one_group():
     ranks[0] = replace(ranks[0], transfers=[e for e in ranks[0].transfers if e != dropped])
     compared = compare_traces(ranks)
     assert compared.problems == [
-        "tp of ranks 0, 1: rank 0 recorded 5 collectives and rank 1 6, without numbers",
+        "tp of ranks 0, 1: rank 0 and rank 1 recorded different collectives, without numbers",
     ]  # fmt: skip
     assert {str(m.group) for m in compared.meetings} == {"dp of ranks 0, 2", "dp of ranks 1, 3", "tp of ranks 2, 3"}
     assert [skew.waited_us for skew in compared.skews][2] == done.waited[2]
@@ -165,7 +165,7 @@ def test_different_kinds_in_one_group_are_a_problem():
     ranks = [rank_transfers(done, rank) for rank in range(2)]
     other = [e._replace(collective=e.collective._replace(name="all_gather")) for e in ranks[1].transfers]
     compared = compare_traces([ranks[0], replace(ranks[1], transfers=other)])
-    assert compared.problems == ["dp of ranks 0, 1: collective 0 is all_reduce on rank 0 and all_gather on rank 1"]
+    assert compared.problems == ["dp of ranks 0, 1: rank 0 and rank 1 recorded different collectives, without numbers"]
 
 
 def test_a_send_meets_its_receive():
@@ -219,7 +219,7 @@ def test_numbers_of_sends_differ_between_ranks():
     assert waited(ranks) == [done.waited[rank] for rank in range(3)]
     assert [len(joined) for joined in compare_traces(ranks).joined] == [4, 8, 4]
     fewer = compare_traces([*ranks[:2], replace(ranks[2], transfers=ranks[2].transfers[1:])])
-    assert fewer.problems == ["1 -> 2: rank 1 recorded 4 collectives and rank 2 3, without numbers"]
+    assert fewer.problems == ["1 -> 2: rank 1 and rank 2 recorded different collectives, without numbers"]
 
 
 def test_ranks_without_a_connection_to_the_first_are_checked_too():

@@ -1,9 +1,8 @@
-"""Measure this machine for the planner: products, attention, passes over memory and links, written as a device file.
-
-Processes that compute at the same time slow each other down, so all processes of a run measure at the same time.
+"""Measure one device of this machine for the planner: products, attention and passes over memory, written as a device
+file. Links are not measured: the file has a default to edit.
 """
 
 from .device_file import device_value, to_text
-from .workers import Plan, measure
+from .kernels import measure
 
-__all__ = ["Plan", "device_value", "measure", "to_text"]
+__all__ = ["device_value", "measure", "to_text"]

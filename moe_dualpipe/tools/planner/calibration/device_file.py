@@ -9,44 +9,48 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from ..device import KINDS, parse_device
 
+LINK = {"bandwidth": 1e9, "share": 0.8, "latency": 1e-4}
+"""The link of a machine that the package does not know: a guess."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is known of a device without measuring. known: the value of its device file in this package, if any."""
+    """What is known of a device without measuring. devices: of this kind in the machine. known: the value of its device
+    file in this package, if any."""
 
     name: str
     precision: str
     memory_gb: float
     sms: int
     software: str
+    devices: int = 1
     known: Mapping[str, Any] | None = None
 
 
-def device_value(machine: Machine, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the value of a device file. measured: by each process, see `workers.measure`; the median counts."""
-    rates = {kind: _rates([one["curves"][kind] for one in measured]) for kind in KINDS}
+def device_value(machine: Machine, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of a device file. measured: see `kernels.measure`."""
+    rates = {kind: [(flops, flops / seconds) for flops, seconds in measured["curves"][kind]] for kind in KINDS}
     fastest = max(rate for curve in rates.values() for _, rate in curve)
     known = machine.known or {}
     curves = {kind: dict(parse_device(known).curves[kind]) if known else {} for kind in KINDS}
     peak = known.get("peak", {}).get(machine.precision) or fastest
-    copy, passes = (median(one[key] for one in measured) for key in ("copy", "passes"))
-    bandwidth = known.get("memory_bandwidth") or max(copy, passes)
-    how = f"measured by {len(measured)} processes at the same time with {machine.software}"
-    link, link_source = _link(measured, known, how)
+    bandwidth = known.get("memory_bandwidth") or max(measured["copy"], measured["passes"])
+    how = f"measured with {machine.software}"
+    link = {key: known["domain"][key] for key in LINK} if known else LINK
+    link_source = "data sheet" if known else "not measured: a guess; replace it by what your link reaches"
     value = {
         "name": machine.name, "aliases": [], "memory_gb": machine.memory_gb, "memory_bandwidth": bandwidth,
         "sms": machine.sms, "peak": {**known.get("peak", {}), machine.precision: peak},
-        "domain": {"gpus": len(measured), **link}, "network": known.get("network") or link,
+        "domain": {"gpus": machine.devices, **link}, "network": known.get("network") or link,
         "efficiency": {
             **{kind: curves[kind] | {machine.precision: _shares(rates[kind], peak)} for kind in KINDS},
-            "memory": min(1.0, passes / bandwidth),
+            "memory": min(1.0, measured["passes"] / bandwidth),
         },
-        "launch": median(one["launch"] for one in measured),
+        "launch": measured["launch"],
         "sources": {
             "peak": "data sheet" if known else f"the fastest kernel {how}", "memory": how,
             "domain": link_source, "network": "data sheet" if known else "the domain: one machine",
@@ -65,19 +69,5 @@ def to_text(value: Any) -> str:
     return re.sub(r"\[\s+([^\[\],{}]+),\s+([^\[\],{}]+?)\s+\]", r"[\1, \2]", text) + "\n"
 
 
-def _rates(curves: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, float]]:
-    """(FLOPs of a launch, FLOP/s), with the median time of all processes."""
-    by_size = zip(*curves, strict=True)
-    return [(points[0][0], points[0][0] / median(seconds for _, seconds in points)) for points in by_size]
-
-
 def _shares(rates: Sequence[tuple[float, float]], peak: float) -> list[list[float]]:
     return [[flops, min(1.0, rate / peak)] for flops, rate in rates]
-
-
-def _link(measured: Sequence[Mapping[str, Any]], known: Mapping[str, Any], how: str) -> tuple[dict[str, float], str]:
-    if found := measured[0]["link"]:
-        return dict(found), f"between two of them, {how}"
-    if known:
-        return {key: known["domain"][key] for key in ("bandwidth", "share", "latency")}, "data sheet"
-    return {"bandwidth": 1e9, "share": 0.8, "latency": 1e-4}, "not measured: one process; a guess"

@@ -29,16 +29,14 @@ BACKWARD_FLOPS = 2.5
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times on one device. seconds: spent on each measurement, at least. meet: waits for the other processes."""
+    """Times on one device. seconds: spent on each measurement, at least."""
 
     device: torch.device
     seconds: float
-    meet: Callable[[], object]
 
     def time(self, run: Callable[[], Any]) -> float:
         """Seconds of one `run`."""
         self._group(run, 1)  # compiles, allocates
-        self.meet()
         launches = max(1, round(GROUP / self._group(run, 1)))
         times = []
         end = time.perf_counter() + self.seconds
@@ -60,13 +58,23 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
 
-def measure_kernels(watch: Stopwatch, dtype: torch.dtype, widths: Sequence[int], numbers: int) -> dict[str, Any]:
-    """What this process measures. widths: of layers, increasing. numbers: in each tensor that is copied.
+def measure(
+    device: torch.device, seconds: float = 0.2, widths: Sequence[int] = (), numbers: int = 0
+) -> dict[str, Any]:  # fmt: skip
+    """Measure one GPU in bfloat16, or one core of the CPU in float32.
+
+    seconds: spent on each measurement, at least. widths: of layers, increasing. numbers: in each tensor that is copied.
+    Without these two, sizes that suit the device.
 
     "curves": kind of kernel -> (FLOPs of a launch, seconds of a launch) by size. "copy", "passes": bytes per second,
     read and written, of a large copy, and of norms, activations and sums. "launch": seconds from one short kernel to
     the next.
     """
+    cuda = device.type == "cuda"
+    watch, dtype = Stopwatch(device, seconds), torch.bfloat16 if cuda else torch.float32
+    widths = widths or ((256, 512, 1024, 2048, 4096, 8192) if cuda else (32, 64, 128, 256, 512, 1024))
+    numbers = numbers or (2**28 if cuda else 2**24)
+    torch.set_num_threads(1)
     curves = {
         "product": [products(watch, dtype, D) for D in widths],
         "grouped": [grouped_products(watch, dtype, D) for D in widths],

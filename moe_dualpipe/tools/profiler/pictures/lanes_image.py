@@ -1,7 +1,7 @@
 """Draw lanes as an image, with a legend of what is drawn.
 
-Labels are the names of phases or, outside of phases, of kernels. If the trace is too long for labels to fit, a second
-set of lanes below shows a part of it with labels. Lanes in which no device has work are left out.
+Labels are the names of phases or, outside of phases, of kernels, where they fit. Lanes in which no device has work are
+left out. The page (page.py) shows parts of a long trace.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...drawing.figures import new_figure, plain_text
-from ..intervals import Intervals, intersection, union, union_length
-from ..kernel_names import shortened
-from ..lanes import COMMUNICATION, LANES, Ints, Lanes, runs
-from .lanes_windows import Window, label_of, time_until, windows_of
+from ..intervals import Intervals, intersection, length_before, union, union_length
+from ..kernel_names import short_name, shortened
+from ..lanes import COMMUNICATION, LANES, Ints, Lanes, Run, runs
 from .palette import EXPOSED, HIDDEN, STYLES, has_letters, styles_of
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 WIDTH, FONT_SIZE = 9.0, 9  # inches and points: the text is 11 pixels high in an image 800 pixels wide
 _TITLE: dict[str, Any] = {"fontsize": FONT_SIZE, "loc": "left"}
 _SMALLEST = 5  # points: lower rows have no labels
-_LANE_INCHES, _LETTER_WIDTH = 7.7, 0.58 / 72  # a letter's width in inches, divided by the size of the font
+_LANE_INCHES = 7.7
 _NARROWEST, _MARGIN = 0.28, 0.06  # the width of an "i" as a share of the size; inches left free beside a label
 _LANE_HEIGHTS, _SPACE, _INCHES = (0.86, 0.86, 0.4), 0.14, 0.42  # the unit of height, about so many inches
 _STRIP = 0.1  # the height of exposed communication if colors show phases
@@ -41,26 +40,16 @@ def lanes_figure(pictures: Sequence["Picture"], note: str = "") -> "Figure":
 
     note: a line below them.
     """
-    windows = windows_of(pictures, _LETTER_WIDTH * FONT_SIZE, _LANE_INCHES)
+    end = max(picture.end_us for picture in pictures)
     used = _used_lanes(pictures)
     letters = has_letters([picture.lanes for picture in pictures])
-    height, count = 0.25 + 0.55 * sum(_LANE_HEIGHTS[lane] for lane in used), len(pictures) * len(windows)
-    figure = new_figure(WIDTH, 0.4 + height * count)
-    rows = figure.subplots(count, squeeze=False)[:, 0]
-    for (whole, *details), picture in zip(rows.reshape(len(pictures), len(windows)), pictures, strict=True):
-        styles = styles_of(picture.lanes, letters)
-        _Panel(whole, picture, windows[0], styles, letters, used).draw(labels=not details)
-        whole.set_title("\n".join(map(plain_text, wrap(picture.title, 115))), **_TITLE)
-        for axes, window in zip(details, windows[1:], strict=True):
-            _Panel(axes, picture, window, styles, letters, used).draw(labels=True)
-            length = window[1] - window[0]
-            unit, size = _unit(length)
-            axes.set_title(f"the part in the frame, {float(f'{length / size:.3g}'):,g} {unit}", **_TITLE)
-            bottom, top = whole.get_ylim()
-            frame = bottom + 0.02, top - bottom - 0.04
-            span = (window[0] / 1e3, length / 1e3)
-            whole.broken_barh([span], frame, facecolors="none", edgecolors="black", zorder=3)
-    _add_legend(figure, pictures, windows, letters)
+    height = 0.25 + 0.55 * sum(_LANE_HEIGHTS[lane] for lane in used)
+    figure = new_figure(WIDTH, 0.4 + height * len(pictures))
+    rows = figure.subplots(len(pictures), squeeze=False)[:, 0]
+    for axes, picture in zip(rows, pictures, strict=True):
+        _Panel(axes, picture, end, styles_of(picture.lanes, letters), letters, used).draw()
+        axes.set_title("\n".join(map(plain_text, wrap(picture.title, 115))), **_TITLE)
+    _add_legend(figure, pictures, end, letters)
     if note:
         figure.supxlabel(plain_text(note), fontsize=FONT_SIZE, x=0.99, ha="right")
     return figure
@@ -91,33 +80,24 @@ def _inches(text: str, size: float) -> float:
 
 @dataclass(frozen=True)
 class _Panel:
-    """The lanes of one picture in one window."""
+    """The lanes of one picture. end_us: of the time axis, which starts at 0."""
 
     axes: "Axes"
     picture: "Picture"
-    window: Window
+    end_us: float
     styles: Ints
     letters: bool
     used: Sequence[int]
 
     @property
-    def start(self) -> float:
-        return self.window[0] - self.picture.shift_us
-
-    @property
-    def end(self) -> float:
-        return self.window[1] - self.picture.shift_us
-
-    @property
     def pixel(self) -> float:
         """Shorter gaps are not drawn, in us."""
-        return (self.end - self.start) / _PIXELS
+        return self.end_us / _PIXELS
 
-    def draw(self, labels: bool) -> None:
+    def draw(self) -> None:
         lanes = self.picture.lanes
         heights = [_LANE_HEIGHTS[lane] for lane in self.used]
         bottoms = [-sum(heights[: number + 1]) - _SPACE * number for number in range(len(heights))]
-        visible = (lanes.end > self.start) & (lanes.start < self.end)
         exposed = lanes.exposed
         for lane, bottom in zip(self.used, bottoms, strict=True):
             rows = int(lanes.row[lanes.lane == lane].max(initial=0)) + 1
@@ -125,18 +105,18 @@ class _Panel:
             for row in range(rows):
                 base = bottom + height * (rows - 1 - row)
                 chosen = (lanes.lane == lane) & (lanes.row == row)
-                self._draw_row(visible & chosen, base, height, exposed if lane == COMMUNICATION else None)
-                if labels:
-                    self._add_labels(lanes.select(chosen), self.styles[chosen], base, height)
+                self._draw_row(chosen, base, height, exposed if lane == COMMUNICATION else None)
+                self._add_labels(lanes.select(chosen), self.styles[chosen], base, height)
         self.axes.set_ylim(bottoms[-1] - 0.06, 0.06)
         self._set_axes([bottom + height / 2 for bottom, height in zip(bottoms, heights, strict=True)])
 
     def _draw_row(self, chosen: NDArray[np.bool_], base: float, height: float, exposed: Intervals | None) -> None:
         """Draw the work of a row. Where several styles share a pixel, it shows the one with the most time."""
         lanes, numbers = self.picture.lanes, np.unique(self.styles[chosen])
-        busy, edges = close_gaps(lanes.busy(chosen), self.pixel), np.linspace(self.start, self.end, _PIXELS + 1)
+        busy = close_gaps(lanes.busy(chosen), self.pixel)
+        edges = np.linspace(0.0, self.end_us, _PIXELS + 1) - self.picture.shift_us
         pixels = np.stack([edges[:-1], edges[1:]], axis=1)
-        times = [np.diff(time_until(lanes.busy(chosen & (self.styles == number)), edges)) for number in numbers]
+        times = [np.diff(length_before(lanes.busy(chosen & (self.styles == number)))(edges)) for number in numbers]
         for which, number in enumerate(numbers):
             most = (np.argmax(times, axis=0) == which) & (times[which] > 0)
             self._bars(intersection(busy, union(pixels[most])), base, height, STYLES[number].color)
@@ -146,7 +126,8 @@ class _Panel:
     def _draw_exposed(self, exposed: Intervals, base: float, height: float) -> None:
         """Exposed times with gaps too short to be drawn become one bar, as high as their share of it."""
         joined, height = close_gaps(exposed, self.pixel), min(_STRIP, height / 3) if self.letters else height
-        inside = time_until(exposed, joined[:, 1]) - time_until(exposed, joined[:, 0])
+        before = length_before(exposed)
+        inside = before(joined[:, 1]) - before(joined[:, 0])
         eighths = np.maximum(np.round(8 * inside / (joined[:, 1] - joined[:, 0])), 1)
         for count in np.unique(eighths):
             self._bars(joined[eighths == count], base, height * count / 8, EXPOSED.color)
@@ -158,25 +139,25 @@ class _Panel:
 
     def _add_labels(self, lanes: Lanes, styles: Ints, base: float, height: float) -> None:
         """Label the runs of one row, where a label fits; shorten long ones."""
-        size, inch = min(FONT_SIZE, 72 * _INCHES * height * 0.8), (self.end - self.start) / _LANE_INCHES
+        size, inch = min(FONT_SIZE, 72 * _INCHES * height * 0.8), self.end_us / _LANE_INCHES
         ink_of = {int(name): STYLES[style].ink for name, style in zip(lanes.name, styles, strict=True)}
-        for run in runs(lanes, (self.end - self.start) / 400):
-            left, right = max(run.start, self.start), min(run.end, self.end)
-            if right - left > 0.1 * inch and run.start >= self.start:
+        for run in runs(lanes, self.end_us / 400):
+            left, right = run.start, run.end
+            if right - left > 0.1 * inch:
                 x = (left + self.picture.shift_us) / 1e3
                 self.axes.vlines(x, base, base + height, "white", linewidth=0.8)
-            text = _fitting(label_of(lanes, run), (right - left) / inch - _MARGIN, size) if size >= _SMALLEST else ""
+            text = _fitting(_label_of(lanes, run), (right - left) / inch - _MARGIN, size) if size >= _SMALLEST else ""
             if text:
                 x, y = ((left + right) / 2 + self.picture.shift_us) / 1e3, base + height / 2
                 ink = ink_of[run.name]
                 self.axes.text(x, y, plain_text(text), ha="center", va="center", fontsize=size, color=ink)
 
     def _set_axes(self, middles: Sequence[float]) -> None:
-        self.axes.set_xlim(self.window[0] / 1e3, self.window[1] / 1e3)
+        self.axes.set_xlim(0, self.end_us / 1e3)
         self.axes.set_yticks(middles, [LANES[lane] for lane in self.used])
         self.axes.set_frame_on(False)
         self.axes.tick_params(length=0, labelsize=FONT_SIZE)
-        unit, size = _unit(self.window[1])
+        unit, size = _unit(self.end_us)
         self.axes.xaxis.set_major_formatter(lambda ms, _: f"{ms * 1e3 / size:g} {unit}")
 
 
@@ -190,26 +171,24 @@ def close_gaps(intervals: Intervals, gap: float) -> Intervals:
     return union(intervals + np.array([0.0, gap])) - np.array([0.0, gap]) if gap else intervals
 
 
-def _add_legend(figure: "Figure", pictures: Sequence["Picture"], windows: Sequence[Window], letters: bool) -> None:
-    """Add a legend entry for each color that covers enough of a window to be seen."""
+def _label_of(lanes: Lanes, run: Run) -> str:
+    return lanes.phases[run.phase] if run.phase >= 0 else short_name(lanes.names[run.name])
+
+
+def _add_legend(figure: "Figure", pictures: Sequence["Picture"], end_us: float, letters: bool) -> None:
+    """Add a legend entry for each color that covers enough of the time to be seen."""
     from matplotlib.patches import Patch
 
-    seen: set[int] = set()
-    for window in windows:
-        times = sum(_style_times(picture, window, letters) for picture in pictures)
-        seen |= {*np.flatnonzero(times > (window[1] - window[0]) / 1000).tolist()}
-    entries = [Patch(facecolor=STYLES[number].color, label=STYLES[number].label) for number in sorted(seen)]
+    times = sum(_style_times(picture.lanes, letters) for picture in pictures)
+    seen = np.flatnonzero(times > end_us / 1000).tolist()
+    entries = [Patch(facecolor=STYLES[number].color, label=STYLES[number].label) for number in seen]
     figure.legend(handles=entries, loc="outside lower left", ncols=5, fontsize=FONT_SIZE, frameon=False)
 
 
-def _style_times(picture: "Picture", window: Window, letters: bool) -> NDArray[np.float64]:
-    """How long each style runs in a window."""
-    lanes, inside = picture.lanes, np.array([window]) - picture.shift_us
-    styles = styles_of(lanes, letters)
-    times = np.array(
-        [union_length(intersection(lanes.busy(styles == number), inside)) for number in range(len(STYLES))]
-    )
-    exposed = union_length(intersection(lanes.exposed, inside))
+def _style_times(lanes: Lanes, letters: bool) -> NDArray[np.float64]:
+    """How long each style runs."""
+    styles, exposed = styles_of(lanes, letters), union_length(lanes.exposed)
+    times = np.array([union_length(lanes.busy(styles == number)) for number in range(len(STYLES))])
     times[STYLES.index(EXPOSED)] += exposed
     times[STYLES.index(HIDDEN)] -= exposed
     return times

@@ -7,7 +7,7 @@ from ....messages import plural, printable
 from ...drawing.tables import markdown
 from ..analyze import Analysis
 from ..gaps import Wait
-from .ranks import collectives_text, lateness_text, path_text
+from .ranks import collectives_text, lateness_text
 from .verdicts import verdicts_text
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def traces_text(
         parts.append(verdicts_text(device.analysis.verdicts, num_events))
     if len(files.devices) > 1:
         parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
-        parts += [lateness_text(files), path_text(files)]
+        parts += [lateness_text(files)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -129,15 +129,14 @@ def _wait_rows(analysis: Analysis) -> list[list[str]]:
         rows.append([*names, f"{wait.times:,}", f"{wait.total_us:,.0f}", _late([wait])])
     if rest := analysis.waits[MAX_WAITS:]:
         sums = sum(wait.times for wait in rest), sum(wait.total_us for wait in rest)
-        rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums), _late(rest, syncs=False)])
+        rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums), _late(rest)])
     return rows
 
 
-def _late(waits: Sequence[Wait], syncs: bool = True) -> str:
+def _late(waits: Sequence[Wait]) -> str:
     """The time before the host launched the next computation; "-" if unknown."""
     known = [wait.host_us for wait in waits if wait.host_us is not None]
-    sync = sum(wait.sync_us or 0.0 for wait in waits) if syncs else 0.0
-    return f"{sum(known):,.0f}{f' ({sync:,.0f} in a sync)' if sync >= 0.5 else ''}" if known else "-"
+    return f"{sum(known):,.0f}" if known else "-"
 
 
 def _step_rows(analysis: Analysis) -> list[list[str]]:

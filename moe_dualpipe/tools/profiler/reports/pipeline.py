@@ -1,14 +1,11 @@
-"""The recorded steps of pipelines as a table, as JSON, and as a figure of the measured and the predicted timeline."""
+"""The recorded steps of pipelines as a table and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from ....schedule import Costs, Timeline
-from ...drawing.figures import new_figure, save_figure
+from ....schedule import Costs
 from ...drawing.tables import markdown
-from ...drawing.timeline_plot import add_timeline_legend, draw_timeline, size_for_numbers
 from ..pipeline import RecordedPipeline, step_breakdowns
 
 HEADINGS = {
@@ -64,29 +61,3 @@ def pipeline_objects(pipelines: Sequence[RecordedPipeline]) -> list[dict[str, An
         }
         for pipeline in pipelines
     ]
-
-
-def save_pipeline_figure(pipelines: Sequence[RecordedPipeline], path: Path) -> None:
-    """Draw the step of median length of each pipeline, measured and predicted, on one time axis.
-
-    Raises ImportError if matplotlib is not installed.
-    """
-    rows: list[tuple[str, Timeline]] = []
-    for data_rank, pipeline in enumerate(pipelines):
-        which = f", data rank {data_rank}" if len(pipelines) > 1 else ""
-        measured = f"step {pipeline.steps[0][pipeline.typical].number} measured{which}"
-        rows += [(measured, pipeline.timeline(pipeline.typical)), (f"predicted{which}", pipeline.predicted)]
-    end = max(float(timeline.makespan) for _, timeline in rows)
-    longest = max((pipeline.predicted for pipeline in pipelines), key=lambda timeline: timeline.makespan)
-    width, font_size = size_for_numbers(longest, width=9, font_size=8)
-    figure = new_figure(width, 0.5 + sum(0.75 + 0.32 * timeline.schedule.num_ranks for _, timeline in rows))
-    heights = [timeline.schedule.num_ranks + 1 for _, timeline in rows]
-    grid = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, (title, timeline) in zip(grid, rows, strict=True):
-        draw_timeline(axes, timeline, font_size)
-        axes.set_xlim(0, end)
-        axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=1)
-        title += f": {float(timeline.makespan):,.1f} ms, {timeline.bubble_share:.1%} bubble"
-        axes.set_title(title, fontsize=10, loc="left")
-    add_timeline_legend(grid[-1], rows[-1][1])
-    save_figure(figure, path)

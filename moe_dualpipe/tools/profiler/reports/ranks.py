@@ -1,21 +1,18 @@
-"""Reports about ranks as text: their collectives, which of them were late and why, and what the end depended on."""
+"""Reports about ranks as text: their collectives and which of them were late, and why."""
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ....messages import list_ranks, plural, printable
 from ...drawing.tables import markdown
 from ..attribution import COMMUNICATION, IDLE, LATE_HOST, WAITING, Label
-from ..collectives import CollectiveRow, LaunchSite
-from ..critical_path import PathPart
+from ..collectives import CollectiveRow
 from ..lateness import NOT_COMPUTING, Lateness, Reason
 
 if TYPE_CHECKING:
     from ..files import TraceFiles
 
-MAX_PLACES = 4  # rows of a collective's places; one more row counts the rest
 MAX_LATE = 4  # ranks whose lateness is explained
 LEAST_SHARE = 0.01
 """A rank is not late if the others had nothing to do for a smaller share of its window."""
@@ -23,11 +20,10 @@ _MOST_RANKS = 8  # of a group whose ranks are listed
 _MOST_REASONS = 3  # of one kind
 _LEAST_REASON = 0.1  # share of all reasons
 _COMPUTING = "computing"
-_NUMBER = re.compile(r"\d+$")
 
 
 def collectives_text(rows: Sequence[CollectiveRow]) -> str:
-    """Return a table with one row per kind, group and type, each followed by rows of the places that launched it."""
+    """Return a table with one row per kind, group and type."""
     if not rows:
         return "There are no collectives."
     cells = [["collective", "group", "times", "bytes", "us", "exposed", "GB/s", "bus GB/s"]]
@@ -35,17 +31,13 @@ def collectives_text(rows: Sequence[CollectiveRow]) -> str:
         kind = f"{printable(row.kind, 60)}{f', {row.dtype}' if row.dtype else ''}"
         rates = [_rate(rate, row.is_lower_limit) for rate in (row.algorithm_gb_s, row.bus_gb_s)]
         cells.append([kind, _group(row), *_numbers(row), *rates])
-        for place in row.places[:MAX_PLACES]:
-            cells.append([f"- {printable(place.name, 60)}", "", *_numbers(place), "", ""])
-        if rest := len(row.places) - MAX_PLACES:
-            cells += [[f"- {rest} more", *[""] * 7]] * (rest > 0)
     text = markdown(cells)
     if any(row.is_lower_limit and row.algorithm_gb_s is not None for row in rows):
         text += "\n\n>= : a lower limit, because the time may contain waits for ranks without a trace."
     return text
 
 
-def _numbers(one: CollectiveRow | LaunchSite) -> list[str]:
+def _numbers(one: CollectiveRow) -> list[str]:
     return [f"{one.count:,}", _size(one.bytes), f"{one.total_us:,.0f}", f"{one.exposed_us:,.0f}"]
 
 
@@ -135,48 +127,3 @@ def _shares(reasons: Sequence[Reason], key: Callable[[Label], str]) -> str:
     if len(shown) == 1 and shown[0][1] > 0.995:
         return shown[0][0]
     return ", ".join(f"{name} ({share:.0%})" for name, share in shown[:_MOST_REASONS])
-
-
-def path_text(files: "TraceFiles") -> str:
-    """Return a table of what the end of the recording depended on, by rank; "" if that is unknown."""
-    if not files.critical_path:
-        return ""
-    whole = sum(part.us for part in files.critical_path)
-
-    def row(name: str, us: float, most: str = "") -> list[str]:
-        return [name, f"{us:,.0f}", f"{us / whole:.1%}", most]
-
-    rows = [["the end depended on", "us", "share", "most of it"]]
-    for rank, parts in _grouped(files.critical_path, lambda part: files.names[part.rank]):
-        rows.append(row(rank, sum(part.us for part in parts)))
-        phases = _without_numbers(part.label.phase for part in parts)
-        places = _grouped(parts, lambda part, of=phases: of[part.label.phase] or _plain(part.label, files.names))
-        for place, same in places[:MAX_PLACES]:
-            most = max(same, key=lambda part: part.us).label.category
-            rows.append(row(f"- {printable(place, 60)}", sum(part.us for part in same), "" if most == place else most))
-        if rest := [part.us for _, same in places[MAX_PLACES:] for part in same]:
-            rows.append(row(f"- {len(places) - MAX_PLACES} more", sum(rest)))
-    return markdown(rows)
-
-
-def _grouped(parts: Iterable[PathPart], key: Callable[[PathPart], str]) -> list[tuple[str, list[PathPart]]]:
-    """The parts by key, the longest group first."""
-    groups: dict[str, list[PathPart]] = defaultdict(list)
-    for part in parts:
-        groups[key(part)].append(part)
-    return sorted(groups.items(), key=lambda group: -sum(part.us for part in group[1]))
-
-
-def _without_numbers(names: Iterable[str]) -> dict[str, str]:
-    """Shown names: "1B*" for all of "1B7", "1B8" and so on."""
-    stems: dict[str, set[str]] = defaultdict(set)
-    for name in names:
-        stems[_NUMBER.sub("", name)].add(name)
-    return {name: f"{stem}*" if len(same) > 1 else name for stem, same in stems.items() for name in same}
-
-
-def _plain(label: Label, names: Sequence[str]) -> str:
-    """The name of time without a phase."""
-    if label == LATE_HOST:
-        return "the host had not launched"
-    return label.category if label.rank is None else f"waiting for {names[label.rank]}"

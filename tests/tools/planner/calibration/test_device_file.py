@@ -1,21 +1,20 @@
-"""The device file from what processes measured."""
+"""The device file from what was measured."""
 
 import json
 
 import pytest
 
-from moe_dualpipe.tools.planner.calibration.device_file import Machine, device_value, to_text
+from moe_dualpipe.tools.planner.calibration.device_file import LINK, Machine, device_value, to_text
 from moe_dualpipe.tools.planner.device import FOLDER, KINDS, load_device
 
-CPU = Machine("mine", "fp32", memory_gb=8.0, sms=1, software="torch")
-LINK = {"bandwidth": 2e9, "share": 0.5, "latency": 1e-4}
+CPU = Machine("mine", "fp32", memory_gb=8.0, sms=1, software="torch", devices=4)
 CURVE = [[1e6, 1e-3], [1e9, 1e-2]]  # 1 and 100 GFLOP/s
 
 
-def measured(slower=1.0, link=LINK, **others):
-    curves = {kind: [[flops, slower * seconds] for flops, seconds in CURVE] for kind in KINDS}
-    curves["grouped"] = [[2e6, slower * 4e-3], [2e9, slower * 4e-2]]
-    return {"curves": curves, "copy": 8e9, "passes": 2e9, "launch": 2e-6, "link": link} | others
+def measured(**others):
+    curves = {kind: [[flops, seconds] for flops, seconds in CURVE] for kind in KINDS}
+    curves["grouped"] = [[2e6, 4e-3], [2e9, 4e-2]]
+    return {"curves": curves, "copy": 8e9, "passes": 2e9, "launch": 2e-6} | others
 
 
 def loaded(tmp_path, value):
@@ -25,7 +24,7 @@ def loaded(tmp_path, value):
 
 
 def test_the_fastest_kernel_of_a_cpu_is_its_peak(tmp_path):
-    device = loaded(tmp_path, device_value(CPU, [measured()]))
+    device = loaded(tmp_path, device_value(CPU, measured()))
     assert device.peak == {"fp32": 1e11}
     assert device.wide == "fp32"
     assert [device.efficiency("product", "fp32", flops) for flops in (1e6, 1e9)] == [0.01, 1.0]
@@ -33,34 +32,26 @@ def test_the_fastest_kernel_of_a_cpu_is_its_peak(tmp_path):
     assert device.efficiency("attention_forward", "fp8", 1e9) == 1.0
     assert (device.memory_bandwidth, device.memory_share, device.launch) == (8e9, 0.25, 2e-6)
     assert (device.name, device.memory_gb, device.sms) == ("mine", 8.0, 1)
-    assert (device.domain.gpus, device.domain.bandwidth, device.domain.latency) == (1, 2e9, 1e-4)
+    assert (device.domain.gpus, device.domain.bandwidth, device.domain.latency) == (4, 1e9, 1e-4)
     assert device.network == type(device.network)(**LINK)
 
 
-def test_the_median_of_the_processes_counts(tmp_path):
-    all_three = [measured(), measured(3.0, None, copy=1e9), measured(2.0, None, copy=4e9, launch=9e-6)]
-    device = loaded(tmp_path, device_value(CPU, all_three))
-    assert device.peak == {"fp32": 5e10}
-    assert device.memory_bandwidth == 4e9
-    assert device.launch == 2e-6
-    assert device.domain.gpus == 3
-
-
 def test_passes_in_the_cache_are_not_above_the_bandwidth(tmp_path):
-    device = loaded(tmp_path, device_value(CPU, [measured(passes=1.6e10)]))
+    device = loaded(tmp_path, device_value(CPU, measured(passes=1.6e10)))
     assert (device.memory_bandwidth, device.memory_share) == (1.6e10, 1.0)
 
 
-def test_one_process_has_no_link_to_measure(tmp_path):
-    device = loaded(tmp_path, device_value(CPU, [measured(link=None)]))
-    assert "not measured" in device.sources["domain"]
-    assert "not measured" not in device.sources["launch"]
+def test_the_link_is_a_default_to_edit():
+    value = device_value(CPU, measured())
+    assert value["domain"] == {"gpus": 4, **LINK} and value["network"] == LINK
+    assert "not measured" in value["sources"]["domain"]
+    assert "not measured" not in value["sources"]["launch"]
 
 
 def test_a_known_gpu_keeps_its_data_sheet(tmp_path):
     h100 = json.loads((FOLDER / "h100.json").read_text())
-    machine = Machine("mine", "bf16", 85.0, 132, "torch", h100)
-    device = loaded(tmp_path, device_value(machine, [measured(link=None)]))
+    machine = Machine("mine", "bf16", 85.0, 132, "torch", known=h100)
+    device = loaded(tmp_path, device_value(machine, measured()))
     known = load_device("h100")
     assert device.peak == known.peak
     assert device.efficiency("product", "bf16", 1e9) == pytest.approx(1e11 / 989.4e12, rel=1e-3)
@@ -73,7 +64,7 @@ def test_a_known_gpu_keeps_its_data_sheet(tmp_path):
 
 
 def test_each_point_of_a_curve_is_on_one_line():
-    value = device_value(CPU, [measured()])
+    value = device_value(CPU, measured())
     text = to_text(value)
     assert json.loads(text) == value
     assert "[1000000.0, 0.01]" in text

@@ -115,7 +115,6 @@ def find_late_host(case: Case) -> list[Finding]:
         f"Nothing was computed for {cost:,.0f} us until they were launched.",
         f"The host launches one of them every {np.median(between) if len(between) else 0:,.1f} us (median), and "
         f"{short.mean():.0%} of the kernels take less than {SHORT:.0f} us.",
-        f"When a kernel is launched, {_queue_depth(case):,.0f} earlier ones have not started yet (median). "
         f"A kernel starts {case.latency:,.1f} us or more after its launch.",
     )
     verdict = Verdict(
@@ -125,15 +124,6 @@ def find_late_host(case: Case) -> list[Finding]:
         float(free[worst]), float(free[worst] + late[worst]), cost,
     )  # fmt: skip
     return [Finding(verdict, _at_once(case))]
-
-
-def _queue_depth(case: Case) -> float:
-    """The median number of events that are launched but have not started, over all launches."""
-    view = case.view
-    known = view.launch >= 0
-    launches = np.sort(np.array([call.start for call in view.calls])[view.launch[known]])
-    started = np.searchsorted(np.sort(view.start[known]), launches)
-    return float(np.median(np.arange(len(launches)) - started))
 
 
 def _at_once(case: Case) -> Change:
