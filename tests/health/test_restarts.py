@@ -110,9 +110,8 @@ def if_complete(path):
 def test_a_restart_uses_the_newest_checkpoint_of_its_earlier_attempts(tmp_path, monkeypatch):
     monkeypatch.setattr(restart, "find_checkpoint", if_complete)
     set_torchrun_environment(monkeypatch, 1)
-    restart.mark_folder(tmp_path, 0)
-    assert restart.newest_checkpoint(tmp_path) is None
     checkpoint_in(tmp_path, 9, age=1000)  # from before the run was resumed at an earlier step
+    restart.mark_folder(tmp_path, 0)
     assert restart.newest_checkpoint(tmp_path) is None
     second = checkpoint_in(tmp_path, 2, age=-1)
     unreadable = checkpoint_in(tmp_path, 4, age=-1)

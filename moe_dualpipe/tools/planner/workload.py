@@ -130,9 +130,9 @@ class Workload:
             raise ValueError(f"--ep {one.ep}: {shape.name} has no experts; use --ep 1")
         for name, number, of, what in (
             ("tp", one.tp, heads, f"the {heads} attention heads of {shape.name}"),
-            ("cp", one.cp, self.seq, f"--seq {self.seq}"),
+            ("cp", one.cp, self.seq, f"--seq-len {self.seq}"),
             # Between products, tensor-parallel ranks share the tokens.
-            ("tp", one.tp, self.seq // one.cp, f"--seq {self.seq} / --cp {one.cp}"),
+            ("tp", one.tp, self.seq // one.cp, f"--seq-len {self.seq} / --cp {one.cp}"),
             ("ep", one.ep, experts, f"the {experts} experts of a layer"),
             ("ep", one.ep, ranks, f"the {ranks} ranks of a pipeline stage ({one.num_ranks} GPUs / pp {one.pp})"),
         ):
@@ -140,7 +140,7 @@ class Workload:
                 use = next(n for n in range(min(number, of), 0, -1) if of % n == 0)
                 raise ValueError(f"--{name} {number} does not divide {what}; use {use}")
         if shape.mtp >= self.seq:
-            raise ValueError(f"--seq {self.seq} is too short for {shape.mtp} modules of multi-token prediction")
+            raise ValueError(f"--seq-len {self.seq} is too short for {shape.mtp} modules of multi-token prediction")
 
     def _check_batches(self) -> None:
         each = self.micro_batch * self.layout.dp

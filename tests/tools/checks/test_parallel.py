@@ -116,7 +116,7 @@ def test_the_command_checks_the_requested_layout_and_skips_what_cannot_run(capsy
 def test_a_failed_check_exits_with_code_1(capsys, monkeypatch):
     report, configs = Report("model", (Check("ep=2", "failed"),)), []
     monkeypatch.setattr(
-        "moe_dualpipe.tools.checks.check_parallel", lambda config: configs.append(config) or report, raising=False
+        "moe_dualpipe.commands.check.check_parallel", lambda config: configs.append(config) or report, raising=False
     )
     assert main(["check", "parallel"]) == 1
     assert configs[0].batch.seq_len == 16

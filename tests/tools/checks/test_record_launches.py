@@ -250,7 +250,7 @@ def test_the_command_reports_a_difference(capsys, monkeypatch):
     code = main(["schedule", "check", "1f1b", "--pp", "1", "--micro-batches", "1", "--ep", "2", "--num-layers", "2"])
     out, err = capsys.readouterr()
     assert (code, out) == (1, "")
-    assert err.startswith("1f1b, as on a CPU: in the group world of ranks 0, 1, the orders of launches differ\n")
+    assert err.startswith("1f1b, as on a CPU: in the group experts of ranks 0, 1, the orders of launches differ\n")
     assert [line[0] for line in err.splitlines()[1:]].count(">") == 1
 
 
