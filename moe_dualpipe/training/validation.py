@@ -1,18 +1,15 @@
 """The mean loss of the held-out sequences."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..inference import eval_mode
 
-if TYPE_CHECKING:
-    from .step import Trainer
 
-
-def validation_loss(trainer: "Trainer") -> float:
+def validation_loss(trainer: Any) -> float:
     """The mean over all labeled tokens of the held-out sequences, in nats per token, the same on all ranks.
 
     Collective. Raises ValueError for a run with `batches` and without `validation`.
@@ -25,7 +22,7 @@ def validation_loss(trainer: "Trainer") -> float:
 
 
 @torch.no_grad()
-def validation_losses(trainer: "Trainer") -> Iterator[list[Tensor]]:
+def validation_losses(trainer: Any) -> Iterator[list[Tensor]]:
     """Run the held-out sequences in batches. Yields the losses of each batch, as from `Pipeline.step`."""
     config, dp = trainer.config, trainer.layout.dp
     step, length = config.batch.batch_size, config.batch.seq_len

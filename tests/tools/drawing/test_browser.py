@@ -5,8 +5,9 @@ import re
 import pytest
 
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
-from moe_dualpipe.tools.profiler.pictures.lanes import Picture, save_lanes
+from moe_dualpipe.tools.profiler.pictures.lanes import save_lanes
 from moe_dualpipe.tools.profiler.pictures.palette import CATEGORY_STYLES, COPY, EXPOSED, HIDDEN
+from moe_dualpipe.tools.profiler.pictures.picture import Picture
 from tests.support.browser import ENTER, ESCAPE, LEFT, RIGHT, SHIFT, SPACE, TAB
 from tests.support.lanes import Work, lanes_of
 from tests.support.lanes_page import AXIS, axis, drawn, label_errors, rects, row_of, shown, x_of

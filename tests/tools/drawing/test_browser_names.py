@@ -4,7 +4,8 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
-from moe_dualpipe.tools.profiler.pictures.lanes import Picture, save_lanes
+from moe_dualpipe.tools.profiler.pictures.lanes import save_lanes
+from moe_dualpipe.tools.profiler.pictures.picture import Picture
 from moe_dualpipe.tools.profiler.trace import Collective
 from tests.support.browser import ENTER, ESCAPE
 from tests.support.lanes import Work, lanes_of

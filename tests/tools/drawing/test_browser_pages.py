@@ -3,8 +3,9 @@
 import pytest
 
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
-from moe_dualpipe.tools.profiler.pictures.lanes import Picture, save_lanes
+from moe_dualpipe.tools.profiler.pictures.lanes import save_lanes
 from moe_dualpipe.tools.profiler.pictures.palette import CATEGORY_STYLES, EXPOSED, HIDDEN
+from moe_dualpipe.tools.profiler.pictures.picture import Picture
 from tests.support.browser import ENTER
 from tests.support.lanes import Work, lanes_of
 from tests.support.lanes_page import axis, drawn, rects

@@ -8,8 +8,9 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.drawing.timeline_boxes import LABELS
-from moe_dualpipe.tools.profiler.pictures.lanes import MAX_PICTURES, Picture, save_lanes
+from moe_dualpipe.tools.profiler.pictures.lanes import MAX_PICTURES, save_lanes
 from moe_dualpipe.tools.profiler.pictures.palette import EXPOSED, HIDDEN, STYLES
+from moe_dualpipe.tools.profiler.pictures.picture import Picture
 from tests.support.lanes import Work, lanes_of
 from tests.support.traces import annotation, kernel, launch, write
 

@@ -6,9 +6,10 @@ import re
 import numpy as np
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler.pictures.lanes import Picture, save_lanes
+from moe_dualpipe.tools.profiler.pictures.lanes import save_lanes
 from moe_dualpipe.tools.profiler.pictures.page import page_script
 from moe_dualpipe.tools.profiler.pictures.page_data import pieces_of
+from moe_dualpipe.tools.profiler.pictures.picture import Picture
 from tests.support.lanes import Work, lanes_of
 from tests.support.traces import annotation, kernel, launch, write
 

@@ -1,5 +1,6 @@
 """Pictures of traces: computation above communication, as an image or as a page to zoom into."""
 
-from .lanes import Picture, lanes_figure, measurement_pictures, save_lanes, trace_pictures
+from .lanes import lanes_figure, measurement_pictures, save_lanes, trace_pictures
+from .picture import Picture
 
 __all__ = ["Picture", "lanes_figure", "measurement_pictures", "save_lanes", "trace_pictures"]

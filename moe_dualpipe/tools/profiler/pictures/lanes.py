@@ -4,38 +4,22 @@ palette.py says what the colors mean. At most MAX_PICTURES devices are drawn, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....messages import plural
 from ...drawing.figures import save_figure
-from ..lanes import Lanes
 from ..reports.overlap import hidden_sentence
 from .lanes_image import lanes_figure
 from .page import write_page
+from .picture import Picture
 
 if TYPE_CHECKING:
-    from ..doctor.verdict import Verdict
     from ..files import TraceFiles
     from ..measure import Measurement
 
 SUFFIXES = (".png", ".svg", ".html")
 MAX_PICTURES = 8
-
-
-@dataclass(frozen=True)
-class Picture:
-    """The lanes of one device and their title. shift_us: how much later they start than those of the first picture."""
-
-    title: str
-    lanes: Lanes
-    shift_us: float = 0.0
-    verdicts: Sequence["Verdict"] = field(default=())
-
-    @property
-    def end_us(self) -> float:
-        return self.shift_us + self.lanes.end_us
 
 
 def trace_pictures(files: "TraceFiles") -> list[Picture]:

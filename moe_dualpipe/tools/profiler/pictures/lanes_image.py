@@ -18,12 +18,12 @@ from ..intervals import Intervals, intersection, length_before, union, union_len
 from ..kernel_names import short_name, shortened
 from ..lanes import COMMUNICATION, LANES, Ints, Lanes, Run, runs
 from .palette import EXPOSED, HIDDEN, STYLES, has_letters, styles_of
+from .picture import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .lanes import Picture
 
 WIDTH, FONT_SIZE = 9.0, 9  # inches and points: the text is 11 pixels high in an image 800 pixels wide
 _TITLE: dict[str, Any] = {"fontsize": FONT_SIZE, "loc": "left"}
@@ -35,7 +35,7 @@ _STRIP = 0.1  # the height of exposed communication if colors show phases
 _PIXELS = 1200  # shorter gaps than a lane's length divided by this are not drawn
 
 
-def lanes_figure(pictures: Sequence["Picture"], note: str = "") -> "Figure":
+def lanes_figure(pictures: Sequence[Picture], note: str = "") -> "Figure":
     """Draw the pictures below each other on one time axis. Raises ImportError if matplotlib is not installed.
 
     note: a line below them.
@@ -55,7 +55,7 @@ def lanes_figure(pictures: Sequence["Picture"], note: str = "") -> "Figure":
     return figure
 
 
-def _used_lanes(pictures: Sequence["Picture"]) -> list[int]:
+def _used_lanes(pictures: Sequence[Picture]) -> list[int]:
     """Lanes in which any of the pictures has work; computation always."""
     return sorted({0}.union(*(np.unique(picture.lanes.lane).tolist() for picture in pictures)))
 
@@ -83,7 +83,7 @@ class _Panel:
     """The lanes of one picture. end_us: of the time axis, which starts at 0."""
 
     axes: "Axes"
-    picture: "Picture"
+    picture: Picture
     end_us: float
     styles: Ints
     letters: bool
@@ -175,7 +175,7 @@ def _label_of(lanes: Lanes, run: Run) -> str:
     return lanes.phases[run.phase] if run.phase >= 0 else short_name(lanes.names[run.name])
 
 
-def _add_legend(figure: "Figure", pictures: Sequence["Picture"], end_us: float, letters: bool) -> None:
+def _add_legend(figure: "Figure", pictures: Sequence[Picture], end_us: float, letters: bool) -> None:
     """Add a legend entry for each color that covers enough of the time to be seen."""
     from matplotlib.patches import Patch
 

@@ -11,14 +11,11 @@ from hashlib import sha256
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 from ....data import strict_json
 from ....messages import printable
 from .page_data import page_data
-
-if TYPE_CHECKING:
-    from .lanes import Picture
+from .picture import Picture
 
 WEB = Path(__file__).with_name("web")
 SCRIPTS = (
@@ -27,7 +24,7 @@ SCRIPTS = (
 )  # fmt: skip
 
 
-def write_page(pictures: Sequence["Picture"], path: Path, note: str = "") -> None:
+def write_page(pictures: Sequence[Picture], path: Path, note: str = "") -> None:
     """Write the page. note: a sentence that it shows below the lanes."""
     text = strict_json.write(page_data(pictures, note), separators=(",", ":")).replace("<", "\\u003c")
     title = " · ".join(printable(picture.title, 200) for picture in pictures)

@@ -6,7 +6,7 @@ become one piece. It has the name of the longest of them, their number, and the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,7 @@ from ..kernel_names import short_name
 from ..lanes import LANES, Ints, Lanes
 from ..trace import Collective
 from .palette import EXPOSED, HIDDEN, STYLES, has_letters, styles_of
-
-if TYPE_CHECKING:
-    from .lanes import Picture
+from .picture import Picture
 
 MAX_PIECES = 200_000
 MAX_POINTS = 5000  # of the memory of a device
@@ -35,7 +33,7 @@ class Pieces:
     busy: NDArray[np.float64]
 
 
-def page_data(pictures: Sequence["Picture"], note: str = "") -> dict[str, Any]:
+def page_data(pictures: Sequence[Picture], note: str = "") -> dict[str, Any]:
     """Return the object that the page's script reads (web/data.js)."""
     end = max(picture.end_us for picture in pictures)
     letters = has_letters([picture.lanes for picture in pictures])
@@ -60,7 +58,7 @@ def page_data(pictures: Sequence["Picture"], note: str = "") -> dict[str, Any]:
 
 
 def _device(
-    picture: "Picture", pieces: Pieces, styles: Ints, names: dict[str, int],
+    picture: Picture, pieces: Pieces, styles: Ints, names: dict[str, int],
     details: dict[tuple[Collective | None, int], int],
 ) -> dict[str, Any]:  # fmt: skip
     lanes, joined = pieces.lanes, bool((pieces.count > 1).any())
