@@ -1,8 +1,8 @@
 """Encode text into a folder of token ids, once, instead of at the start of every run.
 
-The documents are divided into parts (parts.py), which several processes read and encode (engines.py). Their token ids
-are written in order as they arrive, so the files do not depend on the number of processes. A journal says how far they
-are valid: after a kill, the same call continues there.
+The documents are divided into parts (work_units.py), which several processes read and encode (engines.py). Their token
+ids are written in order as they arrive, so the files do not depend on the number of processes. A journal says how far
+they are valid: after a kill, the same call continues there.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """A model divided over ranks, as every training loop needs it: stages, links, sums of gradients, loads of experts.
 
-It joins the rooms below, and knows nothing of files, runs or commands.
+It combines the lower-level packages, and knows nothing of files, runs or commands.
 """
 
 from .balance import Balance

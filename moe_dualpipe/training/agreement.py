@@ -27,7 +27,7 @@ from . import restart
 class Agreed:
     """folder: of the run. resume: the checkpoint to go on from after a restart. free: bytes that each rank can use.
 
-    None: the run is new; and unknown. store: where the ranks have met.
+    resume is None for a new run, and free if it is unknown. store: the rendezvous store.
     """
 
     folder: Path | None
@@ -61,7 +61,7 @@ def agree(folder: Path | None, device: torch.device, launch: Launch, timeout: fl
     where = Path(decided["folder"])
     resume = where / "checkpoints" / decided["resume"]
     if stores.url_of(where) is None and not (resume / RUN_FILE).is_file():
-        raise ValueError(f"{resume} cannot be read here: --out must be a folder that all machines share")
+        raise ValueError(f"{resume} cannot be read here: --out must be a folder or URL that all machines share")
     return Agreed(where, find_checkpoint(str(resume)), decided["free"], store)
 
 

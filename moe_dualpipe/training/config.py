@@ -118,8 +118,8 @@ class CheckpointConfig:
     """Resume from the newest checkpoint of this run, or from this checkpoint. A folder or a URL.
     Its options are restored; options given beside it override them."""
     weights: str | None = None
-    """Start a new run from the weights in this folder or URL: a model in Hugging Face's format,
-    or one written by `moe-dualpipe export`."""
+    """Start a new run from the weights in this folder or URL.
+    It has a model in Hugging Face's format, or one written by `moe-dualpipe export`."""
     weights_partial: bool = False
     """With --weights: load only the weights that match by name and shape. Others keep their initial values."""
     save_every: int | None = None
@@ -188,7 +188,8 @@ class HealthConfig:
     check_memory: bool = True
     """Refuse to start if a step does not fit into free memory."""
     max_skipped: int = 10
-    """Stop after this many consecutive steps with a non-finite loss or gradient. Such steps are skipped."""
+    """Stop after this many consecutive steps with a non-finite loss or gradient. Such steps are skipped.
+    A run in which all steps were skipped also ends with an error."""
     check_replicas_every: int | None = 1
     """Steps between checks that replicas are bit-equal, before the update (docs/reliability.md).
     None: check only at the start, before each checkpoint, and at the end."""

@@ -53,10 +53,10 @@ class Console:
         """dense, experts, trained: numbers of parameters. state_mb: optimizer state of the fullest rank in MB."""
         run, config, layout = self.run, self.config, self.run.layout
         active = dense + experts * config.model.experts_per_token / config.model.num_experts
-        frozen = round(dense + experts) - round(trained)
+        frozen, why = round(dense + experts) - round(trained), run.choice.changed.partition(": use")[0]
         lines = [
             *(f"changed: {change}" for change in run.request.changes),
-            *([f"another layout than asked for: {run.choice.changed}"] if run.choice.changed else []),
+            *([f"using another layout, because {why}"] if why else []),
             f"model {printable(config.name)}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active"
             f"{f', {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen' if frozen else ''}",
             f"{run.choice.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"

@@ -51,7 +51,7 @@ def choose(
 
     strict: raise ValueError if what `config` asks for does not fit. Otherwise, choose the nearest layout that fits, by
     the ratios in which pp and ep change. problem: why a choice cannot run, such as too little memory; "" if it can.
-    Raises NoLayoutError, with numbers of processes that would do, if nothing fits.
+    Raises NoLayoutError if nothing fits; unless memory is the reason, it names numbers of processes that would do.
     """
     try:
         asked = _asked(config, processes)
@@ -62,13 +62,16 @@ def choose(
     else:
         if strict or not (why := problem(asked)):
             return asked
-    for found in _nearest_first(config, processes):
-        if not problem(found):
-            return replace(found, changed=why)
+    found = _nearest_first(config, processes)
+    for one in found:
+        if not problem(one):
+            return replace(one, changed=why)
+    if found:
+        raise NoLayoutError(f"no layout fits {plural(processes, 'process', 'es')}: {problem(found[0])}")
     fitting = [n for n in range(1, 2 * processes + 1) if any(_nearest_first(config, n))]
     near = sorted(sorted(fitting, key=lambda n: abs(n - processes))[:4])
     use = f": use {' or '.join(map(str, near))} processes" if near else ""
-    raise NoLayoutError(f"no layout of {plural(processes, 'process', 'es')} can run this{use} ({why})")
+    raise NoLayoutError(f"no layout fits {plural(processes, 'process', 'es')}{use} ({why})")
 
 
 def _asked(config: TrainConfig, processes: int) -> Choice:

@@ -1,4 +1,4 @@
-"""The loop of a training run: steps, validation, checkpoints and reports, up to the last checkpoint."""
+"""The loop of a training run: steps, validation, checkpoints and reports, up to the final checkpoint."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,8 @@ def train_loop(
     sinks: also get the metrics, on the first rank. callbacks: called as `callback(trainer, record)` after each step on
     every rank, before the record is written. verbose: False prints nothing.
 
-    Exits with code 1 if the last checkpoint was not written, or if the run did not give a model with a finite loss.
+    Raises RunFailed, which exits with code 1, if the final checkpoint was not written, or if the run did not give a
+    model with a finite loss.
     """
     trainer.wait_for_weights = bool(callbacks)  # they may read weights
     config, run = trainer.config, trainer.run

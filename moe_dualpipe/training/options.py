@@ -51,7 +51,7 @@ TYPED_FIRST = (
     "pp", "ep", "schedule", "device", "recompute", "out", "resume", "weights", "save-every", "eval-every", "export",
     "profile", "prompt",
 )  # fmt: skip
-RUN_FILE = "run.toml"
+OPTIONS_FILE = "run.toml"
 _FLAG_OF = {key: flag for flag, key in FLAGS.items()}
 _CHOICES = {"preset": [*PRESETS], "parallel.schedule": ["auto", *NAMES]}
 _ONCE = (
@@ -65,7 +65,7 @@ _ONCE = (
 _REPLACED = {
     "micro_batches": "; use --batch-size, the number of sequences per step over all ranks",
     "place_experts": "; use --set parallel.move_experts_every=STEPS",
-    "elastic": ": a restarted run chooses a layout for the processes that there are",
+    "elastic": ": a restarted run adapts its layout to the number of processes",
 }
 
 
@@ -176,9 +176,9 @@ def convert(key: Key, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. typed: the keys on the command line, without those that the file has with the same value.
+    """What was asked for. typed: keys set on the command line to a value that differs from the file.
 
-    changes: how they differ from those of the run, in words.
+    changes: these differences as text, for a resumed run.
     """
 
     config: TrainConfig
@@ -197,6 +197,8 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
     base: dict[str, Any] = {}
     resume = typed.get("checkpoint.resume")
     if file is not None:
+        if resume:
+            raise OptionError(f"{printable(file)} and --resume both say what to run: use one of them")
         base = read_toml(Path(file))
     if resume and (saved := _run_file(resume, typed.get("checkpoint.staging"))):
         base |= {key: value for key, value in read_toml(saved).items() if key not in _ONCE}
@@ -283,7 +285,7 @@ def _run_file(resume: str, staging: str | None) -> Path | None:
     run = stores.local_path(run_of(resume), staging)
     if stores.url_of(run) is not None:
         stores.open_folder(run)
-    return found if (found := run / RUN_FILE).is_file() else None
+    return found if (found := run / OPTIONS_FILE).is_file() else None
 
 
 # ---- The command line ----
@@ -316,6 +318,8 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
         raise SystemExit(0)
     if unknown:
         raise OptionError(_unknown(unknown[0]))
+    if given.file is not None and not given.file.endswith(".toml"):
+        raise OptionError(f"unexpected {quoted(given.file, 60)}: a file of options ends with .toml")
     values = {
         name: convert(all_keys()[name], value) for name in FLAGS.values() if (value := getattr(given, name)) is not None
     }
@@ -351,17 +355,17 @@ def _unknown(word: str) -> str:
     parts = flag.lstrip("-").replace("-", "_").split(".")
     name = parts[-1].removeprefix("no_")
     if flag.startswith("--") and name in _REPLACED:
-        return f"{flag} is gone{_REPLACED[name]}"
+        return f"{flag} was removed{_REPLACED[name]}"
     if len(parts) == 3 and parts[1].endswith("_options"):
-        return f"{flag} is gone; use --set {'.'.join(parts)}=VALUE"
+        return f"{flag} was removed; use --set {'.'.join(parts)}=VALUE"
     named = [key for key in all_keys() if key.rpartition(".")[2] == name and key.startswith(".".join(parts[:-1]))]
     if not flag.startswith("--") or not named:
         return _unknown_name("option", flag, [f"--{flag}" for flag in FLAGS])
     key = all_keys()[named[0]]
     if key.name in _FLAG_OF:
-        return f"{flag} is gone; use --{_FLAG_OF[key.name]}"
+        return f"{flag} was removed; use --{_FLAG_OF[key.name]}"
     value = "VALUE" if key.kind is not bool else str(not parts[-1].startswith("no_")).lower()
-    return f"{flag} is gone; use --set {key.name}={value}"
+    return f"{flag} was removed; use --set {key.name}={value}"
 
 
 _USAGE = """\
@@ -381,6 +385,7 @@ def help_text(every_key: bool) -> str:
     if not every_key:
         lines += [_entry(f"--{flag}", all_keys()[FLAGS[flag]], first_line=True) for flag in TYPED_FIRST]
         return "\n".join([*lines, "", "--help-all lists the other flags, and every key of --set and of TOML files."])
+    lines.append('"none" leaves a value unset. Flags of BOOL keys take no value: --fused-loss, --no-fused-loss.')
     section = ""
     for key in all_keys().values():
         if (named := key.name.rpartition(".")[0]) != section:
@@ -395,5 +400,6 @@ def _entry(name: str, key: Key, first_line: bool = False) -> str:
     text, shown = key.text.partition("\n")[0] if first_line else key.text, f"{name} {key.metavar}"
     default = "" if key.default is None or key.name in ("preset", "model.dense_layers") else f" ({_toml(key.default)})"
     if first_line:
-        return f"  {shown if len(shown) < 30 else name:<26} {text}{default}"
+        lead = f"  {shown:<26} " if len(shown) < 27 else f"  {shown}\n{' ' * 29}"
+        return f"{lead}{text}{default}"
     return f"  {shown}{default}\n" + "\n".join(f"      {line}" for line in text.split("\n"))

@@ -1,6 +1,7 @@
-"""What a run will do, checked on every rank before the ranks join: layout, stages, text, and the checkpoint to resume.
+"""What a run will do, checked before the process groups exist: layout, stages, text, and the checkpoint to resume.
 
-All ranks come to the same result. So an invalid option ends the run with one line and exit code 2, and never hangs.
+The ranks only agree on where a restarted run goes on. All else follows from the options, so all ranks come to the same
+result: an invalid option ends the run with one line and exit code 2, and never hangs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -31,7 +31,8 @@ def end_after_stop(stop: Stop, rank: int, seconds: float = SIGNAL_SECONDS) -> No
     end = time.monotonic() + seconds
     while not stop.requested:
         if time.monotonic() > end:
-            report_error(f"{program_name()}: rank {rank} stops: a machine leaves; torchrun starts the others again\n")
+            why = "another machine is leaving; torchrun will restart the remaining ranks"
+            report_error(f"{program_name()}: rank {rank} exits: {why}\n")
             raise SystemExit(1)
         time.sleep(_POLL)
 

@@ -1,8 +1,7 @@
 """After `torchrun --max-restarts`, a run finds the folder of its own earlier attempt and resumes there.
 
-Before the ranks connect, every launcher writes a file named after itself into the run's folder. Checkpoints are written
-later. So if there is a checkpoint, the files of all launchers exist, and ranks on any number of machines make the same
-decision without communication.
+Before the ranks connect, every launcher writes a file named after itself into the run's folder, with the checkpoints
+that are there already. The ranks then agree on the checkpoint to go on from (agreement.py).
 """
 
 import json

@@ -25,7 +25,7 @@ from .console import RunFailed
 from .invalid import exit_on_invalid_option
 from .layout_choice import NoLayoutError
 from .loop import Callback, train_loop
-from .options import RUN_FILE, Request, read_toml, to_toml
+from .options import OPTIONS_FILE, Request, read_toml, to_toml
 from .preflight import NO_INSTRUMENTS, Given, Instruments, Run, prepare
 from .relaunch import end_after_stop, end_with_other_versions, end_without_layout
 from .sinks import Sink, chosen_sinks
@@ -119,17 +119,17 @@ def build(plan: Run, progress: Progress, stop: Stop | None = None) -> tuple[Trai
 def _open_folder(plan: Run, launch: Launch) -> None:
     """Mark the folder as one of this launcher, and write run.toml. Raises ValueError if the mark cannot be written.
 
-    A run that goes on in its own folder still started where it did at first.
+    A run that resumes in its own folder keeps the first `checkpoint.resume` in run.toml.
     """
     if plan.folder is None:
         return
     restart.mark_folder(plan.folder, launch.local_rank)
     if launch.local_rank == 0:
-        file, config = plan.folder / RUN_FILE, plan.config
+        file, config = plan.folder / OPTIONS_FILE, plan.config
         if plan.resume and plan.resume.is_relative_to(plan.folder):
             started = read_toml(file).get("checkpoint.resume") if file.is_file() else None
             config = replace(config, checkpoint=replace(config.checkpoint, resume=started))
-        part = plan.folder / f".{RUN_FILE}.{socket.gethostname()}"
+        part = plan.folder / f".{OPTIONS_FILE}.{socket.gethostname()}"
         with suppress(OSError):  # a full disk does not end a run
             part.write_text(to_toml(config), encoding="utf-8", errors="replace")
             part.replace(file)

@@ -21,16 +21,17 @@ class Saving:
         self.last: SaveResult | None = None
         run, options = trainer.run, trainer.config.checkpoint
         if run.folder:
-            patience = stores.Patience(trainer.config.health.timeout / 2)  # then, the run does not look like it hangs
+            # Retries end before the run counts as hanging.
+            patience = stores.Patience(trainer.config.health.timeout / 2)
             self.saver = Saver(
                 run.folder, trainer.config.model, options.keep or 0, options.save_async, trainer.progress.save.note,
                 patience,
             )  # fmt: skip
 
     def start(self, step: int) -> None:
-        """Wait until the last checkpoint is written, then start to write the one of `step`.
+        """Wait until the previous checkpoint is written, then start to write the one of `step`.
 
-        It stores one replica of each parameter, so they are compared before.
+        Only one replica of each parameter is saved, so all are compared first.
         """
         trainer = self.trainer
         trainer.check_replicas()
@@ -38,7 +39,7 @@ class Saving:
         if self.saver is None:
             return
         if self.saver.busy:
-            self.console.say(f"step {step}: waiting for the last checkpoint, which is still being written")
+            self.console.say(f"step {step}: waiting for the previous checkpoint to be written")
         with trainer.progress.during(SAVING):
             self._note(self.saver.wait())
             files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.companions)

@@ -165,13 +165,13 @@ def test_a_flag_of_an_earlier_version_works_or_its_error_names_the_new_one(flag)
         return
     error = error_of([f"--{flag}", "1"])
     if flag == "micro-batches":
-        assert error == "--micro-batches is gone; use --batch-size, the number of sequences per step over all ranks"
+        assert error == "--micro-batches was removed; use --batch-size, the number of sequences per step over all ranks"
     elif flag == "elastic":
-        assert error == "--elastic is gone: a restarted run chooses a layout for the processes that there are"
+        assert error == "--elastic was removed: a restarted run adapts its layout to the number of processes"
     elif flag == "place-experts":
-        assert error == "--place-experts is gone; use --set parallel.move_experts_every=STEPS"
+        assert error == "--place-experts was removed; use --set parallel.move_experts_every=STEPS"
     else:
-        use = re.fullmatch(rf"--{re.escape(flag)} is gone; use (?:--([\w-]+)|--set ([\w.]+)=(?:VALUE|true))", error)
+        use = re.fullmatch(rf"--{re.escape(flag)} was removed; use (?:--([\w-]+)|--set ([\w.]+)=(?:VALUE|true))", error)
         assert use, error
         key = FLAGS[use[1]] if use[1] else use[2]
         field, section = flag.replace("-", "_").rpartition(".")[::2][::-1]
@@ -188,7 +188,7 @@ def test_the_negated_flags_and_options_of_layers_of_earlier_versions():
         "--model.no-router-bias": "--set model.router_bias=false",
         "--model.expert-options.rank": "--set model.expert_options.rank=VALUE",
     }.items():  # fmt: skip
-        assert error_of([flag]) == f"{flag} is gone; use {use}"
+        assert error_of([flag]) == f"{flag} was removed; use {use}"
 
 
 def error_of(arguments):

@@ -96,7 +96,7 @@ def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_p
         assert pp * dp == processes and dp % ep == 0
         assert (pp, dp, ep) == seen[0] or processes < 4 or not restarted  # the launcher asks for the same again
     assert "another layout" not in printed[0]
-    assert re.search(r"another layout than asked for: --(ep|pp) 2 does not divide ", printed[1])
+    assert re.search(r"using another layout, because --(ep|pp) 2 does not divide ", printed[1])
     for text, step in zip(printed[1:], (stop for _, stop, _ in attempts[:-1]), strict=True):
         assert f"resumed from {tmp_path}/run/checkpoints/step-{step:06d}, steps {step + 1} to 6" in text
 
@@ -144,7 +144,7 @@ def test_ranks_agree_on_the_least_memory_and_on_the_checkpoint_that_one_of_them_
     assert run_ranks(2, agreed_rank, tmp_path, "ab", [(None, None)] * 2) == [(None, None, str(tmp_path))] * 2
     gone = [(None, tmp_path / "checkpoints" / "step-000006"), (None, None)]
     for text in run_ranks(2, agreed_rank, tmp_path, "ab", gone):
-        assert text.endswith("step-000006 cannot be read here: --out must be a folder that all machines share")
+        assert text.endswith("step-000006 cannot be read here: --out must be a folder or URL that all machines share")
 
 
 def test_which_machines_are_odd():
@@ -173,7 +173,8 @@ def test_a_stopped_rank_waits_for_the_signal_of_its_own_launcher(capfd):
     with pytest.raises(SystemExit) as ended:
         relaunch.end_after_stop(Stop(), 3, 0.1)
     assert ended.value.code == 1
-    assert capfd.readouterr().err.endswith("rank 3 stops: a machine leaves; torchrun starts the others again\n")
+    why = "another machine is leaving; torchrun will restart the remaining ranks"
+    assert capfd.readouterr().err.endswith(f"rank 3 exits: {why}\n")
 
 
 def test_a_run_without_a_layout_waits_for_other_machines(capfd, monkeypatch):

@@ -1,7 +1,7 @@
 """Files on object stores: URLs such as s3://bucket/run, which fsspec reads and writes.
 
 A local path never comes here: it keeps its code. A URL is represented by a local folder that stands for it
-(`stand_in.py`), so that all other code works with paths, and asks `url_of(path)` where the difference matters.
+(`local_copies.py`), so that all other code works with paths, and asks `url_of(path)` where the difference matters.
 """
 
 from .blocks import BLOCK, BlockCache, RemoteFile, block_cache

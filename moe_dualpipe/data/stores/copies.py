@@ -1,4 +1,4 @@
-"""Copies of files on a store, in the folder that stands for it (stand_in.py).
+"""Copies of files on a store, in the folder that stands for it (local_copies.py).
 
 The small files of a folder are copied when it is opened, as the code that reads them expects. Large files are copied
 when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait.

@@ -2,7 +2,7 @@
 
 A collective ends on all ranks at the same moment, after the last rank has joined. So it is shortest on the last rank to
 join; on other ranks, the extra time is waiting time. This needs no common clock. The ends give the offsets between the
-clocks. Which collectives are the same is found in meetings.py, by process group.
+clocks. Which collectives are the same is found in matching.py, by process group.
 """
 
 from collections.abc import Mapping, Sequence

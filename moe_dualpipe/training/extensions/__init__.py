@@ -1,8 +1,8 @@
-"""What a run may do beside its steps, each in one file behind the same four hooks.
+"""Optional work of a training step. Each file has one extension, with up to four hooks.
 
 `Trainer.step` is forward and backward, the norm of the gradients, and the update. Around it, each extension is called
-in the order of `Trainer.extensions`; all calls are collective. An extension that has nothing to do in a run is not
-built. `Instruments` (run.py) adds further ones, such as the profiler of `--profile`.
+in the order of `Trainer.extensions`; all calls but `state` are collective. `Instruments` (preflight.py) adds further
+ones, such as the profiler of `--profile`.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """What the transfers of several ranks would take if all ranks joined at once, and who joined last.
 
-The events of one collective on several ranks are a meeting (../meetings.py). A collective ends on all ranks at the same
+The events of one collective on several ranks are a meeting (../matching.py). A collective ends on all ranks at the same
 time, so its event is shortest on the rank that joined last. This needs no common clock.
 """
 

@@ -2,7 +2,7 @@
 
 A trace can be larger than memory, incomplete, and damaged. So events are decoded one at a time; those that the analysis
 never needs, such as Python functions, are passed over without being decoded; a damaged event is repaired or skipped
-(repair.py), and reading goes on with the next one.
+(damaged.py), and reading goes on with the next one.
 """
 
 import json
