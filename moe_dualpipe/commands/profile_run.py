@@ -25,7 +25,7 @@ from .options import DeviceOption, JsonOption, check_ranges, one_of
 class ProfileRun(DeviceOption, JsonOption):
     """Run two chunks in sequence and overlapped on this machine, record both runs, and compare them.
 
-    A single process acts as one of --ep ranks and sends over a modelled link. Under torchrun, the ranks are real:
+    A single process acts as one of --ep ranks and sends over a modeled link. Under torchrun, the ranks are real:
 
     $ torchrun --nproc-per-node 2 -m moe_dualpipe.cli profile run
     """
@@ -45,9 +45,9 @@ class ProfileRun(DeviceOption, JsonOption):
     routing: Literal["balanced", "real"] = "balanced"
     """balanced: every expert gets the same number of tokens. real: what the untrained router chooses."""
     link_gbps: float | None = None
-    """Gb/s of the modelled link per direction. None: 400; on a CPU, communication takes 0.7 of the computation time."""
+    """Gb/s of the modeled link per direction. None: 400; on a CPU, communication takes 0.7 of the computation time."""
     link_latency_us: float = 0.0
-    """Latency of each transfer over the modelled link, in microseconds. Needs --link-gbps."""
+    """Latency of each transfer over the modeled link, in microseconds. Needs --link-gbps."""
     replay: Literal["none", "deepseek"] = "none"
     """deepseek: each transfer takes as long as in DeepSeek's published training trace."""
     out: Path | None = None

@@ -1,6 +1,6 @@
 """Each rank watches the next one, so that a rank that dies or hangs ends the run within seconds and is named.
 
-A collective operation waits in C++ for a dead rank, and its error names a neighbour rather than the rank that failed.
+A collective operation waits in C++ for a dead rank, and its error names a neighbor rather than the rank that failed.
 So a thread on every rank writes a heartbeat to the rendezvous store and reads that of the next rank: two keys a second,
 for any number of ranks. Under torchrun the store belongs to the launcher and outlives every rank. The first rank that
 detects a failure writes it to the store; every rank reads it, prints it and exits. A rank that gets no answer from the

@@ -135,7 +135,7 @@ def test_nan_is_not_drawn_and_not_in_the_mean(tmp_path):
 @pytest.mark.parametrize("along", ["step", "tokens", "hours"])
 def test_curves_are_drawn_at_their_positions(tmp_path, monkeypatch, along):
     records, drawn = recorded(tmp_path / "a"), []
-    monkeypatch.setattr(curves, "_draw", lambda _axes, _panel, _records, where, _colour: drawn.append(where))
+    monkeypatch.setattr(curves, "_draw", lambda _axes, _panel, _records, where, _color: drawn.append(where))
     save_curves({"a": records}, tmp_path / "a.svg", along)
     assert drawn == [positions(records, along)] * 2
 

@@ -81,7 +81,7 @@ def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
     """Bytes saved from a micro-batch's forward on a stage until its backward, with the stage's input and output.
 
     Custom experts and routers count like built-in ones. Raises ValueError for custom attention and blocks,
-    and for a stage with multi-token prediction: they are not modelled.
+    and for a stage with multi-token prediction: they are not modeled.
     """
     if unknown := {*config.own_layers} & {"attention", "block"}:
         raise ValueError(f"memory of activations is known only for built-in layers: got your own {min(unknown)}")

@@ -93,7 +93,7 @@ def peak_memory(
         working = (working_bytes(config, spec, own, deferring) for deferring in (False, True))
         return StageBytes(saved_bytes(config, spec, own), deferred_bytes(config, spec, own), *working)
 
-    # Messages to and from each neighbour.
+    # Messages to and from each neighbor.
     links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
     message = batch.tokens * config.hidden_size * element * (schedule.num_ranks > 1)
     state = 4 * moments + 4 * (element < 4)

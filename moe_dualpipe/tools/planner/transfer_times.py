@@ -1,6 +1,6 @@
 """Seconds of transfers between GPUs: in a fast domain (NVLink, xGMI) and over the network between domains (RDMA).
 
-Ranks are numbered so that tensor-parallel ranks are neighbours, then context-parallel, then data-parallel ones; the
+Ranks are numbered so that tensor-parallel ranks are neighbors, then context-parallel, then data-parallel ones; the
 stages of a pipeline are farthest apart. An expert group has consecutive ranks of a stage.
 
 A transfer within a domain and one between domains run at the same time, so the slower of both counts.
@@ -81,7 +81,7 @@ def all_to_all(device: Device, rows: Rows, tokens: float, row_bytes: float) -> f
 def gather(device: Device, num_bytes: float, ranks: int, distance: int) -> float:
     """Seconds of an all-gather or a reduce-scatter of `num_bytes` in all, over `ranks` ranks.
 
-    distance: between two neighbours of the group in the numbering of ranks. A ring that leaves a domain uses the
+    distance: between two neighbors of the group in the numbering of ranks. A ring that leaves a domain uses the
     network card of each GPU.
     """
     if ranks == 1 or not num_bytes:

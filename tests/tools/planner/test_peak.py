@@ -182,7 +182,7 @@ def test_even_stages(layers, stages, ends):
     assert sum(weights) == 2 * shape.parameters
 
 
-def test_messages_to_and_from_neighbours_count():
+def test_messages_to_and_from_neighbors_count():
     """The first and the last stage hold three at a time, and one between them four."""
     shape, batch = shape_of(AWKWARD), MicroBatch(4, 64)
     schedule, stages = build("1f1b", 3, 6), stages_of(shape, 3)
