@@ -18,7 +18,7 @@ from .appended_file import AppendedFile
 from .sinks import GuardedSink, Sink
 
 FILE = "metrics.jsonl"
-_TEXTS = ("layout", "division", "save_error")
+_TEXTS = ("division", "save_error")
 """Keys whose value is text; all others are numbers."""
 SUMS = (
     "seconds", "tokens", "reduce_seconds", "reduce_exposed_seconds", "gather_seconds", "gather_exposed_seconds",

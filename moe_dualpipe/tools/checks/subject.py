@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...models.config import ModelConfig
 from ...models.layers import seed_of
-from .laws import Broken
+from .laws import Broken, check_like_input
 
 M = TypeVar("M", bound=nn.Module)
 Outputs = tuple[Tensor, ...]
@@ -130,13 +130,7 @@ def random_like(x: Tensor, seed: int) -> Tensor:
 
 def check_like(x: Tensor, y: Any, subject: Subject) -> Outputs:
     """The outputs of a layer that returns a tensor like its input. Raises Broken for any other."""
-    expected = f"forward must return {[*x.shape]} in {x.dtype}, like its input"
-    if not isinstance(y, Tensor):
-        raise Broken(f"{expected}: got {type(y).__name__}")
-    if y.shape != x.shape:
-        raise Broken(f"{expected}: got {[*y.shape]}")
-    if y.dtype != x.dtype:
-        raise Broken(f"{expected}: got {y.dtype}. End forward with `y.to(x.dtype)`")
+    check_like_input("forward", x, y)
     if not (finite := y.isfinite().all(-1)).all():
         where = subject.row_name((~finite).nonzero()[0].tolist())
         raise Broken(f"the result has NaN or infinity at {where}, in {x.dtype}")
