@@ -48,7 +48,7 @@ def test_records_wait_until_there_is_space(small_disk, capfd):
     with contextlib.suppress(OSError):
         ballast.write_bytes(bytes(1 << 20))
     for step in range(2, 500):
-        writer.write(step=step, layout="x" * 20)
+        writer.write(step=step, save_error="x" * 20)
     found = [record["step"] for record in read_records(out)]
     assert found == [*range(1, len(found) + 1)]
     assert 1 < len(found) < 499
