@@ -9,6 +9,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 DEVELOPED := .venv/installed-dev
+# Each of some hundred processes of a test would compile the project again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: venv dev train test pytest soak lint bench codegen docs clean

@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 
 _context: Any = multiprocessing.get_context("forkserver")
-# The first optimizer imports torch._dynamo, which takes seconds in every rank unless the server has imported it.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.support.ranks", "moe_dualpipe.training.run"]
+# What a run imports: every rank would import it again, which takes seconds. The first optimizer imports torch._dynamo.
+_PRELOAD = [
+    "pytest", "torch._dynamo", "tests.support.ranks", "tests.support.runs", "moe_dualpipe.tools.planner.fits",
+    "moe_dualpipe.tools.checks.nonfinite", "moe_dualpipe.tools.profiler.profiled_steps",
+]  # fmt: skip
 _context.set_forkserver_preload(_PRELOAD)
 
 
