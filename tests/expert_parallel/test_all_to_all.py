@@ -119,17 +119,17 @@ def transposed_rows(rank):
 
 
 def check_remote_bytes(rank):
-    """Two of three tokens go to the other rank, which is on another machine, in rows of 128 bytes with their ids."""
-    other = 1 - rank
+    """To the other machine, rank 0 sends two of its tokens and rank 1 one, in rows of 128 bytes with their ids."""
+    other, sent, sent_back = 1 - rank, 2 - rank, 1 + rank
     far, near = AllToAll(4, group.WORLD, remote=[other]), AllToAll(4, group.WORLD)
     for ep in (far, near):
-        route = ep.prepare(torch.tensor([[2 * rank], [2 * other], [2 * other + 1]]))
+        route = ep.prepare(torch.tensor([[2 * rank], [2 * other], [3]]))
         rows = ep.dispatch(torch.ones(3, 8), route, torch.ones(3, 1)).wait().x_ND
-        assert len(rows) == 3 and ep.remote_bytes == (2 * ROW_ALIGNMENT if ep is far else 0)
+        assert len(rows) == 2 + 2 * rank and ep.remote_bytes == (sent * ROW_ALIGNMENT if ep is far else 0)
         ep.combine(rows, route).wait()  # back, without ids: 8 numbers of 4 bytes
-    assert (far.remote_bytes, near.remote_bytes) == (2 * ROW_ALIGNMENT + 2 * 32, 0)
+    assert (far.remote_bytes, near.remote_bytes) == (sent * ROW_ALIGNMENT + sent_back * 32, 0)
     choice = Choice(far, "all_to_all", "as requested")
-    assert choice.take_remote_bytes() == 2 * ROW_ALIGNMENT + 2 * 32 and choice.take_remote_bytes() == 0
+    assert choice.take_remote_bytes() == sent * ROW_ALIGNMENT + sent_back * 32 and choice.take_remote_bytes() == 0
     assert Choice(Local(4), "none", "").take_remote_bytes() == 0
 
 

@@ -5,13 +5,15 @@ import re
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Shared
-from moe_dualpipe.expert_parallel.shared.backend import SLOTS
+from moe_dualpipe.expert_parallel.shared import mailbox
+from moe_dualpipe.expert_parallel.shared.backend import FREED, SLOTS
 from moe_dualpipe.expert_parallel.shared.memory import MIN_BYTES
 from tests.support.expert_ids import KINDS, random_ids
 from tests.support.ranks import exits_and_logs, run_failing_ranks, run_ranks
@@ -110,26 +112,66 @@ def test_a_sender_does_not_wait_for_the_receiver_until_all_slots_are_full():
     run_ranks(2, transfers_in_flight)
 
 
-def call_different_operations(rank, other_width):
+def reuse_slots_at_once(rank):
+    """A sender may write into a slot again as soon as it is told that it is free: here, it does at that moment."""
+    ep = Shared(EXPERTS, group.WORLD)
+    post, link = ep._mailbox.post, ep._links[1 - rank]
+
+    def overwrite_and_post(peer, notice, file=None):
+        if notice.kind == FREED:
+            link.read[notice.slot]._memory[:] = bytes(link.read[notice.slot].bytes)
+        post(peer, notice, file)
+
+    ep._mailbox.post = overwrite_and_post
+    x_ND = ep.dispatch(torch.full((6, 3), 1.0 + rank), simple_route(ep)).wait().x_ND
+    assert x_ND.unique().tolist() == [1.0, 2.0]
+
+
+def test_a_slot_is_freed_after_its_rows_have_been_copied():
+    run_ranks(2, reuse_slots_at_once)
+
+
+def call_different_operations(rank, difference):
     ep = Shared(EXPERTS, group.WORLD)
     route = simple_route(ep)
     y_ND = ep.dispatch(torch.ones(6, 3), route).wait().x_ND
-    if other_width:
+    if difference == "width":
         ep.dispatch(torch.ones(6, 3 + rank), route).wait()
+    elif difference == "dtype":
+        ep.dispatch(torch.ones(6, 3, dtype=(torch.float16, torch.bfloat16)[rank]), route).wait()
     else:
         [ep.dispatch(torch.ones(6, 3), route) if rank else ep.combine(y_ND, route)][0].wait()
 
 
-@pytest.mark.parametrize("other_width", [False, True])
-def test_ranks_that_call_different_operations_say_so(other_width):
-    errors = run_failing_ranks(2, call_different_operations, other_width)
-    operations = ("dispatch", "dispatch") if other_width else ("combine", "dispatch")
-    rows = " with rows of another width or dtype" * other_width
+@pytest.mark.parametrize("difference", ["operation", "width", "dtype"])
+def test_ranks_that_call_different_operations_say_so(difference):
+    errors = run_failing_ranks(2, call_different_operations, difference)
+    operations = ("combine", "dispatch") if difference == "operation" else ("dispatch", "dispatch")
+    rows = " with rows of another width or dtype" * (difference != "operation")
     for rank, error in enumerate(errors):
         mine, theirs = operations[rank], operations[1 - rank]
         expected = rf"rank {rank} waits for its {mine} \(operation 1\), but rank {1 - rank} called {theirs}{rows}: "
         assert re.search(expected, error) or not error, error
     assert any(errors)
+
+
+def test_notices_of_others_do_not_extend_the_wait_for_a_rank(monkeypatch):
+    """Without processes: rank 1 sends a notice every 0.4 s, and rank 2, which is waited for, sends none."""
+    now, given = [0.0], []
+
+    def poll(milliseconds):
+        given.append(milliseconds)
+        now[0] += 0.4
+        assert len(given) < 9, "the wait does not end"
+        return [(7, 1)] if milliseconds > 0 else []
+
+    monkeypatch.setattr(mailbox.time, "monotonic", lambda: now[0])
+    one = object.__new__(mailbox.Mailbox)
+    one.__dict__ |= {"names": [0, 1, 2], "timeout": 1.0, "_ended": set(), "_peers": {7: 1}}
+    one._poll, one._receive = SimpleNamespace(poll=poll), lambda _: None
+    with pytest.raises(torch.distributed.DistError, match="no answer from rank 2 for 1 s before its dispatch"):
+        one.wait(lambda: [2], "its dispatch")
+    assert given == pytest.approx([1000, 600, 200, 0])
 
 
 def leave_out(rank):

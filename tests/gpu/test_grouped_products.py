@@ -292,6 +292,7 @@ WEIGHTINGS = [(name, "outside") for name in LAYERS] + [("awkward", "inside"), ("
 @pytest.mark.quick(
     "awkward-outside-config0-dtype0",
     "awkward-inside-config1-dtype1",
+    "even-outside-config0-dtype0",
     "awkward-none-config0-dtype0",
     "one row-outside-config0-dtype0",
     "one row-outside-config1-dtype1",

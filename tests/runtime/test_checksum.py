@@ -83,6 +83,10 @@ def test_equal_changes_do_not_cancel_and_order_matters():
     x = torch.arange(4.0 * BLOCK)
     assert checksum(x) != checksum(x.view(2, -1).flip(0).flatten())
     assert checksum(x) != checksum(x.view(-1, 2, 2).flip(1).flatten())
+    rows = x.view(-1, BLOCK)
+    mirrored = rows.clone()
+    mirrored[1, 2], mirrored[2, 1] = rows[2, 1], rows[1, 2]
+    assert checksum(rows) != checksum(mirrored)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

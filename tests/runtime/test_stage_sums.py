@@ -115,6 +115,19 @@ def test_sums_are_those_of_an_all_reduce_and_each_has_one_owner(ranks):
         assert small[False][1] == large[False][1]  # sums do not depend on the buckets
 
 
+def test_a_bucket_has_a_tensor_of_each_owner_or_fits():
+    sizes = {f"t{i}": size for i, size in enumerate([3, 40, 7, 30, 21, 9, 5, 28, 33, 2, 64, 11, 6])}
+    owners = {name: SimpleNamespace(owner=i % 3) for i, name in enumerate(sizes)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero, "BUCKET_BYTES", 100)
+        buckets = Shards.buckets(SimpleNamespace(num_owners=3, tensors=owners), sizes)  # type: ignore[arg-type]
+    names = [name for bucket in buckets for part in bucket for name in part]
+    assert sorted(names) == sorted(sizes)
+    for bucket in buckets:
+        assert max(map(len, bucket)) == 1 or sum(sizes[name] for part in bucket for name in part) <= 100
+    assert len(buckets) < max(sum(owner == o.owner for o in owners.values()) for owner in range(3))
+
+
 def gathered(_rank):
     """The values of all weights before, between and after the waits."""
     made = parameters(0)
@@ -249,7 +262,7 @@ def on_a_gpu(monkeypatch):
             del busy
         gathers = WeightGathers(shards[:1], StageOrder({}), Background(CPU))
         gathers.start()
-        gathers.wait()
+        gathers.wait(0)  # no stage holds these parameters, so each may use them
         return found, [p.sum().item() for p in made.values()]
 
 
