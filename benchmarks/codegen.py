@@ -8,8 +8,7 @@ The launchers run as usual, on uninitialized tensors, but compile each kernel in
 of the shipped table, and some that no fast path accepts. A kernel fails if it spills registers to memory, needs more
 shared memory than the GPU has, or causes ptxas warnings C75xx (serialized matrix products). On NVIDIA GPUs, the loop of
 a product must load asynchronously; on Hopper, it must use wgmma and keep one group of them in flight. Spills are
-allowed outside this loop where the table sets `maxnreg` and two blocks then fit on a multiprocessor. In the Gluon
-kernels, the loop that loads and the loop that multiplies must be separate and wait for each other. The kernels of
+allowed outside this loop where the table sets `maxnreg` and two blocks then fit on a multiprocessor. The kernels of
 one-sided transfers must store 16 bytes at a time, and release only after a barrier.
 """
 
@@ -45,11 +44,10 @@ from moe_dualpipe.kernels.gpu import (
     wgrad,
 )
 from moe_dualpipe.kernels.gpu.families import family_of
-from moe_dualpipe.kernels.gpu.gluon import CONFIGS
 from moe_dualpipe.kernels.gpu.launch_args import interpreter_enabled
 from moe_dualpipe.kernels.options import RoutingOptions, Score
 
-from .generated_code import DTYPES, GLUON, Built, Compiled, describe
+from .generated_code import DTYPES, Built, Compiled, describe
 
 TARGETS = {
     **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100, 103, 120)},
@@ -81,7 +79,7 @@ def compiling(arch: str) -> Iterator[list[Built]]:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, **options: Any) -> None:
-        name = GLUON * self.is_gluon() + self.__name__.removesuffix("_kernel").strip("_")
+        name = self.__name__.removesuffix("_kernel").strip("_")
         with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope():
             knobs.nvidia.dump_ptxas_log = True
             kernel = run(self, *args, **{**options, "warmup": True})
@@ -117,14 +115,6 @@ def launch_experts(d: int, f: int, dtype: torch.dtype, rows_per_expert: int = co
         wgrad.weight_gradients(z, x, tiling.offsets, torch.float32, index_b=index, add_to=add_to)
     wgrad.weight_gradients(x, h, tiling.offsets, torch.float32, index)
     wgrad.weight_gradients(z, x, tiling.offsets, dtype)
-
-
-def launch_gluon(d: int, f: int, dtype: torch.dtype) -> None:
-    """Like launch_experts, with the Gluon kernels."""
-    with contextlib.ExitStack() as stack:
-        for kernel, config in CONFIGS.items():
-            stack.enter_context(configs.override_config(kernel, config))
-        launch_experts(d, f, dtype)
 
 
 def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
@@ -174,8 +164,6 @@ def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     found: dict[str, Compiled] = {}  # by the hash that Triton gives a compiled kernel
     sizes = shipped if brief else [*shipped, (1000, 200), (1001, 203)]
     launches = [((d, f), partial(launch_experts, d, f, rows_per_expert=r)) for d, f in sizes for r in rows]
-    if arch == "sm_90" and size == 2 and not brief:
-        launches += [((d, f), partial(launch_gluon, d, f)) for d, f in sizes if d % 8 == 0]
     others: list[Callable[[torch.dtype], None]] = [partial(launch_others, brief=brief)]
     if arch.startswith("sm_"):  # transfers read NVIDIA's clock
         others.append(launch_transfers)

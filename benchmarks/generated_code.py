@@ -34,13 +34,10 @@ REGISTERS = 65_536  # of a multiprocessor of an NVIDIA GPU
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRODUCTS = {"rows_times_weights", "swiglu_up", "swiglu_down_backward", "weight_gradients"}
 TRANSFERS = {"push", "receive_rows", "receive_sums"}
-GLUON = "gluon."  # before the names of kernels in Gluon
 NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 _LABEL = re.compile(r"\s*([.$]L\w+):")
 _BRANCH = re.compile(r"\bbra\b[^;]*?([.$]L\w+)", re.IGNORECASE)
-_TILE_LOAD = re.compile(r"cp\.async\.(?:cg|bulk\.tensor\.\dd\.shared)")
-_RELEASE = re.compile(r"wgmma\.wait_group(?:(?!mbarrier).)*\bbar\.sync(?:(?!mbarrier).)*mbarrier\.arrive", re.DOTALL)
 _SIGNAL = re.compile(r"atom\S*\.(?:release|acq_rel)\S*\.(?:exch|add)|st\.global|bar\.sync")
 _CLOCK = re.compile(r"%globaltimer;(.*?)\bbra\b", re.DOTALL)
 _PRODUCT = re.compile(r"mma|fma\.rn\.f32|FFMA", re.IGNORECASE)
@@ -90,12 +87,10 @@ def describe(built: Built, arch: str, dtype: str, sizes: tuple[int, ...] = ()) -
     problems += spill_problems(kernel, arch, registers, spills)
     matrix = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", ptx))
     hopper = arch == "sm_90" and dtype != "fp32"
-    product = name.removeprefix(GLUON) in PRODUCTS
+    product = name in PRODUCTS
     if product and hopper and "wgmma.mma_async" not in ptx:
         problems.append("no wgmma")
-    if name.startswith(GLUON):
-        problems += specialization_problems(ptx, log)
-    elif product and all(size * DTYPES[dtype].itemsize % 16 == 0 for size in sizes):
+    if product and all(size * DTYPES[dtype].itemsize % 16 == 0 for size in sizes):
         problems += pipeline_problems(ptx, hopper)
     if name in TRANSFERS and "st.global.v4" not in ptx:
         problems.append("no stores of 16 bytes")
@@ -127,27 +122,6 @@ def pipeline_problems(ptx: str, wgmma: bool) -> list[str]:
     in_flight = [int(number) for number in re.findall(r"wgmma\.wait_group\S* (\d+)", loop)]
     if wgmma and (not in_flight or min(in_flight) == 0):
         found.append("the loop waits for all wgmma")
-    return found
-
-
-def specialization_problems(ptx: str, log: str) -> list[str]:
-    """Reasons why warps that load and warps that multiply do not work side by side. log: the output of ptxas."""
-    found = []
-    if set(re.findall(r"setmaxnreg\.(\w+)", ptx)) != {"inc", "dec"} or "setmaxnreg" in log:
-        found.append("warps do not exchange registers")
-    products, loads = product_loop(ptx), product_loop(ptx, _TILE_LOAD)
-    in_flight = [int(number) for number in re.findall(r"wgmma\.wait_group\S* (\d+)", products)]
-    if not in_flight or min(in_flight) == 0:
-        found.append("the loop waits for all wgmma")
-    if "wgmma" in loads or _TILE_LOAD.search(products):
-        found.append("the same warps load and multiply")
-    if not all("mbarrier.try_wait" in loop for loop in (products, loads)):
-        found.append("a loop does not wait for a barrier")
-    if number := _synchronous_loads(products) + _synchronous_loads(loads):
-        found.append(f"{number} synchronous loads in the loops")
-    # One thread lets the buffer of a finished product be overwritten. All its warps must have finished it.
-    if not _RELEASE.search(products):
-        found.append("a buffer is released before all warps have read it")
     return found
 
 

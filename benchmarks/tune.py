@@ -3,7 +3,6 @@
     python -m benchmarks.tune                                   two large layers, a few minutes
     python -m benchmarks.tune --shapes 16384,2048,768,128,8     T, D, F, E, K of your own layer
     python -m benchmarks.tune --out mine.json                   write to another file, to look at it first
-    python -m benchmarks.tune --gluon                           try the Gluon kernels too, on Hopper
 
 Each product of an expert MLP is timed with a list of configurations that fit the registers and the shared memory. Those
 whose result differs from plain torch are dropped. The fastest three then take turns with the current configuration,
@@ -27,7 +26,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.tune", description=__doc__, formatter_class=raw)
     parser.add_argument("--shapes", nargs="+", help="layers to tune, each as T,D,F,E,K")
     parser.add_argument("--out", type=Path, help="file to write (default: the table that the package reads)")
-    parser.add_argument("--gluon", action="store_true", help="try the warp-specialized Gluon kernels too, on Hopper")
     parser.add_argument("--smoke", action="store_true", help="test this command on a CPU, in Triton's interpreter")
     parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)  # product, part, parts
     return parser.parse_args(arguments)
@@ -83,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tuning.compile_share(shapes[0], device, *options.worker)
         return 0
     for shape in shapes:
-        tuning.tune_shape(shape, device, out, options.gluon)
+        tuning.tune_shape(shape, device, out)
     print(f"\nwritten to {out}{'' if options.out else ', which the package now uses'}")
     return 0
 

@@ -21,7 +21,6 @@ import triton
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel, override_config
 from moe_dualpipe.kernels.gpu.families import shared_memory_limit
-from moe_dualpipe.kernels.gpu.gluon import CONFIGS
 from moe_dualpipe.kernels.gpu.launch_args import arch_of
 
 from .correctness import TOLERANCE
@@ -107,11 +106,8 @@ def final_times_us(gemm: Gemm, device: torch.device, finalists: Collection[TileC
 # ---- One layer ----
 
 
-def tune_shape(shape: Shape, device: torch.device, out: Path, gluon: bool = False) -> None:
-    """Tune every GEMM of one layer, and write the table to `out` after each.
-
-    gluon: try the Gluon kernels too, on Hopper.
-    """
+def tune_shape(shape: Shape, device: torch.device, out: Path) -> None:
+    """Tune every GEMM of one layer, and write the table to `out` after each."""
     problem = make_problem(shape, device)
     element, arch, rows = problem.x_ND.element_size(), arch_of(device), max(1, shape.rows // shape.E)
     print(f"{shape} on {arch}", flush=True)
@@ -120,8 +116,6 @@ def tune_shape(shape: Shape, device: torch.device, out: Path, gluon: bool = Fals
     for gemm in gemms(problem):
         current = configs.lookup(gemm.kernel, arch, element, gemm.n, gemm.k, rows)
         tried = configs_to_try(gemm.kernel, element, device)
-        if gluon and arch == "sm_90":
-            tried.append(CONFIGS[gemm.kernel])
         found = tune_gemm(gemm, device, current, tried)
         entry = configs.TunedKernel(gemm.kernel, arch, element, gemm.n, gemm.k, found.config, rows)
         configs.save_table(out, merged_entries(out, entry), **gpu_and_versions(device))

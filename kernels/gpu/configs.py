@@ -18,13 +18,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 from .families import family_of
 
 KERNEL_NAMES = ("up", "down", "down_backward", "up_backward", "wgrad", "any")
-Engine = Literal["triton", "gluon"]
-"""What compiles a kernel."""
 SHIPPED = Path(__file__).with_name("tuned.json")
 MANY_ROWS = 2048
 
@@ -37,8 +34,7 @@ class TileConfig:
     weights through the tensor memory accelerator (Hopper and newer) if their sizes allow it. maxnreg: maximum number of
     registers per thread, on NVIDIA GPUs; None: the compiler's choice. With fewer registers, a second block may fit on a
     multiprocessor. per_sm: number of programs per multiprocessor, each of which computes many tiles; None: one program
-    per tile. engine: "triton", or "gluon" for the warp-specialized kernels in gluon/, on sm_90 in 16 bits; their warps
-    are those that work on one tile: 8, or 4 if two tiles alternate.
+    per tile.
     """
 
     block_m: int
@@ -50,7 +46,6 @@ class TileConfig:
     tma: bool = False
     maxnreg: int | None = None
     per_sm: int | None = None
-    engine: Engine = "triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +63,6 @@ class TunedKernel:
     config: TileConfig
     rows: int = MANY_ROWS
 
-    def __post_init__(self) -> None:
-        if self.config.engine not in get_args(Engine):
-            raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}: got {self.config.engine!r}")
-        if self.config.engine == "gluon" and (self.kernel == "any" or (self.arch, self.dtype_bytes) != ("sm_90", 2)):
-            got = f"{self.kernel!r} for {self.arch} with elements of {self.dtype_bytes} bytes"
-            raise ValueError(f'engine "gluon" is for sm_90 in 16 bits, not for kernel {got}')
-
 
 _overrides: dict[str, TileConfig] = {}
 
@@ -84,11 +72,12 @@ def lookup(kernel: str, arch: str, dtype_bytes: int, n: int, k: int, rows: int =
 
     If N or K elements are not a multiple of 16 bytes, loads cannot be wide, and all kernels use the entries "any".
     """
-    if kernel in _overrides:
-        return _overrides[kernel]
     aligned = n * dtype_bytes % 16 == 0 and k * dtype_bytes % 16 == 0
+    entries = kernel if aligned else "any"
+    if override := _overrides.get(kernel) or _overrides.get(entries):
+        return override
     rows = 1 << (rows - 1).bit_length() if rows else 1  # few different values, because lookups are cached
-    return _nearest(kernel if aligned else "any", arch, dtype_bytes, n, k, rows)
+    return _nearest(entries, arch, dtype_bytes, n, k, rows)
 
 
 @functools.cache
@@ -153,7 +142,10 @@ def clear_caches() -> None:
 
 @contextmanager
 def override_config(kernel: str, config: TileConfig) -> Iterator[None]:
-    """Inside this context, `kernel` runs with `config` instead of the tables' configuration. For tuning and tests."""
+    """Inside this context, `kernel` runs with `config` instead of the tables' configuration. For tuning and tests.
+
+    "any": all kernels with sizes that use these entries, except those with an override of their own.
+    """
     if kernel not in KERNEL_NAMES:
         raise ValueError(f"unknown kernel {kernel!r}; the kernels are {', '.join(KERNEL_NAMES)}")
     before = _overrides.get(kernel)

@@ -21,15 +21,6 @@ def uses_tma(config: TileConfig, *tensors: Tensor) -> bool:
     )  # fmt: skip
 
 
-def uses_gluon(config: TileConfig, arch: str, *tensors: Tensor) -> bool:
-    """Whether a kernel in gluon/ computes a product of these tensors. Raises ValueError on GPUs that have none."""
-    if config.engine == "triton":
-        return False
-    if arch != "sm_90" or tensors[0].element_size() != 2:
-        raise ValueError(f'engine "gluon" needs sm_90 and a 16-bit dtype: got {arch} and {tensors[0].dtype}')
-    return uses_tma(config, *tensors)
-
-
 def weights_argument(w: Tensor, box: tuple[int, int, int], tma: bool) -> Tensor | TensorDescriptor:
     """[E, rows, columns] as a kernel argument: a TMA descriptor that moves `box` at a time, or the plain tensor."""
     if not tma:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import lookup
-from .descriptors import ragged_argument, rows_argument, uses_gluon, uses_tma, weights_argument
+from .descriptors import ragged_argument, rows_argument, uses_tma, weights_argument
 from .launch_args import arch_of, launch_grid, launch_settings
 from .tiles import Tiling, locate_tile, split_columns, store_ragged, store_tile, tile_product, tile_rows
 
@@ -55,15 +55,10 @@ def rows_times_weights(
     a: [M, K], or [., K] with index [M], the row of a for each m. kernel: the name to look up tile sizes (configs.py).
     """
     n, k = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
-    config = lookup(kernel, arch := arch_of(a.device), a.element_size(), n, k, tiling.num_rows // len(w))
+    config = lookup(kernel, arch_of(a.device), a.element_size(), n, k, tiling.num_rows // len(w))
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     box = (1, block_k, block_n) if transposed else (1, block_n, block_k)
     out = a.new_empty(tiling.num_rows, n)
-    if index is None and uses_gluon(config, arch, a, w, out):
-        from .gluon import gemm
-
-        gemm.rows_times_weights(a, w, out, tiling, transposed, config, num_sms)
-        return out
     tma, tma_rows = uses_tma(config, w), index is None and uses_tma(config, a, w, out)
     if tiling.num_rows:
         grid = launch_grid(tiling.max_tiles(block_m), n, block_n, config, num_sms, a.device)

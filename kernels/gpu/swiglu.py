@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import lookup
-from .descriptors import uses_gluon, uses_tma, weights_argument
+from .descriptors import uses_tma, weights_argument
 from .launch_args import arch_of, ceil_div, launch_grid, launch_settings
 from .tiles import Tiling, locate_tile, split_columns, split_in_four, store_tile, tile_product, tile_rows
 
@@ -63,15 +63,10 @@ def swiglu_up(
     index: [M], the row of x for each m. weights: fp32 or None; row m of h is times weights.flatten()[choice[m]].
     """
     num_experts, f, d = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
-    config = lookup("up", arch := arch_of(x.device), x.element_size(), f, d, tiling.num_rows // num_experts)
+    config = lookup("up", arch_of(x.device), x.element_size(), f, d, tiling.num_rows // num_experts)
     halves = gate_up.view(2 * num_experts, f, d)
     z = x.new_empty(tiling.num_rows, 2 * f) if store_z else None
     h = x.new_empty(tiling.num_rows, f)
-    if uses_gluon(config, arch, x, gate_up, h):
-        from .gluon import swiglu
-
-        swiglu.swiglu_up(x, index, gate_up, z, h, tiling, weights, choice, config, num_sms)
-        return z, h
     if tiling.num_rows:
         tma, box = uses_tma(config, halves), (2, config.block_n // 2, config.block_k)
         grid = launch_grid(tiling.max_tiles(config.block_m), f, config.block_n // 2, config, num_sms, x.device)
@@ -138,15 +133,10 @@ def swiglu_down_backward(
     output; index: [M], the row of dy for each m. down: [E, D, F].
     """
     d, f = down.shape[1:]
-    config = lookup("down_backward", arch := arch_of(dy.device), dy.element_size(), f, d, tiling.num_rows // len(down))
+    config = lookup("down_backward", arch_of(dy.device), dy.element_size(), f, d, tiling.num_rows // len(down))
     num_rows, tiles_n = tiling.num_rows, ceil_div(f, config.block_n)
     dz, h = torch.empty_like(z), z.new_empty(num_rows, f)
     sums = torch.empty(tiles_n, num_rows, dtype=torch.float32, device=z.device) if weights is not None else None
-    if uses_gluon(config, arch, dy, down, z, dz, h):
-        from .gluon import swiglu
-
-        swiglu.swiglu_down_backward(dy, index, down, z, dz, h, sums, tiling, weights, choice, config, num_sms)
-        return dz, h, sums
     if num_rows:
         tma, box = uses_tma(config, down), (1, config.block_k, config.block_n)
         grid = launch_grid(tiling.max_tiles(config.block_m), f, config.block_n, config, num_sms, dy.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..backend import check_contiguous
 from .configs import lookup
-from .descriptors import ragged_argument, uses_gluon, uses_tma, weights_argument
+from .descriptors import ragged_argument, uses_tma, weights_argument
 from .launch_args import arch_of, ceil_div, compile_options, dot_precision, launch_grid
 from .tiles import grouped_order, load_ragged, split_in_four
 
@@ -128,12 +128,7 @@ def weight_gradients(
     else:
         out = torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
     num_rows = len(a if index_a is None else index_a)
-    config = lookup("wgrad", arch := arch_of(a.device), a.element_size(), j, i, num_rows // num_experts)
-    if uses_gluon(config, arch, a, b):
-        from .gluon import wgrad
-
-        wgrad.weight_gradients(a, b, offsets, out, index_a, index_b, add_to is not None, config, num_sms)
-        return out
+    config = lookup("wgrad", arch_of(a.device), a.element_size(), j, i, num_rows // num_experts)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     tma_a, tma_b = (index is None and uses_tma(config, t) for index, t in ((index_a, a), (index_b, b)))
     # TMA adds in the dtype of `out`. Sums in 16 bits are rounded once, after an addition in fp32.

@@ -13,7 +13,6 @@ from benchmarks.generated_code import (
     pipeline_problems,
     product_loop,
     signal_problems,
-    specialization_problems,
     spill_problems,
 )
 
@@ -87,45 +86,6 @@ def test_loops_of_rows_that_are_not_16_byte_multiples_need_no_pipeline():
     assert describe(lost, "sm_90", "bf16", (1000, 200)).problems == ("1 synchronous loads in the loop",)
     assert describe(lost, "sm_90", "bf16", (1001, 200)).problems == ()
     assert describe(lost._replace(name="gather_rows"), "sm_90", "bf16").problems == ()
-
-
-SPECIALIZED = """
-	setmaxnreg.dec.sync.aligned.u32 	232;
-$L__BB0_1:
-	mbarrier.try_wait.parity.shared::cta.b64 complete, [%r1], %r2;
-	wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%r5}, %rd31, %rd32, %p16, 1, 1, 0, 0;
-	wgmma.wait_group.sync.aligned 1;
-	bar.sync 	0, 128;
-	@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];
-	@%p2 bra 	$L__BB0_1;
-	setmaxnreg.inc.sync.aligned.u32 	120;
-$L__BB0_2:
-	mbarrier.try_wait.parity.shared::cta.b64 complete, [%r4], %r5;
-	@%p3 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r6], 16384;
-	ld.global.b64 { %rd7 }, [ %rd2 + 0 ];
-	@%p4 cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1}], [%r4];
-	@%p5 bra 	$L__BB0_2;
-"""
-
-
-def test_warps_that_load_and_warps_that_multiply_work_side_by_side():
-    assert specialization_problems(SPECIALIZED, "") == []
-    log = "ptxas info: setmaxnreg ignored to maintain minimum register requirements."
-    assert specialization_problems(SPECIALIZED, log) == ["warps do not exchange registers"]
-
-
-@pytest.mark.parametrize("old,new,problem", [
-    ("setmaxnreg.inc", "nop", "warps do not exchange registers"),
-    ("wait_group.sync.aligned 1", "wait_group.sync.aligned 0", "the loop waits for all wgmma"),
-    ("	bar.sync 	0, 128;\n", "", "a buffer is released before all warps have read it"),
-    ("	bar.sync 	0, 128;\n	@%p1 mbarrier.arrive", "	mbarrier.arrive.x;\n	bar.sync 	0, 128;\n	nop",
-     "a buffer is released before all warps have read it"),
-    ("try_wait.parity.shared::cta.b64 complete, [%r4]", "nop", "a loop does not wait for a barrier"),
-    ("$L__BB0_2;", "$L__BB0_1;", "the same warps load and multiply"),
-    ("ld.global.b64", "ld.global.v4.b32", "1 synchronous loads in the loops"),
-])  # fmt: skip
-def test_what_specialized_warps_lack_is_reported(old, new, problem):
-    assert problem in specialization_problems(SPECIALIZED.replace(old, new), "")
 
 
 SIGNALS = """

@@ -1,7 +1,6 @@
 """Tuning: which configurations are tried, that only correct ones win, and that the package uses the new table."""
 
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import tune
-from benchmarks.gpu import tuning
+from benchmarks.gpu import measure, tuning
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.tuned_gemms import SMOKE_TILES, Gemm, candidate_configs, with_other_orders
 from moe_dualpipe.kernels.gpu import configs
@@ -55,6 +54,15 @@ def never(_config):
     return False
 
 
+NOW = [0.0]
+"""The time of the clock below."""
+
+
+@pytest.fixture(autouse=True)
+def _a_clock_that_launches_move(monkeypatch):
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: NOW[0])
+
+
 def make_gemm(milliseconds, wrong=never, fails=never):
     """Return a GEMM whose time, result and failure depend on the configuration in use."""
     expected = torch.arange(1.0, 9.0)
@@ -63,7 +71,7 @@ def make_gemm(milliseconds, wrong=never, fails=never):
         config = configs.lookup("up", "interpreter", 4, 32, 32)
         if fails(config):
             raise RuntimeError("out of resources: shared memory")
-        time.sleep(milliseconds(config) / 1e3)
+        NOW[0] += milliseconds(config) / 1e3
         return (expected * (1.1 if wrong(config) else 1),)
 
     return Gemm("up", 32, 32, launch, (expected,))
@@ -77,7 +85,7 @@ def test_the_fastest_correct_configuration_wins():
     gemm = make_gemm(lambda c: TIMES[c.block_m])
     found = tuning.tune_gemm(gemm, CPU, SLOW, [MIDDLE, FAST])
     assert found.config.block_m == 64
-    assert found.us < found.before_us
+    assert (found.us, found.before_us) == (pytest.approx(2e3), pytest.approx(12e3))
     assert (found.tried, found.dropped) == (2, {})
 
 
