@@ -51,8 +51,12 @@ from .generated_code import DTYPES, Built, Compiled, describe
 
 TARGETS = {
     **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100, 103, 120)},
-    "gfx942": GPUTarget("hip", "gfx942", 64),
+    **{name: GPUTarget("hip", name, 64) for name in ("gfx942", "gfx950")},
 }
+
+
+_LOGS: dict[str, str] = {}
+"""What ptxas printed, by the hash that Triton gives a kernel: a process compiles a kernel once."""
 
 
 class _NoGPU:
@@ -80,10 +84,11 @@ def compiling(arch: str) -> Iterator[list[Built]]:
 
     def compile_only(self: Any, *args: Any, **options: Any) -> None:
         name = self.__name__.removesuffix("_kernel").strip("_")
-        with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope():
+        with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope(), knobs.compilation.scope():
             knobs.nvidia.dump_ptxas_log = True
+            knobs.compilation.always_compile = True  # a kernel from Triton's cache on disk would have no log
             kernel = run(self, *args, **{**options, "warmup": True})
-        compiled.append(Built(name, kernel, log.getvalue()))
+        compiled.append(Built(name, kernel, _LOGS.setdefault(kernel.hash, log.getvalue())))
 
     before = driver._active  # read directly: on a machine without a GPU the accessor raises
     with contextlib.ExitStack() as stack:

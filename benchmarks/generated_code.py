@@ -5,9 +5,6 @@ Triton cannot pipeline a load, it compiles it to an ordinary load in the loop, w
 asynchronous copies, and no other loads of tiles. On Hopper, one group of products (wgmma) must stay in flight from step
 to step, so that the tensor cores do not wait for the loads of the next one.
 
-In a warp-specialized kernel, warps that load tiles and warps that multiply have loops of their own, and barriers in
-shared memory (mbarrier) connect them.
-
 A kernel that writes into the memory of other GPUs (kernels/gpu/signals.py) releases what all threads of a block have
 stored, so a barrier of the block must precede the release. All threads must leave a wait for a flag together, so the
 clock that limits it must be the same for all of them.
@@ -16,7 +13,6 @@ These checks read PTX: ptxas keeps the copies as they are, and warns (C75xx) if 
 allocates registers, so spills are read from its log and from SASS.
 """
 
-import os
 import re
 import subprocess
 import tempfile
@@ -44,7 +40,7 @@ _PRODUCT = re.compile(r"mma|fma\.rn\.f32|FFMA", re.IGNORECASE)
 
 
 class Built(NamedTuple):
-    """A kernel from Triton's compiler. log: the output of ptxas; "" for a kernel from Triton's cache, and on AMD."""
+    """A kernel from Triton's compiler. log: what ptxas printed; "" on AMD."""
 
     name: str
     kernel: Any
@@ -81,7 +77,6 @@ def describe(built: Built, arch: str, dtype: str, sizes: tuple[int, ...] = ()) -
         matrix = text.count("v_mfma")
         return Compiled(name, arch, dtype, shape, False, registers, spills, shared, matrix, tuple(problems))
     ptx = kernel.asm["ptx"]
-    log = log or _ptxas(ptx)
     registers = _number(r"Used (\d+) registers", log)
     spills = _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log)
     problems += spill_problems(kernel, arch, registers, spills)
@@ -170,16 +165,3 @@ def _number(pattern: str, text: str) -> int:
     if not found:
         raise RuntimeError(f"the assembler output has no match for {pattern!r}:\n{text[-2000:]}")
     return int(found[1])
-
-
-def _ptxas(ptx: str) -> str:
-    found = re.search(r"\.target (sm_(\d+)\w*)", ptx)
-    assert found
-    arch, number = found[1], int(found[2])
-    blackwell = NVIDIA_BIN / "ptxas-blackwell"  # Triton ships a second assembler for Blackwell
-    program = blackwell if number >= 100 and blackwell.exists() else NVIDIA_BIN / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [program, "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stderr

@@ -1,6 +1,7 @@
 """Tuning: which configurations are tried, that only correct ones win, and that the package uses the new table."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ NOW = [0.0]
 
 @pytest.fixture(autouse=True)
 def _a_clock_that_launches_move(monkeypatch):
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: NOW[0])
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: NOW[0]))
 
 
 def make_gemm(milliseconds, wrong=never, fails=never):
