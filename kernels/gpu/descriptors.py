@@ -22,7 +22,12 @@ def uses_tma(config: TileConfig, *tensors: Tensor) -> bool:
 
 
 def weights_argument(w: Tensor, box: tuple[int, int, int], tma: bool) -> Tensor | TensorDescriptor:
-    """[E, rows, columns] as a kernel argument: a TMA descriptor that moves `box` at a time, or the plain tensor."""
+    """[E, rows, columns] as a kernel argument: a TMA descriptor that moves `box` at a time, or the plain tensor.
+
+    Raises ValueError for a matrix of 2^31 elements or more: kernels compute offsets inside a matrix in 32 bits.
+    """
+    if w.shape[1] * w.shape[2] >= 2**31:
+        raise ValueError(f"the matrix of an expert must have fewer than 2^31 elements: got {w.shape[1]} x {w.shape[2]}")
     if not tma:
         return w
     return TensorDescriptor(w, [*w.shape], weight_strides(w), [*box])

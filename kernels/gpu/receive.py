@@ -3,7 +3,8 @@
     receive_rows    copies rows, routing weights and expert ids to private memory, sorted by source rank, then token
     receive_sums    sums the rows of each token in the order of ranks, in fp32
 
-Both wait until all ranks have written (signals.py), and free the slot at the end.
+Both wait until all ranks have written (signals.py), and free the slot at the end. After a failure, which the host sees
+later, they write NaN instead, so that nothing is computed from rows that did not arrive.
 
 R ranks, T tokens, N received rows, K choices per row, C rows per token, D width of a row in elements, W in words.
 """
@@ -32,6 +33,7 @@ from .signals import (
 BLOCK = 4096  # words that a program copies at a time
 BLOCK_SUM = 2048  # elements that a program sums at a time
 _NOT_SENT = tl.constexpr(NOT_SENT)
+_NAN_WORD = tl.constexpr(0x7FC07FC0)  # NaN in fp32, and twice in bf16 and in fp16
 
 
 @triton.jit
@@ -70,10 +72,12 @@ def receive_rows_kernel(
     total = tl.sum(count_R, 0)
     if ok & (total > capacity):
         report(state, _OVER_CAPACITY, rank, number, layout, total)
-    if ok & (total <= capacity):
-        if program == 0:
-            tl.store(offsets, 0)
-            tl.store(offsets + 1 + r, end_R, mask=r < R)
+    ok = ok & (total <= capacity)
+    total = tl.where(ok, total, 0)
+    if program == 0:
+        tl.store(offsets, 0)
+        tl.store(offsets + 1 + r, tl.where(ok, end_R, 0), mask=r < R)
+    if ok:
         windows = memory_of(addresses, rank) + START
         for n in range(program, total, programs):
             peer = tl.sum(((end_R <= n) & (r < R)).to(tl.int32), 0)
@@ -88,11 +92,19 @@ def receive_rows_kernel(
                 tl.store(weights + row * K + k, values, mask=k < K)
             if ids is not None:
                 tl.store(ids + row * K + k, tl.load(source + IDS_AT + k, mask=k < K), mask=k < K)
-        if ids is not None:  # the rows that remain have no experts
-            nothing = tl.full((BLOCK,), -1, tl.int32)
-            for first in range(total * K + program * BLOCK, capacity * K, programs * BLOCK):
+    else:
+        for n in range(program, capacity, programs):
+            row = tl.zeros((), tl.int64) + n
+            for first in range(0, W, BLOCK):
                 w = first + tl.arange(0, BLOCK)
-                tl.store(ids + w, nothing, mask=w < capacity * K)
+                tl.store(x + row * W + w, tl.full((BLOCK,), _NAN_WORD, tl.int32), mask=w < W)
+            if weights is not None:
+                tl.store(weights + row * K + k, tl.full((K_PADDED,), float("nan"), tl.float32), mask=k < K)
+    if ids is not None:  # the rows that remain have no experts
+        nothing = tl.full((BLOCK,), -1, tl.int32)
+        for first in range(total * K + program * BLOCK, capacity * K, programs * BLOCK):
+            w = first + tl.arange(0, BLOCK)
+            tl.store(ids + w, nothing, mask=w < capacity * K)
     if IN_KERNEL:
         release_last(addresses, state, rank, slot, R, R_PADDED, SLOTS, REGION, True)
 
@@ -104,7 +116,8 @@ def receive_rows(
     """Copy the received rows to x_ND, and write the start of each rank's rows to offsets, [R + 1] in int32.
 
     N is the largest number of rows that this rank can receive. With fewer rows, the ids of the others are -1, and
-    nothing else is written for them. Outputs are contiguous; weights are fp32, and ids are int32.
+    nothing else is written for them. After a failure, no row has experts, and rows and weights are NaN. Outputs are
+    contiguous; weights are fp32, and ids are int32.
     """
     words_NW = x_ND.view(torch.int32)
     words, choices = words_NW.shape[1], next((t.shape[1] for t in (weights_NK, ids_NK) if t is not None), 1)
@@ -160,6 +173,14 @@ def receive_sums_kernel(
                     row = (row + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
                     sums += tl.load(row + k, mask=(k < K) & valid, other=0.0)
                 tl.store(weight_grads + t * K + k, sums, mask=k < K)
+    else:
+        for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+            t = tl.zeros((), tl.int64) + token
+            for first in range(0, D, BLOCK):
+                d = first + tl.arange(0, BLOCK)
+                tl.store(y + t * D + d, tl.full((BLOCK,), float("nan"), y.dtype.element_ty), mask=d < D)
+            if weight_grads is not None:
+                tl.store(weight_grads + t * K + k, tl.full((K_PADDED,), float("nan"), tl.float32), mask=k < K)
     if IN_KERNEL:
         release_last(addresses, state, rank, slot, R, R_PADDED, SLOTS, REGION, True)
 
@@ -172,7 +193,7 @@ def receive_sums(
 
     slots_TC: int32, contiguous: positions of the rows of each token among the sent rows, ascending; -1: none.
     offsets: where those of each rank start, [R + 1] in int32. Outputs are contiguous. Sums are in the order of C, and
-    rounded once.
+    rounded once. After a failure, both are NaN.
     """
     width, choices = y_TD.shape[1], 1 if weight_grads_TK is None else weight_grads_TK.shape[1]
     receive_sums_kernel[(windows.num_sms,)](

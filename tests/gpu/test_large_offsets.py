@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_dualpipe.kernels.gpu.configs import TileConfig
+from moe_dualpipe.kernels.gpu.descriptors import weights_argument
 from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
 from moe_dualpipe.kernels.gpu.permute import dot_rows, gather_rows, sum_partials, sum_rows
 from moe_dualpipe.kernels.gpu.routing import top_k_experts
@@ -152,3 +153,11 @@ def test_partial_sums():
     positions = torch.tensor([[2**30 + 2, -1], [2**30, 2**30 + 1]], device=DEVICE)
     assert sum_partials(parts, positions).tolist() == [[7, 0], [3, 5]]
     assert list(itertools.chain(*sum_partials(parts[:, -3:].contiguous(), positions - 2**30).tolist())) == [7, 0, 3, 5]
+
+
+def test_the_matrix_of_an_expert_has_fewer_than_2_31_elements():
+    """Kernels compute offsets inside a matrix in 32 bits. Those of all weights may be larger."""
+    box = 1, 16, 16
+    weights_argument(torch.empty(3, 2**16, 2**15 - 1, device="meta"), box, False)
+    with pytest.raises(ValueError, match=r"must have fewer than 2\^31 elements: got 65536 x 32768"):
+        weights_argument(torch.empty(1, 2**16, 2**15, device="meta"), box, False)
