@@ -20,7 +20,12 @@ from .order import ExpertOrder
 
 
 def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels: Kernels = "auto") -> Tensor:
-    """Return x[index], [M, D], written to `out_MD` if given. x may have an integer dtype."""
+    """Return x[index], [M, D], written to `out_MD` if given. x may have an integer dtype.
+
+    Raises ValueError for an `out_MD` of another shape.
+    """
+    if out_MD is not None and out_MD.shape != (shape := (len(index_M), x_ND.shape[1])):
+        raise ValueError(f"out must be {[*shape]}: got {[*out_MD.shape]}")
     if use_triton(kernels, x_ND, index_M, out_MD):
         from .gpu.permute import gather_rows
 

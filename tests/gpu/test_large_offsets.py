@@ -133,7 +133,7 @@ def test_rows_that_are_gathered_and_summed():
     assert torch.equal(sum_rows(far, positions), sum_rows(rows, near))
     assert torch.equal(dot_rows(rows[:2], far, positions), dot_rows(rows[:2], rows, near))
     wide = torch.empty(2, 2**31 + WIDTH, dtype=torch.uint8, device=DEVICE)[:, :WIDTH]  # a row stride above 2^31
-    gather_rows(rows.view(torch.uint8), index - (FAR - 3), wide)
+    gather_rows(rows.view(torch.uint8)[:, :WIDTH], index - (FAR - 3), wide)
     assert torch.equal(wide, rows.view(torch.uint8)[[2, 0], :WIDTH])
 
 

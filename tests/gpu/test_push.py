@@ -15,37 +15,11 @@ from moe_dualpipe.expert_parallel.sends import count_sends
 from moe_dualpipe.kernels.gpu import signals
 from moe_dualpipe.kernels.gpu.push import push
 from moe_dualpipe.kernels.gpu.receive import receive_rows, receive_sums
-from moe_dualpipe.kernels.gpu.signals import Operation, Windows, new_state, region_words
 from moe_dualpipe.kernels.permute import gather_sum
 from tests.support.kernels import DEVICE
+from tests.support.virtual_ranks import SLOTS, UNTOUCHED, VirtualRanks, operation
 
-UNTOUCHED = -7  # a NaN as fp32
-SLOTS, K = 2, 3
-
-
-class Ranks:
-    """Virtual ranks with windows of UNTOUCHED. words: length of a row without weights and ids."""
-
-    def __init__(self, ranks, tokens, words, num_sms, in_kernel, timeout=600.0):
-        size = SLOTS, tokens, words + 8
-        self.memory = torch.full((ranks, ranks * region_words(*size)), UNTOUCHED, dtype=torch.int32, device=DEVICE)
-        self.memory.view(ranks, ranks, -1)[:, :, : signals.first_window(SLOTS)] = 0
-        addresses = torch.tensor([own.data_ptr() for own in self.memory], device=DEVICE)
-        self.each = [
-            Windows(
-                addresses, new_state(SLOTS, self.memory.device), rank, *size, words, words + 4, num_sms, timeout,
-                in_kernel,
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
-
-    def windows(self, rank, slot):
-        """[R, T, row] in words."""
-        return self.each[rank].views(self.memory[rank])[1][slot]
-
-
-def operation(number, layout=1):
-    return Operation(number % SLOTS, number, layout)
+K = 3
 
 
 def find_sends(ids_TK, per_rank, ranks):
@@ -59,7 +33,7 @@ def find_sends(ids_TK, per_rank, ranks):
 @pytest.mark.quick("12-3-False-random", "1028-2-True-one rank", "4-1-True-no expert")
 def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_sms, in_kernel):
     tokens, ranks, per_rank = 7, 3, 2
-    group = Ranks(ranks, tokens, words, num_sms, in_kernel)
+    group = VirtualRanks(ranks, tokens, words, num_sms, in_kernel)
     xs = torch.randint(0, 1 << 30, (ranks, tokens, words), dtype=torch.int32, device=DEVICE).view(torch.float32)
     weights = torch.rand(ranks, tokens, K, device=DEVICE)
     ids = torch.randint(-1, ranks * per_rank, (ranks, tokens, K), device=DEVICE)
@@ -98,7 +72,7 @@ def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_s
 def test_rows_are_summed_in_the_order_of_ranks(dtype, in_kernel):
     """Slots are used again, and the second operation does not see the rows of the first."""
     tokens, ranks, width = 5, 3, 24
-    group = Ranks(ranks, tokens, width, 2, in_kernel)
+    group = VirtualRanks(ranks, tokens, width, 2, in_kernel)
     for number in range(SLOTS + 1):
         ids = torch.randint(-1, ranks, (tokens, K), device=DEVICE)
         tokens_M, _, slots_TC, offsets = find_sends(ids, 1, ranks)
@@ -137,7 +111,7 @@ def received(group, number, capacity=9, layout=1):
 @pytest.mark.parametrize("failure", [signals.NOT_SENT, signals.NOT_FREED, signals.OTHER_LAYOUT, signals.OVER_CAPACITY])
 def test_a_failure_is_reported_once_and_stops_all_later_operations(failure, in_kernel):
     """Rank 1 leaves something out, and rank 0 has a limit."""
-    group = Ranks(3, 3, 4, 2, in_kernel)
+    group = VirtualRanks(3, 3, 4, 2, in_kernel)
     group.each[0] = replace(group.each[0], timeout=0.001)
     for number in range(1 + SLOTS * (failure == signals.NOT_FREED)):
         for rank in range(3):

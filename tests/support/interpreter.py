@@ -1,7 +1,8 @@
-"""What Triton's interpreter lacks for the tests of kernels: TMA reductions, rounding, speed, and a record of writes."""
+"""What Triton's interpreter lacks for the tests of kernels: TMA reductions, rounding, speed, and checks of accesses."""
 
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -34,6 +35,60 @@ def record_writes(monkeypatch):
 
     monkeypatch.setattr(Builder, "create_masked_store", recorded)
     return writes
+
+
+def check_accesses(monkeypatch):
+    """Let a kernel fail that reads or writes outside its arguments, also if the value would change no result.
+
+    `addresses`, of one-sided transfers, gives access to the memory of all ranks.
+    """
+    prepare = interpreter.GridExecutor._init_args_hst
+    memory = SimpleNamespace(starts=np.zeros(0, np.uint64), ends=np.zeros(0, np.uint64), kernel="")
+
+    def arguments(executor, given, named):
+        on_host = prepare(executor, given, named)
+        values = {**dict(zip(executor.arg_names, on_host[0], strict=False)), **on_host[1]}
+        tensors = [getattr(value, "base", value) for value in values.values()]  # of a TMA descriptor: its tensor
+        areas = [area_of(t) for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
+        if "addresses" in values:
+            size = 4 * values["R"] * values["REGION"]
+            areas += [(start, start + size) for start in values["addresses"].tolist()]
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted(areas):
+            if merged and start <= merged[-1][1]:
+                start, end = merged[-1][0], max(end, merged.pop()[1])
+            merged.append((start, end))
+        memory.starts, memory.ends = np.array(merged, dtype=np.uint64).reshape(-1, 2).T
+        memory.kernel = executor.fn.__name__
+        return on_host
+
+    def checked(name, mask_at):
+        method = getattr(Builder, name)
+
+        def call(builder, *values, **named):
+            pointers = next(value for value in values if isinstance(value, TensorHandle))
+            addresses, size = pointers.data, pointers.get_element_ty().primitive_bitwidth // 8
+            if mask_at is not None:
+                mask = np.asarray(values[mask_at].data, dtype=bool)
+                addresses = np.broadcast_to(addresses, mask.shape)[mask]
+            area = np.searchsorted(memory.starts, addresses, "right")
+            inside = (area > 0) & (addresses + np.uint64(size) <= memory.ends[area - 1])
+            assert inside.all(), f"{memory.kernel}: {name} outside of its arguments"
+            return method(builder, *values, **named)
+
+        monkeypatch.setattr(Builder, name, call)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", arguments)
+    checked("create_masked_load", 1)
+    checked("create_masked_store", 2)
+    checked("create_atomic_rmw", 3)
+    checked("create_atomic_cas", None)
+
+
+def area_of(t: torch.Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of a tensor to the end of its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def call_directly(monkeypatch):
