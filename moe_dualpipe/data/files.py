@@ -10,6 +10,7 @@ import stat
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import without_frames
 from ..messages import printable
@@ -80,6 +81,11 @@ class DataFile:
         if size > 0:
             raise self._shortened(first)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def stream(self) -> BinaryIO:
+        """The content from its start, for libraries that read a stream. One at a time, and only while this is open."""
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        return open(self._descriptor, "rb", buffering=1 << 17, closefd=False)
 
     def read_into(self, first: int, buffer: memoryview) -> None:
         """Fill a buffer of bytes from offset `first`, without a copy. Raises ValueError like `read`."""
