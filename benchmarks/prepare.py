@@ -1,6 +1,6 @@
 """Tokens per second of `moe-dualpipe data prepare`, beside the `datasets` library of Hugging Face.
 
-    pip install 'moe-dualpipe[bpe,hub]'
+    pip install 'moe-dualpipe[bpe,data]'
     python -m benchmarks.prepare
 
 Both read the sources of Python's standard library, a document per row, and encode them with the same tokenizer and one
@@ -99,10 +99,8 @@ def _ours(folder: Path, tokenizer: Path, workers: int) -> tuple[int, float]:
     """The number of tokens, and the seconds."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
         start = time.perf_counter()
-        _, sidecars = prepare_data(
-            [str(folder / "text.jsonl")], Path(out) / "out", str(tokenizer), 1, "text", workers=workers
-        )
-        return sum(sidecar.tokens for sidecar in sidecars), time.perf_counter() - start
+        done = prepare_data([str(folder / "text.jsonl")], Path(out) / "out", str(tokenizer), 1, "text", workers=workers)
+        return done.tokens, time.perf_counter() - start
 
 
 def _datasets(folder: Path, tokenizer: Path, rows: Any, workers: int) -> tuple[int, float, float]:

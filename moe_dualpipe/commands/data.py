@@ -50,7 +50,7 @@ class PrepareData:
                 drop_duplicates=self.drop_duplicates, show=True,
             )  # fmt: skip
         except BaseException:
-            if (folder := unfinished_folder(self.out)).exists():
+            if os.path.exists(folder := unfinished_folder(self.out)):
                 print(f"finished shards are in {printable(folder)}: the same command uses them", file=sys.stderr)
             raise
         if done.finished_before:
