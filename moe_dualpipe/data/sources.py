@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..messages import check_range, plural, printable
-from .batches import Source, TextData, TokenStream
+from .batches import MANY_SOURCES, QUOTE, Source, TextData, TokenStream
 from .documents import Documents
 from .held_out import ContentHash, Split, held_out_size
 from .locate import is_file, locate, open_file
@@ -54,7 +54,8 @@ def load_data(
         else:
             others = [texts[other].documents for j, (other, _) in enumerate(entries) if j != i and other in texts]
             source = _split_text(name, weight, texts[name], others, split, tokenizer)
-        _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens")
+        hint = f"; {QUOTE}" if len(entries) > MANY_SOURCES else ""
+        _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens", hint)
         loaded.append(source)
     return TextData(tuple(loaded), tokenizer)
 
@@ -228,10 +229,10 @@ def _split_text(
     return Source(name, weight, train_N, held_out_N, description + documents.describe_skipped(), bytes_per_token)
 
 
-def _check_length(source: Source, seq_len: int, unit: str) -> None:
+def _check_length(source: Source, seq_len: int, unit: str, hint: str) -> None:
     train, held_out = len(source.train), len(source.held_out)
     if min(train, held_out) < seq_len + 1:
         raise ValueError(
             f"too little text in --data {printable(source.name)}: {train} {unit} for training and {held_out} held out, "
-            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}"
+            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}{hint}"
         )

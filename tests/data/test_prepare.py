@@ -131,9 +131,7 @@ class Killed(ShardWriter):
 
 def test_a_killed_worker_is_one_error_and_the_same_call_continues(source, alone, tmp_path, monkeypatch):
     monkeypatch.setattr("moe_dualpipe.data.prepare.ShardWriter", Killed)
-    with pytest.raises(
-        ChildProcessError, match=r"^a worker process was killed; if memory is short, use fewer --workers$"
-    ):
+    with pytest.raises(ChildProcessError, match="^a worker process was killed; if memory is short, use "):
         run(source, tmp_path / "out", workers=2)
     monkeypatch.undo()
     done = run(source, tmp_path / "out")
