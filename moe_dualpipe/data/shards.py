@@ -9,7 +9,6 @@ write shards of the same folder, and none is written twice.
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import zlib
@@ -17,26 +16,24 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from .documents import Documents, read_document
+from .encode import encode_documents
 from .files import FileStatus
 from .held_out import ContentHash, Split
 from .rows import TextField, row_format
 from .synced_files import sync
 from .text_files import TextChunk
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar
-from .tokenizer import Tokenizer, digest, dtype_for, num_bytes
+from .tokenizer import Tokenizer, digest, dtype_for
 
 FILES = (TRAIN_FILE, HELD_OUT_FILES[0])
 SHARD_BYTES = 1 << 22
 """Text files are put together up to this size."""
-BATCH_CHUNKS, BATCH_BYTES = 64, 1 << 20
-"""Encoded at a time, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,76 +115,24 @@ class ShardWriter:
             return 0
         unfinished = Path(tempfile.mkdtemp(dir=self.folder, prefix="unfinished-"))
         try:
-            with (unfinished / FILES[0]).open("w+b") as train, (unfinished / FILES[1]).open("w+b") as held_out:
-                sides = _Sides(self.tokenizer, self.split, train, held_out)
-                content_hash = ContentHash()
-                for batch in _batches(shard.chunks(self.field)):
-                    encoded = self.tokenizer.encode_batch([chunk.text for chunk in batch])
-                    for chunk, tokens_N in zip(batch, encoded, strict=True):
-                        content_hash.update(text := chunk.text.encode())
-                        sides.add(tokens_N, len(text))
-                        if chunk.ends_document:
-                            sides.end_document(content_hash.value())
-                            content_hash = ContentHash()
+            documents, text_bytes = [0, 0], [0, 0]
+            with (unfinished / FILES[0]).open("wb") as train, (unfinished / FILES[1]).open("wb") as held_out:
+                for document in encode_documents(shard.chunks(self.field), self.tokenizer):
+                    tail = self.split.tail(document.hash, len(document.tokens_N))
+                    train.write(document.tokens_N[: len(document.tokens_N) - tail].data)
+                    held_out.write(document.tokens_N[len(document.tokens_N) - tail :].data)
+                    documents[tail > 0] += 1
+                    text_bytes[1] += (tail_bytes := document.bytes_of_tail(tail, self.tokenizer))
+                    text_bytes[0] += document.text_bytes - tail_bytes
             sidecars = [
-                write_sidecar(unfinished / name, documents, size, self.tokenizer)
-                for name, documents, size in zip(FILES, sides.documents, sides.text_bytes, strict=True)
+                write_sidecar(unfinished / name, documents[i], text_bytes[i], self.tokenizer)
+                for i, name in enumerate(FILES)
             ]
             with suppress(OSError):  # another process has written the same
                 unfinished.rename(path)
             return sum(sidecar.tokens for sidecar in sidecars)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-
-
-class _Sides:
-    """Writes each document to the training file, and then moves its end, which may be all of it, to the other file.
-
-    documents, text_bytes: of the training and the held-out file; the end of a document counts as one byte.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, split: Split, train: BinaryIO, held_out: BinaryIO):
-        self._tokenizer, self._split, self._train, self._held_out = tokenizer, split, train, held_out
-        self._dtype = dtype_for(tokenizer.vocab_size)
-        self.documents, self.text_bytes = [0, 0], [0, 0]
-        self._open_tokens = self._open_bytes = 0  # of the document that has no end yet
-
-    def add(self, tokens_N: np.ndarray, text_bytes: int) -> None:
-        """Continue the document."""
-        self._train.write(tokens_N.tobytes())
-        self._open_tokens += len(tokens_N)
-        self._open_bytes += text_bytes
-
-    def end_document(self, content_hash: int) -> None:
-        """End the document, and hold out what the split says."""
-        self.add(np.array([self._tokenizer.end_id], self._dtype), 1)
-        tail = self._split.tail(content_hash, self._open_tokens)
-        whole, held_out_bytes = tail == self._open_tokens, 0
-        for part_N in self._move_end(tail) if tail else ():
-            held_out_bytes += 0 if whole else num_bytes(self._tokenizer, part_N)
-        held_out_bytes = self._open_bytes if whole else held_out_bytes
-        self.documents[tail > 0] += 1
-        self.text_bytes[0] += self._open_bytes - held_out_bytes
-        self.text_bytes[1] += held_out_bytes
-        self._open_tokens = self._open_bytes = 0
-
-    def _move_end(self, num_tokens: int) -> Iterator[np.ndarray]:
-        """Move the last tokens of the training file to the other file. Yields what was moved, in parts."""
-        first = self._train.seek(-num_tokens * self._dtype.itemsize, os.SEEK_CUR)
-        while content := self._train.read(CHUNK):
-            self._held_out.write(content)
-            yield np.frombuffer(content, self._dtype)
-        self._train.seek(first)
-        self._train.truncate()
-
-
-def _batches(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
-    for chunk in chunks:
-        batch, size = [chunk], len(chunk.text)
-        while len(batch) < BATCH_CHUNKS and size < BATCH_BYTES and (others := [*islice(chunks, 1)]):
-            batch += others
-            size += len(others[0].text)
-        yield batch
 
 
 def write_sidecar(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer) -> Sidecar:

@@ -16,7 +16,8 @@ import numpy as np
 from ..messages import check_range, plural, printable
 from .batches import MANY_SOURCES, QUOTE, Source, TextData, TokenStream
 from .documents import Documents
-from .held_out import ContentHash, Split, held_out_size
+from .encode import EncodedDocument, encode_documents
+from .held_out import Split, held_out_size
 from .locate import is_file, locate, open_file
 from .stores import BlockCache, exists
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile
@@ -170,22 +171,16 @@ def _open_tokens(name: str, weight: float, files: list[TokenFile], tokenizer: To
 
 
 @dataclass(frozen=True, slots=True)
-class _Document:
-    hash: int
-    tokens_N: np.ndarray  # with the end-of-document id
-
-
-@dataclass(frozen=True, slots=True)
 class _Text:
     """A source of text, encoded."""
 
     documents: Documents
-    encoded: list[_Document]
+    encoded: list[EncodedDocument]
 
     @classmethod
     def read(cls, documents: Documents, tokenizer: Tokenizer) -> "_Text":
         """Encode the documents. Raises ValueError if there are none."""
-        encoded = list(_encode_documents(documents, tokenizer))
+        encoded = list(encode_documents(iter(documents), tokenizer))
         if not encoded:
             raise documents.empty_error()
         return cls(documents, encoded)
@@ -193,17 +188,6 @@ class _Text:
     def sizes(self) -> Iterator[tuple[int, int]]:
         """The hash of each document, and its number of tokens."""
         return ((document.hash, len(document.tokens_N)) for document in self.encoded)
-
-
-def _encode_documents(documents: Documents, tokenizer: Tokenizer) -> Iterator[_Document]:
-    content_hash, chunks = ContentHash(), []
-    for chunk in documents:
-        content_hash.update(chunk.text.encode())
-        chunks += tokenizer.encode_batch([chunk.text])
-        if chunk.ends_document:
-            chunks.append(np.array([tokenizer.end_id], chunks[0].dtype))
-            yield _Document(content_hash.value(), np.concatenate(chunks))
-            content_hash, chunks = ContentHash(), []
 
 
 def _split_text(

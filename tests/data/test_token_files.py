@@ -17,6 +17,7 @@ from moe_dualpipe.data import (
     BYTES,
     TokenFile,
     documents,
+    encode,
     find_tokenizer,
     load_data,
     prepare_data,
@@ -232,7 +233,7 @@ def test_prepare_is_deterministic_and_holds_only_a_few_documents_in_memory(prepa
 
     read_rows = documents.read_rows
     monkeypatch.setattr(documents, "read_rows", lambda *arguments: map(Counted, read_rows(*arguments)))
-    monkeypatch.setattr(shards, "BATCH_CHUNKS", 2)
+    monkeypatch.setattr(encode, "BATCH_CHUNKS", 2)
     train = BPETokenizer.train
     monkeypatch.setattr(BPETokenizer, "train", lambda texts, size: train((str.__str__(text) for text in texts), size))
     prepare_data([source], tmp_path / "b", "bpe", 300, "text")
