@@ -18,12 +18,13 @@ from .tokenizer import (
     find_tokenizer,
     library_json,
     num_bytes,
+    read_tokenizer,
     tokenizer_files,
 )
 
 __all__ = [
     "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Batches", "DataFile", "GivenBatches", "Preparation",
     "Prepared", "ReadAhead", "Sidecar", "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer",
-    "find_tokenizer", "library_json", "load_data", "num_bytes", "prepare_data", "read_stream", "tokenizer_files",
-    "unfinished_folder",
+    "find_tokenizer", "library_json", "load_data", "num_bytes", "prepare_data", "read_stream", "read_tokenizer",
+    "tokenizer_files", "unfinished_folder",
 ]  # fmt: skip

@@ -140,16 +140,16 @@ class Preparation:
         for path in writer.folder.iterdir():
             if path not in paths:  # of other arguments, or of a process that was killed
                 shutil.rmtree(path)
-        finished, tokens, start = sum(path.exists() for path in paths), 0, time.monotonic()
-        size = sum(shard.size for shard in shards)
+        left = [shard for shard, path in zip(shards, paths, strict=True) if not path.exists()]
+        size, start, tokens = sum(shard.size for shard in left), time.monotonic(), 0
         hidden = None if show else True
         with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-            for shard, count in zip(shards, run_in_processes(writer.write, shards, workers), strict=True):
+            for shard, count in zip(left, run_in_processes(writer.write, left, workers), strict=True):
                 tokens += count
                 bar.update(shard.size)
         seconds = time.monotonic() - start
         sidecars = self._join(paths, chosen)
-        return Prepared(chosen, sidecars, duplicates, len(shards), finished, tokens, seconds)
+        return Prepared(chosen, sidecars, duplicates, len(shards), len(shards) - len(left), tokens, seconds)
 
     def _without_duplicates(self, workers: int) -> tuple[list[Shard], int]:
         """The shards without the documents that are equal to earlier ones, and the number of those."""

@@ -233,6 +233,20 @@ def test_other_programs_write_the_same_shards(source, alone, tmp_path):
     assert files_in(tmp_path / "out") == alone
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_two_workers_of_datatrove_write_the_same_shards(source, tmp_path, tokenizer):
+    pytest.importorskip("datatrove.executor", exc_type=ImportError, reason="datatrove is not installed")
+    run(source, tmp_path / "one", tokenizer)
+    arguments = [tmp_path / "out", tmp_path / "one" / "tokenizer.json", source]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    script = [sys.executable, ROOT / "examples" / "prepare_on_cluster.py"]
+    subprocess.run([*script, *arguments], env=environment, check=True, capture_output=True)
+    done = run(source, tmp_path / "out", str(arguments[1]))
+    assert (done.finished_before, done.tokens) == (3, 0)
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "one")
+
+
 def test_numbers_of_workers_out_of_range(source, tmp_path):
     with pytest.raises(ValueError, match="--workers must be at least 1: got 0"):
         run(source, tmp_path / "out", workers=0)
