@@ -1,12 +1,12 @@
 """Tokens per second of `moe-dualpipe data prepare`, beside the `datasets` library of Hugging Face.
 
-    pip install 'moe-dualpipe[bpe,hub]'
+    pip install 'moe-dualpipe[bpe,data]'
     python -m benchmarks.prepare
 
-Both read the sources of Python's standard library, a document per row, and encode them with the same tokenizer and one
-thread per process. `datasets` starts from an Arrow file in its cache, whose making is not timed; `map` writes the ids
-into another one. To train, the ids must also be put into one file; that is timed separately. Ours writes two files,
-without and with the held-out text, and starts its processes within the measured time.
+Both read the sources of Python's standard library, a document per row in FILES files, and encode them with the same
+tokenizer and one thread per process. `datasets` starts from an Arrow file in its cache, whose making is not timed;
+`map` writes the ids into another one. To train, the ids must also be put into one file; that is timed separately. Ours
+writes two files, without and with the held-out text, and starts its processes within the measured time.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from moe_dualpipe.data import TOKENIZER_FILE, prepare_data
 from moe_dualpipe.data.documents import Documents
 
 Case = tuple[str, int]
+FILES = 4
 OURS, MAP, ONE_FILE = "data prepare", "datasets: map", "datasets: map, then one file"
 
 
@@ -46,11 +47,11 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["HF_HOME"] = str(folder / "cache")
-        text_bytes = _write_text(folder / "text.jsonl", options.repeat)
+        text_bytes = _write_text(folder / "text", options.repeat)
         tokenizer = folder / "trained" / TOKENIZER_FILE
         prepare_data(["stdlib"], tokenizer.parent, "bpe", 4096, "text")
         library = import_module("datasets")
-        rows = library.load_dataset("json", data_files=str(folder / "text.jsonl"), split="train")
+        rows = library.load_dataset("json", data_files=str(folder / "text" / "*.jsonl"), split="train")
         with_ours = functools.partial(_ours, folder, tokenizer)
         with_datasets = functools.partial(_datasets, folder, tokenizer, rows)
         cases: dict[Case, Callable[[], tuple[int, *tuple[float, ...]]]] = {}
@@ -81,17 +82,19 @@ def _table(workers: tuple[int, ...], seconds: dict[Case, list[float]], tokens: i
     return table("program | processes | thousand tokens/s | time / time of `data prepare`", rows)
 
 
-def _write_text(path: Path, repeat: int) -> int:
-    size = 0
-    with path.open("w") as file:
-        for i in range(repeat):
-            text = f"# {i}\n"
-            for chunk in Documents.find("stdlib"):
-                text += chunk.text
-                if chunk.ends_document:
-                    size += len(text.encode())
-                    file.write(json.dumps({"text": text}) + "\n")
-                    text = f"# {i}\n"
+def _write_text(folder: Path, repeat: int) -> int:
+    folder.mkdir()
+    rows, size = [[] for _ in range(FILES)], 0
+    for i in range(repeat):
+        text, number = f"# {i}\n", 0
+        for chunk in Documents.find("stdlib"):
+            text += chunk.text
+            if chunk.ends_document:
+                size += len(text.encode())
+                rows[number % FILES].append(json.dumps({"text": text}) + "\n")
+                text, number = f"# {i}\n", number + 1
+    for i, lines in enumerate(rows):
+        (folder / f"{i}.jsonl").write_text("".join(lines))
     return size
 
 
@@ -99,10 +102,8 @@ def _ours(folder: Path, tokenizer: Path, workers: int) -> tuple[int, float]:
     """The number of tokens, and the seconds."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
         start = time.perf_counter()
-        _, sidecars = prepare_data(
-            [str(folder / "text.jsonl")], Path(out) / "out", str(tokenizer), 1, "text", workers=workers
-        )
-        return sum(sidecar.tokens for sidecar in sidecars), time.perf_counter() - start
+        done = prepare_data([str(folder / "text")], Path(out) / "out", str(tokenizer), 1, "text", workers=workers)
+        return done.tokens, time.perf_counter() - start
 
 
 def _datasets(folder: Path, tokenizer: Path, rows: Any, workers: int) -> tuple[int, float, float]:

@@ -1,5 +1,6 @@
 """The console script prints what the library computes, and one line for an invalid option."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.commands.train import main as train
 from moe_dualpipe.schedule import Costs, Schedule, add_comms, build, simulate
 from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.tools.drawing.tables import comparison_table
@@ -236,6 +238,15 @@ def shell(arguments, redirection):
 def test_commands_end_without_a_traceback(arguments, redirection, code, errors):
     done = shell(arguments, redirection)
     assert (done.returncode, done.stderr) == (code, errors)
+
+
+def test_names_that_a_terminal_lacks_are_escaped(monkeypatch):
+    for program in (main, train):
+        output = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+        program(["--version"])
+        print("grün", flush=True)
+        assert output.getvalue().endswith(b"\ngr\\xfcn\n")
 
 
 def test_help_lists_every_option(capsys):

@@ -1,14 +1,15 @@
 """`moe-dualpipe data`: encode text into token ids on disk once, instead of at the start of every run."""
 
+import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Progress, Sidecar, TokenFile, prepare_data
+from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFile, prepare_data, unfinished_folder
 from ..messages import plural, printable, shell_word
 
 
@@ -34,36 +35,34 @@ class PrepareData:
     field: str = "text"
     """Field of each row that has the text."""
     workers: int | None = None
-    """Processes that encode, with one thread each. Default: one for each CPU core. The files written are the same."""
-    engine: Literal["processes", "ray"] = "processes"
-    """Where the workers run: processes of this machine, or a Ray cluster."""
+    """Processes that encode, each one file of rows or many small files of text. Default: one for each CPU core. The
+    result is the same."""
     drop_duplicates: bool = False
     """Of documents that are equal byte by byte, encode only the first."""
 
     def run(self) -> None:
         for name in (str(self.out), *self.sources):
             refuse_url(name)
-        progress = Progress(show=True)
         try:
-            tokenizer, sidecars = prepare_data(
+            done = prepare_data(
                 list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field,
-                workers=self.workers, engine=self.engine,
-                drop_duplicates=self.drop_duplicates, progress=progress,
+                workers=os.cpu_count() or 1 if self.workers is None else self.workers,
+                drop_duplicates=self.drop_duplicates, show=True,
             )  # fmt: skip
         except BaseException:
-            if 0 < progress.parts_done < progress.parts:
-                done = f"{progress.parts_done:,} of {plural(progress.parts, 'part')}"
-                print(f"{done} finished; the same command continues there", file=sys.stderr)
+            if os.path.exists(folder := unfinished_folder(self.out)):
+                print(f"finished shards are in {printable(folder)}: the same command uses them", file=sys.stderr)
             raise
-        if progress.parts_before:
-            print(f"continued after {progress.parts_before:,} of {plural(progress.parts, 'part')}")
+        if done.finished_before:
+            print(f"{done.finished_before:,} of {plural(done.shards, 'shard')} were finished before")
         if self.drop_duplicates:
-            print(f"left out {plural(progress.duplicates, 'duplicate')}")
+            print(f"left out {plural(done.duplicates, 'duplicate')}")
+        tokenizer = done.tokenizer
         print(f"{printable(self.out / TOKENIZER_FILE)}: {tokenizer}, {tokenizer.end_id} ends a document")
-        for name, sidecar in zip((TRAIN_FILE, HELD_OUT_FILES[0]), sidecars, strict=True):
+        for name, sidecar in zip((TRAIN_FILE, HELD_OUT_FILES[0]), done.sidecars, strict=True):
             print(f"{printable(self.out / name)}: {_describe(sidecar)}")
-        speed = f"{progress.tokens_per_second:,.0f} tokens/s"
-        print(f"encoded {plural(progress.tokens, 'token')} in {progress.seconds:.1f} s: {speed}")
+        speed = f"{done.tokens / max(done.seconds, 1e-9):,.0f} tokens/s"
+        print(f"encoded {plural(done.tokens, 'token')} in {done.seconds:.1f} s: {speed}")
         size = f"--set model.vocab_size={tokenizer.vocab_size}"
         print(f"to train: python train.py --data {shell_word(str(self.out))} {size}")
 

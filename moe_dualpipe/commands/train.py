@@ -4,6 +4,7 @@ Signals are handled first: importing torch takes seconds. Here the tools meet th
 prediction of its memory, the peak speed of its GPUs, and the profiler of `--profile`.
 """
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run train.py. Invalid options print one line and exit with code 2. Main thread only."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names and text may have characters that a terminal lacks
     with Stop().on_signals() as stop:
         _train(sys.argv[1:] if arguments is None else arguments, stop)
 

@@ -11,12 +11,13 @@ B sequences, S positions.
 import hashlib
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from ..messages import printable
+from ..messages import plural, printable
 from .token_files import TokensOnDisk, vocabulary_error
 from .tokenizer import BYTES, Tokenizer, digest, find_tokenizer
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 
 FINGERPRINT_PARTS, FINGERPRINT_TOKENS = 256, 64  # read of a file
+
+MANY_SOURCES = 8  # in a row and of the same weight: described on one line
+QUOTE = "quote a glob, as in 'notes/*.md', to make it one source"
 
 TokenStream = np.ndarray | TokensOnDisk
 
@@ -106,11 +110,22 @@ class TextData:
 
     @property
     def description(self) -> str:
-        """One line for each source, and one for the tokenizer unless it is bytes."""
+        """One line for each source, or for many of one weight, and one for the tokenizer unless it is bytes."""
         lines = []
-        for source, share in zip(self.sources, self.shares, strict=True):
-            of_sequences = f" ({share:.1%} of the sequences)" if len(self.sources) > 1 else ""
-            lines.append(f"data {printable(source.name)}{of_sequences}: {source.description}")
+        for _, group in groupby(zip(self.sources, self.shares, strict=True), key=lambda pair: pair[0].weight):
+            (first, share), *others = group
+            if len(others) < MANY_SOURCES:
+                for source, _ in ((first, share), *others):
+                    of_sequences = f" ({share:.1%} of the sequences)" if len(self.sources) > 1 else ""
+                    lines.append(f"data {printable(source.name)}{of_sequences}: {source.description}")
+                continue
+            names = f"{printable(first.name)} to {printable(others[-1][0].name)}"
+            sources = [first, *(source for source, _ in others)]
+            trained, held_out = (sum(len(getattr(s, side)) for s in sources) for side in ("train", "held_out"))
+            lines.append(
+                f"data {names}: {len(sources):,} sources, each {share:.2%} of the sequences, with "
+                f"{plural(trained, 'token')}, {held_out:,} held out; {QUOTE}"
+            )
         if self.tokenizer is not BYTES:
             size = self.bytes_per_token
             lines.append(f"tokenizer: {self.tokenizer}{f', {size:.2f} bytes per token' if size else ''}")

@@ -3,19 +3,24 @@
 Training on a binary or broken file would give a useless model without an error, so every file is checked. Errors give
 the file, the line and the problem. A file that the user names must be text. A folder or glob may contain other files,
 such as images: they are skipped and reported. Files are read in blocks or rows, so they may be larger than memory.
+
+The `datasets` library downloads "hf:NAME" once and keeps it as .arrow files, which are then read like any others. In
+its streaming mode, every rank of every start would download it again, and nothing would show that it has changed.
 """
 
+import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 from ..messages import printable
 from .files import DataFile, FileStatus
 from .find import FoundFiles, find_files
-from .hub import find_dataset, is_dataset
-from .open_rows import open_rows
-from .rows import FORMATS, TEXT, TextField, row_format
+from .rows import FORMATS, TextField, read_rows, row_format
 from .text_files import TextChunk, problem_of, read_text
+
+_HUB = "hf:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class Documents:
 
     name: str
     files: dict[Path, FileStatus]
-    field: TextField = TEXT
+    field: TextField
     num_empty: int = 0
     skipped: tuple[str, ...] = ()
 
@@ -39,7 +44,8 @@ class Documents:
         is not text.
         """
         name = f"{option}{printable(source)}"
-        found = FoundFiles(find_dataset(source, name)) if is_dataset(source) else find_files(source, name)
+        is_dataset = source.startswith(_HUB) and not os.path.lexists(source)
+        found = FoundFiles(_load_dataset(source, name)) if is_dataset else find_files(source, name)
         # Not read: files of size 0, because those of the kernel, as in /proc, may never end.
         files = {path: status for path, status in found.files.items() if status.size}
         problems = {path: problem for path in files if not row_format(path) and (problem := problem_of(path))}
@@ -54,12 +60,7 @@ class Documents:
     def __iter__(self) -> Iterator[TextChunk]:
         """Raises ValueError, with file and number, for an invalid row, and if a file is damaged or has changed."""
         for path, status in self.files.items():
-            if row_format(path):
-                texts = open_rows(DataFile(path, status), self.field).texts(0, None)
-                yield from (TextChunk(text, ends_document=True) for text in texts if text)
-            else:
-                with DataFile(path, status) as file:
-                    yield from read_text(file)
+            yield from read_document(path, status, self.field)
 
     @property
     def unit(self) -> str:
@@ -87,3 +88,33 @@ class Documents:
             return ""
         more = f", and {len(self.skipped) - 3} more" if len(self.skipped) > 3 else ""
         return f"{separator}{len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
+
+
+def read_document(path: Path, status: FileStatus, field: TextField) -> Iterator[TextChunk]:
+    """Read the documents of a file. Raises ValueError, with file and row, as `read_rows` and `DataFile`."""
+    with DataFile(path, status) as file:
+        if row_format(path):
+            yield from (TextChunk(text, ends_document=True) for text in read_rows(file, field) if text)
+        else:
+            yield from read_text(file)
+
+
+def _load_dataset(source: str, name: str) -> dict[Path, FileStatus]:
+    """The .arrow files of hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT, in the order of its rows.
+
+    Raises ValueError, which starts with `name`, if the `datasets` library is missing or cannot load the dataset.
+    """
+    dataset, config, split, *others = [*source.removeprefix(_HUB).split(":"), "", ""]
+    if not dataset or any(others) or not set("[+").isdisjoint(split):
+        raise ValueError(f"{name}: expected hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT, with a whole split")
+    try:
+        library = import_module("datasets")
+    except ImportError:
+        raise ValueError(f"{name} needs the datasets library: pip install 'moe-dualpipe[data]'") from None
+    try:
+        loaded = library.load_dataset(dataset, config or None, split=split or "train")
+        paths = [Path(file["filename"]) for file in loaded.cache_files]
+        return {path: FileStatus.of(os.stat(path)) for path in paths}
+    except Exception as error:  # of the library, of HTTP, of the loading script's format
+        reason = printable(str(error).strip().partition("\n")[0] or type(error).__name__)
+        raise ValueError(f"{name} cannot be loaded: {reason}") from None

@@ -10,6 +10,7 @@ import stat
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import without_frames
 from ..messages import printable
@@ -70,16 +71,13 @@ class DataFile:
 
     def read(self, first: int, size: int) -> bytes:
         """Return exactly `size` bytes from offset `first`. Raises ValueError if they cannot be read."""
-        parts = []
-        try:
-            while size > 0 and (part := os.pread(self._descriptor, size, first)):
-                parts.append(part)
-                first, size = first + len(part), size - len(part)
-        except OSError as error:
-            raise self._unreadable(first, error) from None
-        if size > 0:
-            raise self._shortened(first)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        self.read_into(first, memoryview(buffer := bytearray(size)))
+        return bytes(buffer)
+
+    def stream(self) -> BinaryIO:
+        """The content from its start, for libraries that read a stream. One at a time, and only while this is open."""
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        return open(self._descriptor, "rb", buffering=1 << 17, closefd=False)
 
     def read_into(self, first: int, buffer: memoryview) -> None:
         """Fill a buffer of bytes from offset `first`, without a copy. Raises ValueError like `read`."""
@@ -87,16 +85,10 @@ class DataFile:
             while buffer and (count := os.preadv(self._descriptor, [buffer], first)):
                 first, buffer = first + count, buffer[count:]
         except OSError as error:
-            raise self._unreadable(first, error) from None
+            raise ValueError(f"cannot read {printable(self.path)} at byte {first}: {error.strerror}") from None
         if buffer:
-            raise self._shortened(first)
-
-    def _unreadable(self, first: int, error: OSError) -> ValueError:
-        return ValueError(f"cannot read {printable(self.path)} at byte {first}: {error.strerror}")
-
-    def _shortened(self, first: int) -> ValueError:
-        self.check_unchanged()
-        return ValueError(f"cannot read {printable(self.path)}: it ends at byte {first}, before its size")
+            self.check_unchanged()
+            raise ValueError(f"cannot read {printable(self.path)}: it ends at byte {first}, before its size")
 
     def check_unchanged(self) -> None:
         """Raise ValueError if the file was written to since it was opened."""

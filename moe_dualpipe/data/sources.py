@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from ..messages import check_range, plural, printable
-from .batches import Source, TextData, TokenStream
+from .batches import MANY_SOURCES, QUOTE, Source, TextData, TokenStream
 from .documents import Documents
-from .held_out import ContentHash, Split, held_out_size
+from .encode import EncodedDocument, encode_documents
+from .held_out import Split, held_out_size
 from .locate import is_file, locate, open_file
 from .stores import BlockCache, exists
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile
@@ -54,7 +55,8 @@ def load_data(
         else:
             others = [texts[other].documents for j, (other, _) in enumerate(entries) if j != i and other in texts]
             source = _split_text(name, weight, texts[name], others, split, tokenizer)
-        _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens")
+        hint = f"; {QUOTE}" if len(entries) > MANY_SOURCES else ""
+        _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens", hint)
         loaded.append(source)
     return TextData(tuple(loaded), tokenizer)
 
@@ -169,22 +171,16 @@ def _open_tokens(name: str, weight: float, files: list[TokenFile], tokenizer: To
 
 
 @dataclass(frozen=True, slots=True)
-class _Document:
-    hash: int
-    tokens_N: np.ndarray  # with the end-of-document id
-
-
-@dataclass(frozen=True, slots=True)
 class _Text:
     """A source of text, encoded."""
 
     documents: Documents
-    encoded: list[_Document]
+    encoded: list[EncodedDocument]
 
     @classmethod
     def read(cls, documents: Documents, tokenizer: Tokenizer) -> "_Text":
         """Encode the documents. Raises ValueError if there are none."""
-        encoded = list(_encode_documents(documents, tokenizer))
+        encoded = list(encode_documents(iter(documents), tokenizer))
         if not encoded:
             raise documents.empty_error()
         return cls(documents, encoded)
@@ -192,17 +188,6 @@ class _Text:
     def sizes(self) -> Iterator[tuple[int, int]]:
         """The hash of each document, and its number of tokens."""
         return ((document.hash, len(document.tokens_N)) for document in self.encoded)
-
-
-def _encode_documents(documents: Documents, tokenizer: Tokenizer) -> Iterator[_Document]:
-    content_hash, chunks = ContentHash(), []
-    for chunk in documents:
-        content_hash.update(chunk.text.encode())
-        chunks += tokenizer.encode_batch([chunk.text])
-        if chunk.ends_document:
-            chunks.append(np.array([tokenizer.end_id], chunks[0].dtype))
-            yield _Document(content_hash.value(), np.concatenate(chunks))
-            content_hash, chunks = ContentHash(), []
 
 
 def _split_text(
@@ -228,10 +213,10 @@ def _split_text(
     return Source(name, weight, train_N, held_out_N, description + documents.describe_skipped(), bytes_per_token)
 
 
-def _check_length(source: Source, seq_len: int, unit: str) -> None:
+def _check_length(source: Source, seq_len: int, unit: str, hint: str) -> None:
     train, held_out = len(source.train), len(source.held_out)
     if min(train, held_out) < seq_len + 1:
         raise ValueError(
             f"too little text in --data {printable(source.name)}: {train} {unit} for training and {held_out} held out, "
-            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}"
+            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}{hint}"
         )

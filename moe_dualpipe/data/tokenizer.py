@@ -156,6 +156,9 @@ class BPETokenizer:
                 )
         return [ids.astype(dtype_for(self.vocab_size)) for ids in encoded]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BPETokenizer, (self._content, self._where)
+
     def _call(self, failure: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the library, whose errors are plain Exceptions, and whose bugs derive from BaseException."""
         try:

@@ -133,6 +133,19 @@ def test_a_source_may_be_one_file_or_a_glob(folder):
     assert "".join(sorted(set(bytes_of(several.train).decode()))) == "\0" + "0123456789<>"
 
 
+def test_a_glob_that_the_shell_has_expanded_is_described_on_one_line(folder):
+    names = sorted(map(str, folder.glob("*.txt")))
+    lines = load_data([f"{folder}=3", *names], 1).description.splitlines()
+    assert len(lines) == 2 and lines[0].startswith(f"data {folder} (7.0% of the sequences): ")
+    assert lines[1] == (
+        f"data {names[0]} to {names[-1]}: 40 sources, each 2.33% of the sequences, with 3,080 tokens, 160 held out; "
+        "quote a glob, as in 'notes/*.md', to make it one source"
+    )
+    assert len(load_data(names[:8], 1).description.splitlines()) == 8
+    with pytest.raises(ValueError, match=r"--seq-len 39; quote a glob, as in 'notes/\*.md', to make it one source$"):
+        load_data(names, 64)
+
+
 def test_the_standard_library_as_a_source():
     (source,) = (text := load_data("stdlib", 256, vocab_size=256)).sources
     assert len(source.train) > 5_000_000

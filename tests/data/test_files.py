@@ -59,35 +59,26 @@ def test_a_token_file_that_is_replaced_or_removed_stays_open(tokens):
 
 
 def test_reads_are_complete_or_an_error_that_names_the_file(tmp_path, monkeypatch):
-    path, pread = tmp_path / "a", os.pread
-    path.write_bytes(bytes(range(100)))
-    with DataFile(path) as file:
-        monkeypatch.setattr(files.os, "pread", lambda descriptor, size, first: pread(descriptor, min(size, 7), first))
-        assert file.read(3, 50) == bytes(range(3, 53))
-        with pytest.raises(ValueError, match=f"cannot read {path}: it ends at byte 100"):
-            file.read(90, 20)
-
-        def fail(descriptor, size, first):
-            if first > 30:
-                raise OSError(5, "Input/output error")
-            return pread(descriptor, min(size, 7), first)
-
-        monkeypatch.setattr(files.os, "pread", fail)
-        with pytest.raises(ValueError, match=f"cannot read {path} at byte 31: Input/output error"):
-            file.read(3, 50)
-        with pytest.raises(ValueError, match=f"cannot read {path}: it has 100 bytes, and at most 99 fit"):
-            read_whole(path, limit=99)
-
-
-def test_a_buffer_is_filled_or_an_error_names_the_file(tmp_path, monkeypatch):
     path, preadv, buffer = tmp_path / "a", os.preadv, bytearray(50)
     path.write_bytes(bytes(range(100)))
     with DataFile(path) as file:
         monkeypatch.setattr(files.os, "preadv", lambda fd, buffers, first: preadv(fd, [buffers[0][:7]], first))
         file.read_into(3, memoryview(buffer))
-        assert buffer == bytes(range(3, 53))
+        assert buffer == file.read(3, 50) == bytes(range(3, 53))
         with pytest.raises(ValueError, match=f"cannot read {path}: it ends at byte 100"):
-            file.read_into(51, memoryview(buffer))
+            file.read(90, 20)
+
+        def fail(descriptor, buffers, first):
+            if first > 30:
+                raise OSError(5, "Input/output error")
+            return preadv(descriptor, [buffers[0][:7]], first)
+
+        monkeypatch.setattr(files.os, "preadv", fail)
+        with pytest.raises(ValueError, match=f"cannot read {path} at byte 31: Input/output error"):
+            file.read(3, 50)
+        with pytest.raises(ValueError, match=f"cannot read {path}: it has 100 bytes, and at most 99 fit"):
+            read_whole(path, limit=99)
+        monkeypatch.undo()
         os.truncate(path, 60)
         with pytest.raises(ValueError, match=rf"{path} was written to while it was in use \(100 bytes then, 60 now\)"):
             file.read_into(50, memoryview(buffer))

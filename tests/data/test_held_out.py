@@ -125,7 +125,8 @@ def test_prepared_folders_hold_out_the_same_documents(tmp_path, tokenizer, numbe
     write_files(tmp_path / "b", TEXTS[:number])
     os.link(tmp_path / "a" / "000.txt", tmp_path / "link.txt")
     folders = [str(tmp_path / name) for name in ("a", "b", "link.txt")]
-    encoder, sidecars = prepare_data(folders, tmp_path / "out", tokenizer, 300, "text")
+    done = prepare_data(folders, tmp_path / "out", tokenizer, 300, "text")
+    encoder, sidecars = done.tokenizer, done.sidecars
     text = load_data([str(tmp_path / "out"), *folders[:2]], 8)
     for side in ("train", "held_out"):
         prepared, *copies = (getattr(source, side)[:] for source in text.sources)

@@ -1,11 +1,7 @@
-"""Preparing data in several processes: the same files whatever their number, also after a kill."""
+"""Preparing data in several processes: the same files whatever their number, also after a kill or an error."""
 
-import dataclasses
-import importlib.util
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,14 +12,11 @@ import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.data import Progress, duplicates, engines, journal, prepare, prepare_data, text_files
-from moe_dualpipe.data import work_units as parts
+from moe_dualpipe.data import BYTES, Preparation, Prepared, prepare_data, shards, text_files
 from moe_dualpipe.data.documents import Documents
-from moe_dualpipe.data.rows import TEXT
-from moe_dualpipe.data.work_units import SourceFile, WholeFiles, WorkUnitReader, divide
+from moe_dualpipe.data.pool import run_in_processes
+from moe_dualpipe.data.shards import ShardWriter, divide
 from tests.support.runs import ROOT
-
-PART = 2000  # bytes of text in a part
 
 
 def words(seed: int, number: int) -> str:
@@ -48,10 +41,8 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def run(source: Path, out: Path, tokenizer: str = "bytes", **options) -> Progress:
-    progress = Progress()
-    prepare_data([str(source)], out, tokenizer, 300, "text", part_bytes=PART, progress=progress, **options)
-    return progress
+def run(source: Path, out: Path, tokenizer: str = "bytes", **options) -> Prepared:
+    return prepare_data([str(source)], out, tokenizer, 300, "text", **options)
 
 
 @pytest.fixture(scope="module")
@@ -62,87 +53,63 @@ def alone(source, tmp_path_factory) -> dict[str, bytes]:
     return files_in(out)
 
 
-@pytest.fixture
-def without_delay(monkeypatch):
-    monkeypatch.setattr(prepare, "SMALL", 0)  # start processes for a short text, too
-    monkeypatch.setattr(journal, "INTERVAL", 0)
-    monkeypatch.setattr(journal.os, "fsync", lambda _: None)
-
-
-def test_parts_do_not_change_what_is_written(source, alone, tmp_path):
-    progress = Progress()
-    prepare_data([str(source)], tmp_path / "out", "bytes", 300, "text", progress=progress)
-    assert files_in(tmp_path / "out") == alone
-    assert progress.parts < 10
-    assert progress.tokens == sum(len(alone[f"{side}.bin"]) for side in ("train", "held_out"))
-
-
-@pytest.mark.usefixtures("without_delay")
 @pytest.mark.quick("bytes-2")
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, 50])
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_any_number_of_workers_writes_the_same_files(source, alone, tmp_path, tokenizer, workers):
     if tokenizer == "bpe":
         run(source, tmp_path / "one", "bpe")
-    progress = run(source, tmp_path / "out", tokenizer, workers=workers)
+    done = run(source, tmp_path / "out", tokenizer, workers=workers)
     assert files_in(tmp_path / "out") == (alone if tokenizer == "bytes" else files_in(tmp_path / "one"))
-    assert progress.parts > 20
+    assert (done.shards, done.finished_before) == (3, 0)
+    assert done.tokens == sum(sidecar.tokens for sidecar in done.sidecars)
 
 
-@pytest.mark.parametrize("block_bytes", [1, 2, 7, 64, 1 << 20])
-def test_the_parts_of_a_file_have_its_chunks(tmp_path, monkeypatch, block_bytes):
-    for module in (parts, text_files):
-        monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
-    (tmp_path / "a").write_text("grün\n\n🜁🜁🜁 ohne Zeilenende \r\n" * 3 + "你" * 9 + "\n")
-    (tmp_path / "b").write_text("x")
-    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n {"text": "grün"}')
-    documents = Documents.find(str(tmp_path))
-    files = [SourceFile(*file) for file in documents.files.items()]
-    expected = list(documents)
-    for part_bytes in (1, 3, 20, 1 << 20):
-        reader, found, rows = WorkUnitReader(TEXT), [], 0
-        for part in divide(files, [], part_bytes):
-            found += reader.chunks(part)
-            rows += reader.rows
-        assert found == expected
-        assert rows == 5
-    assert isinstance(next(divide(files, [], 1 << 20)), WholeFiles) or block_bytes < 200
+@pytest.mark.parametrize("shard_bytes", [1, 500, 1 << 30])
+def test_shards_have_all_documents_in_order(source, monkeypatch, shard_bytes):
+    monkeypatch.setattr(shards, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 64)
+    found = Documents.find(str(source))
+    parts = [*divide([found])]
+    assert [file for shard in parts for file in shard.files] == [*found.files.items()]
+    assert [chunk for shard in parts for chunk in shard.chunks(found.field)] == [*found]
+    assert all(shard.size <= shard_bytes or len(shard.files) == 1 for shard in parts)
+    assert {len(shard.files) for shard in parts if ".jsonl" in str(shard.files)} == {1}
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from moe_dualpipe.data import engines, journal, prepare, prepare_data
-prepare.SMALL, journal.INTERVAL = 0, 0
-append, start, left = prepare._append, engines._Process.__init__, iter(range(9))
-def append_or_die(*arguments):
-    append(*arguments)
-    if next(left, None) is None:  # written, but not in the journal
-        arguments[0].train.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 0
-def start_and_tell(worker):
-    start(worker)
-    print(worker.process.pid, flush=True)
-prepare._append, engines._Process.__init__ = append_or_die, start_and_tell
-prepare_data([sys.argv[1]], Path(sys.argv[2]), "bytes", 300, "text", workers=2, part_bytes=int(sys.argv[3]))
+from moe_dualpipe.data import prepare_data, shards, pool
+shards.SHARD_BYTES = 500
+def kill_after(results):
+    for number, result in enumerate(results):
+        if number == 9:
+            print(*Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield result
+run = pool.ProcessPoolExecutor.map
+pool.ProcessPoolExecutor.map = lambda *arguments: kill_after(run(*arguments))
+prepare_data([sys.argv[1]], Path(sys.argv[2]), "bytes", 300, "text", workers=2)
 """
 
 
-def test_after_a_kill_the_same_call_continues_and_no_worker_is_left(source, alone, tmp_path):
+def test_after_a_kill_the_same_call_continues_and_no_worker_is_left(source, alone, tmp_path, monkeypatch):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    arguments = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), str(PART)]
+    arguments = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")]
     killed = subprocess.run(arguments, env=environment, stdout=subprocess.PIPE, text=True)
     assert killed.returncode == -signal.SIGKILL
-    pids = [int(line) for line in killed.stdout.split()]
+    pids = [int(pid) for pid in killed.stdout.split()]
     for _ in range(1000):
         if not any(is_running(pid) for pid in pids):
             break
         time.sleep(0.02)
-    assert len(pids) == 2 and not any(is_running(pid) for pid in pids)
+    assert len(pids) >= 2 and not any(is_running(pid) for pid in pids)
     assert [path.name for path in tmp_path.iterdir()] == [".out.unfinished"]
-    progress = run(source, tmp_path / "out")
-    assert progress.parts_before == 9
+    monkeypatch.setattr(shards, "SHARD_BYTES", 500)
+    done = run(source, tmp_path / "out")
+    assert 9 <= done.finished_before < done.shards
+    assert done.tokens < sum(sidecar.tokens for sidecar in done.sidecars)
     assert files_in(tmp_path / "out") == alone
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -154,102 +121,95 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.usefixtures("without_delay")
-def test_a_killed_worker_is_one_error_and_the_same_call_continues(source, alone, tmp_path, monkeypatch):
-    started, append = [], prepare._append
-    start = engines._Process.__init__
-    monkeypatch.setattr(engines._Process, "__init__", lambda worker: started.append(worker) or start(worker))
-
-    def append_and_kill(*arguments):
-        for worker in started:
-            worker.process.kill()
-        return append(*arguments)
-
-    monkeypatch.setattr(prepare, "_append", append_and_kill)
-    message = "^a worker process was killed by SIGKILL; if memory is short, use fewer --workers$"
+def test_a_killed_worker_is_one_error():
+    message = r"^a worker process was killed; if memory is short, use fewer --workers$"
     with pytest.raises(ChildProcessError, match=message):
-        run(source, tmp_path / "out", workers=2)
-    assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
-    monkeypatch.setattr(prepare, "_append", append)
-    progress = run(source, tmp_path / "out")
-    assert 0 < progress.parts_before < progress.parts
-    assert files_in(tmp_path / "out") == alone
+        list(run_in_processes(signal.raise_signal, [signal.SIGKILL] * 2, 2))
 
 
-@pytest.mark.usefixtures("without_delay")
-def test_an_invalid_row_is_named_and_only_what_follows_is_encoded_again(tmp_path, capsys, monkeypatch):
+def test_an_invalid_row_is_named_and_only_its_file_is_encoded_again(tmp_path, capsys):
     rows = [json.dumps({"text": words(i, 30)}) for i in range(80)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(rows))
     (tmp_path / "b.jsonl").write_text("\n".join([*rows[:61], "{", *rows[61:]]))
     source, out = tmp_path / "?.jsonl", tmp_path / "out"
-    monkeypatch.setattr(prepare.prepare_data, "__kwdefaults__", prepare_data.__kwdefaults__ | {"part_bytes": PART})
-    command = ["data", "prepare", str(source), "--out", str(out), "--tokenizer", "bytes", "--workers", "1"]
-    for _ in range(2):  # the second call continues, and comes to the same error
+    for workers in ("1", "2"):  # the second call comes to the same error
+        command = ["data", "prepare", str(source), "--out", str(out), "--tokenizer", "bytes", "--workers", workers]
         assert main(command) == 2
-        progress, error = capsys.readouterr().err.splitlines()
-        assert re.fullmatch(r"\d+ of \d+ parts finished; the same command continues there", progress)
+        finished, error = capsys.readouterr().err.splitlines()
+        assert finished == f"finished shards are in {tmp_path}/.out.unfinished: the same command uses them"
         assert error == (
             f"moe-dualpipe: error: {tmp_path}/b.jsonl:62: not JSON: Expecting property name enclosed in double quotes: "
             "line 1 column 2 (char 1)"
         )
     (tmp_path / "b.jsonl").write_text(rows[0])
     assert main(command) == 0
-    assert re.match(r"continued after \d+ of \d+ parts\n", capsys.readouterr().out)
+    assert capsys.readouterr().out.startswith("1 of 2 shards were finished before\n")
     run(source, tmp_path / "fresh")
     assert files_in(out) == files_in(tmp_path / "fresh")
 
 
-@pytest.mark.usefixtures("without_delay")
-def test_another_job_starts_anew(source, tmp_path, monkeypatch):
-    source /= "*.jsonl"
-    append, calls = prepare._append, []
+def test_a_shard_is_used_only_for_the_same_text_tokenizer_and_rule(source, tmp_path, monkeypatch):
+    write = ShardWriter.write
+    run(source, tmp_path / "bpe", "bpe")
+    copies = [source / "a.jsonl", tmp_path / "b.jsonl"]
+    copies[1].write_bytes((source / "z.jsonl").read_bytes())
 
-    def fail(*arguments):
-        if len(calls) == 5:
+    def fail(writer, shard):
+        if shard.files[0][0] == copies[1]:
             raise OSError(28, "No space left on device")
-        calls.append(arguments)
-        return append(*arguments)
+        return write(writer, shard)
 
-    def fail_then(out, **changes):
-        calls.clear()
-        monkeypatch.setattr(prepare, "_append", fail)
+    def fail_then(change, **changes):
+        out = tmp_path / f"out-{change}"
+        monkeypatch.setattr(ShardWriter, "write", fail)
         with pytest.raises(OSError, match="No space left"):
-            run(source, tmp_path / out)
-        monkeypatch.setattr(prepare, "_append", append)
-        return run(changes.pop("source", source), tmp_path / out, **changes).parts_before
+            prepare_data([*map(str, copies)], out, "bytes", 300, "text")
+        monkeypatch.setattr(ShardWriter, "write", write)
+        if change == "text":
+            os.utime(copies[0], ns=(0, 7))
+        arguments = {"tokenizer": "bytes", "vocab_size": 300, "field": "text"} | changes
+        done = prepare_data([*map(str, copies)], out, **arguments)
+        prepare_data([*map(str, copies)], tmp_path / f"fresh-{change}", **arguments)
+        assert files_in(out) == files_in(tmp_path / f"fresh-{change}")
+        return done.finished_before
 
-    assert fail_then("same") == 5
-    run(source.with_name("a.jsonl"), tmp_path / "bpe", "bpe")
-    assert fail_then("other-tokenizer", tokenizer=str(tmp_path / "bpe" / "tokenizer.json")) == 0
-    assert fail_then("other-source", source=source.with_name("z.jsonl")) == 0
-    assert fail_then("other-rule", drop_duplicates=True) == 0
-    run(source, tmp_path / "rule", drop_duplicates=True)
-    assert files_in(tmp_path / "rule") == files_in(tmp_path / "other-rule")
+    assert fail_then("nothing") == 1
+    assert fail_then("tokenizer", tokenizer=str(tmp_path / "bpe" / "tokenizer.json")) == 0
+    assert fail_then("rule", drop_duplicates=True) == 0
+    assert fail_then("text") == 0
+
+
+def test_a_damaged_shard_is_found(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(Preparation, "_join", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        run(source, tmp_path / "out")
+    monkeypatch.undo()
+    path = next((tmp_path / ".out.unfinished").rglob("train.bin"))
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path} has changed in tokens 0 to "):
+        run(source, tmp_path / "out")
 
 
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_of_equal_documents_only_the_first_is_written(source, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(prepare, "SMALL", 0)
-    monkeypatch.setattr(duplicates, "BUCKET", 7)
-    monkeypatch.setattr(duplicates, "READ_BYTES", 160)
+def test_of_equal_documents_only_the_first_is_written(source, tmp_path, workers):
     (tmp_path / "again.txt").write_text((source / "30-long.txt").read_text())
     texts: dict[str, None] = {}
-    for chunk in chunks_of(source):
-        texts.setdefault(chunk)
+    for text in texts_of(source):
+        texts.setdefault(text)
     (tmp_path / "first").mkdir()
     for i, text in enumerate(texts):
         (tmp_path / "first" / f"{i:03}").write_text(text)
-    progress = Progress()
     sources = [str(source), str(tmp_path / "again.txt"), str(source / "?.jsonl")]
-    options = {"part_bytes": PART, "workers": workers, "progress": progress}
-    prepare_data(sources, tmp_path / "out", "bytes", 300, "text", drop_duplicates=True, **options)
-    assert progress.duplicates == 4 + 5 + 5 + 1  # files, rows of a.jsonl and of z.jsonl, the copy of the long file
+    done = prepare_data(sources, tmp_path / "out", "bytes", 300, "text", drop_duplicates=True, workers=workers)
+    assert done.duplicates == 4 + 5 + 5 + 1  # files, rows of a.jsonl and of z.jsonl, the copy of the long file
     run(tmp_path / "first", tmp_path / "expected")
     assert files_in(tmp_path / "out") == files_in(tmp_path / "expected")
 
 
-def chunks_of(source: Path) -> list[str]:
+def texts_of(source: Path) -> list[str]:
     """The documents, each as one string."""
     texts, parts_of_one = [], []
     for chunk in Documents.find(str(source)):
@@ -260,50 +220,31 @@ def chunks_of(source: Path) -> list[str]:
     return texts
 
 
+def test_other_programs_write_the_same_shards(source, alone, tmp_path):
+    """As examples/prepare_on_cluster.py does, on machines whose files have other devices and inodes."""
+    for rank in range(2):
+        job = Preparation.open([str(source)], tmp_path / "out")
+        writer = job.writer(BYTES)
+        for shard in job.shards[rank::2]:
+            writer.write(shard)
+            assert writer.write(shard) == 0
+    done = run(source, tmp_path / "out")
+    assert (done.finished_before, done.tokens) == (3, 0)
+    assert files_in(tmp_path / "out") == alone
+
+
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-@pytest.mark.usefixtures("without_delay")
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_ray_writes_the_same_files(source, tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
-    options = {"tokenizer": tokenizer, "drop_duplicates": True}
-    run(source, tmp_path / "one", **options)
-    run(source, tmp_path / "out", engine="ray", workers=2, **options)
+def test_two_workers_of_datatrove_write_the_same_shards(source, tmp_path, tokenizer):
+    pytest.importorskip("datatrove.executor", exc_type=ImportError, reason="datatrove is not installed")
+    run(source, tmp_path / "one", tokenizer)
+    arguments = [tmp_path / "out", tmp_path / "one" / "tokenizer.json", source]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    script = [sys.executable, ROOT / "examples" / "prepare_on_cluster.py"]
+    subprocess.run([*script, *arguments], env=environment, check=True, capture_output=True)
+    done = run(source, tmp_path / "out", str(arguments[1]))
+    assert (done.finished_before, done.tokens) == (3, 0)
     assert files_in(tmp_path / "out") == files_in(tmp_path / "one")
-    (source.with_name("bad.jsonl")).write_text('{"text": "some words"}\n' * 999 + "{\n")
-    with pytest.raises(ValueError, match=r"bad\.jsonl:1000: not JSON: "):
-        run(source.with_name("bad.jsonl"), tmp_path / "bad", engine="ray", workers=2)
-
-
-def test_ray_that_is_not_installed_is_one_line(source, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"^--engine ray needs the ray library: pip install 'moe-dualpipe\[ray\]'$"):
-        run(source, tmp_path / "out", engine="ray")
-    assert not list(tmp_path.iterdir())
-
-
-def test_files_on_another_machine_have_other_inodes(source, tmp_path):
-    parts_here = list(divide([SourceFile(*f) for f in Documents.find(str(source)).files.items()], [], PART))
-    shutil.copytree(source, tmp_path / "there")
-    moved = [move(part, tmp_path / "there") for part in parts_here]
-    texts = [
-        [list(WorkUnitReader(TEXT, there).chunks(part)) for part in every]
-        for there, every in ((0, moved), (1, parts_here))
-    ]
-    assert texts[0] == texts[1]
-    with pytest.raises(ValueError, match="was written to"):
-        list(WorkUnitReader(TEXT).chunks(moved[0]))
-
-
-def move(part, folder: Path):
-    """The part, with its files in another folder."""
-
-    def moved(file):
-        return dataclasses.replace(file, path=folder / file.path.name)
-
-    if isinstance(part, WholeFiles):
-        return WholeFiles(tuple(map(moved, part.files)))
-    return dataclasses.replace(part, file=moved(part.file))
 
 
 def test_numbers_of_workers_out_of_range(source, tmp_path):

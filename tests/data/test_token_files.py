@@ -16,12 +16,12 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.data import (
     BYTES,
     TokenFile,
+    documents,
+    encode,
     find_tokenizer,
-    jsonl,
     load_data,
-    prepare,
     prepare_data,
-    tasks,
+    shards,
     token_files,
     tokenizer_files,
 )
@@ -198,7 +198,8 @@ def test_prepared_token_ids_decode_to_the_documents(prepared, kind, dtype):
 def test_the_end_of_the_text_is_held_out_if_there_are_few_documents(tmp_path):
     text = "".join(TEXTS) * 40
     (tmp_path / "a.txt").write_text(text)
-    tokenizer, sidecars = prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bpe", 280, "text")
+    done = prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bpe", 280, "text")
+    tokenizer, sidecars = done.tokenizer, done.sidecars
     streams = [TokenFile.open(tmp_path / "out" / f"{name}.bin", "uint8").tokens_N[:] for name in ("train", "held_out")]
     whole = np.concatenate(streams)
     assert tokenizer.decode(whole[:-1].tolist()) == text
@@ -230,9 +231,9 @@ def test_prepare_is_deterministic_and_holds_only_a_few_documents_in_memory(prepa
             nonlocal alive
             alive -= 1
 
-    field = jsonl._text
-    monkeypatch.setattr(jsonl, "_text", lambda *arguments: Counted(field(*arguments)))
-    monkeypatch.setattr(tasks, "ENCODE_BATCH", 2)
+    read_rows = documents.read_rows
+    monkeypatch.setattr(documents, "read_rows", lambda *arguments: map(Counted, read_rows(*arguments)))
+    monkeypatch.setattr(encode, "BATCH_CHUNKS", 2)
     train = BPETokenizer.train
     monkeypatch.setattr(BPETokenizer, "train", lambda texts, size: train((str.__str__(text) for text in texts), size))
     prepare_data([source], tmp_path / "b", "bpe", 300, "text")
@@ -301,27 +302,26 @@ def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, 
 
 def test_prepare_checks_its_folder_before_it_reads_the_text_and_locks_it(prepared, tmp_path, monkeypatch):
     source, out = str(prepared / "a.jsonl"), tmp_path / "out"
-    (tmp_path / ".out.unfinished").mkdir()
-    (tmp_path / ".out.unfinished" / "train.bin").write_bytes(b"of a process that was killed")
+    (tmp_path / ".out.unfinished" / "shards" / "unfinished-1").mkdir(parents=True)  # of a process that was killed
     messages = []
 
-    def prepare_again(_):
+    def prepare_again(*_):
         for path in (out, tmp_path / "file" / "out"):
             with pytest.raises(ValueError) as error:
                 prepare_data([source], path, "bytes", 1, "text")
             messages.append(str(error.value))
-        return ValueError("no more text")
+        raise ValueError("no more text")
 
     (tmp_path / "file").write_text("a")
-    sizes = prepare._sizes
-    monkeypatch.setattr(prepare, "_sizes", lambda documents: (_ for _ in ()).throw(prepare_again(documents)))
+    sizes = shards.Shard.documents
+    monkeypatch.setattr(shards.Shard, "documents", prepare_again)
     with pytest.raises(ValueError, match="no more text"):
         prepare_data([source], out, "bytes", 1, "text")
     assert messages == [
         f"--out {out}: another process prepares this folder",
         f"cannot write to --out {tmp_path}/file/out: Not a directory",
     ]
-    monkeypatch.setattr(prepare, "_sizes", sizes)
+    monkeypatch.setattr(shards.Shard, "documents", sizes)
     out.symlink_to("real")
     prepare_data([source], out, "bytes", 1, "text")
     assert (tmp_path / "real" / "train.bin").read_bytes() == (prepared / "bytes" / "train.bin").read_bytes()
@@ -333,7 +333,7 @@ def test_a_failed_prepare_leaves_no_files(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepare, "_write_sidecar", full)
+    monkeypatch.setattr(shards, "write_sidecar", full)
     with pytest.raises(OSError, match="No space left"):
         prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", 1, "text")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -453,6 +453,7 @@ def test_sources_with_two_tokenizers_and_a_vocabulary_that_is_too_small_are_erro
 def test_corrupt_token_files_are_rejected(prepared, tmp_path, monkeypatch):
     random = np.random.default_rng(1)
     monkeypatch.setattr(token_files, "CHUNK", 64)
+    monkeypatch.setattr(shards, "CHUNK", 64)
     prepare_data([str(prepared / "a.jsonl")], tmp_path / "a", "bytes", 1, "text")
     path = tmp_path / "a" / "train.bin"
     right, kinds = path.read_bytes(), set()
