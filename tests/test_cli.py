@@ -202,13 +202,13 @@ def test_a_closed_pipe_is_not_an_error():
 
 
 @pytest.mark.parametrize("arguments,message", [
-    ("", "missing command; choose from: train, schedule, profile, plot, data, generate, eval, export, model, plan, "
+    ("", "missing command; choose from: train, schedule, profile, data, generate, eval, export, model, plan, "
      "check"),
     ("schedule", "missing command; choose from: show, compare, check"),
-    ("profle", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, plot, data, "
+    ("profle", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, data, "
      "generate, eval, export, model, plan, check"),
     ("profle run --help", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, "
-     "plot, data, generate, eval, export, model, plan, check"),
+     "data, generate, eval, export, model, plan, check"),
     ("schedule shwo", "unknown command 'shwo'; did you mean 'show'? Choose from: show, compare, check"),
     ("check layers", "unknown command 'layers'; choose from: parallel, cluster, experts, router, attention, block"),
     ("schedule show dualpipe --ppp 4", "Unrecognized options: --ppp, 4 Perhaps you meant: --pp {None}|INT"),
