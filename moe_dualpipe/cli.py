@@ -110,7 +110,12 @@ def _parse(words: list[str]) -> Any:
         names = [*dict.fromkeys(name.split()[len(group)] for name in listed)]
         if not given:
             raise ValueError(f"missing command; choose from: {', '.join(names)}")
-        raise unknown_name("command", given[0], names)
+        whole = {
+            word: name for name in listed for word in (name.split()[-1], name.replace(" ", "-"), name.replace(" ", ""))
+        }
+        raise unknown_name(
+            "command", given[0], names, {**whole, "help": "--help", "version": "--version"} if not group else None
+        )
     return None
 
 

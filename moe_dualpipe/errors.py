@@ -20,7 +20,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from .messages import describe, printable
+from .messages import describe, printable, unknown_name
 
 # ---- Where the user's code fails ----
 
@@ -180,4 +180,31 @@ def one_line_errors() -> Iterator[None]:
             raise
         box = re.sub(r"\x1b\[[\d;]*m", "", printed.getvalue()).replace("│", "").splitlines()[1:]  # without the title
         lines = [line.strip() for line in box if line.strip("╰─╯- ") and not line.startswith(" " * 9)]  # no help texts
-        raise ValueError(re.split(" (?:Got errors|Argument helptext|For full helptext)", " ".join(lines))[0]) from None
+        raise _spoken(re.split(" (?:Got errors|Argument helptext|For full helptext)", " ".join(lines))[0]) from None
+
+
+_SPOKEN = (
+    (
+        r"Error parsing (\S+): .*?(?:int\(\) with base 10: |\bINT could be .* from \[)('.*?')\]?\.?",
+        r"\1 must be a whole number: got \2",
+    ),
+    (r"Error parsing (\S+): .*?(?:string to float: |\bFLOAT\b.* from \[)(.*?)\]?\.?", r"\1 must be a number: got \2"),
+    (r"Error parsing (\S+): .*?\[?('.*')\]?\.?", r"\1 has an invalid value: \2"),
+    (r".*?Unrecognized options: (-[^\s,=]+).*? Perhaps you meant: ([^\s,]+).*", r"unknown option \1; did you mean \2?"),
+    (r".*?Unrecognized options: (-[^\s,=]+).*", r"unknown option \1; --help lists all"),
+    (r".*?Unrecognized options:\s*(.*)", r"unexpected: '\1'"),
+    (r"Missing value for argument '(.*?)'.*", r"\1 needs a value"),
+    (r"Missing from .*?: (.*)", r"missing \1"),
+)
+"""What tyro says, and how this project says it."""
+
+
+def _spoken(text: str) -> ValueError:
+    if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*?)\)\.?", text):
+        return unknown_name(choice[2], choice[1], re.findall(r"'(.*?)'", choice[3]))
+    if text.startswith("Missing from"):
+        text = re.sub(r"(--\S+) [A-Z{]\S*", r"\1", text)  # without the types
+    for pattern, words in _SPOKEN:
+        if found := re.fullmatch(pattern, text):
+            return ValueError(found.expand(words))
+    return ValueError(text)

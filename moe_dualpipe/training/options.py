@@ -359,8 +359,8 @@ def _unknown(word: str) -> str:
     if len(parts) == 3 and parts[1].endswith("_options"):
         return f"{flag} was removed; use --set {'.'.join(parts)}=VALUE"
     named = [key for key in all_keys() if key.rpartition(".")[2] == name and key.startswith(".".join(parts[:-1]))]
-    if not flag.startswith("--") or not named:
-        return _unknown_name("option", flag, [f"--{flag}" for flag in FLAGS])
+    if not flag.startswith("--") or not named or flag[2:].replace("_", "-") in FLAGS:
+        return _unknown_name("option", flag, ["--set", *(f"--{flag}" for flag in FLAGS)])
     key = all_keys()[named[0]]
     if key.name in _FLAG_OF:
         return f"{flag} was removed; use --{_FLAG_OF[key.name]}"
