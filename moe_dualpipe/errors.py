@@ -6,6 +6,7 @@ user's code helps. As the exception propagates, each caller adds a note about wh
 without a line of the user's code is one of this package, and keeps its traceback.
 """
 
+import errno
 import inspect
 import io
 import linecache
@@ -115,12 +116,18 @@ def fault_of(error: BaseException) -> str:
 def error_text(error: BaseException, program: str, full: bool = False) -> str:
     """What a command prints about `error`: one line for an error in the user's code, otherwise a traceback.
 
-    Errors marked by `without_frames` are also one line. full: always print a traceback.
+    Errors marked by `without_frames`, and missing file descriptors, are also one line. full: always print a traceback.
     """
-    line = user_error(error) or (describe(error) if needs_no_frames(error) else None)
+    line = user_error(error) or out_of_files(error) or (describe(error) if needs_no_frames(error) else None)
     if full or line is None:
         return "".join(traceback.format_exception(error))
     return f"{program}: error: {line}\n"
+
+
+def out_of_files(error: BaseException) -> str | None:
+    """What to do if `error` says that this process has no free file descriptor, also from C++. None: something else."""
+    message = "no free file descriptor: raise the limit, as with `ulimit -n 65536`"
+    return message if os.strerror(errno.EMFILE) in str(error) else None
 
 
 _SOURCE, _NO_FRAMES = "_source", "_without_frames"

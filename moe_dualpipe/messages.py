@@ -39,6 +39,11 @@ def quoted(value: object, limit: int = 200) -> str:
     return _shown(repr, value, limit)
 
 
+def typed_text(word: str) -> str:
+    """`word` of a command line as UTF-8 text. In an ASCII locale, Python keeps its other bytes as surrogates."""
+    return word.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def describe(error: BaseException) -> str:
     """Return the message of `error` on one line; for a file that cannot be read or written, its name and the reason."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:

@@ -13,6 +13,7 @@ from moe_dualpipe.schedule import Costs, Schedule, add_comms, build, simulate
 from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.tools.drawing.tables import comparison_table
 from moe_dualpipe.tools.drawing.timeline_text import timeline_text
+from moe_dualpipe.training.options import parse_arguments
 
 SHOW = ["schedule", "show", "dualpipe", "--pp", "4", "--micro-batches", "10"]
 
@@ -309,3 +310,18 @@ def test_a_file_with_invalid_transfers_is_refused(capsys, tmp_path):
     for command in ("check", "show"):
         code, _, err = run(capsys, "schedule", command, path)
         assert code == 1 and "rank 0 runs 0B0 before it has received 1B0" in err
+
+
+@pytest.mark.parametrize("words", ["f\u00fc", "schedule show n\u00f6.csv"])
+def test_an_ascii_locale_prints_one_line(words):
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_dualpipe.cli", *words.split()], env=ascii_only, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.isascii() and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("moe-dualpipe: error: ")
+
+
+def test_a_prompt_typed_in_an_ascii_locale_is_text():
+    typed = "d\u00e9f ".encode().decode("ascii", "surrogateescape")
+    assert parse_arguments(["--prompt", typed]).sample.prompt == "d\u00e9f "

@@ -269,3 +269,14 @@ def test_an_invalid_option_is_one_line(monkeypatch, framed, kind, arguments, mes
     with pytest.raises(ValueError) as caught, one_line_errors():
         tyro.cli(kind, args=arguments.split(), prog="program")
     assert str(caught.value) == message
+
+
+def test_without_a_free_file_descriptor_an_error_is_one_line():
+    """torch and gloo report it as a RuntimeError from C++."""
+    said = "program: error: no free file descriptor: raise the limit, as with `ulimit -n 65536`\n"
+    for error in (
+        RuntimeError("[enforce fail at loop.cc:105] epoll_create: Too many open files"),
+        OSError(24, "Too many open files", "x"),
+    ):
+        assert error_text(error, "program") == said
+    assert error_text(RuntimeError("other"), "program").startswith("RuntimeError: other")

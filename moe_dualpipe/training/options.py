@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 from ..checkpoint.destinations import run_of
 from ..data import stores
 from ..health.program import program_name
-from ..messages import printable, quoted, unknown_name
+from ..messages import printable, quoted, typed_text, unknown_name
 from ..models import PRESETS
 from ..schedule import NAMES
 from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
@@ -166,7 +166,7 @@ def convert(key: Key, value: Any) -> Any:
             except ValueError:
                 pass
     elif isinstance(value, str) or (key.name.endswith("_options") and isinstance(value, Mapping)):
-        return value
+        return typed_text(value) if key.name == "sample.prompt" else value
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, "a list")
     raise OptionError(f"{name} must be {wanted}: got {quoted(value, 60)}")
 
