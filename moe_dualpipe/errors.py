@@ -208,7 +208,8 @@ _SPOKEN = (
 
 def _spoken(text: str) -> ValueError:
     if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*?)\)\.?", text):
-        return unknown_name(choice[2], choice[1], re.findall(r"'(.*?)'", choice[3]))
+        names = re.findall(r"'(.*?)'", choice[3])
+        return unknown_name(choice[2], choice[1], sorted({*names} - {"None"}) if "None" in names else names)
     if text.startswith("Missing from"):
         text = re.sub(r"(--\S+) [A-Z{]\S*", r"\1", text)  # without the types
     for pattern, words in _SPOKEN:

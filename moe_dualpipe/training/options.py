@@ -166,7 +166,7 @@ def convert(key: Key, value: Any) -> Any:
             except ValueError:
                 pass
     elif isinstance(value, str) or (key.name.endswith("_options") and isinstance(value, Mapping)):
-        return typed_text(value) if key.name == "sample.prompt" else value
+        return typed_text(str(value)) if key.name == "sample.prompt" else value
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, "a list")
     raise OptionError(f"{name} must be {wanted}: got {quoted(value, 60)}")
 
