@@ -1,7 +1,7 @@
 """Options that several commands share. They have the names that train.py gives them."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,18 +68,19 @@ def check_together(options: Any, names: Sequence[str], check: Callable[[Any], _T
             return True
         return False
 
+    def ways(flags: Mapping[str, str]) -> list[str]:
+        near = ((flag, nearest(getattr(options, name), 4096, partial(works, name))) for name, flag in flags.items())
+        return [f"{flag} {number}" for flag, number in near if number]
+
     try:
         return check(options)
     except ValueError as error:
-        problem, ways = without_suggestions(str(error)), []
+        problem = without_suggestions(str(error))
         flags = {name: f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None}
-        named = {name: flag for name, flag in flags.items() if f"{flag} " in problem}
-        for name, flag in named.items() or flags.items():
-            if number := nearest(getattr(options, name), 4096, partial(works, name)):
-                ways.append(f"{flag} {number}")
-        if not ways and not re.search("[:;] use \\d", str(error)):  # what it suggests is not a number
+        found = ways({name: flag for name, flag in flags.items() if f"{flag} " in problem}) or ways(flags)
+        if not found and not re.search("[:;] use \\d", str(error)):  # what it suggests is not a number
             raise
-        raise ValueError(with_suggestions(problem, ways)) from None
+        raise ValueError(with_suggestions(problem, found)) from None
 
 
 def check_ranges(options: Any, low: float, *names: str, high: float = LARGEST) -> None:

@@ -170,7 +170,7 @@ def test_in_words():
      "use --micro-batch-size 1, or --batch-size 8"),
     (3, ["--schedule", "dualpipe"],
      "dualpipe needs an even number of pipeline ranks: got 3; use --schedule 1f1b, or 4 processes"),
-    (8, [], "4 layers cannot be divided over 8 pipeline stages: use --pp 4 --schedule 1f1b, or 4 processes"),
+    (8, [], "4 layers cannot be divided over 8 pipeline stages: use --pp 4, or 4 processes"),
     (4, ["--ep", "4", "--num-experts", "6"], "--ep 4 does not divide 6 experts: use --pp 1 --ep 2"),
     (1, ["--ep", "3"], "--ep 3 does not divide 8 experts: use --ep 1"),
     (4, ["--pp", "2", "--ep", "4"],

@@ -158,7 +158,7 @@ def test_the_command(capsys):
 
 @pytest.mark.parametrize("arguments,problem", [
     ("tinny", "unknown preset 'tinny'; did you mean 'tiny'?"),
-    ("tiny --ep 3", "--ep 3 does not divide 8 experts: use --ep 2"),
+    ("tiny --ep 3", "--ep 3 does not divide 8 experts: use --ep 4"),
     ("tiny --ep 2 --dp 3", "--ep 2 does not divide 3 data-parallel ranks: use --ep 1"),
     ("tiny --pp 6", "4 layers cannot be divided over 6 pipeline stages"),
     ("deepseek-v3 --pp 15 --schedule dualpipe", "dualpipe needs an even number of pipeline ranks: got 15; use --pp 16"),
