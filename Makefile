@@ -37,7 +37,7 @@ test: dev  # pyright uses one core, so both together take less time
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: dev
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -r s
 
 soak: dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long

@@ -6,7 +6,6 @@
     moe-dualpipe schedule check order.csv
     moe-dualpipe profile analyze trace.json.gz --phases --out lanes.png
     moe-dualpipe profile run --mode train --preset tiny
-    moe-dualpipe plot runs/tiny
     moe-dualpipe data prepare notes.jsonl --out corpus
     moe-dualpipe generate runs/tiny --prompt "def "
     moe-dualpipe eval runs/tiny --data notes.md
@@ -39,7 +38,6 @@ COMMANDS = {
     "profile analyze": ("profile:ProfileAnalyze", "Analyze traces: how much communication was hidden"),
     "profile compare": ("profile_compare:ProfileCompare", "Compare two recordings"),
     "profile run": ("profile_run:ProfileRun", "Measure the overlap on this machine"),
-    "plot": ("plot:Plot", "Draw the metrics of runs"),
     "data prepare": ("data:PrepareData", "Encode text into files of token ids"),
     "data check": ("data:CheckData", "Check files of token ids"),
     "generate": ("generate:Generate", "Continue a prompt with the model of a run"),
@@ -112,7 +110,12 @@ def _parse(words: list[str]) -> Any:
         names = [*dict.fromkeys(name.split()[len(group)] for name in listed)]
         if not given:
             raise ValueError(f"missing command; choose from: {', '.join(names)}")
-        raise unknown_name("command", given[0], names)
+        whole = {
+            word: name for name in listed for word in (name.split()[-1], name.replace(" ", "-"), name.replace(" ", ""))
+        }
+        raise unknown_name(
+            "command", given[0], names, {**whole, "help": "--help", "version": "--version"} if not group else None
+        )
     return None
 
 

@@ -6,6 +6,7 @@ user's code helps. As the exception propagates, each caller adds a note about wh
 without a line of the user's code is one of this package, and keeps its traceback.
 """
 
+import errno
 import inspect
 import io
 import linecache
@@ -20,7 +21,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from .messages import describe, printable
+from .messages import describe, printable, unknown_name
 
 # ---- Where the user's code fails ----
 
@@ -115,12 +116,18 @@ def fault_of(error: BaseException) -> str:
 def error_text(error: BaseException, program: str, full: bool = False) -> str:
     """What a command prints about `error`: one line for an error in the user's code, otherwise a traceback.
 
-    Errors marked by `without_frames` are also one line. full: always print a traceback.
+    Errors marked by `without_frames`, and missing file descriptors, are also one line. full: always print a traceback.
     """
-    line = user_error(error) or (describe(error) if needs_no_frames(error) else None)
+    line = user_error(error) or out_of_files(error) or (describe(error) if needs_no_frames(error) else None)
     if full or line is None:
         return "".join(traceback.format_exception(error))
     return f"{program}: error: {line}\n"
+
+
+def out_of_files(error: BaseException) -> str | None:
+    """What to do if `error` says that this process has no free file descriptor, also from C++. None: something else."""
+    message = "no free file descriptor: raise the limit, as with `ulimit -n 65536`"
+    return message if os.strerror(errno.EMFILE) in str(error) else None
 
 
 _SOURCE, _NO_FRAMES = "_source", "_without_frames"
@@ -180,4 +187,32 @@ def one_line_errors() -> Iterator[None]:
             raise
         box = re.sub(r"\x1b\[[\d;]*m", "", printed.getvalue()).replace("│", "").splitlines()[1:]  # without the title
         lines = [line.strip() for line in box if line.strip("╰─╯- ") and not line.startswith(" " * 9)]  # no help texts
-        raise ValueError(re.split(" (?:Got errors|Argument helptext|For full helptext)", " ".join(lines))[0]) from None
+        raise _spoken(re.split(" (?:Got errors|Argument helptext|For full helptext)", " ".join(lines))[0]) from None
+
+
+_SPOKEN = (
+    (
+        r"Error parsing (\S+): .*?(?:int\(\) with base 10: |\bINT could be .* from \[)('.*?')\]?\.?",
+        r"\1 must be a whole number: got \2",
+    ),
+    (r"Error parsing (\S+): .*?(?:string to float: |\bFLOAT\b.* from \[)(.*?)\]?\.?", r"\1 must be a number: got \2"),
+    (r"Error parsing (\S+): .*?\[?('.*')\]?\.?", r"\1 has an invalid value: \2"),
+    (r".*?Unrecognized options: (-[^\s,=]+).*? Perhaps you meant: ([^\s,]+).*", r"unknown option \1; did you mean \2?"),
+    (r".*?Unrecognized options: (-[^\s,=]+).*", r"unknown option \1; --help lists all"),
+    (r".*?Unrecognized options:\s*(.*)", r"unexpected: '\1'"),
+    (r"Missing value for argument '(.*?)'.*", r"\1 needs a value"),
+    (r"Missing from .*?: (.*)", r"missing \1"),
+)
+"""What tyro says, and how this project says it."""
+
+
+def _spoken(text: str) -> ValueError:
+    if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*?)\)\.?", text):
+        names = re.findall(r"'(.*?)'", choice[3])
+        return unknown_name(choice[2], choice[1], sorted({*names} - {"None"}) if "None" in names else names)
+    if text.startswith("Missing from"):
+        text = re.sub(r"(--\S+) [A-Z{]\S*", r"\1", text)  # without the types
+    for pattern, words in _SPOKEN:
+        if found := re.fullmatch(pattern, text):
+            return ValueError(found.expand(words))
+    return ValueError(text)

@@ -6,6 +6,7 @@ could change the terminal, and a long value would hide the rest. So messages nev
 
 import difflib
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
@@ -38,6 +39,11 @@ def quoted(value: object, limit: int = 200) -> str:
     return _shown(repr, value, limit)
 
 
+def typed_text(word: str) -> str:
+    """`word` of a command line as UTF-8 text. In an ASCII locale, Python keeps its other bytes as surrogates."""
+    return word.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def describe(error: BaseException) -> str:
     """Return the message of `error` on one line; for a file that cannot be read or written, its name and the reason."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
@@ -55,6 +61,25 @@ def unknown_name(kind: str, name: str, names: Sequence[str], aliases: Mapping[st
     near = [*longer, *difflib.get_close_matches(given, meant, n=1)]
     suggestion = f"; did you mean {meant[near[0]]!r}? Choose" if near else "; choose"
     return ValueError(f"unknown {kind} {quoted(name, 60)}{suggestion} from: {', '.join(names)}")
+
+
+def with_suggestions(problem: str, ways: Sequence[str]) -> str:
+    """`problem`, and what to use instead: options as they are typed, such as "--pp 2", each of which works alone.
+
+    Example: "--ep 2 does not divide 1 process: use --ep 1, or 2 processes".
+    """
+    return f"{problem}{';' if ': ' in problem else ':'} use {', or '.join(ways)}" if ways else problem
+
+
+def without_suggestions(message: str) -> str:
+    """The message of an error without what it suggests to use, for a caller that knows what works."""
+    return re.split("[:;] use ", message)[0]
+
+
+def nearest(value: int, most: int, works: Callable[[int], bool]) -> int | None:
+    """The number nearest to `value` that `works`, at least 1 and at most `most` away; None if there is none."""
+    near = (number for away in range(1, most + 1) for number in (value + away, value - away) if number > 0)
+    return next(filter(works, near), None)
 
 
 LARGEST = 2**31 - 1

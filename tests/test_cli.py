@@ -15,6 +15,7 @@ from moe_dualpipe.schedule import Costs, Schedule, add_comms, build, simulate
 from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.tools.drawing.tables import comparison_table
 from moe_dualpipe.tools.drawing.timeline_text import timeline_text
+from moe_dualpipe.training.options import parse_arguments
 
 SHOW = ["schedule", "show", "dualpipe", "--pp", "4", "--micro-batches", "10"]
 
@@ -110,7 +111,7 @@ def test_compare(capsys):
         ("show dualpip --pp 4 --micro-batches 8", "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
         ("show dualpip", "unknown schedule 'dualpip'; did you mean 'dualpipe'?"),
         ("show dualpipe --pp 4 --micro-batches 9", "needs an even number of micro-batches >= 2 x ranks: got 9"),
-        ("show dualpipe --pp 3 --micro-batches 8", "even number of pipeline ranks: got 3; use 4"),
+        ("show dualpipe --pp 3 --micro-batches 8", "even number of pipeline ranks: got 3; use --pp 4"),
         ("show dualpipe --pp 4", "dualpipe needs --pp and --micro-batches, as in"),
         (
             "show zbv --pp 2 --micro-batches 4 --cost.F 0",
@@ -139,7 +140,7 @@ def test_compare(capsys):
         ("check nothing.csv", "nothing.csv: No such file or directory"),
         ("check ./nothing", "nothing: No such file or directory"),
         ("check ./", ".: Is a directory"),
-        ("check dualpipe --pp 0 --micro-batches 4", "dualpipe needs at least one pipeline rank: got 0; use 1"),
+        ("check dualpipe --pp 0 --micro-batches 4", "dualpipe needs at least one pipeline rank: got 0; use --pp 2"),
         ("check dualpipe --pp 2 --micro-batches 0", "even number of micro-batches >= 2 x ranks: got 0"),
         ("compare --stages 8 --micro-batches 1", "no schedule runs with fewer micro-batches than ranks"),
         (
@@ -204,18 +205,18 @@ def test_a_closed_pipe_is_not_an_error():
 
 
 @pytest.mark.parametrize("arguments,message", [
-    ("", "missing command; choose from: train, schedule, profile, plot, data, generate, eval, export, model, plan, "
+    ("", "missing command; choose from: train, schedule, profile, data, generate, eval, export, model, plan, "
      "check"),
     ("schedule", "missing command; choose from: show, compare, check"),
-    ("profle", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, plot, data, "
+    ("profle", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, data, "
      "generate, eval, export, model, plan, check"),
     ("profle run --help", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, "
-     "plot, data, generate, eval, export, model, plan, check"),
+     "data, generate, eval, export, model, plan, check"),
     ("schedule shwo", "unknown command 'shwo'; did you mean 'show'? Choose from: show, compare, check"),
     ("check layers", "unknown command 'layers'; choose from: parallel, cluster, experts, router, attention, block"),
-    ("schedule show dualpipe --ppp 4", "Unrecognized options: --ppp, 4 Perhaps you meant: --pp {None}|INT"),
-    ("schedule compare", "Missing from moe-dualpipe schedule compare: --stages INT --micro-batches INT"),
-    ("generate", "Missing from moe-dualpipe generate: RUN"),
+    ("schedule show dualpipe --ppp 4", "unknown option --ppp; did you mean --pp?"),
+    ("schedule compare", "missing --stages --micro-batches"),
+    ("generate", "missing RUN"),
 ])  # fmt: skip
 def test_an_unknown_or_missing_word_prints_one_line_and_exits_with_code_2(capsys, arguments, message):
     assert run(capsys, *arguments.split()) == (2, "", f"moe-dualpipe: error: {message}\n")
@@ -320,3 +321,18 @@ def test_a_file_with_invalid_transfers_is_refused(capsys, tmp_path):
     for command in ("check", "show"):
         code, _, err = run(capsys, "schedule", command, path)
         assert code == 1 and "rank 0 runs 0B0 before it has received 1B0" in err
+
+
+@pytest.mark.parametrize("words", ["f\u00fc", "schedule show n\u00f6.csv"])
+def test_an_ascii_locale_prints_one_line(words):
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_dualpipe.cli", *words.split()], env=ascii_only, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.isascii() and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("moe-dualpipe: error: ")
+
+
+def test_a_prompt_typed_in_an_ascii_locale_is_text():
+    typed = "d\u00e9f ".encode().decode("ascii", "surrogateescape")
+    assert parse_arguments(["--prompt", typed]).sample.prompt == "d\u00e9f "

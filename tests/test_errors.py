@@ -256,12 +256,12 @@ class Required:
 
 @pytest.mark.parametrize("framed", [True, False])
 @pytest.mark.parametrize("kind,arguments,message", [
-    (Options, "--rnak 4", "Unrecognized options: --rnak, 4 Perhaps you meant: --rank {None}|INT"),
-    (Options, "--rank", "Missing value for argument '--rank'. Expected 1 values."),
-    (Options, "--rank x", "Error parsing --rank: no type matching {None}|INT could be instantiated from ['x']."),
-    (Options, "--mode decde", "invalid choice 'decde' for argument '--mode'. Expected one of ('train', 'decode')."),
-    (Required, "", "Missing from program: --rank INT"),
-    (Required, "--rank x", "Error parsing --rank: invalid literal for int() with base 10: 'x'"),
+    (Options, "--rnak 4", "unknown option --rnak; did you mean --rank?"),
+    (Options, "--rank", "--rank needs a value"),
+    (Options, "--rank x", "--rank must be a whole number: got 'x'"),
+    (Options, "--mode decde", "unknown --mode 'decde'; did you mean 'decode'? Choose from: train, decode"),
+    (Required, "", "missing --rank"),
+    (Required, "--rank x", "--rank must be a whole number: got 'x'"),
 ])  # fmt: skip
 def test_an_invalid_option_is_one_line(monkeypatch, framed, kind, arguments, message):
     monkeypatch.setattr("tyro._fmtlib._should_use_utf8_drawing_chars", lambda: framed)
@@ -269,3 +269,14 @@ def test_an_invalid_option_is_one_line(monkeypatch, framed, kind, arguments, mes
     with pytest.raises(ValueError) as caught, one_line_errors():
         tyro.cli(kind, args=arguments.split(), prog="program")
     assert str(caught.value) == message
+
+
+def test_without_a_free_file_descriptor_an_error_is_one_line():
+    """torch and gloo report it as a RuntimeError from C++."""
+    said = "program: error: no free file descriptor: raise the limit, as with `ulimit -n 65536`\n"
+    for error in (
+        RuntimeError("[enforce fail at loop.cc:105] epoll_create: Too many open files"),
+        OSError(24, "Too many open files", "x"),
+    ):
+        assert error_text(error, "program") == said
+    assert error_text(RuntimeError("other"), "program").startswith("RuntimeError: other")

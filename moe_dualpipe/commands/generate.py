@@ -13,7 +13,7 @@ from ..checkpoint import open_model
 from ..data import Tokenizer
 from ..inference import Sampling, generate, printable_text
 from ..inference.spread import open_spread
-from ..messages import check_range
+from ..messages import check_range, typed_text
 from ..models import TransformerStage
 from ..runtime.shared_errors import gather_objects
 from ..runtime.world import current_launch, join_world
@@ -56,7 +56,7 @@ class Generate(OwnLayerOptions, DeviceOption):
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
         if current_launch().world_size > 1:
             with join_world(self.device) as world:
-                tokens = -(-self.num // world.size) * max(self.seq_len, len(self.prompt.encode()))
+                tokens = -(-self.num // world.size) * max(self.seq_len, len(typed_text(self.prompt).encode()))
                 model, tokenizer = open_spread(self.run_or_checkpoint, self.own_layers(), world, self.copies, tokens)
                 texts = self._generate(model, tokenizer, sampling, world.rank, world.size)
             if world.rank:
@@ -75,7 +75,7 @@ class Generate(OwnLayerOptions, DeviceOption):
         self, model: TransformerStage, tokenizer: Tokenizer, sampling: Sampling, rank: int = 0, ranks: int = 1
     ) -> list[str]:
         """All texts. Each rank generates the same number of them, so there may be more than needed."""
-        end, prompt = tokenizer.end_id, tokenizer.encode(self.prompt)
+        end, prompt = tokenizer.end_id, tokenizer.encode(typed_text(self.prompt))
         if not prompt:
             raise ValueError("--prompt is empty: use at least one character, or leave it out")
         number = -(-self.num // ranks)

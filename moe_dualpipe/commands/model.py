@@ -6,12 +6,14 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from ..messages import plural
-from ..models import PRESETS, preset
+from ..models import PRESETS, ModelConfig, preset
 from ..models.config import Recompute
-from ..schedule import NAMES, build, default_micro_batches, default_schedule
+from ..models.partition import check_stages
+from ..runtime.layout import check_ep
+from ..schedule import NAMES, Schedule, build, default_micro_batches, default_schedule
 from ..tools.planner import MicroBatch, peak_memory, shape_of
 from ..tools.planner.model_tables import RankMemory, memory_table, size_summary, sizes_table
-from .options import JsonOption, check_ranges, one_of
+from .options import JsonOption, check_ranges, check_together, one_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,7 @@ class ShowModel(JsonOption):
         batch = MicroBatch(
             self.micro_batch_size, self.seq_len, ep=self.ep, recompute=self.recompute, fused_loss=self.fused_loss
         )
-        name = self.schedule if self.schedule != "auto" else default_schedule(self.pp)
-        schedule = build(name, self.pp, self.micro_batches or default_micro_batches(self.pp))
+        schedule = check_together(self, ("pp", "ep", "dp", "micro_batches"), lambda shown: shown._build(config))
         dp = self.dp or self.ep
         shape = shape_of(config, self.preset)
         whole, shared = (peak_memory(config, schedule, batch, dp, precision, zero) for zero in (False, True))
@@ -66,10 +67,18 @@ class ShowModel(JsonOption):
         self.show(
             report,
             f"{size_summary(shape, self.seq_len)}\n\n"
-            f"{name} over {self.pp} pipeline x {dp} data-parallel ranks, experts over {self.ep}, in {self.dtype}\n"
+            f"{schedule.name} over {self.pp} pipeline x {dp} data-parallel ranks, experts over {self.ep}, "
+            f"in {self.dtype}\n"
             f"{plural(schedule.num_micro_batches, 'micro-batch', 'es')} of {plural(batch.tokens, 'token')}, "
             f"recompute {self.recompute}\n\n{memory_table(ranks)}",
         )
+
+    def _build(self, config: ModelConfig) -> Schedule:
+        name = self.schedule if self.schedule != "auto" else default_schedule(self.pp)
+        schedule = build(name, self.pp, self.micro_batches or default_micro_batches(self.pp))
+        check_stages(schedule.num_stages, config.num_layers)
+        check_ep(self.ep, config.num_experts, self.dp)
+        return schedule
 
 
 @dataclass(frozen=True)

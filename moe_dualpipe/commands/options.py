@@ -1,12 +1,18 @@
 """Options that several commands share. They have the names that train.py gives them."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from tyro.conf import arg
 
 from ..data import strict_json
-from ..messages import LARGEST, check_range
+from ..messages import LARGEST, check_range, nearest, with_suggestions, without_suggestions
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,34 @@ class OwnLayerOptions:
 def one_of(*names: str) -> Any:
     """Show these names in the help of a text option, as tyro shows those of a Literal. Does not check them."""
     return arg(metavar=f"{{{','.join(names)}}}")
+
+
+def check_together(options: Any, names: Sequence[str], check: Callable[[Any], _T]) -> _T:
+    """`check(options)`. Instead of its own, its ValueError gets suggestions that work.
+
+    They are the nearest value of each of these fields with which alone `check` works, of those that the message names
+    or else of all.
+    """
+
+    def works(name: str, number: int) -> bool:
+        with suppress(ValueError):
+            check(replace(options, **{name: number}))
+            return True
+        return False
+
+    def ways(flags: Mapping[str, str]) -> list[str]:
+        near = ((flag, nearest(getattr(options, name), 4096, partial(works, name))) for name, flag in flags.items())
+        return [f"{flag} {number}" for flag, number in near if number]
+
+    try:
+        return check(options)
+    except ValueError as error:
+        problem = without_suggestions(str(error))
+        flags = {name: f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None}
+        found = ways({name: flag for name, flag in flags.items() if f"{flag} " in problem}) or ways(flags)
+        if not found and not re.search("[:;] use \\d", str(error)):  # what it suggests is not a number
+            raise
+        raise ValueError(with_suggestions(problem, found)) from None
 
 
 def check_ranges(options: Any, low: float, *names: str, high: float = LARGEST) -> None:

@@ -1,23 +1,24 @@
 """`moe-dualpipe plan`: step time, memory and cost of a training run before it starts."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from ..checkpoint.expert_loads import find_loads
 from ..messages import check_range
 from ..models.config import Recompute
+from ..runtime.layout import Layout
 from ..schedule import NAMES
 from ..tools.planner.device import Precision, load_device
-from ..tools.planner.layout_search import search
+from ..tools.planner.layout_search import check_searched, search
 from ..tools.planner.measured_loads import MeasuredLoads
 from ..tools.planner.prediction import estimate
 from ..tools.planner.published_shapes import read_shape
 from ..tools.planner.table import estimate_report, routing_line, search_report, search_rows, waterfall_table
 from ..tools.planner.transfer_times import EpBackend
 from ..tools.planner.workload import Workload, layout_of
-from .options import JsonOption, check_ranges, one_of
+from .options import JsonOption, check_ranges, check_together, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,8 @@ class Run(JsonOption):
     software: str | None = None
     """Take the measured constant from runs of this software only, such as megatron. None: from all runs."""
 
-    def workload(self, tp: int, pp: int, vpp: int, ep: int, **options) -> Workload:
-        """Raises ValueError for invalid options."""
+    def workload(self, **options: Any) -> Workload:
+        """What does not depend on the layout and the batch. Raises ValueError for invalid options."""
         check_ranges(self, 1, "gpus", "cp", "seq_len", "batch_size")
         check_ranges(self, 0, "mtp", high=16)
         if self.overlap and self.no_overlap:
@@ -64,10 +65,9 @@ class Run(JsonOption):
         if self.loads is not None and self.routing == "balanced":
             raise ValueError("--loads and --routing balanced contradict each other: use one of them")
         shape = read_shape(self.model)
-        shape = shape if self.mtp is None else replace(shape, mtp=self.mtp)
         return Workload(
-            shape, load_device(self.gpu), layout_of(self.gpus, tp, pp, vpp, ep, self.cp), seq=self.seq_len,
-            global_batch=self.batch_size, precision=self.dtype, ep_backend=self.ep_backend,
+            shape if self.mtp is None else replace(shape, mtp=self.mtp), load_device(self.gpu), Layout(),
+            seq=self.seq_len, precision=self.dtype, ep_backend=self.ep_backend,
             overlap=self.overlap if self.overlap or self.no_overlap else None, routing=self.routing,
             flash=self.flash_attention, loads=MeasuredLoads.read(find_loads(self.loads)) if self.loads else None,
             **options,
@@ -101,15 +101,20 @@ class EstimateCommand(Run):
         check_ranges(self, 1, "tp", "pp", "vpp", "ep", "micro_batch_size", high=100_000)
         interleaved = self.vpp > 1 and self.schedule in ("auto", "1f1b")
         schedule = "interleaved_1f1b" if interleaved else "1f1b" if self.schedule == "auto" else self.schedule
-        load = self.workload(
-            self.tp, self.pp, self.vpp, self.ep, micro_batch=self.micro_batch_size, schedule=schedule,
-            recompute=self.recompute, zero=self.zero,
-        )  # fmt: skip
-        found = estimate(load, self.software)
+        load = self.workload(schedule=schedule, recompute=self.recompute, zero=self.zero)
+        numbers = "gpus", "tp", "pp", "vpp", "ep", "cp", "batch_size", "micro_batch_size"
+        found = estimate(check_together(self, numbers, lambda chosen: chosen.divided(load)), self.software)
         parts = [estimate_report(found)]
         if self.explain:
             parts += [waterfall_table(found), routing_line(found.load)]
         self.show(found.as_dict(), "\n\n".join(parts))
+
+    def divided(self, load: Workload) -> Workload:
+        """`load` with this layout and batch. Raises ValueError if it cannot run."""
+        layout = layout_of(self.gpus, self.tp, self.pp, self.vpp, self.ep, self.cp)
+        load = replace(load, layout=layout, global_batch=self.batch_size, micro_batch=self.micro_batch_size)
+        load.check()
+        return load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,5 +126,10 @@ class SearchCommand(Run):
 
     def run(self) -> None:
         check_range("--top", self.top, 1, 1000)
-        found = search(self.workload(1, 1, 1, 1), self.software)
+        load = self.workload()
+        check_together(self, ("gpus", "cp", "batch_size"), lambda chosen: check_searched(chosen.all_gpus(load)))
+        found = search(self.all_gpus(load), self.software)
         self.show(search_rows(found, self.top), search_report(found, self.top))
+
+    def all_gpus(self, load: Workload) -> Workload:
+        return replace(load, layout=layout_of(self.gpus, cp=self.cp), global_batch=self.batch_size)

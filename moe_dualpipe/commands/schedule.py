@@ -28,7 +28,7 @@ from ..tools.drawing.output import check_output
 from ..tools.drawing.tables import comparison_table, launches_table
 from ..tools.drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
 from ..tools.drawing.timeline_text import timeline_text
-from .options import JsonOption
+from .options import JsonOption, check_together
 
 MOST_RECORDED = 50_000  # layers x micro-batches x ep: about 20 minutes on one core
 
@@ -65,7 +65,10 @@ class ChosenSchedule:
         if self.pp is None or self.micro_batches is None:
             placement_of(name, 2 if self.pp is None else self.pp)  # reports an unknown name first
             raise ValueError(f"{name} needs --pp and --micro-batches, as in --pp 4 --micro-batches 8")
-        return build(name, self.pp, self.micro_batches, self.num_chunks or None), 0
+        return check_together(self, ("pp", "micro_batches", "num_chunks"), ChosenSchedule._build), 0
+
+    def _build(self) -> Schedule:
+        return build(self.schedule, self.pp or 0, self.micro_batches or 0, self.num_chunks or None)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ..overlap.engine import Engine
-from ..overlap.labels import PREPARE, is_for_experts, letter_of, spoken, without_wait
+from ..overlap.labels import PREPARE, is_for_experts, spoken, without_wait
 from ..overlap.waits import is_marked
 from ..runtime.p2p import P2P
-from ..schedule import Backward, Flow, Forward, Overlap, Send, members
+from ..schedule import Flow, Send
 from .waits import RankState
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -118,8 +118,7 @@ class Progress:
         """The segment that runs, in words, such as "mlp forward of layer 3"; "" if none."""
         if self.engine is None or (running := self.engine.running) is None:
             return ""
-        text, layer = running
-        return spoken(text) + ("" if layer is None else f" of layer {layer}")
+        return _of_layer(*running)
 
     def __str__(self) -> str:
         step = f"step {self.step}" if self.step else "the start of the run"
@@ -165,7 +164,7 @@ def state_of(progress: Progress, code: CodePosition, seconds: float) -> RankStat
         whose = f"sending {what} of" if isinstance(step, Send) else f"{what} for"
         transfer = f"{whose} stage {step.stage}, micro-batch {step.micro_batch}"
     elif progress.experts and running and is_for_experts(without_wait(running[0])):
-        transfer, group = _expert_transfer(*running, progress.action), progress.experts
+        transfer, group = _of_layer(without_wait(running[0]).removeprefix(PREPARE), running[1]), progress.experts
     elif progress.phase and progress.action is None:
         transfer = f"{progress.phase} of step {progress.step}" if progress.step else progress.phase
     elif waiting:
@@ -173,13 +172,9 @@ def state_of(progress: Progress, code: CodePosition, seconds: float) -> RankStat
     return RankState(f"{progress} ({code.text})", waiting, seconds, transfer, peer, group, progress.order)
 
 
-def _expert_transfer(label: str, layer: int | None, action: object) -> str:
-    """A transfer of expert parallelism in words; its letter tells which half of an overlapped pair it belongs to."""
-    text = spoken(without_wait(label).removeprefix(PREPARE)) + ("" if layer is None else f" of layer {layer}")
-    if not isinstance(action, Forward | Backward | Overlap):
-        return text
-    parts = members(action)
-    return f"{text}, micro-batch {parts[0 if letter_of(label) == Flow.ACTIVATION.value else -1].micro_batch}"
+def _of_layer(label: str, layer: int | None) -> str:
+    """A segment or transfer in words, such as "mlp forward of layer 3"."""
+    return spoken(label) + ("" if layer is None else f" of layer {layer}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,8 @@ class RankState:
     order: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The ranks that a rank waits for. If there are none, `passed`: the ranks that went on without this transfer."""
-
-    ranks: tuple[int, ...] = ()
-    passed: tuple[int, ...] = ()
+Wait = tuple[tuple[int, ...], tuple[int, ...]]
+"""The ranks that a rank waits for; if there are none, the ranks that went on without this transfer."""
 
 
 def find_wait(rank: int, states: Mapping[int, RankState], gone: Mapping[int, str]) -> Wait | None:
@@ -45,16 +41,16 @@ def find_wait(rank: int, states: Mapping[int, RankState], gone: Mapping[int, str
     if rank in gone or not (own := states[rank]).transfer:
         return None
     if own.peer is not None:
-        return Wait((own.peer,))
+        return (own.peer,), ()
     others = [other for other in (own.group or sorted({*states, *gone})) if other != rank]
     depth = 2 if own.group else 1
     here, orders = own.order[:depth], {other: states[other].order[:depth] for other in others if other not in gone}
     if missing := [other for other in others if other in gone or orders[other] < here]:
-        return Wait(tuple(missing))
+        return tuple(missing), ()
     if not own.waiting:
         return None
     busy = tuple(other for other in others if orders[other] == here and not states[other].waiting)
-    return Wait(busy) if busy else Wait(passed=tuple(other for other in others if orders[other] > here))
+    return busy, tuple(other for other in others if not busy and orders[other] > here)
 
 
 def describe_waits(states: Mapping[int, RankState], gone: Mapping[int, str]) -> list[str]:
@@ -64,14 +60,14 @@ def describe_waits(states: Mapping[int, RankState], gone: Mapping[int, str]) -> 
     for rank, wait in waits.items():
         alike.setdefault((states[rank].transfer, wait), []).append(rank)
     lines = []
-    for (transfer, wait), ranks in alike.items():
+    for (transfer, (awaited, passed)), ranks in alike.items():
         who = f"{list_ranks(ranks)} wait{'s' * (len(ranks) == 1)}"
         during = f"{transfer} (for {max(states[rank].seconds for rank in ranks):.0f} s)"
-        if wait.ranks:
-            lines.append(f"{who} for {list_ranks(wait.ranks)}: {during}")
+        if awaited:
+            lines.append(f"{who} for {list_ranks(awaited)}: {during}")
         else:
-            others = f"{list_ranks(wait.passed)} went on without it" if wait.passed else "all its ranks have arrived"
+            others = f"{list_ranks(passed)} went on without it" if passed else "all its ranks have arrived"
             lines.append(f"{who} in {during}; {others}")
-    for rank in sorted({other for wait in waits.values() for other in wait.ranks + wait.passed} - {*waits}):
+    for rank in sorted({other for awaited, passed in waits.values() for other in awaited + passed} - {*waits}):
         lines.append(f"rank {rank}: {gone.get(rank) or f'in {states[rank].position} for {states[rank].seconds:.0f} s'}")
     return lines

@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from ..errors import error_text, fault_of, in_context
+from ..errors import error_text, fault_of, in_context, out_of_files
 from .deadline import Deadline
 from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace, state_of
 from .program import program_name
@@ -73,7 +73,7 @@ def joining(rank: int, timeout: float) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            end_process(1, f"{program_name()}: {failed}: {_first_line(error)}\n")
+            end_process(1, f"{program_name()}: {failed}: {out_of_files(error) or _first_line(error)}\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.background import Background
 from ..runtime.graphs import MicroBatchGraph
 from ..runtime.groups import EXPERTS, build_groups, product_sms
-from ..runtime.layout import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors
+from ..runtime.layout import Layout, check_ep, divisors
 from ..runtime.learning_rate import OptimizerConfig
 from ..runtime.optimizer import Optimizer
 from ..runtime.replicas import gradient_norm, replica_sets
@@ -298,6 +298,5 @@ def _layout(schedule: Schedule, ep: int, num_experts: int) -> Layout:
             "processes with torchrun"
         )
     dp = size // pp
-    check_ep_divides_experts(ep, num_experts)
-    check_ep_divides_ranks(ep, num_experts, dp, f" ({plural(size, 'process', 'es')} / {plural(pp, 'pipeline rank')})")
+    check_ep(ep, num_experts, dp, f" ({plural(size, 'process', 'es')} / {plural(pp, 'pipeline rank')})")
     return Layout(pp, dp, ep, rank)

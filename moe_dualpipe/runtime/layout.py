@@ -48,25 +48,19 @@ def layouts(num_ranks: int, num_layers: int, num_experts: int) -> Iterator[Layou
             yield from (Layout(pp, dp, ep) for ep in divisors(math.gcd(dp, num_experts)))
 
 
-def check_ep_divides_experts(ep: int, num_experts: int) -> None:
-    """Raise ValueError unless the experts can be divided over `ep` ranks."""
-    if num_experts % ep:
-        use = _either(divisors(num_experts))
-        raise ValueError(f"--ep {ep} does not divide the {plural(num_experts, 'expert')}: use --ep {use}")
+def check_ep(ep: int, num_experts: int, dp: int | None = None, ranks: str = "") -> None:
+    """Raise ValueError, with the nearest that does, unless `ep` divides the experts and the data-parallel ranks `dp`.
 
-
-def check_ep_divides_ranks(ep: int, num_experts: int, dp: int, ranks: str = "") -> None:
-    """Raise ValueError unless `ep` divides the `dp` data-parallel ranks. ranks: the origin of `dp`, for the error."""
-    if dp % ep:
-        use = _either([e for e in divisors(dp) if num_experts % e == 0])
-        raise ValueError(f"--ep {ep} does not divide the {plural(dp, 'data-parallel rank')}{ranks}: use --ep {use}")
+    dp: None: it follows from `ep`. ranks: the origin of `dp`, for the error.
+    """
+    dp = dp or ep
+    if num_experts % ep or dp % ep:
+        what = plural(num_experts, "expert") if num_experts % ep else plural(dp, "data-parallel rank") + ranks
+        use = min(divisors(math.gcd(num_experts, dp) if dp != ep else num_experts), key=lambda n: abs(n - ep))
+        raise ValueError(f"--ep {ep} does not divide {what}: use --ep {use}")
 
 
 def divisors(number: int) -> list[int]:
     """All divisors, in order. Example: 12 -> [1, 2, 3, 4, 6, 12]."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(map(str, numbers))

@@ -63,13 +63,8 @@ def check_numbers(name: str, num_ranks: int, num_micro_batches: int, num_chunks:
     return placement.num_stages
 
 
-def check_micro_batches(
-    name: str, num_ranks: int, num_micro_batches: int, option_of: Callable[[int], str] = str
-) -> None:  # fmt: skip
-    """Raise ValueError for a number of micro-batches that schedule `name` cannot run.
-
-    It ends with the nearest number that works. option_of: how to write that as an option.
-    """
+def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> None:
+    """Raise ValueError, with the nearest number that works, for micro-batches that schedule `name` cannot run."""
     method = _METHODS[name]
     multiple = num_ranks if method.in_groups else 2 if method.even else 1
     least = method.min_micro_batches_per_rank * num_ranks
@@ -80,7 +75,7 @@ def check_micro_batches(
         use = max(least, num_micro_batches + -num_micro_batches % multiple)
         raise ValueError(
             f"{name} needs {kind} micro-batches {which}: "
-            f"got {num_micro_batches} for {plural(num_ranks, 'rank')}; use {option_of(use)}"
+            f"got {num_micro_batches} for {plural(num_ranks, 'rank')}; use {use}"
         )
 
 

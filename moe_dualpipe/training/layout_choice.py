@@ -1,17 +1,19 @@
 """How the processes of a launch share a run: the layout, the schedule and the size of a micro-batch.
 
-What was typed must fit. A run that goes on with other processes takes the nearest layout that fits: the sequences of a
-step, and so what is learned, do not depend on it.
+What was typed must fit; the error names what fits instead, found by trying. A run that goes on with other processes
+takes the nearest layout that fits: the sequences of a step, and so what is learned, do not depend on it.
 """
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice, product
 
-from ..messages import plural
+from ..messages import nearest, plural, with_suggestions, without_suggestions
 from ..models.partition import check_stages
-from ..runtime.layout import Layout, check_ep_divides_experts, check_ep_divides_ranks, divisors, layouts
-from ..schedule import Schedule, build, check_micro_batches, check_numbers, default_schedule
+from ..runtime.layout import Layout, check_ep, divisors, layouts
+from ..schedule import Schedule, build, check_numbers, default_schedule
 from .config import TrainConfig
 
 DEFAULT_SIZE = 2
@@ -51,14 +53,14 @@ def choose(
 
     strict: raise ValueError if what `config` asks for does not fit. Otherwise, choose the nearest layout that fits, by
     the ratios in which pp and ep change. problem: why a choice cannot run, such as too little memory; "" if it can.
-    Raises NoLayoutError if nothing fits; unless memory is the reason, it names numbers of processes that would do.
+    Raises NoLayoutError if nothing fits. Unless memory is the reason, errors name what would fit.
     """
     try:
         asked = _asked(config, processes)
     except ValueError as error:
+        why = without_suggestions(str(error))
         if strict:
-            raise
-        why = str(error)
+            raise ValueError(with_suggestions(why, _what_fits(config, processes, problem))) from None
     else:
         if strict or not (why := problem(asked)):
             return asked
@@ -66,72 +68,81 @@ def choose(
     for one in found:
         if not problem(one):
             return replace(one, changed=why)
+    none = f"no layout fits {plural(processes, 'process', 'es')}"
     if found:
-        raise NoLayoutError(f"no layout fits {plural(processes, 'process', 'es')}: {problem(found[0])}")
-    fitting = [n for n in range(1, 2 * processes + 1) if any(_nearest_first(config, n))]
-    near = sorted(sorted(fitting, key=lambda n: abs(n - processes))[:4])
-    use = f": use {' or '.join(map(str, near))} processes" if near else ""
-    raise NoLayoutError(f"no layout fits {plural(processes, 'process', 'es')}{use} ({why})")
+        raise NoLayoutError(f"{none}: {problem(found[0])}")
+    number = nearest(processes, processes, lambda number: bool(_nearest_first(config, number)))
+    raise NoLayoutError(with_suggestions(f"{none} ({why})", [plural(number, "process", "es")] if number else []))
 
 
 def _asked(config: TrainConfig, processes: int) -> Choice:
-    parallel, experts = config.parallel, config.model.num_experts
-    ep, pp = parallel.ep, parallel.pp
-    check_ep_divides_experts(ep, experts)
-    if pp is None:
-        if processes % ep:
-            whole = plural(processes, "process", "es")
-            raise ValueError(f"--ep {ep} does not divide the {whole}: start a multiple of {ep} processes")
-        pp = processes // ep
-    if processes % pp:
-        raise ValueError(
-            f"--pp {pp} does not divide the number of processes, {processes}: "
-            f"use --pp {', '.join(map(str, divisors(processes)))}, or start a multiple of {pp} processes"
-        )
-    dp = processes // pp
-    ranks = f" ({plural(processes, 'process', 'es')} / {plural(pp, 'pipeline rank')})"
-    check_ep_divides_ranks(ep, experts, dp, ranks)
-    return _choice(config, Layout(pp, dp, ep), parallel.schedule)
+    parallel, typed, whole = config.parallel, config.batch.micro_batch_size, plural(processes, "process", "es")
+    check_ep(parallel.ep, config.model.num_experts)
+    for option, ranks in (("--pp", parallel.pp), ("--ep", parallel.ep)):
+        if processes % (ranks or 1):
+            raise ValueError(f"{option} {ranks} does not divide {whole}")
+    pp = parallel.pp or processes // parallel.ep
+    layout = Layout(pp, processes // pp, parallel.ep)
+    check_ep(layout.ep, config.model.num_experts, layout.dp, f" ({whole} / {plural(pp, 'pipeline rank')})")
+    for size in () if typed else range(DEFAULT_SIZE, 1, -1):
+        with suppress(ValueError):
+            return _choice(config, layout, parallel.schedule, size)
+    return _choice(config, layout, parallel.schedule, typed or 1)
+
+
+def _what_fits(config: TrainConfig, processes: int, problem: Callable[[Choice], str]) -> list[str]:
+    """What to type instead: the nearest options, the nearest batch and the nearest number of processes that work."""
+
+    def fits(processes: int, batch_size: int) -> bool:
+        with suppress(ValueError):
+            other = replace(config, batch=replace(config.batch, batch_size=batch_size))
+            return not problem(_asked(other, processes))
+        return False
+
+    parallel, batch = config.parallel, config.batch
+    found = (one for one in _nearest_first(config, processes) if not problem(one))
+    ways = [_typed(config, one, processes) for one in islice(found, 1)]
+    most = 4 * processes * (batch.micro_batch_size or DEFAULT_SIZE)
+    if size := nearest(batch.batch_size, most, lambda size: fits(processes, size)):
+        ways.append(f"--batch-size {size}")
+    most = processes + 4 * (parallel.pp or 1) * parallel.ep
+    if number := nearest(processes, most, lambda number: fits(number, batch.batch_size)):
+        ways.append(plural(number, "process", "es"))
+    return ways
+
+
+def _typed(config: TrainConfig, choice: Choice, processes: int) -> str:
+    """The options that lead to `choice` beside those of `config`."""
+    parallel, layout = config.parallel, choice.layout
+    schedule = default_schedule(layout.pp) if parallel.schedule == "auto" else parallel.schedule
+    options = (
+        ("--pp", layout.pp, parallel.pp or processes // layout.ep), ("--ep", layout.ep, parallel.ep),
+        ("--schedule", choice.name, schedule),
+        ("--micro-batch-size", choice.micro_batch_size, config.batch.micro_batch_size or choice.micro_batch_size),
+    )  # fmt: skip
+    return " ".join(f"{option} {value}" for option, value, before in options if value != before)
 
 
 def _nearest_first(config: TrainConfig, processes: int) -> list[Choice]:
     wanted, found = config.parallel, []
     pp, ep, size = wanted.pp or processes // wanted.ep or 1, wanted.ep, config.batch.micro_batch_size or DEFAULT_SIZE
+    names = dict.fromkeys((wanted.schedule, "auto", "dualpipev", "1f1b", "interleaved_1f1b"))
     for layout in layouts(processes, config.model.num_layers, config.model.num_experts):
         distance = abs(math.log(layout.pp / pp)) + abs(math.log(layout.ep / ep))
-        for order, name in enumerate(dict.fromkeys((wanted.schedule, "auto", "dualpipev", "1f1b"))):
-            for smaller in divisors(size):
-                one = replace(config, batch=replace(config.batch, micro_batch_size=smaller))
-                try:
-                    found.append((distance, order, layout.pp, -smaller, _choice(one, layout, name)))
-                except ValueError:
-                    continue
+        for (order, name), smaller in product(enumerate(names), divisors(size)):
+            with suppress(ValueError):
+                found.append((distance, order, layout.pp, -smaller, _choice(config, layout, name, smaller)))
     return [one[-1] for one in sorted(found, key=lambda one: one[:-1])]
 
 
-def _choice(config: TrainConfig, layout: Layout, name: str) -> Choice:
+def _choice(config: TrainConfig, layout: Layout, name: str, size: int) -> Choice:
     """Raises ValueError for a batch that the layout cannot divide, or that the schedule cannot run."""
-    batch, pp, dp = config.batch, layout.pp, layout.dp
+    total, pp, dp, chunks = config.batch.batch_size, layout.pp, layout.dp, config.parallel.num_chunks
     name = default_schedule(pp) if name == "auto" else name
-    if batch.batch_size % dp:
-        near = " or ".join(str(n) for n in (batch.batch_size // dp * dp, -(-batch.batch_size // dp) * dp) if n)
-        ranks = plural(dp, "data-parallel rank")
-        raise ValueError(f"--batch-size {batch.batch_size} cannot be divided over {ranks}: use --batch-size {near}")
-    own, sizes = batch.batch_size // dp, [batch.micro_batch_size or DEFAULT_SIZE]
-    if batch.micro_batch_size is None:
-        sizes = [size for size in range(DEFAULT_SIZE, 0, -1) if own % size == 0]
-    for size in sizes:
-        if own % size:
-            each = f" on each of {dp} data-parallel ranks" if dp > 1 else ""
-            what = f"--micro-batch-size {size} does not divide {plural(own, 'sequence')}{each}"
-            raise ValueError(f"{what}: use --micro-batch-size {' or '.join(map(str, divisors(own)))}")
-        try:
-            check_micro_batches(name, pp, own // size, lambda count: f"--batch-size {count * size * dp}")  # noqa: B023
-            num_stages = check_numbers(name, pp, own // size, config.parallel.num_chunks)
-        except ValueError:
-            if size == sizes[-1]:
-                raise
-            continue
-        check_stages(num_stages, config.model.num_layers)
-        return Choice(replace(layout, chunks=config.parallel.num_chunks), name, own // size, size)
-    raise AssertionError("a micro-batch may have one sequence")
+    if total % dp:
+        raise ValueError(f"--batch-size {total} cannot be divided over {plural(dp, 'data-parallel rank')}")
+    if (own := total // dp) % size:
+        each = f" on each of {dp} data-parallel ranks" if dp > 1 else ""
+        raise ValueError(f"--micro-batch-size {size} does not divide {plural(own, 'sequence')}{each}")
+    check_stages(check_numbers(name, pp, own // size, chunks), config.model.num_layers)
+    return Choice(replace(layout, chunks=chunks), name, own // size, size)

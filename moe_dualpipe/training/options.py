@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 from ..checkpoint.destinations import run_of
 from ..data import stores
 from ..health.program import program_name
-from ..messages import printable, quoted, unknown_name
+from ..messages import printable, quoted, typed_text, unknown_name
 from ..models import PRESETS
 from ..schedule import NAMES
 from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
@@ -166,7 +166,7 @@ def convert(key: Key, value: Any) -> Any:
             except ValueError:
                 pass
     elif isinstance(value, str) or (key.name.endswith("_options") and isinstance(value, Mapping)):
-        return value
+        return typed_text(str(value)) if key.name == "sample.prompt" else value
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, "a list")
     raise OptionError(f"{name} must be {wanted}: got {quoted(value, 60)}")
 
@@ -359,8 +359,8 @@ def _unknown(word: str) -> str:
     if len(parts) == 3 and parts[1].endswith("_options"):
         return f"{flag} was removed; use --set {'.'.join(parts)}=VALUE"
     named = [key for key in all_keys() if key.rpartition(".")[2] == name and key.startswith(".".join(parts[:-1]))]
-    if not flag.startswith("--") or not named:
-        return _unknown_name("option", flag, [f"--{flag}" for flag in FLAGS])
+    if not flag.startswith("--") or not named or flag[2:].replace("_", "-") in FLAGS:
+        return _unknown_name("option", flag, ["--set", *(f"--{flag}" for flag in FLAGS)])
     key = all_keys()[named[0]]
     if key.name in _FLAG_OF:
         return f"{flag} was removed; use --{_FLAG_OF[key.name]}"

@@ -200,7 +200,8 @@ def _choose(
     def problem(choice: Choice) -> str:
         if not config.health.check_memory or agreed.free is None:
             return ""
-        batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
+        sequences = choice.layout.dp * choice.micro_batches * choice.micro_batch_size
+        batch = replace(config.batch, micro_batch_size=choice.micro_batch_size, batch_size=sequences)
         chosen = replace(config, batch=batch), choice.schedule, choice.layout
         return instruments.memory_problem(*chosen, dtype, device, agreed.free)
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,3 +233,24 @@ def uneven(_rank):
 
 def test_experts_that_cannot_be_divided_evenly_raise():
     run_ranks(2, uneven)
+
+
+def test_a_stranger_who_connects_does_not_keep_a_rank_waiting(monkeypatch):
+    """One says nothing, and one says something else; they come before the rank that is waited for."""
+    outside = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+    quiet, loud, peer = outside
+
+    def gather(own, _group):
+        for one in outside:
+            one.connect(own[0])
+        loud.sendall(bytes(1000))
+        peer.sendall(mailbox._HELLO.pack(1, own[1]))
+        return [own, own]
+
+    monkeypatch.setattr(mailbox, "gather_objects", gather)
+    sockets = mailbox._connect(SimpleNamespace(rank=lambda: 0, size=lambda: 2), timeout=2.0)  # pyright: ignore
+    assert list(sockets) == [1]
+    peer.sendall(b"notice")
+    assert sockets[1].recv(6) == b"notice" and quiet.recv(1) == b""
+    for one in (*sockets.values(), *outside):
+        one.close()

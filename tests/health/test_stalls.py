@@ -59,7 +59,7 @@ def test_those_who_wait_for_a_slow_rank_say_for_what(tmp_path):
     with Processes(4, config, sabotage=slow) as run:
         wait_for_lines(
             run,
-            rf"rank 0 waits for rank 1: combine forward of layer 1, micro-batch 3 {SECONDS}",
+            rf"rank 0 waits for rank 1: combine forward of layer 1 {SECONDS}",
             rf"rank 2 waits for rank 0: gradients for stage 0, micro-batch 3 {SECONDS}",
             rf"rank 3 waits for rank 1: gradients for stage 0, micro-batch 3 {SECONDS}",
             r"rank 1: in step 2, \(1F3;0B0\)OVERLAP_F_B, mlp forward of layer 1 "
@@ -98,7 +98,7 @@ def test_the_rank_that_went_on_without_a_transfer_is_named(tmp_path):
     """And again by the error that ends the run."""
     config = settings(tmp_path / "run", pp=1, ep=2, ep_backend="all_to_all", seq_len=16, timeout=TIMEOUT)
     with Processes(2, config, sabotage=skip_a_transfer) as run:
-        stuck = rf"rank 0 waits in dispatch backward of layer 1, micro-batch 3 {SECONDS}; rank 1 went on without it"
+        stuck = rf"rank 0 waits in dispatch backward of layer 1 {SECONDS}; rank 1 went on without it"
         after = rf"rank 1 waits for rank 0: comparison of replicas of step 2 {SECONDS}"
         wait_for_lines(run, stuck, after)
         assert run.exit_codes(0, 1) == [1, 1]

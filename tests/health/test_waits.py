@@ -110,14 +110,14 @@ def said(progress, waits=True):
 @pytest.mark.parametrize(
     "action,label,text",
     [
-        ("(1F3;0B6)OVERLAP_F_B", "wait for dispatch(F)", "dispatch forward of layer 12, micro-batch 3"),
-        ("(1F3;0B6)OVERLAP_F_B", "combine(B)", "combine backward of layer 12, micro-batch 6"),
-        ("(1F3;0B6)OVERLAP_F_B", "prepare dispatch(F)", "dispatch forward of layer 12, micro-batch 3"),
-        ("2I5", "wait for dispatch(B)", "dispatch backward of layer 12, micro-batch 5"),
+        ("(1F3;0B6)OVERLAP_F_B", "wait for dispatch(F)", "dispatch forward of layer 12"),
+        ("(1F3;0B6)OVERLAP_F_B", "combine(B)", "combine backward of layer 12"),
+        ("(1F3;0B6)OVERLAP_F_B", "prepare dispatch(F)", "dispatch forward of layer 12"),
+        ("2I5", "wait for dispatch(B)", "dispatch backward of layer 12"),
         (None, "dispatch(F)", "dispatch forward of layer 12"),
     ],
 )
-def test_the_micro_batch_of_a_transfer_is_that_of_its_half_of_the_action(action, label, text):
+def test_a_transfer_of_experts_is_named_while_it_is_waited_for(action, label, text):
     progress, engine, _ = running(action)
     with engine.annotate("mlp(F)", 12), engine.annotate(label, 12):
         assert (said(progress).transfer, said(progress).group) == (text, (0, 1))

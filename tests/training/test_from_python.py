@@ -133,8 +133,8 @@ def test_a_run_without_a_finite_loss_raises():
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"parallel": ParallelConfig(ep=2)}, "--ep 2 does not divide the 1 process: start a multiple of 2 processes"),
-        ({"parallel": ParallelConfig(pp=2)}, "--pp 2 does not divide the number of processes, 1: use --pp 1, or start"),
+        ({"parallel": ParallelConfig(ep=2)}, "--ep 2 does not divide 1 process: use --ep 1, or 2 processes"),
+        ({"parallel": ParallelConfig(pp=2)}, "--pp 2 does not divide 1 process: use --pp 1, or 2 processes"),
         ({"checkpoint": CheckpointConfig(save_every=5)}, "save_every=5 writes files: name a folder, CheckpointConfig("),
         ({"metrics": MetricsConfig(profile=2)}, "profile=2 writes files: name a folder, CheckpointConfig(out=...)"),
     ],
@@ -158,7 +158,7 @@ def test_a_pipeline_that_does_not_fit():
     model, one, two = ModelConfig(num_layers=2), build_schedule("1f1b", 1, 2), build_schedule("dualpipe", 2, 4)
     with pytest.raises(ValueError, match="a schedule for 2 ranks does not fit 1 process: build it for 1 rank, or"):
         Pipeline(model, two, (1, 8))
-    with pytest.raises(ValueError, match="--ep 2 does not divide the 1 data-parallel rank"):
+    with pytest.raises(ValueError, match="--ep 2 does not divide 1 data-parallel rank"):
         Pipeline(model, one, (1, 8), ep=2)
     tokens = torch.zeros(4, 8, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"inputs must be \[2, 8\], 2 micro-batches of \[1, 8\]: got \[4, 8\]"):

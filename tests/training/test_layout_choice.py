@@ -64,7 +64,7 @@ def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
     def distance(choice_pp, choice_ep):
         return math.prod(Fraction(max(a, b), min(a, b)) for a, b in ((pp, choice_pp), (ep, choice_ep)))
 
-    names = dict.fromkeys((parallel.schedule, "auto", "dualpipev", "1f1b"))
+    names = dict.fromkeys((parallel.schedule, "auto", "dualpipev", "1f1b", "interleaved_1f1b"))
     schedules = {name: (lambda pp, name=name: ("dualpipev" if pp % 2 else "dualpipe") if name == "auto" else name)
                  for name in names}  # fmt: skip
     valid = [
@@ -78,9 +78,8 @@ def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
         found = choose(config, processes, strict=False)
     except NoLayoutError as error:
         assert not valid
-        numbers = re.search(r"use ([\d or]+) processes", str(error))
-        for number in map(int, numbers[1].split(" or ")) if numbers else ():
-            assert choose(config, number, strict=False).layout.pp
+        number = re.search(r"use (\d+) process", str(error))
+        assert number is None or choose(config, int(number[1]), strict=False).layout.pp
         return
     layout = found.layout
     assert layout.pp * layout.dp == processes
@@ -91,7 +90,7 @@ def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
     if found.changed:
         with pytest.raises(ValueError) as error:
             choose(config, processes)
-        assert found.changed == str(error.value)
+        assert str(error.value).startswith(found.changed)
     else:
         assert choose(config, processes) == found and (layout.pp, layout.ep) == (pp, ep)
 
@@ -101,10 +100,10 @@ def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
     (4, ("dualpipe", 2, 2, 2, 24), ""),  # fewer data-parallel ranks, with more micro-batches each
     (16, ("dualpipe", 2, 8, 2, 6), ""),
     (12, ("dualpipe", 2, 6, 2, 8), ""),
-    (6, ("dualpipe", 2, 3, 3, 16), "--ep 2 does not divide the 3 data-parallel ranks"),
-    (2, ("dualpipev", 1, 2, 2, 24), "--ep 2 does not divide the 1 data-parallel rank"),
-    (3, ("dualpipev", 1, 3, 3, 16), "--pp 2 does not divide the number of processes, 3"),
-    (9, ("dualpipev", 3, 3, 3, 16), "--pp 2 does not divide the number of processes, 9"),
+    (6, ("dualpipe", 2, 3, 3, 16), "--ep 2 does not divide 3 data-parallel ranks"),
+    (2, ("dualpipev", 1, 2, 2, 24), "--ep 2 does not divide 1 data-parallel rank"),
+    (3, ("dualpipev", 1, 3, 3, 16), "--pp 2 does not divide 3 processes"),
+    (9, ("dualpipev", 3, 3, 3, 16), "--pp 2 does not divide 9 processes"),
     (32, ("1f1b", 2, 16, 2, 3), "dualpipe needs an even number of micro-batches >= 2 x ranks: got 3"),
 ], ids=str)  # fmt: skip
 def test_examples(processes, choice, why):
@@ -125,7 +124,7 @@ def test_a_micro_batch_has_2_sequences_or_1_if_the_schedule_needs_more_micro_bat
     for batch_size, size in ((16, 2), (8, 2), (4, 1), (6, 1), (24, 2)):
         found = choose(asking(pp=2, ep=1, batch_size=batch_size, micro_batch_size=None), 2)
         assert (found.micro_batch_size, found.micro_batches) == (size, batch_size // size)
-    with pytest.raises(ValueError, match=r"got 2 for 2 ranks; use --batch-size 4$"):
+    with pytest.raises(ValueError, match=r"got 2 for 2 ranks; use --schedule 1f1b, or --batch-size 4$"):
         choose(asking(pp=2, ep=1, batch_size=2, micro_batch_size=None), 2)
 
 
@@ -140,13 +139,10 @@ def test_memory_decides_between_layouts_but_not_on_the_one_asked_for():
         choose(asking(), 2, False, too_large)
 
 
-def test_the_error_names_numbers_of_processes_that_would_do():
+def test_the_error_names_a_number_of_processes_that_would_do():
     with pytest.raises(NoLayoutError) as error:
         choose(asking(layers=4), 5, strict=False)
-    assert str(error.value) == (
-        "no layout fits 5 processes: use 2 or 3 or 4 or 6 processes "
-        "(--pp 2 does not divide the number of processes, 5: use --pp 1, 5, or start a multiple of 2 processes)"
-    )
+    assert str(error.value) == ("no layout fits 5 processes (--pp 2 does not divide 5 processes): use 6 processes")
 
 
 def test_in_words():
@@ -160,31 +156,36 @@ def test_in_words():
 
 @pytest.mark.parametrize("world_size,arguments,message", [
     (2, ["--batch-size", "5", "--micro-batch-size", "1"],
-     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 5 for 2 ranks; use --batch-size 6"),
+     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 5 for 2 ranks; "
+     "use --schedule dualpipev, or --batch-size 6"),
     (2, ["--batch-size", "2"],
-     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 2 for 2 ranks; use --batch-size 4"),
+     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 2 for 2 ranks; "
+     "use --schedule 1f1b, or --batch-size 4, or 1 process"),
     (2, ["--batch-size", "9", "--micro-batch-size", "2"],
-     "--micro-batch-size 2 does not divide 9 sequences: use --micro-batch-size 1 or 3 or 9"),
+     "--micro-batch-size 2 does not divide 9 sequences: use --schedule dualpipev --micro-batch-size 1"),
     (4, ["--pp", "1", "--batch-size", "6"],
-     "--batch-size 6 cannot be divided over 4 data-parallel ranks: use --batch-size 4 or 8"),
+     "--batch-size 6 cannot be divided over 4 data-parallel ranks: use --pp 2 --schedule 1f1b, or --batch-size 8"),
     (2, ["--pp", "1", "--batch-size", "6", "--micro-batch-size", "2"],
-     "--micro-batch-size 2 does not divide 3 sequences on each of 2 data-parallel ranks: use --micro-batch-size 1 or"),
-    (3, ["--schedule", "dualpipe"], "dualpipe needs an even number of pipeline ranks: got 3; use 4, or dualpipev"),
-    (8, [], "4 layers cannot be divided over 8 pipeline stages: use at least 8 layers, fewer pipeline ranks, or"),
-    (4, ["--ep", "4", "--num-experts", "6"], "--ep 4 does not divide the 6 experts: use --ep 1 or 2 or 3 or 6"),
-    (1, ["--ep", "3"], "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
+     "--micro-batch-size 2 does not divide 3 sequences on each of 2 data-parallel ranks: "
+     "use --micro-batch-size 1, or --batch-size 8"),
+    (3, ["--schedule", "dualpipe"],
+     "dualpipe needs an even number of pipeline ranks: got 3; use --schedule 1f1b, or 4 processes"),
+    (8, [], "4 layers cannot be divided over 8 pipeline stages: use --pp 4, or 4 processes"),
+    (4, ["--ep", "4", "--num-experts", "6"], "--ep 4 does not divide 6 experts: use --pp 1 --ep 2"),
+    (1, ["--ep", "3"], "--ep 3 does not divide 8 experts: use --ep 1"),
     (4, ["--pp", "2", "--ep", "4"],
-     "--ep 4 does not divide the 2 data-parallel ranks (4 processes / 2 pipeline ranks): use --ep 1 or 2"),
-    (3, ["--ep", "2"], "--ep 2 does not divide the 3 processes: start a multiple of 2 processes"),
+     "--ep 4 does not divide 2 data-parallel ranks (4 processes / 2 pipeline ranks): use --pp 1, or 8 processes"),
+    (3, ["--ep", "2"], "--ep 2 does not divide 3 processes: use --ep 1 --schedule 1f1b, or 4 processes"),
     (4, ["--pp", "3"],
-     "--pp 3 does not divide the number of processes, 4: use --pp 1, 2, 4, or start a multiple of 3 processes"),
-    (2, ["--set", "parallel.num_chunks=2"], "dualpipe does not take a number of chunks: got 2"),
+     "--pp 3 does not divide 4 processes: use --pp 4"),
+    (2, ["--set", "parallel.num_chunks=2"],
+     "dualpipe does not take a number of chunks: got 2; use --schedule interleaved_1f1b"),
     (2, ["--set", "parallel.num_chunks=1", "--schedule", "interleaved_1f1b"],
-     "interleaved_1f1b needs at least 2 chunks per rank: got 1; use 2, or 1f1b"),
+     "interleaved_1f1b needs at least 2 chunks per rank: got 1"),
     (2, ["--set", "parallel.num_chunks=-1"], "parallel.num_chunks must be at least 1: got -1"),
     (1, ["--batch-size", "1073741824", "--micro-batch-size", "1"],
      "a schedule can have at most 524,288 chunks, one for each micro-batch and stage: got 1,073,741,824 micro-batches "
-     "on 2 stages; use fewer"),
+     "on 2 stages"),
 ])  # fmt: skip
 def test_what_was_typed_and_does_not_fit_is_one_line(monkeypatch, capfd, tmp_path, world_size, arguments, message):
     monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
@@ -226,7 +227,7 @@ def test_a_run_keeps_what_was_asked_for_in_another_layout(tmp_path):
     assert (kept.config.parallel.schedule, kept.config.batch.micro_batch_size) == ("dualpipe", kept.micro_batch_size)
     assert other.choice.changed.startswith("--pp 2 does not divide") and not kept.choice.changed
     assert make_run([*arguments, "--pp", "2"], 0, 3).choice.changed  # typed again, as in the file
-    with pytest.raises(ValueError, match="--pp 4 does not divide the number of processes, 3"):
+    with pytest.raises(ValueError, match="--pp 4 does not divide 3 processes"):
         make_run([*arguments, "--pp", "4"], 0, 3)
-    with pytest.raises(ValueError, match="--pp 2 does not divide the number of processes, 3"):
+    with pytest.raises(ValueError, match="--pp 2 does not divide 3 processes"):
         make_run(change(parse_arguments(arguments), move_experts_every=None), 0, 3)

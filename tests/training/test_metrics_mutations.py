@@ -1,10 +1,7 @@
-"""metrics.jsonl of any content: an error that names the line, or curves and a summary."""
+"""metrics.jsonl of any content: an error that names the line, or records."""
 
 import json
 
-import pytest
-
-from moe_dualpipe.tools.drawing.curves import positions, run_summary, save_curves
 from moe_dualpipe.training.metrics import FILE, Metrics, read_records
 from tests.support.mutations import check_message, mutations
 
@@ -25,13 +22,12 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_none_when_read(tmp
     (tmp_path / FILE).write_text(old)
     (record,) = read_records(tmp_path)
     assert (record["loss"], record["grad_norm"]) == (None, None)
-    assert run_summary("a", [record]) == "a: step 2, loss not finite, 1 tokens/s (median)"
     Metrics(tmp_path, first_step=2).close()
     assert (tmp_path / FILE).read_text() == old
 
 
-def test_every_wrong_value_is_refused_or_drawn(tmp_path):
-    drawn = []
+def test_every_wrong_value_is_refused_or_continued(tmp_path):
+    read = 0
     for what, text in mutations(STEP):
         (tmp_path / FILE).write_text(f"{json.dumps(BEFORE)}\n{text}\n")
         try:
@@ -40,16 +36,8 @@ def test_every_wrong_value_is_refused_or_drawn(tmp_path):
             check_message(error)
             assert f"{FILE}, line 2: " in str(error)
             continue
-        assert run_summary(what, records).startswith(what)
-        for along in ("step", "tokens", "hours"):
-            assert len(positions(records, along)) <= 2
-        drawn.append(records)
-    assert 50 < len(drawn) < 150
-    save_curves({str(i): records for i, records in enumerate(drawn[::7])}, tmp_path / "curves.svg", "tokens")
-
-
-@pytest.mark.parametrize("missing", ["tokens", "seconds", "tokens_per_s"])
-def test_a_step_without_its_speed_is_refused(tmp_path, missing):
-    (tmp_path / FILE).write_text(json.dumps({key: value for key, value in STEP.items() if key != missing}) + "\n")
-    with pytest.raises(ValueError, match=rf"line 1: a step without valid {missing}: '.*…$"):
-        read_records(tmp_path)
+        assert len(records) == 2, what
+        Metrics(tmp_path, first_step=2).close()  # a resumed run
+        assert read_records(tmp_path)[0]["step"] == 2
+        read += 1
+    assert read > 50

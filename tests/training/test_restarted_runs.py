@@ -109,7 +109,7 @@ def refused(rank, arguments):
 
 def test_a_new_run_and_a_typed_layout_that_do_not_fit_are_one_line_that_names_what_fits(tmp_path):
     fresh = [*RUN, "--pp", "2", "--out", str(tmp_path / "fresh")]
-    expected = "--pp 2 does not divide the number of processes, 3: use --pp 1, 3, or start a multiple of 2 processes"
+    expected = "--pp 2 does not divide 3 processes: use --pp 3 --schedule 1f1b, or 4 processes"
     assert run_ranks(3, refused, fresh) == [expected] * 3
     run_ranks(1, attempt_of, [*RUN, "--out", str(tmp_path / "run")], 1)
     resumed = ["--resume", str(tmp_path / "run")]

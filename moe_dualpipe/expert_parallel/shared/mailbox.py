@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,7 +121,7 @@ class Mailbox:
 def _connect(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.socket]:
     """A connection to each other rank: every rank connects to those below it, and accepts those above it."""
     rank, size = group.rank(), group.size()
-    with _listener(size) as (listening, address):
+    with _listener(size + 16) as (listening, address):
         secret = secrets.token_bytes(_SECRET)
         known = gather_objects((address, secret), group)
         sockets = {}
@@ -130,16 +130,49 @@ def _connect(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.socke
             one.settimeout(timeout)
             one.connect(known[peer][0])
             one.sendall(_HELLO.pack(rank, known[peer][1]))
-        listening.settimeout(timeout)
-        while len(sockets) < size - 1:
-            one, _ = listening.accept()
-            one.settimeout(timeout)
-            peer, shown = _HELLO.unpack(one.recv(_HELLO.size, socket.MSG_WAITALL).ljust(_HELLO.size))
-            if hmac.compare_digest(shown, secret):  # otherwise, it is another program
-                sockets[peer] = one
+        for one, peer in _accept(listening, secret, size - 1 - rank, timeout):
+            sockets[peer] = one
         for one in sockets.values():
             one.settimeout(None)
         return sockets
+
+
+def _accept(
+    listening: socket.socket, secret: bytes, number: int, timeout: float
+) -> Iterator[tuple[socket.socket, int]]:
+    """So many connections, each with the rank at its other end. Other programs may connect, too: they are closed.
+
+    None of them is waited for: it may say nothing. Raises TimeoutError.
+    """
+    end, unknown = time.monotonic() + timeout, {listening.fileno(): listening}
+    poll = select.poll()
+    poll.register(listening, select.POLLIN)
+    try:
+        while number:
+            if not (ready := poll.poll(max(0.0, end - time.monotonic()) * 1000)):
+                raise TimeoutError(f"{number} ranks of this machine did not connect within {timeout:g} s")
+            for file, _ in ready:
+                if file == listening.fileno():
+                    one, _ = listening.accept()
+                    unknown[one.fileno()] = one
+                    poll.register(one, select.POLLIN)
+                    continue
+                poll.unregister(file)
+                peer, shown = _HELLO.unpack(_first_words(unknown[file]).ljust(_HELLO.size)[: _HELLO.size])
+                if hmac.compare_digest(shown, secret):
+                    number -= 1
+                    yield unknown.pop(file), peer
+    finally:
+        for one in unknown.values():
+            if one is not listening:
+                one.close()
+
+
+def _first_words(one: socket.socket) -> bytes:
+    """What has arrived: a rank sends its whole greeting at once."""
+    with suppress(ConnectionResetError):
+        return one.recv(_HELLO.size, socket.MSG_DONTWAIT)
+    return b""
 
 
 @contextmanager

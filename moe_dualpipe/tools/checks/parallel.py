@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...messages import plural
 from ...models import StageOptions
-from ...runtime.layout import check_ep_divides_experts
+from ...runtime.layout import check_ep
 from ...training.checks import check_options
 from ...training.config import TrainConfig
 from ...training.layout_choice import DEFAULT_SIZE
@@ -82,7 +82,7 @@ def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable
 
 def check_runs(job: Job, variant: Variant) -> None:
     """Raise ValueError if the variant cannot run with its schedule, or with the model's layers or experts."""
-    check_ep_divides_experts(variant.ep, job.model.num_experts)
+    check_ep(variant.ep, job.model.num_experts)
     find_assignment(job, variant, 0)
 
 

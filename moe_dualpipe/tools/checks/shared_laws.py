@@ -157,7 +157,8 @@ def gradients_are_right(subject: Subject) -> str:
             got = float((grad.double() * direction).sum())
             error = abs(got - expected) / max(abs(expected), 1e-3 * float(grad.norm() * direction.norm()), 1e-300)
             if not error <= limit:
-                times = f" ({got / expected:.3g} times as much)" if abs(expected) > 1e-12 else ""
+                ratio = f"{got / expected:.3g}" if abs(expected) > 1e-12 else "1"
+                times = f" ({ratio} times as much)" if ratio != "1" else ""
                 raise Broken(
                     f"the gradient of {label} is wrong: in a random direction, finite differences give {expected:.6g}, "
                     f"but backward gives {got:.6g}{times}. Check the backward of your autograd functions and hooks, "

@@ -90,7 +90,7 @@ def check_options(options: Options, world_size: int) -> None:
     ep = options.ep
     if ep is not None and (ep < 1 or world_size % ep):
         use = " or ".join(map(str, divisors(world_size)))
-        raise ValueError(f"--ep {ep} does not divide the {plural(world_size, 'rank')}: use --ep {use}")
+        raise ValueError(f"--ep {ep} does not divide {plural(world_size, 'rank')}: use --ep {use}")
 
 
 def _gather_own(options: Options, launch: Launch, gather: Gather) -> Facts:

@@ -1,4 +1,4 @@
-"""What several tools draw alike: timelines of schedules, curves, tables, and how figures are saved."""
+"""What several tools draw alike: timelines of schedules, tables, and how figures are saved."""
 
 from .timeline_file import save_timeline
 from .timeline_plot import timeline_figure

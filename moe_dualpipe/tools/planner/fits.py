@@ -4,11 +4,10 @@
 anything is allocated, without asking the others. Activations count at the lower end of their prediction, so that a run
 that fits is not refused. With Muon and with frozen parameters, the prediction is a lower bound.
 
-What to use instead does not change what is learned. It is the first that fits of a short list: less saved on the same
-ranks, another layout of them, and then more ranks.
+What to use instead changes neither the layout nor what is learned. `moe-dualpipe model show` has the memory of other
+layouts.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -17,21 +16,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...messages import with_suggestions
 from ...models.config import RECOMPUTE
-from ...models.costs import shape_of
-from ...runtime.layout import Layout, layouts
-from ...schedule import Schedule, check_numbers, default_schedule
+from ...runtime.layout import Layout
+from ...schedule import Schedule, build
 from .activations import MicroBatch
 from .peak import PeakMemory, peak_memory
-from .workload_memory import full_schedule
 
 if TYPE_CHECKING:
     from ...training.config import TrainConfig
 
 MARGIN = 0.05
 """Predictions of activations may be that much too high (tests/training/test_measured_memory.py)."""
-FACTORS = [2**n for n in range(9)]
-"""How many times as many ranks are tried."""
 
 
 def step_memory(
@@ -43,7 +39,7 @@ def step_memory(
     Raises ValueError for custom attention and blocks, and for layers that cannot be built on the meta device.
     """
     cpu, compute = device.type == "cpu", config.compute
-    size = _sequences(config) // (layout.dp * schedule.num_micro_batches)
+    size = config.batch.batch_size // (layout.dp * schedule.num_micro_batches)
     plain = compute.kernels == "reference" or (compute.kernels == "auto" and cpu)
     batch = MicroBatch(
         size, config.batch.seq_len, ep=layout.ep, recompute=compute.recompute, fused_loss=compute.fused_loss,
@@ -87,63 +83,40 @@ def memory_problem(
         return ""
     if sum(needs.values()) <= free_bytes:
         return ""
-    use = _way_out(config, schedule, layout, dtype, device, free_bytes) or "a smaller model or more ranks"
     parts = ", ".join(f"{name} {_text(size)}" for name, size in needs.items())
-    return (
-        f"pipeline rank {number} needs {_text(sum(needs.values()))} ({parts}), and {_text(free_bytes)} are free: "
-        f"use {use}, or --set health.check_memory=false to start anyway"
+    saved = (
+        f"{words}, which needs {_text(total)}"
+        for words, changed, smaller in _savings(config, schedule, layout)
+        if (total := sum(_fullest(changed, smaller, layout, dtype, device)[1].values())) <= free_bytes
     )
+    less = next(saved, "more processes, a smaller model or shorter sequences")
+    needed = f"needs {_text(sum(needs.values()))} ({parts}), and {_text(free_bytes)} are free"
+    ways = [less, "--set health.check_memory=false to start anyway"]
+    return with_suggestions(f"pipeline rank {number} {needed}", ways)
 
 
-def _way_out(
-    config: "TrainConfig", schedule: Schedule, layout: Layout, dtype: torch.dtype, device: torch.device, limit: int
-) -> str:
-    """The first change with which no rank needs more than `limit`, as typed, and what the fullest then needs."""
-    shape, ways = (
-        shape_of(config.model),
-        [*_savings(config, _sequences(config) // (layout.dp * schedule.num_micro_batches))],
-    )
-    for ranks in (layout.num_ranks * factor for factor in FACTORS):
-        possible = layouts(ranks, config.model.num_layers, config.model.num_experts)
-        for one in sorted(possible, key=lambda one: (one.pp != layout.pp) + (one.ep != layout.ep)):
-            # Weights and gradients of the average rank: a quick answer for most layouts of a model that is too large.
-            least = (dtype.itemsize + 4) * (shape.dense_parameters + shape.expert_parameters / one.ep) / one.pp
-            if least > limit or _needs(*ways[-1][1:], one, dtype, device) > limit:
-                continue
-            more = f"{ranks} processes with " * (ranks > layout.num_ranks)
-            more += f"--pp {one.pp} --ep {one.ep} " * ((one.pp, one.dp, one.ep) != (layout.pp, layout.dp, layout.ep))
-            fit = ((words, _needs(changed, size, one, dtype, device)) for words, changed, size in ways)
-            words, needs = next((words, needs) for words, needs in fit if needs <= limit)
-            return f"{more}{' '.join(words)}".strip() + f", which needs {_text(round(needs))}"
-    return ""
-
-
-def _savings(config: "TrainConfig", size: int) -> Iterator[tuple[list[str], "TrainConfig", int]]:
-    """What saves memory on the same ranks, from nothing to everything: as typed, the options, and the sequences of a
-    micro-batch."""
+def _savings(
+    config: "TrainConfig", schedule: Schedule, layout: Layout
+) -> Iterator[tuple[str, "TrainConfig", Schedule]]:
+    """What saves memory on the same ranks, from little to everything: as typed, the options, and the schedule."""
     compute, save = config.compute, config.checkpoint
-    kinds, sizes = RECOMPUTE[RECOMPUTE.index(compute.recompute) :], dict.fromkeys((size, 1))
+    own = config.batch.batch_size // layout.dp
+    kinds, sizes = (
+        RECOMPUTE[RECOMPUTE.index(compute.recompute) :],
+        dict.fromkeys((own // schedule.num_micro_batches, 1)),
+    )
     fused, copies = dict.fromkeys((compute.fused_loss, True)), dict.fromkeys((save.save_async, False))
-    for each, loss, kind, copy in product(sizes, fused, kinds, copies):
-        words = [f"--recompute {kind}"] * (kind != compute.recompute) + ["--fused-loss"] * (loss != compute.fused_loss)
-        words += [f"--micro-batch-size {each}"] * (each != size)
-        words += ["--set checkpoint.save_async=false"] * (copy != save.save_async)
-        changed = replace(compute, recompute=kind, fused_loss=loss)
-        yield words, replace(config, compute=changed, checkpoint=replace(save, save_async=copy)), each
-
-
-def _needs(config: "TrainConfig", size: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes of the fullest rank; infinite if the schedule or the model cannot be divided so."""
-    micro_batches, rest = divmod(_sequences(config), size * layout.dp)
-    chosen, chunks = config.parallel.schedule, config.parallel.num_chunks
-    name = default_schedule(layout.pp) if chosen == "auto" else chosen
-    try:
-        check_numbers(name, layout.pp, 0 if rest else micro_batches, chunks)
-        schedule = full_schedule(name, layout.pp, micro_batches, chunks)
-        batch = replace(config.batch, batch_size=size * layout.dp * schedule.num_micro_batches)
-        return sum(_fullest(replace(config, batch=batch), schedule, layout, dtype, device)[1].values())
-    except ValueError:
-        return math.inf
+    for size, loss, kind, copy in product(sizes, fused, kinds, copies):
+        words = {
+            f"--recompute {kind}": kind != compute.recompute, "--fused-loss": loss != compute.fused_loss,
+            f"--micro-batch-size {size}": size * schedule.num_micro_batches != own,
+            "--set checkpoint.save_async=false": copy != save.save_async,
+        }  # fmt: skip
+        changed = replace(
+            config, compute=replace(compute, recompute=kind, fused_loss=loss), checkpoint=replace(save, save_async=copy)
+        )
+        smaller = build(schedule.name, layout.pp, own // size, layout.chunks)
+        yield " ".join(word for word, differs in words.items() if differs), changed, smaller
 
 
 def _fullest(
@@ -160,10 +133,6 @@ def _fullest(
             ways.append({"weights": rank.weights, "optimizer": rank.optimizer, "copy for checkpoints": copy})
         needs.append(max(ways, key=lambda parts: sum(parts.values())))
     return max(enumerate(needs), key=lambda rank: sum(rank[1].values()))
-
-
-def _sequences(config: "TrainConfig") -> int:
-    return config.batch.batch_size  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _text(size: int) -> str:

@@ -71,14 +71,22 @@ class Found:
         return Estimate(load, find_constant(load.device.name, load.precision, self.software))
 
 
+def check_searched(load: Workload) -> None:
+    """Raise ValueError unless there is a way to run `load`, whatever memory it needs."""
+    one = layout_of(load.layout.num_ranks, cp=load.layout.cp)
+    dataclasses.replace(load, layout=one, micro_batch=1, global_batch=max(1, one.dp), schedule="1f1b").check()
+    if not any(True for layout in _layouts(load) for _ in _variants(dataclasses.replace(load, layout=layout))):
+        batch = f"--batch-size {load.global_batch}"
+        raise ValueError(f"{batch} cannot be divided into whole micro-batches in any layout of --gpus {one.num_ranks}")
+
+
 def search(load: Workload, software: str | None = None) -> Found:
     """Find the fastest way to run `load` on its number of GPUs, by varying layout, schedule, micro-batch and
     recomputation.
 
     Raises ValueError for options that no layout can run, and if nothing fits; the message names the smallest way.
     """
-    one = layout_of(load.layout.num_ranks, cp=load.layout.cp)
-    dataclasses.replace(load, layout=one, micro_batch=1, global_batch=max(1, one.dp), schedule="1f1b").check()
+    check_searched(load)
     find_constant(load.device.name, load.precision, software, strict=True)
     limit = USABLE * load.device.memory_gb * 1e9
     ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
@@ -186,12 +194,10 @@ def _makespans(schedule: str, pp: int, chunks: int | None) -> tuple[float, float
 
 def _nothing_fits(load: Workload, too_large: Sequence[tuple[Layout, float]]) -> str:
     model = f"{load.shape.name} on {load.layout.num_ranks} x {load.device.name}"
-    if not too_large:
-        return f"{model}: no layout has whole micro-batches; change --gpus or --batch-size {load.global_batch}"
     layout, memory = too_large[0]
     return (
-        f"{model} does not fit: the smallest layout ({layout_text(layout)}, recompute full) needs {memory:.0f} of the "
-        f"{USABLE * load.device.memory_gb:.0f} GB that a run can use on a GPU; use more GPUs, or GPUs with more memory"
+        f"{model} does not fit: the smallest layout ({layout_text(layout)}, recompute full) needs {memory:,.0f} GB "
+        f"on a GPU, where a run can use {USABLE * load.device.memory_gb:,.0f} GB; use more or larger GPUs"
     )
 
 

@@ -13,7 +13,7 @@ from ...expert_parallel import Loopback
 from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...models import ModelConfig, StageSpec, TransformerStage, share_embedding
 from ...runtime.groups import end_holders
-from ...runtime.layout import check_ep_divides_experts, check_ep_divides_ranks
+from ...runtime.layout import check_ep
 from ...runtime.zero import elements_per_owner
 from ...schedule import Placement
 
@@ -84,8 +84,7 @@ def built_parameters(
     There are `dp` pipelines; `ep` of them share the experts of a layer. Raises ValueError if `ep` does not divide `dp`
     or the experts, and for custom layers that cannot be built without memory.
     """
-    check_ep_divides_experts(ep, config.num_experts)
-    check_ep_divides_ranks(ep, config.num_experts, dp)
+    check_ep(ep, config.num_experts, dp)
     sizes = ParameterSizes.of_rank(parameter_sizes(config, specs[stage], ep) for stage in placement.stages[rank])
     chosen = {name: size for name, size in (sizes.dense | sizes.experts).items() if frozen and frozen(name)}
     sizes = sizes._replace(frozen=sizes.frozen | chosen)

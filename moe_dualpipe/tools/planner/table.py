@@ -101,8 +101,8 @@ def search_report(found: Found, top: int) -> str:
         layout, memory = found.too_large[0]
         usable = USABLE * found.best.load.device.memory_gb
         parts.append(
-            f"{plural(len(found.too_large), 'layout')} do not fit with any schedule and recomputation: the smallest "
-            f"({layout_text(layout)}) needs {memory:.0f} of the {usable:.0f} GB that a run can use"
+            f"Too large with any schedule and recomputation: {plural(len(found.too_large), 'layout')}. The smallest "
+            f"({layout_text(layout)}) needs {memory:,.0f} GB, and a run can use {usable:,.0f} GB"
         )
     if found.best.load.overlap is None and any(one.load.layout.ep > 1 for one in found.ranked):
         parts.append(

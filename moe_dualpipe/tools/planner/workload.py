@@ -1,12 +1,13 @@
 """What is to be planned: a model on some GPUs, how the work is divided over them, and how it is run.
 
-Raises ValueError, on one line, for numbers that contradict each other; the message names the nearest that fit.
+Raises ValueError, on one line, for numbers that contradict each other. The commands add what fits.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ...messages import plural
 from ...models.config import Recompute
 from ...models.shape import ModelShape
 from ...runtime.layout import Layout
@@ -26,10 +27,7 @@ def layout_of(gpus: int, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, cp
     number. Raises ValueError for a number of GPUs that cannot be divided so."""
     model = tp * pp * cp
     if gpus % model:
-        nearest = max(model, round(gpus / model) * model)
-        raise ValueError(
-            f"--gpus {gpus} is not a multiple of tp x pp x cp = {tp} x {pp} x {cp} = {model}; use {nearest} GPUs"
-        )
+        raise ValueError(f"--gpus {gpus} is not a multiple of tp x pp x cp = {tp} x {pp} x {cp} = {model}")
     return Layout(pp, gpus // model, ep, chunks=vpp if vpp > 1 else None, tp=tp, cp=cp)
 
 
@@ -127,28 +125,26 @@ class Workload:
         heads = min(layer.attention.heads for layer in shape.layers)
         experts = max(layer.experts for layer in shape.layers)
         if one.ep > 1 and not experts:
-            raise ValueError(f"--ep {one.ep}: {shape.name} has no experts; use --ep 1")
+            raise ValueError(f"--ep {one.ep}: {shape.name} has no experts")
         for name, number, of, what in (
-            ("tp", one.tp, heads, f"the {heads} attention heads of {shape.name}"),
+            ("tp", one.tp, heads, f"{plural(heads, 'attention head')} of {shape.name}"),
             ("cp", one.cp, self.seq, f"--seq-len {self.seq}"),
             # Between products, tensor-parallel ranks share the tokens.
             ("tp", one.tp, self.seq // one.cp, f"--seq-len {self.seq} / --cp {one.cp}"),
-            ("ep", one.ep, experts, f"the {experts} experts of a layer"),
-            ("ep", one.ep, ranks, f"the {ranks} ranks of a pipeline stage ({one.num_ranks} GPUs / pp {one.pp})"),
+            ("ep", one.ep, experts, f"{plural(experts, 'expert')} of a layer"),
+            ("ep", one.ep, ranks, f"{plural(ranks, 'rank')} of a pipeline stage ({one.num_ranks} GPUs / pp {one.pp})"),
         ):
             if of % number:
-                use = next(n for n in range(min(number, of), 0, -1) if of % n == 0)
-                raise ValueError(f"--{name} {number} does not divide {what}; use {use}")
+                raise ValueError(f"--{name} {number} does not divide {what}")
         if shape.mtp >= self.seq:
             raise ValueError(f"--seq-len {self.seq} is too short for {shape.mtp} modules of multi-token prediction")
 
     def _check_batches(self) -> None:
         each = self.micro_batch * self.layout.dp
         if self.global_batch % each:
-            nearest = max(each, round(self.global_batch / each) * each)
             raise ValueError(
                 f"--batch-size {self.global_batch} is not a multiple of micro-batch x dp = {self.micro_batch} x "
-                f"{self.layout.dp} = {each}; use {nearest}"
+                f"{self.layout.dp} = {each}"
             )
 
     def _check_schedule(self) -> None:
@@ -160,10 +156,8 @@ class Workload:
         stages = self.placement.num_stages
         if len(self.shape.layers) + 2 < stages:  # the embedding and the head may be stages of their own
             raise ValueError(
-                f"{self.shape.name} has {len(self.shape.layers)} layers, too few for {stages} pipeline stages; "
-                "use a smaller --pp or --vpp"
+                f"{self.shape.name} has {plural(len(self.shape.layers), 'layer')}, too few for {stages} pipeline stages"
             )
         if self.schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
             return  # as in Megatron-LM, any number of micro-batches
-        each = self.micro_batch * one.dp
-        check_micro_batches(self.schedule, one.pp, self.num_micro_batches, lambda n: f"--batch-size {n * each}")
+        check_micro_batches(self.schedule, one.pp, self.num_micro_batches)

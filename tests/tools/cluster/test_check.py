@@ -193,7 +193,7 @@ def test_one_process_checks_its_machine(port_in_use, tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize(
     "arguments,said",
-    [(["--ep", "3"], "--ep 3 does not divide the 1 rank: use --ep 1"), (["--size", "0"], "--size must be at least"),
+    [(["--ep", "3"], "--ep 3 does not divide 1 rank: use --ep 1"), (["--size", "0"], "--size must be at least"),
      (["--json", "x.txt"], "cannot write 'x.txt': use .json")],
 )  # fmt: skip
 def test_invalid_options_are_one_line(arguments, said, capsys):

@@ -36,21 +36,6 @@ def odd_trace(folder, name=ODD):
     return write(folder / f"{name.replace('/', '')}.json", events)
 
 
-def test_curves_of_runs_with_odd_names(tmp_path, capsys):
-    records = [{"step": i, "loss": 1.0, "tokens": 1, "seconds": 1, "tokens_per_s": 1.0} for i in (1, 2)]
-    runs = []
-    for name in (FORMULA, ODD.replace("/", "")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        runs.append(name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        assert main(["plot", *runs, "--out", "curves.svg"]) == 0
-    assert {printable(name) for name in runs} <= {*texts_of(tmp_path / "curves.svg")}
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split(": step")[0] for line in printed] == [*map(printable, runs), "wrote curves.svg"]
-
-
 def test_a_schedule_in_a_file_with_an_odd_name(tmp_path, capsys):
     path = tmp_path / f"{ODD.replace('/', '')}.csv"
     path.write_text(build("1f1b", 2, 4).to_csv())

@@ -158,10 +158,10 @@ def test_the_command(capsys):
 
 @pytest.mark.parametrize("arguments,problem", [
     ("tinny", "unknown preset 'tinny'; did you mean 'tiny'?"),
-    ("tiny --ep 3", "--ep 3 does not divide the 8 experts: use --ep 1 or 2 or 4 or 8"),
-    ("tiny --ep 2 --dp 3", "--ep 2 does not divide the 3 data-parallel ranks: use --ep 1"),
+    ("tiny --ep 3", "--ep 3 does not divide 8 experts: use --ep 4"),
+    ("tiny --ep 2 --dp 3", "--ep 2 does not divide 3 data-parallel ranks: use --ep 1"),
     ("tiny --pp 6", "4 layers cannot be divided over 6 pipeline stages"),
-    ("deepseek-v3 --pp 15 --schedule dualpipe", "dualpipe needs an even number of pipeline ranks: got 15; use 16"),
+    ("deepseek-v3 --pp 15 --schedule dualpipe", "dualpipe needs an even number of pipeline ranks: got 15; use --pp 16"),
     ("tiny --pp 0", "--pp must be at least 1: got 0"),
     ("tiny --micro-batches -1", "--micro-batches must be at least 1: got -1"),
 ])  # fmt: skip

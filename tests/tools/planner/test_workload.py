@@ -29,28 +29,27 @@ def test_the_numbers_of_a_layout():
 
 
 BAD = {
-    "gpus": ({"gpus": 63}, {}, "--gpus 63 is not a multiple of tp x pp x cp = 2 x 4 x 1 = 8; use 64 GPUs"),
-    "positions": ({"tp": 32, "pp": 1, "ep": 1}, {"seq": 48}, "--tp 32 does not divide --seq-len 48 / --cp 1; use 24"),
+    "gpus": ({"gpus": 63}, {}, "--gpus 63 is not a multiple of tp x pp x cp = 2 x 4 x 1 = 8"),
+    "positions": ({"tp": 32, "pp": 1, "ep": 1}, {"seq": 48}, "--tp 32 does not divide --seq-len 48 / --cp 1"),
     "positions of a context": ({"tp": 4, "pp": 1, "ep": 1, "cp": 4}, {"seq": 24},
-                               "--tp 4 does not divide --seq-len 24 / --cp 4; use 3"),
+                               "--tp 4 does not divide --seq-len 24 / --cp 4"),
     "heads": ({"tp": 64, "pp": 1, "ep": 1}, {},
-              "--tp 64 does not divide the 32 attention heads of qwen3-30b-a3b; use 32"),
+              "--tp 64 does not divide 32 attention heads of qwen3-30b-a3b"),
     "experts": ({"ep": 3, "pp": 1, "tp": 1, "gpus": 96}, {},
-                "--ep 3 does not divide the 128 experts of a layer; use 2"),
+                "--ep 3 does not divide 128 experts of a layer"),
     "ranks of a stage": ({"ep": 32}, {},
-                         "--ep 32 does not divide the 16 ranks of a pipeline stage (64 GPUs / pp 4); use 16"),
+                         "--ep 32 does not divide 16 ranks of a pipeline stage (64 GPUs / pp 4)"),
     "batch": ({}, {"global_batch": 100},
-              "--batch-size 100 is not a multiple of micro-batch x dp = 1 x 8 = 8; use 96"),
-    "larger batch": ({}, {"global_batch": 103}, "= 1 x 8 = 8; use 104"),
-    "sequence": ({"cp": 3, "gpus": 96}, {"global_batch": 4}, "--cp 3 does not divide --seq-len 4096; use 2"),
+              "--batch-size 100 is not a multiple of micro-batch x dp = 1 x 8 = 8"),
+    "larger batch": ({}, {"global_batch": 103}, "= 1 x 8 = 8"),
+    "sequence": ({"cp": 3, "gpus": 96}, {"global_batch": 4}, "--cp 3 does not divide --seq-len 4096"),
     "layers": ({"pp": 64, "gpus": 128, "ep": 1}, {}, "qwen3-30b-a3b has 48 layers, too few for 64 pipeline stages"),
     "chunks": ({"vpp": 2}, {"schedule": "zb1p"}, "--vpp 2 needs --schedule interleaved_1f1b: got zb1p"),
     "precision": ({}, {"precision": "mxfp8"}, "h100 does not support --dtype mxfp8: use bf16, fp8"),
     "micro-batches": ({}, {"schedule": "dualpipe", "global_batch": 48, "micro_batch": 2},
-                      "dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 4 ranks; "
-                      "use --batch-size 128"),
+                      "dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 4 ranks"),
     "odd": ({}, {"schedule": "dualpipe", "global_batch": 808},
-            "dualpipe needs an even number of micro-batches >= 2 x ranks: got 101 for 4 ranks; use --batch-size 816"),
+            "dualpipe needs an even number of micro-batches >= 2 x ranks: got 101 for 4 ranks"),
     "one rank": ({"vpp": 2, "pp": 1}, {"schedule": "interleaved_1f1b"}, "--vpp 2 needs --pp of at least 2: got 1"),
 }  # fmt: skip
 
@@ -76,19 +75,5 @@ def test_the_embedding_and_the_head_may_be_stages_of_their_own():
 
 
 def test_a_dense_model_has_no_experts_to_divide():
-    with pytest.raises(ValueError, match="--ep 8: llama3-8b has no experts; use --ep 1"):
+    with pytest.raises(ValueError, match="--ep 8: llama3-8b has no experts"):
         changed(shape=read_shape("llama3-8b")).check()
-
-
-@pytest.mark.parametrize(
-    "layout,options,fixed",
-    [
-        ({"gpus": 63}, {}, {"gpus": 64}),
-        ({"ep": 32}, {}, {"ep": 16}),
-        ({"ep": 3, "pp": 1, "tp": 1, "gpus": 96}, {"global_batch": 96}, {"ep": 2}),
-    ],
-)
-def test_the_numbers_that_errors_name_do_run(layout, options, fixed):
-    with pytest.raises(ValueError, match="use"):
-        changed(layout, **options).check()
-    changed(layout | fixed, **options).check()

@@ -247,7 +247,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     (empty := tmp_path / "empty").mkdir()
     cases = {
         (a, tmp_path / "missing.json"): "missing.json", (bad, a): "bad.json", (a, empty): "no trace in this folder",
-        (a,): "Missing from moe-dualpipe profile compare: B",
+        (a,): "error: missing B",
            (a, a, "--comm", "("): "--comm",
     }  # fmt: skip
     for arguments, message in cases.items():
