@@ -110,10 +110,14 @@ class Pipeline:
 
     def _build_stages(self, experts: ExpertParallel) -> dict[int, TransformerStage]:
         """The stages of this rank. Raises ValueError for layers that cannot be built."""
-        specs, stages = split(self.model, self.schedule.num_stages), {}
-        for index in self.schedule.placement.stages[self.layout.pp_rank]:
-            stage = TransformerStage(self.model, specs[index], experts, self.options)
-            stages[index] = stage.to(self.device, self.dtype)
+        specs, stages, default = split(self.model, self.schedule.num_stages), {}, torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)  # in another default dtype of the program, other weights would be drawn
+        try:
+            for index in self.schedule.placement.stages[self.layout.pp_rank]:
+                stage = TransformerStage(self.model, specs[index], experts, self.options)
+                stages[index] = stage.to(self.device, self.dtype)
+        finally:
+            torch.set_default_dtype(default)
         return stages
 
     @property
@@ -222,8 +226,7 @@ class Pipeline:
             received = tuple(spec.random(self.device) for spec in self.executor.p2p.specs)
             inputs = {index: received if index else (tokens_BS,) for index in self.stages}
             load_kernels(self.stages, inputs, self.executor.weight_grads, criterion, (tokens_BS,))
-        for layer in self.balance.layers.values():
-            layer.take_losses()
+        self.balance.forget()
         self._kernels_loaded = True
 
     def sum_gradients(self) -> Tensor:

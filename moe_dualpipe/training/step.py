@@ -18,6 +18,7 @@ from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import generate_through_pipeline
+from ..messages import check_range
 from ..models import StageOptions
 from ..models.layers import seed_of
 from ..overlap.engine import engine_for
@@ -134,8 +135,10 @@ class Trainer:
             state = extension.state(state)
         return state
 
+    @torch.inference_mode(False)  # whatever a callback, or the import of a layer, has left
     def step(self, step: int) -> Update:
         """Do one update and return it with its metrics. `step` is the number of steps before it."""
+        check_range("trainer.lr_factor", self.lr_factor, 0)
         self.progress.begin(step + 1)
         for extension in self.extensions:
             extension.before_step(step)
@@ -164,6 +167,7 @@ class Trainer:
             extension.after_update(update)
         return update
 
+    @torch.inference_mode(False)
     def training_losses(self, step: int, sum_gradients: bool = False) -> list[Tensor]:
         """Run forward and backward of a step, where `step` is the number of steps before it. Returns its losses.
 
