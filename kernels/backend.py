@@ -45,10 +45,14 @@ def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
     return True
 
 
-def forbid_double_backward() -> None:
-    """Raise RuntimeError in a backward with create_graph=True: Triton kernels record no graph to differentiate."""
+def forbid_double_backward(what: str = "the Triton kernels", instead: str = 'use kernels="reference"') -> None:
+    """Raise RuntimeError in a backward with create_graph=True. Call it in a backward that records no graph.
+
+    With torch's `once_differentiable`, the second derivative would be silently zero wherever the output gradient is a
+    constant, as that of a loss is.
+    """
     if torch.is_grad_enabled():
-        raise RuntimeError('the Triton kernels cannot be differentiated twice (create_graph): use kernels="reference"')
+        raise RuntimeError(f"{what} cannot be differentiated twice (create_graph): {instead}")
 
 
 def check_contiguous_rows(name: str, x: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .backend import forbid_double_backward
 from .linear import apply_autocast
 from .weight_grads import WeightGrads
 
@@ -46,8 +46,8 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         return (lse_T - label_logits_T).masked_fill(~valid_T, 0).sum() / count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        forbid_double_backward("linear_cross_entropy", "use F.cross_entropy of the logits")
         x_TD, w_VD, labels_T, valid_T, count, lse_T = ctx.saved_tensors
         scale_T = torch.where(valid_T, grads[0] / count, 0)
         gradients = partial(_gradients, x_TD, w_VD, labels_T, lse_T, scale_T, ctx.chunk_tokens)

@@ -17,6 +17,7 @@ M rows, I input width, O output width, E experts.
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,14 +87,14 @@ def grouped_wgrad(
 ) -> Tensor:  # fmt: skip
     """Return dW [E, O, I], with dW[e] = the sum of dy[m] x[m]^T over the rows m of expert e, or zeros without rows.
 
-    dtype: of the result; None: that of x. add_to: add dW to this tensor in place, in its dtype, and return it. Sums are
-    taken in fp32. Not differentiable.
+    expert_offsets: as in `grouped_linear`. dtype: of the result; None: that of x. add_to: add dW to this tensor in
+    place, in its dtype, and return it. Sums are taken in fp32. Not differentiable.
     """
     if dy_MO.ndim != 2 or x_MI.ndim != 2 or len(dy_MO) != len(x_MI) or dy_MO.dtype != x_MI.dtype:
         got = f"{[*dy_MO.shape]} in {dy_MO.dtype} and {[*x_MI.shape]} in {x_MI.dtype}"
         raise ValueError(f"grouped_wgrad needs dy [M, O] and x [M, I] of the same dtype: got {got}")
     shape = (len(expert_offsets) - 1, dy_MO.shape[1], x_MI.shape[1])
-    _check_offsets(expert_offsets, shape[0], len(x_MI))
+    check_offsets(expert_offsets, shape[0], len(x_MI))
     GroupedGemmOptions(num_sms=num_sms).check()
     if add_to is not None and add_to.shape != shape:
         raise ValueError(f"add_to must be {[*shape]}: got {[*add_to.shape]}")
@@ -167,7 +168,8 @@ def grouped_linear(
 ) -> Tensor:  # fmt: skip
     """Return y_MO with y[m] = W[e] x[m] for the rows m of each expert e. The module docstring has an example.
 
-    x_MI: [M, I], rows sorted by expert. w_EOI: [E, O, I]. expert_offsets: [E + 1] int32, from 0 to M.
+    x_MI: [M, I], rows sorted by expert. w_EOI: [E, O, I]. expert_offsets: [E + 1] int32, from 0 to M, never falling.
+    On a GPU these values are not checked, because that would be a host sync: with others, the result is undefined.
     weight_grads: defers the weight gradient during a split backward; None: never deferred.
     accumulate: backward adds the weight gradient to `w.grad` in fp32 instead of returning it to autograd, unless w has
     hooks.
@@ -187,17 +189,25 @@ def _check(x: Tensor, w: Tensor, expert_offsets: Tensor, width: int) -> None:
         raise ValueError(f"a grouped product needs x [M, I] and w [E, O, I]: got {[*x.shape]} and {[*w.shape]}")
     if x.dtype != w.dtype:
         raise ValueError(f"a grouped product needs x and w of the same dtype: got {x.dtype} and {w.dtype}")
-    _check_offsets(expert_offsets, w.shape[0], len(x))
+    check_offsets(expert_offsets, w.shape[0], len(x))
 
 
-def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> None:
+def check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int, padded: bool = False) -> None:
+    """Raise ValueError for offsets of another shape or dtype and, except on a GPU, for values that divide no rows.
+
+    padded: there may be more rows than the last offset.
+    """
     if expert_offsets.shape != (num_experts + 1,) or expert_offsets.dtype != torch.int32:
         got = f"{[*expert_offsets.shape]} in {expert_offsets.dtype}"
         raise ValueError(f"{num_experts} experts need {num_experts + 1} offsets in int32: got {got}")
     if expert_offsets.is_cuda:  # reading the values would be a host sync
         return
-    first, last = int(expert_offsets[0]), int(expert_offsets[-1])
+    offsets = expert_offsets.tolist()
+    first, last = offsets[0], offsets[-1]
     if first != 0:
         raise ValueError(f"the first offset must be 0: got {first}")
-    if last != num_rows:
+    if last > num_rows if padded else last != num_rows:
         raise ValueError(f"the last offset must be the number of rows: got {last} of {num_rows}")
+    for expert, (start, stop) in enumerate(pairwise(offsets)):
+        if stop < start:
+            raise ValueError(f"offsets must not fall: expert {expert} would have the rows from {start} to {stop}")

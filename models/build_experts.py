@@ -45,14 +45,24 @@ class ExpertBuilder:
         self.found = expert_class(config)
         first = self._construct(range(1))
         # What has one entry per expert has 1 entry with one expert and 2 with two. Other sizes equal these by chance.
-        self.per_expert = entries(first, 1)
+        self.per_expert, self.common, self.tied = entries(first, 1), frozenset[str](), ""
         if config.num_experts > 1:
-            self.per_expert &= entries(self._construct(range(2)), 2)
+            second = self._construct(range(2))
+            self.per_expert &= entries(second, 2)
+            # What all experts share has the same shape with any number of them.
+            of_one, of_two = (self._weights(layer, range(n))[0] for n, layer in ((1, first), (2, second)))
+            self.common = frozenset(n for n, t in of_two.items() if n in of_one and of_one[n].shape == t.shape)
+            self.tied = _tied_experts(second)
         self.shared, _ = self._weights(first, range(1))
 
     @torch.no_grad()
     def build(self, local: range) -> nn.Module:
         """The layer with the experts `local`, and the attributes that parameters.py reads."""
+        if self.tied and len(local) < self.config.num_experts:
+            raise ValueError(
+                f"the expert layer {self.config.experts!r}: {self.tied} are one parameter, of which each rank would "
+                "train its own copy: use --ep 1, or make it a parameter of the layer, outside of the list of experts"
+            )
         experts = self._construct(local)
         shared, of_experts = self._weights(experts, local)
         if torch.get_default_device().type == "meta":  # nothing is drawn
@@ -119,16 +129,17 @@ class ExpertBuilder:
         return f"layers.{self.layer}.experts" + ("" if expert is None else f".{expert}")
 
     def _weights(self, experts: nn.Module, ids: range) -> tuple[Weights, dict[int, Weights]]:
-        """The weights that all experts share, and those of each expert by its id. Sets `experts.per_expert`."""
+        """The weights that all experts share, and those of each expert by its id. Sets what parameters.py reads."""
         setattr(experts, "per_expert", self.per_expert)  # noqa: B010 - nn.Module declares no such attribute
+        setattr(experts, "common", self.common)  # noqa: B010
         held = expert_ids(experts)
         shared: Weights = {}
         of_experts: dict[int, Weights] = {expert: {} for expert in ids}
         for name, tensor in experts.state_dict().items():
-            if name not in held:  # extra state, which is not a tensor
-                continue
-            if held[name].layout == "shared":
+            if name in self.common or (name in held and held[name].layout == "shared"):
                 shared[name] = tensor
+                continue
+            if name not in held:  # extra state, which is not a tensor
                 continue
             for expert, (_, view) in zip(held[name].ids, global_tensors(name, tensor, held[name]), strict=True):
                 of_experts[expert][held[name].name] = view
@@ -145,3 +156,13 @@ class ExpertBuilder:
                     "the experts along the first dimension, keep one module per expert in an nn.ModuleList, or add "
                     "`reset_expert`"
                 )
+
+
+def _tied_experts(experts: nn.Module) -> str:
+    """The names of two parameters of different experts that are the same tensor; "" if there are none."""
+    experts_of, names = {name: held.ids for name, held in expert_ids(experts).items()}, {}
+    for name, parameter in experts.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if experts_of.get(first) != experts_of.get(name):
+            return f"{first} and {name}"
+    return ""

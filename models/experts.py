@@ -39,9 +39,8 @@ class ExpertLayer(nn.Module):
 
     Weights. Stack the weights of the local experts along the first dimension of a parameter, or keep one module per
     local expert in an nn.ModuleList. Each expert is then saved separately, and loads on any number of ranks. All
-    experts of the rank share the other parameters. These start equal on all ranks, but are not kept equal; they are
-    saved whole, and load only on the same number of ranks. The same holds for buffers. Parameters with
-    `requires_grad=False` are frozen.
+    experts share the other parameters: these are equal on all ranks, which sum their gradients. The same holds for
+    buffers. Parameters with `requires_grad=False` are frozen.
 
     The initial weights of an expert do not depend on the number of ranks (build_experts.py). They are copied from a
     layer with this expert alone, or drawn by an optional method

@@ -35,7 +35,9 @@ from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_chec
 # Options that do not change what the saved weights mean: those of initialization, loss and precision.
 _MAY_DIFFER = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
 
-_EXPERT_HINT = "custom experts can change --ep only if they share no parameters (docs/experts.md)"
+_EXPERT_HINT = (
+    "custom experts can change --ep only if their tensors are stacked by expert, listed or shared (docs/experts.md)"
+)
 
 
 def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Path:

@@ -10,6 +10,7 @@ from ..data import read_stream
 from ..data.stores import block_cache, is_url
 from ..inference.scoring import perplexity
 from ..messages import check_range, printable
+from ..runtime.world import join_world
 from .options import DeviceOption, JsonOption, OwnLayerOptions, check_ranges
 
 CACHE_BYTES = 20 * 10**9
@@ -58,7 +59,8 @@ class Eval(OwnLayerOptions, DeviceOption, JsonOption):
             from ..integrations.lm_eval import MoEDualPipe, evaluate, results_table  # needs lm_eval
 
             model = MoEDualPipe(self.model, self.seq_len, self.batch_size, self.device, self.own_layers())
-            found = evaluate(model, self.tasks, self.include_path, self.num_fewshot, self.limit)
+            with join_world(self.device):  # a layer may communicate
+                found = evaluate(model, self.tasks, self.include_path, self.num_fewshot, self.limit)
             self.show(found["results"], results_table(found))
             return
         model, tokenizer = open_model(self.model, self.own_layers(), self.device)
@@ -66,5 +68,6 @@ class Eval(OwnLayerOptions, DeviceOption, JsonOption):
         tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype, cache)
         if self.max_tokens and len(tokens) > self.max_tokens + 1:
             tokens = tokens[: self.max_tokens + 1]
-        found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size)
+        with join_world(self.device):
+            found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size)
         self.show(asdict(found), f"{printable(self.model)}: {found}")

@@ -54,25 +54,24 @@ class Generate(OwnLayerOptions, DeviceOption):
         check_ranges(self, 0, "sample_tokens", "copies", high=1_000_000)
         check_range("--seed", self.seed, -(2**63), 2**63 - 1)
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
-        if current_launch().world_size > 1:
-            with join_world(self.device) as world:
+        if self.copies and current_launch().world_size == 1:
+            raise ValueError(f"--copies {self.copies} needs several processes: start them with torchrun")
+        with join_world(self.device) as world:  # also of one process: a layer may communicate
+            if world.size > 1:
                 tokens = -(-self.num // world.size) * max(self.seq_len, len(typed_text(self.prompt).encode()))
                 model, tokenizer = open_spread(self.run_or_checkpoint, self.own_layers(), world, self.copies, tokens)
-                texts = self._generate(model, tokenizer, sampling, world.rank, world.size)
-            if world.rank:
-                return
-        elif self.copies:
-            raise ValueError(f"--copies {self.copies} needs several processes: start them with torchrun")
-        else:
-            model, tokenizer = open_model(self.run_or_checkpoint, self.own_layers(), self.device)
-            texts = self._generate(model, tokenizer, sampling)
+            else:
+                model, tokenizer = open_model(self.run_or_checkpoint, self.own_layers(), self.device)
+            texts = self._generate(model, tokenizer, sampling, world.rank, world.size)
+        if world.rank:
+            return
         for i, text in enumerate(texts, 1):
             if self.num > 1:
                 print(f"--- {i} of {self.num}")
             print(printable_text(text))
 
     def _generate(
-        self, model: TransformerStage, tokenizer: Tokenizer, sampling: Sampling, rank: int = 0, ranks: int = 1
+        self, model: TransformerStage, tokenizer: Tokenizer, sampling: Sampling, rank: int, ranks: int
     ) -> list[str]:
         """All texts. Each rank generates the same number of them, so there may be more than needed."""
         end, prompt = tokenizer.end_id, tokenizer.encode(typed_text(self.prompt))

@@ -23,7 +23,7 @@ class GivenBatches:
     of B; None: no validation. tokenizer: for samples, and saved in checkpoints. first_step: the number of steps before
     the first one, for `fingerprint`.
 
-    Raises ValueError for validation sequences of another shape, or with invalid ids.
+    Raises ValueError for validation sequences of another shape, with invalid ids, or without any label.
     """
 
     description = "data: batches of the program"
@@ -63,7 +63,7 @@ class GivenBatches:
     def whole(self, step: int) -> "tuple[Tensor, Tensor]":
         """All sequences of a step. Calls `batches` once, also if a step is run again.
 
-        Raises ValueError for a batch of another shape, or with ids outside the vocabulary.
+        Raises ValueError for a batch of another shape, with ids outside the vocabulary, or without any label.
         """
         if self._last is None or self._last[0] != step:
             self._last = step, self._checked(f"batches({step})", self.batches(step))
@@ -105,4 +105,6 @@ class GivenBatches:
                 wrong, also = tensor[~valid][0].item(), ", or -100 for one to ignore" * (low < 0)
                 raise ValueError(f"{name}: {kind} must be from 0 to {self.vocab_size - 1}{also}: got {wrong}")
         inputs, labels = (tensor.to(torch.int64) for tensor in tensors)
+        if not (labels >= 0).any():
+            raise ValueError(f"{name} has no label: all of them are -100, so there is no loss")
         return inputs, labels

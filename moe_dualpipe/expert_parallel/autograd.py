@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.backend import forbid_double_backward
 from .protocol import ExpertParallel, Route
 
 
@@ -21,6 +22,7 @@ class _DispatchFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        forbid_double_backward("dispatch", "the transfer back records no graph")
         grad_x_ND, grad_weights_NK = grads
         combined = ctx.ep.combine(grad_x_ND, ctx.route, grad_weights_NK).wait()
         return combined.y_TD, combined.weight_grads_TK, None, None
@@ -35,6 +37,7 @@ class _CombineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        forbid_double_backward("combine", "the transfer back records no graph")
         return ctx.ep.dispatch(grads[0], ctx.route).wait().x_ND, None, None
 
 

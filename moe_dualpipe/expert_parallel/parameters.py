@@ -7,6 +7,8 @@ sums, optimizer state, checkpoints) reads two attributes of the layer, which `Mo
     per_expert       the names of what has one entry for each of them: parameters and buffers that stack the experts
                      along their first dimension, and lists with one module or parameter per expert. Default: everything
                      that has as many entries as the rank has experts
+    common           the names of what all experts of all ranks share. It belongs to no expert: like everything outside
+                     the layer, it has a replica on each of these ranks. Default: nothing
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,8 +24,8 @@ class ExpertIds:
     """Which experts a tensor of an expert layer holds.
 
     ids: the global ids of these experts. layout: "stacked", one expert for each index of the first dimension; "listed",
-    one expert, whose module or parameter is in a list; "shared", all experts of the rank together. name: the global
-    name; * stands for the id of an expert. Examples: `up.*`, `up.*.weight`, `mix.4-7`.
+    one expert, whose module or parameter is in a list; "shared", all experts of the rank, in a form that only the layer
+    knows. name: the global name; * stands for the id of an expert. Examples: `up.*`, `up.*.weight`, `mix.4-7`.
     """
 
     ids: range
@@ -40,6 +42,7 @@ def expert_ids(module: nn.Module) -> dict[str, ExpertIds]:
         for name, _ in chain(
             layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)
         )
+        if name not in getattr(layer, "common", ())
     }
 
 
@@ -49,8 +52,8 @@ def global_tensors(name: str, tensor: Tensor, held: ExpertIds | None) -> Iterato
     held: the experts that the tensor holds; None for tensors outside expert layers.
 
     Examples, on the rank with experts 4 and 5: `mlp.experts.up` of shape [2, F, D] -> `mlp.experts.up.4` and
-    `mlp.experts.up.5`, each [F, D]. `mlp.experts.each.1.weight` -> `mlp.experts.each.5.weight`. A tensor of all experts
-    of the rank is saved whole, as `mlp.experts.mix.4-5`, and can be loaded only with as many expert-parallel ranks.
+    `mlp.experts.up.5`, each [F, D]. `mlp.experts.each.1.weight` -> `mlp.experts.each.5.weight`. A "shared" tensor is
+    saved whole, as `mlp.experts.mix.4-5`, and can be loaded only with as many expert-parallel ranks.
     """
     if held is None:
         yield name, tensor
@@ -63,14 +66,17 @@ def global_tensors(name: str, tensor: Tensor, held: ExpertIds | None) -> Iterato
 def older_names(modules: Iterable[nn.Module]) -> dict[str, str]:
     """Map global names to those in older checkpoints, which saved lists whole: `each.5.weight` to `each.1.weight.4-5`.
 
-    They can be loaded only with as many expert-parallel ranks as they were saved with.
+    They can be loaded only with as many expert-parallel ranks as they were saved with. What is common to all experts
+    was saved in the same way.
     """
     return {
-        _join(prefix, held.name.replace("*", str(held.ids.start))): _join(prefix, name, f"{ids.start}-{ids.stop - 1}")
+        _join(prefix, global_name): _join(prefix, name, f"{ids.start}-{ids.stop - 1}")
         for module in modules
         for prefix, layer, ids in _expert_layers(module)
-        for name, held in expert_ids(layer).items()
-        if held.layout == "listed"
+        for name, global_name in (
+            *((name, name) for name in getattr(layer, "common", ())),
+            *((n, h.name.replace("*", str(h.ids.start))) for n, h in expert_ids(layer).items() if h.layout == "listed"),
+        )
     }
 
 

@@ -21,10 +21,15 @@ from .sampling import Sampling
 
 
 def forward_schedule(placement: Placement) -> Schedule:
-    """The forward of one micro-batch through every stage, along the first route of `placement`."""
-    route = Placement((placement.routes[0],))
-    actions = tuple(tuple(Forward(stage, 0) for stage in stages) for stages in route.stages)
-    return Schedule("generate", route, 1, actions)
+    """The forward of one micro-batch along each route of `placement`.
+
+    One would be enough. But a layer may communicate with its replicas, which hold it for the other route.
+    """
+    forwards: list[list[Forward]] = [[] for _ in range(placement.num_ranks)]
+    for stage in range(placement.num_stages):
+        for micro_batch, route in enumerate(placement.routes):
+            forwards[route[stage]].append(Forward(stage, micro_batch))
+    return Schedule("generate", placement, len(placement.routes), tuple(map(tuple, forwards)))
 
 
 class _CachedStage(nn.Module):
@@ -64,9 +69,10 @@ def generate_through_pipeline(
         for stage in cached.values():
             stage.cache.length = past
         pipeline.p2p = executor.p2p.with_specs([TensorSpec((*new_BS.shape, model.model.hidden_size), model.dtype)])
-        outputs = pipeline.step(schedule, {0: (new_BS,)}, return_outputs=True).outputs
+        inputs = dict.fromkeys(range(schedule.num_micro_batches), (new_BS,))
+        outputs = pipeline.step(schedule, inputs, return_outputs=True).outputs
         next_B = new_BS.new_empty(len(new_BS))
-        if outputs:
+        if 0 in outputs:
             last: Any = executor.modules[schedule.num_stages - 1]
             next_B = sampling.draw(last.logits(outputs[0][0][:, -1]), random)
         if group is not None:

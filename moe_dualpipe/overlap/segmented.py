@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ..kernels.backend import forbid_double_backward
 from ..kernels.weight_grads import WeightGrads, bind
 from .engine import Engine, Lane, engine_for
 from .labels import BACKWARD, FORWARD, LOSS
@@ -81,8 +81,8 @@ class _ChunkNode(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        forbid_double_backward(type(ctx.module).__name__, "its segments record no graph of their backward")
         inputs = ctx.tape.inputs
         if ctx.intercepted is not None:
             ctx.intercepted.append(grads)

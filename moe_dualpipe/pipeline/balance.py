@@ -40,6 +40,12 @@ class Balance:
         self._since_save_LE += load_LE
         return load_LE
 
+    def forget(self) -> None:
+        """Forget the tokens and losses that the layers have counted since the last step."""
+        for moe in self.layers.values():
+            moe.take_load()
+            moe.take_losses()
+
     def take_loads(self) -> tuple[list[int], Tensor]:
         """The layers with experts, and their loads of all steps since the last call, [L, E]."""
         load_LE, self._since_save_LE = self._since_save_LE, torch.zeros_like(self._since_save_LE)

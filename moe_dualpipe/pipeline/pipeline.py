@@ -110,10 +110,14 @@ class Pipeline:
 
     def _build_stages(self, experts: ExpertParallel) -> dict[int, TransformerStage]:
         """The stages of this rank. Raises ValueError for layers that cannot be built."""
-        specs, stages = split(self.model, self.schedule.num_stages), {}
-        for index in self.schedule.placement.stages[self.layout.pp_rank]:
-            stage = TransformerStage(self.model, specs[index], experts, self.options)
-            stages[index] = stage.to(self.device, self.dtype)
+        specs, stages, default = split(self.model, self.schedule.num_stages), {}, torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)  # in another default dtype of the program, other weights would be drawn
+        try:
+            for index in self.schedule.placement.stages[self.layout.pp_rank]:
+                stage = TransformerStage(self.model, specs[index], experts, self.options)
+                stages[index] = stage.to(self.device, self.dtype)
+        finally:
+            torch.set_default_dtype(default)
         return stages
 
     @property
@@ -156,7 +160,7 @@ class Pipeline:
         Returns a loss for each micro-batch whose last stage is on this rank, in nats per token. A micro-batch with
         more labels than the average counts as much more, so the mean of all losses (`mean_loss`) is the mean over all
         labeled tokens. Their gradients, summed over micro-batches, are added to those of the parameters. Raises
-        ValueError for inputs or labels of another shape.
+        ValueError for inputs or labels of another shape, and for a batch without any label.
         """
         if not self._kernels_loaded:
             self.load_kernels()
@@ -188,8 +192,11 @@ class Pipeline:
         return losses
 
     def _weights(self, labels_BS: Tensor, num_labels: float | None) -> list[float]:
-        """For each micro-batch, its number of labels divided by the mean over the micro-batches of all ranks."""
-        if num_labels == labels_BS.numel() * self.layout.dp:
+        """For each micro-batch, its number of labels divided by the mean over the micro-batches of all ranks.
+
+        Raises ValueError, on all ranks, if there are no labels at all, or if MTP would have to embed labels of -100.
+        """
+        if num_labels == (positions := labels_BS.numel() * self.layout.dp):
             return [1.0] * self.schedule.num_micro_batches
         counts = [int((y >= 0).sum()) for y in labels_BS.split(self.micro_batch[0])]
         if num_labels is None:
@@ -197,7 +204,11 @@ class Pipeline:
             if dist.is_initialized():
                 dist.all_reduce(total)
             num_labels = int(total) / self.layout.pp
-        return [count * self.num_micro_batches / num_labels if num_labels else 0.0 for count in counts]
+        if not num_labels:
+            raise ValueError("this batch has no label: all of them are -100, so there is no loss")
+        if self.model.mtp_layers and num_labels < positions:
+            raise ValueError("mtp_layers embeds the labels, which must be token ids: got -100; use mtp_layers 0")
+        return [count * self.num_micro_batches / num_labels for count in counts]
 
     def _replay(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         """Run a micro-batch as a CUDA graph, which the first one captures. Returns its loss."""
@@ -215,8 +226,7 @@ class Pipeline:
             received = tuple(spec.random(self.device) for spec in self.executor.p2p.specs)
             inputs = {index: received if index else (tokens_BS,) for index in self.stages}
             load_kernels(self.stages, inputs, self.executor.weight_grads, criterion, (tokens_BS,))
-        for layer in self.balance.layers.values():
-            layer.take_losses()
+        self.balance.forget()
         self._kernels_loaded = True
 
     def sum_gradients(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import chdir, closing
 
 from ..messages import printable
 from .console import Console
@@ -39,10 +39,8 @@ def train_loop(
         done = run.first_step
         for step in range(done, config.steps):
             update = trainer.step(step)
-            for callback in callbacks:
-                callback(trainer, update.record)
             if callbacks:
-                trainer.agree_to_stop()
+                _call(callbacks, trainer, update.record)
             console.step(update.record, update.notes)
             done = step + 1
             save_due |= _due(config.checkpoint.save_every, done)
@@ -66,6 +64,16 @@ def train_loop(
         else:
             _finish(trainer, console, saving, before)
         return done < config.steps
+
+
+def _call(callbacks: Sequence[Callback], trainer: Trainer, record: dict[str, float]) -> None:
+    """Call the callbacks. They leave no working directory, and no gradients and loads of a forward of their own."""
+    for callback in callbacks:
+        with chdir("."):
+            callback(trainer, record)
+    trainer.optimizer.drop_gradients()
+    trainer.balance.forget()
+    trainer.agree_to_stop()
 
 
 def _due(every: int | None, done: int) -> bool:

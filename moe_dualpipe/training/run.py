@@ -4,7 +4,9 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from threading import RLock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,6 +32,8 @@ from .preflight import NO_INSTRUMENTS, Given, Instruments, Run, prepare
 from .relaunch import end_after_stop, end_with_other_versions, end_without_layout
 from .sinks import Sink, chosen_sinks
 from .step import Trainer
+
+_IN_USE = RLock()
 
 
 def run(request: Request, launch: Launch, stop: Stop, instruments: Instruments = NO_INSTRUMENTS) -> None:
@@ -57,6 +61,22 @@ def run(request: Request, launch: Launch, stop: Stop, instruments: Instruments =
         end_after_stop(stop, plan.layout.rank)
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Raise RuntimeError in a thread while another one is in this context."""
+    if not _IN_USE.acquire(blocking=False):
+        raise RuntimeError(
+            "train() runs in another thread, and both would use the random numbers and the process group of this "
+            "process: call it there again afterwards, or in another process"
+        )
+    try:
+        yield
+    finally:
+        _IN_USE.release()
+
+
+@_alone()
+@torch.inference_mode(False)  # also inside torch.no_grad()
 def train(
     config: TrainConfig | None = None, callbacks: Sequence[Callback] = (), log: Sequence[Sink] = (),
     verbose: bool = True, *, weights: Mapping[str, Tensor] | None = None, batches: Batches | None = None,
@@ -84,7 +104,7 @@ def train(
     exists, as inside `with join_world():`.
 
     Raises ValueError for invalid options, before the first step, and for batches of another shape. Raises RuntimeError
-    if the loss does not stay finite, or if the last checkpoint cannot be written.
+    if the loss does not stay finite, if the last checkpoint cannot be written, or while another thread trains.
     """
     launch = current_launch()
     given = Given(weights, batches, validation)

@@ -21,10 +21,12 @@ class Saving:
         self.last: SaveResult | None = None
         run, options = trainer.run, trainer.config.checkpoint
         if run.folder:
+            # While a save runs, a callback may be in another working directory; a command has no callbacks.
+            folder = run.folder if run.from_command else run.folder.absolute()
             # Retries end before the run counts as hanging.
             patience = stores.Patience(trainer.config.health.timeout / 2)
             self.saver = Saver(
-                run.folder, trainer.config.model, options.keep or 0, options.save_async, trainer.progress.save.note,
+                folder, trainer.config.model, options.keep or 0, options.save_async, trainer.progress.save.note,
                 patience,
             )  # fmt: skip
 

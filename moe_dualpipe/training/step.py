@@ -18,6 +18,7 @@ from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import generate_through_pipeline
+from ..messages import check_range
 from ..models import StageOptions
 from ..models.layers import seed_of
 from ..overlap.engine import engine_for
@@ -37,6 +38,11 @@ from .extensions.timings import Timings
 from .metrics import utilization
 from .preflight import Run
 from .validation import validation_loss
+
+_CALLS = (
+    "the end of the callbacks", "trainer.sample()", "trainer.validation_loss()", "trainer.check_replicas()",
+    "trainer.count_parameters()",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +140,10 @@ class Trainer:
             state = extension.state(state)
         return state
 
+    @torch.inference_mode(False)  # whatever a callback, or the import of a layer, has left
     def step(self, step: int) -> Update:
         """Do one update and return it with its metrics. `step` is the number of steps before it."""
+        check_range("trainer.lr_factor", self.lr_factor, 0)
         self.progress.begin(step + 1)
         for extension in self.extensions:
             extension.before_step(step)
@@ -164,6 +172,7 @@ class Trainer:
             extension.after_update(update)
         return update
 
+    @torch.inference_mode(False)
     def training_losses(self, step: int, sum_gradients: bool = False) -> list[Tensor]:
         """Run forward and backward of a step, where `step` is the number of steps before it. Returns its losses.
 
@@ -184,6 +193,7 @@ class Trainer:
 
     def validation_loss(self) -> float:
         """The mean loss of the held-out sequences; see validation.py."""
+        self.largest(0, "trainer.validation_loss()")
         return validation_loss(self)
 
     def request_stop(self) -> None:
@@ -196,6 +206,7 @@ class Trainer:
 
     def sample(self, prompt: str | None = None, num_tokens: int | None = None) -> str:
         """The model's continuation of the prompt. None: as in `config.sample`."""
+        self.largest(0, "trainer.sample()")
         config, tokenizer = self.config, self.text.tokenizer
         text = config.sample.prompt if prompt is None else prompt
         tokens_S = torch.tensor(tokenizer.encode(text or "\n"))
@@ -206,10 +217,12 @@ class Trainer:
 
     def check_replicas(self) -> None:
         """Raise RuntimeError if replicas of a parameter or buffer differ."""
+        self.largest(0, "trainer.check_replicas()")
         self.replica_checks.check()
 
     def count_parameters(self) -> tuple[float, float, float]:
         """The numbers of dense and of expert parameters of the whole model, and of those that are trained."""
+        self.largest(0, "trainer.count_parameters()")
         counts = torch.zeros(3, dtype=torch.float64)
         for replicas in self.replicas:
             for parameter in replicas.parameters.values():
@@ -220,12 +233,20 @@ class Trainer:
         dense, experts, trained = counts.tolist()
         return dense, experts, trained
 
-    def largest(self, value: float) -> float:
-        """The maximum of the ranks' values."""
-        tensor = torch.tensor(value, dtype=torch.float64)
+    def largest(self, value: float, call: str = "the end of the callbacks") -> float:
+        """The maximum of the ranks' values. Raises RuntimeError, on all ranks, unless all make the same call of _CALLS.
+
+        A method that a callback calls on some ranks only would wait for the others forever.
+        """
+        index = _CALLS.index(call)
+        tensor = torch.tensor([value, index, -index], dtype=torch.float64)
         if dist.is_initialized():  # a finished run of one process has no group
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.item()
+        largest, last, first = tensor.tolist()
+        if last != -first:
+            some, others = _CALLS[int(last)], _CALLS[-int(first)]
+            raise RuntimeError(f"some ranks are at {some}, and others at {others}: call it on all ranks, or on none")
+        return largest
 
     def _wait_for_weights(self, stage: int) -> None:
         with self.progress.waiting_for(f"new weights of stage {stage}"):

@@ -17,7 +17,7 @@ from moe_dualpipe.kernels.gpu.tiles import Tiling
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.permute import permute, unpermute
-from moe_dualpipe.kernels.routing import expert_order, route
+from moe_dualpipe.kernels.routing import expert_order
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 from tests.support.interpreter import record_writes
 from tests.support.kernels import DEVICE, DTYPES, RUNS, all_kernels, assert_as_good_as, offsets_of, record_programs
@@ -519,23 +519,6 @@ def test_num_sms_does_not_change_the_experts():
         results.append([y, *(leaf.grad for leaf in leaves)])
     for expected, ours in zip(*results, strict=True):
         assert torch.equal(ours, expected)
-
-
-def test_double_backward_raises():
-    """Kernels record no graph, so second derivatives would be wrong without an error."""
-    x, gate_up, down, weights, order, _ = moe(6, 2, 3, 8, 8, torch.float32)
-    rows = x[order.gather_idx_M]
-    for function, leaf in (
-        (lambda t: experts(t, gate_up, down, order, weights, kernels="triton"), x),
-        (lambda t: permute(t, order, "triton"), x),
-        (lambda t: unpermute(t, order, None, "triton"), rows),
-        (lambda t: unpermute(t, order, weights, "triton"), rows),
-        (lambda t: grouped_linear(t, down, order.expert_offsets, kernels="triton"), rows),
-        (lambda t: route(t, 2, kernels="triton")[0], x),
-    ):
-        given = leaf.clone().requires_grad_()
-        with pytest.raises(RuntimeError, match=r"cannot be differentiated twice .*use kernels=\"reference\""):
-            torch.autograd.grad(function(given).sum(), given, create_graph=True)
 
 
 @pytest.mark.long

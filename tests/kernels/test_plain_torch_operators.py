@@ -1,5 +1,6 @@
 """Compares the plain-torch operators with simple loops, and tests deferred weight gradients."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from moe_dualpipe.kernels.grouped_gemm import grouped_linear
+from moe_dualpipe.kernels.experts import experts
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.permute import gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
@@ -211,9 +213,28 @@ def test_grouped_linear_rejects_wrong_shapes(x, w, offsets, problem):
         grouped_linear(torch.zeros(x), torch.zeros(w), torch.zeros(offsets, dtype=torch.int32))
 
 
-def test_grouped_linear_rejects_offsets_that_do_not_start_at_0():
-    with pytest.raises(ValueError, match="the first offset must be 0: got 2"):
-        grouped_linear(torch.zeros(6, 8), torch.zeros(2, 4, 8), torch.tensor([2, 4, 6], dtype=torch.int32))
+X, W, OUT = torch.randn(6, 8), torch.randn(3, 8, 8), torch.randn(6, 8)
+ONE_EACH = expert_order(torch.tensor([[0], [0], [1], [1], [2], [2]]), 3)
+TAKE_OFFSETS = {
+    "grouped_linear": lambda offsets: grouped_linear(X, W, offsets),
+    "grouped_mm": lambda offsets: grouped_mm(X, W, offsets),
+    "grouped_wgrad": lambda offsets: grouped_wgrad(OUT, X, offsets),
+    "experts": lambda offsets: experts(X, W, W[:, :, :4], dataclasses.replace(ONE_EACH, expert_offsets=offsets)),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_OFFSETS)
+@pytest.mark.parametrize("offsets,problem", [
+    ([0, 4, 2, 6], "offsets must not fall: expert 1 would have the rows from 4 to 2"),
+    ([0, 2, -1, 6], "offsets must not fall: expert 1 would have the rows from 2 to -1"),
+    ([0, 7, 7, 6], "offsets must not fall: expert 2 would have the rows from 7 to 6"),
+    ([2, 2, 4, 6], "the first offset must be 0: got 2"),
+    ([0, 2, 4, 7], "the last offset must be the number of rows: got 7 of 6"),
+], ids=str)  # fmt: skip
+def test_offsets_divide_the_rows(name, offsets, problem):
+    assert torch.is_tensor(TAKE_OFFSETS[name](torch.tensor([0, 2, 2, 6], dtype=torch.int32)))
+    with pytest.raises(ValueError, match=problem):
+        TAKE_OFFSETS[name](torch.tensor(offsets, dtype=torch.int32))
 
 
 def test_grouped_linear_rejects_offsets_of_another_dtype():

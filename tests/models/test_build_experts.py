@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Loopback
-from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
+from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors, older_names
 from moe_dualpipe.models import MoE, build_model
 from moe_dualpipe.models.build_experts import ExpertBuilder
 from tests.support.models import with_choices
@@ -24,12 +24,12 @@ def builder(name, layer=1, seed=3, **choices):
 
 
 def named(layer):
-    """Weights and persistent buffers by global name; shared ones without the range of their experts."""
+    """Weights and persistent buffers by global name."""
     held = expert_ids(layer)
     return {
-        name if held[name].layout == "shared" else global_name: view
+        global_name: view
         for name, tensor in layer.state_dict().items()
-        for global_name, view in global_tensors(name, tensor, held[name])
+        for global_name, view in global_tensors(name, tensor, held.get(name))
     }
 
 
@@ -129,6 +129,12 @@ def test_no_second_copy_of_the_experts_is_built():
     assert [*Counting.alive] == [experts]
 
 
+def test_what_all_experts_share_has_another_name_in_older_checkpoints():
+    layer = builder("tests.support.custom_experts:Stacked").build(range(4, 8))
+    assert older_names([layer]) == {"bias": "bias.4-7", "scale": "scale.4-7"}
+    assert {"bias", "scale"}.isdisjoint(expert_ids(layer))
+
+
 def test_on_the_meta_device_only_shapes_are_built():
     state = torch.random.get_rng_state()
     Counting.built.clear()
@@ -137,7 +143,7 @@ def test_on_the_meta_device_only_shapes_are_built():
         assert layer.up.is_meta
         reset = builder("tests.support.custom_experts:WithReset").build(range(4))
     assert Counting.built == [1, 2, E]
-    assert {held.layout for held in expert_ids(reset).values()} == {"stacked", "shared"}
+    assert {held.layout for held in expert_ids(reset).values()} == {"stacked"}
     assert torch.equal(state, torch.random.get_rng_state())
 
 
@@ -201,6 +207,32 @@ def test_ids_and_reset_expert_mend_them():
     whole, half = of_class.build(range(8)), of_class.build(range(4, 8))
     assert torch.equal(whole.up[:, 4:], half.up)
     assert expert_ids(half)["up"].layout == "shared"
+
+
+class Tied(nn.ModuleList):
+    """All experts have one `up`; `down` is used twice, but by one expert."""
+
+    def __init__(self, config, num_local_experts):
+        up = nn.Linear(config.hidden_size, config.hidden_size)
+        downs = [nn.Linear(config.hidden_size, config.hidden_size) for _ in range(num_local_experts)]
+        super().__init__(nn.Sequential(*[up] * self.shares, down, down) for down in downs)
+
+    shares = 1
+
+
+class TiedInside(Tied):
+    shares = 0
+
+
+def test_experts_that_are_one_parameter_stay_on_one_rank():
+    of_class = builder("tests.models.test_build_experts:Tied")
+    assert len([*of_class.build(range(E)).parameters()]) == 2 * (1 + E)
+    with pytest.raises(ValueError, match=(
+        r"^the expert layer '.*:Tied': each.0.0.weight and each.1.0.weight are one parameter, of which each rank would "
+        "train its own copy: use --ep 1, or make it a parameter of the layer, outside of the list of experts$"
+    )):  # fmt: skip
+        of_class.build(range(4))
+    assert len([*builder("tests.models.test_build_experts:TiedInside").build(range(4)).parameters()]) == 2 * 4
 
 
 class Broken(nn.Module):

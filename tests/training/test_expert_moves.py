@@ -168,16 +168,19 @@ def refused(rank, config):
     return str(error.value)
 
 
-class SharedScale(nn.Module):
-    """All experts of a rank share `scale`."""
+class PackedScale(nn.Module):
+    """`scale` holds all experts of a rank, in its second dimension."""
 
     def __init__(self, config, num_local_experts):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(num_local_experts, config.hidden_size))
-        self.scale = nn.Parameter(torch.ones(config.hidden_size))
+        self.scale = nn.Parameter(torch.ones(config.hidden_size, num_local_experts))
+
+    def reset_expert(self, e):
+        pass
 
     def forward(self, x_MD, expert_offsets):
-        return x_MD * self.scale
+        return x_MD * self.scale[:, 0]
 
 
 class Numbered(nn.Module):
@@ -193,7 +196,7 @@ class Numbered(nn.Module):
 
 def test_experts_that_cannot_move_are_refused(tmp_path):
     name = f"{__name__}:"
-    model = dataclasses.replace(EIGHT, experts=f"{name}SharedScale")
+    model = dataclasses.replace(EIGHT, experts=f"{name}PackedScale")
     config = settings(tmp_path, **{**SMALL, **MOVES, "model": model, "pp": 1})
     assert "share layers.1.mlp.experts.scale, so they cannot move to other ranks" in run_ranks(2, refused, config)[0]
     config = dataclasses.replace(config, model=dataclasses.replace(EIGHT, experts=f"{name}Numbered"))

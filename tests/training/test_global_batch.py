@@ -1,5 +1,6 @@
 """A step is global: the same sequences, and the mean over the same labeled tokens, in every layout."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -10,15 +11,18 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
+from moe_dualpipe import Pipeline, join_world, train
 from moe_dualpipe.data import Source, TextData
+from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import StageOptions, build_model
 from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.schedule import build
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import Request
 from moe_dualpipe.training.preflight import Given, prepare
 from moe_dualpipe.training.step import Trainer
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, change, losses, records, settings
+from tests.support.runs import MODEL, SHALLOW, change, losses, records, settings
 
 BASE = {"model": MODEL, "steps": 3, "seq_len": 16, "batch_size": 16, "eval_sequences": 16}
 LAYOUTS = {
@@ -178,13 +182,80 @@ def test_ignored_labels_change_no_loss_in_any_layout(tmp_path):
     assert [*found["loss"]] == [1, 2, 3] and [*found["validation_loss"]] == [0, 3]
 
 
+MTP = dataclasses.replace(SHALLOW, mtp_layers=1)
+SMALL = dataclasses.replace(SHALLOW, sequence_loss=0.05, z_loss=0.05)
+# Schedule, pipeline ranks, expert-parallel ranks, sequences of a micro-batch, fused loss; by the number of ranks.
+CASES = {
+    1: [("1f1b", 1, 1, 1, False), ("gpipe", 1, 1, 4, True), ("zbv", 1, 1, 2, False), ("dualpipev", 1, 1, 2, True)],
+    2: [("dualpipe", 2, 1, 1, False), ("1f1b", 2, 1, 4, True), ("interleaved_1f1b", 1, 2, 1, False),
+        ("dualpipev", 1, 1, 2, True)],
+    4: [("dualpipe", 2, 2, 2, False), ("1f1b", 4, 1, 1, True)],
+}  # fmt: skip
+
+
+def labeled(seed):
+    """8 sequences; random ones of their labels are ignored, and all labels of at least one half or one sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, labels = (torch.randint(256, (8, 6), generator=generator) for _ in range(2))
+    labels[torch.rand(labels.shape, generator=generator) < torch.rand((), generator=generator)] = -100
+    without = slice(4 * (seed % 2), 4 * (seed % 2) + 4) if seed % 3 else seed % 8
+    labels[without] = -100
+    labels[(seed + 5) % 8 if seed % 3 else (seed + 1) % 8, 0] = 1
+    return inputs, labels
+
+
+def one_mean(seed, model):
+    """The loss and the gradients of the mean over all labels at once, in plain autograd."""
+    inputs, labels = labeled(seed)
+    plain = build_model(model)
+    loss = torch.nn.functional.cross_entropy(plain(inputs).flatten(0, 1), labels.flatten())
+    loss.backward()
+    ids = expert_ids(plain)
+    return loss.item(), {
+        global_name: view
+        for name, parameter in plain.named_parameters()
+        for global_name, view in global_tensors(name, parameter.grad, ids.get(name))
+    }
+
+
+def mean_of_micro_batches(_rank, cases, seeds):
+    for seed, (name, pp, ep, size, fused) in itertools.product(seeds, cases):
+        own, dp = 8 * pp // dist.get_world_size(), dist.get_world_size() // pp
+        schedule = build(name, pp, own // size, num_chunks=2 if "interleaved" in name else None)
+        pipeline = Pipeline(SMALL, schedule, (size, 6), ep=ep, options=StageOptions(fused_loss=fused))
+        part = slice(own * pipeline.layout.dp_rank, own * (pipeline.layout.dp_rank + 1))
+        loss = pipeline.mean_loss(pipeline.step(*(t[part] for t in labeled(seed))))
+        pipeline.sum_gradients()
+        expected, gradients = one_mean(seed, SMALL)
+        assert loss == pytest.approx(expected, rel=1e-6), (seed, name, dp)
+        for replicas in pipeline.replicas:
+            for parameter, tensor in replicas.parameters.items():
+                grads = global_tensors(parameter, tensor.grad, replicas.experts.get(parameter))
+                for global_name, grad in grads:
+                    wanted = gradients[global_name]
+                    difference = (grad / pipeline.num_micro_batches - wanted).norm()
+                    assert difference <= 1e-5 * wanted.norm() + 1e-9, (seed, name, dp, global_name)
+
+
+@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.quick("1", "2")
+def test_micro_batches_and_layouts_change_neither_loss_nor_gradients(ranks):
+    run_ranks(ranks, mean_of_micro_batches, CASES[ranks], range(3))
+
+
 def nothing_labeled(step):
     inputs, labels = uneven(step)
     return inputs, torch.full_like(labels, -100) if step == 1 else labels
 
 
-def test_a_step_without_any_label_has_a_loss_of_zero(tmp_path):
-    config = settings(tmp_path, **BASE)
-    ((_, _, metrics),) = run_ranks(1, run_and_read, config, {"batches": nothing_labeled})
-    assert losses(metrics)[2] == 0 and losses(metrics, "grad_norm")[2] == 0
-    assert losses(metrics)[1] > 1 and losses(metrics)[3] > 1
+def test_a_batch_without_any_label_is_an_error_with_its_step(tmp_path):
+    config, unlabeled = change(settings(tmp_path, **BASE), out=None), nothing_labeled(1)
+    with pytest.raises(ValueError, match=r"^batches\(1\) has no label: all of them are -100, so there is no loss$"):
+        train(config, batches=nothing_labeled, verbose=False)
+    with pytest.raises(ValueError, match=r"^validation has no label: all of them are -100"):
+        train(config, batches=uneven, validation=unlabeled, verbose=False)
+    schedule = build("1f1b", 1, 16)
+    with join_world("cpu"):
+        for model, message in ((SHALLOW, "^this batch has no label"), (MTP, "^mtp_layers embeds the labels, .* -100")):
+            with pytest.raises(ValueError, match=message):
+                Pipeline(model, schedule, (1, 16)).step(*(unlabeled if model is SHALLOW else uneven(0)))

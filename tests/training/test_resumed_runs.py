@@ -52,19 +52,23 @@ def test_a_checkpoint_resumes_with_another_number_of_expert_parallel_ranks(tmp_p
     assert losses(together) == pytest.approx(expected, rel=1e-5)
 
 
-def resume_on_one_rank(rank, config):
-    with pytest.raises(ValueError, match=r"has no .*experts\.bias\.0-3, .*custom experts can change --ep only if"):
-        make_trainer(rank, config)
+def train_shared(rank, configs):
+    return [train(rank, config) for config in configs]
 
 
-@pytest.mark.long
-def test_experts_with_shared_parameters_resume_only_with_the_same_number_of_ranks(tmp_path):
+def test_parameters_that_all_experts_share_do_not_depend_on_the_number_of_ranks(tmp_path):
+    """They are replicas: their gradients are summed over all ranks, and their checkpoints resume with any --ep."""
     model = dataclasses.replace(SHALLOW, experts="tests.support.custom_experts:Stacked")
-    run_ranks(2, train, settings(tmp_path / "a", model=model, pp=1, ep=2, steps=4, save_every=2))
-    checkpoint = str(tmp_path / "a" / "checkpoints" / "step-000002")
-    again = run_ranks(2, train, settings(tmp_path / "b", model=model, pp=1, ep=2, steps=4, resume=checkpoint))[0]
-    assert losses(again) == {s: loss for s, loss in losses(records(tmp_path / "a")).items() if s > 2}
-    run_ranks(1, resume_on_one_rank, settings(tmp_path / "c", model=model, resume=checkpoint))
+    together = settings(
+        tmp_path / "1", model=model, pp=1, ep=1, steps=3, seq_len=16, save_every=2, check_replicas_every=1
+    )
+    spread = change(together, out=str(tmp_path / "2"), ep=2)
+    rest = change(together, out=str(tmp_path / "rest"), resume=str(tmp_path / "2" / "checkpoints" / "step-000002"))
+    runs = run_ranks(2, train_shared, [together, spread, rest])[0]
+    for kind, rel in (("loss", 1e-6), ("validation_loss", 1e-6), ("grad_norm", 1e-5)):
+        expected, same, end = (losses(run, kind) for run in runs)
+        assert same == pytest.approx(expected, rel=rel) and len(expected) > 1
+        assert end[3] == pytest.approx(expected[3], rel=rel)
 
 
 def save_twice(rank, config):

@@ -168,19 +168,24 @@ def choices_are_weighted(experts: Experts) -> str:
 
 
 def parts_equal_the_whole(experts: Experts) -> str:
-    """Results, input gradients and weight gradients of two layers with half of the experts, and of one per expert."""
+    """Results, input gradients and weight gradients of two layers with half of the experts, and of one per expert.
+
+    The gradients of what all experts share are summed over the layers.
+    """
     number, compared = experts.config.num_experts, 0
     y, v, x_grad = experts.backward(experts.draw(1))
     expected = {label: grad for label, _, grad in experts.weights()}
     shared_names = {name for name, ids in experts.held.items() if ids.layout == "shared"}
+    common = getattr(experts.module, "common", frozenset())
+    in_common = shared_names | common
     limit = experts.tolerance(y)
     hint = (
         "Results and gradients must not depend on the experts of this rank: expert_offsets[e] and weights[e] belong to "
         "the same local expert e, and weights are stacked as [num_local_experts, ...] (not config.num_experts)"
-    ) + f". All experts share {', '.join(sorted(shared_names))}" * bool(shared_names)
+    ) + f". All experts share {', '.join(sorted(in_common))}" * bool(in_common)
     sizes = sorted({2, number} if number % 2 == 0 else {number})
     for ep in sizes:
-        start = 0
+        start, sums = 0, dict[str, Tensor]()
         for rank, part in enumerate(experts.ranks(ep)):
             rows = slice(start, start := start + sum(part.counts))
             leaf = experts.draw(1)[rows].requires_grad_()
@@ -192,8 +197,17 @@ def parts_equal_the_whole(experts: Experts) -> str:
             pairs += [
                 (f"the gradient of {label}", grad, expected[label])
                 for label, _, grad in part.weights()
-                if label not in shared_names
+                if label not in in_common
             ]
+            for label, _, grad in part.weights():
+                if label in common and grad is not None:
+                    sums[label] = sums.get(label, 0) + grad
+            if rank == ep - 1:
+                pairs += [
+                    (f"the sum over ranks of the gradient of {n}", sums.get(n), expected[n])
+                    for n in common
+                    if n in expected
+                ]
             where = f" on rank {rank} of {ep}, with experts {part.local[0]}-{part.local[-1]}"
             for label, got, wanted in pairs:
                 shared.check_equal(label, got, wanted, limit, where, hint)
@@ -219,8 +233,8 @@ def is_saved_for_any_ep(experts: Experts) -> str:
                 raise Broken(f"{name} has the shape {shape} with ep=1, and {found[name]} with ep={size}")
     if whole_only:
         raise Unchecked(
-            f"all experts of a rank share {', '.join(whole_only)}: each rank trains its own copy, and a checkpoint "
-            "loads only with the same --ep. If each expert has its own weights, stack them along the first dimension"
+            f"the shape of {', '.join(whole_only)} depends on the number of experts: a checkpoint loads only with the "
+            "same --ep. If each expert has its own weights, stack them along the first dimension"
         )
     return f"{saved}; ep={', '.join(map(str, [1, *sizes]))}"
 

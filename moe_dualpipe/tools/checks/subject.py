@@ -65,10 +65,20 @@ class Subject(ABC):
     def random(self, seed: int, *shape: int) -> Tensor:
         return random_like(torch.empty(*shape, self.config.hidden_size, dtype=torch.float64, device=self.device), seed)
 
+    @cached_property
+    def averaged(self) -> frozenset[str]:
+        """The names of the buffers that training may change, because it averages them over replicas."""
+        layers = ((prefix and f"{prefix}.", layer) for prefix, layer in self.module.named_modules())
+        return frozenset(prefix + name for prefix, layer in layers for name in getattr(layer, "averaged_buffers", ()))
+
     def run(self, x: Tensor) -> Outputs:
-        """The outputs without gradients."""
+        """The outputs without gradients. In training mode, buffers that are averaged have their values from before."""
+        averaged = self.averaged if self.module.training else ()
+        before = {name: t.clone() for name, t in self.module.state_dict().items() if name in averaged}
         with torch.no_grad():
-            return self.call(self.module, x)
+            outputs = self.call(self.module, x)
+            self.module.load_state_dict(before, strict=False)
+        return outputs
 
     def weights(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each trained parameter, or the part of each expert: its name in messages, a view of it, and its gradient."""

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.tools.checks import check_experts
 from moe_dualpipe.tools.checks.layers import SMALL
 from moe_dualpipe.tools.checks.report import Report
@@ -77,10 +78,9 @@ def test_correct_layers_pass(layer):
     assert all("tolist() at " in warning for warning in warnings)
 
 
-def test_tensors_that_all_experts_share_are_saved_for_one_number_of_ranks():
+def test_the_gradients_of_what_all_experts_share_are_summed():
     report = check_experts(broken.SharesAScale)
-    assert report.passed and skipped(report) == ["choices of a row", "saved and loaded"], str(report)
-    assert "all experts of a rank share scale: " in str(report)
+    assert report.passed and skipped(report) == ["choices of a row"], str(report)
 
 
 def test_an_odd_number_of_experts_is_divided():
@@ -88,6 +88,37 @@ def test_an_odd_number_of_experts_is_divided():
     report = check_experts(broken.GELUExperts, config=config)
     assert report.passed and skipped(report) == ["choices of a row"], str(report)
     assert failed(check_experts(broken.UsesTheNextExpert, config=config)) == ["any ep equals ep=1"]
+
+
+class Running(special_experts.RunningExperts):
+    """Without dropout, and it moves the mean after its use."""
+
+    def forward(self, x_MD, expert_offsets):
+        training, mean_ED = self.training, self.mean.repeat_interleave(expert_offsets.diff(), 0)
+        y_MD = grouped_linear(x_MD - mean_ED, self.up, expert_offsets)
+        if training or self.always:
+            self.move([piece.detach() for piece in x_MD.split(expert_offsets.diff().tolist())])
+        return y_MD
+
+    always = False
+
+
+class MovesInEval(Running):
+    always = True
+
+
+class Undeclared(Running):
+    averaged_buffers = ()
+
+
+def test_averaged_buffers_may_change_in_training_only():
+    report = check_experts(Running)
+    assert report.passed and skipped(report) == ["choices of a row"], str(report)
+    assert "as it has averaged_buffers, other checks use eval mode" in str(report)
+    assert failed(check_experts(Undeclared)) == ["deterministic"]
+    assert failed(check_experts(MovesInEval)) == ["no state"]
+    with_dropout = check_experts(special_experts.RunningExperts)
+    assert with_dropout.passed and skipped(with_dropout)[0] == "deterministic"
 
 
 def test_dropout_is_off_from_the_law_that_finds_it():

@@ -1,0 +1,101 @@
+"""A second derivative is right, or an error: of every autograd function of this package. It is never silently zero."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import moe_dualpipe
+from moe_dualpipe.expert_parallel import Local, combine, dispatch
+from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
+from moe_dualpipe.kernels.experts import experts
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear
+from moe_dualpipe.kernels.linear import linear
+from moe_dualpipe.kernels.permute import permute, unpermute
+from moe_dualpipe.kernels.routing import expert_order, route
+from moe_dualpipe.kernels.weight_grads import WeightGrads
+from moe_dualpipe.models import attach
+from moe_dualpipe.overlap import Compute
+from tests.support.kernels import DEVICE
+from tests.support.segments import module_of
+
+IDS = torch.tensor([[0, 1], [1, -1], [2, 0]], device=DEVICE)
+ORDER = expert_order(IDS, 3, 5, "reference")
+LABELS = torch.tensor([1, -100, 0], device=DEVICE)
+EP = Local(3, "reference")
+EXCHANGE = EP.prepare(IDS)
+
+
+def segment(_module, x):
+    return (yield Compute("mlp", torch.exp, x))
+
+
+# The function, and the shapes of its inputs; by the autograd function that it calls, and whether it runs in Triton.
+FUNCTIONS = {
+    "_LinearFunction": (lambda x, w: linear(x, w, WeightGrads()), [(5, 8), (4, 8)]),
+    "_GroupedLinearFunction": (
+        lambda x, w: grouped_linear(x, w, ORDER.expert_offsets, kernels="reference"), [(5, 8), (3, 4, 8)],
+    ),
+    "_PermuteFunction": (lambda x: permute(x, ORDER, "reference"), [(3, 4)]),
+    "_UnpermuteFunction": (lambda x, w: unpermute(x, ORDER, w, "reference"), [(5, 4), (3, 2)]),
+    "_LinearCrossEntropyFunction": (lambda x, w: linear_cross_entropy(x, w, LABELS), [(3, 8), (4, 8)]),
+    "_Attach": (lambda x, w: attach(x.exp(), w.square().sum()), [(), (3,)]),
+    "_ChunkNode": (lambda x: module_of(segment)(x), [(3, 4)]),
+    "_DispatchFunction": (lambda x, w: sum(t.sum() for t in dispatch(x, w, EXCHANGE, EP)), [(3, 4), (3, 2)]),
+    "_CombineFunction": (lambda x: combine(x, EXCHANGE, EP), [(3, 4)]),
+    "_GroupedLinearFunction triton": (
+        lambda x, w: grouped_linear(x, w, ORDER.expert_offsets, kernels="triton"), [(5, 8), (3, 4, 8)],
+    ),
+    "_PermuteFunction triton": (lambda x: permute(x, ORDER, "triton"), [(3, 4)]),
+    "_UnpermuteFunction triton": (lambda x, w: unpermute(x, ORDER, w, "triton"), [(5, 4), (3, 2)]),
+    "_ExpertsFunction triton": (
+        lambda x, up, down, w: experts(x, up, down, ORDER, w, kernels="triton"), [(3, 8), (3, 8, 8), (3, 8, 4), (3, 2)],
+    ),
+    "_RouteFunction triton": (lambda x: route(x, 2, kernels="triton")[0], [(3, 4)]),
+}  # fmt: skip
+INSIDE_A_CHUNK = {"_Detach"}  # runs only in the backward of `_ChunkNode`
+
+
+def autograd_functions():
+    rooms = ("kernels", "models", "overlap", "expert_parallel", "runtime", "pipeline")
+    for room in rooms:
+        package = importlib.import_module(f"moe_dualpipe.{room}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if ".gluon" not in module.name:  # not installed with every triton
+                importlib.import_module(module.name)
+    found, classes = set(), [torch.autograd.Function]
+    while classes:
+        classes += (subclasses := classes.pop().__subclasses__())
+        found |= {c.__name__ for c in subclasses if c.__module__.startswith(f"{moe_dualpipe.__name__}.")}
+    return found
+
+
+def test_every_autograd_function_is_tested():
+    assert autograd_functions() == {name.partition(" ")[0] for name in FUNCTIONS} | INSIDE_A_CHUNK
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_second_derivative_is_right_or_an_error(name):
+    """The output gradient is a constant, as that of `loss.backward()`: torch's `once_differentiable` lets it pass."""
+    function, shapes = FUNCTIONS[name]
+    triton = name.endswith("triton")
+    dtype = torch.float32 if triton else torch.float64
+    inputs = [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes]
+    try:
+        torch.autograd.grad(function(*inputs).sum(), inputs, create_graph=True)
+    except RuntimeError as error:
+        assert "cannot be differentiated twice (create_graph): " in str(error)
+        assert ('use kernels="reference"' in str(error)) == triton
+    else:
+        assert not triton
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_deferred_weight_gradient_has_no_second_derivative(grouped):
+    grads, x, w = WeightGrads(), torch.randn(5, 8), torch.randn(3, 4, 8)
+    w = (w if grouped else w[0]).requires_grad_()
+    y = grouped_linear(x, w, ORDER.expert_offsets.cpu(), grads) if grouped else linear(x, w, grads)
+    with pytest.raises(RuntimeError, match="a deferred weight gradient cannot be differ"), grads.defer_to(0):
+        torch.autograd.grad(y.sum(), w, create_graph=True)

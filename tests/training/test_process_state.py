@@ -1,0 +1,206 @@
+"""What a program or a callback sets in the process changes no number of a run, or is one error."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_dualpipe import train
+from moe_dualpipe.checkpoint import list_checkpoints
+from moe_dualpipe.cli import main
+from moe_dualpipe.kernels.grouped_gemm import grouped_linear
+from tests.support.ranks import run_ranks
+from tests.support.runs import SHALLOW, change, losses, settings
+
+MODEL = dataclasses.replace(SHALLOW, router_bias=True, z_loss=0.01)  # the loads move biases
+NUMBERS = ("loss", "grad_norm", "validation_loss", "expert_load_max_over_mean", "z_loss")
+
+
+class Log:
+    def __init__(self):
+        self.records = []
+        self.log = self.records.append
+
+
+def numbers(config, *callbacks):
+    log = Log()
+    train(config, callbacks, [log], verbose=False)
+    return {kind: losses(log.records, kind) for kind in NUMBERS}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    found = numbers(config_of(None))
+    assert all(0 < norm < math.inf for norm in found["grad_norm"].values()) and len(found["z_loss"]) == 3
+    return found
+
+
+def config_of(out):
+    config = settings("", model=MODEL, schedule="1f1b", steps=3, seq_len=16)
+    return change(config, out=out, save_every=out and 1)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def own_backward(trainer, _record):
+    (stage,) = trainer.stages.values()
+    tokens = torch.randint(256, (2, 8))
+    stage.loss(stage(tokens), tokens).backward()
+
+
+def gradients_off(_trainer, _record):
+    torch.set_grad_enabled(False)
+
+
+def inference(_trainer, _record):
+    torch.inference_mode().__enter__()
+
+
+def fp64(_trainer, _record):
+    torch.set_default_dtype(torch.float64)
+
+
+AROUND = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "fp64": lambda: default_dtype(torch.float64),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_the_modes_of_the_caller(expected, around):
+    with AROUND[around]():
+        assert numbers(config_of(None)) == expected
+
+
+@pytest.mark.parametrize("callback", [own_backward, gradients_off, inference, fp64])
+def test_what_a_callback_leaves(expected, callback):
+    with default_dtype(torch.get_default_dtype()):
+        assert numbers(config_of(None), callback) == expected
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_callback_in_another_working_directory(tmp_path, expected, monkeypatch, back):
+    """Its checkpoints are written in the background, also while the callback is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def move(_trainer, _record):
+        with contextlib.chdir("elsewhere") if back else contextlib.nullcontext():
+            os.chdir(tmp_path / "elsewhere")
+
+    assert numbers(config_of("run"), move) == expected
+    assert os.getcwd() == str(tmp_path) and not [*(tmp_path / "elsewhere").iterdir()]
+    assert len(list_checkpoints(tmp_path / "run" / "checkpoints")) == 3
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("validation_loss") == 2
+
+
+@pytest.mark.parametrize("factor", [math.nan, -1.0, math.inf])
+def test_an_invalid_factor_of_the_learning_rate(factor):
+    steps = []
+
+    def set_factor(trainer, record):
+        steps.append(record["step"])
+        trainer.lr_factor = factor
+
+    with pytest.raises(ValueError, match=rf"^trainer.lr_factor must be at (least 0|most .*): got {factor}$"):
+        numbers(config_of(None), set_factor)
+    assert steps == [1]
+
+
+def call_on_one_rank(rank, config, call):
+    def callback(trainer, _record):
+        if rank == 0:
+            getattr(trainer, call)()
+
+    with pytest.raises(RuntimeError) as error:
+        train(config, [callback], verbose=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("call", ["sample", "validation_loss", "check_replicas", "count_parameters"])
+@pytest.mark.quick("sample", "count_parameters")
+def test_a_method_that_is_called_on_some_ranks_only(call):
+    """Also where the method itself would need no other rank, as a sample of a rank with the whole model."""
+    errors = run_ranks(2, call_on_one_rank, change(config_of(None), pp=1), call)
+    what = (
+        f"some ranks are at trainer.{call}(), and others at the end of the callbacks: call it on all ranks, or on none"
+    )
+    assert errors == [what] * 2
+
+
+class Communicates(nn.Module):
+    """Experts that talk to the other ranks in forward: as many forwards must run on all of them."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_local_experts, config.hidden_size, config.hidden_size) * 0.1)
+
+    def forward(self, x_MD, expert_offsets):
+        ranks = torch.ones(())
+        dist.all_reduce(ranks)
+        assert ranks == dist.get_world_size()
+        return grouped_linear(x_MD, self.up, expert_offsets)
+
+
+def run_and_sample(_rank, config):
+    log = Log()
+    trainer = train(config, log=[log], verbose=False)
+    return losses(log.records), losses(log.records, "validation_loss"), trainer.sample("def ", 5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"pp": 1, "ep": 2}, {"pp": 1}], ids=str)
+@pytest.mark.quick("{}")
+def test_a_layer_that_communicates_in_training_validation_and_samples(changes):
+    """Under DualPipe, the two ranks of a stage run the same layers at the same time, also for a sample."""
+    model = dataclasses.replace(SHALLOW, experts=f"{__name__}:Communicates", num_dense_layers=0)
+    schedule = "1f1b" if "pp" in changes else "dualpipe"
+    config = change(settings("", model=model, steps=2, seq_len=16, schedule=schedule, **changes), out=None)
+    first, second = run_ranks(2, run_and_sample, config, timeout=60)
+    assert first[2] == second[2] and len(first[2]) >= 5 and len(first[0]) == len(first[1]) == 2
+
+
+def test_a_layer_that_communicates_in_commands_of_one_process(tmp_path, capsys):
+    model, layer = dataclasses.replace(SHALLOW, experts=f"{__name__}:Communicates"), f"{__name__}:Communicates"
+    train(settings(tmp_path / "run", model=model, steps=1, seq_len=16), verbose=False)
+    (tmp_path / "text.txt").write_text("some text " * 9)
+    for command in (["generate", "--sample-tokens", "5"], ["eval", "--data", str(tmp_path / "text.txt")]):
+        assert main([command[0], str(tmp_path / "run"), *command[1:], "--experts", layer, "--device", "cpu"]) == 0
+    assert "nats per token" in capsys.readouterr().out and not dist.is_initialized()
+
+
+def test_a_second_run_in_another_thread():
+    errors = []
+
+    def start(*_):
+        try:
+            train(config_of(None), verbose=False)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def callback(*_):
+        if not errors:
+            thread = threading.Thread(target=start)
+            thread.start()
+            thread.join()
+
+    numbers(config_of(None), callback)
+    assert errors == [
+        "train() runs in another thread, and both would use the random numbers and the process group of this process: "
+        "call it there again afterwards, or in another process"
+    ]
