@@ -48,14 +48,15 @@ def train_loop(
             save_due |= _due(config.checkpoint.save_every, done)
             eval_due |= _due(config.metrics.eval_every, done)
             # After a skipped step, the weights are as before and may be the reason: wait for an update.
-            ready = done < config.steps and not (trainer.stopping or trainer.skipped.in_a_row)
-            if eval_due and ready and not any(extension.exclusive for extension in trainer.extensions):
+            alone = any(extension.exclusive for extension in trainer.extensions)
+            ready = done < config.steps and not (trainer.stopping or trainer.skipped.in_a_row or alone)
+            if eval_due and ready:
                 _validate(trainer, console, done)  # before the save: a checkpoint has a finite validation loss
                 eval_due = False
             if save_due and ready:
                 saving.start(done)
                 save_due = False
-            saving.poll()
+            saving.poll(wait=alone)
             if trainer.stopping or trainer.skipped.too_many:
                 break
         trainer.optimizer.wait()
