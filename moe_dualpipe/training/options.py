@@ -20,6 +20,7 @@ from types import NoneType
 from typing import Any, Literal, NoReturn
 
 from ..checkpoint.destinations import run_of
+from ..checkpoint.start_model import start_model
 from ..data import stores
 from ..health.program import program_name
 from ..messages import printable, quoted, unknown_name
@@ -62,6 +63,20 @@ _ONCE = (
     "metrics.profile",
 )
 """Keys of a run that do not hold for its continuation."""
+_CHOSEN = (
+    "parallel.pp", "parallel.schedule", "batch.micro_batch_size", "compute.compile", "compute.dtype",
+)  # fmt: skip
+"""Keys that a run may choose itself."""
+_CHANGES = {
+    "data": (
+        "seed", "batch.data", "batch.seq_len", "batch.batch_size", "metrics.eval_sequences",
+    ),
+    "mathematics": (
+        "steps", "bias_rate", "freeze", "optim.", "model.", "batch.document_mask", "compute.dtype",
+        "parallel.expert_sums",
+    ),
+}  # fmt: skip
+"""What a resumed run does otherwise if a key with this beginning has another value. Rounding is not meant."""
 _REPLACED = {
     "micro_batches": "; use --batch-size, the number of sequences per step over all ranks",
     "place_experts": "; use --set parallel.move_experts_every=STEPS",
@@ -178,12 +193,12 @@ def convert(key: Key, value: Any) -> Any:
 class Request:
     """What was asked for. typed: keys set on the command line to a value that differs from the file.
 
-    changes: these differences as text, for a resumed run.
+    saved: the values in run.toml of the run that is resumed, by key.
     """
 
     config: TrainConfig
     typed: frozenset[str] = field(default_factory=frozenset)
-    changes: tuple[str, ...] = ()
+    saved: Mapping[str, Any] | None = None
     from_file: bool = False
     """Whether other options come from a TOML file or from the run that is resumed."""
 
@@ -194,14 +209,16 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
     Raises OptionError and, for a file or folder that cannot be read, ValueError.
     """
     typed, file = _parse_flags(arguments, quiet)
-    base: dict[str, Any] = {}
-    resume = typed.get("checkpoint.resume")
-    if file is not None:
-        if resume:
-            raise OptionError(f"{printable(file)} and --resume both say what to run: use one of them")
-        base = read_toml(Path(file))
-    if resume and (saved := _run_file(resume, typed.get("checkpoint.staging"))):
-        base |= {key: value for key, value in read_toml(saved).items() if key not in _ONCE}
+    resume, staging = typed.get("checkpoint.resume"), typed.get("checkpoint.staging")
+    if file is not None and resume:
+        raise OptionError(f"{printable(file)} and --resume both say what to run: use one of them")
+    saved = saved_values(resume, staging)
+    if resume and saved is None and "batch.data" not in typed and start_model(resume, None, staging):
+        raise OptionError(
+            f"--resume {printable(resume)}: {OPTIONS_FILE} with the options of this run is missing: "
+            "give --data, and every other option that differs from its default"
+        )
+    base = dict(saved or {}) if file is None else read_toml(Path(file))
     if "preset" in typed or "checkpoint.weights" in typed:
         base = {key: value for key, value in base.items() if not key.startswith("model.") and key != "preset"}
     config = build_config(base | typed, defaults)
@@ -209,12 +226,27 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
         return Request(config, frozenset(typed))
     old = build_config(base | {"checkpoint.resume": resume} if resume else base, defaults)
     changed = [key for key in typed if key not in _ONCE and value_of(old, key) != value_of(config, key)]
-    texts = [
-        f"{key} {quoted(value_of(old, key), 60)} -> {quoted(value_of(config, key), 60)}"
-        for key in changed
-        if resume and key != "steps"
-    ]
-    return Request(config, frozenset(changed), tuple(texts), from_file=True)
+    return Request(config, frozenset(changed), saved, from_file=True)
+
+
+def saved_values(resume: str | None, staging: str | None) -> dict[str, Any] | None:
+    """The values that a continuation of the run takes from its run.toml, by key. None without such a file."""
+    if not resume or (file := _run_file(resume, staging)) is None:
+        return None
+    return {key: value for key, value in read_toml(file).items() if key not in _ONCE}
+
+
+def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """How the options of a resumed run differ from its run.toml, one text each, such as "optim.lr 0.1 -> 0.2"."""
+    old, texts = build_config(saved), []
+    for key in all_keys():
+        before, now = value_of(old, key), value_of(config, key)
+        chosen = key in _CHOSEN and before in (None, "auto")
+        if before == now or chosen or key in (*_ONCE, "preset", "checkpoint.out"):
+            continue
+        effect = [f"; this changes the {what}" for what, keys in _CHANGES.items() if key.startswith(keys)]
+        texts.append(f"{key} {quoted(before)} -> {quoted(now)}{''.join(effect)}")
+    return texts
 
 
 def parse_arguments(arguments: Sequence[str], defaults: TrainConfig | None = None) -> TrainConfig:

@@ -36,6 +36,7 @@ from .extensions.skipped_steps import SkippedSteps
 from .extensions.timings import Timings
 from .metrics import utilization
 from .preflight import Run
+from .sources import changed_sources, sources_of
 from .validation import validation_loss
 
 
@@ -58,7 +59,7 @@ class Trainer:
     pipeline: the model, divided over the ranks. optimizer: its state. config: the options. lr_factor: a factor on the
     learning rate, which a callback may change on all ranks; checkpoints do not store it. wait_for_weights: False lets
     `step` return before the other ranks' new weights have arrived: call `optimizer.wait` before you read weights.
-    extensions: what else a step does (extensions/).
+    extensions: what else a step does (extensions/). changes: how a resumed run differs from what it was, as texts.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class Trainer:
         self.lr_factor, self.wait_for_weights, self.sums = 1.0, True, StepSums()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        check_same_text(self.text)
+        self.sources = sources_of(self.config.model, self.text, check_same_text(self.text))
+        self.changes = [*run.changes, *changed_sources(run, self.sources)]
         self.pipeline = self._build_pipeline()
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance

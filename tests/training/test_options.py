@@ -23,6 +23,7 @@ from moe_dualpipe.training.options import (
     FLAGS,
     all_keys,
     build_config,
+    changes,
     convert,
     parse,
     parse_arguments,
@@ -317,7 +318,9 @@ def test_a_request_knows_what_was_typed_and_how_it_differs_from_the_resumed_run(
     for resume in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-000002"):
         request = parse(["--resume", str(resume), "--lr", "0.25", "--steps", "9", "--batch-size", "16"])
         assert request.typed == {"optim.lr", "steps"}
-        assert request.changes == ("optim.lr 0.5 -> 0.25",) and request.from_file
+        assert request.from_file and changes(request.saved or {}, request.config) == [
+            "steps 6 -> 9; this changes the mathematics", "optim.lr 0.5 -> 0.25; this changes the mathematics",
+        ]  # fmt: skip
         assert (request.config.parallel.pp, request.config.steps, request.config.metrics.profile) == (2, 9, 0)
     assert not parse(["--lr", "0.25"]).from_file
 
@@ -346,7 +349,8 @@ def test_the_run_toml_of_a_run_repeats_it_and_resume_continues_it_bit_for_bit(tm
     found = without_clocks(records(tmp_path / "c"))
     assert [one for one in found if "loss" in one] == [one for one in expected if "loss" in one]
     assert found[-1] == expected[-1] and "validation_loss" in found[-1]
-    assert "changed: optim.lr 0.01 -> 0.02\n" in started("--resume", tmp_path / "c", "--steps", 5, "--lr", 0.02)
+    printed = started("--resume", tmp_path / "c", "--steps", 5, "--lr", 0.02)
+    assert "changed: optim.lr 0.01 -> 0.02; this changes the mathematics\n" in printed
 
 
 # ---- Invalid values ----
@@ -422,7 +426,7 @@ def test_a_new_run_does_not_use_the_folder_of_an_old_one(tmp_path, monkeypatch, 
         return run_folder(config.checkpoint, config.name)
 
     assert make_run(options(device="cpu")).folder == folder(options()) == Path("runs/tiny")
-    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir()
+    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
     assert folder(options()) == Path("runs/tiny-2")
     assert make_run(options(device="cpu", out="runs/tiny")).folder == Path("runs/tiny")  # it has no checkpoint
     (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000002").mkdir()
