@@ -20,7 +20,6 @@ from types import NoneType
 from typing import Any, Literal, NoReturn
 
 from ..checkpoint.destinations import run_of
-from ..checkpoint.start_model import start_model
 from ..data import stores
 from ..health.program import program_name
 from ..messages import printable, quoted, unknown_name
@@ -213,11 +212,6 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
     if file is not None and resume:
         raise OptionError(f"{printable(file)} and --resume both say what to run: use one of them")
     saved = saved_values(resume, staging)
-    if resume and saved is None and "batch.data" not in typed and start_model(resume, None, staging):
-        raise OptionError(
-            f"--resume {printable(resume)}: {OPTIONS_FILE} with the options of this run is missing: "
-            "give --data, and every other option that differs from its default"
-        )
     base = dict(saved or {}) if file is None else read_toml(Path(file))
     if "preset" in typed or "checkpoint.weights" in typed:
         base = {key: value for key, value in base.items() if not key.startswith("model.") and key != "preset"}

@@ -166,6 +166,11 @@ def prepare(
         stores.open_folder(weights)
     first_step, differences = 0, []
     if resume:
+        if request.saved is None and "checkpoint.resume" in request.typed and "batch.data" not in request.typed:
+            raise ValueError(
+                f"--resume {printable(options.resume)}: {OPTIONS_FILE} with the options of this run is missing: "
+                "give --data, and every other option that differs from its default"
+            )
         first_step = check_model(resume, config.model)
         _check_saved(resume, config.optim, config.model)
     elif weights:
