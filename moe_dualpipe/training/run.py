@@ -115,9 +115,10 @@ def build(
     Raises ValueError, on all ranks, for options that cannot work here. Then nothing was written into the folder.
     """
     trainer = Trainer(plan, progress, stop, plan.instruments.extensions)
-    build_on_all_ranks(lambda: _open_folder(plan, launch))
     folder = plan.folder if plan.layout.rank == 0 else None
-    return trainer, build_on_all_ranks(lambda: chosen_sinks(plan.config, folder, plan.first_step) if folder else [])
+    sinks = build_on_all_ranks(lambda: chosen_sinks(plan.config, folder, plan.first_step) if folder else [])
+    build_on_all_ranks(lambda: _open_folder(plan, launch))
+    return trainer, sinks
 
 
 def _open_folder(plan: Run, launch: Launch) -> None:
