@@ -10,7 +10,6 @@ from .metrics import peak_memory_mb
 from .saving import Saving
 from .sinks import Sink
 from .step import Trainer
-from .validation import validation_losses
 
 Callback = Callable[[Trainer, dict[str, float]], object]
 _ADVICE = "resume from an earlier one with a lower --lr, or check the data"
@@ -91,7 +90,7 @@ def _validate(trainer: Trainer, console: Console, done: int) -> float:
     first = done == trainer.run.first_step
     if not math.isfinite(loss):
         when = f"before step {done + 1}" if first else f"after step {done}"
-        cause = trainer.run.instruments.first_nonfinite(trainer, validation_losses(trainer), False)
+        cause = trainer.run.instruments.first_nonfinite(trainer, trainer.validation_losses(), False)
         consequence = "" if first else f"; this step is not saved: {_ADVICE}"
         console.fail(f"the validation loss {when} is {loss}: {cause}{consequence}")
     console.write_steps()

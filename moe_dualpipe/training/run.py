@@ -11,6 +11,7 @@ from torch import Tensor
 from ..data import Batches
 from ..health.deadline import Deadline
 from ..health.heartbeat import Progress
+from ..health.report import exit_on_invalid_option
 from ..health.signals import Stop
 from ..health.watch import PATIENCE, joining, watch_ranks
 from ..messages import printable
@@ -23,7 +24,6 @@ from ..runtime.world import current_launch, joined
 from . import restart
 from .config import TrainConfig
 from .console import RunFailed
-from .invalid import exit_on_invalid_option
 from .layout_choice import NoLayoutError
 from .loop import Callback, train_loop
 from .options import OPTIONS_FILE, Request, read_toml, saved_values, to_toml

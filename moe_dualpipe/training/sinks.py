@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..health.report import warn
 from ..integrations.trackers import TensorBoard, WandbRun
 from ..messages import describe
-from .appended_file import warn
 from .config import TrainConfig
 
 
