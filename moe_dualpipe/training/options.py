@@ -76,11 +76,6 @@ _CHANGES = {
     ),
 }  # fmt: skip
 """What a resumed run does otherwise if a key with this beginning has another value. Rounding is not meant."""
-_REPLACED = {
-    "micro_batches": "; use --batch-size, the number of sequences per step over all ranks",
-    "place_experts": "; use --set parallel.move_experts_every=STEPS",
-    "elastic": ": a restarted run adapts its layout to the number of processes",
-}
 
 
 class OptionError(ValueError):
@@ -343,7 +338,7 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
             print(help_text(every_key=given.help_all))
         raise SystemExit(0)
     if unknown:
-        raise OptionError(_unknown(unknown[0]))
+        raise OptionError(_unknown("option", unknown[0].partition("=")[0], _typed_options()))
     if given.file is not None and not given.file.endswith(".toml"):
         raise OptionError(f"unexpected {quoted(given.file, 60)}: a file of options ends with .toml")
     values = {
@@ -364,34 +359,24 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
 def find_key(name: str) -> Key:
     """Raises OptionError, with the nearest name, for a key that does not exist."""
     if name not in all_keys():
-        raise OptionError(_unknown_name("key", name, [*all_keys()]))
+        raise OptionError(_unknown("key", name, {key: key for key in all_keys()}))
     return all_keys()[name]
 
 
-def _unknown_name(kind: str, name: str, names: Sequence[str]) -> str:
-    """Suggests the same name in another section, or a similar one."""
-    same = [one for one in names if one.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = same or get_close_matches(name[:100], names, n=1)
-    return f"unknown {kind} {quoted(name, 60)}; {f'did you mean {near[0]}? ' if near else ''}--help-all lists all"
+def _unknown(kind: str, word: str, typed: Mapping[str, str]) -> str:
+    """Suggests a name in another section or spelling, or a similar one. typed: what to type, by name."""
+    name = word.partition("=")[0].lstrip("-").replace("-", "_")[:100]
+    last = name.rpartition(".")[2].removeprefix("no_")
+    same = [name] * (name in typed) or [one for one in typed if one.rpartition(".")[2] == last]
+    near = [typed[one] for one in same or get_close_matches(name, typed, n=1)]
+    return f"unknown {kind} {quoted(word, 60)}; {f'did you mean {near[0]}? ' if near else ''}--help-all lists all"
 
 
-def _unknown(word: str) -> str:
-    """What to type instead of an unknown word: for a flag of earlier versions, its `--set`."""
-    flag = word.partition("=")[0]
-    parts = flag.lstrip("-").replace("-", "_").split(".")
-    name = parts[-1].removeprefix("no_")
-    if flag.startswith("--") and name in _REPLACED:
-        return f"{flag} was removed{_REPLACED[name]}"
-    if len(parts) == 3 and parts[1].endswith("_options"):
-        return f"{flag} was removed; use --set {'.'.join(parts)}=VALUE"
-    named = [key for key in all_keys() if key.rpartition(".")[2] == name and key.startswith(".".join(parts[:-1]))]
-    if not flag.startswith("--") or not named:
-        return _unknown_name("option", flag, [f"--{flag}" for flag in FLAGS])
-    key = all_keys()[named[0]]
-    if key.name in _FLAG_OF:
-        return f"{flag} was removed; use --{_FLAG_OF[key.name]}"
-    value = "VALUE" if key.kind is not bool else str(not parts[-1].startswith("no_")).lower()
-    return f"{flag} was removed; use --set {key.name}={value}"
+def _typed_options() -> dict[str, str]:
+    """What to type on a command line, by the name of a flag and by key."""
+    flags = {flag.replace("-", "_"): f"--{flag}" for flag in FLAGS}
+    others = {key: f"--set {key}{'.NAME' * key.endswith('_options')}=VALUE" for key in all_keys()}
+    return flags | {key: option_name(key) if key in _FLAG_OF else other for key, other in others.items()}
 
 
 _USAGE = """\
