@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..health.report import exit_on_invalid_option
 from ..health.signals import Stop
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(arguments: Sequence[str], stop: Stop) -> None:
     from .. import __version__
     from ..runtime.launch import Launch
-    from ..training.invalid import exit_on_invalid_option
     from ..training.options import parse
     from ..training.run import run
 

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class WandbRun:
     def __init__(self, project: str, options: Mapping[str, Any], folder: Path):
         id_file = folder / ID_FILE
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             import wandb  # type: ignore[import-not-found]
 
             self._run: Any = wandb.init(
@@ -62,7 +64,10 @@ class WandbRun:
             id_file.write_text(f"{self._run.id}\n")
         except Exception as error:
             reason = describe(error).rstrip(".") or type(error).__name__
-            advice = "use `wandb login`, or set WANDB_MODE=offline and upload later with `wandb sync`"
+            login = "" if "wandb login" in reason else "use `wandb login`, "
+            advice = f"{login}or set WANDB_MODE=offline and upload later with `wandb sync`"
+            with suppress(OSError):  # W&B may have written why
+                folder.rmdir()
             raise ValueError(f"--wandb {project} cannot start: {reason}; {advice}") from None
 
     def log(self, record: dict[str, Any]) -> None:

@@ -55,7 +55,6 @@ class Console:
         active = dense + experts * config.model.experts_per_token / config.model.num_experts
         frozen, why = round(dense + experts) - round(trained), run.choice.changed.partition(": use")[0]
         lines = [
-            *(f"changed: {change}" for change in run.request.changes),
             *([f"using another layout, because {why}"] if why else []),
             f"model {printable(config.name)}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active"
             f"{f', {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen' if frozen else ''}",

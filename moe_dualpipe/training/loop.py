@@ -10,7 +10,6 @@ from .metrics import peak_memory_mb
 from .saving import Saving
 from .sinks import Sink
 from .step import Trainer
-from .validation import validation_losses
 
 Callback = Callable[[Trainer, dict[str, float]], object]
 _ADVICE = "resume from an earlier one with a lower --lr, or check the data"
@@ -46,14 +45,15 @@ def train_loop(
             save_due |= _due(config.checkpoint.save_every, done)
             eval_due |= _due(config.metrics.eval_every, done)
             # After a skipped step, the weights are as before and may be the reason: wait for an update.
-            ready = done < config.steps and not (trainer.stopping or trainer.skipped.in_a_row)
-            if eval_due and ready and not any(extension.exclusive for extension in trainer.extensions):
+            alone = any(extension.exclusive for extension in trainer.extensions)
+            ready = done < config.steps and not (trainer.stopping or trainer.skipped.in_a_row or alone)
+            if eval_due and ready:
                 _validate(trainer, console, done)  # before the save: a checkpoint has a finite validation loss
                 eval_due = False
             if save_due and ready:
                 saving.start(done)
                 save_due = False
-            saving.poll()
+            saving.poll(wait=alone)
             if trainer.stopping or trainer.skipped.too_many:
                 break
         trainer.optimizer.wait()
@@ -81,6 +81,8 @@ def _due(every: int | None, done: int) -> bool:
 
 
 def _introduce(trainer: Trainer, console: Console) -> None:
+    for change in trainer.changes:
+        console.say(f"changed: {change}")
     state_mb = trainer.largest(trainer.optimizer.state_bytes / 2**20)
     console.introduce(*trainer.count_parameters(), state_mb)
     if trainer.layout.ep > 1:
@@ -96,7 +98,7 @@ def _validate(trainer: Trainer, console: Console, done: int) -> float:
     first = done == trainer.run.first_step
     if not math.isfinite(loss):
         when = f"before step {done + 1}" if first else f"after step {done}"
-        cause = trainer.run.instruments.first_nonfinite(trainer, validation_losses(trainer), False)
+        cause = trainer.run.instruments.first_nonfinite(trainer, trainer.validation_losses(), False)
         consequence = "" if first else f"; this step is not saved: {_ADVICE}"
         console.fail(f"the validation loss {when} is {loss}: {cause}{consequence}")
     console.write_steps()

@@ -1,19 +1,22 @@
 """The metrics of a run: a file with one JSON object per line, and the sinks that get the same records."""
 
+import errno
 import math
+import os
 import resource
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..data import strict_json
-from ..messages import quoted
+from ..health.report import warn
+from ..messages import plural, quoted
 from ..models import ModelConfig
 from ..models.costs import train_flops_per_token
-from .appended_file import AppendedFile
 from .sinks import GuardedSink, Sink
 
 FILE = "metrics.jsonl"
@@ -29,27 +32,61 @@ class Metrics:
     """Appends records to `<run>/metrics.jsonl`, and passes them on.
 
     run: None writes no file. sinks: also get the records (sinks.py). first_step: removes the records of later steps,
-    which a resumed run repeats. If the file cannot be written, training continues, and later calls try again
-    (appended_file.py).
+    which a resumed run repeats. Records that cannot be written wait in memory, and later calls try again; a failed
+    write never ends the run. A folder that is removed during the run is created again.
     """
 
     def __init__(self, run: Path | None, first_step: int = 0, sinks: Sequence[Sink] = ()):
-        self._sinks, self._file = [GuardedSink(sink) for sink in sinks], None
-        if run is not None:
-            path = run / FILE
-            self._file = AppendedFile(path, lambda: _remove_later(path, first_step))
+        self._sinks, self._path, self._first_step = (
+            [GuardedSink(sink) for sink in sinks],
+            run and run / FILE,
+            first_step,
+        )
+        self._waiting: list[bytes] = []
+        self._prepared = self._warned = False
+        self._append()
 
     def write(self, **record: Any) -> None:
         """Append a record, with the key `step`."""
-        if self._file is not None:
-            self._file.append((strict_json.write(record) + "\n").encode())  # NaN as null
+        self._append((strict_json.write(record) + "\n").encode())  # NaN as null
         for sink in self._sinks:
             sink.log(record)
 
     def close(self) -> None:
-        for file in (self._file, *self._sinks):
-            if file is not None:
-                file.close()
+        """Try one last time to write the waiting records, and warn if that fails."""
+        self._append()
+        if self._path and (self._waiting or not self._prepared):
+            warn(f"{self._path} lacks the last {plural(len(self._waiting), 'record')}")
+        for sink in self._sinks:
+            sink.close()
+
+    def _append(self, *records: bytes) -> None:
+        """Write the waiting records, then these. After a failure, warn once."""
+        if self._path is None:
+            return
+        self._waiting += records
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._prepared:
+                _remove_later(self._path, self._first_step)
+                self._prepared = True
+            if self._waiting:
+                _append_all(self._path, b"".join(self._waiting))
+            self._waiting = []
+        except OSError as error:
+            if not self._warned:
+                warn(f"{self._path} cannot be written: {error.strerror or error}; the run continues and tries again")
+            self._warned = True
+
+
+def _append_all(path: Path, records: bytes) -> None:
+    """Write all of `records` or nothing. The file is closed: a network disk may report an error only then."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(records) != len(records):
+            with suppress(OSError):
+                file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def merged(records: Sequence[dict[str, float]]) -> dict[str, float]:

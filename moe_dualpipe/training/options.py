@@ -62,11 +62,20 @@ _ONCE = (
     "metrics.profile",
 )
 """Keys of a run that do not hold for its continuation."""
-_REPLACED = {
-    "micro_batches": "; use --batch-size, the number of sequences per step over all ranks",
-    "place_experts": "; use --set parallel.move_experts_every=STEPS",
-    "elastic": ": a restarted run adapts its layout to the number of processes",
-}
+_CHOSEN = (
+    "parallel.pp", "parallel.schedule", "batch.micro_batch_size", "compute.compile", "compute.dtype",
+)  # fmt: skip
+"""Keys that a run may choose itself."""
+_CHANGES = {
+    "data": (
+        "seed", "batch.data", "batch.seq_len", "batch.batch_size", "metrics.eval_sequences",
+    ),
+    "mathematics": (
+        "steps", "bias_rate", "freeze", "optim.", "model.", "batch.document_mask", "compute.dtype",
+        "parallel.expert_sums",
+    ),
+}  # fmt: skip
+"""What a resumed run does otherwise if a key with this beginning has another value. Rounding is not meant."""
 
 
 class OptionError(ValueError):
@@ -178,12 +187,12 @@ def convert(key: Key, value: Any) -> Any:
 class Request:
     """What was asked for. typed: keys set on the command line to a value that differs from the file.
 
-    changes: these differences as text, for a resumed run.
+    saved: the values in run.toml of the run that is resumed, by key.
     """
 
     config: TrainConfig
     typed: frozenset[str] = field(default_factory=frozenset)
-    changes: tuple[str, ...] = ()
+    saved: Mapping[str, Any] | None = None
     from_file: bool = False
     """Whether other options come from a TOML file or from the run that is resumed."""
 
@@ -194,14 +203,11 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
     Raises OptionError and, for a file or folder that cannot be read, ValueError.
     """
     typed, file = _parse_flags(arguments, quiet)
-    base: dict[str, Any] = {}
-    resume = typed.get("checkpoint.resume")
-    if file is not None:
-        if resume:
-            raise OptionError(f"{printable(file)} and --resume both say what to run: use one of them")
-        base = read_toml(Path(file))
-    if resume and (saved := _run_file(resume, typed.get("checkpoint.staging"))):
-        base |= {key: value for key, value in read_toml(saved).items() if key not in _ONCE}
+    resume, staging = typed.get("checkpoint.resume"), typed.get("checkpoint.staging")
+    if file is not None and resume:
+        raise OptionError(f"{printable(file)} and --resume both say what to run: use one of them")
+    saved = saved_values(resume, staging)
+    base = dict(saved or {}) if file is None else read_toml(Path(file))
     if "preset" in typed or "checkpoint.weights" in typed:
         base = {key: value for key, value in base.items() if not key.startswith("model.") and key != "preset"}
     config = build_config(base | typed, defaults)
@@ -209,12 +215,27 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
         return Request(config, frozenset(typed))
     old = build_config(base | {"checkpoint.resume": resume} if resume else base, defaults)
     changed = [key for key in typed if key not in _ONCE and value_of(old, key) != value_of(config, key)]
-    texts = [
-        f"{key} {quoted(value_of(old, key), 60)} -> {quoted(value_of(config, key), 60)}"
-        for key in changed
-        if resume and key != "steps"
-    ]
-    return Request(config, frozenset(changed), tuple(texts), from_file=True)
+    return Request(config, frozenset(changed), saved, from_file=True)
+
+
+def saved_values(resume: str | None, staging: str | None) -> dict[str, Any] | None:
+    """The values that a continuation of the run takes from its run.toml, by key. None without such a file."""
+    if not resume or (file := _run_file(resume, staging)) is None:
+        return None
+    return {key: value for key, value in read_toml(file).items() if key not in _ONCE}
+
+
+def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """How the options of a resumed run differ from its run.toml, one text each, such as "optim.lr 0.1 -> 0.2"."""
+    old, texts = build_config(saved), []
+    for key in all_keys():
+        before, now = value_of(old, key), value_of(config, key)
+        chosen = key in _CHOSEN and before in (None, "auto")
+        if before == now or chosen or key in (*_ONCE, "preset", "checkpoint.out"):
+            continue
+        effect = [f"; this changes the {what}" for what, keys in _CHANGES.items() if key.startswith(keys)]
+        texts.append(f"{key} {quoted(before)} -> {quoted(now)}{''.join(effect)}")
+    return texts
 
 
 def parse_arguments(arguments: Sequence[str], defaults: TrainConfig | None = None) -> TrainConfig:
@@ -317,7 +338,7 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
             print(help_text(every_key=given.help_all))
         raise SystemExit(0)
     if unknown:
-        raise OptionError(_unknown(unknown[0]))
+        raise OptionError(_unknown("option", unknown[0].partition("=")[0], _typed_options()))
     if given.file is not None and not given.file.endswith(".toml"):
         raise OptionError(f"unexpected {quoted(given.file, 60)}: a file of options ends with .toml")
     values = {
@@ -338,34 +359,25 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
 def find_key(name: str) -> Key:
     """Raises OptionError, with the nearest name, for a key that does not exist."""
     if name not in all_keys():
-        raise OptionError(_unknown_name("key", name, [*all_keys()]))
+        raise OptionError(_unknown("key", name, {key: key for key in all_keys()}))
     return all_keys()[name]
 
 
-def _unknown_name(kind: str, name: str, names: Sequence[str]) -> str:
-    """Suggests the same name in another section, or a similar one."""
-    same = [one for one in names if one.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = same or get_close_matches(name[:100], names, n=1)
-    return f"unknown {kind} {quoted(name, 60)}; {f'did you mean {near[0]}? ' if near else ''}--help-all lists all"
+def _unknown(kind: str, word: str, typed: Mapping[str, str]) -> str:
+    """Suggests a name in another section or spelling, or a similar one. typed: what to type, by name."""
+    name = word.partition("=")[0].lstrip("-").replace("-", "_")[:100]
+    last = name.rpartition(".")[2].removeprefix("no_")
+    same = [name] * (name in typed) or [one for one in typed if one.rpartition(".")[2] == last]
+    near = [typed[one] for one in same or get_close_matches(name, typed, n=1)]
+    return f"unknown {kind} {quoted(word, 60)}; {f'did you mean {near[0]}? ' if near else ''}--help-all lists all"
 
 
-def _unknown(word: str) -> str:
-    """What to type instead of an unknown word: for a flag of earlier versions, its `--set`."""
-    flag = word.partition("=")[0]
-    parts = flag.lstrip("-").replace("-", "_").split(".")
-    name = parts[-1].removeprefix("no_")
-    if flag.startswith("--") and name in _REPLACED:
-        return f"{flag} was removed{_REPLACED[name]}"
-    if len(parts) == 3 and parts[1].endswith("_options"):
-        return f"{flag} was removed; use --set {'.'.join(parts)}=VALUE"
-    named = [key for key in all_keys() if key.rpartition(".")[2] == name and key.startswith(".".join(parts[:-1]))]
-    if not flag.startswith("--") or not named or flag[2:].replace("_", "-") in FLAGS:
-        return _unknown_name("option", flag, ["--set", *(f"--{flag}" for flag in FLAGS)])
-    key = all_keys()[named[0]]
-    if key.name in _FLAG_OF:
-        return f"{flag} was removed; use --{_FLAG_OF[key.name]}"
-    value = "VALUE" if key.kind is not bool else str(not parts[-1].startswith("no_")).lower()
-    return f"{flag} was removed; use --set {key.name}={value}"
+def _typed_options() -> dict[str, str]:
+    """What to type on a command line, by the name of a flag and by key."""
+    flags = {flag.replace("-", "_"): f"--{flag}" for flag in FLAGS}
+    others = {key: f"--set {key}{'.NAME' * key.endswith('_options')}=VALUE" for key in all_keys()}
+    flags["set"] = "--set"
+    return flags | {key: option_name(key) if key in _FLAG_OF else other for key, other in others.items()}
 
 
 _USAGE = """\

@@ -39,7 +39,7 @@ from .checks import check_options
 from .config import TrainConfig
 from .extensions import Build
 from .layout_choice import Choice, choose
-from .options import Request
+from .options import OPTIONS_FILE, Request, changes
 
 Problem = Callable[[TrainConfig, Schedule, Layout, torch.dtype, torch.device, int], str]
 Line = Callable[[TrainConfig, Schedule, Layout, torch.dtype, torch.device], str]
@@ -78,7 +78,8 @@ class Run:
     """A checked run. config: the options, with the values that were chosen. folder: None: the run writes nothing."""
 
     config: TrainConfig
-    request: Request
+    changes: Sequence[str]
+    """How the options of a resumed run differ from what they were, one text each."""
     choice: Choice
     layout: Layout
     device: torch.device
@@ -156,13 +157,20 @@ def prepare(
     compiled = setup.choose_compiled(config, device, choice.layout.pp)
     if config.compute.cuda_graphs:
         setup.check_cuda_graphs(config, device, kernels, launch.world_size)
-    config = replace(config, compute=replace(config.compute, compile="on" if compiled else "off"))
+    dtype = setup.choose_dtype(config.compute, device.type)
+    chosen = {"compile": "on" if compiled else "off", "dtype": str(dtype).removeprefix("torch.")}
+    config = replace(config, compute=replace(config.compute, **chosen))
     resume = agreed.resume or (_find(options.resume, options.staging) if options.resume else None)
     weights = stores.local_path(options.weights, options.staging) if options.weights else None
     if weights:
         stores.open_folder(weights)
     first_step, differences = 0, []
     if resume:
+        if request.saved is None and "checkpoint.resume" in request.typed and "batch.data" not in request.typed:
+            raise ValueError(
+                f"--resume {printable(options.resume)}: {OPTIONS_FILE} with the options of this run is missing: "
+                "give --data, and every other option that differs from its default"
+            )
         first_step = check_model(resume, config.model)
         _check_saved(resume, config.optim, config.model)
     elif weights:
@@ -173,17 +181,16 @@ def prepare(
         text = _given_text(config, given, resume or weights, first_step)
         config = _options_of_given(config, text)
     else:
-        text = _load_text(config, resume or weights)
+        text = _load_text(config, resume or weights, request)
     if config.batch.document_mask and text.tokenizer.end_id < 0:
         raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
     if folder:
-        make_folder(folder)
         restart.prepare_staged(folder, launch, resumed=resume is not None)
         if Path(folder, metrics.FILE).exists():
             metrics.read_records(folder)  # raises ValueError
-    dtype = setup.choose_dtype(config.compute, device.type)
+    changed = changes(request.saved, config) if resume and request.saved else []
     return Run(
-        config, request, choice, replace(choice.layout, rank=launch.rank), device, dtype, kernels, compiled, folder,
+        config, changed, choice, replace(choice.layout, rank=launch.rank), device, dtype, kernels, compiled, folder,
         split(config.model, choice.schedule.num_stages), text, resume, None if resume else given.weights, differences,
         first_step, restarted, _companions(resume, weights), from_command, instruments, agreed.store,
         peak_flops=_peak_flops(config, device, dtype, instruments),
@@ -215,14 +222,6 @@ def _choose(
     parallel = replace(config.parallel, pp=choice.layout.pp, ep=choice.layout.ep, schedule=choice.name)
     batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
     return replace(config, parallel=parallel, batch=batch), choice
-
-
-def make_folder(folder: Path) -> None:
-    """Raises ValueError if the folder cannot be created."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot create {printable(folder)}: {error.strerror}") from None
 
 
 def _peak_flops(
@@ -285,7 +284,7 @@ def _options_of_given(config: TrainConfig, text: GivenBatches) -> TrainConfig:
     return config
 
 
-def _load_text(config: TrainConfig, start: Path | None) -> TextData:
+def _load_text(config: TrainConfig, start: Path | None, request: Request) -> TextData:
     batch, vocab_size = config.batch, config.model.vocab_size
     unknown = start is not None and is_published(start) and not (start / TOKENIZER_FILE).is_file()
     tokenizer = start_tokenizer(start, vocab_size) if start else BYTES
@@ -294,7 +293,13 @@ def _load_text(config: TrainConfig, start: Path | None) -> TextData:
     cache = None
     if any(map(stores.is_url, batch.data)):
         cache = stores.block_cache(batch.data_cache, int(batch.data_cache_gb * 1e9), config.checkpoint.staging)
-    text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer, cache)
+    try:
+        text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer, cache)
+    except ValueError as error:
+        if request.saved is None or "batch.data" in request.typed:
+            raise
+        where = f"this --data is that of {OPTIONS_FILE}, and the current folder is {printable(Path.cwd())}"
+        raise ValueError(f"{error}; {where}") from None
     if start and not unknown:
         text.check_tokenizer(start)
     if config.sample.sample_tokens:

@@ -76,6 +76,7 @@ def prepare_staged(folder: Path, launch: Launch, resumed: bool) -> None:
     url = stores.url_of(folder)
     if url is None or launch.local_rank:
         return
+    folder.mkdir(parents=True, exist_ok=True)
     probe = url / f".write-test-{socket.gethostname()}-{os.getpid()}"
     stores.write(probe, b"")
     stores.delete(probe)

@@ -13,8 +13,10 @@ from torch import Tensor
 from ..data import Batches
 from ..health.deadline import Deadline
 from ..health.heartbeat import Progress
+from ..health.report import exit_on_invalid_option
 from ..health.signals import Stop
 from ..health.watch import PATIENCE, joining, watch_ranks
+from ..messages import printable
 from ..runtime.groups import init_world, leave_store, leave_world
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import build_on_all_ranks
@@ -24,10 +26,9 @@ from ..runtime.world import current_launch, joined
 from . import restart
 from .config import TrainConfig
 from .console import RunFailed
-from .invalid import exit_on_invalid_option
 from .layout_choice import NoLayoutError
 from .loop import Callback, train_loop
-from .options import OPTIONS_FILE, Request, read_toml, to_toml
+from .options import OPTIONS_FILE, Request, read_toml, saved_values, to_toml
 from .preflight import NO_INSTRUMENTS, Given, Instruments, Run, prepare
 from .relaunch import end_after_stop, end_with_other_versions, end_without_layout
 from .sinks import Sink, chosen_sinks
@@ -50,10 +51,9 @@ def run(request: Request, launch: Launch, stop: Stop, instruments: Instruments =
                 plan = prepare(request, launch, instruments=instruments)
             except NoLayoutError as error:
                 end_without_layout(error, launch, health.timeout)
-            _open_folder(plan, launch)
         with watched_world(plan, launch) as (plan, progress):
             with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
-                trainer, sinks = build(plan, progress, stop)
+                trainer, sinks = build(plan, launch, progress, stop)
             stopped = train_loop(trainer, sinks)
     except OtherVersionsError as error:
         end_with_other_versions(error, socket.gethostname(), launch)
@@ -108,13 +108,14 @@ def train(
     """
     launch = current_launch()
     given = Given(weights, batches, validation)
-    plan = prepare(Request(config or TrainConfig()), launch, given, instruments, from_command=False)
-    _open_folder(plan, launch)
+    config = config or TrainConfig()
+    request = Request(config, saved=saved_values(config.checkpoint.resume, config.checkpoint.staging))
+    plan = prepare(request, launch, given, instruments, from_command=False)
     invalid: ValueError | None = None
     try:
         with _world(plan, launch) as (plan, progress):
             try:
-                trainer, sinks = build(plan, progress)
+                trainer, sinks = build(plan, launch, progress)
             except ValueError as error:  # raised on all ranks: if it left the context, the processes would end
                 invalid = error
             else:
@@ -126,23 +127,31 @@ def train(
     raise invalid
 
 
-def build(plan: Run, progress: Progress, stop: Stop | None = None) -> tuple[Trainer, list[Sink]]:
+def build(
+    plan: Run, launch: Launch, progress: Progress, stop: Stop | None = None
+) -> tuple[Trainer, list[Sink]]:  # fmt: skip
     """Return the trainer, and the sinks that the options choose. Collective.
 
-    Raises ValueError, on all ranks, for options that cannot work here.
+    Raises ValueError, on all ranks, for options that cannot work here. Then nothing was written into the folder.
     """
     trainer = Trainer(plan, progress, stop, plan.instruments.extensions)
     folder = plan.folder if plan.layout.rank == 0 else None
-    return trainer, build_on_all_ranks(lambda: chosen_sinks(plan.config, folder, plan.first_step) if folder else [])
+    sinks = build_on_all_ranks(lambda: chosen_sinks(plan.config, folder, plan.first_step) if folder else [])
+    build_on_all_ranks(lambda: _open_folder(plan, launch))
+    return trainer, sinks
 
 
 def _open_folder(plan: Run, launch: Launch) -> None:
-    """Mark the folder as one of this launcher, and write run.toml. Raises ValueError if the mark cannot be written.
+    """Make the folder, mark it as one of this launcher, and write run.toml. Raises ValueError without folder or mark.
 
     A run that resumes in its own folder keeps the first `checkpoint.resume` in run.toml.
     """
     if plan.folder is None:
         return
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot create {printable(plan.folder)}: {error.strerror}") from None
     restart.mark_folder(plan.folder, launch.local_rank)
     if launch.local_rank == 0:
         file, config = plan.folder / OPTIONS_FILE, plan.config

@@ -10,6 +10,7 @@ from ..data import stores, tokenizer_files
 from ..health.heartbeat import SAVING
 from ..messages import printable
 from .console import Console, RunFailed
+from .sources import sources_file
 from .step import Trainer
 
 
@@ -45,12 +46,14 @@ class Saving:
         with trainer.progress.during(SAVING):
             self._note(self.saver.wait())
             files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.companions)
+            files |= sources_file(trainer.sources)
             self.saver.start(step, trainer.state(), files | loads_file(*trainer.balance.take_loads()))
 
-    def poll(self) -> None:
-        """Report a save that has ended."""
+    def poll(self, wait: bool = False) -> None:
+        """Report a save that has ended. wait: also one that is running, when it has ended."""
         if self.saver:
-            self._note(self.saver.poll())
+            with self.trainer.progress.during(SAVING):
+                self._note(self.saver.wait() if wait else self.saver.poll())
 
     def keep_all(self) -> None:
         """Remove no earlier checkpoint from now on."""

@@ -1,6 +1,8 @@
 """What the options leave open: device, kernels, dtype, compilation, and the folder of the run."""
 
+import errno
 import itertools
+import os
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from ..checkpoint.destinations import run_of
 from ..data import stores
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fuse import missing_for_compile
+from ..messages import printable
 from ..models.auxiliary_losses import loss_factors
 from ..models.costs import train_flops_per_token
 from ..runtime.launch import Launch, choose_device, count_gpus
@@ -92,7 +95,11 @@ def run_folder(options: CheckpointConfig, name: str) -> Path:
 
 
 def check_new(folder: Path, options: CheckpointConfig) -> None:
-    """Raise ValueError if a new run would use the folder of an old one."""
+    """Raise ValueError if a new run would use the folder of an old one, or something that is not a folder."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        reason = os.strerror(errno.EEXIST if there == folder else errno.ENOTDIR)
+        raise ValueError(f"cannot create {printable(folder)}: {reason}")
     resumed = options.resume and stores.output_folder(run_of(options.resume), options.staging)
     goes_on = resumed and resumed.resolve() == folder.resolve()
     if not goes_on and list_checkpoints(folder / "checkpoints"):

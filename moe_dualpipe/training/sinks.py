@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..health.report import warn
 from ..integrations.trackers import TensorBoard, WandbRun
 from ..messages import describe
-from .appended_file import warn
 from .config import TrainConfig
 
 
@@ -57,5 +57,5 @@ def _describe(error: Exception) -> str:
 def chosen_sinks(config: TrainConfig, folder: Path, first_step: int) -> list[Sink]:
     """The sinks that the options choose. Raises ValueError for one that cannot start."""
     metrics, options = config.metrics, dataclasses.asdict(config)
-    tensorboard = [TensorBoard(folder, first_step)] if metrics.tensorboard else []
-    return [*tensorboard, *([WandbRun(metrics.wandb, options, folder)] if metrics.wandb else [])]
+    wandb = [WandbRun(metrics.wandb, options, folder)] if metrics.wandb else []  # first: it may be refused
+    return [*wandb, *([TensorBoard(folder, first_step)] if metrics.tensorboard else [])]

@@ -3,7 +3,7 @@
 B sequences, S positions, L layers, E experts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from ..data.same_text import check_same_text
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
-from ..inference import generate_through_pipeline
+from ..inference import eval_mode, generate_through_pipeline
 from ..messages import check_range
 from ..models import StageOptions
 from ..models.layers import seed_of
@@ -37,7 +37,7 @@ from .extensions.skipped_steps import SkippedSteps
 from .extensions.timings import Timings
 from .metrics import utilization
 from .preflight import Run
-from .validation import validation_loss
+from .sources import changed_sources, sources_of
 
 _CALLS = (
     "the end of the callbacks", "trainer.sample()", "trainer.validation_loss()", "trainer.check_replicas()",
@@ -64,7 +64,7 @@ class Trainer:
     pipeline: the model, divided over the ranks. optimizer: its state. config: the options. lr_factor: a factor on the
     learning rate, which a callback may change on all ranks; checkpoints do not store it. wait_for_weights: False lets
     `step` return before the other ranks' new weights have arrived: call `optimizer.wait` before you read weights.
-    extensions: what else a step does (extensions/).
+    extensions: what else a step does (extensions/). changes: how a resumed run differs from what it was, as texts.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class Trainer:
         self.lr_factor, self.wait_for_weights, self.sums = 1.0, True, StepSums()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        check_same_text(self.text)
+        self.sources = sources_of(self.config.model, self.text, check_same_text(self.text))
+        self.changes = [*run.changes, *changed_sources(run, self.sources)]
         self.pipeline = self._build_pipeline()
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
@@ -192,9 +193,31 @@ class Trainer:
         return range(self.layout.dp_rank * count, (self.layout.dp_rank + 1) * count)
 
     def validation_loss(self) -> float:
-        """The mean loss of the held-out sequences; see validation.py."""
+        """The mean over all labeled tokens of the held-out sequences, in nats per token, the same on all ranks.
+
+        Raises ValueError for a run with `batches` and without `validation`.
+        """
         self.largest(0, "trainer.validation_loss()")
-        return validation_loss(self)
+        if not self.text.has_held_out:
+            raise ValueError("validation_loss needs held-out sequences: pass them to `train` as `validation`")
+        with self.progress.during("validation"):
+            return self.pipeline.mean_loss([loss for losses in self.validation_losses() for loss in losses])
+
+    @torch.no_grad()
+    def validation_losses(self) -> Iterator[list[Tensor]]:
+        """Run the held-out sequences in batches. Yields the losses of each batch, as from `Pipeline.step`."""
+        step, length = self.config.batch.batch_size, self.config.batch.seq_len
+        batches = -(-self.config.metrics.eval_sequences // step)
+        total, own = batches * step, step // self.layout.dp
+        labels = self.text.num_held_out_labels(total, length) / batches
+        firsts = [batch * step + self.layout.dp_rank * own for batch in range(batches)]
+        for first in firsts:
+            self.read_ahead.held_out(first, own, total)
+        for first in firsts:
+            batch = self.text.held_out_batch(first, own, total, length)
+            with eval_mode(self.stages.values()):
+                losses = self.pipeline.step(*batch, num_labels=labels)
+            yield losses
 
     def request_stop(self) -> None:
         """Stop the run after this step. For callbacks; one rank is enough. Not collective."""

@@ -1,11 +1,13 @@
-"""SIGTERM and SIGINT."""
+"""Signals that ask a run to stop, and a terminal that is closed."""
 
+import fcntl
 import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -13,15 +15,18 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from moe_dualpipe.health.signals import Stop
+from moe_dualpipe.health.signals import ORDERS, STOP_SIGNALS, Stop
 from moe_dualpipe.training.loop import train_loop
 from tests.support import ranks
 from tests.support.killed_runs import Processes, newest
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, change, losses, make_trainer, records, settings, train
+from tests.support.runs import ROOT, SMALL, change, losses, make_trainer, records, settings, train
 
 
-@pytest.mark.parametrize("number,signalled", [(signal.SIGTERM, [1]), (signal.SIGINT, [0, 1])])
+@pytest.mark.parametrize("number,signalled", [
+    (signal.SIGTERM, [1]), (signal.SIGINT, [0, 1]), (signal.SIGUSR1, [0]), (signal.SIGHUP, [1]),
+])  # fmt: skip
+@pytest.mark.quick("15-signalled0", "2-signalled1")
 def test_a_signal_to_any_rank_stops_all_after_the_same_step_and_a_checkpoint(tmp_path, number, signalled):
     steps = 12
     config = settings(tmp_path / "run", steps=steps, seq_len=16, eval_sequences=1)
@@ -34,7 +39,8 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step_and_a_checkpoint(tmp
         assert list(losses(records(config.checkpoint.out))) == list(range(1, done + 1))
         assert f"stopped after step {done}, saved {newest(config.checkpoint.out)}, to resume: " in run.output(0)
         assert f" --resume {config.checkpoint.out} --steps {steps}\n" in run.output(0)
-        assert "stopping after this step and a checkpoint; repeat to stop now" in run.output(signalled[0])
+        repeat = "; repeat to stop now" * (number in ORDERS)
+        assert f"{number.name}: stopping after this step and a checkpoint{repeat}\n" in run.output(signalled[0])
     assert done < steps
     if number == signal.SIGTERM:
         last = run_ranks(2, train, change(config, resume=str(config.checkpoint.out)))[0]
@@ -67,6 +73,62 @@ def test_a_second_signal_ends_a_process_that_is_stuck_in_cpp_and_the_first_one_b
     finally:
         process.kill()
         process.join()
+
+
+def listening(connection):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    stop = Stop()
+    stop.completes = "this step"
+    with stop.on_signals():
+        connection.send(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)
+        while connection.recv():
+            connection.send(stop.requested)
+
+
+def test_announcements_may_be_repeated_and_nohup_keeps_its_meaning():
+    """The kernel sends SIGXCPU every second."""
+    ours, theirs = ranks._context.Pipe()
+    process = ranks._context.Process(target=listening, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        assert ours.recv()
+        announcements = [number for number in STOP_SIGNALS if number not in (*ORDERS, signal.SIGHUP)]
+        assert len(announcements) == 3
+        for number in [*announcements * 3, signal.SIGTERM]:
+            os.kill(process.pid, number)
+            end, seen = time.monotonic() + 30, False
+            while not seen:
+                ours.send(True)
+                seen = ours.recv()
+                assert time.monotonic() < end
+        os.kill(process.pid, signal.SIGINT)
+        process.join(30)
+        assert process.exitcode == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.long
+def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(tmp_path, processes):
+    terminal, inner = os.openpty()
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if processes == 2 else []
+    arguments = ("--device", "cpu", "--steps", 100_000, "--out", tmp_path / "run", *SMALL)
+    with subprocess.Popen(
+        [sys.executable, *launcher, "train.py", *map(str, arguments)], cwd=ROOT, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(inner, termios.TIOCSCTTY, 0), stdin=inner, stdout=inner, stderr=inner,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    ) as process:  # fmt: skip
+        os.close(inner)
+        end, metrics = time.monotonic() + 60, tmp_path / "run" / "metrics.jsonl"
+        while not metrics.exists() or '"loss"' not in metrics.read_text():
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.05)
+        os.close(terminal)
+        assert process.wait(60) == processes - 1  # torchrun ends with code 1 after a signal
+    done = int(newest(tmp_path / "run")[-6:])
+    assert [*losses(records(tmp_path / "run"))] == [*range(1, done + 1)] and done < 100_000
 
 
 def test_the_old_signal_handlers_are_restored(request):

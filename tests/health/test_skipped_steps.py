@@ -109,7 +109,7 @@ def finite(skips, step, loss, norm):
     return update.finite
 
 
-def test_messages_about_skipped_steps(capsys):
+def test_messages_about_skipped_steps(capfd):
     skips, quiet = SkippedSteps(2), SkippedSteps(2, announce=False)
     for each in (skips, quiet):
         assert not finite(each, 3, NAN, 1.5)
@@ -119,7 +119,7 @@ def test_messages_about_skipped_steps(capsys):
         assert not finite(each, 6, 2.0, NAN)
         assert each.too_many
         assert each.total == 3
-    first, second, third = capsys.readouterr().err.splitlines()
+    first, second, third = capfd.readouterr().err.splitlines()
     assert first == "train.py: step 3 is skipped: its loss is nan, its gradient norm 1.5 (1 so far)"
     assert second == "train.py: step 5 is skipped: its loss is 2.0, its gradient norm inf (2 so far)"
     assert third.endswith("(3 so far)")

@@ -12,7 +12,6 @@ import pytest
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.tools.profiler import profiled_steps as profiling
 from moe_dualpipe.training import restart
-from moe_dualpipe.training.appended_file import AppendedFile
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import Metrics, read_records
 from moe_dualpipe.training.sinks import GuardedSink, TensorBoard
@@ -78,16 +77,19 @@ def test_a_resumed_run_removes_repeated_records_as_soon_as_it_can(tmp_path, monk
 
 
 def test_a_removed_folder_is_made_again_and_lost_records_are_counted(tmp_path, capfd):
-    file = AppendedFile(tmp_path / "run" / "records", lambda: None)
-    file.append(b"1\n")
+    writer = Metrics(tmp_path / "run")
+    writer.write(step=1)
     shutil.rmtree(tmp_path / "run")
-    file.append(b"2\n")
-    assert (tmp_path / "run" / "records").read_bytes() == b"2\n"
+    writer.write(step=2)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 2}\n'
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "run").write_text("not a folder")
-    file.append(b"3\n", b"4\n")
-    file.close()
-    assert capfd.readouterr().err.endswith(f"train.py: warning: {tmp_path}/run/records lacks the last 2 records\n")
+    for step in (3, 4):
+        writer.write(step=step)
+    writer.close()
+    assert capfd.readouterr().err.endswith(
+        f"train.py: warning: {tmp_path}/run/metrics.jsonl lacks the last 2 records\n"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer is a thread

@@ -37,7 +37,7 @@ class Run:
 
 def init(**options):
     if not START:
-        raise RuntimeError("no API key\\nlog in first")
+        raise RuntimeError(REASON)
     run = Run(options["id"] or "abc123", CALLS)
     run._write("init", **options)
     return run
@@ -49,8 +49,9 @@ def wandb(tmp_path, monkeypatch):
     """Installs a stand-in for W&B. Returns a function that reads what was called."""
     calls = tmp_path / "calls.jsonl"
 
-    def install(start=True, fail=False):
-        text = f"from pathlib import Path\nSTART, FAIL, CALLS = {start}, {fail}, Path({str(calls)!r})\n{FAKE_WANDB}"
+    def install(start=True, fail=False, reason=""):
+        names = f"START, FAIL, REASON, CALLS = {start}, {fail}, '{reason}', Path({str(calls)!r})"
+        text = f"from pathlib import Path\n{names}\n{FAKE_WANDB}"
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "wandb.py").write_text(text)
         monkeypatch.syspath_prepend(tmp_path / "site")
@@ -97,15 +98,19 @@ def test_a_run_that_fails_is_a_failed_run_in_wandb(tmp_path, wandb, monkeypatch)
     assert calls()[-1] == ["finish", {"exit_code": 1}]
 
 
-def test_wandb_that_cannot_start_is_one_line_and_code_2(tmp_path, wandb, capfd):
-    wandb(start=False)
+@pytest.mark.parametrize("reason,advice", [
+    ("no API key\\nlog in first", "use `wandb login`, "), ("No API key. Use `wandb login` to log in", ""),
+])  # fmt: skip
+def test_wandb_that_cannot_start_is_one_line_and_code_2(tmp_path, wandb, capfd, reason, advice):
+    wandb(start=False, reason=reason)
     with pytest.raises(SystemExit) as ended:
         train("--steps", 2, "--out", tmp_path / "run", "--wandb", "p")
     assert ended.value.code == 2
     assert capfd.readouterr().err.endswith(
-        "train.py: error: --wandb p cannot start: no API key\\nlog in first; use `wandb login`, or set "
+        f"train.py: error: --wandb p cannot start: {reason}; {advice}or set "
         "WANDB_MODE=offline and upload later with `wandb sync`\n"
     )
+    assert not (tmp_path / "run").exists()
 
 
 def test_wandb_must_be_installed(tmp_path, monkeypatch):

@@ -23,7 +23,8 @@ from .collectives import group_name, group_size, kind_of_collective
 from .intervals import EMPTY, Intervals
 from .trace import DeviceEvent
 
-_POINT_TO_POINT = re.compile(r":(send|recv)")  # names of gloo; NCCL's kernel names do not distinguish them
+_POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast")  # NCCL's kernel names do not distinguish the first two
+"""Transfers that do not meet: gloo's broadcast is sends, and the root does not wait for the others."""
 
 
 @dataclass(frozen=True, slots=True)

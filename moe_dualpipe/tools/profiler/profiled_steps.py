@@ -45,11 +45,16 @@ def profiled_steps(trainer: Any) -> Extension | None:
 
 
 class ProfiledSteps(Extension):
-    """Records the steps that follow WARM_UP steps. Collective."""
+    """Records the steps that follow WARM_UP steps. Collective.
+
+    The first and the last collective of a recording are barriers, and none is in flight outside of them: all ranks
+    record the same ones.
+    """
 
     def __init__(self, trainer: Any):
         run, first = trainer.run, trainer.run.first_step + WARM_UP
-        self.progress, self.schedule, self.layout, self.device = trainer.progress, run.schedule, run.layout, run.device
+        self.optimizer, self.progress = trainer.optimizer, trainer.progress
+        self.schedule, self.layout, self.device = run.schedule, run.layout, run.device
         self.folder = run.folder / "profile"
         self.recorded = range(first, first + trainer.config.metrics.profile)
         self.path = self.folder / f"rank{self.layout.rank}.json.gz"
@@ -58,25 +63,28 @@ class ProfiledSteps(Extension):
 
     def before_step(self, step: int) -> None:
         if step == self.recorded.start:
+            self.optimizer.wait()
+            dist.barrier()
             with self._no_failure():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._open.enter_context(capture(self.path, self.device))
             dist.barrier()
             self._barrier_us = time.time_ns() / 1e3
-            self.exclusive = True
         self._step.enter_context(record_function(f"{STEP}{step + 1}"))
 
     def after_update(self, update: Update) -> None:
         if update.step in self.recorded:
             synchronize(self.device)  # the recording of a step must include its update
         self._step.close()
+        self.exclusive = update.step + 1 in self.recorded
         if update.step + 1 == self.recorded.stop:
+            self.optimizer.wait()
+            dist.barrier()
             with self._no_failure():
                 self._open.close()
             if self._error:
                 with suppress(OSError):
                     self.path.unlink(missing_ok=True)  # part of a trace; a full disk needs the space
-            self.exclusive = False
             with self.progress.during("profile"):
                 update.notes.append(self.report())
 

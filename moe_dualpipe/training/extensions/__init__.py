@@ -32,7 +32,7 @@ class Update:
 class Extension:
     """The hooks, which do nothing by default.
 
-    exclusive: whether validation has to wait, because only training may run between these steps.
+    exclusive: whether validation and saves have to wait, because only training may run until the end of the next step.
     """
 
     exclusive = False

@@ -5,12 +5,12 @@ communication. A skipped step changes no weight, no moment and no optimizer step
 """
 
 import math
-import sys
 
 import torch
 from torch import Tensor
 
 from ...health.program import program_name
+from ...health.report import print_now
 from . import Extension, Update
 
 
@@ -32,7 +32,7 @@ class SkippedSteps(Extension):
             self.total += 1
             if self.announce:
                 why = f"its loss is {update.loss}, its gradient norm {update.norm} ({int(self.total)} so far)"
-                sys.stderr.write(f"{program_name()}: step {update.step + 1} is skipped: {why}\n")
+                print_now(f"{program_name()}: step {update.step + 1} is skipped: {why}\n")
 
     def after_update(self, update: Update) -> None:
         update.record["skipped"] = int(self.total)

@@ -41,7 +41,7 @@ def trainer_of(folder, profile, first_step, schedule, layout, **changes) -> Any:
     config = TrainConfig(steps=12, metrics=MetricsConfig(profile=profile))
     run = {"folder": folder, "first_step": first_step, "schedule": schedule, "layout": layout, "restarted": False}
     run = SimpleNamespace(**{**run, "device": torch.device("cpu"), **changes})
-    return SimpleNamespace(run=run, config=config, progress=Progress())
+    return SimpleNamespace(run=run, config=config, progress=Progress(), optimizer=SimpleNamespace(wait=lambda: None))
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -86,7 +86,9 @@ def test_steps_are_recorded_after_a_warm_up_and_a_barrier(tmp_path, monkeypatch)
     monkeypatch.setattr(profiling.time, "time_ns", lambda: 1_700_000_000_000_000_500)
     monkeypatch.setattr(ProfiledSteps, "report", lambda _: done.append("report") or "the report")
     schedule, layout = build("1f1b", 2, 2), Layout(2, 1, 1, 1)
-    profiler, notes, waiting = ProfiledSteps(trainer_of(tmp_path, 2, 5, schedule, layout)), {}, []
+    trainer, notes, waiting = trainer_of(tmp_path, 2, 5, schedule, layout), {}, []
+    trainer.optimizer.wait = lambda: done.append("wait")
+    profiler = ProfiledSteps(trainer)
     for index in range(5, 11):
         profiler.before_step(index)
         done.append(str(index))
@@ -94,9 +96,10 @@ def test_steps_are_recorded_after_a_warm_up_and_a_barrier(tmp_path, monkeypatch)
         profiler.after_update(update)
         notes[index] = update.notes
         waiting.append(profiler.exclusive)
-    assert done == ["5", "6", "open rank1.json.gz", "barrier", "7", "8", "close", "report", "9", "10"]
+    begin, end = ["wait", "barrier", "open rank1.json.gz", "barrier"], ["wait", "barrier", "close", "report"]
+    assert done == ["5", "6", *begin, "7", "8", *end, "9", "10"]
     assert {index: note for index, note in notes.items() if note} == {8: ["the report"]}
-    assert waiting == [False, False, True, False, False, False]  # no validation between steps of a recording
+    assert waiting == [False, True, True, False, False, False]  # no validation from before a recording until its end
     assert profiler._barrier_us == 1_700_000_000_000_000.5
 
 

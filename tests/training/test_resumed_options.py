@@ -1,0 +1,191 @@
+"""Train, stop, and resume with no other option: bit for bit the run without a stop, and a line for all that changed."""
+
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.training import BatchConfig, CheckpointConfig, OptimizerConfig, TrainConfig, train
+from moe_dualpipe.training.step import Trainer
+from tests.support.runs import ROOT, SHALLOW, SMALL, records, without_clocks
+
+LAYERS = ROOT / "examples" / "layers"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Data of each kind, by its name: what to type."""
+    folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    texts = [" ".join(map(str, random.integers(0, 999, 400))) for _ in range(20)]
+    (folder / "text").mkdir()
+    for index, text in enumerate(texts):
+        (folder / "text" / f"{index}.md").write_text(text)
+    rows = "".join(json.dumps({"body": text}) + "\n" for text in texts)
+    (folder / "rows.jsonl").write_text(rows)
+    random.integers(0, 256, 20_000).astype("<u4").tofile(folder / "ids.bin")
+    prepare = ("data", "prepare", folder / "text", "--out", folder / "prepared", "--tokenizer", "bytes")
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main([*map(str, prepare)]) == 0
+    return {
+        "text": ("--data", f"{folder}/text/*.md"),
+        "jsonl": ("--data", folder / "rows.jsonl", "--set", "batch.data_field=body"),
+        "ids": ("--data", folder / "ids.bin", "--set", "batch.data_dtype=uint32"),
+        "prepared": ("--data", folder / "prepared", "--document-mask"),
+        "mixture": ("--data", f"{folder}/text/*.md=2", f"{folder}/prepared=0.5"),
+        "stdlib": ("--data", "stdlib"),
+    }
+
+
+RUNS = {
+    "text, adamw": ("text", "--lr-schedule", "wsd", "--freeze", "embedding.weight", "--dtype", "bfloat16"),
+    "jsonl, muon": ("jsonl", "--optimizer", "muon", "--seed", 7, "--set", "optim.momentum=0.8", "model.mtp_layers=1"),
+    "ids, experts": ("ids", "--experts", LAYERS / "squared_relu.py:SquaredReLUExperts", "--set", "bias_rate=0.1"),
+    "prepared, attention": (
+        "prepared", "--optimizer", "muon", "--attention", LAYERS / "sliding_window.py:SlidingWindow",
+        "--set", "model.attention_options.window=8",
+    ),
+    "mixture, router": ("mixture", "--router", "examples.layers.top_p:TopP", "--set", "model.router_options.p=0.7"),
+    "stdlib, block": ("stdlib", "--block", LAYERS / "parallel_block.py:ParallelBlock", "--recompute", "attention"),
+}  # fmt: skip
+
+
+def run(*arguments, stop=None):
+    """A run on the command line, which is asked to stop in the step with this number. Returns what it prints."""
+    step = Trainer.step
+
+    def stopping(trainer, number):
+        trainer.stop.requested |= number + 1 == stop
+        return step(trainer, number)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(Trainer, "step", stopping)
+        main(["train", "--device", "cpu", *map(str, arguments)])
+    return printed.getvalue()
+
+
+def outcome(folder):
+    """The metrics of a run, but for the validation at a resume, and hashes of the tensors of its last checkpoint."""
+    last = max((folder / "checkpoints").iterdir())
+    tensors = [hashlib.sha256((last / name).read_bytes()).hexdigest() for name in ("__0_0.distcp", "tensors.json")]
+    found = without_clocks(records(folder))
+    return [one for one in found if "loss" in one], found[-1], tensors
+
+
+def start(data, *options):
+    small = [*SMALL[:-2], *("--steps", 4, "--warmup-steps", 1, "--sample-tokens", 0, "--batch-size", 6)]
+    return [*small, *data, *options]
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.quick("jsonl, muon", "prepared, attention", "mixture, router")
+def test_a_run_that_is_stopped_and_resumed_is_the_run_without_a_stop(tmp_path, data, name):
+    kind, *options = RUNS[name]
+    run(*start(data[kind], *options), "--out", tmp_path / "whole")
+    run(*start(data[kind], *options), "--out", tmp_path / "run", stop=2)
+    assert max((tmp_path / "run" / "checkpoints").iterdir()).name == "step-000002"
+    printed = run("--resume", tmp_path / "run")
+    assert "steps 3 to 4 of" in printed and "changed:" not in printed
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def text_of(folder):
+    folder.mkdir()
+    for name in "ab":
+        (folder / f"{name}.md").write_text(f"the text of {name} " * 400)
+    return "--data", f"{folder}/*.md"
+
+
+def test_what_is_given_beside_resume_is_printed_with_what_it_changes(tmp_path):
+    run(*start(text_of(tmp_path / "text")), "--out", tmp_path / "run")
+    (tmp_path / "more.md").write_text("other text " * 400)
+    given = ("--data", tmp_path / "more.md", "--lr", 0.5, "--steps", 5, "--keep", 1, "--seed", 3, "--batch-size", 8)
+    printed = run("--resume", tmp_path / "run", *given, "--set", "optim.beta2=0.5").splitlines()
+    mathematics, other_data = "; this changes the mathematics", "; this changes the data"
+    assert [line for line in printed if line.startswith("changed: ")] == [
+        f"changed: steps 4 -> 5{mathematics}",
+        f"changed: seed 0 -> 3{other_data}",
+        f"changed: batch.data ('{tmp_path}/text/*.md',) -> ('{tmp_path}/more.md',){other_data}",
+        f"changed: batch.batch_size 6 -> 8{other_data}",
+        "changed: checkpoint.keep 3 -> 1",
+        f"changed: optim.lr 0.003 -> 0.5{mathematics}",
+        f"changed: optim.beta2 0.95 -> 0.5{mathematics}",
+    ]
+    assert "changed:" not in run("--resume", tmp_path / "run", "--steps", 6).replace("changed: steps 5 -> 6", "")
+
+
+def test_a_run_from_python_says_how_it_differs_from_the_run_that_it_resumes(tmp_path, capsys):
+    batch = BatchConfig(data=text_of(tmp_path / "text")[1:], seq_len=16, batch_size=4, micro_batch_size=1)
+    options = {"model": SHALLOW, "optim": OptimizerConfig(warmup_steps=1)}
+    config = TrainConfig(steps=1, batch=batch, checkpoint=CheckpointConfig(out=str(tmp_path / "run")), **options)
+    train(config)
+    resume = CheckpointConfig(resume=str(tmp_path / "run"))
+    capsys.readouterr()
+    train(TrainConfig(steps=2, batch=batch, checkpoint=resume, **options))
+    assert [*lines_of(capsys)] == ["changed: steps 1 -> 2; this changes the mathematics"]
+    (tmp_path / "more.md").write_text("other text " * 400)
+    other = BatchConfig(data=(str(tmp_path / "more.md"),), seq_len=16, micro_batch_size=1)
+    train(TrainConfig(steps=3, batch=other, checkpoint=resume, **options))
+    found = [*lines_of(capsys)]
+    assert f"changed: batch.data ('{tmp_path}/text/*.md',) -> ('{tmp_path}/more.md',); this changes the data" in found
+    assert "changed: batch.batch_size 4 -> 16; this changes the data" in found
+
+
+def lines_of(capsys):
+    return (line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: "))
+
+
+def test_another_text_and_a_changed_file_of_own_layers_are_noticed(tmp_path):
+    layer = tmp_path / "own.py"
+    shutil.copy(LAYERS / "squared_relu.py", layer)
+    experts = ("--experts", f"{layer}:SquaredReLUExperts")
+    run(*start(text_of(tmp_path / "text"), *experts), "--out", tmp_path / "run")
+    with layer.open("a") as file:
+        file.write("# changed\n")
+    printed = run("--resume", tmp_path / "run", "--steps", 5)
+    line = f"changed: the file of --experts {layer}:SquaredReLUExperts since the checkpoint; this may change the math"
+    assert line in printed and "--data" not in printed
+    (tmp_path / "text" / "b.md").write_text("other text " * 500)
+    printed = run("--resume", tmp_path / "run", "--steps", 6)
+    assert "changed: the text of --data since the checkpoint; this changes the data\n" in printed
+    assert "--experts" not in printed  # the checkpoint of step 5 was trained with the changed file
+    assert "changed: the" not in run("--resume", tmp_path / "run", "--steps", 7)
+
+
+def refusal(capfd, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments)
+    assert ended.value.code == 2
+    return capfd.readouterr().err.splitlines()[-1]
+
+
+def test_what_cannot_be_restored_is_one_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text_of(tmp_path / "text")
+    run(*start(("--data", "text/*.md")), "--out", "run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert refusal(capfd, "--resume", tmp_path / "run", "--steps", 5) == (
+        "train.py: error: --data text/*.md: no such file or folder, and no file matches it as a glob; "
+        f"this --data is that of run.toml, and the current folder is {tmp_path}/elsewhere"
+    )
+    (tmp_path / "run" / "run.toml").unlink()
+    for resume in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-000004"):
+        assert refusal(capfd, "--resume", resume, "--steps", 5) == (
+            f"train.py: error: --resume {resume}: run.toml with the options of this run is missing: "
+            "give --data, and every other option that differs from its default"
+        )
+
+
+@pytest.mark.parametrize("wrong", [("--profile", 9), ("--freeze", "nothing"), ("--freeze", "*")])
+def test_a_refused_start_leaves_nothing_behind(tmp_path, capfd, monkeypatch, wrong):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as under torchrun, whose launchers leave marks
+    data = text_of(tmp_path / "text")
+    refusal(capfd, *start(data), "--out", tmp_path / "run", *wrong)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+    run(*start(data), "--out", tmp_path / "run")
+    assert {"launchers", "run.toml"} < {path.name for path in (tmp_path / "run").iterdir()}
