@@ -67,6 +67,8 @@ _REPLACED = {
     "place_experts": "; use --set parallel.move_experts_every=STEPS",
     "elastic": ": a restarted run adapts its layout to the number of processes",
 }
+_REMOVED = ("batch.data_cache", "batch.data_cache_gb")
+"""Keys that run.toml of an older run may have, without a meaning now: token ids at a URL are read into memory."""
 
 
 class OptionError(ValueError):
@@ -249,6 +251,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     for name, value in tables.items():
         entries = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
         for key, one in entries.items():
+            if key in _REMOVED:
+                continue
             try:
                 values[key] = convert(find_key(key), one)
             except OptionError as error:

@@ -290,10 +290,7 @@ def _load_text(config: TrainConfig, start: Path | None) -> TextData:
     tokenizer = start_tokenizer(start, vocab_size) if start else BYTES
     if isinstance(tokenizer, UnknownTokenizer) and not unknown:
         tokenizer = BYTES  # `check_tokenizer` says that it is another one
-    cache = None
-    if any(map(stores.is_url, batch.data)):
-        cache = stores.block_cache(batch.data_cache, int(batch.data_cache_gb * 1e9), config.checkpoint.staging)
-    text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer, cache)
+    text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer)
     if start and not unknown:
         text.check_tokenizer(start)
     if config.sample.sample_tokens:

@@ -3,6 +3,7 @@
 import http.client
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -31,6 +32,7 @@ class Request:
     method: str
     path: str
     size: int
+    deleted: tuple[str, ...] = ()
 
     @property
     def is_part(self) -> bool:
@@ -97,18 +99,24 @@ class ObjectStore:
 
 def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+        protocol_version, wbufsize = "HTTP/1.1", -1  # a packet for each answer, not one for each header
 
         def _pass_on(self) -> None:
             body = self._body()
-            request = Request(self.command, self.path, len(body))
+            deleted = re.findall("<Key>(.*?)</Key>", body.decode()) if self.path.endswith("?delete") else []
+            request = Request(self.command, self.path, len(body), tuple(deleted))
             served.requests.append(request)
             fault = served.fault(request)
             if fault == "hang up":
                 self.close_connection = True
                 return
             if isinstance(fault, int):
-                self._answer(fault, {}, f"<Error><Code>{fault}</Code><Message>injected</Message></Error>".encode())
+                head = self.command == "HEAD"
+                self._answer(
+                    fault,
+                    {},
+                    b"" if head else f"<Error><Code>{fault}</Code><Message>injected</Message></Error>".encode(),
+                )
                 return
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
@@ -206,13 +214,10 @@ def in_environment(rank: int, environment: dict[str, str], function: Callable[..
 
 def forget() -> None:
     """What this process knows of stores. The next call connects anew, with the access that the environment gives."""
-    import fsspec
-
-    store._filesystem.cache_clear()
+    store._store.cache_clear()
     stand_in._STANDS_FOR.clear()
     copies._opened.clear()
     messages._SHOWN_AS.clear()
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def first(count: int, fault: Any, wanted: Callable[[Request], bool] = lambda _: True) -> Fault:
