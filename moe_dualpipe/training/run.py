@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -41,16 +41,17 @@ def run(request: Request, launch: Launch, stop: Stop, instruments: Instruments =
     first, full_traceback = launch.local_rank == 0, health.traceback
     several_machines = launch.world_size > launch.local_world_size
     try:
-        with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
-            try:
-                plan = prepare(request, launch, instruments=instruments)
-            except NoLayoutError as error:
-                end_without_layout(error, launch, health.timeout)
-            _open_folder(plan, launch)
-        with watched_world(plan, launch) as (plan, progress):
-            with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
-                trainer, sinks = build(plan, progress, stop)
-            stopped = train_loop(trainer, sinks)
+        with ExitStack() as stack:
+            with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
+                try:
+                    plan = prepare(request, launch, instruments=instruments, stack=stack)
+                except NoLayoutError as error:
+                    end_without_layout(error, launch, health.timeout)
+                _open_folder(plan, launch)
+            with watched_world(plan, launch) as (plan, progress):
+                with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
+                    trainer, sinks = build(plan, progress, stop)
+                stopped = train_loop(trainer, sinks)
     except OtherVersionsError as error:
         end_with_other_versions(error, socket.gethostname(), launch)
     if stopped and several_machines:
@@ -88,18 +89,20 @@ def train(
     """
     launch = current_launch()
     given = Given(weights, batches, validation)
-    plan = prepare(Request(config or TrainConfig()), launch, given, instruments, from_command=False)
-    _open_folder(plan, launch)
     invalid: ValueError | None = None
     try:
-        with _world(plan, launch) as (plan, progress):
-            try:
-                trainer, sinks = build(plan, progress)
-            except ValueError as error:  # raised on all ranks: if it left the context, the processes would end
-                invalid = error
-            else:
-                train_loop(trainer, [*sinks, *log], callbacks, verbose)
-                return trainer
+        with ExitStack() as stack:
+            request = Request(config or TrainConfig())
+            plan = prepare(request, launch, given, instruments, from_command=False, stack=stack)
+            _open_folder(plan, launch)
+            with _world(plan, launch) as (plan, progress):
+                try:
+                    trainer, sinks = build(plan, progress)
+                except ValueError as error:  # raised on all ranks: if it left the context, the processes would end
+                    invalid = error
+                else:
+                    train_loop(trainer, [*sinks, *log], callbacks, verbose)
+                    return trainer
     except RunFailed as error:
         raise RuntimeError(error.text) from None
     assert invalid is not None

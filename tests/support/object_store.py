@@ -33,6 +33,7 @@ class Request:
     path: str
     size: int
     deleted: tuple[str, ...] = ()
+    conditional: bool = False
 
     @property
     def is_part(self) -> bool:
@@ -104,7 +105,8 @@ def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
         def _pass_on(self) -> None:
             body = self._body()
             deleted = re.findall("<Key>(.*?)</Key>", body.decode()) if self.path.endswith("?delete") else []
-            request = Request(self.command, self.path, len(body), tuple(deleted))
+            conditional = not {"If-Match", "If-None-Match"}.isdisjoint(self.headers)
+            request = Request(self.command, self.path, len(body), tuple(deleted), conditional)
             served.requests.append(request)
             fault = served.fault(request)
             if fault == "hang up":

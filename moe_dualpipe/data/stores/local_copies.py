@@ -161,7 +161,7 @@ def open_locked(path: Path, kind: int) -> int:
 
     Raises BlockingIOError for one that is held, if `kind` has LOCK_NB.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, kind)
     except OSError:

@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -42,13 +42,17 @@ QUICK = Patience(20.0, 20.0)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file or folder on a store. stamp: differs after the file was written again. modified: by the store's clock."""
+    """A file or folder on a store. stamp: differs after the file was written again. modified: by the store's clock.
+
+    version: what `write(mode=...)` takes to replace only this version.
+    """
 
     name: str
     size: int
     stamp: str
     modified: datetime | None = None
     is_folder: bool = False
+    version: Mapping[str, Any] = field(default_factory=dict)
 
 
 def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience = QUICK) -> Result:
@@ -92,7 +96,11 @@ def _memory() -> Any:
 
 def _entry(found: Mapping[str, Any]) -> Entry:
     modified = found.get("last_modified")
-    return Entry(found["path"].rpartition("/")[2], found["size"], found.get("e_tag") or str(modified), modified)
+    name, version = (
+        found["path"].rpartition("/")[2],
+        {key: found[key] for key in ("e_tag", "version") if found.get(key)},
+    )
+    return Entry(name, found["size"], found.get("e_tag") or str(modified), modified, version=version)
 
 
 def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
@@ -160,8 +168,8 @@ def read_parts(url: Url, first: int, stop: int, patience: Patience = QUICK, stam
 def write(url: Url, data: bytes, patience: Patience = QUICK, **options: Any) -> None:
     """Write a small file. Raises StorageError.
 
-    options: of obstore's put. With mode="create", or the stamp of the file to replace, mode={"e_tag": stamp}, it raises
-    ChangedError if that is not what is there.
+    options: of obstore's put. With mode="create", or mode=entry.version, it raises ChangedError if there is a file, or
+    another version of it.
     """
     call(url, lambda store, path: store.put(path, data, **options), patience)
 

@@ -60,6 +60,6 @@ def test_no_byte_of_a_file_that_was_replaced_is_read(s3, content, kind):
     file = open_file(kind)
     assert file.read(0, 5) == content[:5]
     s3.put(KEY, content[::-1])  # the same size
-    with pytest.raises(ValueError, match="^s3://bucket/data/train.bin was replaced while it was in use"):
+    with pytest.raises(ValueError, match=r"^s3://bucket/data/train.bin was replaced while it was in use"):
         file.read(0, 5)
     assert open_file(kind).read(0, 5) == content[::-1][:5]
