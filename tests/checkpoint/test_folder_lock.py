@@ -207,7 +207,7 @@ def test_of_two_commands_at_once_one_trains(tmp_path, processes):
         runs = [pool.submit(command, *arguments, processes=processes) for _ in range(2)]
     good, bad = sorted((run.result() for run in runs), key=lambda run: run.returncode)
     assert good.returncode == 0 and bad.returncode != 0
-    lines = [line for line in bad.stderr.splitlines() if "train.py: error" in line]
+    lines = [line for line in bad.stderr.splitlines() if line.startswith("train.py: error")]
     assert len(lines) == 1 and f"{tmp_path}/run is being written by process" in lines[0]
     resumed = command(*SMALL, "--resume", tmp_path / "run", "--steps", 31)
     assert resumed.returncode == 0, resumed.stderr

@@ -3,9 +3,11 @@
 import os
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
+from moe_dualpipe.cli import main
 from moe_dualpipe.data.stores import (
     Patience,
     StorageError,
@@ -18,6 +20,7 @@ from moe_dualpipe.data.stores import (
     read,
     write,
 )
+from moe_dualpipe.messages import describe, printable, quoted, with_shown_names
 from tests.support.object_store import first, forget, slow
 
 FOLDER = Url("s3://bucket/some/folder")
@@ -135,3 +138,36 @@ def test_a_missing_package_and_an_unknown_kind_of_url_say_what_to_do(monkeypatch
     with pytest.raises(StorageError, match=r"^s3://bucket/x: .*obstore.*: pip install 'moe-dualpipe\[cloud\]'$"):
         info(Url("s3://bucket/x"))
     forget()
+
+
+@pytest.mark.parametrize("url,shown", [
+    ("s3://me:hunter2@bucket/run", "s3://***@bucket/run"),
+    ("s3://me:hunter2/with@both@bucket/run", "s3://***@bucket/run"),
+    ("https://hunter2@host/data.jsonl", "https://***@host/data.jsonl"),
+    ("https://host/a?X-Amz-Signature=hunter2&x=1", "https://host/a?X-Amz-Signature=***&x=1"),
+    ("az://container/a?sv=2026&sig=hunter2%3D", "az://container/a?sv=2026&sig=***"),
+    ("abfss://container@account.dfs.core.windows.net/a?access_token=hunter2",
+     "abfss://container@account.dfs.core.windows.net/a?access_token=***"),
+])  # fmt: skip
+def test_passwords_and_signatures_are_never_printed(url, shown, capfd):
+    for text in (printable(url), quoted(url), describe(ValueError(f"{url}: wrong")), with_shown_names(f"--out {url}")):
+        assert shown in text and "hunter2" not in text
+    commands = (
+        ["generate", url], ["export", "run", "--out", url], ["eval", "run", "--data", url], ["plot", url],
+        ["data", "prepare", url, "--out", "none"], ["train", "--data", url, "--out", url], ["train", "--resume", url],
+        ["train", "--weights", url], [url],
+    )  # fmt: skip
+    for words in commands:
+        with suppress(SystemExit):
+            assert main(words) == 2
+        captured = capfd.readouterr()
+        assert captured.err.count("\n") == 1 and "hunter2" not in captured.out + captured.err, words
+
+
+def test_the_password_of_a_server_is_never_printed(s3, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint.replace("://", "://me:hunter2@"))
+    forget()
+    s3.fault = lambda _: 403
+    with pytest.raises(StorageError) as caught:
+        read(Url("s3://bucket/x"), 0, 1)
+    assert "hunter2" not in describe(caught.value) and "***@127.0.0.1" in describe(caught.value)
