@@ -66,9 +66,11 @@ _REPLACED = {
     "micro_batches": "; use --batch-size, the number of sequences per step over all ranks",
     "place_experts": "; use --set parallel.move_experts_every=STEPS",
     "elastic": ": a restarted run adapts its layout to the number of processes",
+    "data_cache": ": token ids at a URL are read into memory",
+    "data_cache_gb": ": token ids at a URL are read into memory",
 }
 _REMOVED = ("batch.data_cache", "batch.data_cache_gb")
-"""Keys that run.toml of an older run may have, without a meaning now: token ids at a URL are read into memory."""
+"""Keys that run.toml of an older run may have, without a meaning now."""
 
 
 class OptionError(ValueError):
@@ -341,6 +343,8 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
 
 def find_key(name: str) -> Key:
     """Raises OptionError, with the nearest name, for a key that does not exist."""
+    if name in _REMOVED:
+        raise OptionError(f"{name} was removed{_REPLACED[name.rpartition('.')[2]]}")
     if name not in all_keys():
         raise OptionError(_unknown_name("key", name, [*all_keys()]))
     return all_keys()[name]

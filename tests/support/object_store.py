@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +183,7 @@ def object_store() -> Iterator[ObjectStore]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     tempfile.gettempdir()  # that of this process stays as it is
+    forkserver.ensure_running()  # nor do later processes get the folder, which does not last
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, ACCESS | {"TMPDIR": folder}):
         server.start()
         _, port = server.get_host_and_port()
