@@ -87,7 +87,8 @@ def _machine() -> str:
 
 @contextmanager
 def _lock(path: Path, folder: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = open_locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -103,10 +104,10 @@ def _lock(path: Path, folder: Path) -> Iterator[None]:
     try:
         if not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino:  # its holder has just removed it
             raise _in_use(folder, b"")
-        with suppress(OSError):  # a full disk
-            os.truncate(descriptor, 0)
-            os.write(descriptor, _holder())
         try:
+            with suppress(OSError):  # a full disk
+                os.truncate(descriptor, 0)
+                os.write(descriptor, _holder())
             yield
         finally:
             path.unlink(missing_ok=True)
