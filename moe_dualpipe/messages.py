@@ -11,6 +11,12 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 _SHOWN_AS: dict[str, str] = {}
+_SECRET = re.compile(
+    r"(?<=://)[^\s/]*:\S*(?=@)"  # user:password, which may have a slash
+    r"|(?<=http://)[^\s/]+(?=@)|(?<=https://)[^\s/]+(?=@)"  # a token alone; abfss:// has the container there
+    r"|(?<=[?&])([\w-]*(?:sig|token|secret|passw|key|credential)[\w-]*=)[^\s&#'\")]*",
+    re.IGNORECASE,
+)
 
 
 def show_as(folder: str, name: str) -> None:
@@ -19,7 +25,8 @@ def show_as(folder: str, name: str) -> None:
 
 
 def with_shown_names(text: str) -> str:
-    """`text` with the names from `show_as`."""
+    """`text` with the names from `show_as`, and without the passwords and signatures of URLs."""
+    text = _SECRET.sub(lambda found: f"{found[1] or ''}***", text)
     for folder, name in _SHOWN_AS.items():
         text = text.replace(folder, name)
     return text

@@ -9,6 +9,7 @@ from ..data import stores
 from ..data.synced_files import sync, write_synced
 from ..messages import printable
 from .destinations import hidden
+from .folder_lock import LOCK_FILE, only_writer
 from .manifest import EXPORT_FILE, ExportManifest, FileChecksum
 from .save import UPLOAD
 
@@ -26,26 +27,38 @@ def new_folder(folder: Path, checksums: bool = False) -> Iterator[Path]:
     model. After an error, the hidden folder is removed. If the process is killed, it remains until the next call.
     """
     unfinished = hidden(folder, "unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        files = sorted(unfinished.iterdir())
-        for path in files:
-            sync(path)
-        if checksums:
-            manifest = ExportManifest({path.name: FileChecksum.of_file(path) for path in files})
-            write_synced(unfinished / EXPORT_FILE, manifest.encode())
-        if stores.url_of(folder) is not None:
-            upload_files(unfinished, folder)
-            upload_files(unfinished, folder, last=True)
+    with only_exporter(folder):
+        try:
             shutil.rmtree(unfinished, ignore_errors=True)
-            return
-        sync(unfinished)
-        unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            _publish(unfinished, folder, checksums)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def only_exporter(folder: Path) -> Iterator[None]:
+    """Hold the lock of the new folder `folder`. Raises ValueError if another process writes it, or has written it."""
+    lock = hidden(folder, "lock") if stores.url_of(folder) is None else folder / LOCK_FILE
+    with only_writer(folder, lock):
+        check_new(folder)
+        yield
+
+
+def _publish(unfinished: Path, folder: Path, checksums: bool) -> None:
+    files = sorted(unfinished.iterdir())
+    for path in files:
+        sync(path)
+    if checksums:
+        manifest = ExportManifest({path.name: FileChecksum.of_file(path) for path in files})
+        write_synced(unfinished / EXPORT_FILE, manifest.encode())
+    if stores.url_of(folder) is not None:
+        upload_files(unfinished, folder)
+        upload_files(unfinished, folder, last=True)
+        return
+    sync(unfinished)
+    unfinished.rename(folder)
     sync(folder.parent)
 
 

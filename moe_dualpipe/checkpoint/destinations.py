@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from ..data import stores
 from ..data.synced_files import sync, write_synced
@@ -23,42 +22,10 @@ STEP_FOLDER = re.compile(r"step-(\d+)")
 Announce = Callable[[str], object]
 
 
-class Destination(Protocol):
-    """A checkpoint that is being written. folder: where this rank writes its files."""
-
-    folder: Path
-
-    def create(self, leader: bool) -> None:
-        """Make the folder. Raises OSError."""
-        ...
-
-    def send(self, files: Mapping[str, FileChecksum]) -> Mapping[str, FileChecksum]:
-        """Pass on the files that this rank has written; returns them. Raises OSError."""
-        ...
-
-    def complete(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        """Write the last files, ending with run.json: the checkpoint is complete. Only the leader calls it."""
-        ...
-
-    def discard(self, leader: bool) -> None:
-        """Remove what was written of a checkpoint that failed, as far as possible."""
-        ...
-
-    def remove_old(self, keep: int) -> None:
-        """Remove the checkpoints before this one, except the last `keep - 1`; 0 keeps all. Only the leader calls it."""
-        ...
-
-
-def destination_of(final: Path, rank: int, announce: Announce, patience: stores.Patience) -> Destination:
+def destination_of(final: Path, rank: int, announce: Announce, patience: stores.Patience) -> "Destination":
     """The destination of the checkpoint `final`. rank: of this process. patience: for uploads."""
     url = stores.url_of(final)
-    return FolderDestination(final, announce) if url is None else StoreDestination(final, url, rank, announce, patience)
-
-
-def with_contents(manifest: Manifest, contents: Mapping[str, bytes]) -> Manifest:
-    """The manifest that also lists these files."""
-    checksums = {**manifest.files, **{name: FileChecksum.of(data) for name, data in contents.items()}}
-    return dataclasses.replace(manifest, files=checksums)
+    return Destination(final, announce) if url is None else StoreDestination(final, url, rank, announce, patience)
 
 
 def run_of(checkpoint: str) -> str:
@@ -94,36 +61,57 @@ def _step_folders(url: stores.Url) -> list[str]:
     return [entry.name for entry in entries if entry.is_folder and STEP_FOLDER.fullmatch(entry.name)]
 
 
-# ---- A folder: only the leader makes and renames it ----
+class Destination:
+    """A checkpoint that is being written into a folder that all ranks share.
 
+    folder: where this rank writes its files. leader: whether this is the first rank.
+    """
 
-class FolderDestination:
-    """A folder that all ranks share."""
-
-    def __init__(self, final: Path, announce: Announce):
+    def __init__(self, final: Path, announce: Announce, suffix: str = "unfinished"):
         self._final, self._announce = final, announce
-        self.folder = hidden(final, "unfinished")
+        self.folder = hidden(final, suffix)
 
     def create(self, leader: bool) -> None:
-        if not leader:
-            return
-        self._announce("creating its folder")
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        for remnant in self.folder.parent.glob(".step-*"):  # from a run that was killed
-            self._remove(remnant)
-        self.folder.mkdir()
+        """Make the folder. Raises OSError."""
+        if leader:
+            self._make_folder(".step-*")
 
     def send(self, files: Mapping[str, FileChecksum]) -> Mapping[str, FileChecksum]:
+        """Pass on the files that this rank has written; returns them. Raises OSError."""
         return files
 
     def complete(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        """Write the last files. Rename the folder when everything is on disk."""
-        final, removed = self._final, hidden(self._final, "removed")
-        for name, data in contents.items():
+        """Write the last files, ending with run.json: the checkpoint is complete. Only the leader calls it."""
+        checksums = {**manifest.files, **{name: FileChecksum.of(data) for name, data in contents.items()}}
+        for name, data in {**contents, RUN_FILE: dataclasses.replace(manifest, files=checksums).encode()}.items():
             self._announce(f"writing {name}")
-            write_synced(self.folder / name, data)
-        self._announce(f"writing {RUN_FILE}")
-        write_synced(self.folder / RUN_FILE, with_contents(manifest, contents).encode())
+            self._write(name, data)
+        self._publish()
+
+    def discard(self, leader: bool) -> None:
+        """Remove what was written of a checkpoint that failed, as far as possible."""
+        if leader:
+            self._remove(self.folder)
+
+    def remove_old(self, keep: int) -> None:
+        """Remove the checkpoints before this one, except the last `keep - 1`; 0 keeps all. Only the leader calls it."""
+        for old in too_old(list_checkpoints(self._final.parent), self._final, keep):
+            removed = hidden(old, "removed")  # renamed first, so that its name never stands for part of a checkpoint
+            with suppress(OSError):
+                old.rename(removed)
+                self._remove(removed)
+
+    def _make_folder(self, remnants: str) -> None:
+        self._announce("creating its folder")
+        for remnant in self.folder.parent.glob(remnants):  # from a run that was killed
+            self._remove(remnant)
+        self.folder.mkdir(parents=True)
+
+    def _write(self, name: str, data: bytes) -> None:
+        write_synced(self.folder / name, data)
+
+    def _publish(self) -> None:
+        final, removed = self._final, hidden(self._final, "removed")
         self._announce("renaming its folder")
         sync(self.folder)
         if final.exists():  # saved before: a rename cannot replace a folder that is not empty
@@ -131,17 +119,6 @@ class FolderDestination:
         self.folder.rename(final)
         self._remove(removed)
         sync(final.parent)
-
-    def discard(self, leader: bool) -> None:
-        if leader:
-            self._remove(self.folder)
-
-    def remove_old(self, keep: int) -> None:
-        for old in too_old(list_checkpoints(self._final.parent), self._final, keep):
-            removed = hidden(old, "removed")  # renamed first, so that its name never stands for part of a checkpoint
-            with suppress(OSError):
-                old.rename(removed)
-                self._remove(removed)
 
     def _remove(self, folder: Path) -> None:
         """Remove a folder file by file, as far as possible."""
@@ -157,53 +134,43 @@ def hidden(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
-# ---- A store: each rank has a local folder of its own ----
-
-
-class StoreDestination:
-    """A folder on a store, at `url`. `final`: the local path that stands for it."""
+class StoreDestination(Destination):
+    """A folder on a store, at `url`. `final`: the local path that stands for it. Each rank has a local folder."""
 
     def __init__(self, final: Path, url: stores.Url, rank: int, announce: Announce, patience: stores.Patience):
-        self._final, self._url, self._announce, self._patience = final, url, announce, patience
-        self._suffix = f"rank-{rank}"
-        self.folder = hidden(final, self._suffix)
+        super().__init__(final, announce, f"rank-{rank}")
+        self._url, self._patience = url, patience
 
     def create(self, leader: bool) -> None:
-        self._announce("creating its folder")
-        for remnant in self.folder.parent.glob(f".step-*.{self._suffix}"):  # from a run that was killed
-            shutil.rmtree(remnant, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        self._make_folder(f".step-*{self.folder.suffix}")
         if leader:  # a checkpoint of this step, if it was saved before, is replaced: it is incomplete from now on
             stores.delete(self._url / RUN_FILE, self._patience)
 
     def send(self, files: Mapping[str, FileChecksum]) -> Mapping[str, FileChecksum]:
         for name in files:
             stores.upload_file(self.folder / name, self._url / name, self._patience, self._announce)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove(self.folder)
         return files
 
-    def complete(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        for name, data in contents.items():
-            self._announce(f"uploading {name}")
-            stores.write(self._url / name, data, self._patience)
-        self._announce(f"uploading {RUN_FILE}")
-        stores.write(self._url / RUN_FILE, with_contents(manifest, contents).encode(), self._patience)
-
     def discard(self, leader: bool) -> None:
-        """What was uploaded stays: it is not sent again if the run is resumed, and the next save removes it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """What was uploaded stays: the next save removes it."""
+        self._remove(self.folder)
 
     def remove_old(self, keep: int) -> None:
         with suppress(OSError):
             self._announce("removing old checkpoints")
-            parent = self._url.parent
             complete = list_checkpoints(self._final.parent)
-            names = {path.name for path in complete}
-            remnants = [name for name in _step_folders(parent) if name not in names]
-            for name in [*(path.name for path in too_old(complete, self._final, keep)), *remnants]:
-                self._announce(f"removing {name}")
-                stores.delete_folder(parent / name, first=RUN_FILE)
-            stores.abort_uploads(parent)
+            kept = {path.name for path in complete} - {path.name for path in too_old(complete, self._final, keep)}
+            for name in _step_folders(self._url.parent):
+                if name not in kept:  # also what is left of one that was never complete
+                    self._announce(f"removing {name}")
+                    stores.delete_folder(self._url.parent / name, first=RUN_FILE)
+
+    def _write(self, name: str, data: bytes) -> None:
+        stores.write(self._url / name, data, self._patience)
+
+    def _publish(self) -> None:
+        """A file appears there at once and complete, and run.json was the last."""
 
 
 class RunUploads:

@@ -7,14 +7,11 @@ from tyro.conf import Positional, arg
 
 from ..checkpoint import open_model
 from ..data import read_stream
-from ..data.stores import block_cache, is_url
+from ..data.stores import is_url
 from ..inference.scoring import perplexity
 from ..messages import check_range, printable
 from ..runtime.world import join_world
 from .options import DeviceOption, JsonOption, OwnLayerOptions, check_ranges
-
-CACHE_BYTES = 20 * 10**9
-"""Largest size of the local copies of token ids at a URL."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +61,11 @@ class Eval(OwnLayerOptions, DeviceOption, JsonOption):
             self.show(found["results"], results_table(found))
             return
         model, tokenizer = open_model(self.model, self.own_layers(), self.device)
-        cache = block_cache(None, CACHE_BYTES) if is_url(self.data) else None
-        tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype, cache)
+        tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype)
         if self.max_tokens and len(tokens) > self.max_tokens + 1:
             tokens = tokens[: self.max_tokens + 1]
+        elif is_url(self.data):
+            tokens = tokens[:]  # its windows are read in order: not one request for each
         with join_world(self.device):
             found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size)
         self.show(asdict(found), f"{printable(self.model)}: {found}")

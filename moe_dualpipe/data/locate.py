@@ -1,12 +1,11 @@
 """Find what a source of --data names: a path, or the local copies of what is at a URL.
 
-Token ids stay on the store, and are read in blocks (data/stores/blocks.py). Text is copied, as it is read as a whole.
+Token ids stay on the store, and are read ahead (data/stores/remote_files.py). Text is copied, as it is read as a whole.
 """
 
 import os
 from pathlib import Path
 
-from ..messages import printable
 from . import stores
 from .files import DataFile
 from .token_files import HELD_OUT_FILES, TRAIN_FILE
@@ -29,12 +28,13 @@ def locate(source: str) -> str:
 
 
 def _locate(source: str) -> Path:
-    url = stores.Url(source)
+    folder, url = stores.local_path(source), stores.Url(source)
+    if stores.url_of(folder) is None:  # hf://
+        return folder
     if source.endswith(".bin"):
         folder = stores.local_path(str(url.parent))
         stores.open_folder(folder, {f"{url.name}.json", TOKENIZER_FILE})
         return folder / url.name
-    folder = stores.local_path(source)
     stores.open_folder(folder, _DESCRIPTIONS)
     names = stores.sizes_of(folder)
     if {TRAIN_FILE, f"{TRAIN_FILE}.json", *HELD_OUT_FILES} & names.keys():
@@ -47,14 +47,6 @@ def is_file(path: Path) -> bool:
     return os.path.isfile(path) or (stores.url_of(path) is not None and stores.exists(path))
 
 
-def open_file(path: Path, cache: "stores.BlockCache | None") -> "DataFile | stores.RemoteFile":
-    """A local file, or one on a store that is read through `cache`. Raises ValueError if it cannot be read."""
-    url = stores.url_of(path)
-    if url is None or path.exists():
-        return DataFile(path)
-    if cache is None:
-        raise ValueError(f"{printable(path)} needs a cache for its blocks")
-    try:
-        return stores.RemoteFile(url, path, cache)
-    except stores.StorageError as error:
-        raise ValueError(f"--data {error}") from None
+def open_file(path: Path) -> DataFile | stores.RemoteFile:
+    """A local file, or one on a store. Raises ValueError if it cannot be read."""
+    return DataFile(path) if stores.url_of(path) is None or path.exists() else stores.RemoteFile(path)

@@ -1,8 +1,7 @@
 """Read the token ids of the next steps from a store before they are needed.
 
-Batches are a function of the step, so it is known which windows of which files the next steps read. Their blocks are
-requested several steps ahead, into the cache of the files (data/stores/blocks.py). A step then finds them on the local
-disk. One that does not waits, and is counted.
+Batches are a function of the step, so it is known which windows of which files the next steps read. They are requested
+several steps ahead, into memory (data/stores/remote_files.py). A step that does not find one waits, and is counted.
 """
 
 from collections.abc import Iterable
@@ -11,19 +10,16 @@ from concurrent.futures import Future
 from ..messages import plural
 from .batches import TextData, TokenStream
 from .given_batches import GivenBatches
-from .stores import BLOCK, RemoteFile, StorageError
+from .stores import RemoteFile
 from .token_files import TokensOnDisk
 
-_MOST_STEPS = 32
-_SHARE = 16
-"""The blocks read ahead by a rank take at most this part of the cache: other ranks use it, too."""
+_MOST_STEPS, _MOST_BYTES = 32, 2**28
 
 
 class ReadAhead:
     """The steps of a rank up to step `last`: `rows` of `count` sequences of `seq_len` tokens, as `TextData.batch`.
 
-    ahead: the number of steps that are requested before they are needed. Raises
-    ValueError if the cache cannot hold the blocks of two steps.
+    ahead: the number of steps that are requested before they are needed.
     """
 
     def __init__(self, text: TextData | GivenBatches, seed: int, count: int, seq_len: int, rows: range, last: int):
@@ -31,23 +27,13 @@ class ReadAhead:
         streams = [s for one in text.sources for s in (one.train, one.held_out)] if isinstance(text, TextData) else []
         found = {id(s.file): s.file for s in streams if isinstance(s, TokensOnDisk) and isinstance(s.file, RemoteFile)}
         self.files, self._requested, self._waits = [*found.values()], 0, 0
-        if not self.files:
-            self.ahead = 0
-            return
-        size = max(s.dtype.itemsize for s in streams if isinstance(s, TokensOnDisk)) * (seq_len + 1)
-        limit, needed = self.files[0].cache.limit, len(rows) * (size // BLOCK + 2) * BLOCK
-        if limit < 2 * needed:
-            least = f"use {2 * needed / 1e9:.2g} or more"
-            raise ValueError(f"data_cache_gb {limit / 1e9:g} cannot hold the blocks of two steps: {least}")
-        self.ahead = max(1, min(_MOST_STEPS, limit // _SHARE // needed))
+        size = max((s.dtype.itemsize for s in streams), default=1) * len(rows) * (seq_len + 1)
+        self.ahead = max(1, min(_MOST_STEPS, _MOST_BYTES // max(size, 1))) if self.files else 0
 
     def fill(self, first: int) -> None:
-        """Read the blocks of the first steps, and wait for them. Raises ValueError if they cannot be read."""
-        try:
-            for future in [one for step in range(first, first + self.ahead) for one in self._request(step)]:
-                future.result()
-        except StorageError as error:
-            raise ValueError(str(error)) from None
+        """Read the first steps, and wait for them. Raises ValueError if they cannot be read."""
+        for future in [one for step in range(first, first + self.ahead) for one in self._request(step)]:
+            future.result()
         self._requested = first + self.ahead
         self.take_waits()
 

@@ -8,7 +8,6 @@ Text is read into memory and encoded at the start. Token ids stay on disk, so th
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,27 +18,27 @@ from .documents import Documents
 from .encode import EncodedDocument, encode_documents
 from .held_out import Split, held_out_size
 from .locate import is_file, locate, open_file
-from .stores import BlockCache, exists
+from .stores import exists
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
 
 def load_data(
     sources: str | Sequence[str], seq_len: int, vocab_size: int | None = None,
-    field: str = "text", dtype: str = "uint16", tokenizer: Tokenizer = BYTES, cache: BlockCache | None = None,
+    field: str = "text", dtype: str = "uint16", tokenizer: Tokenizer = BYTES,
 ) -> TextData:  # fmt: skip
     """Open `sources`, each "SOURCE" or "SOURCE=WEIGHT".
 
     A source is text (a file, a folder, a glob, or "stdlib"), a folder that `prepare_data` wrote, or a .bin file.
     field: the key of the text in .jsonl lines. dtype: of .bin files without a sidecar. vocab_size: of the model; None
-    accepts every tokenizer. tokenizer: of text, if no source has token ids. cache: for token ids at URLs.
+    accepts every tokenizer. tokenizer: of text, if no source has token ids.
 
     Raises ValueError if a source is empty, broken or shorter than one sequence of `seq_len`, if the sources have
     different tokenizers, or if `vocab_size` is too small.
     """
     entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
     places = {name: locate(name) for name, _ in entries}
-    opened = {name: list(_open_token_files(place, dtype, cache)) for name, place in places.items()}
+    opened = {name: list(_open_token_files(place, dtype)) for name, place in places.items()}
     _check_roles(opened)
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
@@ -61,16 +60,14 @@ def load_data(
     return TextData(tuple(loaded), tokenizer)
 
 
-def read_stream(
-    source: str, tokenizer: Tokenizer, field: str = "text", dtype: str = "uint16", cache: BlockCache | None = None
-) -> TokenStream:
+def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: str = "uint16") -> TokenStream:
     """All token ids of one source in order, each document followed by the end token.
 
     Text is encoded with `tokenizer`. A folder that `prepare_data` wrote gives its held-out tokens. field, dtype: as for
     `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
     """
     source = locate(source)
-    if files := list(_open_token_files(source, dtype, cache)):
+    if files := list(_open_token_files(source, dtype)):
         file = files[-1] if os.path.isdir(source) else files[0]
         found = file.tokenizer(tokenizer.vocab_size)
         if digest(found) != digest(tokenizer):
@@ -99,7 +96,7 @@ def split_weight(entry: str) -> tuple[str, float]:
     return name, number
 
 
-def _open_token_files(name: str, dtype: str, cache: BlockCache | None) -> Iterator[TokenFile]:
+def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
     """If `name` is token ids, yield the training file, and then the held-out file if there is one.
 
     Raises ValueError for a folder in which one of them is missing, rather than train on its JSON files as text.
@@ -111,9 +108,9 @@ def _open_token_files(name: str, dtype: str, cache: BlockCache | None) -> Iterat
         path /= TRAIN_FILE
     elif path.suffix != ".bin" or not is_file(path):
         return
-    yield TokenFile.open(path, dtype, partial(open_file, cache=cache))
+    yield TokenFile.open(path, dtype, open_file)
     if path.name == TRAIN_FILE and (held_out := [*filter(_is_described, map(path.with_name, HELD_OUT_FILES))]):
-        yield TokenFile.open(held_out[0], dtype, partial(open_file, cache=cache))
+        yield TokenFile.open(held_out[0], dtype, open_file)
 
 
 def _is_described(path: Path) -> bool:

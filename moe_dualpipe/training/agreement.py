@@ -6,6 +6,7 @@ they know, and the first rank tells all what holds.
 """
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import find_checkpoint
+from ..checkpoint.folder_lock import LOCK_FILE, only_writer
 from ..checkpoint.manifest import RUN_FILE
 from ..data import stores
 from ..health.watch import joining
+from ..messages import describe
 from ..runtime.groups import rendezvous
 from ..runtime.launch import Launch
 from ..runtime.memory import free_gpu_memory, free_main_memory
@@ -63,6 +66,30 @@ def agree(folder: Path | None, device: torch.device, launch: Launch, timeout: fl
     if stores.url_of(where) is None and not (resume / RUN_FILE).is_file():
         raise ValueError(f"{resume} cannot be read here: --out must be a folder or URL that all machines share")
     return Agreed(where, find_checkpoint(str(resume)), decided["free"], store)
+
+
+def lock_folder(
+    stack: ExitStack, folder: Path, launch: Launch, store: dist.Store | None, timeout: float, wait: float
+) -> None:  # fmt: skip
+    """Hold the lock of the run's folder, on the first rank, until `stack` is closed. Collective, like `agree`.
+
+    wait: seconds. Raises ValueError, on all ranks, if another process still has the lock then, or if there can be none.
+    """
+    problem = ""
+    if launch.rank == 0:
+        try:
+            stack.enter_context(only_writer(folder, folder / LOCK_FILE, wait))
+        except (ValueError, OSError) as error:
+            problem = describe(error)
+    if dist.is_initialized():
+        problem = gather_objects(problem)[0]
+    elif store is not None:
+        with joining(launch.rank, timeout):
+            if launch.rank == 0:
+                store.set("locked", problem)
+            problem = store.get("locked").decode()
+    if problem:
+        raise ValueError(problem)
 
 
 def _decide(told: list[dict]) -> dict:

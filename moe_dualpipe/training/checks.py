@@ -22,7 +22,6 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("seed", -(2**63), 2**63 - 1),
     ("bias_rate optim.final_lr parallel.move_experts_gain", 0, 1),
     ("health.timeout", 1, 1_000_000),
-    ("batch.data_cache_gb", 1e-3, 1e6),
     ("metrics.peak_tflops optim.clip", 1e-6, 1e6),
     ("optim.lr", 1e-12, 100.0),
     ("optim.weight_decay", 0, 1000),

@@ -93,10 +93,6 @@ class BatchConfig:
     """Field of a .jsonl line, or column of a table, that holds the text."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of a .bin file without a .json file beside it; little-endian."""
-    data_cache: str | None = None
-    """Local folder for blocks of token ids that are read from a URL. None: data-cache in checkpoint.staging."""
-    data_cache_gb: float = 20.0
-    """Maximum size of data_cache in GB."""
     seq_len: int = 256
     """Tokens per sequence."""
     document_mask: bool = False

@@ -76,6 +76,15 @@ _CHANGES = {
     ),
 }  # fmt: skip
 """What a resumed run does otherwise if a key with this beginning has another value. Rounding is not meant."""
+_REPLACED = {
+    "micro_batches": "; use --batch-size, the number of sequences per step over all ranks",
+    "place_experts": "; use --set parallel.move_experts_every=STEPS",
+    "elastic": ": a restarted run adapts its layout to the number of processes",
+    "data_cache": ": token ids at a URL are read into memory",
+    "data_cache_gb": ": token ids at a URL are read into memory",
+}
+_REMOVED = ("batch.data_cache", "batch.data_cache_gb")
+"""Keys that run.toml of an older run may have, without a meaning now."""
 
 
 class OptionError(ValueError):
@@ -270,6 +279,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     for name, value in tables.items():
         entries = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
         for key, one in entries.items():
+            if key in _REMOVED:
+                continue
             try:
                 values[key] = convert(find_key(key), one)
             except OptionError as error:
@@ -358,6 +369,8 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
 
 def find_key(name: str) -> Key:
     """Raises OptionError, with the nearest name, for a key that does not exist."""
+    if name in _REMOVED:
+        raise OptionError(f"{name} was removed{_REPLACED[name.rpartition('.')[2]]}")
     if name not in all_keys():
         raise OptionError(_unknown("key", name, {key: key for key in all_keys()}))
     return all_keys()[name]
@@ -367,6 +380,8 @@ def _unknown(kind: str, word: str, typed: Mapping[str, str]) -> str:
     """Suggests a name in another section or spelling, or a similar one. typed: what to type, by name."""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")[:100]
     last = name.rpartition(".")[2].removeprefix("no_")
+    if last in _REPLACED and last == name:
+        return f"{word} was removed{_REPLACED[last]}"
     same = [name] * (name in typed) or [one for one in typed if one.rpartition(".")[2] == last]
     near = [typed[one] for one in same or get_close_matches(name, typed, n=1)]
     return f"unknown {kind} {quoted(word, 60)}; {f'did you mean {near[0]}? ' if near else ''}--help-all lists all"

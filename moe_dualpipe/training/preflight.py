@@ -5,6 +5,7 @@ result: an invalid option ends the run with one line and exit code 2, and never 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ..checkpoint import (
     start_tokenizer,
 )
 from ..checkpoint.atomic_folder import is_there
+from ..checkpoint.folder_lock import EXPIRES, GRACE
 from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
 from ..data import BYTES, TOKENIZER_FILE, Batches, GivenBatches, TextData, UnknownTokenizer, load_data, stores
 from ..kernels.backend import Kernels
@@ -34,7 +36,7 @@ from ..runtime.learning_rate import OptimizerConfig
 from ..runtime.topology import Placed, machine_limit
 from ..schedule import Schedule
 from . import metrics, restart, setup
-from .agreement import Agreed, agree
+from .agreement import Agreed, agree, lock_folder
 from .checks import check_options
 from .config import TrainConfig
 from .extensions import Build
@@ -132,11 +134,12 @@ NOTHING_GIVEN, NO_INSTRUMENTS = Given(), Instruments()
 
 def prepare(
     request: Request, launch: Launch, given: Given = NOTHING_GIVEN, instruments: Instruments = NO_INSTRUMENTS,
-    from_command: bool = True,
+    from_command: bool = True, stack: ExitStack | None = None,
 ) -> Run:  # fmt: skip
     """Check everything about a run. Collective: the ranks agree on where a restarted run goes on. Raises ValueError.
 
-    from_command: False for a run from Python, which writes only into a folder that is named.
+    from_command: False for a run from Python, which writes only into a folder that is named. stack: holds the lock of
+    the run's folder until it is closed; None: no lock.
     """
     config = request.config
     check_options(config)
@@ -185,6 +188,11 @@ def prepare(
     if config.batch.document_mask and text.tokenizer.end_id < 0:
         raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
     if folder:
+        if stack is not None:
+            wait = EXPIRES if restarted else GRACE  # the first rank may have been on a machine that was lost
+            lock_folder(stack, folder, launch, agreed.store, config.health.timeout, wait)
+            if not restarted:
+                setup.check_new(folder, options)  # again: another run may have ended meanwhile
         restart.prepare_staged(folder, launch, resumed=resume is not None)
         if Path(folder, metrics.FILE).exists():
             metrics.read_records(folder)  # raises ValueError
@@ -290,11 +298,8 @@ def _load_text(config: TrainConfig, start: Path | None, request: Request) -> Tex
     tokenizer = start_tokenizer(start, vocab_size) if start else BYTES
     if isinstance(tokenizer, UnknownTokenizer) and not unknown:
         tokenizer = BYTES  # `check_tokenizer` says that it is another one
-    cache = None
-    if any(map(stores.is_url, batch.data)):
-        cache = stores.block_cache(batch.data_cache, int(batch.data_cache_gb * 1e9), config.checkpoint.staging)
     try:
-        text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer, cache)
+        text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer)
     except ValueError as error:
         if request.saved is None or "batch.data" in request.typed:
             raise

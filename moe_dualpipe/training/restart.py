@@ -70,16 +70,12 @@ def prepare_staged(folder: Path, launch: Launch, resumed: bool) -> None:
     """Make the local folder of a run on a store what the run's own would be. Does nothing for a local run.
 
     Files of an earlier run are removed, except after a restart by the launcher. A resumed run continues the metrics
-    that are on the store. The first process of a machine does this for the others. Raises StorageError if the store
-    cannot be written.
+    that are on the store. The first process of a machine does this for the others. Raises StorageError.
     """
     url = stores.url_of(folder)
     if url is None or launch.local_rank:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    probe = url / f".write-test-{socket.gethostname()}-{os.getpid()}"
-    stores.write(probe, b"")
-    stores.delete(probe)
     if is_own_folder(folder):
         return
     for path in folder.iterdir():

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from threading import RLock
 
@@ -46,15 +46,16 @@ def run(request: Request, launch: Launch, stop: Stop, instruments: Instruments =
     first, full_traceback = launch.local_rank == 0, health.traceback
     several_machines = launch.world_size > launch.local_world_size
     try:
-        with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
-            try:
-                plan = prepare(request, launch, instruments=instruments)
-            except NoLayoutError as error:
-                end_without_layout(error, launch, health.timeout)
-        with watched_world(plan, launch) as (plan, progress):
-            with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
-                trainer, sinks = build(plan, launch, progress, stop)
-            stopped = train_loop(trainer, sinks)
+        with ExitStack() as stack:
+            with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
+                try:
+                    plan = prepare(request, launch, instruments=instruments, stack=stack)
+                except NoLayoutError as error:
+                    end_without_layout(error, launch, health.timeout)
+            with watched_world(plan, launch) as (plan, progress):
+                with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
+                    trainer, sinks = build(plan, launch, progress, stop)
+                stopped = train_loop(trainer, sinks)
     except OtherVersionsError as error:
         end_with_other_versions(error, socket.gethostname(), launch)
     if stopped and several_machines:
@@ -110,17 +111,18 @@ def train(
     given = Given(weights, batches, validation)
     config = config or TrainConfig()
     request = Request(config, saved=saved_values(config.checkpoint.resume, config.checkpoint.staging))
-    plan = prepare(request, launch, given, instruments, from_command=False)
     invalid: ValueError | None = None
     try:
-        with _world(plan, launch) as (plan, progress):
-            try:
-                trainer, sinks = build(plan, launch, progress)
-            except ValueError as error:  # raised on all ranks: if it left the context, the processes would end
-                invalid = error
-            else:
-                train_loop(trainer, [*sinks, *log], callbacks, verbose)
-                return trainer
+        with ExitStack() as stack:
+            plan = prepare(request, launch, given, instruments, from_command=False, stack=stack)
+            with _world(plan, launch) as (plan, progress):
+                try:
+                    trainer, sinks = build(plan, launch, progress)
+                except ValueError as error:  # raised on all ranks: if it left the context, the processes would end
+                    invalid = error
+                else:
+                    train_loop(trainer, [*sinks, *log], callbacks, verbose)
+                    return trainer
     except RunFailed as error:
         raise RuntimeError(error.text) from None
     assert invalid is not None

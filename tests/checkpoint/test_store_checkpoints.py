@@ -86,9 +86,7 @@ def test_run_json_is_written_last_and_removed_first(three_steps, s3):
         s3.put(name, data)
     s3.requests.clear()
     assert save(s3, [9], keep=1) == ["step-000009"]  # again, and the others are removed
-    deletes = [
-        request.path.removeprefix("/bucket/run/checkpoints/") for request in s3.requests if request.method == "DELETE"
-    ]
+    deletes = [key.removeprefix("run/checkpoints/") for request in s3.requests for key in request.deleted]
     assert deletes[0] == "step-000009/run.json"
     for step in ("step-000003", "step-000005"):
         assert next(path for path in deletes if path.startswith(step)) == f"{step}/run.json"
@@ -146,7 +144,7 @@ def test_a_save_outlasts_faults_that_pass(s3, fault):
 @pytest.mark.parametrize("where", ["__1_0.distcp", "tensors.json", "run.json"])
 @pytest.mark.quick("run.json")
 def test_a_save_that_is_killed_leaves_the_previous_checkpoint(run, where, tmp_path):
-    """The ranks are killed while one of them uploads a file. Files that were uploaded are not sent again."""
+    """The ranks are killed while one of them uploads a file."""
     killed = []
 
     def kill(request):
@@ -169,13 +167,9 @@ def test_a_save_that_is_killed_leaves_the_previous_checkpoint(run, where, tmp_pa
     assert len(killed) == 2
     time.sleep(0.2)
     assert find_checkpoint(RUN).name == "step-000009"
-    there = {name.rpartition("/")[2] for name in run.names("run/checkpoints/step-000012/")}
     run.reset_faults()
     assert save(run, [12]) == ["step-000012", "step-000009", "step-000005", "step-000003"]
     assert loaded_step(find_checkpoint(RUN)) == 12
-    sent = {request.path.rpartition("/")[2] for request in run.requests if request.method == "PUT"}
-    files = {"__0_0.distcp", "__1_0.distcp"}
-    assert files - there == sent & files and (where == "__1_0.distcp" or files <= there)
 
 
 def save_in_background(rank):

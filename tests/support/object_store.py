@@ -3,6 +3,7 @@
 import http.client
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,8 @@ class Request:
     method: str
     path: str
     size: int
+    deleted: tuple[str, ...] = ()
+    conditional: bool = False
 
     @property
     def is_part(self) -> bool:
@@ -97,21 +101,30 @@ class ObjectStore:
 
 def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+        protocol_version, wbufsize = "HTTP/1.1", -1  # a packet for each answer, not one for each header
 
         def _pass_on(self) -> None:
             body = self._body()
-            request = Request(self.command, self.path, len(body))
+            deleted = re.findall("<Key>(.*?)</Key>", body.decode()) if self.path.endswith("?delete") else []
+            conditional = not {"If-Match", "If-None-Match"}.isdisjoint(self.headers)
+            request = Request(self.command, self.path, len(body), tuple(deleted), conditional)
             served.requests.append(request)
             fault = served.fault(request)
             if fault == "hang up":
                 self.close_connection = True
                 return
             if isinstance(fault, int):
-                self._answer(fault, {}, f"<Error><Code>{fault}</Code><Message>injected</Message></Error>".encode())
+                head = self.command == "HEAD"
+                self._answer(
+                    fault,
+                    {},
+                    b"" if head else f"<Error><Code>{fault}</Code><Message>injected</Message></Error>".encode(),
+                )
                 return
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
+            if not self.headers.get("Authorization", "").startswith("AWS4"):  # Google's; no signature is checked
+                headers["authorization"] = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request"
             connection.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
             answer = connection.getresponse()
             data, got = answer.read(), dict(answer.getheaders())
@@ -170,6 +183,7 @@ def object_store() -> Iterator[ObjectStore]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     tempfile.gettempdir()  # that of this process stays as it is
+    forkserver.ensure_running()  # nor do later processes get the folder, which does not last
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, ACCESS | {"TMPDIR": folder}):
         server.start()
         _, port = server.get_host_and_port()
@@ -206,13 +220,10 @@ def in_environment(rank: int, environment: dict[str, str], function: Callable[..
 
 def forget() -> None:
     """What this process knows of stores. The next call connects anew, with the access that the environment gives."""
-    import fsspec
-
-    store._filesystem.cache_clear()
+    store._store.cache_clear()
     stand_in._STANDS_FOR.clear()
     copies._opened.clear()
     messages._SHOWN_AS.clear()
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def first(count: int, fault: Any, wanted: Callable[[Request], bool] = lambda _: True) -> Fault:

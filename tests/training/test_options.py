@@ -43,8 +43,8 @@ DEFAULTS = {
     "parallel.schedule": "auto", "parallel.num_chunks": None, "parallel.overlap": True, "parallel.max_deferred": None,
     "parallel.zero": True, "compute.device": "auto", "compute.dtype": "auto", "compute.kernels": "auto",
     "compute.compile": "auto", "compute.cuda_graphs": False, "compute.recompute": "none", "compute.fused_loss": False,
-    "batch.data": ("stdlib",), "batch.data_field": "text", "batch.data_dtype": "uint16", "batch.data_cache": None,
-    "batch.data_cache_gb": 20.0, "batch.seq_len": 256, "batch.document_mask": False, "batch.batch_size": 16,
+    "batch.data": ("stdlib",), "batch.data_field": "text", "batch.data_dtype": "uint16",
+    "batch.seq_len": 256, "batch.document_mask": False, "batch.batch_size": 16,
     "batch.micro_batch_size": None, "checkpoint.out": None, "checkpoint.resume": None, "checkpoint.weights": None,
     "checkpoint.weights_partial": False, "checkpoint.save_every": None, "checkpoint.keep": 3, "checkpoint.export": None,
     "checkpoint.save_async": True, "checkpoint.staging": None, "metrics.log_every": 1, "metrics.eval_every": None,
@@ -165,8 +165,13 @@ def test_a_flag_of_an_earlier_version_works_or_its_error_names_the_new_one(flag)
     if flag in FLAGS:
         return
     error = error_of([f"--{flag}", "1"])
-    if flag in ("micro-batches", "elastic", "place-experts"):  # there is nothing like them
-        assert error.startswith(f"unknown option '--{flag}'; ") and error.endswith("--help-all lists all")
+    removed = {
+        "micro-batches": "; use --batch-size, the number of sequences per step over all ranks",
+        "elastic": ": a restarted run adapts its layout to the number of processes",
+        "place-experts": "; use --set parallel.move_experts_every=STEPS",
+    }  # fmt: skip
+    if flag in removed or flag.startswith("data-cache"):
+        assert error == f"--{flag} was removed{removed.get(flag, ': token ids at a URL are read into memory')}"
         return
     start, end = f"unknown option '--{flag}'; did you mean ", "? --help-all lists all"
     use = re.fullmatch(rf"{re.escape(start)}(?:--([\w-]+)|--set ([\w.]+?)(?:\.NAME)?=VALUE){re.escape(end)}", error)
@@ -508,3 +513,11 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch, tmp_
     ]:
         with pytest.raises(ValueError, match=f"^cuda_graphs {re.escape(reason)}"):
             make_run([*graphs, *arguments.split()], 0, processes)
+
+
+def test_keys_of_older_runs_without_a_meaning_are_left_out_of_run_toml(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('steps = 3\n[batch]\ndata_cache = "none"\ndata_cache_gb = 20.0\nseq_len = 64\n')
+    assert read_toml(file) == {"steps": 3, "batch.seq_len": 64}
+    with pytest.raises(ValueError, match=r"^batch.data_cache was removed: token ids at a URL"):
+        parse_arguments(["--set", "batch.data_cache=x"])

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from moe_dualpipe import training
 from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, read_tensor_metadata
-from moe_dualpipe.data.stores import StorageError, Url, local_path, read, staged_folder, url_of
+from moe_dualpipe.data.stores import Url, local_path, read, staged_folder, url_of
 from moe_dualpipe.training import restart
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import read_records
@@ -135,8 +136,8 @@ def test_the_folder_of_a_resumed_run_is_that_of_the_old_one(resume, tmp_path):
 
 def test_a_store_that_cannot_be_written_is_an_error_before_the_run(s3):
     s3.fault = lambda request: 403 if request.method == "PUT" else None
-    with pytest.raises(StorageError, match=rf"^{URL}/.write-test-.*: access denied"):
-        make_run(settings(URL, data=(str(Path(__file__).parent),)))
+    with pytest.raises(ValueError, match=rf"^{URL}/.lock: access denied"):
+        training.train(settings(URL, data=(str(Path(__file__).parent),)))
     assert s3.names() == []
 
 

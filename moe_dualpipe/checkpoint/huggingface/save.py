@@ -25,7 +25,7 @@ from ...data.synced_files import write_synced
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
 from ...runtime.shared_errors import errors_on_all_ranks
-from ..atomic_folder import check_new, new_folder, upload_files
+from ..atomic_folder import check_new, new_folder, only_exporter, upload_files
 from ..destinations import hidden
 from ..load import read_tensor
 from ..manifest import read_manifest, read_tensor_metadata
@@ -90,6 +90,9 @@ class Export:
             with errors_on_all_ranks():
                 check_new(folder)
             if stores.url_of(folder) is not None:
+                with errors_on_all_ranks():
+                    if rank == 0:
+                        stack.enter_context(only_exporter(folder))
                 self._upload(folder, max_shard_size, (rank, size))
                 return
             with errors_on_all_ranks():

@@ -1,28 +1,24 @@
 """Copies of files on a store, in the folder that stands for it (local_copies.py).
 
 The small files of a folder are copied when it is opened, as the code that reads them expects. Large files are copied
-when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait.
+when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait, and
+compare its checksum. A copy that was cut or changed is made again.
 """
 
 import errno
 import os
-import re
 import zlib
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from .errors import StorageError
 from .local_copies import local_path, locked, url_of
-from .store import QUICK, Entry, Patience, find_files, info, list_folder, read
+from .store import Entry, find_files, glob_root, info, list_folder, read_parts
 from .urls import Url
 
 SMALL = 64 * 2**20
 """The largest file that is copied when its folder is opened."""
 _LARGE_SUFFIXES = (".distcp", ".safetensors", ".bin", ".metadata")
-_PART = 8 * 2**20
-_THREADS = 4
 _opened: dict[Path, dict[str, Entry]] = {}
 
 
@@ -31,8 +27,7 @@ def open_folder(folder: Path, names: Collection[str] | None = None) -> None:
 
     names: copy only these. Raises StorageError.
     """
-    url = url_of(folder)
-    if url is None:
+    if (url := url_of(folder)) is None:
         return
     listed = list_folder(url).items()
     entries = {name: entry for name, entry in listed if not entry.is_folder and name not in (".", "..")}
@@ -64,10 +59,7 @@ def fetch_all(url: Url) -> Path:
 
     Raises StorageError if there is nothing.
     """
-    text = str(url)
-    pattern = re.search(r"[*?[]", text)
-    root = Url(text[: pattern.start()].rpartition("/")[0]) if pattern else url
-    found = find_files(url)
+    found, root = find_files(url), glob_root(url)
     if not found:
         raise StorageError(f"{url}: there is no such file or folder")
     if [*found] == [str(url)]:
@@ -77,7 +69,7 @@ def fetch_all(url: Url) -> Path:
         below = name.removeprefix(f"{root}/")
         if ".." not in below.split("/"):
             _copy(folder / below, root / below, entry, None)
-    return local_path(str(root)) / text.removeprefix(f"{root}").lstrip("/")
+    return folder / str(url).removeprefix(str(root)).lstrip("/")
 
 
 def entry_of(path: Path) -> Entry | None:
@@ -89,11 +81,9 @@ def entry_of(path: Path) -> Entry | None:
 
 def drop(folder: Path, names: Iterable[str]) -> None:
     """Remove copies, to free the space. Does nothing for an ordinary folder."""
-    if url_of(folder) is not None:
-        for name in names:
-            for file in (folder / name, _stamp_file(folder / name)):
-                with suppress(OSError):
-                    file.unlink()
+    for path in (folder / name for name in names if url_of(folder) is not None):
+        path.unlink(missing_ok=True)
+        _stamp_file(path).unlink(missing_ok=True)
 
 
 def size_of(path: Path) -> int | None:
@@ -129,24 +119,24 @@ def _copy(path: Path, url: Url, entry: Entry, crc32: int | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     stamp = _stamp_file(path)
     with locked(path.with_name(f".{path.name}.lock")):
-        if path.exists() and stamp.exists() and stamp.read_text() == entry.stamp + str(entry.size):
+        if path.exists() and stamp.exists() and stamp.read_text() == f"{entry.stamp} {entry.size} {_crc32(path)}":
             return
         stamp.unlink(missing_ok=True)
-        partial = path.with_name(f".{path.name}.part")
-        found = _download(url, entry.size, partial)
-        if crc32 is not None and found != crc32:
+        partial, crc = path.with_name(f".{path.name}.part"), 0
+        with partial.open("wb") as file:
+            for data in read_parts(url, 0, entry.size, stamp=entry.stamp):
+                file.write(data)
+                crc = zlib.crc32(data, crc)
+        if crc32 is not None and crc != crc32:
             partial.unlink()
             raise ValueError(f"{url} does not match its checksum")
         partial.replace(path)
-        stamp.write_text(entry.stamp + str(entry.size))
+        stamp.write_text(f"{entry.stamp} {entry.size} {crc}")
 
 
-def _download(url: Url, size: int, target: Path, patience: Patience = QUICK) -> int:
-    """Write `size` bytes of a file into `target`; returns their CRC-32."""
-    crc, starts = 0, range(0, size, _PART)
-    with target.open("wb") as file, ThreadPoolExecutor(_THREADS) as pool:
-        for group in (starts[i : i + _THREADS] for i in range(0, len(starts), _THREADS)):  # bounds the memory
-            for data in pool.map(lambda first: read(url, first, min(first + _PART, size), patience), group):
-                file.write(data)
-                crc = zlib.crc32(data, crc)
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            crc = zlib.crc32(block, crc)
     return crc

@@ -4,6 +4,8 @@ The rest of the program works with paths. So a URL is given a local folder, and 
 URL below. There are two kinds. A folder of copies is filled on demand by the processes of one launch, and removed after
 the last of them. A staged folder is where a run writes what is then uploaded; it stays, because a run that was killed
 continues there. Messages show the URLs.
+
+hf:// is another matter: huggingface_hub has copies of its own, which it keeps, and nothing is written there.
 """
 
 import atexit
@@ -15,14 +17,16 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...messages import printable, show_as
+from .errors import StorageError, storage_error
 from .urls import Url, is_url
 
 _STANDS_FOR: dict[Path, Url] = {}
-_KEPT: list[int] = []  # descriptors that hold locks until the process ends
-_COPIES = "copies-"
+_COPIES, _HUB = "copies-", "hf://"
 
 
 def local_path(text: str | os.PathLike[str], staging: str | None = None) -> Path:
@@ -33,6 +37,8 @@ def local_path(text: str | os.PathLike[str], staging: str | None = None) -> Path
     staging: the folder for local files; None: see `base_folder`. Raises ValueError if it cannot be used.
     """
     given = os.fspath(text)
+    if given.startswith(_HUB):
+        return _hub_copy(Url(given))
     if not is_url(given):
         path = Path(given.removeprefix("file://"))
         staged = None if _is_copy(path) else url_of(path)
@@ -53,6 +59,8 @@ def staged_folder(url: Url, staging: str | None = None) -> Path:
 
 def output_folder(text: str, staging: str | None = None) -> Path:
     """The folder to write what a user named: itself, or the staged folder of a URL. Raises ValueError."""
+    if text.startswith(_HUB):
+        raise ValueError(f"{printable(text)} can only be read: write to a folder, s3://, gs:// or az://")
     return staged_folder(Url(text), staging) if is_url(text) else Path(text.removeprefix("file://"))
 
 
@@ -64,6 +72,23 @@ def url_of(path: Path) -> Url | None:
         if path.is_relative_to(folder):
             return url / path.relative_to(folder).as_posix()
     return None
+
+
+@cache
+def _hub_copy(url: Url) -> Path:
+    """What huggingface_hub has downloaded of a file, a folder or a glob. Raises StorageError."""
+    try:
+        from huggingface_hub import HfFileSystem, snapshot_download
+
+        found: Any = HfFileSystem().resolve_path(str(url))
+        inside = found.path_in_repo
+        wanted = [inside, f"{inside}/*"] if inside else None
+        folder = snapshot_download(
+            found.repo_id, repo_type=found.repo_type, revision=found.revision, allow_patterns=wanted
+        )
+    except Exception as error:
+        raise storage_error(url, error) or StorageError(f"{url}: {printable(error)}") from None
+    return Path(folder, inside)
 
 
 def _is_copy(path: Path) -> bool:
@@ -112,43 +137,45 @@ def _copies_folder(base: Path) -> Path:
         if folder not in {known.parent for known in _STANDS_FOR}:
             _remove_abandoned(base)
             folder.mkdir(exist_ok=True)
-            descriptor = os.open(folder / ".in-use", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            _KEPT.append(descriptor)
-            atexit.register(_leave, base, descriptor, os.getpid())
+            descriptor = open_locked(folder / ".in-use", fcntl.LOCK_SH)
+            atexit.register(_leave, base, descriptor)
     return folder
 
 
-def _leave(base: Path, descriptor: int, pid: int) -> None:
-    if os.getpid() == pid:  # not a fork
-        with suppress(OSError):
-            os.close(descriptor)
-            with locked(base / ".lock"):
-                _remove_abandoned(base)
+def _leave(base: Path, descriptor: int) -> None:
+    os.close(descriptor)
+    with suppress(OSError), locked(base / ".lock"):
+        _remove_abandoned(base)
 
 
 def _remove_abandoned(base: Path) -> None:
     """Remove the folders of copies that no process uses."""
     for folder in base.glob(f"{_COPIES}*"):
-        try:
-            descriptor = os.open(folder / ".in-use", os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # in use
+            descriptor = open_locked(folder / ".in-use", fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # in use
-            pass
-        finally:
             os.close(descriptor)
+
+
+def open_locked(path: Path, kind: int) -> int:
+    """A descriptor that holds a lock of this kind on a file until it is closed, or the process dies.
+
+    Raises BlockingIOError for one that is held, if `kind` has LOCK_NB.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock among the processes of this machine. A process that dies loses it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = open_locked(path, fcntl.LOCK_EX)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

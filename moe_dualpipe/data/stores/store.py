@@ -1,38 +1,39 @@
-"""Calls to an object store, each with a time limit and, if its error may pass, repeated after growing pauses.
+"""Calls to an object store, by obstore: it repeats what may pass, after growing pauses, and sends large files in parts.
 
-The libraries behind fsspec have limits and repetitions of their own, all different. Those of s3fs are switched off,
-so that the number of attempts and the time they take are known here. A call that hangs is left behind in its thread.
+hf:// is not among its stores: local_copies.py.
 """
 
 import os
-import random
-import time
-from collections.abc import Callable, Mapping
-from concurrent import futures
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from functools import cache
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
-from ...messages import plural, printable, unknown_name
-from .errors import MissingError, StorageError, lasting_error, may_pass, missing_bucket
-from .threads import call_in_thread
+from ...messages import unknown_name
+from .errors import MissingError, StorageError, storage_error
+from .threads import DaemonThreads, Result, call_in_thread
 from .urls import Url
 
-Result = TypeVar("Result")
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 15.0  # seconds
-_CONNECT, _READ = 10, 30  # seconds
-_SLOWEST = 200_000  # bytes per second; a call may take the time for its bytes at this rate, in addition
-_STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "sha256", "LastModified", "last_modified", "updated", "created")
-_jitter = random.Random()  # not the generator that a user's layer may use
+SCHEMES = ("s3", "gs", "az", "hf", "memory", "s3a", "abfs", "abfss")
+PART = 8 * 2**20
+"""Bytes of a request. A file of more than MAX_PARTS of these is sent in larger ones."""
+MAX_PARTS = 10_000
+_CONCURRENT = 4
+_CONNECT = timedelta(seconds=10)
+_parts = DaemonThreads(_CONCURRENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. total: a call is repeated for so long. call: limit of one call, besides the time for its bytes."""
+    """Seconds. total: a request is repeated for so long. call: limit of one request, with its bytes."""
 
     total: float
-    call: float = 40.0
+    call: float = 60.0
 
 
 QUICK = Patience(20.0, 20.0)
@@ -41,148 +42,171 @@ QUICK = Patience(20.0, 20.0)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file or folder on a store. stamp: differs after the file was written again."""
+    """A file or folder on a store. stamp: differs after the file was written again. modified: by the store's clock.
+
+    version: what `write(mode=...)` takes to replace only this version.
+    """
 
     name: str
     size: int
     stamp: str
+    modified: datetime | None = None
     is_folder: bool = False
+    version: Mapping[str, Any] = field(default_factory=dict)
 
 
-def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience = QUICK, nbytes: int = 0) -> Result:
-    """Return `operation(filesystem, path)`. Raises StorageError, and the operation's own errors.
+def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience = QUICK) -> Result:
+    """Return `operation(store, path)`. Raises StorageError, and the operation's own errors."""
 
-    nbytes: how many bytes it moves.
-    """
-    began, pause, attempts = time.monotonic(), _FIRST_PAUSE, 0
-    while True:
-        attempts += 1
-        try:
-            return _limited(lambda: operation(*_open(url)), patience.call + nbytes / _SLOWEST)
-        except Exception as error:
-            if isinstance(error, StorageError):
-                raise
-            if not may_pass(error):
-                raise (lasting_error(url, error) or error) from None
-            if time.monotonic() - began + pause > patience.total:
-                seconds, reason = time.monotonic() - began, printable(str(error) or type(error).__name__, 300)
-                raise StorageError(
-                    f"{url}: cannot be reached: {reason} ({plural(attempts, 'attempt')} in {seconds:.0f} s)"
-                ) from None
-        time.sleep(pause * (0.5 + _jitter.random() / 2))
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    def run() -> Result:
+        if url.scheme == "memory":
+            return operation(_memory(), url.text.partition("://")[2])
+        return operation(_store(url.scheme, url.bucket, patience), url.key)
 
-
-def _limited(operation: Callable[[], Result], seconds: float) -> Result:
-    """Run `operation` in a thread. Raises TimeoutError if it takes longer; the thread then ends with the process."""
-    result = call_in_thread(operation, "storage")
     try:
-        return result.result(seconds)
-    except futures.TimeoutError:
-        if result.done():
-            raise  # of the operation itself
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
-
-
-def _open(url: Url) -> tuple[Any, str]:
-    filesystem = _filesystem(url.scheme, os.getpid())
-    return filesystem, filesystem._strip_protocol(str(url))
+        return call_in_thread(run, "storage").result()
+    except Exception as error:
+        raise (storage_error(url, error) or error) from None
 
 
 @cache
-def _filesystem(scheme: str, _pid: int) -> Any:
-    """One for each process: connections do not survive a fork."""
-    import fsspec
+def _store(scheme: str, bucket: str, patience: Patience) -> Any:
+    if scheme not in SCHEMES:
+        raise StorageError(str(unknown_name("kind of URL", scheme, SCHEMES[:5])))
+    from obstore.store import from_url
 
-    if scheme not in fsspec.available_protocols():
-        known = [name for name in ("s3", "gs", "hf", "az", "memory") if name in fsspec.available_protocols()]
-        raise StorageError(str(unknown_name("kind of URL", scheme, known)))
-    options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme in ("s3", "s3a"):
-        retries = {"total_max_attempts": 1}
-        limits = {"connect_timeout": _CONNECT, "read_timeout": _READ, "retries": retries, "max_pool_connections": 32}
-        options["config_kwargs"] = limits
-    filesystem: Any = fsspec.filesystem(scheme, **options)
-    if scheme in ("s3", "s3a"):
-        filesystem.retries = 1
-    return filesystem
+    options: dict[str, Any] = {}
+    if scheme in ("s3", "s3a") and "AWS_ACCESS_KEY_ID" not in os.environ:  # profiles, roles and single sign-on
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        options["credential_provider"] = Boto3CredentialProvider()
+    limit, total = timedelta(seconds=patience.call), timedelta(seconds=patience.total)
+    return from_url(
+        f"{scheme}://{bucket}", client_options={"allow_http": True, "connect_timeout": _CONNECT, "timeout": limit},
+        retry_config={"max_retries": 1000, "retry_timeout": total}, **options,
+    )  # fmt: skip
 
 
-def _entry(described: Mapping[str, Any]) -> Entry:
-    stamp = next((str(described[key]) for key in _STAMPS if described.get(key)), "")
-    name = str(described["name"]).rstrip("/").rpartition("/")[2]
-    return Entry(name, int(described.get("size") or 0), stamp, described.get("type") == "directory")
+@cache
+def _memory() -> Any:
+    from obstore.store import MemoryStore
+
+    return MemoryStore()
+
+
+def _entry(found: Mapping[str, Any]) -> Entry:
+    modified = found.get("last_modified")
+    name, version = (
+        found["path"].rpartition("/")[2],
+        {key: found[key] for key in ("e_tag", "version") if found.get(key)},
+    )
+    return Entry(name, found["size"], found.get("e_tag") or str(modified), modified, version=version)
 
 
 def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
     """What is directly below a folder, by name; {} if there is nothing. Raises StorageError, also without a bucket."""
-
-    def read_names(filesystem: Any, path: str) -> list[Mapping[str, Any]]:
-        try:
-            return filesystem.ls(path, detail=True)
-        except FileNotFoundError as error:
-            if missing_bucket(error):
-                raise
-            return []
-
-    own = url.text.partition("://")[2]
-    found = call(url, read_names, patience)
-    entries = [_entry(one) for one in found if str(one["name"]).strip("/") != own.strip("/")]  # s3 lists a marker
+    found = call(url, lambda store, path: store.list_with_delimiter(path), patience)
+    entries = [*map(_entry, found["objects"])]
+    entries += [Entry(path.strip("/").rpartition("/")[2], 0, "", is_folder=True) for path in found["common_prefixes"]]
     return {entry.name: entry for entry in entries}
 
 
 def find_files(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
     """A file, all files below a folder, or those that match a glob: URL -> what it is. Raises StorageError."""
+    from fsspec.utils import glob_translate
 
-    def find(filesystem: Any, path: str) -> Mapping[str, Mapping[str, Any]]:
-        if any(character in path for character in "*?["):
-            return filesystem.glob(path, detail=True)
-        return filesystem.find(path, detail=True)
+    if (entry := info(url, patience)) is not None:
+        return {str(url): entry}
+    root, pattern = glob_root(url), str(url)
+    found = call(root, lambda store, path: [one for listed in store.list(path) for one in listed], patience)
+    start = f"{url.scheme}://" + ("" if url.scheme == "memory" else f"{url.bucket}/")
+    matches = re.compile(glob_translate(pattern) if root != url else f"{re.escape(pattern)}/.*", re.DOTALL).fullmatch
+    named = ((start + one["path"], _entry(one)) for one in found)
+    return dict(sorted((name, entry) for name, entry in named if matches(name)))
 
-    found = call(url, find, patience)
-    start = url.text.partition("://")[0]
-    files = sorted((name.strip("/"), one) for name, one in found.items() if one.get("type") == "file")
-    return {f"{start}://{name}": _entry(one) for name, one in files}
+
+def glob_root(url: Url) -> Url:
+    """The folder that holds all that matches a glob; `url` itself if it is not one."""
+    wild = re.search(r"[*?[]", str(url))
+    return Url(str(url)[: wild.start()].rpartition("/")[0]) if wild else url
 
 
 def info(url: Url, patience: Patience = QUICK) -> Entry | None:
-    """A file or folder; None if there is none. Raises StorageError."""
+    """A file; None if there is none. Raises StorageError."""
     try:
-        return _entry(call(url, lambda filesystem, path: filesystem.info(path), patience))
+        return _entry(call(url, lambda store, path: store.head(path), patience))
     except MissingError:
         return None
 
 
-def read(url: Url, first: int = 0, stop: int | None = None, patience: Patience = QUICK) -> bytes:
-    """The bytes of a file from `first` to `stop`, exactly. Raises StorageError."""
-    wanted = None if stop is None else stop - first
+def read(url: Url, first: int = 0, stop: int | None = None, patience: Patience = QUICK, stamp: str = "") -> bytes:
+    """The bytes of a file from `first` to `stop`, exactly. stamp: of the file that it must be.
 
-    def read_bytes(filesystem: Any, path: str) -> bytes:
-        if wanted == 0:
-            return b""
-        data = filesystem.cat_file(path) if wanted is None else filesystem.cat_file(path, start=first, end=stop)
-        if wanted is not None and len(data) != wanted:
-            raise EOFError(f"got {len(data):,} of {wanted:,} bytes")
-        return data
+    Raises StorageError; ChangedError for another file.
+    """
+    if first == stop:
+        return b""
+    options: dict[str, Any] = {} if stop is None else {"range": (first, stop)}
+    if stamp:
+        options["if_match"] = stamp
+    data = call(url, lambda store, path: bytes(store.get(path, options=options).bytes()), patience)
+    if stop is not None and len(data) != stop - first:
+        raise StorageError(f"{url}: got {len(data):,} of {stop - first:,} bytes")
+    return data
 
-    return call(url, read_bytes, patience, wanted or 0)
+
+def read_parts(url: Url, first: int, stop: int, patience: Patience = QUICK, stamp: str = "") -> Iterator[bytes]:
+    """The bytes of `read`, in parts and in order. Some parts are read ahead, at the same time."""
+    starts, coming = deque(range(first, stop, PART)), deque()
+    while starts or coming:
+        while starts and len(coming) < _CONCURRENT:
+            start = starts.popleft()
+            coming.append(_parts.submit(read, url, start, min(start + PART, stop), patience, stamp))
+        yield coming.popleft().result()
 
 
-def write(url: Url, data: bytes, patience: Patience = QUICK) -> None:
-    """Write a small file. Raises StorageError."""
-    call(url, lambda filesystem, path: filesystem.pipe_file(path, data), patience, len(data))
+def write(url: Url, data: bytes, patience: Patience = QUICK, **options: Any) -> None:
+    """Write a small file. Raises StorageError.
+
+    options: of obstore's put. With mode="create", or mode=entry.version, it raises ChangedError if there is a file, or
+    another version of it.
+    """
+    call(url, lambda store, path: store.put(path, data, **options), patience)
+
+
+def upload_file(
+    path: Path, url: Url, patience: Patience = QUICK, announce: Callable[[str], object] = lambda _: None
+) -> None:
+    """Write a local file to `url`. Raises StorageError and OSError. announce: called before each part is read."""
+    size = path.stat().st_size
+    part = max(PART, -(-size // MAX_PARTS))
+
+    def parts() -> Iterator[bytes]:
+        with path.open("rb") as file:
+            while data := file.read(part):
+                announce(f"uploading {path.name}")
+                yield data
+
+    def put(store: Any, key: str) -> None:
+        data = parts() if size > part else b"".join(parts())
+        store.put(key, data, use_multipart=size > part, chunk_size=part, max_concurrency=_CONCURRENT)
+
+    try:
+        call(url, put, patience)
+    except MissingError:  # the answer to the last request was lost, and its repetition found no upload
+        call(url, put, patience)
+    if (found := info(url, patience)) is None or found.size != size:
+        raise StorageError(f"{url}: {found.size if found else 0:,} of {size:,} bytes arrived")
 
 
 def delete(url: Url, patience: Patience = QUICK) -> None:
     """Remove a file, if it is there. Raises StorageError."""
     with suppress(MissingError):
-        call(url, lambda filesystem, path: filesystem.rm_file(path), patience)
+        call(url, lambda store, path: store.delete(path), patience)
 
 
-def delete_folder(url: Url, first: str = "", patience: Patience = QUICK) -> None:
+def delete_folder(url: Url, first: str, patience: Patience = QUICK) -> None:
     """Remove the files directly in a folder. first: the name of one that is removed before the others."""
-    if first:
-        delete(url / first, patience)
-    for name in list_folder(url, patience):
-        if name != first:
-            delete(url / name, patience)
+    delete(url / first, patience)
+    if others := list_folder(url, patience):
+        call(url, lambda store, path: store.delete([f"{path}/{name}" for name in others]), patience)

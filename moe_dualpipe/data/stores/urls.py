@@ -16,7 +16,10 @@ def is_url(text: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """A URL without a slash at its end. `url / "name"` is below it. Raises ValueError for one without a path."""
+    """A URL without a slash at its end. `url / "name"` is below it.
+
+    Raises ValueError for one without a path, and for one with a password: run.toml would keep it.
+    """
 
     text: str
 
@@ -24,11 +27,24 @@ class Url:
         match = _URL.fullmatch(self.text)
         if match is None or not match[2].strip("/"):
             raise ValueError(f"{quoted(self.text)} names no bucket or folder: write, for example, s3://bucket/run")
+        if ":" in match[2].partition("/")[0] and "@" in match[2]:
+            raise ValueError(
+                f"{quoted(self.text)} holds a password: remove it, and set it in the environment (docs/storage.md)"
+            )
         object.__setattr__(self, "text", f"{match[1]}://{match[2].strip('/')}")
 
     @property
     def scheme(self) -> str:
         return self.text.partition("://")[0]
+
+    @property
+    def bucket(self) -> str:
+        return self.text.partition("://")[2].partition("/")[0]
+
+    @property
+    def key(self) -> str:
+        """The path below the bucket."""
+        return self.text.partition("://")[2].partition("/")[2]
 
     @property
     def name(self) -> str:

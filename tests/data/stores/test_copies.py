@@ -49,6 +49,17 @@ def test_a_copy_is_made_once_and_again_after_it_was_dropped(s3):
         fetch(path.with_name("none"))
 
 
+@pytest.mark.parametrize("damaged", [b"", b"3" * 99, b"3" * 99 + b"4"])
+def test_a_copy_that_was_cut_or_changed_is_made_again(s3, damaged):
+    s3.put("folder/a.json", b"3" * 100)
+    path = local_path(FOLDER) / "a.json"
+    for copy in (lambda: open_folder(path.parent), lambda: fetch(path)):
+        copy()
+        path.write_bytes(damaged)
+        copy()
+        assert path.read_bytes() == b"3" * 100
+
+
 @pytest.mark.usefixtures("s3")
 def test_paths_below_a_folder_that_stands_for_a_url_are_shown_as_urls(tmp_path):
     staged, copies = staged_folder(Url(FOLDER), str(tmp_path)), local_path(FOLDER, str(tmp_path))
