@@ -94,7 +94,7 @@ def grouped_wgrad(
         got = f"{[*dy_MO.shape]} in {dy_MO.dtype} and {[*x_MI.shape]} in {x_MI.dtype}"
         raise ValueError(f"grouped_wgrad needs dy [M, O] and x [M, I] of the same dtype: got {got}")
     shape = (len(expert_offsets) - 1, dy_MO.shape[1], x_MI.shape[1])
-    check_offsets(expert_offsets, shape[0], len(x_MI))
+    _check_offsets(expert_offsets, shape[0], len(x_MI))
     GroupedGemmOptions(num_sms=num_sms).check()
     if add_to is not None and add_to.shape != shape:
         raise ValueError(f"add_to must be {[*shape]}: got {[*add_to.shape]}")
@@ -189,14 +189,10 @@ def _check(x: Tensor, w: Tensor, expert_offsets: Tensor, width: int) -> None:
         raise ValueError(f"a grouped product needs x [M, I] and w [E, O, I]: got {[*x.shape]} and {[*w.shape]}")
     if x.dtype != w.dtype:
         raise ValueError(f"a grouped product needs x and w of the same dtype: got {x.dtype} and {w.dtype}")
-    check_offsets(expert_offsets, w.shape[0], len(x))
+    _check_offsets(expert_offsets, w.shape[0], len(x))
 
 
-def check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int, padded: bool = False) -> None:
-    """Raise ValueError for offsets of another shape or dtype and, except on a GPU, for values that divide no rows.
-
-    padded: there may be more rows than the last offset.
-    """
+def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> None:
     if expert_offsets.shape != (num_experts + 1,) or expert_offsets.dtype != torch.int32:
         got = f"{[*expert_offsets.shape]} in {expert_offsets.dtype}"
         raise ValueError(f"{num_experts} experts need {num_experts + 1} offsets in int32: got {got}")
@@ -206,7 +202,7 @@ def check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int, padde
     first, last = offsets[0], offsets[-1]
     if first != 0:
         raise ValueError(f"the first offset must be 0: got {first}")
-    if last > num_rows if padded else last != num_rows:
+    if last != num_rows:
         raise ValueError(f"the last offset must be the number of rows: got {last} of {num_rows}")
     for expert, (start, stop) in enumerate(pairwise(offsets)):
         if stop < start:

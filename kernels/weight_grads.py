@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backend import forbid_double_backward
-
 
 class WeightGrads:
     """Deferred weight gradients, by a key that the caller chooses, such as (stage, micro-batch).
@@ -80,7 +78,6 @@ class WeightGrads:
         add_to: adds the gradient to an existing one in place, if the layer can do that faster.
         """
         assert self._key is not None, "defer() outside a split backward"
-        forbid_double_backward("a deferred weight gradient", "leave out the split backward")
         self._deferred[self._key].append((parameter, compute, add_to))
 
     def run_deferred(self, key: Hashable) -> None:

@@ -43,17 +43,14 @@ class ExpertBuilder:
     def __init__(self, config: ModelConfig, layer: int, seed: int):
         self.config, self.layer, self.seed = config, layer, seed
         self.found = expert_class(config)
-        first = self._construct(range(1))
+        number = min(2, config.num_experts)
+        first, second = self._construct(range(1)), self._construct(range(number))
         # What has one entry per expert has 1 entry with one expert and 2 with two. Other sizes equal these by chance.
-        self.per_expert, self.common, self.tied = entries(first, 1), frozenset[str](), ""
-        if config.num_experts > 1:
-            second = self._construct(range(2))
-            self.per_expert &= entries(second, 2)
-            # What all experts share has the same shape with any number of them.
-            of_one, of_two = (self._weights(layer, range(n))[0] for n, layer in ((1, first), (2, second)))
-            self.common = frozenset(n for n, t in of_two.items() if n in of_one and of_one[n].shape == t.shape)
-            self.tied = _tied_experts(second)
-        self.shared, _ = self._weights(first, range(1))
+        self.per_expert, self.common = entries(first, 1) & entries(second, number), frozenset[str]()
+        (self.shared, _), (of_two, _) = self._weights(first, range(1)), self._weights(second, range(number))
+        # What all experts share has the same shape with any number of them.
+        self.common = frozenset(n for n, t in self.shared.items() if n in of_two and of_two[n].shape == t.shape)
+        self.tied = _tied_experts(second)
 
     @torch.no_grad()
     def build(self, local: range) -> nn.Module:

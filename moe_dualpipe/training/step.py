@@ -39,10 +39,7 @@ from .metrics import utilization
 from .preflight import Run
 from .sources import changed_sources, sources_of
 
-_CALLS = (
-    "the end of the callbacks", "trainer.sample()", "trainer.validation_loss()", "trainer.check_replicas()",
-    "trainer.count_parameters()",
-)  # fmt: skip
+_CALLS = "the end of the callbacks", "trainer.sample()", "trainer.validation_loss()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +237,10 @@ class Trainer:
 
     def check_replicas(self) -> None:
         """Raise RuntimeError if replicas of a parameter or buffer differ."""
-        self.largest(0, "trainer.check_replicas()")
         self.replica_checks.check()
 
     def count_parameters(self) -> tuple[float, float, float]:
         """The numbers of dense and of expert parameters of the whole model, and of those that are trained."""
-        self.largest(0, "trainer.count_parameters()")
         counts = torch.zeros(3, dtype=torch.float64)
         for replicas in self.replicas:
             for parameter in replicas.parameters.values():

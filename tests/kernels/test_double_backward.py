@@ -90,12 +90,3 @@ def test_a_second_derivative_is_right_or_an_error(name):
     else:
         assert not triton
         assert torch.autograd.gradgradcheck(function, inputs)
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_deferred_weight_gradient_has_no_second_derivative(grouped):
-    grads, x, w = WeightGrads(), torch.randn(5, 8), torch.randn(3, 4, 8)
-    w = (w if grouped else w[0]).requires_grad_()
-    y = grouped_linear(x, w, ORDER.expert_offsets.cpu(), grads) if grouped else linear(x, w, grads)
-    with pytest.raises(RuntimeError, match="a deferred weight gradient cannot be differ"), grads.defer_to(0):
-        torch.autograd.grad(y.sum(), w, create_graph=True)

@@ -133,8 +133,8 @@ def call_on_one_rank(rank, config, call):
     return str(error.value)
 
 
-@pytest.mark.parametrize("call", ["sample", "validation_loss", "check_replicas", "count_parameters"])
-@pytest.mark.quick("sample", "count_parameters")
+@pytest.mark.parametrize("call", ["sample", "validation_loss"])
+@pytest.mark.quick("sample")
 def test_a_method_that_is_called_on_some_ranks_only(call):
     """Also where the method itself would need no other rank, as a sample of a rank with the whole model."""
     errors = run_ranks(2, call_on_one_rank, change(config_of(None), pp=1), call)

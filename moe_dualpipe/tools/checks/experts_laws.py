@@ -175,14 +175,13 @@ def parts_equal_the_whole(experts: Experts) -> str:
     number, compared = experts.config.num_experts, 0
     y, v, x_grad = experts.backward(experts.draw(1))
     expected = {label: grad for label, _, grad in experts.weights()}
-    shared_names = {name for name, ids in experts.held.items() if ids.layout == "shared"}
     common = getattr(experts.module, "common", frozenset())
-    in_common = shared_names | common
+    shared_names = common | {name for name, ids in experts.held.items() if ids.layout == "shared"}
     limit = experts.tolerance(y)
     hint = (
         "Results and gradients must not depend on the experts of this rank: expert_offsets[e] and weights[e] belong to "
         "the same local expert e, and weights are stacked as [num_local_experts, ...] (not config.num_experts)"
-    ) + f". All experts share {', '.join(sorted(in_common))}" * bool(in_common)
+    ) + f". All experts share {', '.join(sorted(shared_names))}" * bool(shared_names)
     sizes = sorted({2, number} if number % 2 == 0 else {number})
     for ep in sizes:
         start, sums = 0, dict[str, Tensor]()
@@ -197,7 +196,7 @@ def parts_equal_the_whole(experts: Experts) -> str:
             pairs += [
                 (f"the gradient of {label}", grad, expected[label])
                 for label, _, grad in part.weights()
-                if label not in in_common
+                if label not in shared_names
             ]
             for label, _, grad in part.weights():
                 if label in common and grad is not None:

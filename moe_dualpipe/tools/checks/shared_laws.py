@@ -58,10 +58,9 @@ def is_deterministic(subject: Subject) -> str:
         torch.manual_seed(1)
         first = subject.run(x)
         if _same(first, subject.run(x)):
-            if not subject.averaged:
-                return "two calls are bit-equal"
-            subject.module.eval()
-            return "two calls are bit-equal; as it has averaged_buffers, other checks use eval mode"
+            if subject.averaged:
+                subject.module.eval()
+            return "two calls are bit-equal" + "; other checks use eval mode" * bool(subject.averaged)
         torch.manual_seed(1)
         if _same(first, subject.run(x)):
             subject.module.eval()

@@ -114,7 +114,7 @@ class Undeclared(Running):
 def test_averaged_buffers_may_change_in_training_only():
     report = check_experts(Running)
     assert report.passed and skipped(report) == ["choices of a row"], str(report)
-    assert "as it has averaged_buffers, other checks use eval mode" in str(report)
+    assert "two calls are bit-equal; other checks use eval mode" in str(report)
     assert failed(check_experts(Undeclared)) == ["deterministic"]
     assert failed(check_experts(MovesInEval)) == ["no state"]
     with_dropout = check_experts(special_experts.RunningExperts)
