@@ -55,7 +55,7 @@ def slow(trainer):
 @pytest.mark.long
 def test_those_who_wait_for_a_slow_rank_say_for_what(tmp_path):
     """Rank 1 is in a forward of micro-batch 3. A member of its expert group waits, and so do other pipeline ranks."""
-    config = settings(tmp_path / "run", pp=2, ep=2, seq_len=16, timeout=TIMEOUT)
+    config = settings(tmp_path / "run", pp=2, ep=2, seq_len=16, batch_size=8, timeout=TIMEOUT)
     with Processes(4, config, sabotage=slow) as run:
         wait_for_lines(
             run,
@@ -96,10 +96,10 @@ def skip_a_transfer(trainer):
 @pytest.mark.long
 def test_the_rank_that_went_on_without_a_transfer_is_named(tmp_path):
     """And again by the error that ends the run."""
-    config = settings(tmp_path / "run", pp=1, ep=2, ep_backend="all_to_all", seq_len=16, timeout=TIMEOUT)
+    config = settings(tmp_path / "run", pp=1, ep=2, ep_backend="all_to_all", seq_len=16, batch_size=8, timeout=TIMEOUT)
     with Processes(2, config, sabotage=skip_a_transfer) as run:
         stuck = rf"rank 0 waits in dispatch backward of layer 1 {SECONDS}; rank 1 went on without it"
-        after = rf"rank 1 waits for rank 0: comparison of replicas of step 2 {SECONDS}"
+        after = rf"rank 1 waits for rank 0: gradients of step 2 {SECONDS}"
         wait_for_lines(run, stuck, after)
         assert run.exit_codes(0, 1) == [1, 1]
         ends = [rf"rank {rank} stops: the ranks wait for each other: {stuck}; {after}" for rank in range(2)]
