@@ -228,7 +228,7 @@ def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[st
     if unknown := sorted(key for key in rope if key not in known - {_LENGTHS} and rope[key] is not None):
         raise ValueError(f"{printable(unknown[0], 60)} of the rotary embedding {kind!r} is not supported")
     for key, option, default in _ROPES[kind]:
-        value = config.get(key) if key == _LENGTHS else rope.get(key)
+        value = _of_both(rope, config, key) if key in (_LENGTHS, _POSITIONS) else rope.get(key)
         if value is None and (default is REQUIRED or (key == "truncate" and key in rope)):
             raise ValueError(f"its rotary embedding {kind!r} has no {key}")
         if key == "attention_factor" and value == 0:
