@@ -56,7 +56,7 @@ def test_an_export_holds_exactly_the_weights_of_the_checkpoint(exported, capsys)
 def test_weights_that_are_not_finite_are_refused_by_name(exported, tmp_path, monkeypatch, capsys):
     model = load_model(find_checkpoint(str(exported / "run")))
     with torch.no_grad():
-        model.layers["2"].attention.out.weight[3, 4] = torch.nan
+        dict(model.named_parameters())["layers.2.attention.out.weight"][3, 4] = torch.nan
     monkeypatch.setattr(weights, "load_model", lambda *_, **__: model)
     assert main(["export", str(exported / "run"), "--out", str(tmp_path / "out")]) == 2
     assert "layers.2.attention.out.weight holds a NaN or infinity: export an earlier" in capsys.readouterr().err
