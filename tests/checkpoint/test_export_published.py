@@ -49,6 +49,10 @@ def bpe_run(tmp_path_factory):
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_our_own_presets_are_of_a_published_architecture(name):
     assert find_architecture(preset(name)).model_type == "glm4_moe"
+    with pytest.raises(
+        ValueError, match="the nearest, glm4_moe, cannot express router_score 'softmax', only 'sigmoid'"
+    ):
+        find_architecture(dataclasses.replace(preset(name), router_score="softmax"))
 
 
 def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):

@@ -104,10 +104,12 @@ def find_architecture(model: ModelConfig, wanted: str = "") -> Architecture:
 def misfits(model: ModelConfig, architecture: Architecture) -> list[str]:
     """The options of `model` that `architecture` cannot express, one message each."""
     try:
-        again = read_config(_written(model, architecture))
-    except ValueError as error:
-        return [str(error)]
-    found = differences(again, model)
+        found = differences(read_config(_written(model, architecture)), model)
+    except ValueError as error:  # the sizes of one kind of attention may not fit the other
+        found = [(name, only, getattr(model, name)) for name, only in architecture.options.items()]
+        found = [(name, only, got) for name, only, got in found if got != only and name not in _OF_TRAINING]
+        if not found:
+            return [str(error)]
     return [f"{name} {quoted(got, 60)}, only {quoted(only, 60)}" for name, only, got in found]
 
 
