@@ -42,7 +42,7 @@ class Attention(AttentionLayer):
         self.stacked = {"qkv.weight": (queries, keys, keys)}
         self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (config.num_heads, config.num_kv_heads))
         self.sdpa = ScaledDotProduct()
-        self.out = Linear(queries, config.hidden_size, config.residual_std)
+        self.out = Linear(queries, config.hidden_size, config.residual_std, bias=config.out_bias)
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]

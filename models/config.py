@@ -51,7 +51,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("yarn_factor", 1.0, 1e6),
     ("yarn_positions", 1, LARGEST),
     ("yarn_beta_fast yarn_beta_slow", 1e-6, 1e6),
-    ("yarn_mscale yarn_mscale_all_dim", 0.0, 1e3),
+    ("yarn_mscale yarn_mscale_all_dim yarn_attention_factor", 0.0, 1e3),
     ("sequence_loss z_loss mtp_weight", 0.0, 1e6),
     ("rope_theta", 1.0, 1e12),
     ("norm_eps latent_norm_eps", 0.0, 1.0),
@@ -88,7 +88,9 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "full"] = "none"
     """gqa: RMSNorm of queries and keys before rotation, over each head (head) or over all heads together (full)."""
     qkv_bias: bool = False
-    """gqa: add a bias to queries, keys and values."""
+    """Add a bias to queries, keys and values. mla: to their latents."""
+    out_bias: bool = False
+    """Add a bias to the output of attention."""
     rotary_fraction: float = 1.0
     """gqa: fraction of the channels of each head that are rotated: the first ones."""
     q_rank: int = 0
@@ -149,14 +151,20 @@ class ModelConfig:
     """Options of your own block."""
     rope_theta: float = 10_000.0
     """Base of the rotary embedding."""
+    rope_scaling: Literal["yarn", "llama3", "linear", "dynamic"] = "yarn"
+    """How rotations are slowed for contexts longer than in pre-training (rotary.py)."""
     yarn_factor: float = 1.0
-    """YaRN: length of the context divided by yarn_positions. 1: no YaRN."""
+    """Length of the context divided by yarn_positions. 1: rotations are not slowed."""
     yarn_positions: int = 4096
-    """YaRN: context length of pre-training."""
+    """Context length of pre-training."""
     yarn_beta_fast: float = 32.0
-    """YaRN: channels with more rotations than this in pre-training keep their frequency."""
+    """yarn, llama3: channels with more rotations than this in pre-training keep their frequency."""
     yarn_beta_slow: float = 1.0
-    """YaRN: channels with fewer rotations than this have their frequency divided by yarn_factor."""
+    """yarn, llama3: channels with fewer rotations than this have their frequency divided by yarn_factor."""
+    yarn_truncate: bool = True
+    """YaRN: round the indices of these channels outward."""
+    yarn_attention_factor: float = 0.0
+    """YaRN: factor on rotated queries and keys. 0: it grows with yarn_factor, by yarn_mscale."""
     yarn_mscale: float = 0.0
     """YaRN: factor on the growth of queries and keys with yarn_factor. 0: 1, unless yarn_mscale_all_dim is set."""
     yarn_mscale_all_dim: float = 0.0
@@ -179,6 +187,7 @@ class ModelConfig:
         for name, choices in (
             ("qk_norm", "none, head or full"), ("router_score", "softmax or sigmoid"),
             ("router_dtype", "model or float32"), ("group_score", "best_two or best"),
+            ("rope_scaling", "yarn, llama3, linear or dynamic"),
         ):  # fmt: skip
             if getattr(self, name) not in choices.replace(" or", ",").split(", "):
                 raise ValueError(f"{name} must be {choices}: got {getattr(self, name)!r}")
@@ -187,6 +196,8 @@ class ModelConfig:
         self._check_dense_layers()
         if self.yarn_factor > 1 and self.rope_theta == 1:
             raise ValueError("yarn_factor needs a rope_theta above 1: got 1")
+        if self.rope_scaling == "dynamic" and (self.rope_dim if self.attention == "mla" else self.rotary_dim) < 4:
+            raise ValueError("rope_scaling dynamic needs at least 4 rotated channels: use another one, or wider heads")
         if self.yarn_beta_fast < self.yarn_beta_slow:
             betas = f"{self.yarn_beta_fast} and {self.yarn_beta_slow}"
             raise ValueError(f"yarn_beta_fast must be at least yarn_beta_slow: got {betas}")

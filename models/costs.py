@@ -78,12 +78,13 @@ def _layer(config: ModelConfig, layer: int, attention: Attention, other: int) ->
 
 def _attention(config: ModelConfig) -> tuple[Attention, int]:
     """Attention, and its parameters outside of matrices."""
-    attention = ATTENTION[str(config.attention)].shape(config)
+    attention, out = ATTENTION[str(config.attention)].shape(config), config.hidden_size * config.out_bias
     if config.attention == "mla":
-        return attention, config.q_rank + config.kv_rank
+        latents = config.q_rank + config.kv_rank
+        return attention, latents + (latents + config.rope_dim) * config.qkv_bias + out
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     norms = {"none": 0, "head": 2 * width, "full": (heads + kv_heads) * width}[config.qk_norm]
-    return attention, norms + (heads + 2 * kv_heads) * width * config.qkv_bias
+    return attention, norms + (heads + 2 * kv_heads) * width * config.qkv_bias + out
 
 
 @lru_cache(maxsize=1024)

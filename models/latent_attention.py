@@ -16,6 +16,7 @@ values, R of the latent, M = R + P, W = C + V. With a cache, S counts the new po
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moe_dualpipe.kernels.fuse import copy_compiled, fuse
 from moe_dualpipe.kernels.linear import at_least_fp32
@@ -49,20 +50,25 @@ class LatentAttention(AttentionLayer):
         # One product gives the latent of queries (or the queries), the latent of keys and values, and the shared key.
         self.down = Linear(config.hidden_size, self.q_width + config.kv_rank + config.rope_dim, config.init_std)
         self.stacked = {"down.weight": (self.q_width, config.kv_rank, config.rope_dim)}
+        latents = config.q_rank + config.kv_rank + config.rope_dim  # queries without a latent have no bias
+        self.bias = nn.Parameter(torch.zeros(latents)) if config.qkv_bias else None
         self.q_norm = nn.RMSNorm(config.q_rank, eps) if config.q_rank else nn.Identity()
         self.q_up = Linear(config.q_rank, queries, config.init_std) if config.q_rank else nn.Identity()
         self.kv_norm = nn.RMSNorm(config.kv_rank, eps)
         self.kv_up = Linear(config.kv_rank, config.num_heads * (config.head_dim + config.value_dim), config.init_std)
         self.sdpa = ScaledDotProduct()
-        self.out = Linear(config.num_heads * config.value_dim, config.hidden_size, config.residual_std)
+        self.out = Linear(
+            config.num_heads * config.value_dim, config.hidden_size, config.residual_std, bias=config.out_bias
+        )
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
         angles = self.rotary.table(at_least_fp32(x_BSD.new_empty(new)), past)
         widths = self.q_width, self.kv_rank, self.rope_dim
-        q, latent_BSR, k_BSP = fuse(split_latents, self.compiled)(
-            self.down(x_BSD), *angles, self.q_norm, self.kv_norm, widths
-        )
+        down_BSW = self.down(x_BSD)
+        if self.bias is not None:
+            down_BSW = down_BSW + F.pad(self.bias, (down_BSW.shape[-1] - len(self.bias), 0))
+        q, latent_BSR, k_BSP = fuse(split_latents, self.compiled)(down_BSW, *angles, self.q_norm, self.kv_norm, widths)
         q_BSW = self.q_up(q)
         cached = cache.append(self.layer, torch.cat([latent_BSR, k_BSP], dim=-1)[:, None]) if cache is not None else ()
         if past:

@@ -5,12 +5,14 @@ from moe_dualpipe.messages import unknown_name
 from .config import ModelConfig
 
 PRESETS: dict[str, ModelConfig] = {
+    # These two are of an architecture that Hugging Face's format has, GLM-4-MoE: so they can be exported.
     # Learns Python source code as bytes on two CPU cores within two minutes.
-    "tiny": ModelConfig(router_bias=True),
+    "tiny": ModelConfig(router_score="sigmoid", router_bias=True),
     # For one GPU. 468 M parameters, 104 M active.
     "small": ModelConfig(
         hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64,
-        dense_size=3072, expert_size=512, num_experts=32, experts_per_token=4, num_shared_experts=2, router_bias=True,
+        dense_size=3072, expert_size=512, num_experts=32, experts_per_token=4, num_shared_experts=2,
+        router_score="sigmoid", router_bias=True,
     ),
     # Published models, from their config.json, without options of training: the factor of the balancing loss
     # (router_aux_loss_coef: OLMoE 0.01, Qwen3 0.001, Mixtral 0.02) and OLMoE's z-loss.

@@ -1,9 +1,16 @@
-"""Rotary position embedding (arXiv 2104.09864), and YaRN (arXiv 2309.00071), which extends it to longer contexts.
+"""Rotary position embedding (arXiv 2104.09864), and how it is extended to longer contexts.
 
 Channels i and i + C/2 of a query or key are rotated by the angle position * theta^(-2i / C). In short contexts, slow
-channels do not complete a rotation, so a longer context has angles that training never showed. YaRN divides slow
-frequencies by a factor, so that their angles stay within those of the short context. It keeps fast frequencies, and
-interpolates in between. It also increases the attention scores with the logarithm of the factor.
+channels do not complete a rotation, so a longer context has angles that training never showed. Slow frequencies are
+divided by a factor, so that their angles stay within those of the short context (`ModelConfig.rope_scaling`):
+
+    yarn      keeps fast frequencies, and interpolates over the channels in between. It also increases the attention
+              scores with the logarithm of the factor (arXiv 2309.00071).
+    llama3    keeps fast frequencies, and interpolates over the rotations in between (arXiv 2407.21783).
+    linear    divides all frequencies (arXiv 2306.15595).
+    dynamic   increases theta with the length of the sequence, once it is longer than the short context. So the first
+              positions of a long sequence are rotated otherwise than those of a short one. With a cache, keys stay
+              as they were rotated, as in transformers.
 
 S positions, C rotated channels.
 """
@@ -34,16 +41,34 @@ class Rotary:
         """
         return _table(self, len(like_S), start, like_S.dtype, like_S.device)
 
-    @property
-    def first_slowed(self) -> int:
-        """The index of the last frequency that is kept. The fastest frequency has index 0."""
-        return max(0, math.floor(self._channel(self.config.yarn_beta_fast)))
+    def frequencies(self, channels: Tensor, length: int) -> Tensor:
+        """The angles between two positions of a sequence of `length`, for even channels."""
+        config, theta = self.config, self.config.rope_theta
+        factor, positions = config.yarn_factor, config.yarn_positions
+        if config.rope_scaling == "dynamic" and length > positions:
+            theta *= (factor * length / positions - (factor - 1)) ** (self.width / (self.width - 2))
+        frequencies = theta ** -(channels / self.width)
+        if factor == 1 or config.rope_scaling == "dynamic":
+            return frequencies
+        if config.rope_scaling == "linear":
+            return frequencies / factor
+        if config.rope_scaling == "llama3":
+            at, first, last = -positions * frequencies / (2 * math.pi), -config.yarn_beta_fast, -config.yarn_beta_slow
+        else:
+            at, first, last = channels / 2, *self.interpolated
+        slowed = ((at - first) / (last - first or 0.001)).clamp(0, 1)
+        return frequencies / factor * slowed + frequencies * (1 - slowed)
 
     @property
-    def ramp(self) -> float:
-        """The distance from `first_slowed` to the first frequency that is divided by the full factor."""
-        last = min(self.width - 1, math.ceil(self._channel(self.config.yarn_beta_slow)))
-        return last - self.first_slowed or 0.001
+    def interpolated(self) -> tuple[float, float]:
+        """YaRN: the indices of the last frequency that is kept, and of the first that is divided by the full factor.
+
+        The fastest frequency has index 0.
+        """
+        first, last = (self._channel(beta) for beta in (self.config.yarn_beta_fast, self.config.yarn_beta_slow))
+        if self.config.yarn_truncate:
+            first, last = math.floor(first), math.ceil(last)
+        return max(0, first), min(self.width - 1, last)
 
     def _channel(self, rotations: float) -> float:
         """The index, not rounded, of the frequency that makes this number of rotations in the short context."""
@@ -54,6 +79,8 @@ class Rotary:
     def scale(self) -> float:
         """The factor on rotated queries and keys."""
         config = self.config
+        if config.rope_scaling == "yarn" and config.yarn_attention_factor:
+            return config.yarn_attention_factor
         if config.yarn_mscale and config.yarn_mscale_all_dim:
             return growth(config, config.yarn_mscale) / growth(config, config.yarn_mscale_all_dim)
         return growth(config, 1.0)
@@ -62,22 +89,15 @@ class Rotary:
 @lru_cache(maxsize=8)  # all layers of a model use the same table, step after step
 @torch.inference_mode(False)  # a table that is first used in inference is used in training later
 def _table(rotary: Rotary, length: int, start: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    config = rotary.config
     positions_S = torch.arange(start, start + length, device=device, dtype=dtype)
     channels = torch.arange(0, rotary.width, 2, device=device, dtype=dtype)
-    frequencies = config.rope_theta ** -(channels / rotary.width)
-    if config.yarn_factor == 1:
-        angles_SC = torch.outer(positions_S, frequencies).repeat(1, 2)
-        return angles_SC.cos(), angles_SC.sin()
-    slowed = (channels / 2 - rotary.first_slowed).clamp(0, rotary.ramp) / rotary.ramp
-    frequencies = frequencies / config.yarn_factor * slowed + frequencies * (1 - slowed)
-    angles_SC, scale = torch.outer(positions_S, frequencies).repeat(1, 2), rotary.scale
-    return angles_SC.cos() * scale, angles_SC.sin() * scale
+    angles_SC = torch.outer(positions_S, rotary.frequencies(channels, start + length)).repeat(1, 2)
+    return angles_SC.cos() * rotary.scale, angles_SC.sin() * rotary.scale
 
 
 def growth(config: ModelConfig, mscale: float) -> float:
     """YaRN's scale for a longer context: 1 + 0.1 mscale ln(factor). Example: factor 40, mscale 1 -> 1.369."""
-    return 1 + 0.1 * mscale * math.log(config.yarn_factor)
+    return 1 + 0.1 * mscale * math.log(config.yarn_factor) if config.rope_scaling == "yarn" else 1.0
 
 
 def rotate(x: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ tensor is written to its place in its shard, so the memory needed is that of one
 """
 
 import json
+import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -105,6 +106,18 @@ class TensorWriter:
             index = {"metadata": {"total_size": total}, "weight_map": listed}
             write_synced(self.folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
         sync(self.folder)
+
+
+def as_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor to write as `name`, in `dtype`. Raises ValueError if it would hold a NaN or infinity."""
+    converted = tensor.to(dtype)
+    if converted.numel() and not all(torch.stack(converted.aminmax()).isfinite()):  # a mask would need more memory
+        largest = tensor.abs().max().item()
+        if math.isfinite(largest):
+            limit = torch.finfo(dtype).max
+            raise ValueError(f"{name} holds {largest:.4g}, and {dtype} at most {limit:.4g}: choose another dtype")
+        raise ValueError(f"{name} holds a NaN or infinity: export an earlier checkpoint")
+    return converted
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

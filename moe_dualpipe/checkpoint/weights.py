@@ -32,7 +32,7 @@ from .load import load_checkpoint
 from .manifest import read_manifest, read_tensor_metadata
 from .model_options import check_sizes, model_config, with_named_layers
 from .partial import group_names
-from .tensor_writer import TensorWriter
+from .tensor_writer import TensorWriter, as_dtype
 
 WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
 OwnLayer = str | Factory | None
@@ -82,8 +82,8 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
     """Write the weights of a checkpoint into a new folder and return the number of parameters.
 
     own_layers: the custom layers of this model, as in `load_model`.
-    Holds one copy of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists, and
-    OSError if it could not be written; then nothing is left of it.
+    Holds one copy of the weights in memory. Raises ValueError if the checkpoint is unreadable, if `folder` exists, or
+    if a weight is not finite, and OSError if it could not be written; then nothing is left of it.
     """
     check_new(folder)
     model = load_model(checkpoint, **own_layers)
@@ -94,7 +94,7 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
         with new_folder(folder, checksums=True) as unfinished:
             writer = TensorWriter(unfinished, {name: (t.dtype, t.shape) for name, t in weights.items()}, total)
             for name, tensor in weights.items():
-                writer.write(name, tensor)
+                writer.write(name, as_dtype(name, tensor, tensor.dtype))
             writer.close()
             (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
             if (tokenizer := checkpoint / TOKENIZER_FILE).is_file():

@@ -2,8 +2,10 @@
 
 import dataclasses
 import errno
+import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -210,6 +212,31 @@ def write_below_a_file(_rank, checkpoint, out):
 def test_a_folder_that_cannot_be_made_fails_on_all_ranks(run, tmp_path):
     (tmp_path / "file").write_text("")
     run_ranks(2, write_below_a_file, find_checkpoint(str(run)), tmp_path / "file" / "out", timeout=30)
+
+
+# ---- Numbers that a dtype does not hold ----
+
+
+@pytest.mark.parametrize("dtype,value,problem", [
+    ("float32", math.nan, "holds a NaN or infinity"), ("bfloat16", -math.inf, "holds a NaN or infinity"),
+    ("float16", -7e4, "holds 7e+04, and torch.float16 at most 6.55e+04: choose another dtype"),
+    ("bfloat16", 3.4e38, "holds 3.4e+38, and torch.bfloat16 at most 3.39e+38"),
+])  # fmt: skip
+def test_a_weight_that_is_not_finite_in_its_dtype_is_refused_by_name(run, tmp_path, dtype, value, problem):
+    plan = plan_checkpoint_export(find_checkpoint(str(run)), getattr(torch, dtype))
+    for target in [*plan.layout.targets()][::7]:
+        part, first = target.parts[-1], target.shape[0] - target.parts[-1].shape[0]
+
+        def read(name, wrong=target.name, row=first):
+            tensor = plan.read(name).clone()
+            if name == wrong:
+                tensor.view(len(tensor), -1)[row, 0] = value
+            return tensor
+
+        if plan.shapes[part.name][0] == getattr(torch, dtype):  # the bias of a router stays in fp32
+            with pytest.raises(ValueError, match=re.escape(f"{part.name} {problem}")):
+                dataclasses.replace(plan, read=read).write(tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
 
 
 # ---- Interruptions ----

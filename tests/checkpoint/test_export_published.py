@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
-from moe_dualpipe.checkpoint.huggingface import from_pretrained, save_pretrained
+from moe_dualpipe.checkpoint.huggingface import find_architecture, from_pretrained, save_pretrained
 from moe_dualpipe.cli import main
 from moe_dualpipe.data import BYTES, UnknownTokenizer
 from moe_dualpipe.data.tokenizer import BPETokenizer
+from moe_dualpipe.models import preset
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, TEXT, settings, train
 
 transformers = pytest.importorskip("transformers")
 PLAIN = dataclasses.replace(MODEL, num_shared_experts=0, num_dense_layers=0)
-DEEPSEEK = dataclasses.replace(
-    MODEL, attention="mla", head_dim=12, rope_dim=4, value_dim=10, kv_rank=14, q_rank=10, router_score="sigmoid",
-    router_bias=True, router_dtype="float32", mtp_layers=1, routed_scale=1.3,
+TINY = dataclasses.replace(
+    preset("tiny"), hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, dense_size=64, expert_size=32,
+    num_experts=4, init_std=0.1,
 )  # fmt: skip
 TEXTS = ("def f():\n    return 'ü — 中文'\n", " \t  a\r\n\n\n  b  ", "ĀāĊ Ġ\u00a0\u200b", "<|end", "")
 
@@ -32,7 +33,7 @@ def export(run, out, *options):
 @pytest.fixture(scope="module")
 def byte_run(tmp_path_factory):
     run = tmp_path_factory.mktemp("bytes") / "run"
-    run_ranks(2, train, settings(run, model=PLAIN, steps=1))
+    run_ranks(2, train, settings(run, model=TINY, steps=2))
     return run
 
 
@@ -45,6 +46,15 @@ def bpe_run(tmp_path_factory):
     return base / "run"
 
 
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_our_own_presets_are_of_a_published_architecture(name):
+    assert find_architecture(preset(name)).model_type == "glm4_moe"
+    with pytest.raises(
+        ValueError, match="the nearest, glm4_moe, cannot express router_score 'softmax', only 'sigmoid'"
+    ):
+        find_architecture(dataclasses.replace(preset(name), router_score="softmax"))
+
+
 def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
     assert export(byte_run, tmp_path / "out", "--max-shard-size", "100KB") == 0
     model = load_model(find_checkpoint(str(byte_run)))
@@ -53,12 +63,12 @@ def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
         ours, theirs = model.logits(model(tokens)), transformers_model(tmp_path / "out", torch.float32)(tokens).logits
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
     first, plan, result = capsys.readouterr().out.splitlines()[-3:]
-    assert first == f"{byte_run}/checkpoints/step-000001 -> {tmp_path}/out"
+    assert first == f"{byte_run}/checkpoints/step-000002 -> {tmp_path}/out"
     shards = len([*(tmp_path / "out").glob("model-*")])
     assert shards > 2
     assert plan == (
-        f"mixtral (MixtralForCausalLM): 79 tensors, 0.31 MB in {shards} safetensors files; needs 0.10 MB of memory for "
-        "tensors"
+        f"glm4_moe (Glm4MoeForCausalLM): 81 tensors, 0.33 MB in {shards} safetensors files; needs 0.10 MB of memory "
+        "for tensors"
     )
     assert re.fullmatch(
         rf"wrote {shards + 5} files, 0.3\d MB: config.json, generation_config.json, model.safetensors.index.json, "
@@ -74,11 +84,12 @@ def test_weights_are_rounded_once_to_the_chosen_dtype(byte_run, tmp_path, dtype)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
     model, exported = load_model(find_checkpoint(str(byte_run))), from_pretrained(tmp_path / "out")
     for name, tensor in exported.state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name].to(getattr(torch, dtype))), name
+        kept = name.endswith("router.bias_E")  # in fp32, as it is published
+        assert torch.equal(tensor, model.state_dict()[name].to(torch.float32 if kept else getattr(torch, dtype))), name
 
 
 @pytest.mark.parametrize("options,problem", [
-    (["--architecture", "deepseek_v3"], "deepseek_v3 cannot express num_shared_experts 0, only 1 or more"),
+    (["--architecture", "mixtral"], "mixtral cannot express num_dense_layers 1, only 0; dense_size 64, only 384;"),
     (["--architecture", "gpt5"], "architecture 'gpt5' is not supported: supported are mixtral, olmoe, "),
     (["--max-shard-size", "5 gallons"], "a shard size is a number of bytes, or a text such as 5GB: got '5 gallons'"),
 ])  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from moe_dualpipe.checkpoint.huggingface import ARCHITECTURES, PublishedModel, from_pretrained, read_config
 from tests.support.mutations import VALUES, check_message, mutations
-from tests.support.published import CONFIGS, exact, random_model, save
+from tests.support.published import CONFIGS, ROPES, exact, random_model, rope, save
 
 transformers = pytest.importorskip("transformers")
 TOKENS_BS = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -41,15 +41,44 @@ QUICK = {"deepseek_v3"}
 """The configurations that are not among the long tests: the one with the most options."""
 
 
+def saved_model(name, folder):
+    """A model of transformers, its folder, and its config.json."""
+    with exact(torch.float64):
+        model = random_model(name, dtype=torch.float64)
+    save(model, folder)
+    return model, folder, json.loads((folder / "config.json").read_text())
+
+
 @pytest.fixture(
     scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
 )
 def saved(request, tmp_path_factory):
-    """A model of transformers, its folder, and its config.json."""
-    with exact(torch.float64):
-        model = random_model(request.param, dtype=torch.float64)
-    folder = save(model, tmp_path_factory.mktemp("published") / "saved")
-    return model, folder, json.loads((folder / "config.json").read_text())
+    return saved_model(request.param, tmp_path_factory.mktemp("published") / "saved")
+
+
+def keys_read(kind):
+    """The keys of an architecture, and those that the code of transformers or this project reads from its config."""
+    model, found = random_model(kind), set()
+
+    class Recorded(type(model.config)):
+        def __getattribute__(self, key):
+            if not callable(getattr(type(self), key, None)) and not key.startswith("base_model_"):
+                found.add(key)
+            return super().__getattribute__(key)
+
+    config = Recorded(**model.config.to_dict())
+    config._attn_implementation, config._experts_implementation = "sdpa", "eager"
+    type(model)(config).eval()(TOKENS_BS)
+    one = ARCHITECTURES[kind]
+    return found | {*config.to_dict(), *one.fixed} | {name for key in one.keys for name in (key.key, key.also)}
+
+
+@pytest.fixture(scope="module")
+def every_key():
+    """The keys of all architectures: what one of them reads may also be in the config.json of another."""
+    found = set().union(*map(keys_read, ARCHITECTURES))
+    assert {"is_causal", "rope_interleave", "per_layer_config"} < found
+    return sorted(key for key in found | {"rope_scaling"} if key and not key.startswith("_"))
 
 
 @pytest.fixture
@@ -89,32 +118,62 @@ def with_fractions(config):
     return {key: float(value) if key in keys and type(value) is int else value for key, value in config.items()}
 
 
-def test_a_changed_value_is_refused_or_means_what_it_means_in_transformers(saved, change):
-    model, folder, config = saved
-    before = PublishedModel(folder)
-    expected, counts = logits(from_pretrained(folder)), {"refused": 0, "unchanged": 0, "changed": 0}
-    for what, text in mutations(config, CHANGES):
-        path = what.split("'")[1] if "'" in what else ""
-        change(text)
-        changed = json.loads(text) if "twice" not in what else {}
+class Law:
+    """With any config.json, a folder is refused, or has the logits of transformers with the same config.json."""
+
+    def __init__(self, saved):
+        self.theirs, self.folder, self.config = saved
+        self.before, self.expected, self.counts = PublishedModel(self.folder), logits(from_pretrained(self.folder)), {}
+
+    def check(self, path, what, text):
+        result = self.outcome(path, what, text)
+        self.counts[result] = self.counts.get(result, 0) + 1
+
+    def outcome(self, path, what, text):
+        """`path`: the changed key. Returns whether the change is refused, and else whether it changes the model."""
+        (self.folder / "config.json").write_text(text)
         try:
-            published = PublishedModel(folder)
-            same = (published.config, published.layout) == (before.config, before.layout)
-            ours = expected if same else logits(from_pretrained(folder))
+            published = PublishedModel(self.folder)
+            same = (published.config, published.layout) == (self.before.config, self.before.layout)
+            ours = self.expected if same else logits(from_pretrained(self.folder))
         except ValueError as error:
             check_message(error, 2500)
-            counts["refused"] += 1
-            continue
-        if path in NO_EFFECT or (path == "sliding_window" and changed.get("use_sliding_window") is False):
-            assert same, what
-            continue
-        theirs = their_logits(model, with_fractions(changed))
-        if theirs is None:  # transformers insists on a type: the value must mean "off", as before, or a default
-            assert same and (what.endswith((" = null", " = 0", " = false", " = []", " = {}", " removed"))), what
-        else:
+            return "refused"
+        changed = json.loads(text) if "twice" not in what else {}
+        if (theirs := their_logits(self.theirs, with_fractions(changed))) is not None:
             assert (ours - theirs).abs().max() < 1e-9 * theirs.abs().max(), what
-        counts["unchanged" if same else "changed"] += 1
-    assert counts["refused"] > 200 and counts["changed"] > 2, counts
+        else:  # transformers insists on a type: the value must mean "off", as before, or a default
+            off = what.endswith((" = null", " = 0", " = false", " = []", " = {}", " removed"))
+            unused = path in NO_EFFECT or path not in self.config
+            unused |= path == "sliding_window" and changed.get("use_sliding_window") is False
+            assert same and (off or unused), what
+        return "unchanged" if same else "changed"
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.quick("olmoe", "deepseek_v2", "glm4_moe")
+def test_flags_and_rotations_are_refused_or_mean_what_they_mean_in_transformers(kind, tmp_path, every_key):
+    law = Law(saved_model(kind, tmp_path / "saved"))
+    for key in every_key:
+        if isinstance(law.config.get(key, False), bool):
+            for value in (True, False):
+                law.check(key, f"{key} = {json.dumps(value)}", json.dumps({**law.config, key: value}))
+    assert law.counts["refused"] > 20 and law.counts["unchanged"] > 20, law.counts
+    for name in {*ROPES} - {"default"}:
+        changed = {**law.config, "max_position_embeddings": 11, "rope_parameters": rope(name)}
+        assert law.outcome("rope_parameters", name, json.dumps(changed)) == "changed"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_value_is_refused_or_means_what_it_means_in_transformers(name, tmp_path, every_key):
+    law = Law(saved_model(name, tmp_path / "saved"))
+    for what, text in mutations(law.config, CHANGES):
+        law.check(what.split("'")[1] if "'" in what else "", what, text)
+    for key in {*every_key} - law.config.keys():
+        for value in CHANGES:
+            law.check(key, f"{key} = {value}", json.dumps({**law.config, key: json.loads(value)}))
+    assert law.counts["refused"] > 200 and law.counts["changed"] > 2, law.counts
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -184,23 +243,26 @@ def test_huge_numbers_fail_at_once(saved, change):
                 check_message(error.value, 2500)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("changes,problem", [
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only 'silu'"),
     ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported: only 0.0"),
     ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention' is not supported"),
     ({"clip_qkv": 8.0}, "clip_qkv 8.0"),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "the rotary embedding 'llama3' is not supported"),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 8.0}},
+     "the rotary embedding 'longrope' is not supported: only default, linear, dynamic, llama3, yarn"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "its rotary embedding 'llama3' has no original_max"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 8.0, "beta_fast": 3}},
+     "beta_fast of the rotary embedding 'linear' is not supported"),
+    ({"is_causal": False}, "is_causal False is not supported: only True"),
     ({"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"type": "default"}},
      "rope_parameters contradicts rope_scaling"),
     ({"rope_theta": 3e4, "rope_parameters": {"rope_theta": 2e4}}, "rope_theta 30000.0 contradicts that of rope_param"),
     ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported: supported are mixtral, olmoe, qwen2_moe, "),
 ])  # fmt: skip
-def test_what_this_model_cannot_express_is_named(kind, changes, problem):
-    name = next(name for name in CONFIGS if name.split()[0] == kind)
+def test_what_this_model_cannot_express_is_named(changes, problem):
     with pytest.raises(ValueError) as error:
-        read_config({**random_model(name).config.to_dict(), **changes})
+        read_config({**random_model("olmoe").config.to_dict(), **changes})
     assert problem in str(error.value)
 
 

@@ -18,6 +18,7 @@ from moe_dualpipe.checkpoint import (
     find_checkpoint,
     load_model,
     load_weights,
+    weights,
 )
 from moe_dualpipe.checkpoint.tensor_folder import TensorFolder
 from moe_dualpipe.checkpoint.weights import global_weights
@@ -50,6 +51,16 @@ def test_an_export_holds_exactly_the_weights_of_the_checkpoint(exported, capsys)
     count = sum(tensor.numel() for tensor in given.values())
     assert f": {count / 1e6:.2f} M parameters in fp32, " in capsys.readouterr().out
     assert (exported / "again" / "config.json").read_text() == (exported / "given" / "config.json").read_text()
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(exported, tmp_path, monkeypatch, capsys):
+    model = load_model(find_checkpoint(str(exported / "run")))
+    with torch.no_grad():
+        dict(model.named_parameters())["layers.2.attention.out.weight"][3, 4] = torch.nan
+    monkeypatch.setattr(weights, "load_model", lambda *_, **__: model)
+    assert main(["export", str(exported / "run"), "--out", str(tmp_path / "out")]) == 2
+    assert "layers.2.attention.out.weight holds a NaN or infinity: export an earlier" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {"ep": 2, "zero": True})], ids=str)

@@ -15,7 +15,7 @@ from moe_dualpipe.models.rotary import Rotary, rotate
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=16, num_layers=4, num_dense_layers=1, dense_layers=(2,), num_heads=4, num_kv_heads=2,
     head_dim=8, dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, init_std=0.2, qkv_bias=True,
-    rotary_fraction=0.5, shared_gate=True, yarn_factor=4.0, yarn_positions=16,
+    out_bias=True, rotary_fraction=0.5, shared_gate=True, yarn_factor=4.0, yarn_positions=16,
 )  # fmt: skip
 YARN = replace(CONFIG, rope_theta=500.0, yarn_factor=6.0, yarn_positions=100, yarn_beta_fast=5.0, yarn_beta_slow=0.5)
 

@@ -42,7 +42,8 @@ def random_model(rng: random.Random) -> ModelConfig:
         mtp_layers=rng.choice([0, 0, 0, 1]), dense_layers=rng.choice([(), (), (1,), (0, 3)]),
         tied_embeddings=rng.random() < 0.4, qkv_bias=rng.random() < 0.3, shared_gate=rng.random() < 0.3,
         rotary_fraction=rng.choice([1.0, 0.5]), yarn_factor=rng.choice([1.0, 4.0]), yarn_positions=8,
-        group_score=rng.choice(["best_two", "best"]),
+        group_score=rng.choice(["best_two", "best"]), out_bias=rng.random() < 0.3,
+        rope_scaling=rng.choice(["yarn", "yarn", "llama3", "linear"]),
     )  # fmt: skip
 
 

@@ -26,8 +26,27 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4,
     "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9,
 }  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {}, "linear": {"factor": 3.0}, "dynamic": {"factor": 2.5},
+    "llama3": {
+        "factor": 6.0, "original_max_position_embeddings": 40, "low_freq_factor": 0.8, "high_freq_factor": 5.0,
+    },
+    "yarn": {
+        "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4, "beta_slow": 0.9, "truncate": False,
+        "attention_factor": 0.7,
+    },
+}  # fmt: skip
+"""A value of `rope_parameters` for each kind of rotary embedding, without rope_type and rope_theta."""
+
+
+def rope(kind: str, **changes: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10_000.0, **ROPES[kind], **changes}
+
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 11, "num_key_value_heads": 1}),
+    "mixtral": ("Mixtral", {
+        "num_local_experts": 4, "intermediate_size": 11, "num_key_value_heads": 1, "head_dim": 8,
+    }),
     "olmoe": ("Olmoe", {"num_experts": 5, "intermediate_size": 11, "num_key_value_heads": 3, "rms_norm_eps": 1e-3}),
     "qwen2_moe": ("Qwen2Moe", {
         "num_experts": 5, "moe_intermediate_size": 7, "shared_expert_intermediate_size": 14, "intermediate_size": 13,
@@ -57,6 +76,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3 without q latent": ("DeepseekV3", {
         **_MLA, "q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
         "rope_interleave": False, "norm_topk_prob": False,
+    }),
+    "olmoe biased, dynamic": ("Olmoe", {
+        "num_experts": 5, "intermediate_size": 11, "num_key_value_heads": 3, "attention_bias": True,
+        "max_position_embeddings": 11, "rope_parameters": rope("dynamic"),
+    }),
+    "qwen2_moe without shared experts": ("Qwen2Moe", {
+        "num_experts": 5, "moe_intermediate_size": 7, "shared_expert_intermediate_size": 0, "num_key_value_heads": 3,
+        "rope_parameters": rope("yarn"),
+    }),
+    "qwen3_moe biased": ("Qwen3Moe", {
+        "num_experts": 6, "moe_intermediate_size": 7, "num_key_value_heads": 1, "head_dim": 10, "attention_bias": True,
+        "rope_parameters": rope("llama3"),
+    }),
+    "deepseek_v2 biased": ("DeepseekV2", {
+        **_MLA, "q_lora_rank": 8, "n_routed_experts": 5, "n_shared_experts": 0, "attention_bias": True,
+        "rope_parameters": rope("yarn", mscale=0.7, mscale_all_dim=0.9),
+    }),
+    "deepseek_v3 biased": ("DeepseekV3", {
+        **_MLA, "q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 0, "n_group": 1, "topk_group": 1,
+        "attention_bias": True, "max_position_embeddings": 11, "rope_parameters": rope("dynamic"),
+    }),
+    "glm4_moe without shared experts": ("Glm4Moe", {
+        "moe_intermediate_size": 7, "intermediate_size": 13, "num_key_value_heads": 3, "head_dim": 12,
+        "n_routed_experts": 6, "n_shared_experts": 0, "rope_parameters": rope("linear", partial_rotary_factor=0.5),
     }),
     "glm4_moe": ("Glm4Moe", {
         "moe_intermediate_size": 7, "intermediate_size": 13, "num_key_value_heads": 1, "head_dim": 8,
@@ -135,9 +178,14 @@ def exact(dtype: torch.dtype) -> Iterator[None]:
     if dtype != torch.float64:
         yield
         return
-    with (
-        mock.patch.object(torch, "float", torch.float64),
-        mock.patch.object(torch, "float32", torch.float64),
-        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
-    ):
-        yield
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            mock.patch.object(torch, "float", torch.float64),
+            mock.patch.object(torch, "float32", torch.float64),
+            mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(default)

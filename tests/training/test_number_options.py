@@ -55,7 +55,7 @@ def accepting(names, value):
 def test_every_number_is_tested():
     assert {"seed", "steps", "parallel.pp", "sample.top_k", "optim.decay_steps", "model.num_layers"} <= {*INTEGERS}
     assert {"optim.clip", "metrics.peak_tflops", "health.timeout", "model.rope_theta"} <= {*FLOATS}
-    assert len(INTEGERS) + len(FLOATS) == 71
+    assert len(INTEGERS) + len(FLOATS) == 72
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, -1e308, 1e308, 1e300, 1e14])
@@ -68,7 +68,7 @@ def test_the_float_options_that_accept_0():
         *("bias_rate", "sample.temperature", "optim.final_lr", "optim.beta1", "optim.beta2", "optim.momentum"),
         *("parallel.move_experts_gain", "optim.weight_decay", "model.sequence_loss", "model.z_loss"),
         *("model.mtp_weight", "model.norm_eps", "model.latent_norm_eps", "model.yarn_mscale"),
-        "model.yarn_mscale_all_dim",
+        *("model.yarn_mscale_all_dim", "model.yarn_attention_factor"),
     }  # fmt: skip
 
 

@@ -150,12 +150,13 @@ optim.name optim.lr optim.schedule optim.warmup-steps optim.decay-steps optim.fi
 optim.momentum optim.weight-decay optim.clip
 model.vocab-size model.hidden-size model.num-layers model.num-dense-layers model.dense-layers model.attention
 model.attention-options model.num-heads model.num-kv-heads model.head-dim model.qk-norm model.qkv-bias
-model.rotary-fraction model.q-rank model.kv-rank model.rope-dim model.value-dim model.latent-norm-eps model.dense-size
-model.expert-size model.num-experts model.experts-per-token model.num-shared-experts model.shared-gate model.router
-model.router-options model.router-score model.router-dtype model.expert-groups model.top-groups model.group-score
-model.normalize-weights model.routed-scale model.router-bias model.sequence-loss model.z-loss model.experts
-model.expert-options model.block model.block-options model.rope-theta model.yarn-factor model.yarn-positions
-model.yarn-beta-fast model.yarn-beta-slow model.yarn-mscale model.yarn-mscale-all-dim model.tied-embeddings
+model.out-bias model.rotary-fraction model.q-rank model.kv-rank model.rope-dim model.value-dim model.latent-norm-eps
+model.dense-size model.expert-size model.num-experts model.experts-per-token model.num-shared-experts
+model.shared-gate model.router model.router-options model.router-score model.router-dtype model.expert-groups
+model.top-groups model.group-score model.normalize-weights model.routed-scale model.router-bias model.sequence-loss
+model.z-loss model.experts model.expert-options model.block model.block-options model.rope-theta model.rope-scaling
+model.yarn-factor model.yarn-positions model.yarn-beta-fast model.yarn-beta-slow model.yarn-truncate
+model.yarn-attention-factor model.yarn-mscale model.yarn-mscale-all-dim model.tied-embeddings
 model.norm-eps model.init-std model.mtp-layers model.mtp-weight
 """.split()  # noqa: SIM905
 

@@ -13,6 +13,7 @@ from moe_dualpipe import ModelConfig, TrainConfig, train
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
 from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
 from moe_dualpipe.data.tokenizer import BPETokenizer
+from moe_dualpipe.models import preset
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
@@ -80,7 +81,7 @@ def test_the_start_chooses_the_model_unless_an_option_does(published, tmp_path):
     assert (model.vocab_size, model.num_layers, model.qk_norm, model.dense_layers) == (VOCAB, 3, "head", (0, 2))
     changed = parse_arguments([*weights, "--set", "model.sequence_loss=0.01"]).model
     assert changed == dataclasses.replace(model, sequence_loss=0.01)
-    tiny = ModelConfig(router_bias=True)
+    tiny = preset("tiny")
     assert parse_arguments([*weights, "--preset", "tiny"]).model == parse_arguments([]).model == tiny
     assert parse_arguments(weights).name == "Random-3x"
     train(settings(tmp_path / "run", model=MODEL, steps=1), verbose=False)

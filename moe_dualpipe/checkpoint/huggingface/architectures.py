@@ -43,7 +43,7 @@ class Architecture:
     dense: Literal["none", "first", "listed"] = "none"
     """Dense layers: none, the first ones (first_k_dense_replace), or any (mlp_only_layers)."""
     shared: Literal["none", "counted", "sized"] = "none"
-    """Shared experts: none, their number (n_shared_experts), or their total width."""
+    """Shared experts: none, their number (n_shared_experts), or their total width, with a gate."""
     groups: Literal["none", "sum", "best"] = "none"
     """Score of a group of experts: sum of its two best (DeepSeek-V3), or its best (DeepSeek-V2). none: no groups."""
     head_norms: bool = False
@@ -51,7 +51,7 @@ class Architecture:
     mtp: bool = False
     """Whether modules of multi-token prediction (MTP) follow the last layer."""
     interleaved: bool = False
-    """Whether a rotation pairs channels (2i, 2i + 1), as DeepSeek does, and not (i, i + C/2)."""
+    """Whether a rotation pairs channels (2i, 2i + 1), as DeepSeek does, unless rope_interleave is false."""
     mlp: str = "mlp"
     """The name of the part of a layer with the experts."""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -76,8 +76,9 @@ _LATENT = (
     Key("kv_lora_rank", "kv_rank"),
 )  # fmt: skip
 _MLA = {"attention": "mla", "router_dtype": "float32"}
-_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
-_DEEPSEEK = {**_FIXED, "attention_bias": False, "moe_layer_freq": 1}
+_BIASES = Key("attention_bias", "qkv_bias", False), Key("attention_bias", "out_bias", False)
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "is_causal": True}
+_DEEPSEEK = {**_FIXED, "moe_layer_freq": 1}
 
 _ALL = (
     Architecture(
@@ -89,31 +90,33 @@ _ALL = (
     ),
     Architecture(
         "olmoe", "OlmoeForCausalLM", {"num_shared_experts": 0, "num_dense_layers": 0, "qk_norm": "full"},
-        (*_COMMON, _EPSILON_5, _NORMALIZE, _EXPERTS, Key("intermediate_size", "expert_size")),
-        {**_FIXED, "attention_bias": False, "clip_qkv": None},
+        (*_COMMON, *_BIASES, _EPSILON_5, _NORMALIZE, _EXPERTS, Key("intermediate_size", "expert_size")),
+        {**_FIXED, "clip_qkv": None},
     ),
     Architecture(
-        "qwen2_moe", "Qwen2MoeForCausalLM", {"shared_gate": True},
+        "qwen2_moe", "Qwen2MoeForCausalLM", {},
         (*_COMMON, *_SIZES, _EPSILON_6, _NORMALIZE, _EXPERTS,
          Key("qkv_bias", "qkv_bias", True)),
         {**_FIXED, "use_sliding_window": False}, dense="listed", shared="sized", shared_name="shared_expert",
     ),
     Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", {"num_shared_experts": 0, "qk_norm": "head"},
-        (*_COMMON, *_SIZES, _EPSILON_6, _NORMALIZE, _EXPERTS),
-        {**_FIXED, "attention_bias": False, "use_sliding_window": False}, dense="listed",
+        (*_COMMON, *_BIASES, *_SIZES, _EPSILON_6, _NORMALIZE, _EXPERTS),
+        {**_FIXED, "use_sliding_window": False}, dense="listed",
     ),
     Architecture(
         "deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, "normalize_weights": False},
-        (*_COMMON, *_SIZES, *_LATENT, _EPSILON_6, Key("n_routed_experts", "num_experts", also="num_experts"),
+        (*_COMMON, *_BIASES, *_SIZES, *_LATENT, _EPSILON_6,
+         Key("n_routed_experts", "num_experts", also="num_experts"),
          Key("routed_scaling_factor", "routed_scale", 1.0)),
         # transformers ignores norm_topk_prob, but DeepSeek's own code does not: they agree only on False.
-        {**_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False}, dense="first",
-        shared="counted", groups="best", interleaved=True,
+        # And it ignores rope_interleave: rotations are always interleaved.
+        {**_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False, "rope_interleave": True},
+        dense="first", shared="counted", groups="best", interleaved=True,
     ),
     Architecture(
         "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, "router_score": "sigmoid", "router_bias": True},
-        (*_COMMON, *_SIZES, *_LATENT, _EPSILON_6, Key("norm_topk_prob", "normalize_weights", True),
+        (*_COMMON, *_BIASES, *_SIZES, *_LATENT, _EPSILON_6, Key("norm_topk_prob", "normalize_weights", True),
          _ROUTED, Key("routed_scaling_factor", "routed_scale", 2.5)),
         {**_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}, dense="first", shared="counted",
         groups="sum", mtp=True, interleaved=True,
@@ -130,3 +133,5 @@ _ALL = (
 )  # fmt: skip
 ARCHITECTURES: Mapping[str, Architecture] = {one.model_type: one for one in _ALL}
 """The architectures by `model_type`. A model is exported as the first one that fits."""
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Other values of `model_type`, of models that are the same as those of an architecture in the table."""

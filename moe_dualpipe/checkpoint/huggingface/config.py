@@ -11,11 +11,11 @@ from typing import Any
 from ...messages import printable, quoted
 from ...models import ModelConfig
 from ..model_options import check_types
-from .architectures import ARCHITECTURES, REQUIRED, Architecture
+from .architectures import ALIASES, ARCHITECTURES, REQUIRED, Architecture
 from .unknown_keys import ReadKeys
 
 _ONLY = {
-    "gqa": {"num_kv_heads", "qk_norm", "qkv_bias", "rotary_fraction"},
+    "gqa": {"num_kv_heads", "qk_norm", "rotary_fraction"},
     "mla": {"q_rank", "kv_rank", "rope_dim", "value_dim", "latent_norm_eps"},
 }
 """Options that only one kind of attention has."""
@@ -30,10 +30,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def _named(kind: Any, what: str) -> Architecture:
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
+    name = ALIASES.get(str(kind), kind)
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        supported = ", ".join([*ARCHITECTURES, *ALIASES])
         raise ValueError(f"{what} {quoted(kind, 60)} is not supported: supported are {supported}")
-    return ARCHITECTURES[kind]
+    return ARCHITECTURES[name]
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -102,13 +103,13 @@ def find_architecture(model: ModelConfig, wanted: str = "") -> Architecture:
 
 def misfits(model: ModelConfig, architecture: Architecture) -> list[str]:
     """The options of `model` that `architecture` cannot express, one message each."""
-    if architecture.shared != "none" and not model.num_shared_experts:
-        return ["num_shared_experts 0, only 1 or more"]
     try:
-        again = read_config(_written(model, architecture))
-    except ValueError as error:
-        return [str(error)]
-    found = differences(again, model)
+        found = differences(read_config(_written(model, architecture)), model)
+    except ValueError as error:  # the sizes of one kind of attention may not fit the other
+        found = [(name, only, getattr(model, name)) for name, only in architecture.options.items()]
+        found = [(name, only, got) for name, only, got in found if got != only and name not in _OF_TRAINING]
+        if not found:
+            return [str(error)]
     return [f"{name} {quoted(got, 60)}, only {quoted(only, 60)}" for name, only, got in found]
 
 
@@ -128,8 +129,9 @@ def canonical(model: ModelConfig) -> ModelConfig:
     unused = set().union(*(names for kind, names in _ONLY.items() if kind != model.attention))
     unused |= {"expert_groups", "top_groups", "group_score"} if model.expert_groups == model.top_groups else set()
     unused |= {"dense_size"} if not dense else set()
-    if model.yarn_factor == 1:
-        unused |= {name for name in fields if name.startswith("yarn_")}
+    kind = _rope_kind(model)
+    unused |= {name for name in fields if name.startswith("yarn_")} - {option for _, option, _ in _ROPES[kind]}
+    unused |= {"rope_scaling"} if kind == "default" else set()
     return dataclasses.replace(
         model, **{name: fields[name] for name in unused}, num_dense_layers=first, dense_layers=tuple(dense[first:])
     )
@@ -191,11 +193,23 @@ def _heads(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, A
     return {"num_kv_heads": _number(config, "num_key_value_heads", heads), "head_dim": width}
 
 
-_YARN = (
-    ("factor", "yarn_factor", REQUIRED), ("original_max_position_embeddings", "yarn_positions", REQUIRED),
-    ("beta_fast", "yarn_beta_fast", 32.0), ("beta_slow", "yarn_beta_slow", 1.0), ("mscale", "yarn_mscale", 0.0),
-    ("mscale_all_dim", "yarn_mscale_all_dim", 0.0),
-)  # fmt: skip
+_FACTOR, _POSITIONS = ("factor", "yarn_factor", REQUIRED), "original_max_position_embeddings"
+_ROPES: Mapping[str, tuple[tuple[str, str, Any], ...]] = {
+    "default": (),
+    "linear": (_FACTOR,),
+    "dynamic": (_FACTOR, (_LENGTHS, "yarn_positions", REQUIRED)),
+    "llama3": (
+        _FACTOR, (_POSITIONS, "yarn_positions", REQUIRED), ("high_freq_factor", "yarn_beta_fast", REQUIRED),
+        ("low_freq_factor", "yarn_beta_slow", REQUIRED),
+    ),
+    "yarn": (
+        _FACTOR, (_POSITIONS, "yarn_positions", REQUIRED), ("beta_fast", "yarn_beta_fast", 32.0),
+        ("beta_slow", "yarn_beta_slow", 1.0), ("mscale", "yarn_mscale", 0.0),
+        ("mscale_all_dim", "yarn_mscale_all_dim", 0.0), ("attention_factor", "yarn_attention_factor", 0.0),
+        ("truncate", "yarn_truncate", True),
+    ),
+}  # fmt: skip
+"""The keys of each kind of rotary embedding: the key, the option of `ModelConfig`, and the default."""
 
 
 def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
@@ -210,23 +224,26 @@ def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[st
     kind = rope.get("rope_type", rope.get("type", "default"))
     if "type" in rope and rope["type"] != kind:
         raise ValueError(f"rope_type {quoted(kind, 60)} contradicts type {quoted(rope['type'], 60)}")
-    if kind not in ("default", "yarn"):
-        raise ValueError(f"the rotary embedding {quoted(kind, 60)} is not supported: only 'default' and 'yarn'")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    known |= {"truncate", *(key for key, _, _ in _YARN)} if kind == "yarn" else set()
-    if unknown := sorted(key for key in rope if key not in known and rope[key] is not None):
+    if not isinstance(kind, str) or kind not in _ROPES:
+        raise ValueError(f"the rotary embedding {quoted(kind, 60)} is not supported: only {', '.join(_ROPES)}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(key for key, _, _ in _ROPES[kind])}
+    if unknown := sorted(key for key in rope if key not in known - {_LENGTHS} and rope[key] is not None):
         raise ValueError(f"{printable(unknown[0], 60)} of the rotary embedding {kind!r} is not supported")
-    if kind == "default":
-        return options
-    if rope.get("truncate", True) is not True:
-        raise ValueError("truncate false of the rotary embedding 'yarn' is not supported")
-    for key, option, default in _YARN:
-        value = rope.get(key)
-        value = default if value is None else value
-        if value is REQUIRED:
-            raise ValueError(f"its rotary embedding 'yarn' has no {key}")
-        options[option] = value
-    return options
+    for key, option, default in _ROPES[kind]:
+        value = _of_both(rope, config, key) if key in (_LENGTHS, _POSITIONS) else rope.get(key)
+        if value is None and (default is REQUIRED or (key == "truncate" and key in rope)):
+            raise ValueError(f"its rotary embedding {kind!r} has no {key}")
+        if key == "attention_factor" and value == 0:
+            raise ValueError("attention_factor 0 of the rotary embedding 'yarn' is not supported: it must be above 0")
+        options[option] = default if value is None else value
+    return options | ({} if kind == "default" else {"rope_scaling": kind})
+
+
+def _rope_kind(model: ModelConfig) -> str:
+    """The kind of rotary embedding; "default" if no rotation is slowed or scaled."""
+    active = model.yarn_factor != 1 or model.rope_scaling == "dynamic"
+    active |= model.rope_scaling == "yarn" and model.yarn_attention_factor > 0
+    return model.rope_scaling if active else "default"
 
 
 def _rope_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -275,9 +292,7 @@ def _read_shared(config: Mapping[str, Any], architecture: Architecture) -> dict[
         if not width or total % width:
             raise ValueError(f"{key} must be a multiple of moe_intermediate_size: got {total} and {width}")
         count = total // width
-    if count < 1:
-        raise ValueError(f"{architecture.model_type} without shared experts is not supported")
-    return {"num_shared_experts": count}
+    return {"num_shared_experts": count, "shared_gate": architecture.shared == "sized" and count > 0}
 
 
 def _read_groups(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
@@ -309,12 +324,11 @@ def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     else:
         config |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
     config |= {"rope_theta": model.rope_theta, "rope_scaling": None, _LENGTHS: model.yarn_positions}
-    if model.yarn_factor > 1:
-        yarn = {key: getattr(model, option) for key, option, _ in _YARN}
-        optional = ("mscale", "mscale_all_dim")
-        yarn = {key: value for key, value in yarn.items() if value or key not in optional}
-        config["rope_scaling"] = {"type": "yarn", "rope_type": "yarn", **yarn}
-        config[_LENGTHS] = round(model.yarn_positions * model.yarn_factor)
+    if (kind := _rope_kind(model)) != "default":
+        values = [(key, getattr(model, option), default) for key, option, default in _ROPES[kind]]
+        rope = {key: value for key, value, default in values if value != default or key.startswith("beta")}
+        length = rope.pop(_LENGTHS, round(model.yarn_positions * model.yarn_factor))
+        config |= {"rope_scaling": {"type": kind, "rope_type": kind, **rope}, _LENGTHS: length}
     config |= _WRITE_DENSE[architecture.dense](model)
     if architecture.shared == "counted":
         config["n_shared_experts"] = model.num_shared_experts

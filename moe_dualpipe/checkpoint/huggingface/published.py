@@ -139,14 +139,15 @@ class PublishedModel:
     def _check(self) -> None:
         """Raise ValueError unless the tensors of the folder are those of the model."""
         shapes, entries = published_shapes(self.layout), self._tensors.entries
-        copies = {name: shapes[original] for name, original in self._copies.items()}
+        others = {name: shapes[original] for name, original in self._copies.items()}
+        others |= {name: shape for name, shape in self.layout.unused().items() if name in entries}
         where = printable(self.folder)
         if missing := shapes.keys() - entries.keys():
             raise ValueError(
                 f"{where} lacks tensors of the model that its config.json describes: {group_names(missing)}"
             )
         scales = {}
-        for name, shape in {**shapes, **copies}.items():
+        for name, shape in {**shapes, **others}.items():
             if (found := entries[name]).shape != shape:
                 what = f"{printable(name, 100)} has shape {[*found.shape]}"
                 raise ValueError(f"{where}: {what}, but by config.json it must have {[*shape]}")
@@ -168,7 +169,7 @@ class PublishedModel:
                 raise ValueError(
                     f"{where}: {printable(name, 100)} must be float32 {[*shape]}, one scale for each block"
                 )
-        known = shapes.keys() | copies.keys() | scales.keys()
+        known = shapes.keys() | others.keys() | scales.keys()
         if extra := {name for name in entries.keys() - known if not name.endswith(_DERIVED)}:
             raise ValueError(
                 f"{where} has tensors that the model of its config.json does not have: {group_names(extra)}"

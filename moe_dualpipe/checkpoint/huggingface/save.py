@@ -30,9 +30,9 @@ from ..destinations import hidden
 from ..load import read_tensor
 from ..manifest import read_manifest, read_tensor_metadata
 from ..model_options import model_config
-from ..tensor_writer import TensorWriter
+from ..tensor_writer import TensorWriter, as_dtype
 from ..weights import global_weights
-from .architectures import ARCHITECTURES
+from .architectures import ALIASES, ARCHITECTURES
 from .companions import companions_of, published_config
 from .config import find_architecture, is_interleaved, misfits, write_config
 from .published import CONFIG_FILE
@@ -82,8 +82,8 @@ class Export:
         """Write the files into the new folder `folder`, which may stand for a URL. Collective: ranks write different
         shards.
 
-        Raises ValueError on all ranks if `folder` exists or a tensor cannot be read, and OSError if a file cannot be
-        written. After an error, the unfinished folder is removed.
+        Raises ValueError on all ranks if `folder` exists, or a tensor cannot be read or does not fit its dtype, and
+        OSError if a file cannot be written. After an error, the unfinished folder is removed.
         """
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with ExitStack() as stack:
@@ -126,11 +126,15 @@ class Export:
             sizes = [part.shape[0] for part in target.parts]
             for part, rows in zip(target.parts, self.read(target.name).split(sizes), strict=True):
                 if part.name in wanted:
-                    writer.write(part.name, part.to_published(rows.to(self.shapes[part.name][0])))
+                    converted = as_dtype(part.name, rows, self.shapes[part.name][0])
+                    writer.write(part.name, part.to_published(converted))
         ours = {part.name: target.name for target in self.layout.targets() for part in target.parts}
         for name, original in self.layout.copies().items():
             if name in wanted:
-                writer.write(name, self.read(ours[original]).to(self.dtype))
+                writer.write(name, as_dtype(name, self.read(ours[original]), self.dtype))
+        for name, shape in self.layout.unused().items():
+            if name in wanted:
+                writer.write(name, torch.zeros(shape, dtype=self.dtype))
         writer.close()
         if share[0] == 0:
             self._write_files(folder)
@@ -155,23 +159,27 @@ def plan_export(
     """
     companions = companions or {}
     source = published_config(companions)
-    started = ARCHITECTURES.get(str(source.get("model_type")))
+    kind = str(source.get("model_type"))
+    started = ARCHITECTURES.get(ALIASES.get(kind, kind))
     if not architecture and started and not model.own_layers and not misfits(model, started):
         architecture = started.model_type
     found = find_architecture(model, architecture)
     config = write_config(model, found)
-    if source.get("model_type") == found.model_type:
+    if started == found:
         config = {**{key: value for key, value in source.items() if key not in _REPLACED}, **config}
         config["max_position_embeddings"] = source.get("max_position_embeddings", config["max_position_embeddings"])
     else:
         config |= special_ids(tokenizer, source)
     stored = DTYPES.get(str(source.get("torch_dtype") or source.get("dtype") or ""))
     dtype = dtype or stored or torch.float32
-    config["torch_dtype"] = next(name for name, value in DTYPES.items() if value == dtype)
+    names = {value: name for name, value in DTYPES.items()}
+    if dtype not in names:
+        raise ValueError(f"an export has dtype {', '.join(DTYPES)}: got {dtype}")
+    config["torch_dtype"] = names[dtype]
     interleaved = found.interleaved and is_interleaved(config)
     layout = Layout(model, found, interleaved=interleaved)
     shapes = published_shapes(layout)
-    shapes |= {name: shapes[original] for name, original in layout.copies().items()}
+    shapes |= {name: shapes[original] for name, original in layout.copies().items()} | layout.unused()
     planned = {
         name: (torch.float32 if name.endswith("e_score_correction_bias") else dtype, shape)
         for name, shape in shapes.items()
@@ -193,8 +201,9 @@ def save_pretrained(
     the folder from which the model was loaded, or without one the first that can express it. tokenizer: also write its
     files; None: those of the folder from which the model was loaded.
 
-    Raises ValueError if no published architecture can express the model, or if `folder` exists, and OSError if a file
-    cannot be written. After an error, the unfinished folder is removed.
+    Raises ValueError if no published architecture can express the model, if `folder` exists, and for a weight that is
+    not finite or too large for `dtype`, and OSError if a file cannot be written. After an error, the unfinished folder
+    is removed.
     """
     weights = global_weights(model)
     missing = [part for part in ("embedding", "head") if not getattr(model.spec, part)]

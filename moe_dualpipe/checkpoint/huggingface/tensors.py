@@ -100,11 +100,30 @@ class Layout:
             found[f"model.layers.{layer}.shared_head.head.weight"] = head
         return found
 
+    def unused(self) -> dict[str, tuple[int, ...]]:
+        """Published tensors without effect, and their shapes: those of the shared experts of a model that has none.
+
+        transformers writes them and expects them, but other programs do not.
+        """
+        if self.architecture.shared == "none" or self.model.num_shared_experts:
+            return {}
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in self.model.routed_blocks():
+            shared = f"model.layers.{layer}.mlp.{self.architecture.shared_name}"
+            names = f"{shared}.gate_proj", f"{shared}.up_proj", f"{shared}.down_proj"
+            empty = _swiglu("", names, self.model.hidden_size, 0)
+            found |= {part.name: part.shape for target in empty for part in target.parts}
+            if self.architecture.shared == "sized":
+                found[f"{shared}_gate.weight"] = (1, self.model.hidden_size)
+        return found
+
     def _block(self, ours: str, theirs: str, dense: bool) -> Iterator[Target]:
         width = self.model.hidden_size
         yield _one(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", width)
         mla = self.model.attention == "mla"
         yield from (self._latent if mla else self._grouped)(f"{ours}.attention", f"{theirs}.self_attn")
+        if self.model.out_bias:
+            yield _one(f"{ours}.attention.out.bias", f"{theirs}.self_attn.o_proj.bias", width)
         yield _one(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", width)
         if dense:
             names = f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj", f"{theirs}.mlp.down_proj"
@@ -132,15 +151,14 @@ class Layout:
         model, width, heads = self.model, self.model.hidden_size, self.model.num_heads
         query_rows = heads * (model.head_dim + model.rope_dim)
         query_order = self._order(heads, model.head_dim)
-        if model.q_rank:
-            query = PublishedRows(f"{theirs}.q_a_proj.weight", (model.q_rank, width))
-        else:
-            query = PublishedRows(f"{theirs}.q_proj.weight", (query_rows, width), order=query_order)
-        latent_rows = model.kv_rank + model.rope_dim
-        latent = PublishedRows(
-            f"{theirs}.kv_a_proj_with_mqa.weight", (latent_rows, width), order=self._order(1, model.kv_rank)
-        )  # fmt: skip
-        yield Target(f"{ours}.down.weight", (query, latent))
+        first = ("q_a_proj", model.q_rank, None) if model.q_rank else ("q_proj", query_rows, query_order)
+        latent = "kv_a_proj_with_mqa", model.kv_rank + model.rope_dim, self._order(1, model.kv_rank)
+        both, biased = (first, latent), (first, latent) if model.q_rank else (latent,)
+        parts = (PublishedRows(f"{theirs}.{name}.weight", (rows, width), order=order) for name, rows, order in both)
+        yield Target(f"{ours}.down.weight", tuple(parts))
+        if model.qkv_bias:
+            parts = (PublishedRows(f"{theirs}.{name}.bias", (rows,), order=order) for name, rows, order in biased)
+            yield Target(f"{ours}.bias", tuple(parts))
         if model.q_rank:
             yield _one(f"{ours}.q_norm.weight", f"{theirs}.q_a_layernorm.weight", model.q_rank)
             up = PublishedRows(f"{theirs}.q_b_proj.weight", (query_rows, model.q_rank), order=query_order)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.huggingface import read_config
-from ...checkpoint.huggingface.architectures import ARCHITECTURES
+from ...checkpoint.huggingface.architectures import ALIASES, ARCHITECTURES
 from ...data import strict_json
 from ...messages import printable, quoted, unknown_name
 from ...models import PRESETS
@@ -76,10 +76,6 @@ _UNKNOWN_LAYERS = {
 """Keys of models, or architectures, with layers that a shape cannot describe."""
 
 
-_ALIKE = {"kimi_k2": "deepseek_v3"}
-"""Families with the configuration of another one."""
-
-
 def read_shape(name_or_path: str | Path) -> ModelShape:
     """The shape of a preset, a published model, or the model of a config.json or of a folder with one.
 
@@ -115,8 +111,8 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that the keys of a config.json describe. Raises ValueError for a size that is missing or not known."""
     keys = _Keys(config)
     kind = keys.text("model_type")
-    if (family := _ALIKE.get(kind, kind)) in ARCHITECTURES:
-        return shape_of(read_config({**config, "model_type": family}), name)
+    if kind in (*ARCHITECTURES, *ALIASES):
+        return shape_of(read_config(config), name)
     for key, layers in _UNKNOWN_LAYERS.items():
         if keys.found(key) or kind == key:
             raise ValueError(f"{key} says that the model has {layers}, which the planner does not support")

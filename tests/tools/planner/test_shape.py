@@ -15,11 +15,11 @@ from moe_dualpipe.tools.planner.published_shapes import published_models
 PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "published_runs.json"
 AWKWARD = ModelConfig(
     vocab_size=37, hidden_size=20, num_layers=5, num_dense_layers=1, dense_layers=(3,), num_heads=6, num_kv_heads=3,
-    head_dim=10, qk_norm="full", qkv_bias=True, dense_size=7, expert_size=11, num_experts=5, experts_per_token=3,
-    num_shared_experts=2, shared_gate=True, tied_embeddings=True, mtp_layers=2, router_bias=True,
+    head_dim=10, qk_norm="full", qkv_bias=True, out_bias=True, dense_size=7, expert_size=11, num_experts=5,
+    experts_per_token=3, num_shared_experts=2, shared_gate=True, tied_embeddings=True, mtp_layers=2, router_bias=True,
 )  # fmt: skip
 LATENT = dataclasses.replace(
-    AWKWARD, attention="mla", qk_norm="none", qkv_bias=False, q_rank=9, kv_rank=5, rope_dim=4, value_dim=3,
+    AWKWARD, attention="mla", qk_norm="none", q_rank=9, kv_rank=5, rope_dim=4, value_dim=3,
     num_shared_experts=0, shared_gate=False, tied_embeddings=False,
 )  # fmt: skip
 
