@@ -5,7 +5,6 @@ import io
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,8 +30,8 @@ def train(rank, config):
 
 def state_of(checkpoint):
     """All tensors of a checkpoint."""
-    described: Any = read_tensor_metadata(checkpoint).state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in described.items()}
+    saved = read_tensor_metadata(checkpoint)
+    state = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items()}
     load_checkpoint(checkpoint, state)
     return state
 
@@ -47,7 +46,7 @@ def in_memory(rank, folder):
     remote = change(local, out=url, staging=str(folder / "staging"))
     train(rank, local)
     train(rank, remote)
-    assert not [path for path in (folder / "staging").rglob("*") if path.name.endswith(".distcp")]
+    assert not [path for path in (folder / "staging").rglob("*") if path.name.endswith(".safetensors")]
     train(rank, change(remote, out=None, resume=f"{url}/checkpoints/step-000002", keep=1))
     names = [path.name for path in list_checkpoints(local_path(url) / "checkpoints")]
     (folder / "copy").mkdir()
@@ -117,7 +116,7 @@ def train_and_print(rank, config):
 def test_a_new_run_refuses_the_url_of_an_old_one(s3):
     config = settings(URL)
     assert str(url_of(make_run(config).folder)) == URL
-    s3.put("run/checkpoints/step-000003/__0_0.distcp", b"incomplete")
+    s3.put("run/checkpoints/step-000003/rank-0-0.safetensors", b"incomplete")
     make_run(config)
     s3.put("run/checkpoints/step-000003/run.json", b"{}")
     with pytest.raises(ValueError, match=f"--out {URL} already holds a run: continue it with --resume {URL}, or"):
