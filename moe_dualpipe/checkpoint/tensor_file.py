@@ -124,14 +124,18 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], announce: Announce = lambda _: None
 ) -> dict[str, TensorEntry]:
     """Write a new file and sync it. Returns its tensors. Raises OSError, and ValueError for dtypes without a name."""
+    parts, addresses = {}, set[int]()
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"a safetensors file cannot store {tensor.dtype} of {quoted(name, 60)}")
+        part = tensor.detach().cpu().contiguous()
+        parts[name] = part.clone() if part.data_ptr() in addresses else part  # the library refuses two names of one
+        addresses.add(part.data_ptr())
     announce(f"writing {path.name}")
     path.touch(exist_ok=False)
     mode = path.stat().st_mode & 0o777  # that of a new file; the library's files can be read by their owner alone
     try:
-        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, path, {"format": "pt"})
+        save_file(parts, path, {"format": "pt"})
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(*(int(number[1]), os.strerror(int(number[1]))) if number else (str(error),)) from None

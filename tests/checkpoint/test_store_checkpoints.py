@@ -81,7 +81,7 @@ def test_a_rank_reads_only_the_files_that_it_needs(run):
 
 def test_run_json_is_written_last_and_removed_first(three_steps, s3):
     writes = [r.path for r in three_steps[1] if r.method == "PUT" and "step-000009" in r.path]
-    assert len(writes) == 6 and writes[-1].endswith("/run.json")
+    assert len(writes) == 5 and writes[-1].endswith("/run.json")
     for name, data in three_steps[0].items():
         s3.put(name, data)
     s3.requests.clear()

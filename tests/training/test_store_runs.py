@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, read_tensor_metadata
+from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.data.stores import StorageError, Url, local_path, read, staged_folder, url_of
 from moe_dualpipe.training import restart
 from moe_dualpipe.training.loop import train_loop
@@ -140,17 +141,22 @@ def test_a_store_that_cannot_be_written_is_an_error_before_the_run(s3):
 
 
 def test_a_restart_finds_only_the_checkpoints_of_its_own_attempts(s3, monkeypatch):
-    """The clock of the store does not matter: the launcher's file lists the checkpoints that were there before."""
+    """No clock matters: the launcher's file lists the ids of the checkpoints that were there before."""
+
+    def put(step, id):
+        s3.put(f"run/checkpoints/step-00000{step}/run.json", Manifest(step, {}, {"tensors.json": none}, id).encode())
+
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     folder = staged_folder(Url(URL))
-    s3.put("run/checkpoints/step-000008/run.json", b"{}")
+    none = FileChecksum.of(b"")
+    put(8, "a")
     restart.mark_folder(folder, 0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     found = []
     monkeypatch.setattr(restart, "find_checkpoint", lambda path: found.append(str(url_of(Path(path)))) or Path(path))
     assert restart.newest_checkpoint(folder) is None
-    s3.put("run/checkpoints/step-000004/run.json", b"{}")
+    put(4, "b")
     assert restart.newest_checkpoint(folder) == folder / "checkpoints" / "step-000004"
-    s3.put("run/checkpoints/step-000008/run.json", b"{ }")  # this attempt has reached it, too
+    put(8, "c")  # this attempt has reached it, too
     assert restart.newest_checkpoint(folder) == folder / "checkpoints" / "step-000008"
     assert found == [f"{URL}/checkpoints/step-000004", f"{URL}/checkpoints/step-000008"]
