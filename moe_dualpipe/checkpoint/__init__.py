@@ -16,7 +16,6 @@ from .weights_folder import (
     is_published,
     load_model,
     load_weights,
-    load_weights_in_part,
     model_of,
     open_weights,
     start_tokenizer,
@@ -25,7 +24,7 @@ from .weights_folder import (
 __all__ = [
     "RUN_FILE", "WEIGHTS_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "check_model",
     "check_weights", "export_weights", "find_checkpoint", "find_model", "is_published", "list_checkpoints",
-    "load_checkpoint", "load_model", "load_spread_model", "load_tensors", "load_weights", "load_weights_in_part",
+    "load_checkpoint", "load_model", "load_spread_model", "load_tensors", "load_weights",
     "model_of", "open_model", "open_weights", "read_manifest", "read_tensor_metadata", "save_checkpoint",
     "start_tokenizer", "verify_checkpoint",
 ]  # fmt: skip

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from ..data import stores
 from ..data.synced_files import sync, write_synced
@@ -23,33 +22,7 @@ STEP_FOLDER = re.compile(r"step-(\d+)")
 Announce = Callable[[str], object]
 
 
-class Destination(Protocol):
-    """A checkpoint that is being written. folder: where this rank writes its files."""
-
-    folder: Path
-
-    def create(self, leader: bool) -> None:
-        """Make the folder. Raises OSError."""
-        ...
-
-    def send(self, files: Mapping[str, FileChecksum]) -> Mapping[str, FileChecksum]:
-        """Pass on the files that this rank has written; returns them. Raises OSError."""
-        ...
-
-    def complete(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        """Write the last files, ending with run.json: the checkpoint is complete. Only the leader calls it."""
-        ...
-
-    def discard(self, leader: bool) -> None:
-        """Remove what was written of a checkpoint that failed, as far as possible."""
-        ...
-
-    def remove_old(self, keep: int) -> None:
-        """Remove the checkpoints before this one, except the last `keep - 1`; 0 keeps all. Only the leader calls it."""
-        ...
-
-
-def destination_of(final: Path, rank: int, announce: Announce, patience: stores.Patience) -> Destination:
+def destination_of(final: Path, rank: int, announce: Announce, patience: stores.Patience) -> "Destination":
     """The destination of the checkpoint `final`. rank: of this process. patience: for uploads."""
     url = stores.url_of(final)
     return FolderDestination(final, announce) if url is None else StoreDestination(final, url, rank, announce, patience)
@@ -98,13 +71,17 @@ def _step_folders(url: stores.Url) -> list[str]:
 
 
 class FolderDestination:
-    """A folder that all ranks share."""
+    """A checkpoint that is being written into a folder that all ranks share. folder: where this rank writes its files.
+
+    All methods but `discard` and `remove_old` raise OSError. Only the leader calls `complete` and `remove_old`.
+    """
 
     def __init__(self, final: Path, announce: Announce):
         self._final, self._announce = final, announce
         self.folder = hidden(final, "unfinished")
 
     def create(self, leader: bool) -> None:
+        """Make the folder."""
         if not leader:
             return
         self._announce("creating its folder")
@@ -114,10 +91,11 @@ class FolderDestination:
         self.folder.mkdir()
 
     def send(self, files: Mapping[str, FileChecksum]) -> Mapping[str, FileChecksum]:
+        """Pass on the files that this rank has written; returns them."""
         return files
 
     def complete(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        """Write the last files. Rename the folder when everything is on disk."""
+        """Write the last files, ending with run.json. Rename the folder when everything is on disk."""
         final, removed = self._final, hidden(self._final, "removed")
         for name, data in contents.items():
             self._announce(f"writing {name}")
@@ -133,10 +111,12 @@ class FolderDestination:
         sync(final.parent)
 
     def discard(self, leader: bool) -> None:
+        """Remove what was written of a checkpoint that failed, as far as possible."""
         if leader:
             self._remove(self.folder)
 
     def remove_old(self, keep: int) -> None:
+        """Remove the checkpoints before this one, except the last `keep - 1`; 0 keeps all."""
         for old in too_old(list_checkpoints(self._final.parent), self._final, keep):
             removed = hidden(old, "removed")  # renamed first, so that its name never stands for part of a checkpoint
             with suppress(OSError):
@@ -204,6 +184,9 @@ class StoreDestination:
                 self._announce(f"removing {name}")
                 stores.delete_folder(parent / name, first=RUN_FILE)
             stores.abort_uploads(parent)
+
+
+Destination = FolderDestination | StoreDestination
 
 
 class RunUploads:

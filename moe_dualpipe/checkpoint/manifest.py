@@ -11,7 +11,7 @@ An export (weights.py) has size and CRC-32 of its files in checksums.json, prote
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,34 +44,44 @@ class FileChecksum:
 
 
 @dataclass(frozen=True, slots=True)
-class _Description:
+class Manifest:
+    """The contents of run.json. Equal checksums mean equal checkpoints.
+
+    id: differs for two checkpoints of the same step, also if they are equal.
+    """
+
+    step: int
+    model: dict[str, Any]
+    files: dict[str, FileChecksum]
+    id: str = ""
+
     @property
     def checksum(self) -> int:
-        return zlib.crc32(json.dumps(self._fields, sort_keys=True).encode())
+        return _checksum(self._fields)
 
     @property
     def _fields(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value != ""}
 
     def encode(self) -> bytes:
-        return json.dumps({**self._fields, "checksum": self.checksum}, indent=2).encode()
+        return _encode(self._fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest(_Description):
-    """The contents of run.json. Equal checksums mean equal checkpoints."""
-
-    step: int
-    model: dict[str, Any]
-    files: dict[str, FileChecksum]
-    id: str = ""  # differs for two checkpoints of the same step, also if they are equal
+def encode_checksums(files: Mapping[str, FileChecksum]) -> bytes:
+    """The contents of checksums.json."""
+    return _encode(_export_fields(files))
 
 
-@dataclass(frozen=True, slots=True)
-class ExportManifest(_Description):
-    """The contents of checksums.json. Equal checksums mean equal exports."""
+def _export_fields(files: Mapping[str, FileChecksum]) -> dict[str, Any]:
+    return {"files": {name: asdict(file) for name, file in files.items()}}
 
-    files: dict[str, FileChecksum]
+
+def _encode(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps({**fields, "checksum": _checksum(fields)}, indent=2).encode()
+
+
+def _checksum(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 # ---- Reading: no field is trusted ----
@@ -84,7 +94,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         if not isinstance(model := saved["model"], dict):
             raise ValueError(f"its model is {quoted(model, 60)}")
         manifest = Manifest(valid_count(saved["step"]), model, _files(saved), str(saved.get("id", "")))
-        _check_description(saved, manifest, TENSORS_FILE)
+        _check(saved, manifest.checksum, manifest.files, TENSORS_FILE)
     return manifest
 
 
@@ -98,13 +108,14 @@ def verify_export(folder: Path, *required: str) -> int:
         return 0
     with reading(path):
         saved = read_file(path)
-        manifest = ExportManifest(_files(saved))
-        _check_description(saved, manifest, *required)
-    for name, expected in manifest.files.items():
+        files = _files(saved)
+        checksum = _checksum(_export_fields(files))
+        _check(saved, checksum, files, *required)
+    for name, expected in files.items():
         if stores.exists(folder / name):
             stores.fetch(folder / name, expected.crc32)
-    _verify_files(folder, manifest.files, follow_links=True)
-    return manifest.checksum
+    _verify_files(folder, files, follow_links=True)
+    return checksum
 
 
 def _files(saved: Mapping[str, Any]) -> dict[str, FileChecksum]:
@@ -114,10 +125,10 @@ def _files(saved: Mapping[str, Any]) -> dict[str, FileChecksum]:
     }
 
 
-def _check_description(saved: Mapping[str, Any], manifest: Manifest | ExportManifest, *required: str) -> None:
-    if saved["checksum"] != manifest.checksum:
+def _check(saved: Mapping[str, Any], checksum: int, files: Collection[str], *required: str) -> None:
+    if saved["checksum"] != checksum:
         raise ValueError("its checksum does not match")
-    if missing := [name for name in required if name not in manifest.files]:
+    if missing := [name for name in required if name not in files]:
         raise ValueError(f"it does not list {missing[0]}")
 
 

@@ -15,7 +15,7 @@ from ..messages import printable
 from ..models import ModelConfig, MoE, TransformerStage, build_model
 from ..models.expert_slots import names_by_expert
 from ..runtime.launch import choose_device, count_gpus
-from .atomic_folder import check_new, new_folder
+from .atomic_folder import new_folder
 from .huggingface import from_pretrained
 from .load import find_checkpoint
 from .tensor_file import write_tensors
@@ -100,7 +100,6 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
     Holds one copy of the weights in memory. Raises ValueError if the checkpoint is unreadable or `folder` exists, and
     OSError if it could not be written; then nothing is left of it.
     """
-    check_new(folder)
     model = load_model(checkpoint, **own_layers)
     weights = global_weights(model)
     config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}

@@ -182,53 +182,34 @@ def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> li
     return differences
 
 
-def load_weights(folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None) -> None:
-    """Load the weights in `state` in place, and read only these. Collective.
+def load_weights(
+    folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None, partial: bool = False
+) -> PartialLoad:
+    """Load the weights in `state` in place, and read only these. Returns the names of all ranks together. Collective.
 
-    older: as in `load_checkpoint`.
+    older: as in `load_checkpoint`. partial: load only those that the folder has, at least one.
 
     Raises ValueError on all ranks if on any rank the folder is broken, or a weight is missing or has another shape, and
     if the ranks found different weights.
     """
-    _load_on_all_ranks(folder, state, older or {}, partial=False)
-
-
-def load_weights_in_part(
-    folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None
-) -> PartialLoad:
-    """Load those weights of `state` that the folder has, in place. Returns the names of all ranks together. Collective.
-
-    older: as in `load_checkpoint`.
-
-    Raises ValueError on all ranks if on any rank the folder is broken or a weight has another shape, if the folder has
-    no weight of the model, and if the ranks found different weights.
-    """
-    names = _load_on_all_ranks(folder, state, older or {}, partial=True)
+    fault, checksum, names = "", 0, PartialLoad((), (), ())
+    try:
+        opened = open_weights(folder)
+        checksum = opened.checksum
+        names = _load(opened, {n: t for n, t in state.items() if n.startswith(PREFIX)}, older or {}, partial)
+    except (ValueError, StorageError) as error:
+        fault = str(error)
+    different = f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
+    check_on_all_ranks(fault, checksum, different)  # a weight may be missing on one rank only
     parts = gather_objects((names.loaded, names.missing))
     loaded, missing = ({name for part in parts for name in part[i]} for i in range(2))
     ignored = {*names.loaded, *names.ignored} - loaded
-    if not loaded:
+    if partial and not loaded:
         has, wanted = group_names(ignored) or "no tensors", group_names(missing)
         raise ValueError(
             f"{open_weights(folder).where} has no weight of the model: it has {has}; the model has {wanted}"
         )
     return PartialLoad(sorted(loaded), sorted(missing), sorted(ignored))
-
-
-def _load_on_all_ranks(
-    folder: Path, state: Mapping[str, Tensor], older: Mapping[str, str], partial: bool
-) -> PartialLoad:
-    """Load the weights of this rank, and raise the error of any rank on all ranks. Returns the names of this rank."""
-    fault, checksum, names = "", 0, PartialLoad((), (), ())
-    try:
-        opened = open_weights(folder)
-        checksum = opened.checksum
-        names = _load(opened, {n: t for n, t in state.items() if n.startswith(PREFIX)}, older, partial)
-    except (ValueError, StorageError) as error:
-        fault = str(error)
-    different = f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
-    check_on_all_ranks(fault, checksum, different)  # a weight may be missing on one rank only
-    return names
 
 
 @torch.no_grad()

@@ -8,9 +8,7 @@ name when all of its files are on disk.
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer, stores
+from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
 from ...data.synced_files import write_synced
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
-from ...runtime.shared_errors import errors_on_all_ranks
-from ..atomic_folder import check_new, new_folder, upload_files
-from ..destinations import hidden
+from ..atomic_folder import new_folder
 from ..manifest import read_manifest
 from ..model_options import model_config
 from ..tensor_folder import TensorFolder
@@ -84,34 +80,9 @@ class Export:
         Raises ValueError on all ranks if `folder` exists or a tensor cannot be read, and OSError if a file cannot be
         written. After an error, the unfinished folder is removed.
         """
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        with ExitStack() as stack:
-            with errors_on_all_ranks():
-                check_new(folder)
-            if stores.url_of(folder) is not None:
-                self._upload(folder, max_shard_size, (rank, size))
-                return
-            with errors_on_all_ranks():
-                if rank == 0:
-                    stack.enter_context(new_folder(folder))
-            with errors_on_all_ranks():
-                self._write_share(hidden(folder, "unfinished"), max_shard_size, (rank, size))
-            with errors_on_all_ranks():
-                stack.close()  # renames the folder
-
-    def _upload(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
-        """Write a share of the files into a folder of this rank, and upload them."""
-        own = hidden(folder, f"rank-{share[0]}")
-        try:
-            with errors_on_all_ranks():
-                shutil.rmtree(own, ignore_errors=True)
-                own.mkdir(parents=True)
-                self._write_share(own, max_shard_size, share)
-                upload_files(own, folder)
-            with errors_on_all_ranks():
-                upload_files(own, folder, last=True)
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
+        share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        with new_folder(folder) as unfinished:
+            self._write_share(unfinished, max_shard_size, share)
 
     def _write_share(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
         shards = self.shards(max_shard_size)
