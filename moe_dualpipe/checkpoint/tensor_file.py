@@ -29,7 +29,7 @@ from ..data import DataFile
 from ..data.stores import RangedFile, url_of
 from ..data.synced_files import sync
 from ..messages import printable, quoted
-from .manifest import reading
+from .manifest import reading, valid_count
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -43,7 +43,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-_MAX_DIMS, _MAX_ELEMENTS = 64, 2**62  # of a tensor of torch
+_MAX_DIMS = 64  # of a tensor of torch
 _GIT_LFS = b"version "  # the first bytes of the text that git checks out without git-lfs
 Announce = Callable[[str], object]
 """Called with the next operation on the disk, and with "" before the rank waits for others."""
@@ -59,12 +59,13 @@ class TensorEntry:
     start: int = -1
 
     @classmethod
-    def of(cls, dtype: Any, shape: list[int], file: Path) -> "TensorEntry":
+    def of(cls, dtype: Any, shape: Any, file: Path) -> "TensorEntry":
         """dtype: its name in the format. Raises ValueError unless torch has such tensors."""
         if (found := DTYPES.get(str(dtype))) is None:
             raise ValueError(f"unknown dtype {quoted(dtype, 20)}; supported are {', '.join(DTYPES)}")
-        if len(shape) > _MAX_DIMS or math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
+        if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
             raise ValueError(f"{quoted(shape, 60)} is not a shape")
+        valid_count(math.prod(max(valid_count(size), 1) for size in shape))  # torch computes strides in 64 bits
         return cls(found, tuple(shape), file)
 
     @property

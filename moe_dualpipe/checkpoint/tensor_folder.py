@@ -19,7 +19,7 @@ from torch import Tensor
 from ..data.stores import drop, exists, fetch, sizes_of
 from ..data.strict_json import read_file
 from ..messages import plural, printable, quoted
-from .manifest import TENSORS_FILE, read_manifest, reading, size_of_file, valid_count, valid_file_name
+from .manifest import TENSORS_FILE, read_manifest, reading, size_of_file, valid_file_name
 from .tensor_file import DTYPE_NAMES, TensorEntry, open_file, read_header
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -112,20 +112,14 @@ def read_tensor_metadata(checkpoint: Path) -> dict[str, TensorEntry]:
     entries, sizes = {}, dict[str, int]()
     with reading(path := checkpoint / TENSORS_FILE):
         for name, saved in read_file(path, follow_links=False).items():
-            file, shape = valid_file_name(saved["file"]), [valid_count(size) for size in _list(saved["shape"])]
-            entry = TensorEntry.of(saved["dtype"], shape, checkpoint / file)
+            file = valid_file_name(saved["file"])
+            entry = TensorEntry.of(saved["dtype"], saved["shape"], checkpoint / file)
             if file not in sizes:
                 sizes[file] = size_of_file(checkpoint, file)
             if entry.nbytes > sizes[file]:
                 raise ValueError(f"{quoted(name, 60)} has {entry.nbytes:,} bytes, but {file} has {sizes[file]:,}")
             entries[name] = entry
     return entries
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{quoted(value, 60)} is not a shape")
-    return value
 
 
 # ---- A published model ----

@@ -269,7 +269,7 @@ def test_a_file_that_run_json_does_not_list_is_refused_unless_it_is_regular(run,
     ({"shape": [1] * 100_000}, "… is not a shape$"),
     ({"shape": {"3": 1}}, "{'3': 1} is not a shape$"),
     ({"shape": [2**20, 2**20]}, "'both' has 4,398,046,511,104 bytes, but rank-0-0.safetensors has "),
-    ({"shape": [2**40, 2**40]}, "is not a shape"),
+    ({"shape": [2**40, 2**40]}, "is not a valid count"),
     ({"shape": 5}, "5 is not a shape"),
 ], ids=str)  # fmt: skip
 def test_an_invalid_tensors_json_is_rejected(run, change, message):
