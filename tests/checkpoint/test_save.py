@@ -102,9 +102,9 @@ def save_forever(store, rank, run, first):
     save_file = tensor_file.save_file
 
     def slow(*arguments):
-        time.sleep(0.01)
+        time.sleep(0.04)
         save_file(*arguments)
-        time.sleep(0.01)
+        time.sleep(0.04)
 
     setattr(tensor_file, "save_file", slow)  # noqa: B010
     for step in range(first, 10**6):
