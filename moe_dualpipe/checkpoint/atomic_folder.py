@@ -2,15 +2,18 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import torch.distributed as dist
 
 from ..data import stores
 from ..data.synced_files import sync, write_synced
 from ..messages import printable
+from ..runtime.shared_errors import errors_on_all_ranks
 from .destinations import hidden
 from .folder_lock import LOCK_FILE, only_writer
-from .manifest import EXPORT_FILE, ExportManifest, FileChecksum
+from .manifest import EXPORT_FILE, FileChecksum, encode_checksums
 from .save import UPLOAD
 
 LAST_FILE = "config.json"
@@ -19,47 +22,49 @@ LAST_FILE = "config.json"
 
 @contextmanager
 def new_folder(folder: Path, checksums: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder for files. Afterwards sync them, and rename it to `folder`.
+    """Yield a hidden folder for files, which ranks share. Afterwards sync them, and rename it to `folder`. Collective.
 
     checksums: also add checksums.json, which `verify_export` reads.
 
-    folder: may stand for a URL. Then the files are uploaded, config.json as the last: without it, the folder holds no
-    model. After an error, the hidden folder is removed. If the process is killed, it remains until the next call.
+    folder: may stand for a URL. Then each rank has a hidden folder, and uploads its files. The file config.json comes
+    last: without it, the folder holds no model.
+
+    Raises ValueError on all ranks if there is something at `folder`, and the OSError or ValueError of any rank. After
+    an error, the hidden folder is removed. If the process is killed, it remains until the next call.
     """
-    unfinished = hidden(folder, "unfinished")
-    with only_exporter(folder):
-        try:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
+    rank, url = dist.get_rank() if dist.is_initialized() else 0, stores.url_of(folder)
+    unfinished = hidden(folder, "unfinished" if url is None else f"rank-{rank}")
+    lock = hidden(folder, "lock") if url is None else folder / LOCK_FILE
+    writes = rank == 0 or url is not None
+    with ExitStack() as stack:
+        with errors_on_all_ranks():
+            if rank == 0:
+                stack.enter_context(only_writer(folder, lock))
+        with errors_on_all_ranks():
+            if is_there(folder):
+                raise ValueError(f"{printable(folder)} already exists: choose another folder")
+            if writes:
+                stack.callback(shutil.rmtree, unfinished, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir(parents=True)
+        with errors_on_all_ranks():
             yield unfinished
-            _publish(unfinished, folder, checksums)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextmanager
-def only_exporter(folder: Path) -> Iterator[None]:
-    """Hold the lock of the new folder `folder`. Raises ValueError if another process writes it, or has written it."""
-    lock = hidden(folder, "lock") if stores.url_of(folder) is None else folder / LOCK_FILE
-    with only_writer(folder, lock):
-        check_new(folder)
-        yield
-
-
-def _publish(unfinished: Path, folder: Path, checksums: bool) -> None:
-    files = sorted(unfinished.iterdir())
-    for path in files:
-        sync(path)
-    if checksums:
-        manifest = ExportManifest({path.name: FileChecksum.of_file(path) for path in files})
-        write_synced(unfinished / EXPORT_FILE, manifest.encode())
-    if stores.url_of(folder) is not None:
-        upload_files(unfinished, folder)
-        upload_files(unfinished, folder, last=True)
-        return
-    sync(unfinished)
-    unfinished.rename(folder)
-    sync(folder.parent)
+        with errors_on_all_ranks():
+            files = sorted(unfinished.iterdir()) if writes else []
+            for path in files:
+                sync(path)
+            if checksums and writes:
+                content = encode_checksums({path.name: FileChecksum.of_file(path) for path in files})
+                write_synced(unfinished / EXPORT_FILE, content)
+            if url is not None:
+                _upload(unfinished, url)
+        with errors_on_all_ranks():
+            if url is not None:
+                _upload(unfinished, url, last=True)
+            elif writes:
+                sync(unfinished)
+                unfinished.rename(folder)
+                sync(folder.parent)
 
 
 def is_there(folder: Path) -> bool:
@@ -67,16 +72,8 @@ def is_there(folder: Path) -> bool:
     return stores.exists(folder if stores.url_of(folder) is None else folder / LAST_FILE)
 
 
-def check_new(folder: Path) -> None:
-    """Raise ValueError if there is something at `folder`."""
-    if is_there(folder):
-        raise ValueError(f"{printable(folder)} already exists: choose another folder")
-
-
-def upload_files(local: Path, folder: Path, last: bool = False) -> None:
-    """Upload the files in `local` to the URL that `folder` stands for: config.json if `last`, or else the others."""
-    url = stores.url_of(folder)
-    assert url is not None
+def _upload(local: Path, url: stores.Url, last: bool = False) -> None:
+    """Upload the files in `local`: config.json if `last`, or else the others."""
     for path in sorted(local.iterdir()):
         if (path.name == LAST_FILE) == last:
             stores.upload_file(path, url / path.name, UPLOAD)

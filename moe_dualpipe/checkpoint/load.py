@@ -10,16 +10,12 @@ that gets this name only when it is complete (save.py). A checkpoint may come fr
 import dataclasses
 import re
 import sys
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..data import stores
 from ..expert_parallel.gather import gather_objects
@@ -28,9 +24,10 @@ from ..models import ModelConfig
 from ..models.config import BUILT_IN
 from ..models.layer_class import same_layer
 from ..runtime.launch import Launch
-from ..runtime.shared_errors import raise_on_all_ranks
+from ..runtime.shared_errors import errors_on_all_ranks, raise_on_all_ranks
 from .destinations import STEP_FOLDER, list_checkpoints
-from .manifest import RUN_FILE, read_manifest, read_tensor_metadata, verify_checkpoint
+from .manifest import RUN_FILE, read_manifest, verify_checkpoint
+from .tensor_folder import TensorFolder
 
 # Options that do not change what the saved weights mean: those of initialization, loss and precision.
 _MAY_DIFFER = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
@@ -112,54 +109,29 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]
     ]
 
 
+@torch.no_grad()
 def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor], older: Mapping[str, str] | None = None) -> None:
     """Load into the tensors of `state` in place. Collective if torch.distributed is initialized.
 
     older: maps current weight names to those in older checkpoints (parameters.py).
 
-    Raises ValueError on all ranks if on any rank a tensor is missing, has another shape, or is in a file with
-    objects other than tensors, or if the ranks found different checkpoints.
+    Raises ValueError on all ranks if on any rank a tensor is missing, has another shape, or cannot be read, or if the
+    ranks found different checkpoints.
     """
-    metadata, fault, checksum = None, "", 0
+    fault, checksum = "", 0
     try:
-        checksum, metadata = read_manifest(checkpoint).checksum, read_tensor_metadata(checkpoint)
-        saved = metadata.state_dict_metadata.items()
-        shapes = {name: entry.size for name, entry in saved if isinstance(entry, TensorStorageMetadata)}
-        state = with_older_names(state, shapes, older or {})
-        check_shapes(checkpoint, state, shapes)
+        checksum, saved = read_manifest(checkpoint).checksum, TensorFolder.of_checkpoint(checkpoint)
+        state = with_older_names(state, saved.entries, older or {})
+        check_shapes(checkpoint, state, {name: entry.shape for name, entry in saved.entries.items()})
     except ValueError as error:
         fault = str(error)
     check_on_all_ranks(
         fault, checksum, f"the ranks found different checkpoints at {checkpoint}: --resume needs a shared path"
     )
-    assert metadata is not None
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # loading in one process is fine
-            dcp.load(dict(state), storage_reader=_Reader(checkpoint, metadata))
-    except dcp.CheckpointException as error:
-        rank, (reason, _) = min(error.failures.items())
-        raise ValueError(f"cannot load {checkpoint}: rank {rank}: {_reason(reason)}") from None
-    stores.drop(checkpoint, {place.relative_path for place in metadata.storage_data.values()})
-
-
-def read_tensor(checkpoint: Path, metadata: dcp.Metadata, name: str) -> Tensor:
-    """Return one saved tensor. Reads nothing else, and is not collective.
-
-    Raises ValueError if there is none of this name, or if its file is damaged or has objects other than tensors.
-    """
-    entry = metadata.state_dict_metadata.get(name)
-    if not isinstance(entry, TensorStorageMetadata):
-        raise ValueError(f"{checkpoint} has no {printable(name)}")
-    tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load({name: tensor}, storage_reader=_Reader(checkpoint, metadata), no_dist=True)
-    except dcp.CheckpointException as error:
-        (reason, _), *_ = error.failures.values()
-        raise ValueError(f"cannot load {name} of {checkpoint}: {_reason(reason)}") from None
-    return tensor
+    with errors_on_all_ranks():
+        for name in saved.by_position(state):
+            state[name].copy_(saved.read(name))
+    saved.close()
 
 
 def check_on_all_ranks(fault: str, checksum: int, different: str) -> None:
@@ -170,14 +142,6 @@ def check_on_all_ranks(fault: str, checksum: int, different: str) -> None:
     raise_on_all_ranks(fault)
     if len({*gather_objects(checksum)}) > 1:
         raise ValueError(different)
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error from torch, except for torch.load: its message advises running code from the file."""
-    if isinstance(error, UnpicklingError):
-        return "a file holds something other than tensors"
-    first, *_ = [*str(error).strip().splitlines(), type(error).__name__]
-    return printable(first)
 
 
 def with_older_names(
@@ -212,21 +176,3 @@ def _why_missing(name: str, saved: Collection[str]) -> str:
         return _EXPERT_HINT
     problem = "the model that was saved had no such tensor"
     return f"{problem}; earlier versions saved no buffers of custom layers: persistent=False leaves a buffer out"
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads tensors as `metadata` describes, with torch.load(weights_only=True), and never opens `.metadata`."""
-
-    def __init__(self, checkpoint: Path, metadata: dcp.Metadata):
-        super().__init__(checkpoint)
-        self._checkpoint, self._metadata = checkpoint, metadata
-
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
-        if stores.url_of(self._checkpoint) is not None:
-            files = read_manifest(self._checkpoint).files
-            for name in sorted({self._metadata.storage_data[item.storage_index].relative_path for item in plan.items}):
-                stores.fetch(self._checkpoint / name, files[name].crc32)
-        return super().read_data(plan, planner)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        return self._metadata

@@ -1,34 +1,21 @@
 """The description of a checkpoint's files in JSON, and the check that the files match it.
 
-torch.distributed.checkpoint describes its tensors in a pickle, `.metadata`. Loading a pickle runs any code that its
-author put there, so a checkpoint repeats the description in JSON. This project reads only the JSON, checking every
-field, and writes `.metadata` for other tools. The checksums detect damage, not forgery: safety never depends on them.
-
     run.json        step, model, size and CRC-32 of every other file, and a CRC-32 of all of these fields
-    tensors.json    global name -> dtype, shape, and the position of the bytes: file, offset, length
+    tensors.json    global name -> dtype, shape and file (tensor_folder.py)
+
+Every field is checked when it is read. The checksums detect damage, not forgery: safety never depends on them.
 
 An export (weights.py) has size and CRC-32 of its files in checksums.json, protected in the same way.
 """
 
 import json
-import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..data import stores
 from ..data.strict_json import check_regular, read_file
@@ -37,8 +24,6 @@ from ..messages import printable, quoted
 RUN_FILE, TENSORS_FILE, EXPORT_FILE = "run.json", "tensors.json", "checksums.json"
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no path separator: stays in the checkpoint's folder
-MAX_DIMS = 64  # of a tensor of torch
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _BLOCK = 2**22  # bytes read at a time
 
 
@@ -59,29 +44,44 @@ class FileChecksum:
 
 
 @dataclass(frozen=True, slots=True)
-class _Description:
-    @property
-    def checksum(self) -> int:
-        return zlib.crc32(json.dumps(asdict(self), sort_keys=True).encode())
+class Manifest:
+    """The contents of run.json. Equal checksums mean equal checkpoints.
 
-    def encode(self) -> bytes:
-        return json.dumps({**asdict(self), "checksum": self.checksum}, indent=2).encode()
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest(_Description):
-    """The contents of run.json. Equal checksums mean equal checkpoints."""
+    id: differs for two checkpoints of the same step, also if they are equal.
+    """
 
     step: int
     model: dict[str, Any]
     files: dict[str, FileChecksum]
+    id: str = ""
+
+    @property
+    def checksum(self) -> int:
+        return _checksum(self._fields)
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value != ""}
+
+    def encode(self) -> bytes:
+        return _encode(self._fields)
 
 
-@dataclass(frozen=True, slots=True)
-class ExportManifest(_Description):
-    """The contents of checksums.json. Equal checksums mean equal exports."""
+def encode_checksums(files: Mapping[str, FileChecksum]) -> bytes:
+    """The contents of checksums.json."""
+    return _encode(_export_fields(files))
 
-    files: dict[str, FileChecksum]
+
+def _export_fields(files: Mapping[str, FileChecksum]) -> dict[str, Any]:
+    return {"files": {name: asdict(file) for name, file in files.items()}}
+
+
+def _encode(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps({**fields, "checksum": _checksum(fields)}, indent=2).encode()
+
+
+def _checksum(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 # ---- Reading: no field is trusted ----
@@ -93,8 +93,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         saved = read_file(path, follow_links=False)
         if not isinstance(model := saved["model"], dict):
             raise ValueError(f"its model is {quoted(model, 60)}")
-        manifest = Manifest(valid_count(saved["step"]), model, _files(saved))
-        _check_description(saved, manifest, TENSORS_FILE)
+        manifest = Manifest(valid_count(saved["step"]), model, _files(saved), str(saved.get("id", "")))
+        _check(saved, manifest.checksum, manifest.files, TENSORS_FILE)
     return manifest
 
 
@@ -108,13 +108,14 @@ def verify_export(folder: Path, *required: str) -> int:
         return 0
     with reading(path):
         saved = read_file(path)
-        manifest = ExportManifest(_files(saved))
-        _check_description(saved, manifest, *required)
-    for name, expected in manifest.files.items():
+        files = _files(saved)
+        checksum = _checksum(_export_fields(files))
+        _check(saved, checksum, files, *required)
+    for name, expected in files.items():
         if stores.exists(folder / name):
             stores.fetch(folder / name, expected.crc32)
-    _verify_files(folder, manifest.files, follow_links=True)
-    return manifest.checksum
+    _verify_files(folder, files, follow_links=True)
+    return checksum
 
 
 def _files(saved: Mapping[str, Any]) -> dict[str, FileChecksum]:
@@ -124,10 +125,10 @@ def _files(saved: Mapping[str, Any]) -> dict[str, FileChecksum]:
     }
 
 
-def _check_description(saved: Mapping[str, Any], manifest: Manifest | ExportManifest, *required: str) -> None:
-    if saved["checksum"] != manifest.checksum:
+def _check(saved: Mapping[str, Any], checksum: int, files: Collection[str], *required: str) -> None:
+    if saved["checksum"] != checksum:
         raise ValueError("its checksum does not match")
-    if missing := [name for name in required if name not in manifest.files]:
+    if missing := [name for name in required if name not in files]:
         raise ValueError(f"it does not list {missing[0]}")
 
 
@@ -139,6 +140,8 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
     """
     stores.open_folder(checkpoint)
     manifest = read_manifest(checkpoint)
+    if ".metadata" in manifest.files:
+        raise ValueError("an earlier version wrote it: convert it with examples/convert_checkpoint.py")
     _verify_files(checkpoint, manifest.files, follow_links=False)
     return manifest
 
@@ -146,42 +149,12 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
 def _verify_files(folder: Path, files: Mapping[str, FileChecksum], follow_links: bool) -> None:
     try:
         for name, expected in files.items():
-            if (length := _size_of(folder, name, follow_links)) != expected.length:
+            if (length := size_of_file(folder, name, follow_links)) != expected.length:
                 raise ValueError(f"{name} has {length:,} bytes, expected {expected.length:,}")
             if not _only_on_store(folder / name) and _crc32(folder / name) != expected.crc32:
                 raise ValueError(f"{name} does not match its checksum")
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from None
-
-
-def read_tensor_metadata(checkpoint: Path) -> dcp.Metadata:
-    """Read tensors.json: the position of each tensor. Raises ValueError if an entry is not a tensor in this folder."""
-    described, stored = {}, {}
-    sizes: dict[str, int] = {}
-    with reading(path := checkpoint / TENSORS_FILE):
-        for name, entry in read_file(path, follow_links=False).items():
-            dtype, shape, stored_at = _parse_entry(entry)
-            file, end = stored_at.relative_path, stored_at.offset + stored_at.length
-            if file not in sizes:
-                sizes[file] = _size_of(checkpoint, file)
-            if end > sizes[file]:
-                raise ValueError(f"{quoted(name, 60)} ends at byte {end:,} of {file}, which has {sizes[file]:,}")
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-            described[name] = TensorStorageMetadata(TensorProperties(dtype), shape, [chunk])
-            stored[MetadataIndex(name, chunk.offsets)] = stored_at
-    return dcp.Metadata(described, storage_data=stored)
-
-
-def _parse_entry(saved: Any) -> tuple[torch.dtype, torch.Size, _StorageInfo]:
-    if (dtype := _DTYPES.get(str(saved["dtype"]))) is None:
-        raise ValueError(f"{quoted(saved['dtype'], 60)} is not a dtype")
-    if not isinstance(sizes := saved["shape"], list) or len(sizes) > MAX_DIMS:
-        raise ValueError(f"{quoted(sizes, 60)} is not a shape")
-    shape = torch.Size([valid_count(size) for size in sizes])
-    file, offset, length = valid_file_name(saved["file"]), valid_count(saved["offset"]), valid_count(saved["length"])
-    if length < math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{length} bytes cannot hold shape {quoted(list(shape), 60)} in {dtype}")
-    return dtype, shape, _StorageInfo(file, offset, length)
 
 
 def valid_file_name(value: Any) -> str:
@@ -194,7 +167,7 @@ def _only_on_store(path: Path) -> bool:
     return stores.url_of(path) is not None and not path.exists()
 
 
-def _size_of(folder: Path, name: str, follow_links: bool = False) -> int:
+def size_of_file(folder: Path, name: str, follow_links: bool = False) -> int:
     """The size of a file. Raises ValueError if it is missing, not regular, or a link that could lead elsewhere."""
     try:
         if (size := stores.size_of(folder / name)) is not None:
@@ -230,20 +203,3 @@ def _crc32(path: Path) -> int:
         while block := file.read(_BLOCK):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-# ---- Writing ----
-
-
-def encode_tensors(metadata: dcp.Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> bytes:
-    """The contents of tensors.json, from what torch.distributed.checkpoint wrote. Each tensor must be one chunk."""
-    table: dict[str, Mapping[str, Any]] = {}
-    for name, described in metadata.state_dict_metadata.items():
-        assert isinstance(described, TensorStorageMetadata), name
-        (chunk,) = described.chunks
-        place = places[MetadataIndex(name, chunk.offsets)]
-        table[name] = {
-            "dtype": str(described.properties.dtype).removeprefix("torch."), "shape": list(described.size),
-            "file": place.relative_path, "offset": place.offset, "length": place.length,
-        }  # fmt: skip
-    return json.dumps(table, indent=1).encode()

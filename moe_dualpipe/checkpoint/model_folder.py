@@ -1,22 +1,27 @@
-"""Load the model and the tokenizer of a run, a checkpoint, an export, or a published model."""
+"""Load the model and the tokenizer of a run, a checkpoint, an export, or a published model; export its weights."""
 
+import dataclasses
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from ..data import Tokenizer, find_tokenizer, stores
+from ..data import TOKENIZER_FILE, Tokenizer, find_tokenizer, stores
 from ..expert_parallel import ExpertParallel
 from ..messages import printable
 from ..models import ModelConfig, MoE, TransformerStage, build_model
 from ..models.expert_slots import names_by_expert
 from ..runtime.launch import choose_device, count_gpus
+from .atomic_folder import new_folder
 from .huggingface import from_pretrained
-from .load import find_checkpoint, load_checkpoint
-from .manifest import RUN_FILE
-from .weights import CONFIG_FILE, PREFIX, OwnLayer, global_weights, load_model, saved_model
-from .weights_folder import exported_model, is_published, load_exported, load_weights, model_of, start_tokenizer
+from .load import find_checkpoint
+from .tensor_file import write_tensors
+from .tensor_writer import as_dtype
+from .weights import CONFIG_FILE, MODEL_TYPE, PREFIX, WEIGHTS_FILE, OwnLayer, global_weights
+from .weights_folder import is_published, load_model, load_weights, model_of, saved_model, start_tokenizer
 
 
 def open_model(
@@ -32,35 +37,31 @@ def open_model(
     Raises ValueError for a folder without a model, for one that is broken, and for wrong `own_layers`.
     """
     chosen = torch.device(choose_device(device, count_gpus(), 1))
-    folder, exported, published = _find_folder(path, own_layers)
+    folder, published = _find_folder(path, own_layers)
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
     if published:
         model = from_pretrained(folder, dtype).to(chosen)
         return model, start_tokenizer(folder, model.config.vocab_size)
-    model = (load_exported if exported else load_model)(folder, **(own_layers or {}))
-    return model.to(chosen, dtype), find_tokenizer(folder)
+    return load_model(folder, **(own_layers or {})).to(chosen, dtype), find_tokenizer(folder)
 
 
-def _find_folder(path: str, own_layers: Mapping[str, OwnLayer] | None) -> tuple[Path, bool, bool]:
-    """The folder of a model, whether it is an export, and whether of a published model. Raises ValueError."""
+def _find_folder(path: str, own_layers: Mapping[str, OwnLayer] | None) -> tuple[Path, bool]:
+    """The folder of a model, and whether it is of a published model. Raises ValueError."""
     folder = stores.local_path(path)
     stores.open_folder(folder)
-    exported = (folder / CONFIG_FILE).is_file()
-    folder = folder if exported else find_checkpoint(path)
-    published = exported and is_published(folder)
+    folder = folder if (folder / CONFIG_FILE).is_file() else find_checkpoint(path)
+    published = is_published(folder)
     if published and (named := [field for field, layer in (own_layers or {}).items() if layer is not None]):
         raise ValueError(
             f"{printable(folder)} is a published model, without layers of your own: leave out --{named[0]}"
         )
-    return folder, exported, published
+    return folder, published
 
 
 def find_model(path: str, own_layers: Mapping[str, OwnLayer] | None = None) -> tuple[Path, ModelConfig]:
     """The folder or checkpoint with a model, and its options. Arguments and errors are those of `open_model`."""
-    folder, exported, published = _find_folder(path, own_layers)
-    if published:
-        return folder, model_of(folder)
-    return folder, (exported_model if exported else saved_model)(folder, own_layers or {})
+    folder, published = _find_folder(path, own_layers)
+    return folder, model_of(folder) if published else saved_model(folder, own_layers or {})
 
 
 def load_spread_model(
@@ -84,10 +85,31 @@ def load_spread_model(
     name_of_slot = {slot_name: name for slot_name, name, _ in named}
     names = {slot_name: name_of_slot.get(slot_name, slot_name) for slot_name in weights}
     state = {PREFIX + names[slot_name]: tensor for slot_name, tensor in weights.items()}
-    (load_checkpoint if (folder / RUN_FILE).is_file() else load_weights)(folder, state)
+    load_weights(folder, state)
     with torch.no_grad():
         for slot_name, tensor in weights.items():  # of several copies of an expert on this rank, one has been loaded
             tensor.copy_(state[PREFIX + names[slot_name]])
     for layer, slots in experts.items():
         layers[layer].place(slots)
     return model
+
+
+def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> int:
+    """Write the weights of a checkpoint into a new folder and return the number of parameters.
+
+    own_layers: the custom layers of this model, as in `load_model`.
+    Holds one copy of the weights in memory. Raises ValueError if the checkpoint is unreadable, if `folder` exists, or
+    if a weight is not finite, and OSError if it could not be written; then nothing is left of it.
+    """
+    model = load_model(checkpoint, **own_layers)
+    weights = global_weights(model)
+    config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
+    try:
+        with new_folder(folder, checksums=True) as unfinished:
+            write_tensors(unfinished / WEIGHTS_FILE, {name: as_dtype(name, t, t.dtype) for name, t in weights.items()})
+            (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+            if (tokenizer := checkpoint / TOKENIZER_FILE).is_file():
+                shutil.copyfile(tokenizer, unfinished / TOKENIZER_FILE)
+    except OSError as error:
+        raise OSError(f"{printable(folder)} could not be written: {printable(error, 1000)}") from None
+    return sum(tensor.numel() for tensor in weights.values())

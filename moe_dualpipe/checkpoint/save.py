@@ -4,19 +4,25 @@ Training waits only for a copy of the state in host memory. A thread writes the 
 ranks over a separate gloo group, so its collectives never mix with those of training. The folder gets its final name
 after all bytes are on disk. If one rank cannot write (disk full), the save fails on all ranks, and training goes on.
 No timeout ends a slow save. Instead, each operation on the disk is announced, so that the caller can detect one that
-hangs. The cost is host memory for one copy of the rank's weights and optimizer state.
+hangs: files are small enough to be written in seconds. The cost is host memory for one copy of the rank's weights and
+optimizer state.
+
+torch.distributed.checkpoint can write safetensors, too (`HuggingFaceStorageWriter`), and its files can be read in any
+layout. It breaks the last law: a rank writes all of its tensors as one file, serialized in memory first, which took two
+more copies of the state (1,005 MB for 500 MB), and a disk that hangs cannot be told from a slow one. Its reader maps
+files (tensor_file.py).
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from ..data import stores
@@ -26,12 +32,16 @@ from ..models import ModelConfig
 from ..overlap.waits import waits_for_ranks
 from ..runtime.groups import create_group
 from ..runtime.shared_errors import Result
-from .destinations import RunUploads, destination_of
-from .files import Announce, ChecksumFiles, Writer
+from .destinations import Destination, RunUploads, destination_of
 from .manifest import TENSORS_FILE, FileChecksum, Manifest
+from .tensor_file import Announce, TensorEntry, write_tensors
+from .tensor_folder import encode_tensors
+from .tensor_writer import divide
 
 _WAIT_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for the disks of others, however slow they are."""
+_FILE_BYTES = 256 * 2**20
+"""Bytes of a file. A larger tensor has a file of its own."""
 UPLOAD = stores.Patience(300.0)
 """How long an upload is repeated while a store cannot be reached."""
 
@@ -147,33 +157,62 @@ def save_checkpoint(
     is left of this one in a local folder.
     """
     final, rank = checkpoint_folder(run, step), dist.get_rank(group)
-    leader, files = rank == 0, ChecksumFiles(announce)
+    leader = rank == 0
     destination = destination_of(final, rank, announce, patience)
     try:
         _run_on_all(lambda: destination.create(leader), group, announce)
-        writer = Writer(destination.folder, files)
-        dcp.save(dict(state), storage_writer=writer, process_group=group)
-        checksums: dict[str, FileChecksum] = {}
-        for of_rank in _run_on_all(lambda: destination.send(files.checksums), group, announce):
-            checksums |= of_rank
+        owners = _owners(gather_objects({name: tensor.nbytes for name, tensor in state.items()}, group))
+        own = {name: tensor for name, tensor in state.items() if owners[name] == rank}
+        files: dict[str, FileChecksum] = {}
+        entries: dict[str, TensorEntry] = {}
+        for written, stored in _run_on_all(lambda: _write(destination, own, rank, announce), group, announce):
+            files |= written
+            entries |= stored
         if uploads:
             _run_on_all(lambda: uploads.send(announce), group, announce)
-        manifest = Manifest(step, dataclasses.asdict(model), checksums)
-        more = {**(extra or {}), TENSORS_FILE: writer.tensors}
+        manifest = Manifest(step, dataclasses.asdict(model), files, uuid.uuid4().hex)
+        more = {**(extra or {}), TENSORS_FILE: encode_tensors(entries)}
         _run_on_all(lambda: destination.complete(manifest, more) if leader else None, group, announce)
-    except (dcp.CheckpointException, SaveError) as error:
+    except SaveError:
         destination.discard(leader)
         announce("")
         dist.barrier(group)
-        if isinstance(error, SaveError):
-            raise
-        failures = sorted(error.failures.items())
-        raise SaveError("; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in failures)) from None
+        raise
     if leader:
         destination.remove_old(keep)
     announce("")
     dist.barrier(group)
     return final
+
+
+def _owners(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The rank that writes each tensor: of those that hold it, the one with the fewest bytes so far.
+
+    sizes: the bytes of the tensors that each rank holds.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(sizes):
+        for name in held:
+            holders.setdefault(name, []).append(rank)
+    owners, written = dict[str, int](), [0] * len(sizes)
+    for name in sorted(holders, key=lambda name: (len(holders[name]), name)):
+        owner = owners[name] = min(holders[name], key=lambda rank: written[rank])
+        written[owner] += sizes[owner][name]
+    return owners
+
+
+def _write(
+    destination: Destination, state: Mapping[str, Tensor], rank: int, announce: Announce
+) -> tuple[Mapping[str, FileChecksum], dict[str, TensorEntry]]:
+    """Write the tensors of this rank. Returns its files, and where the tensors are."""
+    files: dict[str, FileChecksum] = {}
+    entries: dict[str, TensorEntry] = {}
+    for number, names in enumerate(divide({name: tensor.nbytes for name, tensor in state.items()}, _FILE_BYTES)):
+        path = destination.folder / f"rank-{rank}-{number}.safetensors"
+        entries |= write_tensors(path, {name: state[name] for name in names}, announce)
+        announce(f"checking {path.name}")
+        files[path.name] = FileChecksum.of_file(path)
+    return destination.send(files), entries
 
 
 def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None, announce: Announce) -> list[Result]:

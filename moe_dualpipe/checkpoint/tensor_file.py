@@ -1,29 +1,35 @@
-"""One file in the safetensors format: its header, and the bytes of its tensors.
+"""One file in the safetensors format. The safetensors library writes it and checks its header; this module reads bytes.
 
     8 bytes          length of the header, little-endian
     the header       JSON: name -> dtype, shape, and the range of the tensor's bytes after the header
     the tensors      without gaps
 
-The safetensors library maps files into memory. If a mapped file is truncated or its disk fails, the process dies by
-SIGBUS. So this project reads and writes the bytes itself. Files are not trusted: the whole header is checked before
-any tensor is read, and no tensor may be longer than the file.
+The library reads tensors in two ways, and each breaks a law. If it maps a file that is then truncated, or whose disk
+fails, the process dies by SIGBUS, without a message. With `backend="pread"` it keeps Python's lock while it reads
+(1.5 s for 2 GiB on a fast disk), so the heartbeat of the rank stops, and after 10 s the rank counts as dead. So the
+bytes are read with `pread`, which also serves parts of files on a store.
 """
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..data import DataFile
 from ..data.stores import RangedFile, url_of
-from ..data.strict_json import parse
+from ..data.synced_files import sync
 from ..messages import printable, quoted
-from .manifest import MAX_DIMS, reading, valid_count
+from .manifest import reading, valid_count
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -33,129 +39,108 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """The dtypes of the format, except those of less than a byte, F4 and F6."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-_ALIGNMENT = 8
+_MAX_DIMS = 64  # of a tensor of torch
 _GIT_LFS = b"version "  # the first bytes of the text that git checks out without git-lfs
+Announce = Callable[[str], object]
+"""Called with the next operation on the disk, and with "" before the rank waits for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor is stored. start: its first byte in `file`."""
+    """Where a tensor is stored. start: its first byte in `file`, once the header was read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
-    start: int
+    start: int = -1
+
+    @classmethod
+    def of(cls, dtype: Any, shape: Any, file: Path) -> "TensorEntry":
+        """dtype: its name in the format. Raises ValueError unless torch has such tensors."""
+        if (found := DTYPES.get(str(dtype))) is None:
+            raise ValueError(f"unknown dtype {quoted(dtype, 20)}; supported are {', '.join(DTYPES)}")
+        if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
+            raise ValueError(f"{quoted(shape, 60)} is not a shape")
+        valid_count(math.prod(max(valid_count(size), 1) for size in shape))  # torch computes strides in 64 bits
+        return cls(found, tuple(shape), file)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class TensorFile:
-    """A safetensors file. Keeps its header, and opens the file again for each tensor, so it holds no descriptor.
-
-    Raises ValueError, which names the file, if it cannot be read or is invalid. `read` also raises it if the file has
-    changed since.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        with _open(path) as file:
-            self._status = file.status
-            length = _header_length(path, file.read(0, min(file.size, _LENGTH_BYTES)), file.size)
-            header = file.read(_LENGTH_BYTES, length)
-        with reading(path):
-            self.entries = parse_header(header, path, file.size)
-
-    def read(self, first: int, buffer: Tensor) -> None:
-        """Fill `buffer`, a CPU tensor of uint8, with the bytes from offset `first`."""
-        with _open(self.path, self._status) as file:
-            file.read_into(first, buffer.numpy().data)
-
-
-def _open(path: Path, expected: Any = None) -> DataFile | RangedFile:
-    """A local file, or one on a store, of which only parts are read. expected: its status."""
+def open_file(path: Path, expected: Any = None) -> DataFile | RangedFile:
+    """A local file, or one on a store, of which only parts are read. expected: its status. Raises ValueError."""
     ranged = url_of(path) is not None and not path.exists()
     return RangedFile(path, expected) if ranged else DataFile(path, expected)
 
 
-def _header_length(path: Path, start: bytes, size: int) -> int:
-    length = int.from_bytes(start, "little")
-    with reading(path):
-        if start == _GIT_LFS:
-            raise ValueError("it is a Git LFS pointer in place of the file: run git lfs pull")
-        if len(start) < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
-            raise ValueError(
-                f"it has {size:,} bytes, fewer than its header: it is incomplete, or not a safetensors file"
-            )
-        if length > _MAX_HEADER:
-            raise ValueError(f"its header has {length:,} bytes, at most {_MAX_HEADER:,} are valid")
-    return length
+def read_header(path: Path) -> tuple[Any, dict[str, TensorEntry]]:
+    """The status of a file, and its tensors in the order of their bytes. Raises ValueError, which names the file."""
+    with open_file(path) as file:
+        start = file.read(0, min(file.size, _LENGTH_BYTES))
+        with _with_header(path, file, start) as local, reading(path):
+            if start == _GIT_LFS:
+                raise ValueError("it is a Git LFS pointer in place of the file: run git lfs pull")
+            return file.status, _entries(local, path, file.size)
 
 
-def parse_header(header: bytes, path: Path, size: int) -> dict[str, TensorEntry]:
-    """Return the tensors of a file of `size` bytes, in the order of the header. Raises ValueError without its name."""
-    described = parse(header)
-    if not isinstance(described, dict):
-        raise ValueError("its header is not a JSON object")
-    metadata = described.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError(f"its {_METADATA} is not an object of strings")
-    end = _LENGTH_BYTES + len(header)
-    entries = {}
-    for name, fields in described.items():
-        try:
-            entries[name] = _entry(fields, path, end)
-        except ValueError as error:
-            raise ValueError(f"{quoted(name, 60)}: {error}") from None
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if entry.start != end:
-            problem = "overlaps another tensor" if entry.start < end else "leaves a gap before it"
-            raise ValueError(f"{quoted(name, 60)} {problem}: it starts at byte {entry.start:,}, expected {end:,}")
-        end += entry.nbytes
-    if end != size:
-        problem = "it is incomplete" if end > size else "the rest belongs to no tensor"
-        raise ValueError(f"it has {size:,} bytes, but its tensors end at byte {end:,}: {problem}")
+@contextmanager
+def _with_header(path: Path, file: DataFile | RangedFile, start: bytes) -> Iterator[Path]:
+    """A local file with the header and the size of `file`: itself, or a sparse one for a file on a store."""
+    if isinstance(file, DataFile):
+        yield path
+        return
+    length = min(int.from_bytes(start, "little"), _MAX_HEADER, max(file.size - _LENGTH_BYTES, 0))
+    with tempfile.NamedTemporaryFile() as sparse:
+        sparse.write(start + file.read(len(start), length))
+        sparse.truncate(file.size)
+        sparse.flush()
+        yield Path(sparse.name)
+
+
+def _entries(local: Path, path: Path, size: int) -> dict[str, TensorEntry]:
+    try:
+        with safe_open(local, "pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            described = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+    except SafetensorError as error:
+        reason = printable(str(error).removeprefix("Error while deserializing header: "), 200)
+        raise ValueError(
+            f"it has {size:,} bytes, and is incomplete or not a safetensors file (the safetensors library: {reason})"
+        ) from None
+    entries = {name: TensorEntry.of(dtype, shape, path) for name, (dtype, shape) in described.items()}
+    start = size - sum(entry.nbytes for entry in entries.values())  # no gaps: the library has checked it
+    for name, entry in entries.items():
+        entries[name] = TensorEntry(entry.dtype, entry.shape, path, start)
+        start += entry.nbytes
     return entries
 
 
-def _entry(fields: Any, path: Path, data: int) -> TensorEntry:
-    if not isinstance(fields, dict) or (missing := {"dtype", "shape", "data_offsets"} - fields.keys()):
-        raise ValueError(f"it has no {min(missing)}" if isinstance(fields, dict) else "it is not a JSON object")
-    kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(kind, str) or (dtype := DTYPES.get(kind)) is None:
-        raise ValueError(f"unknown dtype {quoted(kind, 20)}; supported are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-        raise ValueError(f"{quoted(shape, 60)} is not a shape")
-    if not isinstance(offsets, list) or len(offsets) != 2:
-        raise ValueError(f"{quoted(offsets, 60)} is not a range of bytes")
-    valid_count(math.prod(max(valid_count(size), 1) for size in shape))  # torch computes strides in 64 bits
-    begin, end = map(valid_count, offsets)
-    entry = TensorEntry(dtype, tuple(shape), path, data + begin)
-    if end - begin != entry.nbytes:
-        raise ValueError(f"it has {end - begin:,} bytes, but {kind} {printable(shape, 60)} takes {entry.nbytes:,}")
-    return entry
-
-
-def make_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, int]:
-    """Return the first bytes of a file with these tensors, up to the tensors, and the size of the whole file.
-
-    Tensors with larger elements come first, as in files of the safetensors library: then each begins at a multiple of
-    its element size, and readers can map it without a copy. Raises ValueError for a dtype that the format lacks.
-    """
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-        if name in header or dtype not in _NAMES:
-            problem = "a safetensors file cannot have a tensor named" if name in header else f"cannot store {dtype} of"
-            raise ValueError(f"{problem} {quoted(name, 60)}")
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, _LENGTH_BYTES + len(text) + end
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], announce: Announce = lambda _: None
+) -> dict[str, TensorEntry]:
+    """Write a new file and sync it. Returns its tensors. Raises OSError, and ValueError for dtypes without a name."""
+    parts, addresses = {}, set[int]()
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"a safetensors file cannot store {tensor.dtype} of {quoted(name, 60)}")
+        part = tensor.detach().cpu().contiguous()
+        parts[name] = part.clone() if part.data_ptr() in addresses else part  # the library refuses two names of one
+        addresses.add(part.data_ptr())
+    announce(f"writing {path.name}")
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode & 0o777  # that of a new file; the library's files can be read by their owner alone
+    try:
+        save_file(parts, path, {"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(*(int(number[1]), os.strerror(int(number[1]))) if number else (str(error),)) from None
+    path.chmod(mode)
+    announce(f"syncing {path.name}")
+    sync(path)
+    return read_header(path)[1]

@@ -1,23 +1,26 @@
-"""Read the tensors of a Hugging Face checkpoint, one at a time.
+"""Read the tensors of a folder, one at a time: a checkpoint, an export, or a published model.
 
-A folder has all tensors in model.safetensors, or in shards that model.safetensors.index.json lists. Opening it reads
-only headers. Each tensor is read on demand, so the memory needed is that of one tensor.
+A published model has all tensors in model.safetensors, or in shards that model.safetensors.index.json lists. Opening it
+reads only headers. A checkpoint lists its tensors in tensors.json, so a header is read with its first tensor. Tensors
+are read on demand, so the memory needed is that of one tensor.
 
-Folders are not trusted. The index may name only files in its own folder, and must agree with all headers. The files may
-be symbolic links, as in the cache of huggingface_hub. Pickles are refused.
+Folders are not trusted. The index may name only files in its own folder, and must agree with all headers. The files of
+a published model may be symbolic links, as in the cache of huggingface_hub. Pickles are refused.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..data.stores import exists, sizes_of
+from ..data.stores import drop, exists, fetch, sizes_of
 from ..data.strict_json import read_file
 from ..messages import plural, printable, quoted
-from .manifest import reading, valid_file_name
-from .tensor_file import TensorEntry, TensorFile
+from .manifest import TENSORS_FILE, read_manifest, reading, size_of_file, valid_file_name
+from .tensor_file import DTYPE_NAMES, TensorEntry, open_file, read_header
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
@@ -33,16 +36,30 @@ class TensorFolder:
 
     def __init__(self, folder: Path):
         self.folder, self.bytes_read = folder, 0
+        self._checksums: Mapping[str, int] = {}
         if exists(folder / SINGLE_FILE):
-            files = [TensorFile(folder / SINGLE_FILE)]
+            files = {SINGLE_FILE: read_header(folder / SINGLE_FILE)}
         elif exists(folder / INDEX_FILE):
             files = _read_shards(folder / INDEX_FILE)
         else:
             raise ValueError(_why_no_weights(folder))
-        self._files = {file.path: file for file in files}
+        self._headers = files
         self.entries: Mapping[str, TensorEntry] = {
-            name: entry for file in files for name, entry in file.entries.items()
+            name: entry for _, entries in files.values() for name, entry in entries.items()
         }
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path) -> "TensorFolder":
+        """The tensors of a checkpoint. On a store, whole files are copied, and their checksums compared."""
+        found = cls.__new__(cls)
+        found.folder, found.bytes_read, found._headers = checkpoint, 0, {}
+        found._checksums = {name: file.crc32 for name, file in read_manifest(checkpoint).files.items()}
+        found.entries = read_tensor_metadata(checkpoint)
+        return found
+
+    def by_position(self, names: Iterable[str]) -> list[str]:
+        """Names in the order of the files and bytes, in which reading is fastest."""
+        return sorted(names, key=lambda name: (self.entries[name].file, self.entries[name].start))
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """Return a tensor, as a new CPU tensor in the stored dtype.
@@ -53,20 +70,63 @@ class TensorFolder:
         """
         if (entry := self.entries.get(name)) is None:
             raise ValueError(f"{printable(self.folder)} has no tensor {quoted(name)}")
-        shape, start, size = entry.shape, entry.start, entry.nbytes
+        file = entry.file.name
+        if file in self._checksums:
+            fetch(entry.file, self._checksums[file])
+        if file not in self._headers:
+            self._headers[file] = read_header(entry.file)
+        status, stored = self._headers[file]
+        found = stored.get(name)
+        if found is None or (found.dtype, found.shape) != (entry.dtype, entry.shape):
+            raise ValueError(f"{printable(entry.file)} does not have {quoted(name)} as {TENSORS_FILE} describes it")
+        shape, start, size = found.shape, found.start, found.nbytes
         if index is not None:
             if not shape or not 0 <= index < shape[0]:
                 raise IndexError(f"{quoted(name)} of shape {[*shape]} has no entry {index}")
             size //= shape[0]
             shape, start = shape[1:], start + index * size
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._files[entry.file].read(start, data)
+        with open_file(entry.file, status) as opened:
+            opened.read_into(start, data.numpy().data)
         self.bytes_read += size
-        return data.view(entry.dtype).reshape(shape)
+        return data.view(found.dtype).reshape(shape)
+
+    def close(self) -> None:
+        """Remove the copies of files on a store."""
+        drop(self.folder, {entry.file.name for entry in self.entries.values()})
 
 
-def _read_shards(index: Path) -> list[TensorFile]:
-    """Open the files that an index lists. It must list every tensor of each, and no others.
+# ---- A checkpoint ----
+
+
+def encode_tensors(entries: Mapping[str, TensorEntry]) -> bytes:
+    """The contents of tensors.json."""
+    table = {
+        name: {"dtype": DTYPE_NAMES[e.dtype], "shape": [*e.shape], "file": e.file.name} for name, e in entries.items()
+    }
+    return json.dumps(table, indent=1).encode()
+
+
+def read_tensor_metadata(checkpoint: Path) -> dict[str, TensorEntry]:
+    """Read tensors.json of a checkpoint. Raises ValueError if an entry is not a tensor in this folder."""
+    entries, sizes = {}, dict[str, int]()
+    with reading(path := checkpoint / TENSORS_FILE):
+        for name, saved in read_file(path, follow_links=False).items():
+            file = valid_file_name(saved["file"])
+            entry = TensorEntry.of(saved["dtype"], saved["shape"], checkpoint / file)
+            if file not in sizes:
+                sizes[file] = size_of_file(checkpoint, file)
+            if entry.nbytes > sizes[file]:
+                raise ValueError(f"{quoted(name, 60)} has {entry.nbytes:,} bytes, but {file} has {sizes[file]:,}")
+            entries[name] = entry
+    return entries
+
+
+# ---- A published model ----
+
+
+def _read_shards(index: Path) -> dict[str, tuple[Any, dict[str, TensorEntry]]]:
+    """Read the headers of the files that an index lists. It must list every tensor of each, and no others.
 
     Its metadata is ignored: the total_size of many published checkpoints is wrong.
     """
@@ -80,18 +140,16 @@ def _read_shards(index: Path) -> list[TensorFile]:
             raise ValueError(
                 f"it lists {printable(missing[0], 60)}{more}, not found: download or copy the folder again"
             )
-    shards = {name: TensorFile(index.with_name(name)) for name in names}
+    shards = {name: read_header(index.with_name(name)) for name in names}
     with reading(index):
-        for file, shard in shards.items():
-            for name in shard.entries:
-                if (other := listed.get(name)) is None:
-                    raise ValueError(f"it does not list {quoted(name, 60)} of {file}")
-                if other != file:
-                    raise ValueError(f"it lists {quoted(name, 60)} in {other}, but {file} has a tensor of this name")
+        for file, (_, entries) in shards.items():
+            for name in entries:
+                if (other := listed.get(name)) != file:
+                    raise ValueError(f"it lists {quoted(name, 60)} in {quoted(other, 60)}, but {file} has it")
         for name, file in listed.items():
-            if name not in shards[file].entries:
+            if name not in shards[file][1]:
                 raise ValueError(f"it lists {quoted(name, 60)} in {file}, which does not have it")
-    return [*shards.values()]
+    return shards
 
 
 def _why_no_weights(folder: Path) -> str:

@@ -68,8 +68,8 @@ def _described(plan: Plan, max_shard_size: str) -> str:
     architecture = plan.layout.architecture
     return (
         f"{architecture.model_type} ({architecture.class_name}): {plural(len(plan.shapes), 'tensor')}, "
-        f"{_size(plan.num_bytes)} in {plural(plan.num_files(max_shard_size), 'safetensors file')}; "
-        f"needs {_size(plan.peak_bytes)} of memory for tensors"
+        f"{_size(plan.num_bytes)} in {plural(len(plan.shards(max_shard_size).files), 'safetensors file')}; "
+        f"needs {_size(plan.peak_bytes(max_shard_size))} of memory for tensors"
     )
 
 

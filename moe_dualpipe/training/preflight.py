@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoint import (
     check_model,
@@ -323,13 +322,13 @@ def _check_saved(checkpoint: Path, config: OptimizerConfig, model: ModelConfig) 
 
     If Muon has no matrix to update, the states of both optimizers are the same.
     """
-    entries, saved = read_tensor_metadata(checkpoint).state_dict_metadata, config.name
+    entries, saved = read_tensor_metadata(checkpoint), config.name
     if any(name.startswith("momentum.") for name in entries):
         saved = "muon"
     elif config.name == "muon":
         with torch.device("meta"):
             alike = {f"exp_avg.{name}" for name in elementwise_matrices([build_model(model)])}
-        matrices = {n for n, e in entries.items() if isinstance(e, TensorStorageMetadata) and len(e.size) == 2}
+        matrices = {n for n, e in entries.items() if len(e.shape) == 2}
         if any(name.startswith("exp_avg.") for name in matrices - alike):
             saved = "adamw"
     if saved != config.name:

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..checkpoint import RUN_FILE, find_checkpoint, list_checkpoints
+from ..checkpoint import RUN_FILE, find_checkpoint, list_checkpoints, read_manifest
 from ..data import stores
 from ..runtime.launch import Launch
 from .metrics import FILE as METRICS_FILE
@@ -28,7 +28,7 @@ def mark_folder(folder: Path, local_rank: int) -> None:
         started = time.strftime("%Y-%m-%d %H:%M:%S%z")
         try:
             path.parent.mkdir(exist_ok=True)
-            content = {"started": started, "run_id": os.environ["TORCHELASTIC_RUN_ID"], "before": _stamps(folder)}
+            content = {"started": started, "run_id": os.environ["TORCHELASTIC_RUN_ID"], "before": _ids(folder)}
             path.write_text(json.dumps(content) + "\n")
         except OSError as error:
             if not path.exists():  # an empty one will do: the contents are for people
@@ -42,14 +42,15 @@ def is_own_folder(folder: Path) -> bool:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint that earlier attempts of this launcher wrote into `folder`.
+    """The whole checkpoint with the largest step that earlier attempts of this launcher wrote into `folder`.
 
-    Ignores older checkpoints: those of a run that was resumed at an earlier step may be of later steps.
+    Ignores older checkpoints: those of a run that was resumed at an earlier step may be of later steps. Which are older
+    is decided by their ids, never by a clock.
     """
     path = _launcher_file(folder)
     if path is None or not is_own_folder(folder):
         return None
-    before, now = json.loads(path.read_text())["before"], _stamps(folder)
+    before, now = json.loads(path.read_text())["before"], _ids(folder)
     for name in now:
         if before.get(name) != now[name]:
             with suppress(ValueError):
@@ -57,13 +58,15 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def _stamps(folder: Path) -> dict[str, str]:
-    """For each checkpoint, the newest first: what tells it from another one of the same step."""
-    url, found = stores.url_of(folder), list_checkpoints(folder / "checkpoints")
-    if url is None:
-        return {path.name: str(path.stat().st_mtime_ns) for path in found}
-    entries = {path.name: stores.info(url / "checkpoints" / path.name / RUN_FILE) for path in found}
-    return {name: entry.stamp for name, entry in entries.items() if entry}
+def _ids(folder: Path) -> dict[str, str]:
+    """The id of each checkpoint, the largest step first. It tells a checkpoint from another one of the same step."""
+    found = {}
+    for path in list_checkpoints(folder / "checkpoints"):
+        checkpoint = stores.local_path(path)
+        stores.open_folder(checkpoint, [RUN_FILE])
+        with suppress(ValueError):  # it is not whole
+            found[path.name] = read_manifest(checkpoint).id
+    return found
 
 
 def prepare_staged(folder: Path, launch: Launch, resumed: bool) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights, load_weights_in_part
+from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights
 from ..data import ReadAhead, stores
 from ..data.same_text import check_same_text
 from ..expert_parallel.parameters import older_names
@@ -124,8 +124,9 @@ class Trainer:
         elif run.weights is not None:
             load_tensors(run.weights, self.config.model.num_experts, self.state(), self.stages.values())
         elif options.weights:
-            load = load_weights_in_part if options.weights_partial else load_weights
-            partial = load(stores.local_path(options.weights, options.staging), self.state(), older)
+            folder = stores.local_path(options.weights, options.staging)
+            loaded = load_weights(folder, self.state(), older, options.weights_partial)
+            partial = loaded if options.weights_partial else None
         else:
             return None
         self.optimizer.after_load(run.first_step - int(self.skipped.total) if run.resume else 0)

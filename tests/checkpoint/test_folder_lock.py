@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.checkpoint import folder_lock
-from moe_dualpipe.checkpoint.atomic_folder import new_folder, only_exporter
+from moe_dualpipe.checkpoint.atomic_folder import new_folder
 from moe_dualpipe.checkpoint.folder_lock import LOCK_FILE, FolderInUseError, only_writer
 from moe_dualpipe.cli import main
 from moe_dualpipe.data.stores import Url, read, staged_folder, write
@@ -223,6 +223,6 @@ def test_a_second_export_is_refused_and_the_first_is_whole(tmp_path, capsys):
         said = capsys.readouterr().err
         assert f"error: {out} is being written by process {os.getpid()} on " in said and said.count("\n") == 1
     assert [path.name for path in out.iterdir()] == ["config.json"]
-    with pytest.raises(ValueError, match="already exists"), only_exporter(out):
+    with pytest.raises(ValueError, match="already exists"), new_folder(out):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_dualpipe.checkpoint import export_weights, find_checkpoint, load_weights_in_part
+from moe_dualpipe.checkpoint import export_weights, find_checkpoint, load_weights
 from moe_dualpipe.checkpoint.partial import group_names
 from moe_dualpipe.checkpoint.weights import WEIGHTS_FILE, global_weights
 from moe_dualpipe.models import build_model
@@ -63,7 +63,7 @@ def test_every_layout_loads_and_lists_the_same(exported, tmp_path):
 
 def load_in_part_alone(folder, state):
     """Load in this process, compare the names with those of `state`, and return them."""
-    partial = load_weights_in_part(folder, state)
+    partial = load_weights(folder, state, partial=True)
     assert {*partial.loaded, *partial.missing} == {name.removeprefix("model.") for name in state}
     return partial
 
@@ -98,11 +98,11 @@ def test_weights_that_the_model_does_not_have_are_listed(exported):
 def test_what_does_not_fit_is_an_error(exported, tmp_path):
     given = exported / "given"
     with pytest.raises(ValueError, match=r": head.weight has shape \[256, 32\], expected \[256, 31\]$"):
-        load_weights_in_part(given, {"model.head.weight": torch.zeros(256, 31)})
+        load_weights(given, {"model.head.weight": torch.zeros(256, 31)}, partial=True)
     save_file({"other.3": torch.zeros(2)}, tmp_path / WEIGHTS_FILE)
     nothing = r"has no weight of the model: it has other.3 \(1 tensor\); the model has head.weight \(1 tensor\)$"
     with pytest.raises(ValueError, match=nothing):
-        load_weights_in_part(tmp_path, {"model.head.weight": torch.zeros(256, 32)})
+        load_weights(tmp_path, {"model.head.weight": torch.zeros(256, 32)}, partial=True)
     with pytest.raises(ValueError, match=r"^--weights-partial needs --weights, the folder to load from$"):
         make_run(settings(tmp_path / "run", weights_partial=True))
     with pytest.raises(ValueError, match=r"another model: experts was .*; --weights-partial loads the weights that b"):

@@ -85,7 +85,7 @@ def test_a_tensor_in_two_shards(shards):
     first, second, *_ = sorted(shards.glob("model-*"))
     name, tensor = next(iter(load_file(first).items()))
     save_file({**load_file(second), name: tensor}, second)
-    assert f"lists {name!r} in {first.name}, but {second.name} has a tensor of this name" in refused(shards)
+    assert f"lists {name!r} in {first.name!r}, but {second.name} has it" in refused(shards)
 
 
 @pytest.mark.parametrize("name,shape", [

@@ -17,15 +17,14 @@ import torch.distributed as dist
 from moe_dualpipe.checkpoint import (
     SaveError,
     Saver,
-    files,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
+    tensor_file,
     verify_checkpoint,
 )
 from moe_dualpipe.checkpoint import destinations as places
 from moe_dualpipe.checkpoint import save as save_module
-from moe_dualpipe.data import synced_files
 from moe_dualpipe.models import ModelConfig
 from tests.support import ranks
 from tests.support.checkpoints import FullDisk, checkpoint_names, loaded_step, newest, save_steps, state_of
@@ -80,7 +79,7 @@ def save_on_full_disks(rank, run):
         before = checkpoint_names(run)
         dist.barrier()
         for attempt in range(8):
-            full, room = rng.randrange(2), rng.randrange(3000)
+            full, room = rng.randrange(2), rng.randrange(40)
             disk.room = room if rank == full else 10**9
             reason = rf"rank {full}: \[Errno 28\] No space left on device$"
             with pytest.raises(SaveError, match=reason):
@@ -100,13 +99,14 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_no_files(run):
 def save_forever(store, rank, run, first):
     """Save in a loop on one rank, slowly."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    write = files.ChecksumFile.write
+    save_file = tensor_file.save_file
 
-    def slow(file, data):
-        time.sleep(0.002)
-        return write(file, data)
+    def slow(*arguments):
+        time.sleep(0.04)
+        save_file(*arguments)
+        time.sleep(0.04)
 
-    setattr(files.ChecksumFile, "write", slow)  # noqa: B010
+    setattr(tensor_file, "save_file", slow)  # noqa: B010
     for step in range(first, 10**6):
         save_checkpoint(run, step, state_of(rank, step), ModelConfig(), keep=2)
 
@@ -222,37 +222,45 @@ def test_a_save_holds_the_state_at_start_and_close_finishes_it(tmp_path):
         assert loaded_step(find_checkpoint(str(tmp_path / way))) == 4
 
 
-def save_in_pieces(rank, run):
-    """Return the operations that two saves announce, the second in small pieces, and how often this syncs its file."""
+def save_in_small_files(rank, run):
+    """Return the operations that two saves announce, and which files the second one syncs."""
     operations, synced, fsync = [], [], os.fsync
 
     def sync(descriptor):
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         fsync(descriptor)
 
-    state = {f"tensor{rank}": torch.arange(25_000, dtype=torch.int32), f"empty{rank}": torch.empty(0)}
+    state = {f"tensor{rank}.{i}": torch.arange(2500, dtype=torch.int32) for i in range(8)} | {"empty": torch.empty(0)}
     save_checkpoint(run, 9, state, ModelConfig(), announce=operations.append)
     operations.append("the second save")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synced_files, "PIECE", 7000)
-        patch.setattr(synced_files, "SYNC", 20_000)
+        patch.setattr(save_module, "_FILE_BYTES", 25_000)
         patch.setattr(os, "fsync", sync)
         save_checkpoint(run, 10, state, ModelConfig(), keep=1, announce=operations.append)
     i = operations.index("the second save")
-    return operations[:i], operations[i:], synced.count(f"__{rank}_0.distcp")
+    return operations[:i], operations[i:], [name for name in synced if name.endswith(".safetensors")]
 
 
-def test_files_are_written_and_synced_in_pieces_and_each_is_announced(tmp_path):
-    of_leader = {"renaming its folder", "writing .metadata", "writing run.json", "writing tensors.json"}
-    for rank, (whole, pieces, syncs) in enumerate(run_ranks(2, save_in_pieces, tmp_path)):
-        name = f"writing __{rank}_0.distcp"
-        assert pieces.count(name) - whole.count(name) == 100_000 // 7000
-        assert syncs == 100_000 // 20_000 + 1
-        assert whole[-1] == pieces[-1] == ""  # before the last barrier
-        assert of_leader & {*whole} == of_leader & {*pieces} == (of_leader if rank == 0 else set())
-        removed = {operation for operation in pieces if operation.startswith("removing")}
-        of_both = {"__0_0.distcp", "__1_0.distcp", ".metadata", "run.json", "tensors.json"}
+def test_tensors_are_written_in_files_of_limited_size_and_each_operation_is_announced(tmp_path):
+    of_leader = {"renaming its folder", "writing run.json", "writing tensors.json"}
+    for rank, (whole, small, synced) in enumerate(run_ranks(2, save_in_small_files, tmp_path)):
+        names = [f"rank-{rank}-{i}.safetensors" for i in range(4)]
+        assert synced == names
+        for operation in ("writing", "syncing", "checking"):
+            assert [text for text in small if text.startswith(f"{operation} rank-")] == [
+                f"{operation} {name}" for name in names
+            ]
+        assert whole[-1] == small[-1] == ""  # before the last barrier
+        assert of_leader & {*whole} == of_leader & {*small} == (of_leader if rank == 0 else set())
+        removed = {operation for operation in small if operation.startswith("removing")}
+        of_both = {"rank-0-0.safetensors", "rank-1-0.safetensors", "run.json", "tensors.json"}
         assert removed == ({f"removing {file}" for file in of_both} if rank == 0 else set())
-    loaded = {f"tensor{rank}": torch.zeros(25_000, dtype=torch.int32) for rank in range(2)}
-    load_checkpoint(find_checkpoint(str(tmp_path)), loaded)
-    assert all(torch.equal(tensor, torch.arange(25_000, dtype=torch.int32)) for tensor in loaded.values())
+    loaded = {f"tensor{rank}.{i}": torch.zeros(2500, dtype=torch.int32) for rank in range(2) for i in range(8)}
+    load_checkpoint(find_checkpoint(str(tmp_path)), loaded | {"empty": torch.empty(0)})
+    assert all(torch.equal(tensor, torch.arange(2500, dtype=torch.int32)) for tensor in loaded.values())
+    assert len({path.stat().st_mode & 0o777 for path in find_checkpoint(str(tmp_path)).iterdir()}) == 1
+
+
+def test_a_tensor_is_written_by_the_rank_with_the_fewest_bytes_of_those_that_hold_it():
+    sizes = [{"a": 5, "both": 3, "all": 1}, {"b": 1, "both": 3, "all": 1}, {"all": 1}]
+    assert save_module._owners(sizes) == {"a": 0, "b": 1, "both": 1, "all": 2}

@@ -33,7 +33,7 @@ def save_steps(rank, steps, keep=0, patience=20.0):
     for step in steps:
         extra = {"tokens.txt": b"a b c"}
         save_checkpoint(run, step, state_of(rank, step), ModelConfig(), extra, keep, patience=Patience(patience))
-    assert not [*run.rglob("*.distcp")], "local files stay after the upload"
+    assert not [*run.rglob("*.safetensors")], "local files stay after the upload"
     return [path.name for path in list_checkpoints(run / "checkpoints")]
 
 
@@ -65,7 +65,7 @@ def test_the_state_of_every_rank_is_loaded_from_the_newest_checkpoint():
     assert printable(found) == f"{RUN}/checkpoints/step-000009"
     assert (found / "tokens.txt").read_bytes() == b"a b c"
     assert loaded_step(found) == 9
-    assert not [*found.glob("*.distcp")], "copies stay after they were loaded"
+    assert not [*found.glob("*.safetensors")], "copies stay after they were loaded"
     assert loaded_step(find_checkpoint(f"{RUN}/checkpoints/step-000005")) == 5
     assert loaded_step(find_checkpoint(f"{RUN}/checkpoints")) == 9
 
@@ -76,12 +76,12 @@ def test_a_rank_reads_only_the_files_that_it_needs(run):
     load_checkpoint(found, state)
     assert all(torch.equal(state[name], state_of(1, 9)[name]) for name in state)
     read = {request.path.rpartition("/")[2] for request in run.requests if request.method == "GET"}
-    assert "__1_0.distcp" in read and "__0_0.distcp" not in read and ".metadata" not in read
+    assert "rank-1-0.safetensors" in read and "rank-0-0.safetensors" not in read and ".metadata" not in read
 
 
 def test_run_json_is_written_last_and_removed_first(three_steps, s3):
     writes = [r.path for r in three_steps[1] if r.method == "PUT" and "step-000009" in r.path]
-    assert len(writes) == 6 and writes[-1].endswith("/run.json")
+    assert len(writes) == 5 and writes[-1].endswith("/run.json")
     for name, data in three_steps[0].items():
         s3.put(name, data)
     s3.requests.clear()
@@ -94,7 +94,7 @@ def test_run_json_is_written_last_and_removed_first(three_steps, s3):
     assert loaded_step(find_checkpoint(RUN)) == 9
 
 
-@pytest.mark.parametrize("missing", ["run.json", "__1_0.distcp", "tensors.json"])
+@pytest.mark.parametrize("missing", ["run.json", "rank-1-0.safetensors", "tensors.json"])
 @pytest.mark.quick("run.json", "tensors.json")
 def test_a_checkpoint_that_lacks_a_file_is_not_loaded(run, missing):
     run.client().delete_object(Bucket=BUCKET, Key=f"run/checkpoints/step-000009/{missing}")
@@ -105,25 +105,25 @@ def test_a_checkpoint_that_lacks_a_file_is_not_loaded(run, missing):
 
 
 def test_a_file_of_another_length_is_found_before_and_a_changed_byte_while_loading(run):
-    key = "run/checkpoints/step-000009/__0_0.distcp"
+    key = "run/checkpoints/step-000009/rank-0-0.safetensors"
     data = run.content(key)
     run.put(key, data[:-1])
     assert find_checkpoint(RUN, [].append).name == "step-000005"
     run.put(key, data[:200] + bytes([data[200] ^ 1]) + data[201:])
-    with pytest.raises(ValueError, match=r"__0_0.distcp does not match its checksum"):
+    with pytest.raises(ValueError, match=r"rank-0-0.safetensors does not match its checksum"):
         loaded_step(find_checkpoint(RUN))
 
 
 def fail_to_save(rank):
     run = staged_folder(Url(RUN))
-    with pytest.raises(SaveError, match=r"^rank 1: s3://bucket/run/checkpoints/.*/__1_0.distcp: access denied"):
+    with pytest.raises(SaveError, match=r"^rank 1: s3://bucket/run/checkpoints/.*/rank-1-0.safetensors: access denied"):
         save_checkpoint(run, 20, state_of(rank, 20), ModelConfig(), keep=1)
     assert not [*run.rglob(".step-*")]
 
 
 @pytest.mark.long
 def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all(run):
-    run.fault = lambda request: 403 if request.method == "PUT" and "__1_0" in request.path else None
+    run.fault = lambda request: 403 if request.method == "PUT" and "rank-1-0" in request.path else None
     run_ranks(2, in_environment, access(run), fail_to_save)
     run.reset_faults()
     assert find_checkpoint(RUN).name == "step-000009"
@@ -141,7 +141,7 @@ def test_a_save_outlasts_faults_that_pass(s3, fault):
     assert loaded_step(find_checkpoint(RUN)) == 4
 
 
-@pytest.mark.parametrize("where", ["__1_0.distcp", "tensors.json", "run.json"])
+@pytest.mark.parametrize("where", ["rank-1-0.safetensors", "tensors.json", "run.json"])
 @pytest.mark.quick("run.json")
 def test_a_save_that_is_killed_leaves_the_previous_checkpoint(run, where, tmp_path):
     """The ranks are killed while one of them uploads a file."""

@@ -1,7 +1,9 @@
 """Restarts by torchrun."""
 
 import os
+import random
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import restart, setup
 from moe_dualpipe.training.agreement import agree
 from moe_dualpipe.training.options import parse_arguments
-from tests.support.checkpoints import write_manifest
+from tests.support.checkpoints import save_steps, write_manifest
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, change, losses, make_run, options, records, settings, torchrun, train
 
@@ -63,11 +65,9 @@ def set_torchrun_environment(monkeypatch, restarts, run_id="none"):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
 
 
-def checkpoint_in(out, step, age=0.0):
+def checkpoint_in(out, step):
     folder = Path(out, "checkpoints", f"step-{step:06d}")
-    write_manifest(folder, step)
-    now = time.time()
-    os.utime(folder, (now - age, now - age))
+    write_manifest(folder, step, id=f"{time.monotonic_ns()}")
     return folder
 
 
@@ -101,33 +101,44 @@ def test_only_a_restart_uses_the_folder_of_its_launcher(tmp_path, monkeypatch):
     assert restart.newest_checkpoint(Path(out)) is None
 
 
-def if_complete(path):
-    if not Path(path, "run.json").exists():
-        raise ValueError
-    return Path(path)
+def test_a_restart_takes_the_largest_whole_step_of_its_launcher_whatever_the_clock_says(tmp_path, monkeypatch):
+    """A run with steps 2 and 9 is resumed at step 2, and reaches step 9 again after the clock was set back."""
+    rng = random.Random(0)
 
+    def found():
+        """What a restart takes, after files were touched in any order."""
+        for path in rng.sample(paths := [*(tmp_path / "checkpoints").rglob("*")], len(paths)):
+            os.utime(path, (rng.randrange(2 * 10**9),) * 2)
+        newest = restart.newest_checkpoint(tmp_path)
+        return newest and newest.name
 
-def test_a_restart_uses_the_newest_checkpoint_of_its_earlier_attempts(tmp_path, monkeypatch):
-    monkeypatch.setattr(restart, "find_checkpoint", if_complete)
-    set_torchrun_environment(monkeypatch, 1)
-    checkpoint_in(tmp_path, 9, age=1000)  # from before the run was resumed at an earlier step
+    run_ranks(1, save_steps, tmp_path, [2, 9])
+    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").iterdir()}
+    set_torchrun_environment(monkeypatch, 0)
     restart.mark_folder(tmp_path, 0)
-    assert restart.newest_checkpoint(tmp_path) is None
-    second = checkpoint_in(tmp_path, 2, age=-1)
-    unreadable = checkpoint_in(tmp_path, 4, age=-1)
-    (unreadable / "run.json").unlink()
-    os.utime(unreadable, (time.time() + 1,) * 2)
-    assert restart.newest_checkpoint(tmp_path) == second
     (mark,) = (tmp_path / "launchers").iterdir()
-    before = mark.stat().st_mtime_ns
+    before = mark.read_bytes()
+    set_torchrun_environment(monkeypatch, 1)
+    assert found() is None
+    run_ranks(1, save_steps, tmp_path, [4, 6, 9])
+    nine, six, four = ((tmp_path / "checkpoints" / f"step-00000{step}") for step in (9, 6, 4))
+    os.utime(nine, ns=(times[nine.name],) * 2)
+    assert restart.newest_checkpoint(tmp_path) == nine and found() == nine.name
+    shutil.copytree(nine, nine.with_name("step-000050"))
+    (nine.with_name("step-000050") / "run.json").unlink()
+    assert found() == nine.name
+    next(nine.glob("*.safetensors")).unlink()
+    assert found() == six.name
+    os.truncate(six / "run.json", 100)
+    assert found() == four.name
     restart.mark_folder(tmp_path, 0)
-    assert mark.stat().st_mtime_ns == before  # so the third attempt uses checkpoints of the first one
+    assert mark.read_bytes() == before  # so the third attempt uses checkpoints of the first one
 
 
 def test_the_newest_checkpoint_is_the_one_with_the_largest_number(tmp_path, monkeypatch):
     set_torchrun_environment(monkeypatch, 1)
     restart.mark_folder(tmp_path, 0)
-    found = {step: checkpoint_in(tmp_path, step, age=-1) for step in (999_998, 1_000_000)}
+    found = {step: checkpoint_in(tmp_path, step) for step in (999_998, 1_000_000)}
     assert restart.newest_checkpoint(tmp_path) == found[1_000_000]
 
 

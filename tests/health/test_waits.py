@@ -79,10 +79,12 @@ def test_a_transfer_that_one_rank_has_left_out_is_told_from_one_that_it_has_not_
 def test_in_the_same_phase_ranks_wait_for_the_one_that_does_not_wait():
     """However many segments they ran in it: validation has different ones in each stage."""
     saving = waiting("checkpoint of step 3", (10, 0))
-    writing = replace(saving, position="step 3, checkpoint, step 3: writing __1_0.distcp", waiting=False, seconds=2.0)
+    writing = replace(
+        saving, position="step 3, checkpoint, step 3: writing rank-1-0.safetensors", waiting=False, seconds=2.0
+    )
     assert describe_waits({0: saving, 1: writing, 2: replace(saving, order=(10, 7))}, {}) == [
         "ranks 0, 2 wait for rank 1: checkpoint of step 3 (for 31 s)",
-        "rank 1: in step 3, checkpoint, step 3: writing __1_0.distcp for 2 s",
+        "rank 1: in step 3, checkpoint, step 3: writing rank-1-0.safetensors for 2 s",
     ]
 
 

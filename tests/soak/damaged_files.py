@@ -209,7 +209,7 @@ def forged_checkpoint(rng: random.Random, folder: Path) -> None:
             torch.save({"model": Bomb(bomb)}, archive := io.BytesIO())
             target.write_bytes(archive.getvalue())
     elif kind == "short":
-        data = sorted(checkpoint.glob("*.distcp"))[0]
+        data = sorted(checkpoint.glob("*.safetensors"))[0]
         os.truncate(data, rng.randrange(data.stat().st_size))
     if kind == "run":
         (checkpoint / "run.json").write_text(json.dumps(change_json(rng, manifest)))

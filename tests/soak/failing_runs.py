@@ -11,7 +11,6 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,8 +50,8 @@ def uninterrupted(setup: str) -> tuple[dict[int, float], dict[str, torch.Tensor]
 
 def tensors_of(checkpoint: str | Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
-    saved: dict[str, Any] = read_tensor_metadata(Path(checkpoint)).state_dict_metadata
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
+    saved = read_tensor_metadata(Path(checkpoint))
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items()}
     load_checkpoint(Path(checkpoint), tensors)
     return tensors
 

@@ -1,21 +1,21 @@
 """Small checkpoints on disk: written by hand or by `save_checkpoint`, and read back."""
 
-import errno
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
-from moe_dualpipe.checkpoint import files, load_checkpoint, save_checkpoint
+from moe_dualpipe.checkpoint import load_checkpoint, save_checkpoint, tensor_file
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.models import ModelConfig
 
 
-def write_manifest(folder, step=3, model=None):
+def write_manifest(folder, step=3, model=None, id=""):
     """Write a checkpoint without tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tensors.json").write_bytes(b"{}")
     files = {"tensors.json": FileChecksum.of(b"{}")}
-    (folder / "run.json").write_bytes(Manifest(step, model or {}, files).encode())
+    (folder / "run.json").write_bytes(Manifest(step, model or {}, files, id).encode())
 
 
 def state_of(rank, step):
@@ -53,17 +53,16 @@ def newest(run):
 
 
 class FullDisk:
-    """Makes writes fail once `room` bytes have been written."""
+    """Makes writes of tensors fail once `room` bytes have been written."""
 
     def __init__(self, monkeypatch):
         self.room = 0
-        write = files.ChecksumFile.write
+        save_file = tensor_file.save_file
 
-        def limited(file, data):
-            self.room -= memoryview(data).nbytes
+        def limited(tensors, path, *metadata):
+            self.room -= sum(tensor.nbytes for tensor in tensors.values())
             if self.room < 0:
-                file.error = OSError(errno.ENOSPC, "No space left on device")
-                raise file.error
-            return write(file, data)
+                raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+            save_file(tensors, path, *metadata)
 
-        monkeypatch.setattr(files.ChecksumFile, "write", limited)
+        monkeypatch.setattr(tensor_file, "save_file", limited)

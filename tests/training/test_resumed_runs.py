@@ -99,17 +99,17 @@ def test_resuming_rejects_a_finished_run_and_a_broken_checkpoint(tmp_path):
     run_ranks(1, train, settings(tmp_path, steps=1))
     with pytest.raises(ValueError, match="is already at step 1: use a larger --steps"):
         make_run(settings(tmp_path, steps=1, resume=str(tmp_path)))
-    (tmp_path / "checkpoints" / "step-000001" / ".metadata").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"step-000001: .metadata has 0 bytes, expected [\d,]+"):
+    (tmp_path / "checkpoints" / "step-000001" / "tensors.json").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-000001: tensors.json has 0 bytes, expected [\d,]+"):
         make_run(settings(tmp_path, resume=str(tmp_path)))
 
 
 def test_resuming_rejects_a_checkpoint_without_one_of_its_files(tmp_path):
     run_ranks(1, train, settings(tmp_path / "a", steps=1))
     checkpoint = tmp_path / "a" / "checkpoints" / "step-000001"
-    for path in checkpoint.glob("*.distcp"):
+    for path in checkpoint.glob("*.safetensors"):
         path.unlink()
-    with pytest.raises(ValueError, match=r"step-000001 is broken: __0_0.distcp is missing"):
+    with pytest.raises(ValueError, match=r"step-000001 is broken: rank-0-0.safetensors is missing"):
         make_run(settings(tmp_path / "b", resume=str(checkpoint)))
 
 

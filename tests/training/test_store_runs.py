@@ -5,13 +5,13 @@ import io
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from moe_dualpipe import training
 from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, read_tensor_metadata
+from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.data.stores import Url, local_path, read, staged_folder, url_of
 from moe_dualpipe.training import restart
 from moe_dualpipe.training.loop import train_loop
@@ -32,8 +32,8 @@ def train(rank, config):
 
 def state_of(checkpoint):
     """All tensors of a checkpoint."""
-    described: Any = read_tensor_metadata(checkpoint).state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in described.items()}
+    saved = read_tensor_metadata(checkpoint)
+    state = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items()}
     load_checkpoint(checkpoint, state)
     return state
 
@@ -48,7 +48,7 @@ def in_memory(rank, folder):
     remote = change(local, out=url, staging=str(folder / "staging"))
     train(rank, local)
     train(rank, remote)
-    assert not [path for path in (folder / "staging").rglob("*") if path.name.endswith(".distcp")]
+    assert not [path for path in (folder / "staging").rglob("*") if path.name.endswith(".safetensors")]
     train(rank, change(remote, out=None, resume=f"{url}/checkpoints/step-000002", keep=1))
     names = [path.name for path in list_checkpoints(local_path(url) / "checkpoints")]
     (folder / "copy").mkdir()
@@ -118,7 +118,7 @@ def train_and_print(rank, config):
 def test_a_new_run_refuses_the_url_of_an_old_one(s3):
     config = settings(URL)
     assert str(url_of(make_run(config).folder)) == URL
-    s3.put("run/checkpoints/step-000003/__0_0.distcp", b"incomplete")
+    s3.put("run/checkpoints/step-000003/rank-0-0.safetensors", b"incomplete")
     make_run(config)
     s3.put("run/checkpoints/step-000003/run.json", b"{}")
     with pytest.raises(ValueError, match=f"--out {URL} already holds a run: continue it with --resume {URL}, or"):
@@ -142,17 +142,22 @@ def test_a_store_that_cannot_be_written_is_an_error_before_the_run(s3):
 
 
 def test_a_restart_finds_only_the_checkpoints_of_its_own_attempts(s3, monkeypatch):
-    """The clock of the store does not matter: the launcher's file lists the checkpoints that were there before."""
+    """No clock matters: the launcher's file lists the ids of the checkpoints that were there before."""
+
+    def put(step, id):
+        s3.put(f"run/checkpoints/step-00000{step}/run.json", Manifest(step, {}, {"tensors.json": none}, id).encode())
+
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     folder = staged_folder(Url(URL))
-    s3.put("run/checkpoints/step-000008/run.json", b"{}")
+    none = FileChecksum.of(b"")
+    put(8, "a")
     restart.mark_folder(folder, 0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     found = []
     monkeypatch.setattr(restart, "find_checkpoint", lambda path: found.append(str(url_of(Path(path)))) or Path(path))
     assert restart.newest_checkpoint(folder) is None
-    s3.put("run/checkpoints/step-000004/run.json", b"{}")
+    put(4, "b")
     assert restart.newest_checkpoint(folder) == folder / "checkpoints" / "step-000004"
-    s3.put("run/checkpoints/step-000008/run.json", b"{ }")  # this attempt has reached it, too
+    put(8, "c")  # this attempt has reached it, too
     assert restart.newest_checkpoint(folder) == folder / "checkpoints" / "step-000008"
     assert found == [f"{URL}/checkpoints/step-000004", f"{URL}/checkpoints/step-000008"]

@@ -1,16 +1,14 @@
 """Write a model, or a checkpoint of any parallel layout, in the format that transformers, vLLM and SGLang read.
 
-Tensors are written one at a time, in the order of the layers: the memory needed is a small multiple of the largest
-tensor, for a model of any size. Ranks divide the shards among themselves. The folder gets its name when all of its
-files are on disk.
+Tensors are written one file at a time, in the order of the layers: the memory needed is that of a file and a small
+multiple of the largest tensor, for a model of any size. Ranks divide the files among themselves. The folder gets its
+name when all of its files are on disk.
 """
 
 import dataclasses
 import json
 import os
-import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer, stores
+from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
 from ...data.synced_files import write_synced
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
-from ...runtime.shared_errors import errors_on_all_ranks
-from ..atomic_folder import check_new, new_folder, only_exporter, upload_files
-from ..destinations import hidden
-from ..load import read_tensor
-from ..manifest import read_manifest, read_tensor_metadata
+from ..atomic_folder import new_folder
+from ..manifest import read_manifest
 from ..model_options import model_config
-from ..tensor_writer import TensorWriter, as_dtype
+from ..tensor_folder import TensorFolder
+from ..tensor_writer import Shards, as_dtype
 from ..weights import global_weights
 from .architectures import ALIASES, ARCHITECTURES
 from .companions import companions_of, published_config
@@ -66,17 +61,17 @@ class Export:
         """Bytes of all tensors."""
         return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.shapes.values())
 
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory for tensors: three times the largest one in fp32.
+    def shards(self, max_shard_size: int | str = "5GB") -> Shards:
+        """The safetensors files of an export. Raises ValueError for a size that is invalid."""
+        return Shards(self.shapes, max_shard_size)
+
+    def peak_bytes(self, max_shard_size: int | str = "5GB") -> int:
+        """Peak memory for tensors: the largest file, and three times the largest tensor in fp32.
 
         Reading holds the stored bytes and the tensor. The allocator may keep a third one that was freed.
         """
-        return 3 * 4 * max(torch.Size(target.shape).numel() for target in self.layout.targets())
-
-    def num_files(self, max_shard_size: int | str = "5GB") -> int:
-        """Safetensors files of an export. Raises ValueError for a size that is invalid."""
-        return len(TensorWriter(Path(), self.shapes, max_shard_size).files)
+        largest = max(torch.Size(target.shape).numel() for target in self.layout.targets())
+        return self.shards(max_shard_size).largest + 3 * 4 * largest
 
     def write(self, folder: Path, max_shard_size: int | str = "5GB") -> None:
         """Write the files into the new folder `folder`, which may stand for a URL. Collective: ranks write different
@@ -85,41 +80,18 @@ class Export:
         Raises ValueError on all ranks if `folder` exists, or a tensor cannot be read or does not fit its dtype, and
         OSError if a file cannot be written. After an error, the unfinished folder is removed.
         """
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        with ExitStack() as stack:
-            with errors_on_all_ranks():
-                check_new(folder)
-            if stores.url_of(folder) is not None:
-                with errors_on_all_ranks():
-                    if rank == 0:
-                        stack.enter_context(only_exporter(folder))
-                self._upload(folder, max_shard_size, (rank, size))
-                return
-            with errors_on_all_ranks():
-                if rank == 0:
-                    stack.enter_context(new_folder(folder))
-            with errors_on_all_ranks():
-                self._write_share(hidden(folder, "unfinished"), max_shard_size, (rank, size))
-            with errors_on_all_ranks():
-                stack.close()  # renames the folder
-
-    def _upload(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
-        """Write a share of the files into a folder of this rank, and upload them."""
-        own = hidden(folder, f"rank-{share[0]}")
-        try:
-            with errors_on_all_ranks():
-                shutil.rmtree(own, ignore_errors=True)
-                own.mkdir(parents=True)
-                self._write_share(own, max_shard_size, share)
-                upload_files(own, folder)
-            with errors_on_all_ranks():
-                upload_files(own, folder, last=True)
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
+        share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        with new_folder(folder) as unfinished:
+            self._write_share(unfinished, max_shard_size, share)
 
     def _write_share(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
-        writer = TensorWriter(folder, self.shapes, max_shard_size, share)
-        wanted = {name for file in writer.own_files for name in file.names}
+        shards = self.shards(max_shard_size)
+        shards.write(folder, self._tensors({name for names in shards.share(share).values() for name in names}), share)
+        if share[0] == 0:
+            self._write_files(folder)
+
+    def _tensors(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """The published tensors with these names, in the planned order."""
         for target in self.layout.targets():
             if not any(part.name in wanted for part in target.parts):
                 continue
@@ -127,17 +99,14 @@ class Export:
             for part, rows in zip(target.parts, self.read(target.name).split(sizes), strict=True):
                 if part.name in wanted:
                     converted = as_dtype(part.name, rows, self.shapes[part.name][0])
-                    writer.write(part.name, part.to_published(converted))
+                    yield part.name, part.to_published(converted)
         ours = {part.name: target.name for target in self.layout.targets() for part in target.parts}
         for name, original in self.layout.copies().items():
             if name in wanted:
-                writer.write(name, as_dtype(name, self.read(ours[original]), self.dtype))
+                yield name, as_dtype(name, self.read(ours[original]), self.dtype)
         for name, shape in self.layout.unused().items():
             if name in wanted:
-                writer.write(name, torch.zeros(shape, dtype=self.dtype))
-        writer.close()
-        if share[0] == 0:
-            self._write_files(folder)
+                yield name, torch.zeros(shape, dtype=self.dtype)
 
     def _write_files(self, folder: Path) -> None:
         config = (json.dumps(self.config, indent=2) + "\n").encode()
@@ -232,15 +201,15 @@ def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None, a
         model = model_config(read_manifest(checkpoint).model)
     except ValueError as error:
         raise ValueError(f"cannot read the model of {printable(checkpoint)}: {printable(error)}") from None
-    metadata = read_tensor_metadata(checkpoint)
+    saved = TensorFolder.of_checkpoint(checkpoint)
     plan = plan_export(
-        model, lambda name: read_tensor(checkpoint, metadata, f"model.{name}"), dtype=dtype, architecture=architecture,
+        model, lambda name: saved.read(f"model.{name}"), dtype=dtype, architecture=architecture,
         companions=companions_of(checkpoint), tokenizer=find_tokenizer(checkpoint),
     )  # fmt: skip
-    saved = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+    shapes = {name: entry.shape for name, entry in saved.entries.items()}
     targets = {f"model.{target.name}": target.shape for target in plan.layout.targets()}
-    problems = [name for name, shape in targets.items() if name not in saved or tuple(saved[name].size) != shape]
-    problems += [name for name in saved if name.startswith("model.") and name not in targets]
+    problems = [name for name, shape in targets.items() if shapes.get(name) != shape]
+    problems += [name for name in shapes if name.startswith("model.") and name not in targets]
     if problems:
         more = f", and {plural(len(problems) - 1, 'more tensor')}" if len(problems) > 1 else ""
         raise ValueError(f"{printable(checkpoint)}: {printable(problems[0])} does not fit its model{more}")

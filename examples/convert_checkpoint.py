@@ -1,0 +1,73 @@
+"""Convert a checkpoint of an earlier version, whose tensors are in .distcp files, to safetensors.
+
+    python examples/convert_checkpoint.py runs/old runs/new
+
+The newest intact checkpoint of runs/old becomes a checkpoint of runs/new: `train.py --resume runs/new` continues from
+it. tensors.json says where each tensor is in a .distcp file. Loading it runs no code.
+"""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dualpipe.checkpoint import list_checkpoints, read_manifest, save_checkpoint
+from moe_dualpipe.checkpoint.manifest import RUN_FILE, FileChecksum
+from moe_dualpipe.checkpoint.model_options import model_config
+
+
+def read_old(checkpoint: Path) -> tuple[int, dict[str, Tensor], dict[str, bytes]]:
+    """The step, the tensors and the other files of an old checkpoint. Raises ValueError if it is damaged."""
+    manifest = read_manifest(checkpoint)
+    if ".metadata" not in manifest.files:
+        raise ValueError("no earlier version wrote it")
+    for name, expected in manifest.files.items():
+        if FileChecksum.of_file(checkpoint / name) != expected:
+            raise ValueError(f"{name} does not match its checksum")
+    tensors = {}
+    for name, place in json.loads((checkpoint / "tensors.json").read_bytes()).items():
+        with (checkpoint / place["file"]).open("rb") as file:
+            file.seek(place["offset"])
+            tensors[name] = torch.load(io.BytesIO(file.read(place["length"])), weights_only=True)
+    others = {name for name in manifest.files if not name.endswith(".distcp")} - {".metadata", "tensors.json"}
+    return manifest.step, tensors, {name: (checkpoint / name).read_bytes() for name in sorted(others)}
+
+
+def convert(old: Path, new: Path) -> Path:
+    """Write the newest intact checkpoint of the run `old` into the run `new`. Raises ValueError without any."""
+    reasons = []
+    for checkpoint in [old] if (old / RUN_FILE).exists() else list_checkpoints(old / "checkpoints"):
+        try:
+            step, tensors, others = read_old(checkpoint)
+            model = model_config(read_manifest(checkpoint).model)
+        except (ValueError, OSError, RuntimeError, LookupError) as error:
+            reasons.append(f"{checkpoint}: {error}")
+            continue
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            found = save_checkpoint(new, step, tensors, model, others)
+        finally:
+            dist.destroy_process_group()
+        for path in old.glob("*.*"):
+            if path.suffix in (".toml", ".jsonl"):  # the options and the metrics of the run
+                (new / path.name).write_bytes(path.read_bytes())
+        return found
+    raise ValueError("; ".join(reasons) or f"no checkpoint in {old}")
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        sys.exit("usage: python examples/convert_checkpoint.py OLD_RUN NEW_RUN")
+    try:
+        found = convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (ValueError, OSError) as error:
+        sys.exit(f"convert_checkpoint.py: error: {error}")
+    print(f"{sys.argv[1]} -> {found}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""examples/convert_checkpoint.py: a checkpoint of an earlier version becomes one that loads; without it, one line."""
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from moe_dualpipe.checkpoint import check_model, find_checkpoint
+from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
+from moe_dualpipe.models import ModelConfig
+from tests.support.checkpoints import loaded_step, state_of
+from tests.support.runs import ROOT
+
+
+def write_old(folder, step):
+    """Write the state of two ranks as earlier versions did: with torch.save, one tensor after the other in a file."""
+    folder.mkdir(parents=True)
+    data, table = io.BytesIO(), {}
+    for name, tensor in (state_of(0, step) | state_of(1, step)).items():
+        torch.save(tensor, buffer := io.BytesIO())
+        place = {"file": "__0_0.distcp", "offset": data.tell(), "length": data.write(buffer.getvalue())}
+        table[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape], **place}
+    contents = {
+        "__0_0.distcp": data.getvalue(), ".metadata": b"a pickle", "tokenizer.json": b"{}",
+        "tensors.json": json.dumps(table).encode(),
+    }  # fmt: skip
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    files = {name: FileChecksum.of(content) for name, content in contents.items()}
+    (folder / "run.json").write_bytes(Manifest(step, asdict(ModelConfig()), files).encode())
+
+
+def convert(*arguments):
+    command = [sys.executable, ROOT / "examples" / "convert_checkpoint.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+
+
+def test_the_newest_intact_checkpoint_of_an_earlier_version_is_converted(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for step in (3, 7):
+        write_old(old / "checkpoints" / f"step-00000{step}", step)
+    (old / "run.toml").write_text("steps = 9")
+    advice = "is broken: an earlier version wrote it: convert it with examples/convert_checkpoint.py; this run has no"
+    with pytest.raises(ValueError, match=advice):
+        find_checkpoint(str(old / "checkpoints" / "step-000007"))
+    (old / "checkpoints" / "step-000007" / "__0_0.distcp").write_bytes(b"damaged")
+    done = convert(old, new)
+    assert done.stdout == f"{old} -> {new}/checkpoints/step-000003\n", done.stderr
+    found = find_checkpoint(str(new))
+    assert loaded_step(found) == check_model(found, ModelConfig()) == 3
+    assert (found / "tokenizer.json").read_bytes() == b"{}" and (new / "run.toml").read_text() == "steps = 9"
+    failed = convert(new, tmp_path / "third")
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "no earlier version wrote it" in failed.stderr
