@@ -87,7 +87,7 @@ def compiling(arch: str) -> Iterator[list[Built]]:
         with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope(), knobs.compilation.scope():
             knobs.nvidia.dump_ptxas_log = True
             knobs.compilation.always_compile = True  # a kernel from Triton's cache on disk would have no log
-            kernel = run(self, *args, **{**options, "warmup": True})
+            kernel: Any = run(self, *args, **{**options, "warmup": True})
         compiled.append(Built(name, kernel, _LOGS.setdefault(kernel.hash, log.getvalue())))
 
     before = driver._active  # read directly: on a machine without a GPU the accessor raises

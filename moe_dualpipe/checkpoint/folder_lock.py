@@ -88,7 +88,8 @@ def _machine() -> str:
 @contextmanager
 def _lock(path: Path, folder: Path) -> Iterator[None]:
     made = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if made:
+        path.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = open_locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -18,7 +18,7 @@ from moe_dualpipe.checkpoint import (
     find_checkpoint,
     load_model,
     load_weights,
-    weights,
+    model_folder,
 )
 from moe_dualpipe.checkpoint.tensor_folder import TensorFolder
 from moe_dualpipe.checkpoint.weights import global_weights
@@ -57,7 +57,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(exported, tmp_path, mon
     model = load_model(find_checkpoint(str(exported / "run")))
     with torch.no_grad():
         dict(model.named_parameters())["layers.2.attention.out.weight"][3, 4] = torch.nan
-    monkeypatch.setattr(weights, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(model_folder, "load_model", lambda *_, **__: model)
     assert main(["export", str(exported / "run"), "--out", str(tmp_path / "out")]) == 2
     assert "layers.2.attention.out.weight holds a NaN or infinity: export an earlier" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]

@@ -7,6 +7,7 @@ import socket
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def test_notices_of_others_do_not_extend_the_wait_for_a_rank(monkeypatch):
         return [(7, 1)] if milliseconds > 0 else []
 
     monkeypatch.setattr(mailbox.time, "monotonic", lambda: now[0])
-    one = object.__new__(mailbox.Mailbox)
+    one: Any = object.__new__(mailbox.Mailbox)
     one.__dict__ |= {"names": [0, 1, 2], "timeout": 1.0, "_ended": set(), "_peers": {7: 1}}
     one._poll, one._receive = SimpleNamespace(poll=poll), lambda _: None
     with pytest.raises(torch.distributed.DistError, match="no answer from rank 2 for 1 s before its dispatch"):

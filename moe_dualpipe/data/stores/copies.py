@@ -18,7 +18,7 @@ from .urls import Url
 
 SMALL = 64 * 2**20
 """The largest file that is copied when its folder is opened."""
-_LARGE_SUFFIXES = (".distcp", ".safetensors", ".bin", ".metadata")
+_LARGE_SUFFIXES = (".safetensors", ".bin", ".metadata")
 _opened: dict[Path, dict[str, Entry]] = {}
 
 
