@@ -1,4 +1,4 @@
-"""Attack the project at random for about 20 minutes, and print how often each promise held.
+"""Attack the project at random for about 25 minutes, and print how often each promise held.
 
     make soak                                                     all attacks
     python -m tests.soak --seed 7                                 other random choices
@@ -12,13 +12,14 @@ import argparse
 import sys
 
 from .attack import Attack, repeat, table
+from .commands import ATTACKS as COMMANDS
 from .damaged_files import ATTACKS as DAMAGED_FILES
 from .failing_runs import ATTACKS as FAILING_RUNS
 from .full_disks import ATTACKS as FULL_DISKS
 from .network import ATTACKS as NETWORK
 from .random_runs import ATTACKS as RANDOM_RUNS
 
-ATTACKS: tuple[Attack, ...] = (*FAILING_RUNS, *FULL_DISKS, *NETWORK, *DAMAGED_FILES, *RANDOM_RUNS)
+ATTACKS: tuple[Attack, ...] = (*FAILING_RUNS, *COMMANDS, *FULL_DISKS, *NETWORK, *DAMAGED_FILES, *RANDOM_RUNS)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint, load_checkpoint, read_tensor_metadata
+from moe_dualpipe.health.signals import STOP_SIGNALS
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.extensions import Update
 from moe_dualpipe.training.step import Trainer
@@ -122,7 +123,7 @@ def kill_in_save(rng: random.Random, folder: Path) -> None:
 
 def stop(rng: random.Random, folder: Path) -> None:
     """Ask one or both ranks to stop at a random moment."""
-    setup, number = rng.choice([*SETUPS]), rng.choice([signal.SIGTERM, signal.SIGINT])
+    setup, number = rng.choice([*SETUPS]), rng.choice(STOP_SIGNALS)
     config = small_run(folder / "run", setup, save_every=rng.choice([None, 1, 3]))
     with Processes(2, config) as run:
         run.wait_for_steps(1)
