@@ -1,10 +1,10 @@
-"""Read the rows that other ranks have pushed: the second half of a one-sided dispatch or combine, in Triton.
+"""Receive the rows that other ranks have written here: the second half of a one-sided dispatch or combine, in Triton.
 
     receive_rows    copies rows, routing weights and expert ids to private memory, sorted by source rank, then token
     receive_sums    sums the rows of each token in the order of ranks, in fp32
 
-Both wait until all ranks have written (signals.py), and free the slot at the end. After a failure, which the host sees
-later, they write NaN instead, so that nothing is computed from rows that did not arrive.
+Both wait until all ranks have written (signals.py), and free the slot at the end. After a failure, they return NaN,
+because rows may be missing and the host sees the failure only later.
 
 R ranks, T tokens, N received rows, K choices per row, C rows per token, D width of a row in elements, W in words.
 """

@@ -1,4 +1,8 @@
-"""Create a folder of weights completely or not at all: it gets its name when all of its files are on disk."""
+"""Create a folder of weights completely or not at all.
+
+Its files are written into a hidden folder, which is renamed when all of them are on disk. A store cannot rename a
+folder: there, config.json is uploaded last, and a folder without it holds no model.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -24,10 +28,8 @@ LAST_FILE = "config.json"
 def new_folder(folder: Path, checksums: bool = False) -> Iterator[Path]:
     """Yield a hidden folder for files, which ranks share. Afterwards sync them, and rename it to `folder`. Collective.
 
+    folder: may stand for a URL. Then each rank has a hidden folder of its own, and uploads its files.
     checksums: also add checksums.json, which `verify_export` reads.
-
-    folder: may stand for a URL. Then each rank has a hidden folder, and uploads its files. The file config.json comes
-    last: without it, the folder holds no model.
 
     Raises ValueError on all ranks if there is something at `folder`, and the OSError or ValueError of any rank. After
     an error, the hidden folder is removed. If the process is killed, it remains until the next call.

@@ -1,9 +1,10 @@
 """One writer for a folder: a second run or export would break what the first one writes.
 
-On a file system: `flock` on a file. The kernel releases it when the process dies; on NFS and Lustre it holds for all
-machines, if they are mounted with locks. On an object store: a marker, which is created only if none is there, and
-written again every RENEW seconds. One that is older than EXPIRES seconds by the store's clock, or whose process has
-died on this machine, is replaced. Only one process may replace it: the write names the version that it has seen.
+On a file system, the lock is `flock` on a file. The kernel releases it when the process dies. It holds for all machines
+if NFS or Lustre is mounted with locks. On an object store, the lock is a marker: a file that is created only if there
+is none, and written again every RENEW seconds. Another process may replace a marker that is older than EXPIRES seconds
+by the store's clock, or whose process has died on this machine. Only one succeeds: the write names the version that it
+replaces.
 """
 
 import errno

@@ -4,7 +4,7 @@ Every tensor is saved once under its global name, however many ranks hold a repl
 
     <run>/checkpoints/step-000320/    the tensors, run.json and tensors.json (manifest.py)
 
-that gets this name only when it is complete (save.py). A checkpoint may come from anyone, so loading checks all of it.
+that gets this name only when it is complete (save.py). It may come from a stranger, so every field is checked.
 """
 
 import dataclasses

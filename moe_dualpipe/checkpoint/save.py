@@ -1,16 +1,15 @@
 """Write checkpoints completely or not at all, while training continues.
 
-Training waits only for a copy of the state in host memory. A thread writes the copy and talks to the threads of other
+Training waits only until the state is copied to host memory. A thread writes the copy and talks to the threads of other
 ranks over a separate gloo group, so its collectives never mix with those of training. The folder gets its final name
-after all bytes are on disk. If one rank cannot write (disk full), the save fails on all ranks, and training goes on.
-No timeout ends a slow save. Instead, each operation on the disk is announced, so that the caller can detect one that
-hangs: files are small enough to be written in seconds. The cost is host memory for one copy of the rank's weights and
-optimizer state.
+after all bytes are on disk. If one rank cannot write (disk full), the save fails on all ranks, and training continues.
+No timeout ends a slow save. Instead, each operation on the disk is announced, and files are small enough to be written
+in seconds, so the caller can tell a disk that hangs from a slow one. The cost is host memory for one copy of the rank's
+weights and optimizer state.
 
-torch.distributed.checkpoint can write safetensors, too (`HuggingFaceStorageWriter`), and its files can be read in any
-layout. It breaks the last law: a rank writes all of its tensors as one file, serialized in memory first, which took two
-more copies of the state (1,005 MB for 500 MB), and a disk that hangs cannot be told from a slow one. Its reader maps
-files (tensor_file.py).
+torch.distributed.checkpoint can write safetensors, too (`HuggingFaceStorageWriter`), for any layout. But each rank
+writes all of its tensors into one file, which it first serializes in memory. This took two more copies of the state
+(1,005 MB for 500 MB), and a disk that hangs cannot be told from a slow one. Its reader maps files (tensor_file.py).
 """
 
 import dataclasses

@@ -1,13 +1,13 @@
-"""One file in the safetensors format. The safetensors library writes it and checks its header; this module reads bytes.
+"""One safetensors file. The safetensors library writes it and checks its header; this module reads the tensors.
 
     8 bytes          length of the header, little-endian
     the header       JSON: name -> dtype, shape, and the range of the tensor's bytes after the header
     the tensors      without gaps
 
-The library reads tensors in two ways, and each breaks a law. If it maps a file that is then truncated, or whose disk
-fails, the process dies by SIGBUS, without a message. With `backend="pread"` it keeps Python's lock while it reads
-(1.5 s for 2 GiB on a fast disk), so the heartbeat of the rank stops, and after 10 s the rank counts as dead. So the
-bytes are read with `pread`, which also serves parts of files on a store.
+The library can read tensors in two ways, and neither will do. If it maps a file that is then truncated, or whose disk
+fails, SIGBUS kills the process without a message. With `backend="pread"`, it holds the GIL while it reads (1.5 s for
+2 GiB on a fast disk): the heartbeat of the rank stops, and after 10 s the rank counts as dead. So this module reads the
+bytes with `pread`, or from an object store.
 """
 
 import math

@@ -1,11 +1,11 @@
 """Documents from files: check that they are text, and read them.
 
-Training on a binary or broken file would give a useless model without an error, so every file is checked. Errors give
+Training on a binary or damaged file would give a useless model without an error, so every file is checked. Errors give
 the file, the line and the problem. A file that the user names must be text. A folder or glob may contain other files,
 such as images: they are skipped and reported. Files are read in blocks or rows, so they may be larger than memory.
 
-The `datasets` library downloads "hf:NAME" once and keeps it as .arrow files, which are then read like any others. In
-its streaming mode, every rank of every start would download it again, and nothing would show that it has changed.
+The `datasets` library downloads "hf:NAME" once, as .arrow files, which are then read like any others. In its streaming
+mode, every rank would download the data again at every start, and a change of the data would go unnoticed.
 """
 
 import os

@@ -1,9 +1,10 @@
 """Files with a document in each row: .jsonl, also compressed with gzip or Zstandard, .parquet and .arrow.
 
-The streaming mode of Hugging Face's `datasets` reads all of these too, but guesses the types of fields and hides where
-an error is: {"text": "2020-01-01"} becomes a date, a number among strings and None for a missing field are returned
-like text, and no error names both the file and the row. It also takes four times as long for JSON. Here, a row is its
-text or an error with file and row. pyarrow, on which `datasets` is built, reads tables and Zstandard.
+Each row gives a text, or an error that names the file and the row. pyarrow reads tables and Zstandard.
+
+The streaming mode of Hugging Face's `datasets` reads the same formats, but guesses the types of fields:
+{"text": "2020-01-01"} becomes a date, and a number among strings, or None for a missing field, is returned like text.
+No error names both the file and the row, and JSON takes four times as long.
 """
 
 import gzip

@@ -1,9 +1,9 @@
 """Encode documents into shards: folders of token ids, which `prepare_data` joins.
 
-Each file of rows is a shard, and small text files share one. A shard is written under another name and renamed when it
-is complete, and its name is a hash of everything that it depends on: its files, their sizes and times, the tokenizer
-and the split. So a shard that exists is finished and right. Any number of processes, of any engine on any machine, may
-write shards of the same folder, and none is written twice.
+Each file of rows becomes one shard; small text files share one. The name of a shard is a hash of everything that it
+depends on: its files with sizes and times, the tokenizer and the split. A shard is written under another name and
+renamed when it is complete, so a shard that exists is finished and up to date. Any number of processes on any machines
+may write shards into the same folder: each skips those that exist.
 """
 
 import dataclasses

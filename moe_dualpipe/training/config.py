@@ -30,7 +30,7 @@ class ParallelConfig:
     pp: int | None = None
     """Number of pipeline ranks. None: processes / ep."""
     ep: int = 1
-    """Number of ranks that share the experts of a layer. Divides the experts and the data-parallel ranks."""
+    """Number of ranks that share the experts of a layer. Must divide the numbers of experts and data-parallel ranks."""
     ep_backend: EpBackend = "auto"
     """Backend for the exchange of tokens (docs/expert_parallel.md). deepep needs the package deep_ep.
     auto: symmetric for GPUs of one machine with peer access, shared for CPU ranks of one machine, else all_to_all.
@@ -159,7 +159,7 @@ class SampleConfig:
     sample_tokens: int = 160
     """Number of tokens to generate. 0: no sample."""
     prompt: str = "class "
-    """Text that the sample continues."""
+    """Prompt for the text that is generated at the end of the run."""
     temperature: float = 0.8
     """Sampling temperature. Lower is more predictable; 0 is greedy decoding."""
     top_k: int | None = None

@@ -1,7 +1,8 @@
 """The options of train.py: one TrainConfig from flags, `--set`, a TOML file or an earlier run, and back to run.toml.
 
-A key is a field of TrainConfig with its section, such as "optim.lr". Each key can stand in a TOML file and in
-`--set optim.lr=0.001`; the keys of FLAGS also have a flag. What is typed overrides the file, and the file the preset.
+A key is a field of TrainConfig with its section, such as "optim.lr". Any key can be set in a TOML file and by
+`--set optim.lr=0.001`; the keys in FLAGS also have a flag. The command line overrides the file, which overrides the
+preset.
 """
 
 import ast

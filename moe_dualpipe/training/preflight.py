@@ -1,7 +1,8 @@
 """What a run will do, checked before the process groups exist: layout, stages, text, and the checkpoint to resume.
 
-The ranks only agree on where a restarted run goes on. All else follows from the options, so all ranks come to the same
-result: an invalid option ends the run with one line and exit code 2, and never hangs.
+The ranks agree on where a restarted run continues, on the free memory, and on the lock of the folder (agreement.py).
+Everything else follows from the options, so all ranks come to the same result: an invalid option ends the run with one
+line and exit code 2, and never hangs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Open a training run, join the other ranks, train, and end it: for the command, and from Python."""
+"""Do a training run from beginning to end: `run` for the command train.py, `train` for Python programs."""
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
-"""What a checkpoint was trained with and does not contain: the text, and the files of own layers.
+"""Tell whether the text, or the file of a custom layer, has changed since a checkpoint, which contains neither.
 
-Each checkpoint has hashes of them in `sources.json`. A run that resumes there says what has changed since.
+Each checkpoint has their hashes in `sources.json`. A run that resumes from it prints what has changed.
 """
 
 import sys

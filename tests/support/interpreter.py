@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for the tests of kernels: TMA reductions, rounding, speed, and checks of accesses."""
+"""Patches of Triton's interpreter for the tests of kernels: TMA reductions, rounding, speed, and checks of accesses."""
 
 import time
 from collections import Counter

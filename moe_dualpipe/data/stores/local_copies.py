@@ -1,11 +1,12 @@
 """Local folders that stand for URLs.
 
-The rest of the program works with paths. So a URL is given a local folder, and a path below this folder stands for the
-URL below. There are two kinds. A folder of copies is filled on demand by the processes of one launch, and removed after
-the last of them. A staged folder is where a run writes what is then uploaded; it stays, because a run that was killed
-continues there. Messages show the URLs.
+The rest of the program works with paths. So each URL gets a local folder, and a path in this folder stands for the same
+path below the URL. Messages show the URLs. There are two kinds of folders:
 
-hf:// is another matter: huggingface_hub has copies of its own, which it keeps, and nothing is written there.
+    copies    what is read: filled on demand, shared by the processes of one launch, removed when the last of them ends
+    staged    what a run writes, before it is uploaded; kept, because a run that is restarted continues there
+
+hf:// is only read, and has neither: huggingface_hub keeps its own copies.
 """
 
 import atexit

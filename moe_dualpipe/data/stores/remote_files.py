@@ -1,7 +1,7 @@
 """Read parts of files on a store: tensors of published weights, and the windows of token ids that training reads.
 
-The order of the windows is known beforehand, so threads read those of the next steps into memory. A read that finds its
-window costs nothing; one that does not waits for the store, and is counted. Nothing is kept on the disk.
+The order of the windows is known in advance, so threads read those of the next steps into memory. A window that is not
+there when it is needed is waited for, and counted (`waits`). Nothing is written to the disk.
 """
 
 from collections.abc import Iterable

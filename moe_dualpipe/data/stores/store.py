@@ -1,6 +1,6 @@
-"""Calls to an object store, by obstore: it repeats what may pass, after growing pauses, and sends large files in parts.
+"""Calls to an object store, by obstore: it retries after temporary errors, and sends large files in parts.
 
-hf:// is not among its stores: local_copies.py.
+obstore does not know hf:// (see local_copies.py).
 """
 
 import os
