@@ -226,7 +226,8 @@ class Pipeline:
             received = tuple(spec.random(self.device) for spec in self.executor.p2p.specs)
             inputs = {index: received if index else (tokens_BS,) for index in self.stages}
             load_kernels(self.stages, inputs, self.executor.weight_grads, criterion, (tokens_BS,))
-        self.balance.forget()
+        for layer in self.balance.layers.values():
+            layer.take_losses()
         self._kernels_loaded = True
 
     def sum_gradients(self) -> Tensor:

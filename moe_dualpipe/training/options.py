@@ -384,7 +384,7 @@ def _unknown(kind: str, word: str, typed: Mapping[str, str]) -> str:
     if last in _REPLACED and last == name:
         return f"{word} was removed{_REPLACED[last]}"
     same = [name] * (name in typed) or [one for one in typed if one.rpartition(".")[2] == last]
-    near = [typed[one] for one in same or get_close_matches(name, typed, n=1)]
+    near = [typed[one] for one in same or get_close_matches(name, typed, n=1, cutoff=0.5)]
     return f"unknown {kind} {quoted(word, 60)}; {f'did you mean {near[0]}? ' if near else ''}--help-all lists all"
 
 
