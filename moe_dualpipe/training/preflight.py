@@ -156,7 +156,7 @@ def prepare(
     if folder and not restarted:
         setup.check_new(folder, options)
     config, choice = _choose(request, launch, agreed, device, instruments)
-    compiled = setup.choose_compiled(config, device, choice.layout.pp)
+    compiled = setup.choose_compiled(config.compute.compile, device.type)
     if config.compute.cuda_graphs:
         setup.check_cuda_graphs(config, device, kernels, launch.world_size)
     dtype = setup.choose_dtype(config.compute, device.type)
