@@ -297,19 +297,16 @@ def to_toml(config: TrainConfig) -> str:
         if key.partition(".")[0] != section and "." in key:
             section = key.partition(".")[0]
             lines += ["", f"[{section}]"]
-        lines.append(f"{key.rpartition('.')[2]} = {_toml(value_of(config, key))}")
+        lines.append(f"{key.rpartition('.')[2]} = {_shown(value_of(config, key))}")
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
+def _shown(value: Any) -> str:
+    """A value in TOML: as in JSON, except infinity, and that TOML allows no control character but the tab."""
+    if isinstance(value, float):
         return repr(value)
-    text = json.dumps("none" if value is None else str(value), ensure_ascii=False)
-    return text.replace("\x7f", "\\u007f")  # TOML allows no control character but the tab
+    text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
+    return text.replace("\x7f", "\\u007f")
 
 
 def _run_file(resume: str, staging: str | None) -> Path | None:
@@ -425,7 +422,7 @@ def help_text(every_key: bool) -> str:
 
 def _entry(name: str, key: Key, first_line: bool = False) -> str:
     text, shown = key.text.partition("\n")[0] if first_line else key.text, f"{name} {key.metavar}"
-    default = "" if key.default is None or key.name in ("preset", "model.dense_layers") else f" ({_toml(key.default)})"
+    default = "" if key.default is None or key.name in ("preset", "model.dense_layers") else f" ({_shown(key.default)})"
     if first_line:
         lead = f"  {shown:<26} " if len(shown) < 27 else f"  {shown}\n{' ' * 29}"
         return f"{lead}{text}{default}"

@@ -381,7 +381,7 @@ def alone(monkeypatch):
     (["--lr", "-1"], "--lr must be at least 1e-12: got -1.0"),
     (["--warmup-steps", "-1"], "--warmup-steps must be at least 0: got -1"),
     (["--clip", "nan"], "--clip must be at least 1e-06: got nan"),
-    (["--set", "optim.beta2=1"], "optim.beta2 must be at least 0 and below 1: got 1.0"),
+    (["--set", "optim.beta2=1"], "optim.beta2 must be at most 0.999999: got 1.0"),
     (["--set", "optim.final_lr=1.5"], "optim.final_lr must be at most 1: got 1.5"),
     (["--experts", "json:loads"], "cannot build the expert layer 'json:loads': TypeError"),
     (["--steps", "0"], "--steps must be at least 1: got 0"),
