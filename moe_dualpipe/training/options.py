@@ -4,7 +4,6 @@ A key is a field of TrainConfig with its section, such as "optim.lr". Each key c
 `--set optim.lr=0.001`; the keys of FLAGS also have a flag. What is typed overrides the file, and the file the preset.
 """
 
-import ast
 import inspect
 import json
 import tomllib
@@ -14,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn
+
+import docstring_parser
 
 from ..checkpoint.destinations import run_of
 from ..data import stores
@@ -83,8 +83,6 @@ _REPLACED = {
     "data_cache": ": token ids at a URL are read into memory",
     "data_cache_gb": ": token ids at a URL are read into memory",
 }
-_REMOVED = ("batch.data_cache", "batch.data_cache_gb")
-"""Keys that run.toml of an older run may have, without a meaning now."""
 
 
 class OptionError(ValueError):
@@ -136,11 +134,8 @@ def all_keys() -> dict[str, Key]:
 
 def _fields_of(section: Any) -> list[tuple[str, Any, Any, str]]:
     """Name, type, default and docstring of each field of a dataclass."""
-    kinds, texts = typing.get_type_hints(section), {}
-    body = ast.parse(inspect.getsource(section)).body[0].body  # type: ignore[attr-defined]
-    for node, following in pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
-            texts[ast.unparse(node.target)] = inspect.cleandoc(ast.literal_eval(following.value))
+    kinds, documented = typing.get_type_hints(section), docstring_parser.parse_from_object(section).params
+    texts = {one.arg_name: inspect.cleandoc(one.description or "") for one in documented}
     return [(one.name, kinds[one.name], one.default, texts.get(one.name, "")) for one in fields(section)]
 
 
@@ -279,8 +274,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     for name, value in tables.items():
         entries = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
         for key, one in entries.items():
-            if key in _REMOVED:
-                continue
             try:
                 values[key] = convert(find_key(key), one)
             except OptionError as error:
@@ -366,8 +359,6 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
 
 def find_key(name: str) -> Key:
     """Raises OptionError, with the nearest name, for a key that does not exist."""
-    if name in _REMOVED:
-        raise OptionError(f"{name} was removed{_REPLACED[name.rpartition('.')[2]]}")
     if name not in all_keys():
         raise OptionError(_unknown("key", name, {key: key for key in all_keys()}))
     return all_keys()[name]
@@ -377,7 +368,7 @@ def _unknown(kind: str, word: str, typed: Mapping[str, str]) -> str:
     """Suggests a name in another section or spelling, or a similar one. typed: what to type, by name."""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")[:100]
     last = name.rpartition(".")[2].removeprefix("no_")
-    if last in _REPLACED and last == name:
+    if last in _REPLACED:
         return f"{word} was removed{_REPLACED[last]}"
     same = [name] * (name in typed) or [one for one in typed if one.rpartition(".")[2] == last]
     near = [typed[one] for one in same or get_close_matches(name, typed, n=1)]
