@@ -308,10 +308,7 @@ def _load_text(config: TrainConfig, start: Path | None, request: Request) -> Tex
     if start and not unknown:
         text.check_tokenizer(start)
     if config.sample.sample_tokens:
-        try:
-            largest = max(text.tokenizer.encode(config.sample.prompt or "\n"), default=None)
-        except UnicodeEncodeError:  # the locale of the shell is another one
-            raise ValueError(f"--prompt {config.sample.prompt!r} is not UTF-8: use a locale of UTF-8") from None
+        largest = max(text.tokenizer.encode(config.sample.prompt or "\n"), default=None)
         if largest is None or largest >= vocab_size:
             what = "has no token" if largest is None else f"has token {largest}, but model.vocab_size is {vocab_size}"
             raise ValueError(f"--prompt {config.sample.prompt!r} {what}: use another one, or --sample-tokens 0")
