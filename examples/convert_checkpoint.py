@@ -8,6 +8,7 @@ it. tensors.json says where each tensor is in a .distcp file. Loading it runs no
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def convert(old: Path, new: Path) -> Path:
             dist.destroy_process_group()
         for path in old.glob("*.*"):
             if path.suffix in (".toml", ".jsonl"):  # the options and the metrics of the run
-                (new / path.name).write_bytes(path.read_bytes())
+                removed = rb"(?m)^data_cache(_gb)? = .*\n"  # keys that have no meaning now
+                (new / path.name).write_bytes(re.sub(removed, b"", path.read_bytes()))
         return found
     raise ValueError("; ".join(reasons) or f"no checkpoint in {old}")
 

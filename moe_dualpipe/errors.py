@@ -196,6 +196,8 @@ _SPOKEN = (
         r"\1 must be a whole number: got \2",
     ),
     (r"Error parsing (\S+): .*?(?:string to float: |\bFLOAT\b.* from \[)(.*?)\]?\.?", r"\1 must be a number: got \2"),
+    (r"Error parsing (\w+): \1 (\w+ must .*)", r"--\1.\2"),  # of a group of options
+    (r"Error parsing \w+: (.*)", r"\1"),
     (r"Error parsing (\S+): .*?\[?('.*')\]?\.?", r"\1 has an invalid value: \2"),
     (r".*?Unrecognized options: (-[^\s,=]+).*? Perhaps you meant: ([^\s,]+).*", r"unknown option \1; did you mean \2?"),
     (r".*?Unrecognized options: (-[^\s,=]+).*", r"unknown option \1; --help lists all"),

@@ -115,15 +115,15 @@ def test_compare(capsys):
         ("show dualpipe --pp 4", "dualpipe needs --pp and --micro-batches, as in"),
         (
             "show zbv --pp 2 --micro-batches 4 --cost.F 0",
-            "cost F must be a finite number greater than 0: got 0; use 1",
+            "--cost.F must be a finite number greater than 0: got 0; use 1",
         ),
         (
             "show zbv --pp 2 --micro-batches 4 --cost.B -2",
-            "cost B must be a finite number greater than 0: got -2; use 1",
+            "--cost.B must be a finite number greater than 0: got -2; use 1",
         ),
         (
             "show zbv --pp 2 --micro-batches 4 --cost.comm -2",
-            "cost comm must be a finite number at least 0: got -2; use 0",
+            "--cost.comm must be a finite number at least 0: got -2; use 0",
         ),
         ("show zbv --pp 2 --micro-batches 4 --cost.W 2", "cost W is part of B and must be smaller"),
         ("show zbv --pp 2 --micro-batches 4 --cost.F 1 2 3", "has 3 numbers for 4 stages"),
@@ -145,7 +145,7 @@ def test_compare(capsys):
         ("compare --stages 8 --micro-batches 1", "no schedule runs with fewer micro-batches than ranks"),
         (
             "compare --stages 8 --micro-batches 8 --cost.FB 0",
-            "cost FB must be a finite number greater than 0: got 0; use 1",
+            "--cost.FB must be a finite number greater than 0: got 0; use 1",
         ),
     ],
 )

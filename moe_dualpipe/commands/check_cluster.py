@@ -2,13 +2,13 @@
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import arg
 
+from ..health.report import end_process
 from ..messages import check_range
 from ..runtime.launch import Launch
 from ..tools.drawing.output import check_output
@@ -50,22 +50,13 @@ class CheckCluster(DeviceOption):
         try:
             outcome = check_cluster(options, launch)
         except ConnectionError as error:
-            if launch.local_rank == 0:
-                print(f"moe-dualpipe: error: {error}", file=sys.stderr)
-            _exit_at_once(1)
+            end_process(1, f"moe-dualpipe: error: {error}\n" if launch.local_rank == 0 else "")
         if outcome.report is not None:
             from ..tools.cluster.report import cluster_report
 
-            print(cluster_report(outcome.report))
+            print(cluster_report(outcome.report), flush=True)
             if self.json is not None:
                 self.json.write_text(json.dumps(outcome.report.to_json(), indent=1) + "\n")
         if outcome.stuck:
-            _exit_at_once(outcome.code)
+            end_process(outcome.code)  # its threads may wait for other ranks in C++
         return outcome.code
-
-
-def _exit_at_once(code: int) -> None:
-    """Exit without waiting for threads, which may wait for other ranks in C++."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)

@@ -58,7 +58,7 @@ class Export(OwnLayerOptions):
         out = self._folder()
         plan.write(out, self.max_shard_size)
         files = sizes_of(out)
-        print(f"wrote {plural(len(files), 'file')}, {_size(sum(files.values()))}: {_names([*files])}")
+        print(f"wrote {plural(len(files), 'file')}, {_size(sum(files.values()))}")
 
     def _folder(self) -> Path:
         return staged_folder(Url(self.out)) if is_url(self.out) else Path(self.out)
@@ -75,10 +75,3 @@ def _described(plan: Plan, max_shard_size: str) -> str:
 
 def _size(count: int) -> str:
     return f"{count / GB:,.2f} GB" if count >= GB / 10 else f"{count / 1e6:,.2f} MB"
-
-
-def _names(names: list[str]) -> str:
-    """The names, without the shards between the first and the last."""
-    shards = [name for name in names if name.startswith("model-")]
-    others = [name for name in names if name not in shards]
-    return ", ".join([*others, *([f"{shards[0]} to {shards[-1]}"] if len(shards) > 1 else shards)])

@@ -19,8 +19,27 @@ from ..tools.profiler.windows import parse_steps
 from .options import JsonOption, check_ranges
 
 
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(JsonOption):
+    """How traces are read."""
+
+    comm: str | None = None
+    """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, too."""
+    compute: str | None = None
+    """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
+    steps: str | None = None
+    """Steps to analyze: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps without start-up."""
+
+    def names(self) -> Names:
+        """Raises ValueError for an invalid expression."""
+        try:
+            return Names(self.comm, self.compute)
+        except ValueError as error:
+            raise ValueError(f"--{error}") from None
+
+
 @dataclass(frozen=True)
-class ProfileAnalyze(JsonOption):
+class ProfileAnalyze(TraceOptions):
     """Analyze traces of torch.profiler or Nsight Systems: how much communication was hidden, and why not more.
 
     Several traces are analyzed one by one, and then compared. With --json, one device is an object, several are a list.
@@ -28,28 +47,19 @@ class ProfileAnalyze(JsonOption):
 
     traces: Positional[Annotated[list[Path], arg(metavar="TRACE [TRACE ...]")]]
     """Chrome traces (.json, .json.gz), exports of Nsight Systems (.sqlite), folders, or patterns ("run/*.json")."""
-    comm: str | None = None
-    """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, too."""
-    compute: str | None = None
-    """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
     phases: bool = False
     """Print a table of the annotations and modules that launched work."""
     streams: bool = False
     """Print the busy time of each stream (on a CPU, of each thread)."""
     collectives: bool = False
     """Print a table of collectives by kind and group: count, bytes, bandwidth, and where they were launched."""
-    steps: str | None = None
-    """Steps to analyze: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps without start-up."""
     kernels: int = 0
     """Print a table of this many kernels (on a CPU, operators) with the longest total time."""
     out: Path | None = None
     """Draw computation above communication into this file: a picture (.png, .svg) or a page to zoom into (.html)."""
 
     def run(self) -> None:
-        try:
-            names = Names(self.comm, self.compute)
-        except ValueError as error:
-            raise ValueError(f"--{error}") from None
+        names = self.names()
         check_ranges(self, 0, "kernels")
         if not self.traces:
             raise ValueError("no trace to analyze: name at least one file")

@@ -8,35 +8,25 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..messages import printable
-from ..tools.profiler.communication import Names
 from ..tools.profiler.compare import Comparison
 from ..tools.profiler.reading.paths import trace_paths
 from ..tools.profiler.recordings import read_recording
 from ..tools.profiler.reports.comparison import compare_text
 from ..tools.profiler.windows import parse_steps
-from .options import JsonOption
+from .profile import TraceOptions
 
 
 @dataclass(frozen=True)
-class ProfileCompare(JsonOption):
+class ProfileCompare(TraceOptions):
     """Compare two recordings: steps, computation by category, and communication."""
 
     a: Positional[Annotated[Path, arg(metavar="A")]]
     """Recording before the change: a trace, a folder of the ranks' traces, or a pattern such as "run/*.json"."""
     b: Positional[Annotated[Path, arg(metavar="B")]]
     """Recording after the change."""
-    comm: str | None = None
-    """Regular expression. Kernels (on a CPU, annotations) whose names contain it are communication, too."""
-    compute: str | None = None
-    """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
-    steps: str | None = None
-    """Steps to compare: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps without start-up."""
 
     def run(self) -> None:
-        try:
-            names = Names(self.comm, self.compute)
-        except ValueError as error:
-            raise ValueError(f"--{error}") from None
+        names = self.names()
         paths = [trace_paths([argument]) for argument in (self.a, self.b)]
         steps = parse_steps(self.steps)
         comparison = Comparison(*(read_recording(str(one), files, names, steps)

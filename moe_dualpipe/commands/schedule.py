@@ -1,7 +1,7 @@
 """`moe-dualpipe schedule`: show, compare and check pipeline schedules."""
 
 import shutil
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -31,17 +31,6 @@ from ..tools.drawing.timeline_text import timeline_text
 from .options import JsonOption, check_together
 
 MOST_RECORDED = 50_000  # layers x micro-batches x ep: about 20 minutes on one core
-
-
-@dataclass(frozen=True)
-class CostOptions(Costs):
-    """Durations for one micro-batch on one stage: one number for all stages, or one per stage."""
-
-    def __post_init__(self) -> None:
-        """Do nothing: tyro would print an error in a box. `checked` validates instead."""
-
-    def checked(self) -> Costs:
-        return Costs(*astuple(self))
 
 
 @dataclass(frozen=True)
@@ -75,20 +64,20 @@ class ChosenSchedule:
 class ShowSchedule(ChosenSchedule):
     """Show the timeline of a schedule as text, or save it to a file."""
 
-    cost: CostOptions = field(default_factory=CostOptions)
+    cost: Costs = field(default_factory=Costs)
+    """Durations for one micro-batch on one stage: one number for all stages, or one per stage."""
     out: Path | None = None
     """Save to this file: a figure (.svg, .png) or the actions (.csv)."""
     width: int | None = None
     """Number of columns, at least 40. None: the width of the terminal."""
 
     def run(self) -> None:
-        costs = self.cost.checked()
         if self.out is not None:
             check_output(self.out, TIMELINE_SUFFIXES)
         if self.width:
             check_range("--width", self.width, 40, 10_000)
         schedule, _ = self.find()
-        timeline = simulate(schedule, costs)
+        timeline = simulate(schedule, self.cost)
         if self.out is not None:
             save_timeline(timeline, self.out)
             print(printable(self.out))
@@ -108,10 +97,11 @@ class CompareSchedules(JsonOption):
     """Number of micro-batches in a step."""
     num_chunks: int = 2
     """Stages per rank, for interleaved_1f1b."""
-    cost: CostOptions = field(default_factory=CostOptions)
+    cost: Costs = field(default_factory=Costs)
+    """Durations for one micro-batch on one stage: one number for all stages, or one per stage."""
 
     def run(self) -> None:
-        entries = compare(self.stages, self.micro_batches, self.cost.checked(), self.num_chunks)
+        entries = compare(self.stages, self.micro_batches, self.cost, self.num_chunks)
         self.show([entry.as_object() for entry in entries], comparison_table(entries))
 
 

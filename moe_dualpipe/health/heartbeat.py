@@ -60,8 +60,6 @@ class Progress:
     links: P2P | None = None
     experts: tuple[int, ...] = ()
     """The ranks that exchange tokens with this one."""
-    awaited: str = ""
-    """What `waiting_for` says."""
     _segments_before: int = 0
 
     def watch(self, engine: Engine, links: P2P, experts: Sequence[int]) -> None:
@@ -87,15 +85,6 @@ class Progress:
             yield
         finally:
             self._enter(outer)
-
-    @contextmanager
-    def waiting_for(self, awaited: str) -> Iterator[None]:
-        """Call while the main thread waits for what was started earlier, which is not a phase of its own."""
-        self.awaited = awaited
-        try:
-            yield
-        finally:
-            self.awaited = ""
 
     def _enter(self, phase: str) -> None:
         self.phase, self._segments_before = phase, self.engine.started if self.engine else 0
@@ -168,7 +157,7 @@ def state_of(progress: Progress, code: CodePosition, seconds: float) -> RankStat
     elif progress.phase and progress.action is None:
         transfer = f"{progress.phase} of step {progress.step}" if progress.step else progress.phase
     elif waiting:
-        transfer = progress.awaited or f"a collective operation, {code.text}"
+        transfer = f"a collective operation, {code.text}"
     return RankState(f"{progress} ({code.text})", waiting, seconds, transfer, peer, group, progress.order)
 
 

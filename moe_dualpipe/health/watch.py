@@ -25,7 +25,7 @@ from .deadline import Deadline
 from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace, state_of
 from .program import program_name
 from .report import end_process, report_error
-from .stall import StallReport
+from .stall import StallReport, describe_stall
 
 PATIENCE = 10.0
 """Seconds without a heartbeat until a rank counts as dead; at most half of the timeout."""
@@ -107,8 +107,8 @@ class Watchdog:
         # One client per thread. Not the default client: it blocks while a process group is created.
         clients = [dist.distributed_c10d._get_default_store().clone() for _ in range(2)]  # type: ignore[attr-defined]
         self._main_store, self._store = (dist.PrefixStore(prefix, client) for client in clients)
-        patience = timeout / 4 / self.interval
-        self._stall = StallReport(self._store, self.rank, self.size, patience, self.interval, self._heartbeat)
+        patience = max(timeout / 4 / self.interval, self.max_silent + 4)  # a rank that does not answer is found first
+        self._stall = StallReport(self._store, self.rank, self.size, patience, self._heartbeat)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
@@ -233,7 +233,8 @@ class Watchdog:
         """
         if self._store.add(_DIAGNOSES, 1) % self.size >= DIAGNOSING_RANKS:
             return None  # these may fail, so this rank asks again at the next check
-        beats = {rank: beat for rank in range(self.size) if (beat := self._heartbeat(rank)) is not None}
+        read = {rank: self._heartbeat(rank) for rank in range(self.size)}
+        beats = {rank: beat for rank, beat in read.items() if beat is not None}
         if any(beat.saving for beat in beats.values()) and self._lost_connection is None:
             self._still //= 2  # look again later
             return None
@@ -244,7 +245,7 @@ class Watchdog:
             return Failure(rank, f"{'exited' if ended else 'hangs'} in {beat.state.position}, and others wait for it")
         positions = [f"rank {rank} is in {beat.state.position}" for rank, beat in (suspects or beats).items()]
         why = f" ({_first_line(self._lost_connection)})" if self._lost_connection is not None else ""
-        waits = "; ".join(self._stall.describe(self._checks) or positions)
+        waits = "; ".join(describe_stall(read) or positions)
         return Failure(None, f"the ranks wait for each other{why}: {waits}")
 
 

@@ -1,14 +1,12 @@
 """The valid values of options, for the command line and for programs that build a TrainConfig themselves."""
 
-from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 from ..integrations.trackers import check_installed
 from ..messages import LARGEST, check_range, unknown_name
 from ..runtime.learning_rate import decay_steps
 from .config import TrainConfig
-from .options import all_keys, option_name, value_of
+from .options import all_keys, option_name
 
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
@@ -25,12 +23,8 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("metrics.peak_tflops optim.clip", 1e-6, 1e6),
     ("optim.lr", 1e-12, 100.0),
     ("optim.weight_decay", 0, 1000),
+    ("optim.beta1 optim.beta2 optim.momentum", 0, 0.999999),  # a moment with 1 never changes
 )  # fmt: skip
-# Options, test, requirement.
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("optim.beta1 optim.beta2 optim.momentum", lambda x: 0 <= x < 1, "at least 0 and below 1"),
-    ("freeze", lambda patterns: not isinstance(patterns, str), "a tuple of patterns"),
-)
 
 
 def check_options(config: TrainConfig) -> None:
@@ -40,14 +34,10 @@ def check_options(config: TrainConfig) -> None:
             if (value := attrgetter(option)(config)) is not None:
                 check_range(option_name(option), value, low, high)
     for key in all_keys().values():
-        if key.choices and (value := value_of(config, key.name)) not in (*key.choices, None):
+        if key.choices and (value := attrgetter(key.name)(config)) not in (*key.choices, None):
             raise unknown_name(option_name(key.name), str(value), key.choices)
-    for options, valid, requirement in RULES:
-        for option in options.split():
-            value = attrgetter(option)(config)
-            if not valid(value):
-                got = repr(value) if isinstance(value, str) else value
-                raise ValueError(f"{option_name(option)} must be {requirement}: got {got}")
+    if isinstance(config.freeze, str):
+        raise ValueError(f"--freeze must be a tuple of patterns: got {config.freeze!r}")
     config.sample.sampling()  # raises ValueError
     optim, mtp_layers, seq_len = config.optim, config.model.mtp_layers, config.batch.seq_len
     if config.parallel.move_experts_every and config.parallel.ep == 1:

@@ -71,7 +71,7 @@ class ComputeConfig:
     kernels: Kernels = "auto"
     """triton, or reference: plain torch. auto: triton on GPUs, reference on CPUs."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Fuse small operators with torch.compile. auto: on for GPUs, and for long runs on CPUs."""
+    """Fuse small operators with torch.compile. auto: on for GPUs, off for CPUs."""
     cuda_graphs: bool = False
     """Launch each micro-batch as one CUDA graph. For small models on one GPU, which are limited by launch overhead."""
     recompute: Recompute = "none"

@@ -38,13 +38,6 @@ class Choice:
     def schedule(self) -> Schedule:
         return build(self.name, self.layout.pp, self.micro_batches, self.layout.chunks)
 
-    def __str__(self) -> str:
-        experts = f", experts over {self.layout.ep}" if self.layout.ep > 1 else ""
-        return (
-            f"{self.name} over {self.layout.pp} pipeline x {self.layout.dp} data-parallel ranks{experts}, "
-            f"{plural(self.micro_batches, 'micro-batch', 'es')} of {self.micro_batch_size} each"
-        )
-
 
 def choose(
     config: TrainConfig, processes: int, strict: bool = True, problem: Callable[[Choice], str] = lambda _: ""

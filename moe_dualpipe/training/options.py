@@ -5,7 +5,6 @@ A key is a field of TrainConfig with its section, such as "optim.lr". Any key ca
 preset.
 """
 
-import ast
 import inspect
 import json
 import tomllib
@@ -15,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn
+
+import docstring_parser
 
 from ..checkpoint.destinations import run_of
 from ..data import stores
@@ -84,8 +84,6 @@ _REPLACED = {
     "data_cache": ": token ids at a URL are read into memory",
     "data_cache_gb": ": token ids at a URL are read into memory",
 }
-_REMOVED = ("batch.data_cache", "batch.data_cache_gb")
-"""Keys that run.toml of an older run may have, without a meaning now."""
 
 
 class OptionError(ValueError):
@@ -137,11 +135,8 @@ def all_keys() -> dict[str, Key]:
 
 def _fields_of(section: Any) -> list[tuple[str, Any, Any, str]]:
     """Name, type, default and docstring of each field of a dataclass."""
-    kinds, texts = typing.get_type_hints(section), {}
-    body = ast.parse(inspect.getsource(section)).body[0].body  # type: ignore[attr-defined]
-    for node, following in pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
-            texts[ast.unparse(node.target)] = inspect.cleandoc(ast.literal_eval(following.value))
+    kinds, documented = typing.get_type_hints(section), docstring_parser.parse_from_object(section).params
+    texts = {one.arg_name: inspect.cleandoc(one.description or "") for one in documented}
     return [(one.name, kinds[one.name], one.default, texts.get(one.name, "")) for one in fields(section)]
 
 
@@ -280,8 +275,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     for name, value in tables.items():
         entries = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
         for key, one in entries.items():
-            if key in _REMOVED:
-                continue
             try:
                 values[key] = convert(find_key(key), one)
             except OptionError as error:
@@ -298,19 +291,16 @@ def to_toml(config: TrainConfig) -> str:
         if key.partition(".")[0] != section and "." in key:
             section = key.partition(".")[0]
             lines += ["", f"[{section}]"]
-        lines.append(f"{key.rpartition('.')[2]} = {_toml(value_of(config, key))}")
+        lines.append(f"{key.rpartition('.')[2]} = {_shown(value_of(config, key))}")
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
+def _shown(value: Any) -> str:
+    """A value in TOML: as in JSON, except infinity, and that TOML allows no control character but the tab."""
+    if isinstance(value, float):
         return repr(value)
-    text = json.dumps("none" if value is None else str(value), ensure_ascii=False)
-    return text.replace("\x7f", "\\u007f")  # TOML allows no control character but the tab
+    text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
+    return text.replace("\x7f", "\\u007f")
 
 
 def _run_file(resume: str, staging: str | None) -> Path | None:
@@ -370,8 +360,6 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
 
 def find_key(name: str) -> Key:
     """Raises OptionError, with the nearest name, for a key that does not exist."""
-    if name in _REMOVED:
-        raise OptionError(f"{name} was removed{_REPLACED[name.rpartition('.')[2]]}")
     if name not in all_keys():
         raise OptionError(_unknown("key", name, {key: key for key in all_keys()}))
     return all_keys()[name]
@@ -381,10 +369,11 @@ def _unknown(kind: str, word: str, typed: Mapping[str, str]) -> str:
     """Suggests a name in another section or spelling, or a similar one. typed: what to type, by name."""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")[:100]
     last = name.rpartition(".")[2].removeprefix("no_")
-    if last in _REPLACED and last == name:
+    if last in _REPLACED:
         return f"{word} was removed{_REPLACED[last]}"
+    shown = {f"--{one}": text for one, text in typed.items()}  # a short word is nearer with its dashes
     same = [name] * (name in typed) or [one for one in typed if one.rpartition(".")[2] == last]
-    near = [typed[one] for one in same or get_close_matches(name, typed, n=1, cutoff=0.5)]
+    near = [typed[one] for one in same] or [*map(shown.get, get_close_matches(f"--{name}", shown, n=1))]
     return f"unknown {kind} {quoted(word, 60)}; {f'did you mean {near[0]}? ' if near else ''}--help-all lists all"
 
 
@@ -426,7 +415,7 @@ def help_text(every_key: bool) -> str:
 
 def _entry(name: str, key: Key, first_line: bool = False) -> str:
     text, shown = key.text.partition("\n")[0] if first_line else key.text, f"{name} {key.metavar}"
-    default = "" if key.default is None or key.name in ("preset", "model.dense_layers") else f" ({_toml(key.default)})"
+    default = "" if key.default is None or key.name in ("preset", "model.dense_layers") else f" ({_shown(key.default)})"
     if first_line:
         lead = f"  {shown:<26} " if len(shown) < 27 else f"  {shown}\n{' ' * 29}"
         return f"{lead}{text}{default}"

@@ -20,7 +20,6 @@ from ..checkpoint import (
     check_weights,
     find_checkpoint,
     is_published,
-    read_tensor_metadata,
     start_tokenizer,
 )
 from ..checkpoint.atomic_folder import is_there
@@ -29,10 +28,9 @@ from ..checkpoint.huggingface import companions_of, find_architecture, read_comp
 from ..data import BYTES, TOKENIZER_FILE, Batches, GivenBatches, TextData, UnknownTokenizer, load_data, stores
 from ..kernels.backend import Kernels
 from ..messages import printable
-from ..models import ModelConfig, StageSpec, build_model, check_layers, elementwise_matrices, split
+from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
 from ..runtime.layout import Layout
-from ..runtime.learning_rate import OptimizerConfig
 from ..runtime.topology import Placed, machine_limit
 from ..schedule import Schedule
 from . import metrics, restart, setup
@@ -157,7 +155,7 @@ def prepare(
     if folder and not restarted:
         setup.check_new(folder, options)
     config, choice = _choose(request, launch, agreed, device, instruments)
-    compiled = setup.choose_compiled(config, device, choice.layout.pp)
+    compiled = setup.choose_compiled(config.compute.compile, device.type)
     if config.compute.cuda_graphs:
         setup.check_cuda_graphs(config, device, kernels, launch.world_size)
     dtype = setup.choose_dtype(config.compute, device.type)
@@ -175,7 +173,10 @@ def prepare(
                 "give --data, and every other option that differs from its default"
             )
         first_step = check_model(resume, config.model)
-        _check_saved(resume, config.optim, config.model)
+        trained_by = (request.saved or {}).get("optim.name", config.optim.name)
+        if trained_by != config.optim.name:
+            what = f"{resume} holds the state of {trained_by}, which {config.optim.name} cannot use"
+            raise ValueError(f"{what}: use --optimizer {trained_by}")
     elif weights:
         differences = check_weights(weights, config.model, options.weights_partial)
     if first_step >= config.steps and not restarted:
@@ -308,30 +309,8 @@ def _load_text(config: TrainConfig, start: Path | None, request: Request) -> Tex
     if start and not unknown:
         text.check_tokenizer(start)
     if config.sample.sample_tokens:
-        try:
-            largest = max(text.tokenizer.encode(config.sample.prompt or "\n"), default=None)
-        except UnicodeEncodeError:  # the locale of the shell is another one
-            raise ValueError(f"--prompt {config.sample.prompt!r} is not UTF-8: use a locale of UTF-8") from None
+        largest = max(text.tokenizer.encode(config.sample.prompt or "\n"), default=None)
         if largest is None or largest >= vocab_size:
             what = "has no token" if largest is None else f"has token {largest}, but model.vocab_size is {vocab_size}"
             raise ValueError(f"--prompt {config.sample.prompt!r} {what}: use another one, or --sample-tokens 0")
     return text
-
-
-def _check_saved(checkpoint: Path, config: OptimizerConfig, model: ModelConfig) -> None:
-    """Raise ValueError if `checkpoint` was saved with another optimizer.
-
-    If Muon has no matrix to update, the states of both optimizers are the same.
-    """
-    entries, saved = read_tensor_metadata(checkpoint), config.name
-    if any(name.startswith("momentum.") for name in entries):
-        saved = "muon"
-    elif config.name == "muon":
-        with torch.device("meta"):
-            alike = {f"exp_avg.{name}" for name in elementwise_matrices([build_model(model)])}
-        matrices = {n for n, e in entries.items() if len(e.shape) == 2}
-        if any(name.startswith("exp_avg.") for name in matrices - alike):
-            saved = "adamw"
-    if saved != config.name:
-        what = f"{checkpoint} holds the state of {saved}, which {config.name} cannot use"
-        raise ValueError(f"{what}: use --optimizer {saved}")

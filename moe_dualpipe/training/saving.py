@@ -64,8 +64,7 @@ class Saving:
         """Wait for the last save and return its folder; None without a folder. Raises RunFailed if it failed."""
         if self.saver is None:
             return None
-        with self.trainer.progress.during(SAVING):
-            self._note(self.saver.wait())
+        self.poll(wait=True)
         if self.last is None:  # a restart after the last step
             return self.trainer.run.resume
         if self.last.error:

@@ -14,16 +14,9 @@ from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fuse import missing_for_compile
 from ..messages import printable
 from ..models.auxiliary_losses import loss_factors
-from ..models.costs import train_flops_per_token
 from ..runtime.launch import Launch, choose_device, count_gpus
 from . import restart
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
-
-WORTH_COMPILING = 1e14
-"""FLOPs of a rank in a run on a CPU from which --compile auto compiles: about an hour and a half on one core.
-
-Compiling takes about a minute, unless an earlier run left its graphs on the disk, and saves about 2% of the time.
-"""
 
 
 def choose_dtype(compute: ComputeConfig, kind: str) -> torch.dtype:
@@ -44,17 +37,13 @@ def choose_kernels(compute: ComputeConfig, launch: Launch) -> tuple[torch.device
     return device, kernels
 
 
-def choose_compiled(config: TrainConfig, device: torch.device, pp: int) -> bool:
+def choose_compiled(choice: str, kind: str) -> bool:
     """Whether to fuse operators with torch.compile. run.toml has the answer, so a resumed run does the same."""
-    choice, batch = config.compute.compile, config.batch
-    if choice == "off":
+    if choice == "off" or (choice == "auto" and kind == "cpu"):
         return False
     missing = missing_for_compile()
     if missing and choice == "on":
         raise ValueError(f"--compile on needs {missing}, or use --compile off")
-    if choice == "auto" and device.type == "cpu":
-        flops = config.steps * batch.batch_size * batch.seq_len * train_flops_per_token(config.model, batch.seq_len)
-        return missing is None and flops / pp >= WORTH_COMPILING
     return missing is None
 
 

@@ -5,13 +5,12 @@ end the run: it is printed once, as a warning.
 """
 
 import dataclasses
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..errors import describe_user_error
 from ..health.report import warn
 from ..integrations.trackers import TensorBoard, WandbRun
-from ..messages import describe
 from .config import TrainConfig
 
 
@@ -35,7 +34,7 @@ class GuardedSink:
         except Exception as error:
             if not self._warned:
                 what = f"{type(self._sink).__name__} cannot log step {record.get('step')}"
-                warn(f"{what}: {_describe(error)}; the run continues and tries again")
+                warn(f"{what}: {describe_user_error(error)}; the run continues and tries again")
             self._warned = True
 
     def close(self) -> None:
@@ -44,14 +43,7 @@ class GuardedSink:
             if close is not None:
                 close()
         except Exception as error:
-            warn(f"{type(self._sink).__name__} cannot be closed: {_describe(error)}")
-
-
-def _describe(error: Exception) -> str:
-    text = ""
-    with suppress(Exception):
-        text = describe(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+            warn(f"{type(self._sink).__name__} cannot be closed: {describe_user_error(error)}")
 
 
 def chosen_sinks(config: TrainConfig, folder: Path, first_step: int) -> list[Sink]:

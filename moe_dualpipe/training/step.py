@@ -87,7 +87,6 @@ class Trainer:
         averaged = AveragedBuffers(self)
         self.buffers = averaged.buffers
         self.optimizer = self.pipeline.optimizer(self.config.optim, self.config.parallel.zero)
-        self.executor.before_stage = self._wait_for_weights
         batch, seed, last = self.config.batch, self.config.seed, self.config.steps
         self.read_ahead = build_on_all_ranks(
             lambda: ReadAhead(self.text, seed, batch.batch_size, batch.seq_len, self._own, last)
@@ -266,10 +265,6 @@ class Trainer:
             some, others = _CALLS[int(last)], _CALLS[-int(first)]
             raise RuntimeError(f"some ranks are at {some}, and others at {others}: call it on all ranks, or on none")
         return largest
-
-    def _wait_for_weights(self, stage: int) -> None:
-        with self.progress.waiting_for(f"new weights of stage {stage}"):
-            self.optimizer.wait(stage)
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> StepSums:
         experts = self.pipeline.expert_parallel

@@ -43,7 +43,7 @@ def test_the_newest_intact_checkpoint_of_an_earlier_version_is_converted(tmp_pat
     old, new = tmp_path / "old", tmp_path / "new"
     for step in (3, 7):
         write_old(old / "checkpoints" / f"step-00000{step}", step)
-    (old / "run.toml").write_text("steps = 9")
+    (old / "run.toml").write_text("steps = 9\ndata_cache_gb = 20.0\n")
     advice = "is broken: an earlier version wrote it: convert it with examples/convert_checkpoint.py; this run has no"
     with pytest.raises(ValueError, match=advice):
         find_checkpoint(str(old / "checkpoints" / "step-000007"))
@@ -52,6 +52,6 @@ def test_the_newest_intact_checkpoint_of_an_earlier_version_is_converted(tmp_pat
     assert done.stdout == f"{old} -> {new}/checkpoints/step-000003\n", done.stderr
     found = find_checkpoint(str(new))
     assert loaded_step(found) == check_model(found, ModelConfig()) == 3
-    assert (found / "tokenizer.json").read_bytes() == b"{}" and (new / "run.toml").read_text() == "steps = 9"
+    assert (found / "tokenizer.json").read_bytes() == b"{}" and (new / "run.toml").read_text() == "steps = 9\n"
     failed = convert(new, tmp_path / "third")
     assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "no earlier version wrote it" in failed.stderr

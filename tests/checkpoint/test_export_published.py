@@ -70,12 +70,7 @@ def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
         f"glm4_moe (Glm4MoeForCausalLM): 81 tensors, 0.33 MB in {shards} safetensors files; needs 0.20 MB of memory "
         "for tensors"
     )
-    assert re.fullmatch(
-        rf"wrote {shards + 5} files, 0.3\d MB: config.json, generation_config.json, model.safetensors.index.json, "
-        rf"tokenizer.json, tokenizer_config.json, model-00001-of-0000{shards}.safetensors to "
-        rf"model-0000{shards}-of-0000{shards}.safetensors",
-        result,
-    )
+    assert re.fullmatch(rf"wrote {shards + 5} files, 0.3\d MB", result)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

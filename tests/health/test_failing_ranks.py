@@ -48,13 +48,13 @@ def test_four_ranks_name_the_one_that_was_killed(tmp_path):
 
 @pytest.mark.long
 def test_a_suspended_rank_counts_as_dead(tmp_path):
-    """Its connections stay open, so the main thread of the other rank is stuck in C++."""
-    with Processes(2, settings(tmp_path / "run", steps=1000, seq_len=16), patience=3.0) as run:
+    """Its connections stay open, so the main thread of the other rank is stuck in C++. No stall is reported before."""
+    with Processes(2, settings(tmp_path / "run", steps=1000, seq_len=16, timeout=8.0), patience=3.0) as run:
         run.wait_for_steps(1)
         run.kill(1, signal.SIGSTOP)
         assert run.exit_codes(0) == [1]
         seen = r"rank 1 vanished: no sign of life for 3 s, last seen in (step \d+|the start of the run)"
-        assert re.search(seen, run.output(0))
+        assert re.search(seen, run.output(0)) and " waits for " not in run.output(0)
 
 
 def on_rank_1_in_step_3(trainer, action):

@@ -145,12 +145,6 @@ def test_the_error_names_a_number_of_processes_that_would_do():
     assert str(error.value) == ("no layout fits 5 processes (--pp 2 does not divide 5 processes): use 6 processes")
 
 
-def test_in_words():
-    assert str(choose(asking(), 8)) == (
-        "dualpipe over 2 pipeline x 4 data-parallel ranks, experts over 2, 12 micro-batches of 1 each"
-    )
-
-
 # ---- What was typed must fit ----
 
 

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.errors import CodeLine
 from moe_dualpipe.integrations.trackers import ID_FILE
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.training.checks import check_options
@@ -86,8 +88,9 @@ def test_a_run_continues_when_wandb_fails_and_says_so_once(tmp_path, wandb, capf
     train("--steps", 3, "--out", tmp_path / "run", "--wandb", "p")
     assert len(records(tmp_path / "run")) == 5 and len([c for c in calls() if c[0] == "log"]) == 1
     warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
-    problem = "WandbRun cannot log step 1: ConnectionError: no network; the run continues and tries again"
-    assert warnings == [f"train.py: warning: {problem}"]
+    assert len(warnings) == 1 and warnings[0].startswith("train.py: warning: WandbRun cannot log step 1: ")
+    problem = "wandb.py:15 in Run.log: ConnectionError: no network; the run continues and tries again"
+    assert warnings[0].endswith(problem)
 
 
 def test_a_run_that_fails_is_a_failed_run_in_wandb(tmp_path, wandb, monkeypatch):
@@ -151,9 +154,13 @@ def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capfd):
     for sink in (first, second):
         assert [record["step"] for record in sink.got] == [1, 2] and sink.got[1]["loss"] == 0.5 and sink.closed
     assert broken
+    log, close = (CodeLine.of(method) for method in (Broken.log, Broken.close))
+    assert log and close
+    log, close = replace(log, line=log.line + 1), replace(close, line=close.line + 1)
     assert capfd.readouterr().err == (
-        "\ntrain.py: warning: Broken cannot log step 1: KeyError; the run continues and tries again\n"
-        "\ntrain.py: warning: Broken cannot be closed: OSError: late\n"
+        f"\ntrain.py: warning: Broken cannot log step 1: {log}: KeyError: raise KeyError; "
+        "the run continues and tries again\n"
+        f"\ntrain.py: warning: Broken cannot be closed: {close}: OSError: late\n"
     )
 
 
