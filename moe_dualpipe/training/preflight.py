@@ -154,6 +154,11 @@ def prepare(
     folder, restarted = agreed.folder, agreed.resume is not None
     if folder and not restarted:
         setup.check_new(folder, options)
+    if folder and stack is not None:  # before the checkpoint is chosen: another run may be writing its last one
+        wait = EXPIRES if restarted else GRACE  # the first rank may have been on a machine that was lost
+        lock_folder(stack, folder, launch, agreed.store, config.health.timeout, wait)
+        if not restarted:
+            setup.check_new(folder, options)  # again: another run may have ended meanwhile
     config, choice = _choose(request, launch, agreed, device, instruments)
     compiled = setup.choose_compiled(config.compute.compile, device.type)
     if config.compute.cuda_graphs:
@@ -189,11 +194,6 @@ def prepare(
     if config.batch.document_mask and text.tokenizer.end_id < 0:
         raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
     if folder:
-        if stack is not None:
-            wait = EXPIRES if restarted else GRACE  # the first rank may have been on a machine that was lost
-            lock_folder(stack, folder, launch, agreed.store, config.health.timeout, wait)
-            if not restarted:
-                setup.check_new(folder, options)  # again: another run may have ended meanwhile
         restart.prepare_staged(folder, launch, resumed=resume is not None)
         if Path(folder, metrics.FILE).exists():
             metrics.read_records(folder)  # raises ValueError

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..data import Batches
 from ..health.deadline import Deadline
 from ..health.heartbeat import Progress
-from ..health.report import exit_on_invalid_option
+from ..health.report import exit_on_invalid_option, warn
 from ..health.signals import Stop
 from ..health.watch import PATIENCE, joining, watch_ranks
 from ..messages import printable
@@ -161,9 +161,15 @@ def _open_folder(plan: Run, launch: Launch) -> None:
             started = read_toml(file).get("checkpoint.resume") if file.is_file() else None
             config = replace(config, checkpoint=replace(config.checkpoint, resume=started))
         part = plan.folder / f".{OPTIONS_FILE}.{socket.gethostname()}"
-        with suppress(OSError):  # a full disk does not end a run
+        try:
             part.write_text(to_toml(config), encoding="utf-8", errors="replace")
             part.replace(file)
+        except OSError as error:  # a full disk does not end a run
+            with suppress(OSError):
+                part.unlink()
+            warn(
+                f"{printable(file)} cannot be written: {error.strerror}; to resume, give the options of this run again"
+            )
 
 
 @contextmanager

@@ -199,6 +199,22 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / LOCK_FILE).exists()
 
 
+def test_a_resumed_run_goes_on_from_what_the_run_before_it_saved_last(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    config = settings(run, steps=2, save_every=1)
+    train(config, verbose=False)
+    last, not_yet = run / "checkpoints" / "step-000002", tmp_path / "later"
+    last.rename(not_yet)
+    lock_folder = preflight.lock_folder
+
+    def once_the_other_has_ended(*arguments):
+        not_yet.rename(last)
+        lock_folder(*arguments)
+
+    monkeypatch.setattr(preflight, "lock_folder", once_the_other_has_ended)
+    assert train(change(config, out=None, resume=str(run), steps=3), verbose=False).run.first_step == 2
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.long
 def test_of_two_commands_at_once_one_trains(tmp_path, processes):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import moe_dualpipe
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.tools.profiler import profiled_steps as profiling
 from moe_dualpipe.training import restart
@@ -173,6 +174,13 @@ def test_a_disk_too_small_for_a_checkpoint_still_gets_the_metrics(small_disk):
     saved = read_records(small_disk)
     assert list(losses(saved)) == [1, 2, 3]
     assert [record["step"] for record in saved if "No space left" in record.get("save_error", "")] == [2, 3]
+
+
+def test_options_that_cannot_be_written_are_said_and_leave_no_part(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: (path.touch(), full_disk()))
+    moe_dualpipe.train(settings(tmp_path, steps=1), verbose=False)
+    assert f"{tmp_path}/run.toml cannot be written: No space left on device; to resume, " in capfd.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "metrics.jsonl"}
 
 
 def test_a_launcher_file_is_written_or_refused_before_the_run(tmp_path, monkeypatch):
