@@ -17,6 +17,7 @@ import contextlib
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -55,6 +56,8 @@ TARGETS = {
 }
 
 
+_CACHE = tempfile.TemporaryDirectory()
+"""Where each process keeps its kernels: one from the usual cache would have no log."""
 _LOGS: dict[str, str] = {}
 """What ptxas printed, by the hash that Triton gives a kernel: a process compiles a kernel once."""
 
@@ -84,9 +87,9 @@ def compiling(arch: str) -> Iterator[list[Built]]:
 
     def compile_only(self: Any, *args: Any, **options: Any) -> None:
         name = self.__name__.removesuffix("_kernel").strip("_")
-        with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope(), knobs.compilation.scope():
+        with contextlib.redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope(), knobs.cache.scope():
             knobs.nvidia.dump_ptxas_log = True
-            knobs.compilation.always_compile = True  # a kernel from Triton's cache on disk would have no log
+            knobs.cache.dir = f"{_CACHE.name}/{os.getpid()}"
             kernel: Any = run(self, *args, **{**options, "warmup": True})
         compiled.append(Built(name, kernel, _LOGS.setdefault(kernel.hash, log.getvalue())))
 

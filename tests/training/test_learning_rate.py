@@ -52,7 +52,7 @@ def test_wsd_decays_over_a_fifth_of_the_run_by_default():
      "20 warm-up and 5 decay steps do not fit into --steps 24: use fewer --warmup-steps or"),
     (["--lr-schedule", "wsd", "--set", "optim.decay_steps=301"], "20 warm-up and 301 decay steps do not fit"),
     (["--lr-schedule", "wsd", "--set", "optim.decay_steps=-1"], "optim.decay_steps must be at least 1: got -1"),
-    (["--set", "optim.momentum=1"], "optim.momentum must be at least 0 and below 1: got 1.0"),
+    (["--set", "optim.momentum=1"], "optim.momentum must be at most 0.999999: got 1.0"),
 ], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")  # fmt: skip
 def test_invalid_learning_rate_options(arguments, message):
     with pytest.raises(ValueError) as error:
