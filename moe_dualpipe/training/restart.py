@@ -42,7 +42,7 @@ def is_own_folder(folder: Path) -> bool:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The whole checkpoint with the largest step that earlier attempts of this launcher wrote into `folder`.
+    """The newest intact checkpoint, by step, that earlier attempts of this launcher wrote into `folder`.
 
     Ignores older checkpoints: those of a run that was resumed at an earlier step may be of later steps. Which are older
     is decided by their ids, never by a clock.
