@@ -127,6 +127,10 @@ def test_a_killed_worker_is_one_error():
         list(run_in_processes(signal.raise_signal, [signal.SIGKILL] * 2, 2))
 
 
+def test_results_have_the_order_of_the_items():
+    assert list(run_in_processes(abs, [-3, 1, -2], 2)) == [3, 1, 2]
+
+
 def test_an_invalid_row_is_named_and_only_its_file_is_encoded_again(tmp_path, capsys):
     rows = [json.dumps({"text": words(i, 30)}) for i in range(80)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(rows))

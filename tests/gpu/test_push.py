@@ -102,8 +102,10 @@ def pushed(group, rank, number, layout=1, tokens=2):
 
 
 def received(group, number, capacity=9, layout=1):
-    x = torch.full((capacity, 4), torch.nan, device=DEVICE)
-    receive_rows(group.each[0], operation(number, layout), x, torch.empty(4, dtype=torch.int32, device=DEVICE))
+    x, offsets = torch.zeros(capacity, 4, device=DEVICE), torch.full((4,), 5, dtype=torch.int32, device=DEVICE)
+    receive_rows(group.each[0], operation(number, layout), x, offsets)
+    if group.each[0].state[0]:  # also of the operation that fails
+        assert x.isnan().all() and (offsets == 0).all()
     return x
 
 
