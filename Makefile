@@ -2,6 +2,7 @@
 # make bench   measure                                    make lint   ruff and pyright
 # make docs    build the documentation in build/site
 # make soak    run the long tests, then attack runs and files at random, for about 25 minutes
+# make mutants   plant bugs one at a time, and print those that no test of their room notices; about 2 hours
 # make codegen   compile the kernels for GPUs, without one, with both versions of Triton
 
 SHELL := /bin/bash
@@ -14,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: venv dev train test pytest soak lint bench codegen docs clean
+.PHONY: venv dev train test pytest soak mutants lint bench codegen docs clean
 
 venv: $(INSTALLED)  # what training needs
 
@@ -42,6 +43,9 @@ pytest: dev
 soak: dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
+
+mutants: dev
+	$(BIN)/python -m tests.mutants
 
 lint: dev
 	$(BIN)/ruff check .
