@@ -5,12 +5,17 @@ Triton for tensors on a GPU in a dtype that the kernels support, and plain torch
 where "auto" uses plain torch. "reference" always uses plain torch.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from .options import Kernels, has_triton, validate_kernels
 
+ALIGNMENT = 16  # bytes: of wide loads and TMA, and what Triton compiles a kernel for
+
 _SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
+_copied: set[str] = set()  # names of the tensors that the user was told of
 
 
 def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:
@@ -55,12 +60,27 @@ def forbid_double_backward(what: str = "the Triton kernels", instead: str = 'use
         raise RuntimeError(f"{what} cannot be differentiated twice (create_graph): {instead}")
 
 
+def aligned(name: str, x: Tensor) -> Tensor:
+    """Return `x`, or a copy if it does not begin at a multiple of 16 bytes. Warns once for each name.
+
+    For another address, Triton would compile a slower variant of the kernel: in the middle of a run, or while a CUDA
+    graph is captured, where it fails.
+    """
+    if x.data_ptr() % ALIGNMENT == 0:
+        return x
+    if name not in _copied:
+        _copied.add(name)
+        begins = f"{x.data_ptr() % ALIGNMENT} bytes after a multiple of {ALIGNMENT} (offset {x.storage_offset()})"
+        warnings.warn(f"{name} is copied for the Triton kernels in each call: it begins {begins}", stacklevel=3)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def check_contiguous_rows(name: str, x: Tensor) -> Tensor:
-    """Return `x` if it is [rows, columns] with contiguous rows. Raises ValueError otherwise."""
+    """Return `x`, or an aligned copy, if it is [rows, columns] with contiguous rows. Raises ValueError otherwise."""
     if x.ndim != 2 or (x.stride(1) != 1 and x.shape[1] > 1 and len(x)):
         got = f"{[*x.shape]} with strides {x.stride()}"
         raise ValueError(f"{name} must be [rows, columns] with contiguous rows: got {got}")
-    return x
+    return aligned(name, x)
 
 
 def check_contiguous(name: str, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .fuse import fuse
 from .grouped_gemm import GroupedGemmOptions, grouped_linear
 from .linear import apply_autocast, compute_or_defer, grad_dtype
@@ -71,10 +71,12 @@ class _ExpertsFunction(torch.autograd.Function):
         tiling = Tiling(order.expert_offsets, len(order.gather_idx_M), dict(order.tile_tables))
         inside, outside = (weights_NK, None) if weight_inside else (None, weights_NK)
         index_M, choice_M = order.gather_idx_M, order.choice_idx_M
+        ctx.gate_up, ctx.down = gate_up_EGD, down_EDF
+        gate_up_EGD, down_EDF = aligned("gate_up", gate_up_EGD), aligned("down", down_EDF)
         z_MG, h_MF = swiglu_up(x_ND, index_M, gate_up_EGD, tiling, inside, choice_M, store_z, options.num_sms)
         out_MD = rows_times_weights("down", h_MF, down_EDF, tiling, num_sms=options.num_sms)
         ctx.save_for_backward(x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG)
-        ctx.gate_up, ctx.down, ctx.order, ctx.tiling, ctx.options = gate_up_EGD, down_EDF, order, tiling, options
+        ctx.order, ctx.tiling, ctx.options = order, tiling, options
         return sum_rows(out_MD, order.positions_NK, outside)
 
     @staticmethod
@@ -85,7 +87,8 @@ class _ExpertsFunction(torch.autograd.Function):
         from .gpu.wgrad import weight_gradients
 
         forbid_double_backward()
-        dy_ND, order, options, num_sms = grads[0].contiguous(), ctx.order, ctx.options, ctx.options.num_sms
+        dy_ND = aligned("dy", grads[0].contiguous())
+        order, options, num_sms = ctx.order, ctx.options, ctx.options.num_sms
         x_ND, gate_up_EGD, down_EDF, weights_NK, z_MG = ctx.saved_tensors
         index_M, offsets = order.gather_idx_M, order.expert_offsets
         dz_MG, h_MF, sums = swiglu_down_backward(
@@ -135,7 +138,7 @@ def experts(
         return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, compiled)
     x_ND = check_contiguous_rows("x", x_ND)
     gate_up_EGD, down_EDF = check_contiguous("gate_up", gate_up_EGD), check_contiguous("down", down_EDF)
-    weights_NK = None if weights_NK is None else weights_NK.contiguous()
+    weights_NK = None if weights_NK is None else aligned("weights", weights_NK.contiguous())
     tensors = x_ND, gate_up_EGD, down_EDF, weights_NK
     # ctx.needs_input_grad is also true under no_grad, where z need not be stored.
     store_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

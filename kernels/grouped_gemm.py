@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .backend import Kernels, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .linear import apply_autocast, compute_or_defer, grad_dtype
 from .weight_grads import WeightGrads
 
@@ -76,8 +76,8 @@ def _grouped_mm(
     from .gpu.gemm import rows_times_weights
     from .gpu.tiles import Tiling
 
-    tiling = Tiling(expert_offsets.contiguous(), len(x_MI))
-    x_MI, w_EOI = check_contiguous_rows("x", x_MI), check_contiguous("w", w_EOI)
+    tiling = Tiling(aligned("expert_offsets", expert_offsets.contiguous()), len(x_MI))
+    x_MI, w_EOI = check_contiguous_rows("x", x_MI), aligned("w", check_contiguous("w", w_EOI))
     return rows_times_weights("up_backward" if transposed else "down", x_MI, w_EOI, tiling, transposed, None, num_sms)
 
 
@@ -111,7 +111,8 @@ def _grouped_wgrad(
     from .gpu.wgrad import weight_gradients
 
     dy_MO, x_MI = check_contiguous_rows("dy", dy_MO), check_contiguous_rows("x", x_MI)
-    return weight_gradients(dy_MO, x_MI, expert_offsets.contiguous(), dtype, add_to=add_to, num_sms=num_sms)
+    offsets = aligned("expert_offsets", expert_offsets.contiguous())
+    return weight_gradients(dy_MO, x_MI, offsets, dtype, add_to=add_to, num_sms=num_sms)
 
 
 def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .backend import check_contiguous
+from .backend import aligned, check_contiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class ExpertOrder:
     tile_tables: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for tensors that are not contiguous."""
+        """Copy tensors that are not aligned. Raises ValueError for tensors that are not contiguous."""
         for name in ("gather_idx_M", "choice_idx_M", "positions_NK", "expert_offsets"):
-            check_contiguous(name, getattr(self, name))
+            object.__setattr__(self, name, aligned(name, check_contiguous(name, getattr(self, name))))
 
     def trimmed(self) -> "ExpertOrder":
         """This order with M equal to the last offset. On a GPU, this waits for the device."""

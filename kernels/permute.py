@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .backend import Kernels, check_contiguous_rows, forbid_double_backward, use_triton
+from .backend import Kernels, aligned, check_contiguous_rows, forbid_double_backward, use_triton
 from .order import ExpertOrder
 
 
@@ -29,8 +29,10 @@ def gather(x_ND: Tensor, index_M: Tensor, out_MD: Tensor | None = None, kernels:
     if use_triton(kernels, x_ND, index_M, out_MD):
         from .gpu.permute import gather_rows
 
-        out_MD = None if out_MD is None else check_contiguous_rows("out", out_MD)
-        return gather_rows(check_contiguous_rows("rows", x_ND), index_M.contiguous(), out_MD)
+        x_ND, index_M = check_contiguous_rows("rows", x_ND), aligned("index", index_M.contiguous())
+        in_place = out_MD is not None and check_contiguous_rows("out", out_MD) is out_MD
+        rows_MD = gather_rows(x_ND, index_M, out_MD if in_place else None)
+        return rows_MD if in_place or out_MD is None else out_MD.copy_(rows_MD)
     # index_select is three times as fast on a CPU as x_ND[index_M], but not if it writes to rows with gaps.
     if out_MD is None or out_MD.is_contiguous():
         return torch.index_select(x_ND, 0, index_M, out=out_MD)
@@ -48,8 +50,9 @@ def gather_sum(
     if use_triton(kernels, rows_MD, positions_NK, weights_NK):
         from .gpu.permute import sum_rows
 
-        weights_NK = None if weights_NK is None else weights_NK.contiguous()
-        return sum_rows(check_contiguous_rows("rows", rows_MD), positions_NK.contiguous(), weights_NK)
+        weights_NK = None if weights_NK is None else aligned("weights", weights_NK.contiguous())
+        positions_NK = aligned("positions", positions_NK.contiguous())
+        return sum_rows(check_contiguous_rows("rows", rows_MD), positions_NK, weights_NK)
     dtype = rows_MD.dtype
     rows_MD = rows_MD.to(torch.promote_types(rows_MD.dtype, torch.float32))
     # Reading the positions would be a host sync on a GPU.
@@ -88,9 +91,11 @@ def _gradients_triton(
     """`_gradients` in Triton."""
     from .gpu.permute import dot_rows, gather_rows
 
+    dy_ND, rows_MD = aligned("dy", dy_ND), check_contiguous_rows("rows", rows_MD)
     d_rows = d_weights = None
     if wants_rows:
-        d_rows = gather_rows(dy_ND, order.gather_idx_M, None, weights_NK.contiguous(), order.choice_idx_M)
+        weights_NK = aligned("weights", weights_NK.contiguous())
+        d_rows = gather_rows(dy_ND, order.gather_idx_M, None, weights_NK, order.choice_idx_M)
     if wants_weights:
         d_weights = dot_rows(dy_ND, rows_MD, order.positions_NK).to(weights_NK.dtype)
     return d_rows, d_weights

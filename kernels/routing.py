@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .backend import aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .fuse import fuse
 from .options import GroupScore, Kernels, RoutingOptions, Score
 from .order import ExpertOrder
@@ -60,7 +60,8 @@ class _RouteFunction(torch.autograd.Function):
 
         forbid_double_backward()
         logits_TE, ids_TK = ctx.saved_tensors
-        return top_k_experts_backward(logits_TE, ids_TK, grads[0].contiguous(), ctx.options), None, None
+        d_weights = aligned("d weights", grads[0].contiguous())
+        return top_k_experts_backward(logits_TE, ids_TK, d_weights, ctx.options), None, None
 
 
 def route(
@@ -90,7 +91,7 @@ def route(
         raise ValueError(f"bias_E must be [{logits_TE.shape[1]}], one per expert: got {[*bias_E.shape]}")
     if not use_triton(kernels, logits_TE, bias_E):
         return fuse(route_reference, compiled)(logits_TE, bias_E, options)
-    bias_E = None if bias_E is None else check_contiguous("bias_E", bias_E.detach())
+    bias_E = None if bias_E is None else aligned("bias_E", check_contiguous("bias_E", bias_E.detach()))
     return _RouteFunction.apply(check_contiguous_rows("logits_TE", logits_TE), bias_E, options)  # type: ignore[return-value]
 
 
@@ -125,7 +126,7 @@ def expert_order(
         from .gpu.sorting import order_by_expert
 
         heights = tile_heights(arch_of(expert_ids_NK.device))
-        ids_NK = expert_ids_NK.contiguous()
+        ids_NK = aligned("expert ids", expert_ids_NK.contiguous())
         return order_by_expert(ids_NK, num_experts, num_choices, lowest=lowest, heights=heights)
     return _sort_by_key(expert_ids_NK, expert_ids_NK >= 0, num_experts, num_choices)
 
@@ -144,7 +145,8 @@ def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: K
     if use_triton(kernels, ids_TK):
         from .gpu.sorting import order_by_expert
 
-        return order_by_expert(ids_TK.contiguous(), num_ranks, max_choices, experts_per_rank, once=True)
+        ids_TK = aligned("expert ids", ids_TK.contiguous())
+        return order_by_expert(ids_TK, num_ranks, max_choices, experts_per_rank, once=True)
     ranks_TK = ids_TK // experts_per_rank
     repeated_TK = (ranks_TK[:, :, None] == ranks_TK[:, None, :]).tril(-1).any(-1)
     return _sort_by_key(ranks_TK, (ids_TK >= 0) & ~repeated_TK, num_ranks, max_choices)

@@ -121,6 +121,7 @@ def order_by_expert(
     padded = next_power_of_2(num_keys + 1)
     sizes = (ids.shape[1], num_keys, padded, ids_per_key, once, BLOCK)
     slots = Tiling(indices[-1], max_choices).max_tiles(heights[0]) if heights else 0
+    slots |= 3  # each table has 3 (1 + slots) words and begins at a multiple of 16 bytes
     counts, tables = empty(programs, num_keys + 1), empty(len(heights), 1 + slots, 3)
     count_kernel[(programs,)](
         ids, counts, num_choices, blocks, *sizes, lowest, debug=lowest is not None, sanitize_overflow=False

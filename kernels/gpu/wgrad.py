@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backend import check_contiguous
+from ..backend import aligned, check_contiguous
 from .configs import lookup
 from .descriptors import ragged_argument, uses_tma, weights_argument
 from .launch_args import arch_of, ceil_div, compile_options, dot_precision, launch_grid
@@ -124,7 +124,7 @@ def weight_gradients(
     """
     num_experts, i, j = len(offsets) - 1, a.shape[1], b.shape[1]
     if add_to is not None:
-        out = check_contiguous("add_to", add_to)
+        out = aligned("add_to", check_contiguous("add_to", add_to))
     else:
         out = torch.empty(num_experts, i, j, dtype=dtype, device=a.device)
     num_rows = len(a if index_a is None else index_a)
@@ -141,4 +141,4 @@ def weight_gradients(
         ADD=add_to is not None, PRECISION=dot_precision(a.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         GROUP_M=config.group_m, **compile_options(config),
     )  # fmt: skip
-    return out
+    return out if add_to is None or add_to is out else add_to.copy_(out)

@@ -41,7 +41,7 @@ def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_s
         ids.fill_(4 if kind == "one rank" else -1)
     for windows, x, own, given in zip(group.each, xs, weights, ids, strict=True):
         tokens_M, ids_MK, _, offsets = find_sends(given, per_rank, ranks)
-        push(windows, operation(0), x, tokens_M, offsets, own, ids_MK)
+        push(windows, operation(0), x, tokens_M, offsets, own.clone(), ids_MK)
     for rank, windows in enumerate(group.each):
         chosen = ids // per_rank == rank
         sent = [each.any(1).nonzero().flatten() for each in chosen]
@@ -83,7 +83,7 @@ def test_rows_are_summed_in_the_order_of_ranks(dtype, in_kernel):
         for rank, windows in enumerate(group.each):
             to_first = torch.tensor([0] + [starts[rank + 1] - starts[rank]] * ranks, dtype=torch.int32, device=DEVICE)
             own = slice(starts[rank], starts[rank + 1])
-            push(windows, operation(number), rows[own].contiguous(), None, to_first, grads[own].contiguous())
+            push(windows, operation(number), rows[own].clone(), None, to_first, grads[own].clone())
         receive_sums(group.each[0], operation(number), y, slots_TC, offsets, grads_TK)
         for windows in group.each[1:]:
             unused = torch.empty(ranks + 1, dtype=torch.int32, device=DEVICE)
@@ -136,7 +136,8 @@ def assert_received_nothing(windows):
     """After a failure, nothing that is received can be used: rows are NaN in any dtype, and have no experts."""
     for dtype in (torch.float32, torch.float16):
         x, y = (torch.zeros(rows, 8, dtype=dtype, device=DEVICE) for rows in (9, 5))
-        (weights, grads), ids = torch.zeros(2, 9, K, device=DEVICE), torch.zeros(9, K, dtype=torch.int32, device=DEVICE)
+        weights, grads = torch.zeros(9, K, device=DEVICE), torch.zeros(9, K, device=DEVICE)
+        ids = torch.zeros(9, K, dtype=torch.int32, device=DEVICE)
         offsets = torch.full((4,), 5, dtype=torch.int32, device=DEVICE)
         receive_rows(windows, operation(1), x, offsets, weights, ids)
         assert x.isnan().all() and weights.isnan().all() and (ids == -1).all() and (offsets == 0).all()

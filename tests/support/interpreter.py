@@ -48,8 +48,12 @@ def check_accesses(monkeypatch):
     def arguments(executor, given, named):
         on_host = prepare(executor, given, named)
         values = {**dict(zip(executor.arg_names, on_host[0], strict=False)), **on_host[1]}
-        tensors = [getattr(value, "base", value) for value in values.values()]  # of a TMA descriptor: its tensor
-        areas = [area_of(t) for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
+        tensors = {name: getattr(value, "base", value) for name, value in values.items()}  # base: of a TMA descriptor
+        tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()}
+        areas = [area_of(t) for t in tensors.values()]
+        for name, t in tensors.items():
+            problem = "does not begin at a multiple of 16 bytes: a GPU would compile another variant"
+            assert t.data_ptr() % 16 == 0, f"{executor.fn.__name__}: {name} {problem}"
         if "addresses" in values:
             size = 4 * values["R"] * values["REGION"]
             areas += [(start, start + size) for start in values["addresses"].tolist()]

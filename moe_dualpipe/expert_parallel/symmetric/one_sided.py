@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.backend import Kernels, validate_kernels
+from ...kernels.backend import Kernels, aligned, validate_kernels
 from ...kernels.options import has_triton
 from ...overlap import streams
 from ..exchange import AsyncResult, round_up
@@ -258,14 +258,14 @@ class OneSided:
             )
         rows = rows.detach()
         starts = rows.data_ptr() | (int(rows.storage_offset()) | rows.stride(0)) * rows.element_size()
-        aligned = rows.stride(1) == 1 and starts % ALIGNMENT == 0
-        return rows if aligned else rows.clone(memory_format=torch.contiguous_format)
+        fits = rows.stride(1) == 1 and starts % ALIGNMENT == 0
+        return rows if fits else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _weights(weights: Tensor | None) -> Tensor | None:
     if weights is not None and weights.dtype != torch.float32:
         raise ValueError(f"routing weights must be in float32: got {weights.dtype}")
-    return None if weights is None else weights.detach().contiguous()
+    return None if weights is None else aligned("weights", weights.detach().contiguous())
 
 
 def _check_positive(**sizes: int) -> None:
