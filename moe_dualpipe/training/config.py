@@ -70,6 +70,9 @@ class ComputeConfig:
     Master weights and gradients are always float32."""
     kernels: Kernels = "auto"
     """triton, or reference: plain torch. auto: triton on GPUs, reference on CPUs."""
+    self_test: bool = True
+    """Compare the Triton kernels with plain torch on a small problem at the start, and use plain torch if they differ.
+    Once for each GPU, versions and model sizes; with kernels=triton, a difference is an error."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse small operators with torch.compile. auto: on for GPUs, off for CPUs."""
     cuda_graphs: bool = False

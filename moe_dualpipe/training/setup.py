@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from ..checkpoint.destinations import run_of
 from ..data import stores
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fuse import missing_for_compile
+from ..kernels.options import RoutingOptions
 from ..messages import printable
 from ..models.auxiliary_losses import loss_factors
 from ..runtime.launch import Launch, choose_device, count_gpus
@@ -35,6 +37,28 @@ def choose_kernels(compute: ComputeConfig, launch: Launch) -> tuple[torch.device
     elif kernels == "triton" and kind == "cpu":
         raise ValueError("--kernels triton needs a GPU, and this run is on the CPU: use --kernels reference, or auto")
     return device, kernels
+
+
+def trusted_kernels(config: TrainConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """`kernels`, or "reference" if the Triton kernels compute wrong results here. An error if triton was typed."""
+    if kernels != "triton" or not config.compute.self_test:
+        return kernels
+    from ..kernels.self_test import SelfTest  # imports triton
+
+    model = config.model
+    routing = RoutingOptions(
+        model.experts_per_token, model.router_score, model.expert_groups, model.top_groups, model.normalize_weights,
+        model.routed_scale, model.group_score,
+    )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    test = SelfTest(model.hidden_size, model.expert_size, model.num_experts, routing, device, dtype)
+    if (problem := test.first_difference()) is None:
+        return kernels
+    if config.compute.kernels == "triton":
+        raise ValueError(f"--kernels triton: {problem}: use --kernels reference, or --set compute.self_test=false")
+    warnings.warn(f"{problem}: this run uses plain torch", stacklevel=2)
+    return "reference"
 
 
 def choose_compiled(choice: str, kind: str) -> bool:

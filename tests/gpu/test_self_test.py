@@ -1,0 +1,90 @@
+"""The self-test of the kernels passes, remembers that, and finds a wrong result of each kernel of a layer."""
+
+import pytest
+import torch
+
+from moe_dualpipe.kernels import self_test
+from moe_dualpipe.kernels.gpu import gemm, permute, routing, swiglu, wgrad
+from moe_dualpipe.kernels.options import RoutingOptions
+from moe_dualpipe.kernels.self_test import SelfTest
+from moe_dualpipe.training import setup
+from moe_dualpipe.training.config import ComputeConfig, TrainConfig
+from tests.support.kernels import DEVICE
+
+TEST = SelfTest(16, 8, 4, RoutingOptions(2, "sigmoid", scale=2.5), torch.device(DEVICE), torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(self_test, "ROWS", (7,))
+
+
+def test_what_has_passed_is_not_run_again(monkeypatch):
+    assert TEST.first_difference() is None
+    monkeypatch.setattr(SelfTest, "_problems", lambda _: pytest.fail("this has passed before"))
+    assert TEST.first_difference() is None
+    monkeypatch.setattr(self_test.triton, "__version__", "2.99")
+    with pytest.raises(pytest.fail.Exception):
+        TEST.first_difference()
+
+
+def scaled(result, *_, **__):
+    return result * 1.01
+
+
+def first_scaled(results, *_, **__):
+    return scaled(results[0]), *results[1:]
+
+
+def ids_reversed(results, *_, **__):
+    return results[0], results[1].flip(1)
+
+
+def transposed_scaled(result, _name, _rows, _weights, _tiling, transposed=False, **__):
+    return scaled(result) if transposed else result
+
+
+def not_added(gradient, *arguments, **_):
+    *_, add_to = arguments
+    return gradient.sub_(1) if add_to is gradient else gradient  # it began as ones
+
+
+def nan(result, *_):
+    return result * torch.nan
+
+
+@pytest.mark.parametrize(("module", "name", "spoil", "result"), [
+    (routing, "top_k_experts", first_scaled, "routing weight"),
+    (routing, "top_k_experts", ids_reversed, "choice of experts"),
+    (routing, "top_k_experts_backward", scaled, "gradient of the router's logits"),
+    (permute, "sum_rows", scaled, "output of the experts"),
+    (permute, "sum_partials", nan, "gradient of the routing weights"),
+    (gemm, "rows_times_weights", transposed_scaled, "gradient of x"),
+    (swiglu, "swiglu_down_backward", first_scaled, "gradient of x"),
+    (wgrad, "weight_gradients", not_added, "gradient of gate and up"),
+])  # fmt: skip
+def test_a_wrong_result_is_found(module, name, spoil, result, monkeypatch):
+    launch = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **options: spoil(launch(*args, **options), *args, **options))
+    found = TEST.first_difference()
+    assert found.startswith(f"the Triton kernels compute a wrong {result} on ")
+    assert TEST.first_difference() == found  # a failure is not remembered
+
+
+def trusted(**compute):
+    return setup.trusted_kernels(
+        TrainConfig(compute=ComputeConfig(**compute)), "triton", torch.device(DEVICE), torch.float32
+    )
+
+
+def test_a_run_falls_back_to_plain_torch_unless_triton_was_typed(monkeypatch):
+    monkeypatch.setattr(SelfTest, "first_difference", lambda _: "the Triton kernels compute a wrong gradient of x")
+    with pytest.warns(UserWarning, match=r"compute a wrong gradient of x: this run uses plain torch$"):
+        assert trusted() == "reference"
+    with pytest.raises(ValueError, match=r"use --kernels reference, or --set compute\.self_test=false"):
+        trusted(kernels="triton")
+    assert trusted(self_test=False) == "triton"
+    monkeypatch.setattr(SelfTest, "first_difference", lambda _: None)
+    assert trusted() == "triton"
