@@ -161,10 +161,9 @@ def prepare(
             setup.check_new(folder, options)  # again: another run may have ended meanwhile
     config, choice = _choose(request, launch, agreed, device, instruments)
     compiled = setup.choose_compiled(config.compute.compile, device.type)
-    dtype = setup.choose_dtype(config.compute, device.type)
-    kernels = setup.trusted_kernels(config, kernels, device, dtype)
     if config.compute.cuda_graphs:
         setup.check_cuda_graphs(config, device, kernels, launch.world_size)
+    dtype = setup.choose_dtype(config.compute, device.type)
     chosen = {"compile": "on" if compiled else "off", "dtype": str(dtype).removeprefix("torch.")}
     config = replace(config, compute=replace(config.compute, **chosen))
     resume = agreed.resume or (_find(options.resume, options.staging) if options.resume else None)

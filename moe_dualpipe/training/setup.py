@@ -40,7 +40,10 @@ def choose_kernels(compute: ComputeConfig, launch: Launch) -> tuple[torch.device
 
 
 def trusted_kernels(config: TrainConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """`kernels`, or "reference" if the Triton kernels compute wrong results here. An error if triton was typed."""
+    """`kernels`, or "reference" if the Triton kernels compute wrong results on the current GPU.
+
+    Raises ValueError instead if triton was typed, or if CUDA graphs need it.
+    """
     if kernels != "triton" or not config.compute.self_test:
         return kernels
     from ..kernels.self_test import SelfTest  # imports triton
@@ -50,12 +53,10 @@ def trusted_kernels(config: TrainConfig, kernels: Kernels, device: torch.device,
         model.experts_per_token, model.router_score, model.expert_groups, model.top_groups, model.normalize_weights,
         model.routed_scale, model.group_score,
     )  # fmt: skip
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     test = SelfTest(model.hidden_size, model.expert_size, model.num_experts, routing, device, dtype)
     if (problem := test.first_difference()) is None:
         return kernels
-    if config.compute.kernels == "triton":
+    if config.compute.kernels == "triton" or config.compute.cuda_graphs:
         raise ValueError(f"--kernels triton: {problem}: use --kernels reference, or --set compute.self_test=false")
     warnings.warn(f"{problem}: this run uses plain torch", stacklevel=2)
     return "reference"

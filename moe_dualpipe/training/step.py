@@ -4,7 +4,7 @@ B sequences, S positions, L layers, E experts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from .extensions.skipped_steps import SkippedSteps
 from .extensions.timings import Timings
 from .metrics import utilization
 from .preflight import Run
+from .setup import trusted_kernels
 from .sources import changed_sources, sources_of
 
 _CALLS = "the end of the callbacks", "trainer.sample()", "trainer.validation_loss()"
@@ -73,6 +74,8 @@ class Trainer:
         self.lr_factor, self.wait_for_weights, self.sums = 1.0, True, StepSums()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        kernels = build_on_all_ranks(lambda: trusted_kernels(run.config, run.kernels, run.device, run.dtype))
+        self.run = replace(run, kernels=kernels)
         self.sources = sources_of(self.config.model, self.text, check_same_text(self.text))
         self.changes = [*run.changes, *changed_sources(run, self.sources)]
         self.pipeline = self._build_pipeline()
