@@ -8,6 +8,7 @@
 Each rank starts each action as early as possible. Nothing is rounded: integer costs give integer times.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, fields
 
@@ -34,7 +35,8 @@ class Costs:
     W: Cost | None = None
     """The weight gradient of a backward. None: B / 2."""
     FB: Cost | None = None
-    """An overlapped pair. A number per stage is looked up by the stage of the forward. None: F + B, no gain."""
+    """An overlapped pair. A number per stage: a pair of that stage alone. A pair of two stages saves the mean of what
+    theirs save. None: F + B, no gain."""
     comm: float = 0
     """The transfer of a tensor to another rank. Transfers do not slow down compute or each other."""
 
@@ -61,16 +63,33 @@ class Costs:
                     f"cost W is part of B and must be smaller: got W={self.weight(stage)} and B={full}; "
                     f"use W={_ratio(full, 2)}, or a larger B"
                 )
+        if isinstance(self.FB, tuple):
+            for i, j in itertools.permutations(range(len(self.FB)), 2):
+                if (pair := self.pair(i, j)) <= 0:
+                    raise ValueError(
+                        f"cost FB is too small beside F and B: a forward on stage {i} and a backward on stage {j} "
+                        f"would take {pair:g}; use a larger FB"
+                    )
 
     def weight(self, stage: int) -> float:
         """The duration of a weight gradient on `stage`."""
         return _ratio(_at(self.B, stage), 2) if self.W is None else _at(self.W, stage)
 
+    def pair(self, forward: int, backward: int) -> float:
+        """The duration of an overlapped pair of a forward and a backward on these stages."""
+        if self.FB is not None and (forward == backward or not isinstance(self.FB, tuple)):
+            return _at(self.FB, forward)
+        saved = 0 if self.FB is None else _ratio(self._saved(forward) + self._saved(backward), 2)
+        return _at(self.F, forward) + _at(self.B, backward) - saved
+
+    def _saved(self, stage: int) -> float:
+        return 0 if self.FB is None else _at(self.F, stage) + _at(self.B, stage) - _at(self.FB, stage)
+
     def of(self, action: Action) -> float:
         """The duration of `action`."""
         match action:
             case Overlap(forward, backward):
-                return self.of(forward) + self.of(backward) if self.FB is None else _at(self.FB, forward.stage)
+                return self.pair(forward.stage, backward.stage)
             case Forward(stage):
                 return _at(self.F, stage)
             case Backward(stage, _, Part.FULL):

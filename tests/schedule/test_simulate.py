@@ -243,8 +243,11 @@ def test_times_equal_a_tick_by_tick_simulation(size, c, comm, data):
     """In the reference, each idle rank starts its next action at the first tick at which all inputs have arrived."""
     schedule = build(*size)
     per_stage = st.lists(small, min_size=schedule.num_stages, max_size=schedule.num_stages).map(tuple)
-    f, i, w, fb = (data.draw(per_stage) for _ in range(4))
-    c = data.draw(st.sampled_from([c, Costs(f, tuple(map(sum, zip(i, w, strict=True))), w, fb)]))
+    f, i, w = (data.draw(per_stage) for _ in range(3))
+    b = tuple(map(sum, zip(i, w, strict=True)))
+    half = data.draw(st.integers(0, (min(f) + min(b) - 1) // 2))  # of what a pair of stage 0 saves: times stay integers
+    fb = (f[0] + b[0] - 2 * half, *(f[s] + b[s] for s in range(1, len(f))))
+    c = data.draw(st.sampled_from([c, Costs(f, b, w, fb)]))
     c = replace(c, comm=comm)
     timeline = simulate(schedule, c)
 
@@ -326,7 +329,8 @@ def test_costs_of_actions():
     c = Costs(F=(1, 2), B=(5, 7), W=(2, 3), FB=(6, 8))
     f, b = Forward(1, 0), Backward(0, 4)
     assert [c.of(a) for a in (f, b, Backward(0, 1, Part.INPUT), Backward(1, 1, Part.WEIGHT))] == [2, 5, 3, 3]
-    assert c.of(Overlap(f, b)) == 8  # FB of the stage of the forward
+    assert c.of(Overlap(f, b)) == 2 + 5 - (0 + 1) / 2  # stage 0 saves nothing with itself, stage 1 saves 1
+    assert c.of(Overlap(Forward(1, 0), Backward(1, 4))) == 8
     assert Costs(F=(1, 2), B=(5, 7)).of(Overlap(f, b)) == 2 + 5
     assert Costs(F=1, B=5).of(Backward(0, 0, Part.WEIGHT)) == 2.5
     assert Costs(F=[1, 2], B=[5, 7]) == Costs(F=(1, 2), B=(5, 7))
@@ -338,6 +342,7 @@ def test_costs_of_actions():
     [
         ({"F": 0}, "cost F must be a finite number greater than 0: got 0; use 1"),
         ({"B": (2, -3)}, "cost B must be a finite number greater than 0: got -3; use 1"),
+        ({"F": (1, 9), "B": 5, "FB": (2, 2)}, "a forward on stage 0 and a backward on stage 1 would take -2; use a"),
         ({"FB": float("nan")}, "cost FB must be a finite number greater than 0: got nan; use 1"),
         ({"F": float("inf")}, "cost F must be a finite number greater than 0: got inf; use 1"),
         ({"comm": -1}, "cost comm must be a finite number at least 0: got -1; use 0"),

@@ -4,6 +4,7 @@ The recordings of all ranks form a Timeline, as a simulation returns. The schedu
 of F, B, W and FB. If the measured timeline is longer, the rest is waiting time that the schedule does not cause.
 """
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -22,14 +23,16 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
     """Return the mean measured cost of each kind of action on each stage.
 
     With means, the computation time of the simulation equals that of the recording. If a stage has no action of a kind,
-    its cost is the mean of the other stages. In a schedule of pairs only, F is a third of FB and B two thirds. W is
-    None (half of B) if no weight gradient was measured alone.
+    its cost is the mean of the other stages. In a schedule of pairs only, F is a third of FB and B two thirds.
+    The pairs of a stage save the mean of what all pairs with this stage save. W is None (half of B) if no weight
+    gradient was measured alone.
     """
-    found: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in ("F", "B", "I", "W", "FB")}
+    found: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in ("F", "B", "I", "W")}
+    pairs: list[tuple[int, int, float]] = []
     for span in spans:
         match span.action:
-            case Overlap(forward):
-                found["FB"][forward.stage].append(span.duration)
+            case Overlap(forward, backward):
+                pairs.append((forward.stage, backward.stage, span.duration))
             case Forward(stage):
                 found["F"][stage].append(span.duration)
             case Backward(stage, _, part):
@@ -45,14 +48,22 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
         mean = statistics.mean(at[kind].values()) if at[kind] else otherwise
         return tuple(at[kind].get(stage, mean) for stage in stages)  # type: ignore[misc]
 
-    pairs = every("FB", None)
-    pair = statistics.mean(pairs) if pairs else None
+    pair = statistics.mean(duration for *_, duration in pairs) if pairs else None
     forwards, backwards = every("F", pair and pair / 3), every("B", pair and pair * 2 / 3)
     assert forwards and backwards, "a schedule has forwards and backwards, alone or in pairs"
     weights = every("W", None)
     if weights:
         weights = tuple(min(w, 0.9 * b) for w, b in zip(weights, backwards, strict=True))
-    return Costs(forwards, backwards, weights, pairs)
+    saved: dict[int, list[float]] = defaultdict(list)
+    for i, j, duration in pairs:
+        for stage in (i, j):
+            saved[stage].append(forwards[i] + backwards[j] - duration)
+    mean = statistics.fmean(itertools.chain.from_iterable(saved.values())) if pairs else 0
+    alone = tuple(
+        f + b - statistics.fmean(saved.get(stage, [mean]))
+        for stage, (f, b) in enumerate(zip(forwards, backwards, strict=True))
+    )
+    return Costs(forwards, backwards, weights, alone if pairs else None)
 
 
 @dataclass(frozen=True)
