@@ -36,13 +36,14 @@ MOST_RECORDED = 50_000  # layers x micro-batches x ep: about 20 minutes on one c
 @dataclass(frozen=True)
 class ChosenSchedule:
     schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
-    """gpipe, 1f1b, interleaved_1f1b, zb1p, zbv, chimera, dualpipe, dualpipev, or a CSV file with one line per rank."""
+    """gpipe, 1f1b, interleaved_1f1b, 1f1b_overlap, interleaved_overlap, zb1p, zbv, chimera, dualpipe, dualpipev.
+    Or a CSV file with one line per rank."""
     pp: int | None = None
     """Number of pipeline ranks. Required with a name."""
     micro_batches: int | None = None
     """Number of micro-batches in a step. Required with a name."""
     num_chunks: int | None = None
-    """Stages per rank, for interleaved_1f1b. None: 2."""
+    """Stages per rank, for interleaved_1f1b and interleaved_overlap. None: 2."""
 
     def find(self) -> tuple[Schedule, int]:
         """Return the schedule of a file, or the one of this name and size, and the number of transfers in the file."""
@@ -96,7 +97,7 @@ class CompareSchedules(JsonOption):
     micro_batches: int
     """Number of micro-batches in a step."""
     num_chunks: int = 2
-    """Stages per rank, for interleaved_1f1b."""
+    """Stages per rank, for interleaved_1f1b and interleaved_overlap."""
     cost: Costs = field(default_factory=Costs)
     """Durations for one micro-batch on one stage: one number for all stages, or one per stage."""
 

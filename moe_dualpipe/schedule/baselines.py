@@ -1,4 +1,4 @@
-"""The schedules to compare DualPipe with: GPipe, 1F1B, interleaved 1F1B, ZB1P, ZB-V and Chimera.
+"""The schedules to compare DualPipe with: GPipe, 1F1B, interleaved 1F1B, both with pairs, ZB1P, ZB-V and Chimera.
 
 Each function yields the actions of one rank. F is a forward, B a full backward, I an input gradient and W a weight
 gradient. p is `num_ranks`.
@@ -7,7 +7,7 @@ gradient. p is `num_ranks`.
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from .actions import Action, Backward, Forward
+from .actions import Action, Backward, Forward, Overlap
 from .stage_actions import StageActions
 
 
@@ -35,18 +35,40 @@ def interleaved_one_f_one_b(rank: int, num_ranks: int, num_micro_batches: int, n
 
     Micro-batches run in groups of p. A rank runs a group on its first stage, then on its second stage, and so on.
     """
-
-    def visits(stages: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield (stage, micro-batch) in the order in which the rank runs them."""
-        for first in range(0, num_micro_batches, num_ranks):
-            for stage in stages:
-                yield from ((stage, first + i) for i in range(num_ranks))
-
-    stages = range(rank, num_chunks * num_ranks, num_ranks)
-    forwards = [Forward(stage, i) for stage, i in visits(stages)]
-    backwards = [Backward(stage, i) for stage, i in visits(stages[::-1])]
+    forwards, backwards = _visits(rank, num_ranks, num_micro_batches, num_chunks)
     # The warm-up is one group on every stage of the rank but the last, and two forwards per later rank.
     return _alternate(forwards, backwards, (num_chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank))
+
+
+def interleaved_overlap(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -> Iterator[Action]:
+    """Interleaved 1F1B whose forwards and backwards run as pairs: Megatron's "1F1B with EP overlap".
+
+    The last rank cannot pair a backward with its own forward, so every rank runs one forward more ahead, and holds one
+    micro-batch more on one of its stages.
+    """
+    forwards, backwards = _visits(rank, num_ranks, num_micro_batches, num_chunks)
+    ahead = min((num_chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank) + 1, len(forwards))
+    yield from forwards[:ahead]
+    paired = len(forwards) - ahead
+    yield from map(Overlap, forwards[ahead:], backwards)
+    yield from backwards[paired:]
+
+
+def one_f_one_b_overlap(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
+    """`interleaved_overlap` with one stage per rank. Rank r holds 2(p - r) micro-batches, twice as many as in 1F1B."""
+    return interleaved_overlap(rank, num_ranks, num_micro_batches, 1)
+
+
+def _visits(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -> tuple[list[Forward], list[Backward]]:
+    """The forwards and the backwards of an interleaved pipeline in the order in which a rank runs them."""
+
+    def visits(stages: Sequence[int]) -> Iterator[tuple[int, int]]:
+        for first in range(0, num_micro_batches, num_ranks):
+            for stage in stages:
+                yield from ((stage, i) for i in range(first, min(first + num_ranks, num_micro_batches)))
+
+    stages = range(rank, num_chunks * num_ranks, num_ranks)
+    return [Forward(*visit) for visit in visits(stages)], [Backward(*visit) for visit in visits(stages[::-1])]
 
 
 def zb1p(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:

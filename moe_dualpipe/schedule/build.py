@@ -6,7 +6,16 @@ from functools import lru_cache
 
 from ..messages import plural, unknown_name
 from .actions import Action
-from .baselines import chimera, gpipe, interleaved_one_f_one_b, one_f_one_b, zb1p, zbv
+from .baselines import (
+    chimera,
+    gpipe,
+    interleaved_one_f_one_b,
+    interleaved_overlap,
+    one_f_one_b,
+    one_f_one_b_overlap,
+    zb1p,
+    zbv,
+)
 from .dualpipe import dualpipe, dualpipev
 from .placement import Placement
 from .schedule import Schedule
@@ -22,12 +31,19 @@ class _Method:
     even: bool = False  # the numbers of ranks and of micro-batches must be even: two flows, mirrored ranks
     in_groups: bool = False  # the number of micro-batches must be a multiple of the number of ranks
     default_chunks: int | None = None  # if set, `placement` and `actions` take the number of chunks as well
+    with_one_chunk: str = ""  # the schedule that is its case of one chunk
 
 
 _METHODS = {
     "gpipe": _Method(Placement.straight, gpipe),
     "1f1b": _Method(Placement.straight, one_f_one_b),
-    "interleaved_1f1b": _Method(Placement.interleaved, interleaved_one_f_one_b, in_groups=True, default_chunks=2),
+    "interleaved_1f1b": _Method(
+        Placement.interleaved, interleaved_one_f_one_b, in_groups=True, default_chunks=2, with_one_chunk="1f1b"
+    ),
+    "1f1b_overlap": _Method(Placement.straight, one_f_one_b_overlap),
+    "interleaved_overlap": _Method(
+        Placement.interleaved, interleaved_overlap, in_groups=True, default_chunks=2, with_one_chunk="1f1b_overlap"
+    ),
     "zb1p": _Method(Placement.straight, zb1p),
     "zbv": _Method(Placement.vee, zbv),
     "chimera": _Method(Placement.mirrored, chimera, even=True),
@@ -73,9 +89,10 @@ def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> No
         times = f"{method.min_micro_batches_per_rank} x " if method.min_micro_batches_per_rank > 1 else ""
         which = "that is a multiple of the ranks" if method.in_groups else f">= {times}ranks"
         use = max(least, num_micro_batches + -num_micro_batches % multiple)
+        fewer = f", or interleaved_overlap, which needs {num_ranks}" if least > num_ranks else ""
         raise ValueError(
             f"{name} needs {kind} micro-batches {which}: "
-            f"got {num_micro_batches} for {plural(num_ranks, 'rank')}; use {use}"
+            f"got {num_micro_batches} for {plural(num_ranks, 'rank')}; use {use}{fewer}"
         )
 
 
@@ -85,8 +102,8 @@ def build(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | N
 
     num_ranks: number of pipeline ranks. It must be even for chimera and dualpipe.
     num_micro_batches: micro-batches per step. At least `num_ranks`, and 2 x `num_ranks` for dualpipe and dualpipev;
-        even for chimera and dualpipe; a multiple of `num_ranks` for interleaved_1f1b.
-    num_chunks: stages per rank, at least 2. Only for interleaved_1f1b. None: 2.
+        even for chimera and dualpipe; a multiple of `num_ranks` for interleaved_1f1b and interleaved_overlap.
+    num_chunks: stages per rank, at least 2. Only for these two. None: 2.
 
     Raises ValueError for an unknown name, and for invalid numbers. The message suggests the nearest valid ones.
     """
@@ -106,14 +123,20 @@ def check_chunks(num_micro_batches: int, num_stages: int) -> None:
         )
 
 
+def takes_chunks(name: str) -> bool:
+    """Whether `build` takes a number of chunks for this schedule."""
+    return _METHODS[name].default_chunks is not None
+
+
 def _chunks(name: str, num_chunks: int | None) -> tuple[int, ...]:
     """Return the number of chunks as a tuple of one, or () for a schedule without chunks."""
     default = _METHODS[name].default_chunks
     if default is None and num_chunks is not None:
-        others = ", ".join(other for other, method in _METHODS.items() if method.default_chunks is not None)
+        others = ", ".join(other for other in NAMES if takes_chunks(other))
         raise ValueError(f"{name} does not take a number of chunks: got {num_chunks}; use it with {others}")
     if num_chunks is not None and num_chunks < 2:
-        raise ValueError(f"{name} needs at least 2 chunks per rank: got {num_chunks}; use 2, or 1f1b, which has one")
+        one = _METHODS[name].with_one_chunk
+        raise ValueError(f"{name} needs at least 2 chunks per rank: got {num_chunks}; use 2, or {one}, which has one")
     chunks = default if num_chunks is None else num_chunks
     return () if chunks is None else (chunks,)
 

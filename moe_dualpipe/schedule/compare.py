@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from ..messages import plural
-from .build import NAMES, build, check_chunks, placement_of
+from .build import NAMES, build, check_chunks, placement_of, takes_chunks
 from .simulate import Costs, simulate
 from .timeline import Timeline
 
@@ -53,8 +53,8 @@ def _plain(value: float | Fraction) -> float:
 def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int = 2) -> tuple[ComparedSchedule, ...]:
     """Simulate every schedule on `num_stages` ranks, then on half as many if `num_stages` is even.
 
-    num_chunks: stages per rank of interleaved_1f1b. Raises ValueError for fewer than one stage or two chunks, for costs
-    of another number of stages, and if no schedule can run with so few micro-batches.
+    num_chunks: stages per rank of interleaved schedules. Raises ValueError for fewer than one stage or two chunks, for
+    costs of another number of stages, and if no schedule can run with so few micro-batches.
     """
     if num_stages < 1:
         raise ValueError(f"a model has at least one stage: got {num_stages}; use 1 or more")
@@ -70,7 +70,7 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
 
     def compared(name: str, num_ranks: int) -> ComparedSchedule:
         try:
-            schedule = build(name, num_ranks, num_micro_batches, num_chunks if name == "interleaved_1f1b" else None)
+            schedule = build(name, num_ranks, num_micro_batches, num_chunks if takes_chunks(name) else None)
             timeline = simulate(schedule, costs.divided(num_stages, schedule.num_stages))
         except ValueError as error:
             problem = str(error)

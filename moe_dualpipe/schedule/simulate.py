@@ -58,7 +58,7 @@ class Costs:
             got = ", ".join(f"{length} for {name}" for name, length in lengths.items())
             raise ValueError(f"per-stage costs must have the same length: got {got}")
         for stage in range(max(lengths.values(), default=1)):
-            if not self.weight(stage) < (full := _at(self.B, stage)):
+            if not self.weight(stage) < (full := at(self.B, stage)):
                 raise ValueError(
                     f"cost W is part of B and must be smaller: got W={self.weight(stage)} and B={full}; "
                     f"use W={_ratio(full, 2)}, or a larger B"
@@ -73,17 +73,17 @@ class Costs:
 
     def weight(self, stage: int) -> float:
         """The duration of a weight gradient on `stage`."""
-        return _ratio(_at(self.B, stage), 2) if self.W is None else _at(self.W, stage)
+        return _ratio(at(self.B, stage), 2) if self.W is None else at(self.W, stage)
 
     def pair(self, forward: int, backward: int) -> float:
         """The duration of an overlapped pair of a forward and a backward on these stages."""
         if self.FB is not None and (forward == backward or not isinstance(self.FB, tuple)):
-            return _at(self.FB, forward)
+            return at(self.FB, forward)
         saved = 0 if self.FB is None else _ratio(self._saved(forward) + self._saved(backward), 2)
-        return _at(self.F, forward) + _at(self.B, backward) - saved
+        return at(self.F, forward) + at(self.B, backward) - saved
 
     def _saved(self, stage: int) -> float:
-        return 0 if self.FB is None else _at(self.F, stage) + _at(self.B, stage) - _at(self.FB, stage)
+        return 0 if self.FB is None else at(self.F, stage) + at(self.B, stage) - at(self.FB, stage)
 
     def of(self, action: Action) -> float:
         """The duration of `action`."""
@@ -91,11 +91,11 @@ class Costs:
             case Overlap(forward, backward):
                 return self.pair(forward.stage, backward.stage)
             case Forward(stage):
-                return _at(self.F, stage)
+                return at(self.F, stage)
             case Backward(stage, _, Part.FULL):
-                return _at(self.B, stage)
+                return at(self.B, stage)
             case Backward(stage, _, Part.INPUT):
-                return _at(self.B, stage) - self.weight(stage)
+                return at(self.B, stage) - self.weight(stage)
             case Backward(stage):
                 return self.weight(stage)
 
@@ -130,7 +130,8 @@ class Costs:
                 )
 
 
-def _at(cost: Cost, stage: int) -> float:
+def at(cost: Cost, stage: int) -> float:
+    """The cost of a stage."""
     return cost[stage] if isinstance(cost, tuple) else cost
 
 
