@@ -86,25 +86,6 @@ def test_all_to_all_equals_one_rank_with_all_experts(kind, ranks):
         assert rows == sum(sends[rank] for _, sends in seen)
 
 
-def test_experts_that_cannot_be_divided_evenly_raise():
-    run_ranks(2, uneven)
-
-
-def uneven(rank):
-    assert AllToAll(6, group.WORLD).local_experts == range(3 * rank, 3 * rank + 3)
-    with pytest.raises(ValueError, match="7 experts cannot be divided evenly over 2 ranks"):
-        AllToAll(7, group.WORLD)
-
-
-def test_wait_can_be_repeated():
-    ep = Local(EXPERTS)
-    route = ep.prepare(torch.tensor([[0, 3], [3, 1]]))
-    pending = ep.dispatch(torch.ones(2, WIDTH), route, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    assert pending.wait() is pending.wait()
-    weights_NK = pending.wait().weights_NK
-    assert weights_NK.flatten()[route.order.choice_idx_M].tolist() == [1.0, 4.0, 2.0, 3.0]
-
-
 def transposed_rows(rank):
     check_remote_bytes(rank)
     ep = AllToAll(4, group.WORLD)
@@ -210,11 +191,3 @@ def test_receive_buffers_have_eight_lengths_for_each_power_of_two():
     assert [buffer_rows(n) for n in (0, 1, 15, 17, 1024, 1025)] == [0, 1, 15, 18, 1024, 1152]
     received = receive_buffer(torch.empty(3, 5, dtype=torch.bfloat16), 17)
     assert received.shape == (17, 5) and received.is_contiguous() and received.untyped_storage().nbytes() == 18 * 5 * 2
-
-
-def test_a_message_of_one_field_is_that_field():
-    x = torch.randn(4, 6).T
-    assert torch.equal(pack([x]), x)
-    assert pack([x]).is_contiguous()
-    y = torch.randn(3, 5)
-    assert pack([y]) is y

@@ -62,21 +62,6 @@ def test_loopback_counts_a_row_once_per_destination_rank():
     assert route.local_ids_NK.tolist() == [[0, 1], [0, -1], [0, 1], [-1, 1], [0, 1]]
 
 
-def test_the_wait_for_sizes_has_a_label_in_profiles():
-    ep = Loopback(8, 4)
-    route = ep.prepare(torch.tensor([[0, 1], [2, 7]]))
-    with torch.profiler.profile() as profile:
-        received = ep.dispatch(torch.randn(2, 6), route).wait()
-        ep.combine(received[0], route).wait()
-    assert [event.key for event in profile.key_averages()].count("wait for sizes") == 1
-
-
-def test_the_order_of_a_route_needs_a_dispatch():
-    route = Loopback(8, 4).prepare(torch.tensor([[0, 1]]))
-    with pytest.raises(RuntimeError, match="wait for its first dispatch"):
-        _ = route.order
-
-
 # ---- links ----
 
 

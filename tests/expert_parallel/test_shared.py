@@ -227,15 +227,6 @@ def test_a_rank_that_is_killed_is_named_at_once_and_leaves_nothing(tmp_path):
     assert not {p for p in {*Path("/dev/shm").glob("*")} - before if "moe" in p.name}
 
 
-def uneven(_rank):
-    with pytest.raises(ValueError, match="7 experts cannot be divided evenly over 2 ranks"):
-        Shared(7, group.WORLD)
-
-
-def test_experts_that_cannot_be_divided_evenly_raise():
-    run_ranks(2, uneven)
-
-
 def test_a_stranger_who_connects_does_not_keep_a_rank_waiting(monkeypatch):
     """One says nothing, and one says something else; they come before the rank that is waited for."""
     outside = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]

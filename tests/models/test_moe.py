@@ -8,7 +8,7 @@ from torch import nn
 
 from moe_dualpipe.expert_parallel import Combined, Completed, Local, Received, Route
 from moe_dualpipe.kernels.permute import permute
-from moe_dualpipe.models import MoE, StageOptions, build_model, expert_loads, next_token_loss
+from moe_dualpipe.models import MoE, StageOptions
 from moe_dualpipe.models.build_experts import expert_class
 from moe_dualpipe.models.own_calls import checked_output
 from tests.support.models import CONFIG, with_choices
@@ -159,13 +159,3 @@ class NoConstructor(nn.Module):
 def test_expert_layers_that_cannot_be_used(name, problem):
     with pytest.raises(ValueError, match=f"^{problem}$"):
         expert_class(with_choices(experts=name))
-
-
-def test_expert_loads_are_one_row_per_layer():
-    model = build_model(CONFIG)
-    loss = next_token_loss(model(torch.zeros(2, 4, dtype=torch.int64)), torch.zeros(2, 4, dtype=torch.int64))
-    assert loss.ndim == 0
-    loads = expert_loads(model)
-    assert loads.shape == (3, CONFIG.num_experts)
-    assert (loads.sum(1) == 8 * CONFIG.experts_per_token).all()
-    assert expert_loads(nn.Linear(1, 1)) is None

@@ -8,20 +8,16 @@ import torch
 
 from moe_dualpipe.inference import generate, prefill
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
-from moe_dualpipe.kernels.weight_grads import bind
 from moe_dualpipe.models import (
-    RECOMPUTE,
     ModelConfig,
     StageOptions,
     TransformerStage,
     build_model,
-    expert_loads,
     preset,
     share_embedding,
     split,
     transformer,
 )
-from moe_dualpipe.overlap import WeightGrads
 from tests.support.ranks import cosine_distance
 
 CONFIG = ModelConfig(
@@ -148,60 +144,6 @@ def test_a_weight_of_zero_trains_the_model_as_without_mtp():
         assert torch.equal(model.get_parameter(name).grad, grad), name
 
 
-@pytest.mark.parametrize("fused_loss", [False, True])
-@pytest.mark.long
-def test_overlap_recompute_and_deferral_are_bit_equal(fused_loss):
-    """Two micro-batches: the second forward overlaps the first backward; the second backward runs alone."""
-
-    def sequential(recompute, deferred):
-        model, weight_grads = (
-            build_model(CONFIG, options=StageOptions(seed=3, recompute=recompute, fused_loss=fused_loss)),
-            WeightGrads(),
-        )
-        bind(model, weight_grads)
-        for seed in (1, 2):
-            if deferred:
-                with weight_grads.defer_to(seed):
-                    step(model, batch(seed))
-                weight_grads.run_deferred(seed)
-            else:
-                step(model, batch(seed))
-        return model
-
-    def overlapped(recompute):
-        model = build_model(CONFIG, options=StageOptions(seed=3, recompute=recompute, fused_loss=fused_loss))
-        first, second = batch(1), batch(2)
-        loss = model.loss(model(first[:, :-1]), first[:, 1:])
-        pair = model.overlapped_forward_backward
-        _, loss = pair(model, [second[:, :-1]], model.loss, [second[:, 1:]], model, loss, None, None)
-        pair(model, [first[:, :-1]], model.loss, [first[:, 1:]], model, loss, None, None)
-        return model
-
-    reference = sequential("none", False)
-    load_LE, mtp_loss = expert_loads(reference), reference.mtp.take_loss()
-    assert len(load_LE) == 4  # layers 1 and 2, and two MTP blocks, with 1 and 2 fewer positions
-    assert load_LE.sum(1).tolist() == [2 * B * n * CONFIG.experts_per_token for n in (S, S, S - 1, S - 2)]
-    for recompute in RECOMPUTE:
-        for model in (sequential(recompute, False), sequential(recompute, True), overlapped(recompute)):
-            for name, grad in grads_of(reference).items():
-                assert torch.equal(model.get_parameter(name).grad, grad), (recompute, name)
-            if model.mtp.count == 2:  # the overlapped runs have three forwards
-                assert torch.equal(model.mtp.take_loss(), mtp_loss)
-
-
-def test_weight_gradients_are_deferred_for_each_use_of_the_head():
-    model, weight_grads = build_model(CONFIG, options=StageOptions(seed=3)), WeightGrads()
-    bind(model, weight_grads)
-    with weight_grads.defer_to("later"):
-        step(model, batch())
-    immediate = {name for name, grad in grads_of(model).items() if grad is not None and name.startswith("mtp.1.")}
-    assert immediate == {f"mtp.1.{n}.weight" for n in (
-        "hidden_norm", "token_norm", "norm", "block.attention_norm", "block.mlp_norm"
-    )}  # fmt: skip
-    assert model.head.weight.grad is None
-    assert len([1 for parameter, *_ in weight_grads._deferred["later"] if parameter is model.head.weight]) == 3
-
-
 # ---- Sharing ----
 
 
@@ -255,14 +197,6 @@ def test_the_last_stage_counts_the_flops_of_mtp():
     assert str(stages[-1]).startswith("layer 2 + head + 1 MTP module (")
     assert [stage.blocks for stage in stages] == [[0], [1], [2, 3]]
     assert [stage.blocks for stage in split(OFF, 3)] == [[0], [1], [2]]
-
-
-def test_mtp_leaves_fewer_layers_to_the_last_stage():
-    config = replace(CONFIG, num_layers=8, num_dense_layers=0, vocab_size=1, mtp_layers=3)
-    assert [len(stage.layers) for stage in split(replace(config, mtp_layers=0), 2)] == [4, 4]
-    assert len(split(config, 2)[0].layers) > 4
-    assert replace(CONFIG, num_dense_layers=3).is_dense(4)  # like the last layer
-    assert not CONFIG.is_dense(4)
 
 
 # ---- Errors ----

@@ -1,7 +1,6 @@
 """Custom layers: how they are found, built, given options, and called."""
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +47,6 @@ def test_a_class_can_be_named_by_module_file_or_object(monkeypatch):
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_class_of_a_function_is_found_by_its_object():
-    class Local(own_layers.Expert):
-        pass
-
-    config = with_choices(experts=Local)
-    assert config.experts.endswith(".<locals>.Local")
-    assert isinstance(whole(config).layers["1"].mlp.experts.each[0], Local)
-
-
 def test_a_file_imports_other_files_of_its_folder_once(tmp_path):
     (tmp_path / "neighbor_of_experts.py").write_text("WIDTH = 5\n")
     file = tmp_path / "my experts.py"
@@ -88,12 +78,6 @@ def test_a_file_that_could_not_be_imported_is_read_again(tmp_path):
         check_layers(with_choices(experts=f"{file}:Own"))
     file.write_text(OWN)
     check_layers(with_choices(experts=f"{file}:Own"))
-
-
-def test_a_class_inside_of_another_is_found(tmp_path):
-    file = tmp_path / "nested.py"
-    file.write_text(f"{OWN}\n\nclass Outer:\n    Inner = Own\n")
-    check_layers(with_choices(experts=f"{file}:Outer.Inner"))
 
 
 def test_a_file_that_exits_is_an_error(tmp_path):
@@ -179,24 +163,7 @@ def test_options_on_the_command_line():
     assert parse_arguments(experts).model.expert_options == ""
 
 
-def test_options_as_text_keep_spaces_and_quotes():
-    text = options_text({"name": "it's two words", "n": 3})
-    assert options_text(text) == text == """'name=it'"'"'s two words' n=3"""
-
-
-@dataclass
-class Lists:
-    widths: list[int] = field(default_factory=list)
-
-
-def with_lists(config, options: Lists): ...
-
-
 def with_a_number(config, options: int): ...
-
-
-def test_a_list_of_options_has_commas():
-    assert parse_options(with_lists, "widths=3,5") == Lists([3, 5])
 
 
 @pytest.mark.parametrize("text,problem", [
@@ -271,13 +238,6 @@ def test_the_weights_of_an_expert_function_start_from_the_deviations_of_the_mode
     assert not layer.bias.any()
 
 
-def test_an_expert_without_rows_is_not_called():
-    layer: Any = ExpertBuilder(with_choices(experts=with_bias), 1, 0).build(range(5))
-    x_MD = torch.randn(3, CONFIG.hidden_size)
-    assert layer(x_MD, torch.tensor([0, 0, 2, 2, 3, 3])).shape == x_MD.shape
-    assert layer(x_MD[:0], torch.zeros(6, dtype=torch.int32)).shape == (0, CONFIG.hidden_size)
-
-
 def test_expert_functions_name_their_weights():
     with pytest.raises(TypeError, match="the parameters of f after the rows must be up: got up, down"):
 
@@ -333,38 +293,11 @@ def test_generation_with_a_cache_equals_the_whole_text_at_once(choices):
     assert torch.equal(generate(model, TOKENS, 5, 64, temperature=0.0), whole[:, TOKENS.shape[1] :])
 
 
-def test_a_wrapped_attention_equals_the_built_in_one():
-    built_in = build_model(CONFIG)
-    for attention in (own_layers.WithoutCache, own_layers.WithCache):
-        model = model_of(attention=attention)
-        weights = {name.replace(".inner.", "."): tensor for name, tensor in model.state_dict().items()}
-        built_in.load_state_dict(weights)
-        assert torch.equal(model(TOKENS), built_in(TOKENS))
-
-
 @pytest.mark.parametrize("choices", [OTHERS[0], OTHERS[3]], ids=["attention", "block"])
 def test_a_layer_without_a_mask_refuses_to_mask_documents(choices):
     model = build_model(with_choices(**choices), options=StageOptions(document_end_id=0))
     with pytest.raises(ValueError, match="has no parameter mask_B1SS: it cannot mask documents"):
         model(TOKENS)
-
-
-def test_overlapped_custom_blocks_are_bit_equal():
-    model = model_of(block=own_layers.ParallelBlock)
-    grads = []
-    for overlapped in (False, True):
-        model.zero_grad()
-        first = model(TOKENS).square().mean()
-        if overlapped:
-            loss = model.overlapped_forward_backward(
-                model, [TOKENS.flip(0)], lambda y: y.square().mean(), [], model, first, None, None
-            )[1]
-        else:
-            first.backward()
-            loss = model(TOKENS.flip(0)).square().mean()
-        loss.backward()
-        grads.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(map(torch.equal, *grads))
 
 
 # ---- FLOPs ----

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe_dualpipe.expert_parallel import AllToAll, Local
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, next_token_loss
-from moe_dualpipe.models.auxiliary_losses import sequence_loss, z_loss
 from moe_dualpipe.models.config import RECOMPUTE
 from moe_dualpipe.models.router import Router
 from tests.support.oracles import moe_oracle
@@ -39,12 +38,6 @@ def loss_values(logits_BSE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
         pairs = zip(chosen, totals, strict=True)
         balance.append(total_of([num_experts / (k * length) * f * (p / length) for f, p in pairs]))
     return total_of(balance) / len(balance), total_of(squares) / len(squares)
-
-
-def test_docstring_examples_of_the_losses():
-    values = sequence_loss(torch.tensor([[[0.8, 0.2], [0.6, 0.4]]]), torch.tensor([[[0], [0]]]))
-    assert values.item() == pytest.approx(1.4)
-    assert z_loss(torch.zeros(1, 3, 2)).item() == pytest.approx(math.log(2) ** 2)
 
 
 @pytest.mark.parametrize("choices", [*KINDS[:5], {"sequence_loss": 0.0}, {"z_loss": 0.0}], ids=str)

@@ -28,17 +28,6 @@ def test_a_user_module():
     both(module, lambda x: 2 * module.a(x) + module.b(x), torch.randn(4, 3))
 
 
-def test_inputs_that_need_no_gradient():
-    module = Twice()
-    x = torch.randn(4, 3)
-    module(x).sum().backward()
-    ours = [p.grad for p in module.parameters()]
-    module.zero_grad()
-    (2 * module.a(x) + module.b(x)).sum().backward()
-    for one, other in zip(ours, module.parameters(), strict=True):
-        torch.testing.assert_close(one, other.grad)
-
-
 class Several(Segmented):
     """Several inputs and outputs, one of them an integer, one an input, and an unused one."""
 
@@ -63,21 +52,6 @@ def test_several_inputs_and_outputs():
         return a, y, b, positive, n
 
     both(module, plain, torch.randn(2, 3), torch.randn(2, 3), torch.arange(2))
-
-
-def test_the_outputs_of_a_frozen_module_need_no_gradient():
-    module = Twice().requires_grad_(False)
-    assert not module(torch.randn(1, 3)).requires_grad
-    x = torch.randn(1, 3, requires_grad=True)
-    module(x).sum().backward()
-    torch.testing.assert_close(x.grad, (2 * module.a.weight + module.b.weight).sum(0)[None])
-
-
-def test_no_grad_records_no_tape():
-    module = Twice()
-    with torch.no_grad():
-        y = module(torch.randn(2, 3))
-    assert y.grad_fn is None
 
 
 def test_outputs_that_the_loss_does_not_use():

@@ -132,15 +132,6 @@ def test_the_backward_frees_the_route():
     assert made[0]() is None  # although the loss still exists
 
 
-def test_an_output_that_needs_no_gradient_has_requires_grad_false():
-    def segments(self, x, c):
-        return (yield Compute("lin", self.lin, x)), c
-
-    a, c = module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3), torch.randn(2))
-    assert a.requires_grad
-    assert not c.requires_grad
-
-
 def test_outputs_are_a_tensor_or_a_flat_tuple_or_list():
     def segments(self, x):
         y = yield Compute("lin", self.lin, x)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.p2p import Transfer
-from moe_dualpipe.schedule import Forward, Placement, Recv, Schedule, build
+from moe_dualpipe.schedule import Recv, build
 from tests.support.ranks import run_ranks
 
 WIDTH, COUNT = 6, 4
@@ -106,20 +106,6 @@ def one_rank(modules: Any = None):
 X = {0: (torch.ones(2, WIDTH),)}
 
 
-def test_invalid_arguments_of_a_step():
-    schedule = build("1f1b", 1, 1)
-    with pytest.raises(ValueError, match="1f1b is for 2 ranks, but the pipeline has 1"):
-        one_rank().step(build("1f1b", 2, 2), X)
-    with pytest.raises(ValueError, match=r"rank 0 must run 0F0, but it holds these stages: 3"):
-        one_rank({3: nn.Identity()}).step(schedule, X, {}, torch.sum)
-    with pytest.raises(ValueError, match="no input for micro-batch 0, which enters at rank 0"):
-        one_rank().step(schedule, {}, {0: ()}, torch.sum)
-    with pytest.raises(ValueError, match="no labels for micro-batch 0, which ends on rank 0"):
-        one_rank().step(schedule, X, {}, torch.sum)
-    with pytest.raises(ValueError, match="needs a criterion to train"):
-        one_rank().step(schedule, X)
-
-
 class Failing(nn.Module):
     def forward(self, _):
         raise ArithmeticError("boom")
@@ -130,32 +116,6 @@ def test_an_error_in_a_stage_has_a_note_with_rank_and_action():
         one_rank({0: Failing()}).step(build("1f1b", 1, 1), X, {0: ()}, torch.sum)
     where = "while rank 0 (pipeline rank 0) ran 0F0 (stage 0, micro-batch 0) of 1f1b"
     assert error.value.__notes__ == [where]
-
-
-def wrong_shape(rank):
-    specs = [TensorSpec((2, WIDTH + 1), torch.float32)]
-    p2p = P2P.connect(torch.distributed.group.WORLD, specs, torch.device("cpu"))
-    executor = Executor({rank: nn.Linear(WIDTH, WIDTH)}, p2p)
-    if rank == 0:
-        with pytest.raises(ValueError, match=r"stage 0 produced outputs .*\(2, 6\).* pipeline carries .*\(2, 7\)"):
-            executor.step(build("1f1b", 2, 2), {0: X[0], 1: X[0]})
-
-
-def test_a_wrong_output_shape_is_an_error_with_the_stage():
-    run_ranks(2, wrong_shape)
-
-
-def test_outputs_without_criterion_under_no_grad():
-    with torch.no_grad():
-        result = one_rank().step(build("1f1b", 1, 1), X, return_outputs=True)
-    assert result.losses == {}
-    assert result.outputs[0][0].shape == (2, WIDTH)
-
-
-def test_an_invalid_schedule_is_an_error():
-    placement = Placement.straight(1)
-    with pytest.raises(ValueError, match="0 B, 0 I and 0 W instead of one B"):
-        one_rank().step(Schedule("mine", placement, 1, ((Forward(0, 0),),)), X, {0: ()}, torch.sum)
 
 
 class Sometimes(nn.Linear):
@@ -386,22 +346,3 @@ def test_on_input_grads_is_called_once(monkeypatch, calls):
     for (x,) in inputs.values():
         stages[1](stages[0](x)).sum().backward()
     torch.testing.assert_close(gradients, [p.grad for stage in stages.values() for p in stage.parameters()])
-
-
-class Transposed(nn.Module):
-    def forward(self, x):
-        return (x.T.contiguous() + 1).T
-
-
-def transposed_step(rank):
-    p2p = P2P.connect(torch.distributed.group.WORLD, [TensorSpec((4, 3), torch.float32)], torch.device("cpu"))
-    x = torch.arange(12.0).view(4, 3)
-    with torch.no_grad():
-        executor = Executor({rank: Transposed()}, p2p)
-        result = executor.step(build("1f1b", 2, 2), {0: (x,), 1: (2 * x,)}, return_outputs=True)
-    if rank == 1:
-        assert torch.equal(result.outputs[1][0], 2 * x + 2)
-
-
-def test_outputs_need_not_be_contiguous():
-    run_ranks(2, transposed_step)
