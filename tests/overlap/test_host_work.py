@@ -1,4 +1,4 @@
-"""What the host queues for an overlapped pair on a GPU (simulated): which operators, how many, and on which streams."""
+"""What the host queues for an overlapped pair on a simulated GPU: which operators, on which streams, in which order."""
 
 from itertools import pairwise
 
@@ -47,6 +47,14 @@ def test_each_lane_packs_on_a_stream_of_its_own():
     assert len(forward) == len(backward) == 1 and forward != backward and "compute" not in forward | backward
     assert streams["prepare dispatch(F)"] == streams["combine(F)"] == forward
     assert streams["combine(B)"] == backward
+
+
+def test_a_transfer_waits_for_its_own_input_and_not_for_the_computation_that_is_queued_before_it():
+    operators, _ = run_pair(all_to_all())
+    for transfer, hides in (("dispatch(F)", "mlp(B)"), ("combine(F)", "attn(B)")):
+        *_, computed = (access for access in operators if access.label == hides)
+        started = next(access for access in operators if access.label == transfer and not access.is_view)
+        assert started.stream is not computed.stream and not computed.is_before(started.clock), transfer
 
 
 def test_packing_does_not_wait_for_the_other_lanes_transfer():

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks.plain_model import plain_forward
 from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
 from moe_dualpipe.models import TransformerStage, next_token_loss
 from moe_dualpipe.overlap import Compute, WeightGrads, bind
 from moe_dualpipe.overlap.engine import Engine
 from tests.support.pairs import CONFIG, OVERLAPPED, assert_same, gradients, run_pair, stage, tokens
-from tests.support.plain_model import plain_forward
 from tests.support.segments import module_of
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Completed
-from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, in_layer
+from moe_dualpipe.overlap import Comm, Compute, Engine, PrepareComm, Segmented, in_layer
+from moe_dualpipe.overlap.segmented import run_on
 from tests.support.segments import Twice, doubled, module_of
 
 
@@ -153,6 +154,23 @@ FAILURES = {
 def iter_of(segment):
     result = yield segment
     return (yield Compute("end", torch.sum, result))
+
+
+def test_the_innermost_annotation_is_what_the_engine_runs():
+    engine, seen = Engine(torch.device("cpu")), []
+
+    class Watching:
+        def wait(self):
+            seen.append(engine.running)
+            return (torch.ones(2),)
+
+    def segments(_self, x):
+        y = yield Comm("move", lambda _: Watching(), doubled, x)
+        return (yield Compute("end", lambda y: seen.append(engine.running) or y, y))
+
+    with run_on(engine):
+        module_of(segments)(torch.ones(2))
+    assert seen == [("wait for move(F)", None), ("end(F)", None)] and engine.running is None
 
 
 @pytest.mark.parametrize("where", FAILURES)

@@ -54,6 +54,9 @@ def test_a_side_stream_holds_what_it_must_and_no_longer():
                 transfer.wait()
                 assert peer.held == [(comm.back,)] * interleaved
                 assert len(transfer.prepared) == num_prepared
+            del transfer
+            side.run(int, side.mark())
+            assert not side.held  # nothing refers to what has arrived
 
 
 # ---- what is too early ----
