@@ -15,7 +15,7 @@ SLOWEST = ("training", "benchmarks", "runtime", "tools", "kernels", "gpu")  # fo
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark long tests, and put slow files first: at the end, neither of two processes is left with a long file.
 
-    Of files that are named in the command, the order stays: a run that looks for a bug begins with those that notice it.
+    Of files named in the command, the order stays: a run that looks for a bug begins with those that notice it.
     """
     unknown = mark_long([item for item in items if isinstance(item, pytest.Function)])
     if unknown and not any("::" in argument for argument in config.args):

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -13,14 +14,17 @@ from torch.utils.checkpoint import checkpoint
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.p2p import Transfer
-from moe_dualpipe.schedule import Recv, build
+from moe_dualpipe.schedule import Forward, Placement, Recv, Schedule, build
 from tests.support.ranks import run_ranks
 
 WIDTH, COUNT = 6, 4
 
 
 class Passing(nn.Module):
-    """Maps (values, integer positions) to the same kinds: positions have no gradient and must arrive unchanged."""
+    """Maps (values, integer positions) to the same kinds: positions have no gradient and must arrive unchanged.
+
+    The values are not contiguous.
+    """
 
     def __init__(self, last: bool):
         super().__init__()
@@ -28,7 +32,7 @@ class Passing(nn.Module):
 
     def forward(self, x, positions, ignored):
         y = self.linear(x) * positions[:, None]
-        return y if self.last else (y, positions, ignored * 1)
+        return y if self.last else (y.T.contiguous().T, positions, ignored * 1)
 
 
 def passing_step(rank, name, ranks):
@@ -55,7 +59,7 @@ def passing_step(rank, name, ranks):
     labels = dict.fromkeys(range(2 * ranks), ())
     result = executor.step(schedule, dict(enumerate(batch)), labels, torch.sum, return_outputs=True)
     for micro_batch, (output,) in result.outputs.items():
-        assert torch.equal(output, expected[micro_batch])
+        torch.testing.assert_close(output, expected[micro_batch])
     for s, stage in executor.modules.items():
         for p, grad in zip(stage.parameters(), grads[s], strict=True):
             torch.testing.assert_close(p.grad, grad)
@@ -63,7 +67,7 @@ def passing_step(rank, name, ranks):
 
 
 @pytest.mark.parametrize("name,ranks", [("1f1b", 3), ("dualpipev", 2), ("dualpipev", 1)])
-def test_integer_tensors_and_unused_inputs_pass_between_stages(name, ranks):
+def test_tensors_of_any_layout_integers_and_unused_inputs_pass_between_stages(name, ranks):
     assert sum(run_ranks(ranks, passing_step, name, ranks)) == 2 * ranks
 
 
@@ -157,6 +161,16 @@ def test_on_a_gpu_no_step_runs_after_a_failed_one():
         raise ArithmeticError
     with pytest.raises(RuntimeError, match="an earlier step failed and left transfers unfinished"), p2p.step():
         pass
+
+
+def test_both_ends_of_a_message_use_the_group_of_its_direction(monkeypatch):
+    """On a GPU, there are two groups: messages of one wait for each other."""
+    monkeypatch.setattr(P2P, "_start", lambda _self, _operation, _tensors, peer, group: (peer, group))
+    links = [P2P((), torch.device("cpu"), rank, 3, (0, 1, 2), "up", "down") for rank in range(3)]
+    for sender, receiver in itertools.permutations(range(3), 2):
+        group = "up" if receiver > sender else "down"
+        assert links[sender].send([], receiver) == (receiver, group)
+        assert links[receiver].recv([], sender) == (sender, group)
 
 
 class Reusing(nn.Module):
@@ -346,3 +360,33 @@ def test_on_input_grads_is_called_once(monkeypatch, calls):
     for (x,) in inputs.values():
         stages[1](stages[0](x)).sum().backward()
     torch.testing.assert_close(gradients, [p.grad for stage in stages.values() for p in stage.parameters()])
+
+
+# ---- Refusals ----
+
+
+def run(schedule, inputs=X, labels=None, criterion=torch.sum, modules=None):
+    return lambda: one_rank(modules).step(schedule, inputs, labels, criterion)
+
+
+ONE = build("1f1b", 1, 1)
+REFUSED = {
+    "1f1b is for 2 ranks, but the pipeline has 1": run(build("1f1b", 2, 2)),
+    "rank 0 must run 0F0, but it holds these stages: 3": run(ONE, modules={3: nn.Identity()}),
+    "no input for micro-batch 0, which enters at rank 0": run(ONE, {}),
+    "no labels for micro-batch 0, which ends on rank 0": run(ONE, labels={}),
+    "rank 0 holds the last stage and needs a criterion to train": run(ONE, criterion=None),
+    "mine: stage 0 runs micro-batch 0 with 0 B, 0 I and 0 W instead of one B, or one I and one W": run(
+        Schedule("mine", Placement.straight(1), 1, ((Forward(0, 0),),))
+    ),
+    "stage 0 produced outputs [((2, 7), torch.float32)], but the pipeline carries [((2, 6), torch.float32)]": (
+        lambda: Executor({0: nn.Linear(WIDTH, WIDTH + 1)}, Recorder()).step(build("1f1b", 2, 2), {0: X[0], 1: X[0]})
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_steps_that_cannot_run_are_refused(message):
+    with pytest.raises(ValueError) as error:
+        REFUSED[message]()
+    assert str(error.value).splitlines()[0] == message
