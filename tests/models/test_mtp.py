@@ -99,11 +99,16 @@ def test_losses_and_gradients_are_those_of_an_oracle(monkeypatch, mtp_layers, nu
     expected, *ahead = oracle(same, batch())
     (expected + CONFIG.mtp_weight / mtp_layers * sum(ahead)).backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
-    torch.testing.assert_close(model.mtp.take_loss(), torch.stack(ahead).mean().detach(), rtol=1e-13, atol=0)
+    means = [model.mtp.take_loss()]
+    torch.testing.assert_close(means[0], torch.stack(ahead).mean().detach(), rtol=1e-13, atol=0)
     for name, grad in grads_of(model).items():
         other = same.get_parameter(name).grad
         assert cosine_distance(grad, other) < 1e-13, name
         torch.testing.assert_close(grad.norm(), other.norm(), rtol=1e-10, atol=0)
+    for seeds in ((2,), (1, 2)):
+        [step(model, batch(seed)) for seed in seeds]
+        means.append(model.mtp.take_loss())
+    torch.testing.assert_close(means[2], (means[0] + means[1]) / 2, rtol=1e-13, atol=0)
 
 
 # ---- The rest of the model ----
@@ -133,26 +138,14 @@ def test_mtp_does_not_run_without_gradients(monkeypatch):
     assert model.mtp.take_loss().isnan()
 
 
-def test_a_weight_of_zero_trains_the_model_as_without_mtp():
-    model, plain = (
-        build_model(replace(CONFIG, mtp_weight=0.0), options=StageOptions(seed=3)),
-        build_model(OFF, options=StageOptions(seed=3)),
-    )
-    for other in (model, plain):
-        step(other, batch())
-    for name, grad in grads_of(plain).items():
-        assert torch.equal(model.get_parameter(name).grad, grad), name
-
-
 # ---- Sharing ----
 
 
-def test_first_and_last_stage_share_one_embedding_also_after_to():
-    stages = {
-        i: TransformerStage(CONFIG, spec, options=StageOptions(seed=3))
-        for i, spec in enumerate(split(CONFIG, 3))
-        if i != 1
-    }
+@pytest.mark.parametrize("tied", [False, True])
+def test_first_and_last_stage_share_one_embedding_also_after_to(tied):
+    config = replace(CONFIG, tied_embeddings=tied)
+    specs = split(config, 3)
+    stages = {i: TransformerStage(config, specs[i], options=StageOptions(seed=3)) for i in (0, 2)}
     assert torch.equal(stages[0].embedding.weight, stages[2].embedding.weight)
     assert stages[0].embedding.weight is not stages[2].embedding.weight
     share_embedding(stages.values())
@@ -162,6 +155,7 @@ def test_first_and_last_stage_share_one_embedding_also_after_to():
         assert stage.embedding.weight.dtype == torch.bfloat16
         assert [n for n, _ in stage.named_parameters() if "embedding" in n] == ["embedding.weight"]
         assert [n for n in stage.state_dict() if "embedding" in n] == ["embedding.weight"]
+    assert (stages[2].head.weight is stages[0].embedding.weight) == tied
     assert not hasattr(TransformerStage(CONFIG, split(CONFIG, 3)[1]), "embedding")
 
 

@@ -1,5 +1,6 @@
 """The router's choices and weights against loops, and the bias that balances the load."""
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.models import ModelConfig, MoE
 from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
-from tests.support.routers import CONFIG, KINDS, D, E, made, with_choices
+from tests.support.routers import CONFIG, KINDS, D, E, K, made, with_choices
 
 # ---- The decision ----
 
@@ -103,6 +104,18 @@ def test_the_bias_balances_a_skewed_load(choices, rate, lowest, highest):
 
 
 # ---- The balanced router ----
+
+
+@pytest.mark.parametrize("groups,top_groups", [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_balanced_choices_are_equally_frequent_and_far_apart(groups, top_groups):
+    ids = balanced_ids(with_choices(expert_groups=groups, top_groups=top_groups), E, torch.device("cpu"))
+    assert torch.bincount(ids.flatten(), minlength=E).tolist() == [K] * E
+    size, of_group = E // groups, -(-K // top_groups)
+    for token in ids.tolist():
+        assert len({*token}) == K and len({e // size for e in token}) == min(top_groups, K)
+        for e, other in itertools.combinations(token, 2):
+            apart = abs(e - other)
+            assert e // size != other // size or min(apart, size - apart) >= size // of_group
 
 
 def test_a_balanced_router_ignores_the_bias_and_keeps_the_losses():

@@ -1,16 +1,11 @@
 """Router logits in fp32 in a bf16 model: choices, gradients, saved bytes, deferral, older checkpoints."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from moe_dualpipe.checkpoint.load import model_differences
-from moe_dualpipe.models import PRESETS, ModelConfig, split
+from moe_dualpipe.models import ModelConfig, split
 from moe_dualpipe.models.router import Router
 from moe_dualpipe.tools.planner.activations import MicroBatch, deferred_bytes, saved_bytes
-from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, losses, settings, train_each
 
 T, D, E, K = 4096, 256, 64, 6
 
@@ -60,24 +55,3 @@ def test_no_fp32_copy_of_the_input_is_saved_and_the_planner_counts_the_logits():
         assert fp32 - plain == 3 * T * E * 2  # three layers with experts
     deep = [deferred_bytes(c, split(c, 1)[0], MicroBatch(1, T, element=4)) for c in configs]
     assert deep[0] == deep[1]
-
-
-def test_checkpoints_without_the_option_load():
-    """The DeepSeek presets of earlier versions had logits in the dtype of the model."""
-    config = PRESETS["deepseek-v2-lite"]
-    older = dataclasses.asdict(config)
-    del older["router_dtype"]
-    assert model_differences(older, config) == []
-    assert ModelConfig(**older).router_dtype == "model"
-    for other in ("model", "float32"):
-        assert model_differences({**older, "router_dtype": other}, config) == []
-
-
-def test_bf16_runs_with_overlap_and_deferral_are_bit_equal_to_sequential_ones(tmp_path):
-    model = dataclasses.replace(MODEL, router_dtype="float32", sequence_loss=0.1)
-    common = {"model": model, "dtype": "bfloat16", "steps": 2, "seq_len": 16, "eval_sequences": 1}
-    changes = {"overlapped": {}, "sequential": {"overlap": False, "recompute": "attention"}}
-    configs = [settings(tmp_path / name, **common, **change) for name, change in changes.items()]
-    overlapped, sequential = (losses(run) | losses(run, "grad_norm") for run in run_ranks(2, train_each, configs)[0])
-    assert len(overlapped) == 2
-    assert overlapped == sequential

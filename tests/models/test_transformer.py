@@ -41,8 +41,8 @@ def test_weights_depend_on_seed_and_name_only():
         a = torch.rand(3)
     with seeded(0, "b"):
         assert not torch.equal(a, torch.rand(3))
-    values = first["layers.1.mlp.experts.gate_up"]
-    assert not torch.equal(values[0], values[1])
+    matrices = [m for value in first.values() if value.ndim > 1 for m in (value if value.ndim == 3 else [value])]
+    assert len({tuple(matrix.flatten()[:3].tolist()) for matrix in matrices}) == len(matrices)
 
 
 def test_a_model_on_the_meta_device_draws_no_random_numbers():
