@@ -13,12 +13,16 @@ SLOWEST = ("training", "benchmarks", "runtime", "tools", "kernels", "gpu")  # fo
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out the long tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark long tests, and put slow files first: at the end, neither of two processes is left with a long file."""
+    """Mark long tests, and put slow files first: at the end, neither of two processes is left with a long file.
+
+    Of files named in the command, the order stays: a run that looks for a bug begins with those that notice it.
+    """
     unknown = mark_long([item for item in items if isinstance(item, pytest.Function)])
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"no such cases to mark as quick: {unknown}")
-    order = {name: i for i, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    if config.args == config.getini("testpaths"):
+        order = {name: i for i, name in enumerate(SLOWEST)}
+        items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 def mark_long(items: list[pytest.Function]) -> dict[str, set[str]]:

@@ -89,31 +89,6 @@ def test_each_pair_is_freed_before_the_next_and_has_ratios_to_its_own_plain(monk
     assert alive == [alive[0]] * 4
 
 
-def test_the_first_build_of_a_compiled_program_is_freed_before_the_second(monkeypatch):
-    alive, ours = [], against.PROGRAMS["ours"]
-
-    def build(*args):
-        alive.append(live_embeddings())
-        return ours(*args)
-
-    monkeypatch.setitem(against.PROGRAMS, "ours, compiled", build)
-    gc.collect()  # what other tests left
-    with against.built(against.Size(QWEN, (2, 19)), ["ours, compiled"]) as steps:
-        assert [*steps] == ["ours, compiled"]
-    assert alive == [alive[0]] * 2
-
-
-def test_rows_are_printed_as_they_are_measured(monkeypatch, capsys):
-    def compare(*_arguments):
-        for row in ("one", "two"):
-            yield [row] * 8
-            assert capsys.readouterr().out.endswith(f"| {' | '.join([row] * 8)} |\n")
-
-    monkeypatch.setattr(against, "compare", compare)
-    monkeypatch.setattr("sys.argv", ["against", "--sizes", "tiny", "--threads", "1"])
-    against.main()
-
-
 def test_an_unknown_program_is_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["against", "--only", "ours", "hf"])
     with pytest.raises(SystemExit, match="unknown program 'hf'; choose from: plain; ours; "):

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import figures, gpu_tests, report
+from benchmarks.gpu import figures, gpu_tests
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.goals import GOALS, evaluate_goals, hidden_share
+from benchmarks.gpu.goals import GOALS, evaluate_goals
 from benchmarks.gpu.gpu_tests import is_acceptable, parse_pytest_result
-from benchmarks.gpu.overlap import REPLAY_RUN
-from benchmarks.gpu.report import overlap_details
 from benchmarks.gpu.shapes import GOAL_SHAPE
 
 # ---- Outcome of the tests and exit code ----
@@ -120,43 +118,7 @@ def test_goals_are_met_missed_or_not_measured():
     assert len(GOALS) == 10
 
 
-def test_the_overlap_goal_is_evaluated_only_for_deepseek_v3():
-    def results(preset, run):
-        return {"overlap": {"preset": preset, "runs": {REPLAY_RUN: run}}}
-
-    timed = {"status": "timed", "overlapped": {"hidden_fraction": 0.975}}
-    assert hidden_share(results("deepseek-v3", timed)) == 97.5
-    assert hidden_share(results("tiny", timed)) is None
-    assert hidden_share(results("deepseek-v3", {"status": "skipped"})) is None
-    assert hidden_share({}) is None
-
-
-def test_experts_table():
-    table = report.experts_table(measured_results()["experts"], "both").splitlines()
-    assert table == [
-        "| T, D, F, E, K | ours | Liger | ScatterMoE | ours / best other |",
-        "|---|---|---|---|---|",
-        "| 32768, 4096, 512, 128, 8 | 520 (67%) | 330 (42%) | not installed | 1.58 (Liger) |",
-    ]
-
-
-def test_numbers_have_at_least_three_digits():
-    assert [report.format_number(v) for v in (4321.6, 100.4, 12.345, 0.012345)] == ["4,322", "100", "12.3", "0.0123"]
-
-
 def test_figure_with_an_implementation_that_was_not_timed(tmp_path):
     pytest.importorskip("matplotlib")
     (path,) = figures.draw(measured_results(), tmp_path)
     assert path.stat().st_size > 10_000
-
-
-def test_the_report_says_how_late_transfers_start_and_what_the_gpu_waited_for():
-    pair = {
-        "comm_blocks": 20, "num_sms": 132,
-        "delays": [{"name": "dispatch(F)", "times": 4, "total_us": 10.0, "longest_us": 6.0}],
-        "waits": [{"during": "", "before": "mlp(F)", "times": 3, "total_us": 1234.0, "host_us": 5.0}],
-    }  # fmt: skip
-    text = overlap_details("train", pair)
-    assert "transfers use up to 20 thread blocks; the GPU has 132 multiprocessors" in text
-    assert "| dispatch(F) | 2.5 | 6.0 |" in text
-    assert "| - | mlp(F) | 3 | 1,234 | 5 |" in text

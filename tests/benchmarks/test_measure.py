@@ -1,10 +1,9 @@
 """What the GPU suite counts, and how it times."""
 
-import pytest
 import torch
 
-from benchmarks.gpu.measure import Clock, Quartiles, rate_statistics, relative_error, time_interleaved
-from benchmarks.gpu.shapes import GOAL_SHAPE, SHAPES, Shape
+from benchmarks.gpu.measure import Clock, Quartiles, rate_statistics, time_interleaved
+from benchmarks.gpu.shapes import GOAL_SHAPE, SHAPES
 
 
 def test_flops_and_saved_bytes_at_the_goal_shape():
@@ -14,13 +13,6 @@ def test_flops_and_saved_bytes_at_the_goal_shape():
     assert GOAL_SHAPE.backward_flops == 2 * GOAL_SHAPE.forward_flops
     assert GOAL_SHAPE.saved_bytes() == 24_576  # 2 x 4096 + 4 x 8 x 512
     assert SHAPES[1].saved_bytes() == 28 * 1024  # the Qwen3-30B-A3B layer: 28 KiB
-
-
-def test_bytes_of_permute_and_unpermute():
-    shape = Shape(T=3, D=8, F=5, E=4, K=2)
-    assert shape.permute_bytes() == 2 * 8 * 3 + 2 * 8 * 6 + 4 * 6  # x, rows, an int32 per row
-    assert shape.unpermute_bytes() == 2 * 8 * 6 + 2 * 8 * 3 + (4 + 4) * 6  # rows, y, a position and a weight per choice
-    assert shape.unpermute_bytes(4) == 4 * 8 * 9 + 48
 
 
 # ---- Timing ----
@@ -70,7 +62,3 @@ def test_quartiles_and_rates():
     assert rate_statistics([0.5, 0.25, 1.0], 10, "GB/s") == {
         "unit": "GB/s", "median": 20.0, "low": 15.0, "high": 30.0, "samples": 3
     }  # fmt: skip
-
-
-def test_relative_error_is_a_ratio_of_norms():
-    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)

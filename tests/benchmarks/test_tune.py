@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from benchmarks import tune
 from benchmarks.gpu import measure, tuning
 from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.tuned_gemms import SMOKE_TILES, Gemm, candidate_configs, with_other_orders
+from benchmarks.gpu.tuned_gemms import SMOKE_TILES, Gemm, candidate_configs
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel
 from tests.support.interpreted import run_main
@@ -30,25 +30,6 @@ def test_candidates_are_few_and_fit_in_registers_and_shared_memory(kernel, share
         assert c.stages * (c.block_m + c.block_n) * c.block_k * 2 <= shared
         assert c.block_m * c.block_n <= 128 * 32 * c.warps
     assert {c.tma for c in found} == ({False, True} if shared == H100 else {False})
-
-
-def test_other_orders_of_the_tiles_are_tried():
-    found = with_other_orders(FAST)
-    assert [(c.group_m, c.per_sm) for c in found] == [(1, None), (4, None), (16, None), (8, 1), (8, 2)]
-    assert {dataclasses.replace(c, group_m=8, per_sm=None) for c in found} == {FAST}
-
-
-def test_fewer_registers_are_tried_where_a_second_block_fits():
-    for kernel in configs.KERNEL_NAMES:
-        for shared, stages in ((H100, {(32, 4), (32, 5), (64, 3)}), (A100, {(32, 4), (32, 5)}), (MI300, set())):
-            found = candidate_configs(kernel, 2, shared, tma=shared == H100, maxnreg=shared != MI300)
-            limited = [c for c in found if c.maxnreg is not None]
-            assert {(c.block_k, c.stages) for c in limited} == (stages if kernel in ("up", "down_backward") else set())
-            for c in limited:
-                assert (c.warps, c.maxnreg) == (8, 128)  # two blocks use all 65,536 registers
-                assert dataclasses.replace(c, maxnreg=None) in found
-    amd = candidate_configs("up", 2, H100, tma=False, maxnreg=False)
-    assert all(c.maxnreg is None for c in amd)
 
 
 def never(_config):

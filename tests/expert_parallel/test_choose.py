@@ -1,13 +1,17 @@
 """The choice of a backend: the same on all ranks of a group, with a reason, or one line that says what is wrong."""
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import group
 
-from moe_dualpipe.expert_parallel import AllToAll, Local, Shared, choose_backend
+from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback, Shared, choose_backend
 from moe_dualpipe.expert_parallel.choose import Facts, decide
+from moe_dualpipe.expert_parallel.deepep import DeepEP
+from moe_dualpipe.expert_parallel.symmetric import Symmetric
 from moe_dualpipe.models import preset
 from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.schedule import build
@@ -67,6 +71,18 @@ def test_the_way_out_is_said_once():
 def test_a_backend_on_request_needs_no_more_than_it_uses(name):
     other_machine = [GPUS[0], replace(NO_PEERS, machine="another")]
     assert decide(name, other_machine) == (name, "as requested")
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "shared", "symmetric", "deepep", "modeled"])
+def test_experts_that_cannot_be_divided_evenly_are_refused(name):
+    group = SimpleNamespace(size=lambda: 3, rank=lambda: 0)
+    sizes = {"max_tokens": 1, "hidden_size": 8}
+    build = {
+        "all_to_all": AllToAll, "shared": Shared, "modeled": lambda experts, group: Loopback(experts, group.size()),
+        "symmetric": partial(Symmetric, top_k=1, **sizes), "deepep": partial(DeepEP, **sizes),
+    }[name]  # fmt: skip
+    with pytest.raises(ValueError, match="8 experts cannot be divided evenly over 3 ranks"):
+        build(8, group)
 
 
 def choices(_rank):

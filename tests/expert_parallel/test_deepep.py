@@ -4,6 +4,7 @@ import contextlib
 import gc
 import inspect
 import json
+import operator
 import sys
 import types
 import weakref
@@ -16,13 +17,11 @@ import torch
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, combine, dispatch
-from moe_dualpipe.expert_parallel.deepep import DeepEP, backend
+from moe_dualpipe.expert_parallel.deepep import DeepEP
 from moe_dualpipe.expert_parallel.deepep.library import Machine, inspect_machine, load_library
 from moe_dualpipe.kernels.permute import permute, unpermute
-from moe_dualpipe.models import MoE, StageOptions
 from tests.support import deepep
 from tests.support.deepep import Buffer, ElasticBuffer, installed
-from tests.support.models import with_choices
 from tests.support.ranks import run_ranks
 
 APIS = ("buffer", "elastic")
@@ -118,32 +117,6 @@ def test_deepep_equals_all_to_all_with_empty_ranks_and_choices_of_no_expert():
     run_ranks(4, equals_all_to_all)
 
 
-def layer_gradients(ep, config, recompute, rank):
-    torch.manual_seed(2)
-    layer = MoE(config, ep, 0, StageOptions(seed=1, recompute=recompute)).bfloat16()
-    x = torch.randn(9 + rank, WIDTH, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
-    y = layer(x)
-    y.backward(y.detach().flip(0))
-    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
-
-
-def layers_agree(rank):
-    config = with_choices(hidden_size=WIDTH, num_experts=EXPERTS, experts_per_token=TOP_K)
-    expected = layer_gradients(AllToAll(EXPERTS, group.WORLD), config, "none", rank)
-    with installed(Buffer, ElasticBuffer):
-        for api in APIS:
-            for recompute in ("none", "full"):
-                ours = layer_gradients(build(api), config, recompute, rank)
-                for a, b in zip(ours, expected, strict=True):
-                    assert torch.equal(a, b), (api, recompute)
-        unsorted = layer_gradients(build("elastic", deterministic=False), config, "none", rank)
-        assert torch.equal(unsorted[0], expected[0]) and torch.equal(unsorted[1], expected[1])
-
-
-def test_a_layer_and_its_gradients_equal_those_of_all_to_all():
-    run_ranks(2, layers_agree)
-
-
 # ---- asynchronous transfers ----
 
 
@@ -174,38 +147,42 @@ def test_inputs_live_until_a_transfer_is_waited_for():
 # ---- options ----
 
 
-def test_num_sms_reaches_every_call():
+@pytest.mark.parametrize("options,expected", [
+    ({"api": "elastic"}, {"num_sms": 0, "buffer.hidden": WIDTH, "buffer.deterministic": True}),
+    ({"api": "elastic", "num_sms": 24, "max_tokens": 77, "top_k": 5},
+     {"num_sms": 24, "buffer.num_max_tokens_per_rank": 77, "buffer.num_topk": 5}),
+    ({"api": "buffer"}, {"dispatch_config.num_sms": 20}),
+    ({"api": "buffer", "num_sms": 16}, {"dispatch_config.num_sms": 16, "combine_config.num_sms": 16}),
+    # Of dispatch, which needs more than combine.
+    ({"api": "buffer", "ranks": one_of(4)}, {"buffer.num_nvl_bytes": 20 * 4 * WIDTH * 2 * 6}),
+])  # fmt: skip
+def test_options_reach_deepep(options, expected):
     with installed(Buffer, ElasticBuffer):
-        assert transfers(build("elastic", one_of(2))).num_sms == 0
-        assert transfers(build("elastic", one_of(2), num_sms=24)).num_sms == 24
-        assert transfers(build("buffer", one_of(2))).dispatch_config.num_sms == 20
-        both = transfers(build("buffer", one_of(2), num_sms=16))
-        assert (both.dispatch_config.num_sms, both.combine_config.num_sms) == (16, 16)
-
-
-def test_memory_fits_the_sizes():
-    with installed(Buffer, ElasticBuffer):
-        buffer = transfers(build("elastic", one_of(2), max_tokens=77, top_k=5)).buffer
-        assert (buffer.num_max_tokens_per_rank, buffer.hidden, buffer.num_topk) == (77, WIDTH, 5)
-        assert buffer.deterministic
-        buffer = transfers(build("buffer", one_of(4))).buffer
-        assert buffer.num_nvl_bytes == 20 * 4 * WIDTH * 2 * 6  # of dispatch, which needs more than combine
+        made = build(**{"ranks": one_of(2)} | options).transfers
+    assert {name: operator.attrgetter(name)(made) for name in expected} == expected
 
 
 @pytest.mark.parametrize("classes,capability,chosen", [
-    ((Buffer, ElasticBuffer), (9, 0), "elastic"), ((Buffer, ElasticBuffer), (10, 0), "elastic"),
-    ((Buffer, ElasticBuffer), (8, 0), "buffer"), ((Buffer,), (9, 0), "buffer"),
+    ((Buffer, ElasticBuffer), (9, 0), ElasticBuffer), ((Buffer, ElasticBuffer), (10, 0), ElasticBuffer),
+    ((Buffer, ElasticBuffer), (8, 0), Buffer), ((Buffer,), (9, 0), Buffer),
 ], ids=["both-hopper", "both-blackwell", "both-ampere", "first version"])  # fmt: skip
 def test_the_newest_usable_interface_is_chosen(classes, capability, chosen):
     with installed(*classes, capability=capability):
-        expected = {"elastic": ElasticBuffer, "buffer": Buffer}[chosen]
-        assert type(transfers(build("auto", one_of(2))).buffer) is expected
+        assert type(transfers(build("auto", one_of(2))).buffer) is chosen
+
+
+@pytest.mark.parametrize("name", SIGNATURES["signatures"])
+def test_stand_ins_have_the_recorded_signatures(name):
+    class_name, method = name.split(".")
+    parameters = inspect.signature(getattr(getattr(deepep, class_name), method)).parameters.values()
+    ours = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters if p.name != "self"]
+    assert ours == SIGNATURES["signatures"][name]
 
 
 # ---- refusals ----
 
+ONLY_FIRST, ONLY_SECOND = {"classes": (Buffer,)}, {"classes": (ElasticBuffer,), "capability": (8, 6)}
 REFUSED = {
-    "experts": ({"ranks": one_of(3)}, "8 experts cannot be divided evenly over 3 ranks"),
     "odd num_sms": ({"num_sms": 3}, "num_sms must be even and at least 2, or None: got 3"),
     "no num_sms": ({"num_sms": 0}, "num_sms must be even and at least 2, or None: got 0"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens must be at least 1: got 0"),
@@ -213,47 +190,44 @@ REFUSED = {
     "width 2": ({"hidden_size": 384}, "hidden size divisible by 256: got 384; or choose --ep-backend all_to_all"),
     "width 1": ({"api": "buffer", "hidden_size": 24}, "hidden size divisible by 16 for 2 ranks: got 24"),
     "ranks": ({"api": "buffer", "ranks": one_of(1)}, "Buffer needs 2, 4, 8, .* ranks: got 1; or choose"),
+    "no second": (ONLY_FIRST, "deep_ep 2.1.0 has no ElasticBuffer: install DeepEP"),
+    "no first": (ONLY_SECOND | {"api": "auto"}, "has no Buffer: install"),
+    "old GPU": (ONLY_SECOND, r"capability 9.0: got 8.6"),
+    # torch.empty would run kernels on the stream of the transfers; DeepEP asserts that it does not.
+    "filled memory": ({"api": "buffer", "filled": True}, "fill_uninitialized_memory = True: set the latter to False"),
 }
 
 
 @pytest.mark.parametrize("options,message", REFUSED.values(), ids=REFUSED)
 def test_options_that_deepep_does_not_support_raise(options, message):
-    with installed(Buffer, ElasticBuffer), pytest.raises(ValueError, match=message):
-        build(**{"api": "elastic", "ranks": one_of(2)} | options)
+    options = {"api": "elastic", "ranks": one_of(2), "classes": (Buffer, ElasticBuffer)} | options
+    machine = {name: options.pop(name) for name in ("capability",) if name in options}
+    with (
+        installed(*options.pop("classes"), **machine),
+        mock.patch("torch.are_deterministic_algorithms_enabled", return_value=options.pop("filled", False)),
+        pytest.raises(ValueError, match=message),
+    ):
+        build(**options)
 
 
-def test_hosts_need_a_hidden_size_divisible_by_256():
-    with installed(Buffer), pytest.raises(ValueError, match="divisible by 256 for 16 ranks: got 272"):
-        DeepEP(16, one_of(16), max_tokens=1, hidden_size=272)
+TENSORS = {
+    "device": ({"ids": torch.zeros(3, 2, dtype=torch.int64, device="meta")}, "on cpu: got meta; or choose"),
+    "tokens": ({"ids": torch.zeros(31, 2).long()}, "memory is for 30 tokens of a rank: got 31; increase max_tokens"),
+    "choices": ({"ids": torch.full((3, 33), -1)}, "at most 32 choices per token: got 33"),
+    "dtype": ({"x": torch.ones(30, WIDTH)}, "rows in bfloat16: got torch.float32; use --dtype bfloat16, or choose"),
+    "width": ({"x": torch.ones(30, 512).bfloat16()}, "rows of 256 elements: got 512"),
+    "combine": ({"y": torch.ones(0, WIDTH).bfloat16()}, "first transfer of a route must be a dispatch: got combine"),
+}  # fmt: skip
 
 
-def test_a_missing_interface_raises():
-    with installed(Buffer), pytest.raises(ValueError, match=r"deep_ep 2.1.0 has no ElasticBuffer: install DeepEP"):
-        build("elastic", one_of(2))
-    with installed(ElasticBuffer, capability=(8, 6)), pytest.raises(ValueError, match="has no Buffer: install"):
-        build("auto", one_of(2))
-    with installed(ElasticBuffer, capability=(8, 6)), pytest.raises(ValueError, match=r"capability 9.0: got 8.6"):
-        build("elastic", one_of(2))
-
-
-def test_tensors_that_deepep_does_not_support_raise():
-    with installed(Buffer, ElasticBuffer):
+@pytest.mark.parametrize("tensors,message", TENSORS.values(), ids=TENSORS)
+def test_tensors_that_deepep_does_not_support_raise(tensors, message):
+    with installed(Buffer, ElasticBuffer), pytest.raises((ValueError, RuntimeError), match=message):
         ep = build("elastic", one_of(2))
-        with pytest.raises(ValueError, match="sends tensors on cpu: got meta; or choose --ep-backend all_to_all"):
-            ep.prepare(torch.zeros(3, 2, dtype=torch.int64, device="meta"))
-        with pytest.raises(ValueError, match="memory is for 30 tokens of a rank: got 31; increase max_tokens"):
-            ep.prepare(torch.zeros(31, 2, dtype=torch.int64))
-        with pytest.raises(ValueError, match="at most 32 choices per token: got 33"):
-            ep.prepare(torch.full((3, 33), -1))
-        route = ep.prepare(torch.zeros(30, 2, dtype=torch.int64))
-        with pytest.raises(ValueError, match=r"rows in bfloat16: got torch.float32; use --dtype bfloat16, or choose"):
-            ep.dispatch(torch.ones(30, WIDTH), route)
-        with pytest.raises(ValueError, match="rows of 256 elements: got 512"):
-            ep.dispatch(torch.ones(30, 512).bfloat16(), route)
-        with pytest.raises(RuntimeError, match="the first transfer of a route must be a dispatch: got combine"):
-            ep.combine(torch.ones(0, WIDTH).bfloat16(), route)
-        # DeepEP 1 has no limit of tokens.
-        build("buffer", one_of(2)).prepare(torch.zeros(31, 2, dtype=torch.int64))
+        route = ep.prepare(tensors.get("ids", torch.zeros(30, 2).long()))
+        ep.combine(tensors["y"], route) if "y" in tensors else ep.dispatch(tensors["x"], route)
+    with installed(Buffer):  # DeepEP 1 has no limit of tokens
+        build("buffer", one_of(2)).prepare(torch.zeros(31, 2).long())
 
 
 def test_a_package_that_is_missing_or_broken_raises_one_line_with_the_way_out():
@@ -285,32 +259,3 @@ def test_a_machine_without_gpu_or_a_group_without_nccl_raises():
             inspect_machine(one_of(2))
         name.return_value = "cpu:gloo,cuda:nccl"
         assert inspect_machine(one_of(2)) == Machine("cuda", (9, 0))
-
-
-def test_filled_memory_of_deterministic_algorithms_raises():
-    """torch.empty would run kernels on the stream of the transfers; DeepEP asserts that it does not."""
-    with installed(Buffer), mock.patch("torch.are_deterministic_algorithms_enabled", return_value=True):
-        with pytest.raises(ValueError, match="fill_uninitialized_memory = True: set the latter to False, or choose"):
-            build("buffer", one_of(2))
-        unfilled = types.SimpleNamespace(fill_uninitialized_memory=False)
-        with mock.patch("torch.utils.deterministic", unfilled):
-            build("buffer", one_of(2))
-
-
-def test_early_versions_have_ids_in_int64():
-    with installed(Buffer) as library:
-        library.topk_idx_t = torch.int32
-        assert backend.DeepEP(EXPERTS, one_of(2), max_tokens=1, hidden_size=WIDTH).ids_dtype == torch.int32
-        del library.topk_idx_t
-        assert backend.DeepEP(EXPERTS, one_of(2), max_tokens=1, hidden_size=WIDTH).ids_dtype == torch.int64
-
-
-# ---- the stand-ins ----
-
-
-@pytest.mark.parametrize("name", SIGNATURES["signatures"])
-def test_stand_ins_have_the_recorded_signatures(name):
-    class_name, method = name.split(".")
-    parameters = inspect.signature(getattr(getattr(deepep, class_name), method)).parameters.values()
-    ours = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters if p.name != "self"]
-    assert ours == SIGNATURES["signatures"][name]

@@ -16,10 +16,12 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder as Builder
 
 from moe_dualpipe.expert_parallel import Link, Loopback, Replay
+from moe_dualpipe.expert_parallel.exchange import Exchange
 from moe_dualpipe.expert_parallel.modeled.windows import LoopbackWindows
 from moe_dualpipe.kernels.gpu import push as push_module
 from moe_dualpipe.kernels.gpu import signals
 from moe_dualpipe.tools.checks.host_syncs import host_syncs
+from tests.support.exchanges import check_round
 from tests.support.expert_ids import KINDS, random_ids
 from tests.support.interpreter import allocate_nan, prepare_rank
 
@@ -46,20 +48,6 @@ def windows(ranks=4, sync="barrier"):
     return ep
 
 
-def exchange(ep, ids, x, weights, grads):
-    """The transfers of a layer whose expert e multiplies by e + 1. Returns its route, received rows and results."""
-    route = ep.prepare(ids)
-    x_ND, weights_NK = ep.dispatch(x, route, weights).wait()
-    local_NK = route.local_ids_NK
-    scales_NK = torch.where(local_NK >= 0, (local_NK + 1) * weights_NK, 0)
-    y = (x_ND * scales_NK.sum(1, keepdim=True)).to(x.dtype)
-    # Started together, waited for in another order.
-    pending = ep.dispatch(grads, route), ep.combine(y, route, scales_NK)
-    combined, again = (pending[i].wait() for i in (1, 0))
-    assert again.weights_NK is None
-    return route, [x_ND, weights_NK, local_NK, again.x_ND], [*combined, ep.combine(y, route).wait().y_TD]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sync", ["barrier", "flags"])
 @pytest.mark.parametrize("ranks,dtype", [(1, torch.float32), (4, torch.bfloat16), (8, torch.float16)])
@@ -72,17 +60,8 @@ def test_results_are_those_of_loopback_on_a_cpu(ranks, dtype, sync, kind):
         ids = random_ids(generator, tokens, TOP_K, kind, EXPERTS)
         x, grads = (torch.randn(tokens, WIDTH, generator=generator).to(dtype) for _ in range(2))
         weights = torch.rand(ids.shape, generator=generator)
-        (route, rows, results), (expected_route, expected_rows, expected) = (
-            exchange(ep, ids, x, weights, grads) for ep in (ours, reference)
-        )
-        n = expected_route.num_rows
-        assert route.padded and route.num_rows == tokens * min(ranks, TOP_K) >= n
-        for mine, theirs in zip(rows, expected_rows, strict=True):
-            assert torch.equal(mine[:n], theirs)
-        assert (rows[2][n:] == -1).all() and rows[0][n:].isnan().all()
-        for mine, theirs in zip(results, expected, strict=True):
-            assert torch.equal(mine, theirs)
-        assert route.num_choices == expected_route.num_choices
+        route, expected = check_round(ours, reference, ids, x, weights, grads, EXPERTS // ranks)
+        assert route.padded and route.num_rows == tokens * min(ranks, TOP_K) >= expected.num_rows
     assert int(ours.sent) == reference.bytes_sent
     ours.check()
     assert ours.windows.state[signals.EPOCHS :].tolist() == [4, 4]
@@ -103,31 +82,24 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Let Loopback find streams on CPUs. Returns a function that switches them on or off."""
-    stream, there = Stream(), [True]
+    """Let Loopback find streams on CPUs."""
+    stream = Stream()
     module = types.SimpleNamespace(current_stream=lambda _device: stream, is_current_stream_capturing=lambda: False)
-    monkeypatch.setattr("moe_dualpipe.overlap.streams.streams_of", lambda _device: module if there[0] else None)
-    return lambda on: there.__setitem__(0, on)
+    monkeypatch.setattr("moe_dualpipe.overlap.streams.streams_of", lambda _device: module)
 
 
-def one_exchange(ep, tokens, width, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = random_ids(generator, tokens, TOP_K - 1 + seed % 2, "even", EXPERTS)
-    x, grads = (torch.randn(tokens, width, generator=generator) for _ in range(2))
-    _, rows, results = exchange(ep, ids, x, torch.rand(ids.shape, generator=generator), grads)
-    return rows, results
+class WithoutStreams(Loopback):
+    prepare, dispatch, combine = Exchange.prepare, Exchange.dispatch, Exchange.combine
 
 
-def test_windows_grow(streams):
-    ours, reference = Loopback(EXPERTS, 2, LINK), Loopback(EXPERTS, 2)
+@pytest.mark.usefixtures("streams")
+def test_windows_grow():
+    ours, reference = Loopback(EXPERTS, 2, LINK), WithoutStreams(EXPERTS, 2)
     for seed, (tokens, width, most_tokens) in enumerate(((2, 8, 2), (0, 8, 2), (1, 16, 2), (3, 8, 3))):
-        results = []
-        for ep, on in ((ours, True), (reference, False)):
-            streams(on)
-            results.append(one_exchange(ep, tokens, width, seed))
-        (rows, sums), (expected_rows, expected_sums) = results
-        for mine, theirs in zip([*rows, *sums], [*expected_rows, *expected_sums], strict=True):
-            assert torch.equal(mine[: len(theirs)], theirs)
+        generator = torch.Generator().manual_seed(seed)
+        ids = random_ids(generator, tokens, TOP_K - 1 + seed % 2, "even", EXPERTS)
+        x, grads = (torch.randn(tokens, width, generator=generator) for _ in range(2))
+        check_round(ours, reference, ids, x, torch.rand(ids.shape, generator=generator), grads, EXPERTS // 2)
         assert ours._windows is not None and ours._windows.max_tokens == most_tokens
     assert ours.bytes_sent == reference.bytes_sent
     twin = copy.deepcopy(ours)

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from torch.distributed import group
 
-from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback
+from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.autograd import combine, dispatch
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
-from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, next_token_loss
-from tests.support.kernels import DEVICE, FLOOR, LinearExperts, error, record_programs
-from tests.support.ranks import run_ranks
+from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
+from tests.support.kernels import DEVICE, FLOOR, LinearExperts, error
 
 TINY = {
     "hidden_size": 16, "num_layers": 2, "num_dense_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -49,29 +47,6 @@ def test_forward_and_backward(recompute, changes):
     (loss, expected), (our_loss, ours) = results
     assert our_loss == pytest.approx(loss, rel=1e-6)
     assert_same(ours, expected)
-
-
-@pytest.mark.long
-def test_num_sms_limits_the_products_of_the_model_and_changes_no_result(monkeypatch):
-    programs = record_programs(monkeypatch)
-    results, launched = [], []
-    for num_sms in (None, 3):
-        torch.manual_seed(1)
-        options = StageOptions(kernels="triton", num_sms=num_sms)
-        layer = MoE(ModelConfig(**TINY), Local(4, "triton"), 1, options).to(DEVICE)
-        x = torch.randn(7, 16, generator=torch.Generator().manual_seed(2)).to(DEVICE).requires_grad_()
-        y = layer(x)
-        y.sum().backward()
-        results.append([y, x.grad, *(p.grad for p in layer.parameters())])
-        launched.append(programs.copy())
-        programs.clear()
-    assert len(launched[0]) == 6
-    assert min(launched[0]) > 3
-    assert launched[1] == [3] * 6
-    for expected, ours in zip(*results, strict=True):
-        assert torch.equal(ours, expected)
-    with pytest.raises(ValueError, match="num_sms must be at least 1, or None for all: got 0"):
-        StageOptions(num_sms=0)
 
 
 def test_an_overlapped_pair_is_bit_identical_to_sequential_execution():
@@ -119,27 +94,3 @@ def test_custom_experts_get_the_same_rows():
         results.append((loss.item(), gradients(module)))
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)
     assert_same(results[1][1], results[0][1])
-
-
-def two_ranks(rank):
-    results = []
-    for kernels in ("reference", "triton"):
-        module = model(kernels, AllToAll(4, group.WORLD, kernels))
-        loss = next_token_loss(module(tokens(rank, 1, 4 + 3 * rank)), tokens(9 + rank, 1, 4 + 3 * rank))
-        loss.backward()
-        results.append((loss.item(), gradients(module)))
-    (loss, expected), (our_loss, ours) = results
-    assert our_loss == pytest.approx(loss, rel=1e-6)
-    assert_same(ours, expected)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(DEVICE == "cuda", reason="needs two GPUs")
-def test_expert_parallel_ranks():
-    run_ranks(2, two_ranks)
-
-
-def test_an_invalid_kernels_option_raises_when_the_model_is_built():
-    for build in (lambda: model("cuda"), lambda: Local(4, kernels="cuda"), lambda: Loopback(4, 2, kernels="cuda")):
-        with pytest.raises(ValueError, match="kernels must be one of auto, triton, reference: got 'cuda'"):
-            build()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from moe_dualpipe.kernels.experts import experts
-from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
+from moe_dualpipe.kernels.grouped_gemm import _grouped_mm_reference, grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.permute import gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
@@ -44,19 +45,6 @@ def test_linear_equals_torch(leading):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_linear_gradients_against_finite_differences():
-    assert torch.autograd.gradcheck(linear, (leaf(3, 5), leaf(4, 5)))
-
-
-def test_linear_computes_only_requested_gradients():
-    x, w = leaf(3, 5), leaf(4, 5)
-    linear(x.detach(), w).sum().backward()
-    assert x.grad is None
-    assert w.grad is not None
-    linear(x, w.detach()).sum().backward()
-    assert x.grad is not None
-
-
 # ---- deferral ----
 
 
@@ -79,17 +67,59 @@ def test_deferred_gradients_run_per_key_in_any_order():
         weight_grads.run_deferred("a")
 
 
-def test_deferral_does_not_nest_and_clear_drops_everything():
-    weight_grads = WeightGrads()
-    with weight_grads.defer_to(1):
-        assert weight_grads.defers(leaf(2))
-        with pytest.raises(RuntimeError, match="already being deferred"), weight_grads.defer_to(2):
+def test_the_oldest_gradients_are_computed_early_so_that_at_most_max_deferred_keys_wait():
+    weight, grads, ran = leaf(2), WeightGrads(max_deferred=2), []
+    for key in range(5):
+        with grads.defer_to(key):
+            grads.defer(weight, lambda key=key: ran.append(key) or torch.ones(2))
+        assert len(grads) <= 2 and ran == [*range(key - 1)]
+    for key in range(4):
+        grads.run_deferred(key)  # those that were computed early are not computed again
+    assert ran == [*range(4)] and weight.grad.tolist() == [4, 4]
+    grads.clear()
+    for key in range(5):
+        with pytest.raises(KeyError):
+            grads.run_deferred(key)
+
+
+def test_deferral_does_not_nest_and_a_key_is_deferred_to_once():
+    grads = WeightGrads()
+    with grads.defer_to(1):
+        assert grads.defers(leaf(2))
+        with pytest.raises(RuntimeError, match="weight gradients for 2 are already being deferred"), grads.defer_to(2):
             pass
-    assert not weight_grads.defers(leaf(2))
-    with pytest.raises(RuntimeError, match="already being deferred"), weight_grads.defer_to(1):
+    assert not grads.defers(leaf(2))
+    with pytest.raises(RuntimeError, match="weight gradients for 1 are already being deferred"), grads.defer_to(1):
         pass
-    weight_grads.clear()
-    assert len(weight_grads) == 0
+    with pytest.raises(ValueError, match="max_deferred must be at least 1, or None for no bound: got 0"):
+        WeightGrads(max_deferred=0)
+
+
+def test_only_layers_with_the_attribute_are_bound():
+    layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    layers[0].weight_grads, layers[1].weight_grads = None, "mine"
+    bind(layers, grads := WeightGrads())
+    assert [getattr(layer, "weight_grads", "nothing") for layer in layers] == [grads, "mine", "nothing"]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_gradients_of_an_fp32_product_of_bf16_tensors_are_rounded_to_the_dtypes_of_the_gradients_alone(deferred):
+    x, w = (leaf(*shape, dtype=torch.bfloat16) for shape in ((7, 300), (5, 300)))
+    w.grad_dtype = torch.float32
+    a, b = (t.detach().double().requires_grad_() for t in (x, w))
+    factors = torch.arange(1.0, 36).view(7, 5)
+    ((a @ b.T).sin() * factors).sum().backward()
+    grads = WeightGrads()
+    y = linear(x, w, grads, fp32=True)
+    with grads.defer_to(0) if deferred else nullcontext():
+        (y.sin() * factors).sum().backward()
+    if deferred:
+        grads.run_deferred(0)
+    assert (y.dtype, x.grad.dtype, w.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    torch.testing.assert_close(x.grad.double(), a.grad, rtol=2**-8, atol=1e-3)
+    torch.testing.assert_close(w.grad.double(), b.grad, rtol=1e-4, atol=1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x.detach(), w, fp32=True), y)  # autocast does not lower its precision
 
 
 def test_a_weight_with_hooks_or_a_computed_weight_is_not_deferred():
@@ -143,22 +173,6 @@ def test_autocast_dtype_of_outputs_and_gradients(grouped):
     torch.testing.assert_close(w.grad[0], rows.sum(0).expand(4, 8), rtol=2e-2, atol=2e-2)
 
 
-def test_bind_sets_weight_grads_on_layers_that_can_defer():
-    class Deferring(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight_grads = None
-
-    other = torch.nn.Linear(2, 2)
-    other.weight_grads = ["unrelated"]  # type: ignore[assignment]
-    module = torch.nn.Sequential(Deferring(), torch.nn.Sequential(Deferring(), torch.nn.Linear(2, 2)), other)
-    weight_grads = WeightGrads()
-    bind(module, weight_grads)
-    bound = [layer for layer in module.modules() if getattr(layer, "weight_grads", None) is weight_grads]
-    assert [type(layer).__name__ for layer in bound] == ["Deferring", "Deferring"]
-    assert other.weight_grads == ["unrelated"]
-
-
 def test_accumulate_follows_grad_dtype():
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     parameter.grad_dtype = torch.float32
@@ -196,6 +210,16 @@ def test_grouped_linear_equals_a_loop(counts, deferred, widths, dtype):
         assert count or not w.grad[e].any()
 
 
+@pytest.mark.parametrize("width", [8, 5])  # one that torch's grouped product takes, and one that it does not
+def test_rows_past_the_last_offset_are_those_of_no_expert(width):
+    """Only a GPU may have them: a CPU checks the offsets."""
+    x, w = torch.randn(6, width), torch.randn(2, width, width)
+    y = _grouped_mm_reference(x, w, torch.tensor([1, 4], dtype=torch.int32))
+    assert y.shape == (6, width)
+    torch.testing.assert_close(y[:4], torch.cat([x[:1] @ w[0], x[1:4] @ w[1]]))
+    assert width == 8 or not y[4:].any()
+
+
 def test_grouped_linear_accepts_a_non_contiguous_gradient():
     x, w = leaf(6, 5, dtype=torch.float32), leaf(2, 4, 5, dtype=torch.float32)
     grouped_linear(x, w, offsets_of([4, 2])).sum().backward()  # sum's gradient is an expanded scalar
@@ -207,10 +231,12 @@ def test_grouped_linear_accepts_a_non_contiguous_gradient():
     ((6,), (2, 4, 6), 3, "x .M, I. and w .E, O, I."),
     ((6, 5), (2, 4, 5), 2, r"2 experts need 3 offsets in int32: got \[2\]"),
     ((6, 5), (2, 4, 5), 3, "the last offset must be the number of rows: got 0 of 6"),
+    ((6, 5), (2, 4, 5), [0, 2, 6], r"in int32: got \[3\] in torch.int64"),
 ])  # fmt: skip
 def test_grouped_linear_rejects_wrong_shapes(x, w, offsets, problem):
     with pytest.raises(ValueError, match=problem):
-        grouped_linear(torch.zeros(x), torch.zeros(w), torch.zeros(offsets, dtype=torch.int32))
+        offsets = torch.tensor(offsets) if isinstance(offsets, list) else torch.zeros(offsets, dtype=torch.int32)
+        grouped_linear(torch.zeros(x), torch.zeros(w), offsets)
 
 
 X, W, OUT = torch.randn(6, 8), torch.randn(3, 8, 8), torch.randn(6, 8)
@@ -235,11 +261,6 @@ def test_offsets_divide_the_rows(name, offsets, problem):
     assert torch.is_tensor(TAKE_OFFSETS[name](torch.tensor([0, 2, 2, 6], dtype=torch.int32)))
     with pytest.raises(ValueError, match=problem):
         TAKE_OFFSETS[name](torch.tensor(offsets, dtype=torch.int32))
-
-
-def test_grouped_linear_rejects_offsets_of_another_dtype():
-    with pytest.raises(ValueError, match=r"in int32: got \[3\] in torch.int64"):
-        grouped_linear(torch.zeros(6, 8), torch.zeros(2, 4, 8), torch.tensor([0, 2, 6]))
 
 
 @pytest.mark.parametrize("make", [
@@ -295,14 +316,6 @@ def test_an_order_of_more_experts_than_16_bits():
     assert expert_order(ids % 32_767, 32_767).positions_NK.tolist() == [[2, 0], [1, 3]]
 
 
-def test_expert_order_docstring_example():
-    order = expert_order(torch.tensor([[1, 0], [1, -1]]), 3, 3)
-    assert order.gather_idx_M.tolist() == [0, 0, 1]
-    assert order.choice_idx_M.tolist() == [1, 0, 2]
-    assert order.positions_NK.tolist() == [[1, 0], [2, -1]]
-    assert order.expert_offsets.tolist() == [0, 1, 3, 3]
-
-
 @settings(max_examples=60, deadline=None)
 @given(choices())
 def test_permute_and_unpermute_are_each_others_backward(drawn):
@@ -348,11 +361,3 @@ def test_gather_sum_of_bf16_rows_rounds_once():
     torch.testing.assert_close(gather_sum(rows, positions)[0], expected, rtol=0, atol=0)
     expected = (rows.float() * weights[0][:, None]).sum(0).bfloat16()
     torch.testing.assert_close(gather_sum(rows, positions, weights)[0], expected, rtol=0, atol=0)
-
-
-def test_deferred_gradients_have_no_graph():
-    weight_grads, w = WeightGrads(), leaf(4, 5)
-    with weight_grads.defer_to(0):
-        linear(leaf(3, 5) * 2, w, weight_grads).sum().backward()
-    weight_grads.run_deferred(0)
-    assert w.grad.grad_fn is None

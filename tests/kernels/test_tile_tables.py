@@ -27,13 +27,6 @@ def user_table(tmp_path, monkeypatch):
     configs.clear_caches()
 
 
-def test_the_shipped_table_has_every_kernel_for_every_gpu():
-    shipped = configs.load_table(SHIPPED)
-    for arch in ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "interpreter"):
-        for size in (2, 4):
-            assert {e.kernel for e in shipped if (e.arch, e.dtype_bytes) == (arch, size)} == set(KERNEL_NAMES)
-
-
 @pytest.mark.usefixtures("user_table")
 @pytest.mark.parametrize("arch,family", [
     ("sm_86", "sm_80"), ("sm_87", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120"),

@@ -1,7 +1,6 @@
 """Custom expert layers: the ids they get, initial weights that do not depend on the number of ranks, and errors."""
 
 import gc
-import sys
 import weakref
 from typing import ClassVar
 
@@ -13,6 +12,7 @@ from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors, older_names
 from moe_dualpipe.models import MoE, build_model
 from moe_dualpipe.models.build_experts import ExpertBuilder
+from tests.support import custom_experts
 from tests.support.models import with_choices
 
 E = 8
@@ -39,10 +39,13 @@ def named(layer):
     ("WithReset", {"scale", "bias", *(f"{kind}.{e}" for kind in ("up", "shift") for e in range(E))}),
     ("Listed", {f"each.{e}.{kind}" for kind in ("weight", "bias") for e in range(2, E)}),
     ("ListsOfStacks", {f"stages.{i}.weight.{e}" for i in range(2) for e in range(E)}),
+    ("Expert", {f"each.{e}.{kind}.weight" for kind in ("gate_up", "down") for e in range(E)}),
+    ("swiglu_function", {f"{kind}.{e}" for kind in ("gate_up", "down") for e in range(E)}),
 ])  # fmt: skip
 def test_initial_weights_are_the_same_for_any_number_of_ranks(name, tensors, hidden):
     """Whatever size equals the number of local experts by chance."""
-    of_class = builder(f"tests.support.custom_experts:{name}", hidden_size=hidden)
+    path = f"tests.support.{'custom_experts' if hasattr(custom_experts, name) else 'own_layers'}:{name}"
+    of_class = builder(path, hidden_size=hidden)
     state = torch.random.get_rng_state()
     whole = named(of_class.build(range(E)))
     assert set(whole) == tensors
@@ -56,7 +59,7 @@ def test_initial_weights_are_the_same_for_any_number_of_ranks(name, tensors, hid
     assert torch.equal(state, torch.random.get_rng_state())
     values = [tensor.flatten()[0].item() for tensor in whole.values()]
     assert len(set(values)) == len(values)  # no two tensors are drawn with one seed
-    other = named(builder(f"tests.support.custom_experts:{name}", layer=2, hidden_size=hidden).build(range(E)))
+    other = named(builder(path, layer=2, hidden_size=hidden).build(range(E)))
     assert not any(torch.equal(tensor, other[key]) for key, tensor in whole.items())
 
 
@@ -233,42 +236,3 @@ def test_experts_that_are_one_parameter_stay_on_one_rank():
     )):  # fmt: skip
         of_class.build(range(4))
     assert len([*builder("tests.models.test_build_experts:TiedInside").build(range(4)).parameters()]) == 2 * 4
-
-
-class Broken(nn.Module):
-    def __init__(self, config, num_local_experts):
-        super().__init__()
-        self.up = nn.Parameter(num_local_experts + "x")
-
-
-def test_a_type_error_in_a_constructor_is_one_line():
-    with pytest.raises(ValueError, match=(
-        r"cannot build the expert layer 'tests.models.test_build_experts:Broken': "
-        r"tests/models/test_build_experts.py:\d+ in Broken.__init__: TypeError: unsupported operand type\(s\) for \+: "
-        r"'int' and 'str'$"
-    )):  # fmt: skip
-        builder("tests.models.test_build_experts:Broken")
-
-
-class Exits(nn.Module):
-    def __init__(self, config, num_local_experts):
-        super().__init__()
-        sys.exit(0)
-
-
-def test_a_constructor_that_exits_is_one_line():
-    with pytest.raises(ValueError, match=r"Exits': .*:\d+ in Exits.__init__: SystemExit: 0$"):
-        builder("tests.models.test_build_experts:Exits")
-
-
-class TwoNames(nn.Module):
-    def __init__(self, config, num_local_experts):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(num_local_experts, 3, 5))
-        self.same = self.up
-
-
-def test_a_parameter_may_have_two_names():
-    layer = builder("tests.models.test_build_experts:TwoNames").build(range(4, 8))
-    assert layer.same is layer.up
-    assert {held.layout for held in expert_ids(layer).values()} == {"stacked"}

@@ -66,33 +66,6 @@ def test_a_document_in_a_window_gives_the_same_result_as_alone(attention, stages
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_the_loss_of_a_document_has_no_gradient_for_other_documents(attention):
-    model = build_model(VARIANTS[attention], options=StageOptions(document_end_id=END))
-    tokens = torch.tensor([[1, 2, 3, END, 5, 6, END, 8, 9]])
-    logits = model(tokens)
-    F.cross_entropy(logits[0, 4:7], torch.tensor([6, END, 8])).backward()
-    gradients = model.embedding.weight.grad.abs().sum(1)
-    assert gradients.nonzero().flatten().tolist() == [5, 6, END]
-    assert torch.isfinite(gradients).all()
-
-
-def trained(config, recompute):
-    model = build_model(config, options=StageOptions(recompute=recompute, document_end_id=END))
-    torch.manual_seed(0)
-    tokens, _ = packed(3)
-    loss = model.loss(model(tokens[:, :-1]), tokens[:, 1:])
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())]
-
-
-@pytest.mark.parametrize("attention", VARIANTS)
-def test_recompute_uses_the_document_mask(attention):
-    expected = trained(VARIANTS[attention], "none")
-    for recompute in ("norms", "attention", "full"):
-        assert all(map(torch.equal, expected, trained(VARIANTS[attention], recompute))), recompute
-
-
-@pytest.mark.parametrize("attention", VARIANTS)
 def test_without_document_end_id_attention_is_causal_and_has_no_mask(monkeypatch, attention):
     masks, attend = [], F.scaled_dot_product_attention
 

@@ -7,7 +7,6 @@ import torch
 
 from moe_dualpipe.inference import generate
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
-from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split, transformer
 from tests.support.ranks import cosine_distance
 from tests.support.tensors import OperationStats
@@ -60,19 +59,6 @@ def test_only_the_plain_loss_makes_a_tensor_of_the_size_of_the_logits(fused_loss
             model.loss(model(x), y)
     # Without logits, the largest tensor is the head's weight or its gradient.
     assert seen.max_numel == max(CONFIG.hidden_size, B * S * (not fused_loss)) * CONFIG.vocab_size
-
-
-def test_the_weight_gradient_of_the_head_can_be_deferred():
-    model, (x, y) = build_model(CONFIG, options=StageOptions(seed=3, fused_loss=True)), batch()
-    weight_grads = WeightGrads()
-    bind(model, weight_grads)
-    with weight_grads.defer_to("later"):
-        model.loss(model(x), y).backward()
-    assert model.head.weight.grad is None
-    assert model.norm.weight.grad is not None
-    weight_grads.run_deferred("later")
-    for name, grad in trained(torch.float32, True)[1].items():
-        assert torch.equal(model.get_parameter(name).grad, grad), name
 
 
 def test_its_output_gives_the_same_logits_and_text():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
-from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, build_model
+from moe_dualpipe.models import ModelConfig, StageOptions, build_model
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.rotary import Rotary, rotate
 
@@ -40,10 +40,10 @@ def step(model, tokens_BL):
     return loss.detach()
 
 
-# ---- YaRN ----
+# ---- Longer contexts ----
 
 
-def yarn_frequencies(width, config):
+def yarn(width, config, _length):
     """The frequencies in a loop, as in equations 20 to 25 of the paper (arXiv 2309.00071)."""
 
     def index(rotations):
@@ -51,33 +51,48 @@ def yarn_frequencies(width, config):
 
     low = max(math.floor(index(config.yarn_beta_fast)), 0)
     high = min(math.ceil(index(config.yarn_beta_slow)), width - 1)
-    frequencies = []
-    for i in range(width // 2):
-        frequency = config.rope_theta ** (-2 * i / width)
-        slowed = min(max((i - low) / (high - low), 0), 1)
-        frequencies.append((1 - slowed) * frequency + slowed * frequency / config.yarn_factor)
-    return frequencies
+    slowed = [min(max((i - low) / (high - low), 0), 1) for i in range(width // 2)]
+    return [f * (1 - s + s / config.yarn_factor) for f, s in zip(plain(width, config.rope_theta), slowed, strict=True)]
 
 
-@pytest.mark.parametrize("width,mscale,all_dim,growth", [
-    (8, 0.0, 0.0, 1 + 0.1 * math.log(6)),
-    (30, 0.7, 0.9, (1 + 0.07 * math.log(6)) / (1 + 0.09 * math.log(6))),
-    (2, 1.0, 0.0, 1 + 0.1 * math.log(6)),
+def plain(width, theta):
+    return [theta ** (-2 * i / width) for i in range(width // 2)]
+
+
+def dynamic(width, config, length):
+    """As in the function of this name in transformers: theta grows with the length of the sequence."""
+    growth = config.yarn_factor * length / config.yarn_positions - (config.yarn_factor - 1)
+    return plain(width, config.rope_theta * max(growth, 1) ** (width / (width - 2)))
+
+
+def llama3(width, config, _length):
+    """As in Llama 3's apply_scaling: by the number of rotations in the short context."""
+    result = []
+    for frequency in plain(width, config.rope_theta):
+        turns = config.yarn_positions / (2 * math.pi / frequency)
+        kept = min(max((turns - config.yarn_beta_slow) / (config.yarn_beta_fast - config.yarn_beta_slow), 0), 1)
+        result.append((1 - kept) * frequency / config.yarn_factor + kept * frequency)
+    return result
+
+
+def linear(width, config, _length):
+    return [frequency / config.yarn_factor for frequency in plain(width, config.rope_theta)]
+
+
+@pytest.mark.parametrize("start", [3, 200])  # within the short context, and past it
+@pytest.mark.parametrize("frequencies,width,mscale,all_dim,growth", [
+    (yarn, 8, 0.0, 0.0, 1 + 0.1 * math.log(6)),
+    (yarn, 30, 0.7, 0.9, (1 + 0.07 * math.log(6)) / (1 + 0.09 * math.log(6))),
+    (yarn, 2, 1.0, 0.0, 1 + 0.1 * math.log(6)),
+    *((kind, 30, 0.0, 0.0, 1.0) for kind in (dynamic, llama3, linear)),
 ])  # fmt: skip
-def test_yarn_equals_the_formulas_of_the_paper(width, mscale, all_dim, growth):
-    config = replace(YARN, yarn_mscale=mscale, yarn_mscale_all_dim=all_dim)
-    cos_SC, sin_SC = Rotary(width, config).table(torch.empty(9, dtype=torch.float64), start=3)
-    frequencies = yarn_frequencies(width, config)
-    angles = torch.tensor([[p * f for f in frequencies * 2] for p in range(3, 12)], dtype=torch.float64)
+def test_rotations_equal_the_published_formulas(frequencies, width, mscale, all_dim, growth, start):
+    config = replace(YARN, rope_scaling=frequencies.__name__, yarn_mscale=mscale, yarn_mscale_all_dim=all_dim)
+    cos_SC, sin_SC = Rotary(width, config).table(torch.empty(9, dtype=torch.float64), start=start)
+    found = frequencies(width, config, start + 9)
+    angles = torch.tensor([[p * f for f in found * 2] for p in range(start, start + 9)], dtype=torch.float64)
     torch.testing.assert_close(cos_SC, growth * angles.cos(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(sin_SC, growth * angles.sin(), rtol=1e-12, atol=1e-12)
-
-
-def test_yarn_keeps_fast_channels_and_slows_the_others():
-    plain = [YARN.rope_theta ** (-2 * i / 30) for i in range(15)]
-    ratios = [slow / fast for slow, fast in zip(yarn_frequencies(30, YARN), plain, strict=True)]
-    assert ratios[0] == 1 and ratios[-1] == pytest.approx(1 / 6)
-    assert any(0.2 < ratio < 0.9 for ratio in ratios)
 
 
 def test_yarn_scales_all_scores_of_latent_attention():
@@ -87,11 +102,6 @@ def test_yarn_scales_all_scores_of_latent_attention():
         for all_dim in (0.0, 0.9)
     )
     assert grown / plain == pytest.approx((1 + 0.09 * math.log(6)) ** 2)
-
-
-def test_yarn_needs_an_interval_of_rotations():
-    with pytest.raises(ValueError, match=r"yarn_beta_fast must be at least yarn_beta_slow: got 0\.5 and 1\.0"):
-        replace(CONFIG, yarn_beta_fast=0.5)
 
 
 # ---- Partial rotary embeddings, biases, gates ----
@@ -136,47 +146,6 @@ def test_the_gate_multiplies_the_output_of_the_shared_experts():
     torch.testing.assert_close(out_TD, layer(x_TD) + factors_T[:, None] * shared_TD)
 
 
-def test_a_bias_is_added_to_queries_keys_and_values():
-    attention = trained().layers["0"].attention
-    x_BSD = torch.randn(1, 3, 16)
-    expected = x_BSD @ attention.qkv.weight.T + attention.qkv.bias
-    assert attention.qkv.bias.abs().max() > 0.4
-    assert torch.equal(attention.qkv(x_BSD), expected)
-
-
-@pytest.mark.parametrize("fused_loss", [False, True])
-@pytest.mark.quick("True")
-def test_overlap_recompute_and_deferral_are_bit_equal(fused_loss):
-    def sequential(recompute, deferred):
-        model, weight_grads = trained(recompute=recompute, fused_loss=fused_loss), WeightGrads()
-        bind(model, weight_grads)
-        for seed in (1, 2):
-            if deferred:
-                with weight_grads.defer_to(seed):
-                    step(model, batch(seed))
-                weight_grads.run_deferred(seed)
-            else:
-                step(model, batch(seed))
-        return model
-
-    def overlapped(recompute):
-        model = trained(recompute=recompute, fused_loss=fused_loss)
-        first, second = batch(1), batch(2)
-        loss = model.loss(model(first[:, :-1]), first[:, 1:])
-        pair = model.overlapped_forward_backward
-        _, loss = pair(model, [second[:, :-1]], model.loss, [second[:, 1:]], model, loss, None, None)
-        pair(model, [first[:, :-1]], model.loss, [first[:, 1:]], model, loss, None, None)
-        return model
-
-    reference = {name: p.grad for name, p in sequential("none", False).named_parameters()}
-    assert reference["layers.1.attention.qkv.bias"].abs().max() > 0
-    assert reference["layers.1.mlp.shared_gate.weight"].abs().max() > 0
-    for recompute in RECOMPUTE:
-        for model in (sequential(recompute, False), sequential(recompute, True), overlapped(recompute)):
-            for name, parameter in model.named_parameters():
-                assert torch.equal(parameter.grad, reference[name]), (recompute, name)
-
-
 # ---- Tied embeddings ----
 
 
@@ -205,3 +174,11 @@ def test_a_tied_weight_gets_the_gradients_of_embedding_and_head(fused_loss, mtp_
     for name, parameter in tied.named_parameters():
         if name != "embedding.weight":
             assert torch.equal(parameter.grad, apart.get_parameter(name).grad), name
+
+
+# ---- Refusals ----
+
+
+def test_yarn_needs_an_interval_of_rotations():
+    with pytest.raises(ValueError, match=r"yarn_beta_fast must be at least yarn_beta_slow: got 0\.5 and 1\.0"):
+        replace(CONFIG, yarn_beta_fast=0.5)

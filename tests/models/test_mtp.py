@@ -8,20 +8,16 @@ import torch
 
 from moe_dualpipe.inference import generate, prefill
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
-from moe_dualpipe.kernels.weight_grads import bind
 from moe_dualpipe.models import (
-    RECOMPUTE,
     ModelConfig,
     StageOptions,
     TransformerStage,
     build_model,
-    expert_loads,
     preset,
     share_embedding,
     split,
     transformer,
 )
-from moe_dualpipe.overlap import WeightGrads
 from tests.support.ranks import cosine_distance
 
 CONFIG = ModelConfig(
@@ -103,11 +99,16 @@ def test_losses_and_gradients_are_those_of_an_oracle(monkeypatch, mtp_layers, nu
     expected, *ahead = oracle(same, batch())
     (expected + CONFIG.mtp_weight / mtp_layers * sum(ahead)).backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
-    torch.testing.assert_close(model.mtp.take_loss(), torch.stack(ahead).mean().detach(), rtol=1e-13, atol=0)
+    means = [model.mtp.take_loss()]
+    torch.testing.assert_close(means[0], torch.stack(ahead).mean().detach(), rtol=1e-13, atol=0)
     for name, grad in grads_of(model).items():
         other = same.get_parameter(name).grad
         assert cosine_distance(grad, other) < 1e-13, name
         torch.testing.assert_close(grad.norm(), other.norm(), rtol=1e-10, atol=0)
+    for seeds in ((2,), (1, 2)):
+        [step(model, batch(seed)) for seed in seeds]
+        means.append(model.mtp.take_loss())
+    torch.testing.assert_close(means[2], (means[0] + means[1]) / 2, rtol=1e-13, atol=0)
 
 
 # ---- The rest of the model ----
@@ -137,80 +138,14 @@ def test_mtp_does_not_run_without_gradients(monkeypatch):
     assert model.mtp.take_loss().isnan()
 
 
-def test_a_weight_of_zero_trains_the_model_as_without_mtp():
-    model, plain = (
-        build_model(replace(CONFIG, mtp_weight=0.0), options=StageOptions(seed=3)),
-        build_model(OFF, options=StageOptions(seed=3)),
-    )
-    for other in (model, plain):
-        step(other, batch())
-    for name, grad in grads_of(plain).items():
-        assert torch.equal(model.get_parameter(name).grad, grad), name
-
-
-@pytest.mark.parametrize("fused_loss", [False, True])
-@pytest.mark.long
-def test_overlap_recompute_and_deferral_are_bit_equal(fused_loss):
-    """Two micro-batches: the second forward overlaps the first backward; the second backward runs alone."""
-
-    def sequential(recompute, deferred):
-        model, weight_grads = (
-            build_model(CONFIG, options=StageOptions(seed=3, recompute=recompute, fused_loss=fused_loss)),
-            WeightGrads(),
-        )
-        bind(model, weight_grads)
-        for seed in (1, 2):
-            if deferred:
-                with weight_grads.defer_to(seed):
-                    step(model, batch(seed))
-                weight_grads.run_deferred(seed)
-            else:
-                step(model, batch(seed))
-        return model
-
-    def overlapped(recompute):
-        model = build_model(CONFIG, options=StageOptions(seed=3, recompute=recompute, fused_loss=fused_loss))
-        first, second = batch(1), batch(2)
-        loss = model.loss(model(first[:, :-1]), first[:, 1:])
-        pair = model.overlapped_forward_backward
-        _, loss = pair(model, [second[:, :-1]], model.loss, [second[:, 1:]], model, loss, None, None)
-        pair(model, [first[:, :-1]], model.loss, [first[:, 1:]], model, loss, None, None)
-        return model
-
-    reference = sequential("none", False)
-    load_LE, mtp_loss = expert_loads(reference), reference.mtp.take_loss()
-    assert len(load_LE) == 4  # layers 1 and 2, and two MTP blocks, with 1 and 2 fewer positions
-    assert load_LE.sum(1).tolist() == [2 * B * n * CONFIG.experts_per_token for n in (S, S, S - 1, S - 2)]
-    for recompute in RECOMPUTE:
-        for model in (sequential(recompute, False), sequential(recompute, True), overlapped(recompute)):
-            for name, grad in grads_of(reference).items():
-                assert torch.equal(model.get_parameter(name).grad, grad), (recompute, name)
-            if model.mtp.count == 2:  # the overlapped runs have three forwards
-                assert torch.equal(model.mtp.take_loss(), mtp_loss)
-
-
-def test_weight_gradients_are_deferred_for_each_use_of_the_head():
-    model, weight_grads = build_model(CONFIG, options=StageOptions(seed=3)), WeightGrads()
-    bind(model, weight_grads)
-    with weight_grads.defer_to("later"):
-        step(model, batch())
-    immediate = {name for name, grad in grads_of(model).items() if grad is not None and name.startswith("mtp.1.")}
-    assert immediate == {f"mtp.1.{n}.weight" for n in (
-        "hidden_norm", "token_norm", "norm", "block.attention_norm", "block.mlp_norm"
-    )}  # fmt: skip
-    assert model.head.weight.grad is None
-    assert len([1 for parameter, *_ in weight_grads._deferred["later"] if parameter is model.head.weight]) == 3
-
-
 # ---- Sharing ----
 
 
-def test_first_and_last_stage_share_one_embedding_also_after_to():
-    stages = {
-        i: TransformerStage(CONFIG, spec, options=StageOptions(seed=3))
-        for i, spec in enumerate(split(CONFIG, 3))
-        if i != 1
-    }
+@pytest.mark.parametrize("tied", [False, True])
+def test_first_and_last_stage_share_one_embedding_also_after_to(tied):
+    config = replace(CONFIG, tied_embeddings=tied)
+    specs = split(config, 3)
+    stages = {i: TransformerStage(config, specs[i], options=StageOptions(seed=3)) for i in (0, 2)}
     assert torch.equal(stages[0].embedding.weight, stages[2].embedding.weight)
     assert stages[0].embedding.weight is not stages[2].embedding.weight
     share_embedding(stages.values())
@@ -220,6 +155,7 @@ def test_first_and_last_stage_share_one_embedding_also_after_to():
         assert stage.embedding.weight.dtype == torch.bfloat16
         assert [n for n, _ in stage.named_parameters() if "embedding" in n] == ["embedding.weight"]
         assert [n for n in stage.state_dict() if "embedding" in n] == ["embedding.weight"]
+    assert (stages[2].head.weight is stages[0].embedding.weight) == tied
     assert not hasattr(TransformerStage(CONFIG, split(CONFIG, 3)[1]), "embedding")
 
 
@@ -255,14 +191,6 @@ def test_the_last_stage_counts_the_flops_of_mtp():
     assert str(stages[-1]).startswith("layer 2 + head + 1 MTP module (")
     assert [stage.blocks for stage in stages] == [[0], [1], [2, 3]]
     assert [stage.blocks for stage in split(OFF, 3)] == [[0], [1], [2]]
-
-
-def test_mtp_leaves_fewer_layers_to_the_last_stage():
-    config = replace(CONFIG, num_layers=8, num_dense_layers=0, vocab_size=1, mtp_layers=3)
-    assert [len(stage.layers) for stage in split(replace(config, mtp_layers=0), 2)] == [4, 4]
-    assert len(split(config, 2)[0].layers) > 4
-    assert replace(CONFIG, num_dense_layers=3).is_dense(4)  # like the last layer
-    assert not CONFIG.is_dense(4)
 
 
 # ---- Errors ----

@@ -1,17 +1,13 @@
 """Expert id -1 means "no expert": the result is that of any expert with weight 0, on every backend and rank count."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch.distributed import group
 
-from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link, Local, Loopback, Replay
+from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback, Replay
 from moe_dualpipe.models import MoE, StageOptions
 from moe_dualpipe.models.auxiliary_losses import sequence_loss
 from moe_dualpipe.models.router import Router
 from moe_dualpipe.overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
-from tests.support.ranks import run_ranks
 from tests.support.routers import D, E, with_choices
 
 SECONDS = {label(kind, phase): 0.0 for kind in (DISPATCH, COMBINE) for phase in (FORWARD, BACKWARD)}
@@ -90,29 +86,6 @@ def test_no_expert_equals_weight_zero(backend, experts):
     layer = moe(BACKENDS[backend](), experts)
     for kind in KINDS:
         assert_as_with_weight_zero(layer, *decision(kind))
-
-
-def ranks_agree(rank):
-    for experts in EXPERTS:
-        spread, whole = moe(AllToAll(E, group.WORLD), experts), moe(Local(E), experts)
-        for kind in KINDS:
-            own = decision(kind, rank)
-            if kind == "more choices" and rank == 1:  # a rank without tokens
-                own = tuple(t[:0] for t in own)
-            everything: list[Any] = [None, None]
-            torch.distributed.all_gather_object(everything, own)
-            ours = assert_as_with_weight_zero(spread, *own)
-            start = 0 if rank == 0 else len(everything[0][0])
-            x, weights, ids = (torch.cat(tensors) for tensors in zip(*everything, strict=True))
-            theirs, _ = outcome(whole, x, weights, ids, torch.cat([direction(len(x)) for x, _, _ in everything]))
-            for a, b in zip(ours[:3], theirs[:3], strict=True):
-                torch.testing.assert_close(a, b[start : start + len(own[0])], rtol=1e-12, atol=1e-13)
-            for a, b in zip(ours[3:], theirs[3:], strict=True):
-                torch.testing.assert_close(a, b[rank * E // 2 : (rank + 1) * E // 2], rtol=1e-12, atol=1e-13)
-
-
-def test_two_ranks_equal_one():
-    run_ranks(2, ranks_agree)
 
 
 @pytest.mark.parametrize("experts", EXPERTS)

@@ -1,7 +1,6 @@
 """Custom layers: how they are found, built, given options, and called."""
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.inference import generate
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, check_layers, expert_function, split
-from moe_dualpipe.models.build_experts import ExpertBuilder
+from moe_dualpipe.models.build_experts import ExpertBuilder, expert_class
 from moe_dualpipe.models.costs import flops_shape
 from moe_dualpipe.models.layer_class import name_of
 from moe_dualpipe.models.layer_options import options_text, parse_options
@@ -48,15 +47,6 @@ def test_a_class_can_be_named_by_module_file_or_object(monkeypatch):
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_class_of_a_function_is_found_by_its_object():
-    class Local(own_layers.Expert):
-        pass
-
-    config = with_choices(experts=Local)
-    assert config.experts.endswith(".<locals>.Local")
-    assert isinstance(whole(config).layers["1"].mlp.experts.each[0], Local)
-
-
 def test_a_file_imports_other_files_of_its_folder_once(tmp_path):
     (tmp_path / "neighbor_of_experts.py").write_text("WIDTH = 5\n")
     file = tmp_path / "my experts.py"
@@ -90,29 +80,6 @@ def test_a_file_that_could_not_be_imported_is_read_again(tmp_path):
     check_layers(with_choices(experts=f"{file}:Own"))
 
 
-def test_a_class_inside_of_another_is_found(tmp_path):
-    file = tmp_path / "nested.py"
-    file.write_text(f"{OWN}\n\nclass Outer:\n    Inner = Own\n")
-    check_layers(with_choices(experts=f"{file}:Outer.Inner"))
-
-
-def test_a_file_that_exits_is_an_error(tmp_path):
-    """As a program without `if __name__ == "__main__":` may do."""
-    file = tmp_path / "program.py"
-    file.write_text("raise SystemExit(0)\n")
-    with pytest.raises(ValueError, match=r"program.py:1: SystemExit: 0$"):
-        check_layers(with_choices(experts=f"{file}:Own"))
-
-
-def no_module(config):  # noqa: ARG001
-    return own_layers.Widths()
-
-
-def test_a_function_must_return_a_module():
-    with pytest.raises(ValueError, match=r"test_own_layers.py:\d+ in no_module: the router .* nn.Module: got Widths"):
-        model_of(router=no_module)
-
-
 def test_a_module_is_found_in_the_current_folder(tmp_path, monkeypatch):
     """The first folder of an installed program is that of the program."""
     (tmp_path / "module_of_own_layers.py").write_text(OWN)
@@ -125,18 +92,6 @@ def test_the_object_from_a_file_has_the_name_of_the_file():
     """Other processes cannot import the name that this process gave to the module."""
     name = f"{FILE}:PlainRouter"
     assert name_of(router_class(with_choices(router=name)).make) == name
-
-
-@pytest.mark.parametrize("field,name,problem", [
-    ("experts", "nowhere.py:Own", "cannot import the expert layer .*: nowhere.py is not a file; the current folder"),
-    ("router", f"{HERE}:Nothing", f"cannot find the router '{HERE}:Nothing': {HERE} has no Nothing"),
-    ("router", f"{HERE}:Widths", r"the router '.*:Widths' must accept Widths\(config\): it is not an nn.Module"),
-    ("attention", f"{HERE}:ParallelBlock", r"must accept ParallelBlock\(config\): missing a required argument"),
-    ("block", f"{HERE}:Expert", r"must accept Expert\(config, layer, expert_parallel, stage_options\): too many"),
-])  # fmt: skip
-def test_a_class_that_does_not_fit_is_refused(field, name, problem):
-    with pytest.raises(ValueError, match=problem):
-        check_layers(with_choices(**{field: name}))
 
 
 # ---- Options ----
@@ -155,17 +110,6 @@ def test_options_are_parsed_by_the_types_of_the_dataclass():
     assert model_of(experts=own_layers.VariedExpert).layers["1"].mlp.experts.each[0].factor == 1.0
 
 
-@pytest.mark.parametrize("experts,options,problem", [
-    ("VariedExpert", "depth=3", "Widths has no option 'depth'; choose from: factor, widths, bias"),
-    ("VariedExpert", "factor=much", "--factor: invalid choice|factor.*much"),
-    ("Expert", "rank=8", "the expert layer '.*:Expert' takes no options: got 'rank=8'; give its constructor"),
-])  # fmt: skip
-def test_wrong_options_are_refused(experts, options, problem):
-    with pytest.raises(ValueError, match=problem) as caught:
-        check_layers(with_choices(experts=f"{HERE}:{experts}", expert_options=options))
-    assert "\n" not in str(caught.value)
-
-
 def test_options_on_the_command_line():
     experts = ["--experts", f"{HERE}:VariedExpert"]
     for words in (
@@ -177,40 +121,6 @@ def test_options_on_the_command_line():
         assert sorted(str(config.model.expert_options).split()) == ["factor=0.5", "widths=3,5"]
         assert config.model.num_layers == 2
     assert parse_arguments(experts).model.expert_options == ""
-
-
-def test_options_as_text_keep_spaces_and_quotes():
-    text = options_text({"name": "it's two words", "n": 3})
-    assert options_text(text) == text == """'name=it'"'"'s two words' n=3"""
-
-
-@dataclass
-class Lists:
-    widths: list[int] = field(default_factory=list)
-
-
-def with_lists(config, options: Lists): ...
-
-
-def with_a_number(config, options: int): ...
-
-
-def test_a_list_of_options_has_commas():
-    assert parse_options(with_lists, "widths=3,5") == Lists([3, 5])
-
-
-@pytest.mark.parametrize("text,problem", [
-    ("rank", "an option of a layer must be key=value: got 'rank'"), ("2x=3", "must be key=value: got '2x=3'"),
-    ("name='it", "cannot split the options"),
-])  # fmt: skip
-def test_options_are_words_with_keys(text, problem):
-    with pytest.raises(ValueError, match=problem):
-        options_text(text)
-
-
-def test_options_need_a_dataclass():
-    with pytest.raises(ValueError, match="with_a_number must annotate its parameter `options` with a dataclass: got"):
-        parse_options(with_a_number, "")
 
 
 # ---- Experts ----
@@ -243,20 +153,6 @@ def test_a_function_equals_single_experts_with_its_weights():
     assert layer.experts.down.grad.shape == layer.experts.down.shape
 
 
-@pytest.mark.parametrize("name", ["Expert", "swiglu_function", "VariedExpert"])
-def test_the_initial_weights_of_an_expert_do_not_depend_on_its_rank(name):
-    builder = ExpertBuilder(with_choices(experts=f"{HERE}:{name}"), 1, 0)
-    whole, part = builder.build(range(5)), builder.build(range(3, 5))
-    for ours, theirs in zip(whole.parameters(), part.parameters(), strict=False):
-        if ours.ndim == 3:
-            assert torch.equal(ours[3:], theirs)
-    if hasattr(whole, "each"):
-        for ours, theirs in zip(whole.each[3:], part.each, strict=True):
-            assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
-    distinct = {tuple(p.flatten()[:3].tolist()) for p in whole.parameters()}
-    assert len(distinct) == len([*whole.parameters()])
-
-
 @expert_function(up=("expert_size", "hidden_size"), down=("hidden_size", "expert_size"), bias=("hidden_size",))
 def with_bias(rows, up, down, bias):
     assert len(rows)
@@ -271,29 +167,6 @@ def test_the_weights_of_an_expert_function_start_from_the_deviations_of_the_mode
     assert not layer.bias.any()
 
 
-def test_an_expert_without_rows_is_not_called():
-    layer: Any = ExpertBuilder(with_choices(experts=with_bias), 1, 0).build(range(5))
-    x_MD = torch.randn(3, CONFIG.hidden_size)
-    assert layer(x_MD, torch.tensor([0, 0, 2, 2, 3, 3])).shape == x_MD.shape
-    assert layer(x_MD[:0], torch.zeros(6, dtype=torch.int32)).shape == (0, CONFIG.hidden_size)
-
-
-def test_expert_functions_name_their_weights():
-    with pytest.raises(TypeError, match="the parameters of f after the rows must be up: got up, down"):
-
-        @expert_function(up=(3, 3))
-        def f(rows, up, down):  # noqa: ARG001
-            return rows
-
-
-def test_a_list_of_the_wrong_length_is_refused():
-    def two(config, num_local_experts):  # noqa: ARG001
-        return nn.ModuleList(nn.Identity() for _ in range(2))
-
-    with pytest.raises(ValueError, match="must return one module per expert: got 2 modules for 1 expert"):
-        model_of(experts=two, num_experts=5)
-
-
 # ---- Routers ----
 
 
@@ -305,8 +178,6 @@ def test_a_router_gets_gradients_loads_and_its_own_loss():
     with_loss = router.score.weight.grad.clone()
     assert with_loss.norm() > 0
     assert model.layers["1"].mlp.take_load().sum() == TOKENS.numel() * CONFIG.experts_per_token
-    with pytest.raises(ValueError, match="z_loss are losses of `Router`: derive PlainRouter from it, or use 0"):
-        model_of(router=own_layers.PlainRouter, z_loss=0.1)
 
 
 # ---- Attention and blocks ----
@@ -333,40 +204,6 @@ def test_generation_with_a_cache_equals_the_whole_text_at_once(choices):
     assert torch.equal(generate(model, TOKENS, 5, 64, temperature=0.0), whole[:, TOKENS.shape[1] :])
 
 
-def test_a_wrapped_attention_equals_the_built_in_one():
-    built_in = build_model(CONFIG)
-    for attention in (own_layers.WithoutCache, own_layers.WithCache):
-        model = model_of(attention=attention)
-        weights = {name.replace(".inner.", "."): tensor for name, tensor in model.state_dict().items()}
-        built_in.load_state_dict(weights)
-        assert torch.equal(model(TOKENS), built_in(TOKENS))
-
-
-@pytest.mark.parametrize("choices", [OTHERS[0], OTHERS[3]], ids=["attention", "block"])
-def test_a_layer_without_a_mask_refuses_to_mask_documents(choices):
-    model = build_model(with_choices(**choices), options=StageOptions(document_end_id=0))
-    with pytest.raises(ValueError, match="has no parameter mask_B1SS: it cannot mask documents"):
-        model(TOKENS)
-
-
-def test_overlapped_custom_blocks_are_bit_equal():
-    model = model_of(block=own_layers.ParallelBlock)
-    grads = []
-    for overlapped in (False, True):
-        model.zero_grad()
-        first = model(TOKENS).square().mean()
-        if overlapped:
-            loss = model.overlapped_forward_backward(
-                model, [TOKENS.flip(0)], lambda y: y.square().mean(), [], model, first, None, None
-            )[1]
-        else:
-            first.backward()
-            loss = model(TOKENS.flip(0)).square().mean()
-        loss.backward()
-        grads.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(map(torch.equal, *grads))
-
-
 # ---- FLOPs ----
 
 
@@ -378,3 +215,112 @@ def test_custom_layers_have_two_flops_per_element_of_a_matrix():
     own, expected = flops_shape(with_choices(attention=own_layers.WithCache)), flops_shape(CONFIG)
     assert own.layers[0].flops(CONFIG.hidden_size) == expected.layers[0].flops(CONFIG.hidden_size)
     assert sum(spec.share for spec in split(config, 2)) == pytest.approx(1)
+
+
+# ---- Refusals ----
+
+
+def no_module(config):  # noqa: ARG001
+    return own_layers.Widths()
+
+
+def two_modules(config, num_local_experts):  # noqa: ARG001
+    return nn.ModuleList(nn.Identity() for _ in range(2))
+
+
+def with_a_number(config, options: int): ...
+
+
+def other_names(rows, up, down):  # noqa: ARG001
+    return rows
+
+
+VARIED = {"experts": f"{HERE}:VariedExpert"}
+REFUSED = [
+    ({"experts": "nowhere.py:Own"}, "cannot import the expert layer .*: nowhere.py is not a file; the current folder"),
+    ({"router": f"{HERE}:Nothing"}, f"cannot find the router '{HERE}:Nothing': {HERE} has no Nothing"),
+    ({"router": f"{HERE}:Widths"}, r"the router '.*:Widths' must accept Widths\(config\): it is not an nn.Module"),
+    ({"router": no_module}, r"test_own_layers.py:\d+ in no_module: the router .* nn.Module: got Widths"),
+    ({"router": f"{HERE}:PlainRouter", "z_loss": 0.1}, "z_loss are losses of `Router`: derive PlainRouter from it, or"),
+    ({"attention": f"{HERE}:ParallelBlock"}, r"must accept ParallelBlock\(config\): missing a required argument"),
+    ({"block": f"{HERE}:Expert"}, r"must accept Expert\(config, layer, expert_parallel, stage_options\): too many"),
+    ({"experts": two_modules}, "must return one module per expert: got 2 modules for 1 expert"),
+    (VARIED | {"expert_options": "depth=3"}, "Widths has no option 'depth'; choose from: factor, widths, bias"),
+    (VARIED | {"expert_options": "factor=much"}, "--factor: invalid choice|factor.*much"),
+    ({"experts": f"{HERE}:Expert", "expert_options": "rank=8"}, "takes no options: got 'rank=8'; give its constructor"),
+]
+
+
+@pytest.mark.parametrize("choices,problem", REFUSED)
+def test_layers_that_do_not_fit_are_refused(choices, problem):
+    with pytest.raises(ValueError, match=problem) as caught:
+        model_of(**choices)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong,problem", [
+    (lambda: options_text("rank"), "an option of a layer must be key=value: got 'rank'"),
+    (lambda: options_text("2x=3"), "must be key=value: got '2x=3'"),
+    (lambda: options_text("name='it"), "cannot split the options"),
+    (lambda: parse_options(with_a_number, ""), "with_a_number must annotate its parameter `options` with a dataclass"),
+    (lambda: expert_function(up=(3, 3))(other_names), "parameters of other_names after the rows must be up: got up, d"),
+])  # fmt: skip
+def test_options_and_functions_that_do_not_fit_are_refused(wrong, problem):
+    with pytest.raises((ValueError, TypeError), match=problem):
+        wrong()
+
+
+@pytest.mark.parametrize("choices", [OTHERS[0], OTHERS[3]], ids=["attention", "block"])
+def test_a_layer_without_a_mask_refuses_to_mask_documents(choices):
+    model = build_model(with_choices(**choices), options=StageOptions(document_end_id=0))
+    with pytest.raises(ValueError, match="has no parameter mask_B1SS: it cannot mask documents"):
+        model(TOKENS)
+
+
+FILES = {
+    "broken": ("import torch\n\nclass Y(:\n    pass\n", "broken.py:3: SyntaxError: invalid syntax"),
+    "raising": ("\ndef f():\n    return 1 / 0\n\nf()\n", "raising.py:3 in f: ZeroDivisionError: division by zero"),
+    "attribute": (
+        "import torch\ntorch.nowhere\n",
+        "attribute.py:2: AttributeError: module 'torch' has no attribute 'nowhere'",
+    ),
+    "exiting": ("import sys\nsys.exit('usage:\\nrun')\n", "exiting.py:2: SystemExit: usage: run"),
+    "importing": ("import nowhere_at_all\n", "importing.py:1: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_an_expert_layer_whose_file_cannot_be_imported_is_one_line(module, tmp_path, monkeypatch):
+    text, problem = FILES[module]
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^cannot import the expert layer '{module}:Y': {problem}$"):
+        expert_class(with_choices(experts=f"{module}:Y"))
+
+
+class TooFew(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+
+class TooMany(nn.Module):
+    def __init__(self, config, num_local_experts, expert_ids, width):
+        super().__init__()
+
+
+class NoConstructor(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize("name,problem", [
+    ("nowhere_at_all:Y", "cannot import the expert layer 'nowhere_at_all:Y': No module named 'nowhere_at_all'"),
+    (f"{__name__}:Missing", f"cannot find the expert layer '.*Missing': {__name__} has no Missing"),
+    ("math:pi", "the expert layer 'math:pi' must be a class or a function: got float"),
+    (f"{__name__}:TooFew", r".* accept TooFew\(config, num_local_experts\) or .*: too many positional .*"),
+    (f"{__name__}:TooMany", ".* TooMany.config, num_local_experts. or .*: missing a .* argument: 'width'"),
+    (f"{__name__}:NoConstructor", ".* NoConstructor.config, num_local_experts. or .*: it has no constructor"),
+])  # fmt: skip
+def test_expert_layers_that_cannot_be_used(name, problem):
+    with pytest.raises(ValueError, match=f"^{problem}$"):
+        expert_class(with_choices(experts=name))

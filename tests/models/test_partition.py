@@ -22,21 +22,6 @@ def test_split_covers_all_layers_and_describes_stages():
         split(CONFIG, 5)
 
 
-@pytest.mark.parametrize("vocab,stages", [(31, 2), (31, 3), (4000, 2), (4000, 3)])
-def test_split_is_the_best_of_all_divisions(vocab, stages):
-    config = with_choices(vocab_size=vocab, num_layers=7, num_dense_layers=3)
-    costs = [layer.flops(config.hidden_size) for layer in flops_shape(config).layers]
-    costs[-1] += config.hidden_size * vocab
-    slowest = max(sum(costs[layer] for layer in spec.layers) for spec in split(config, stages))
-
-    def divisions(start, left):
-        if left == 1:
-            return [[range(start, 7)]]
-        return [[range(start, cut), *rest] for cut in range(start + 1, 7) for rest in divisions(cut, left - 1)]
-
-    assert slowest == min(max(sum(costs[i] for i in part) for part in parts) for parts in divisions(0, stages))
-
-
 def test_the_largest_model_is_divided_at_once():
     specs = split(with_choices(num_layers=10_000), 4)
     assert [len(spec.layers) for spec in specs] == [2500, 2500, 2500, 2500]

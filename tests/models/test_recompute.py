@@ -45,13 +45,6 @@ def test_a_view_of_a_recomputed_tensor_is_saved_itself(part):
     assert torch.equal(w.grad, part(y))
 
 
-@pytest.mark.long
-def test_recompute_saves_memory_level_by_level():
-    none, norms, attention, full = (saved_bytes(level) for level in ("none", "norms", "attention", "full"))
-    assert none > norms > attention > full > 0
-    assert full < none / 2
-
-
 def test_an_unknown_recompute_level_is_an_error():
     with pytest.raises(ValueError, match="recompute must be one of none, norms, attention, full: got 'some'"):
         StageOptions(recompute="some")  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """The router's choices and weights against loops, and the bias that balances the load."""
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.models import ModelConfig, MoE
 from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
-from tests.support.routers import CONFIG, KINDS, D, E, made, with_choices
+from tests.support.routers import CONFIG, KINDS, D, E, K, made, with_choices
 
 # ---- The decision ----
 
@@ -60,41 +61,6 @@ def test_counts_accumulate_until_they_are_taken():
     assert layer.take_losses() == (0.0, 0)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_underflowing_scores_give_finite_weights_losses_and_gradients(score):
-    router = Router(with_choices(router_score=score))
-    with torch.no_grad():
-        router.logits.weight.fill_(-1e4)
-    weights, _, losses = router(torch.ones(3, D))
-    weights.sum().backward()
-    assert all(torch.isfinite(t).all() for t in (weights, losses, router.logits.weight.grad))
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_a_bias_changes_the_choice_and_not_the_weights(score):
-    router = Router(with_choices(router_score=score, router_bias=True, normalize_weights=False, z_loss=0.0)).double()
-    x = torch.randn(50, D, dtype=torch.float64)
-    scores = router.logits(x).softmax(-1) if score == "softmax" else router.logits(x).sigmoid()
-    _, before, _ = router(x)
-    router.bias_E[[2, 5]] = 2.0  # above any score
-    router.bias_E[7] = -2.0
-    weights, ids, _ = router(x)
-    assert {*ids.flatten().tolist()} >= {2, 5} and 7 in before and 7 not in ids
-    assert all({2, 5} < {*row} for row in ids.tolist())
-    assert not torch.equal(ids, before)
-    torch.testing.assert_close(weights, scores.gather(1, ids), rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_token_chooses_experts_from_top_groups_only(bias):
-    config = with_choices(num_experts=12, experts_per_token=4, expert_groups=4, top_groups=2, router_bias=bias)
-    router = made(Router(config))
-    groups = router(torch.randn(300, D, dtype=torch.float64))[1] // 3
-    used = [len({*row}) for row in groups.tolist()]
-    assert {*used} == {2}
-    assert {*groups.flatten().tolist()} == {0, 1, 2, 3}
-
-
 # ---- The bias ----
 
 
@@ -138,6 +104,18 @@ def test_the_bias_balances_a_skewed_load(choices, rate, lowest, highest):
 
 
 # ---- The balanced router ----
+
+
+@pytest.mark.parametrize("groups,top_groups", [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_balanced_choices_are_equally_frequent_and_far_apart(groups, top_groups):
+    ids = balanced_ids(with_choices(expert_groups=groups, top_groups=top_groups), E, torch.device("cpu"))
+    assert torch.bincount(ids.flatten(), minlength=E).tolist() == [K] * E
+    size, of_group = E // groups, -(-K // top_groups)
+    for token in ids.tolist():
+        assert len({*token}) == K and len({e // size for e in token}) == min(top_groups, K)
+        for e, other in itertools.combinations(token, 2):
+            apart = abs(e - other)
+            assert e // size != other // size or min(apart, size - apart) >= size // of_group
 
 
 def test_a_balanced_router_ignores_the_bias_and_keeps_the_losses():

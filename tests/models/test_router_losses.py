@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe_dualpipe.expert_parallel import AllToAll, Local
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, next_token_loss
-from moe_dualpipe.models.auxiliary_losses import sequence_loss, z_loss
 from moe_dualpipe.models.config import RECOMPUTE
 from moe_dualpipe.models.router import Router
 from tests.support.oracles import moe_oracle
@@ -39,12 +38,6 @@ def loss_values(logits_BSE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
         pairs = zip(chosen, totals, strict=True)
         balance.append(total_of([num_experts / (k * length) * f * (p / length) for f, p in pairs]))
     return total_of(balance) / len(balance), total_of(squares) / len(squares)
-
-
-def test_docstring_examples_of_the_losses():
-    values = sequence_loss(torch.tensor([[[0.8, 0.2], [0.6, 0.4]]]), torch.tensor([[[0], [0]]]))
-    assert values.item() == pytest.approx(1.4)
-    assert z_loss(torch.zeros(1, 3, 2)).item() == pytest.approx(math.log(2) ** 2)
 
 
 @pytest.mark.parametrize("choices", [*KINDS[:5], {"sequence_loss": 0.0}, {"z_loss": 0.0}], ids=str)
@@ -178,19 +171,6 @@ def test_gradients_of_expert_parallel_ranks_add_up_to_those_of_the_plain_model()
         torch.testing.assert_close(ours, grad, rtol=1e-9, atol=1e-12, msg=name)
     of_layers = torch.from_numpy(sum(losses for _, losses in ranks))
     torch.testing.assert_close(of_layers, values, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_losses_change_no_output_and_do_not_run_without_gradients(recompute):
-    (x, _), outputs = batch(3), []
-    for factors in ({}, {"sequence_loss": 0.0, "z_loss": 0.0}):
-        model = build_model(with_choices(**factors), options=StageOptions(recompute=recompute))
-        outputs.append(model(x).detach())
-        [layer.take_losses() for layer in moe_layers(model)]
-        with torch.no_grad():
-            outputs.append(model(x))
-        assert all(layer.take_losses() == (0.0, 0) for layer in moe_layers(model))
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 def test_losses_of_a_bf16_router_are_computed_in_fp32():

@@ -41,8 +41,8 @@ def test_weights_depend_on_seed_and_name_only():
         a = torch.rand(3)
     with seeded(0, "b"):
         assert not torch.equal(a, torch.rand(3))
-    values = first["layers.1.mlp.experts.gate_up"]
-    assert not torch.equal(values[0], values[1])
+    matrices = [m for value in first.values() if value.ndim > 1 for m in (value if value.ndim == 3 else [value])]
+    assert len({tuple(matrix.flatten()[:3].tolist()) for matrix in matrices}) == len(matrices)
 
 
 def test_a_model_on_the_meta_device_draws_no_random_numbers():
@@ -82,29 +82,6 @@ def test_loss_is_in_nats():
     loss = next_token_loss(logits, torch.zeros(2, 3, dtype=torch.int64))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(math.log(256))
-
-
-def test_gradients_against_finite_differences():
-    """In fp64, along a random direction of each parameter."""
-    model = build_model(with_choices(num_layers=2, router_score="sigmoid", qk_norm="head")).double()
-    tokens = torch.randint(CONFIG.vocab_size, (1, 6))
-    labels = torch.randint(CONFIG.vocab_size, (1, 6))
-
-    def loss():
-        return next_token_loss(model(tokens), labels)
-
-    loss().backward()
-    for name, parameter in model.named_parameters():
-        direction = torch.randn_like(parameter)
-        slope = (parameter.grad * direction).sum().item()
-        values, step = [], 1e-6
-        for sign in (1, -1):
-            with torch.no_grad():
-                parameter += sign * step * direction
-                values.append(loss().item())
-                parameter -= sign * step * direction
-        measured = (values[0] - values[1]) / (2 * step)
-        assert measured == pytest.approx(slope, rel=1e-6, abs=1e-8), name
 
 
 def test_expert_loads_are_counted_in_training_only():

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from torch.autograd import profiler
 
 from moe_dualpipe.overlap.annotation import annotation
 
@@ -26,13 +25,6 @@ def test_they_are_user_annotations_and_nest(tmp_path):
     assert {*found} >= {"outer", "failed", "after"}
     outer, failed, then = ((found[n]["ts"], found[n]["ts"] + found[n]["dur"]) for n in ("outer", "failed", "after"))
     assert outer[0] <= failed[0] <= failed[1] <= then[0] <= then[1] <= outer[1]
-
-
-def test_without_a_profiler_there_is_no_record_function(monkeypatch):
-    calls = []
-    monkeypatch.setattr(profiler, "record_function", lambda text: calls.append(text))
-    annotate_and_fail()
-    assert not calls
 
 
 def test_a_profile_may_begin_and_end_inside():

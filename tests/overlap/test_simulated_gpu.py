@@ -54,6 +54,9 @@ def test_a_side_stream_holds_what_it_must_and_no_longer():
                 transfer.wait()
                 assert peer.held == [(comm.back,)] * interleaved
                 assert len(transfer.prepared) == num_prepared
+            del transfer
+            side.run(int, side.mark())
+            assert not side.held  # nothing refers to what has arrived
 
 
 # ---- what is too early ----
@@ -117,13 +120,6 @@ def test_memory_is_reused_while_another_stream_uses_it(gpu, side):
     torch.zeros(3)  # y belongs to the other stream
 
 
-def test_gradients_are_checked_too(gpu, side):
-    x = torch.ones(3, requires_grad=True)
-    loss = (x * x).sum()
-    with gpu.stream(side), pytest.raises(RaceError):
-        loss.backward()
-
-
 def test_the_host_reads_before_the_copy_has_ended(gpu):
     host = torch.empty(2, pin_memory=True)
     host.copy_(torch.ones(2), non_blocking=True)
@@ -132,13 +128,6 @@ def test_the_host_reads_before_the_copy_has_ended(gpu):
         host.tolist()
     copied.synchronize()
     assert host.tolist() == [1, 1]
-
-
-def test_work_that_is_queued_after_the_host_has_waited_is_ordered(gpu, side):
-    x = torch.ones(3)
-    gpu.current_stream().record_event().synchronize()
-    with gpu.stream(side):
-        x.add_(1)
 
 
 @pytest.mark.usefixtures("gpu")

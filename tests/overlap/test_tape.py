@@ -100,6 +100,20 @@ def test_an_unused_comm_is_waited_for_and_has_a_backward():
     torch.testing.assert_close(ours, module.lin.weight.grad)
 
 
+@pytest.mark.parametrize("collective", [False, True])
+def test_only_a_collective_transfer_has_a_backward_if_no_input_of_this_rank_needs_a_gradient(collective):
+    """What precedes it may be trained on another rank, which waits for this one."""
+    log = []
+
+    def segments(self, x):
+        there, back = (lambda t, name=name: Waited(log, name, t) for name in ("there", "back"))
+        y = yield Comm("move", there, back, x, collective=collective)
+        return (yield Compute("mul", lambda y: y * self.w, y))
+
+    module_of(segments, w=nn.Parameter(torch.ones(3)))(torch.ones(3)).sum().backward()
+    assert log == ["there", *["back"] * collective]
+
+
 def test_a_backward_of_a_comm_that_returns_too_few_gradients_is_an_error():
     def segments(self, x):
         y = yield Compute("lin", self.lin, x)
@@ -130,15 +144,6 @@ def test_the_backward_frees_the_route():
     loss = module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3)).sum()
     loss.backward()
     assert made[0]() is None  # although the loss still exists
-
-
-def test_an_output_that_needs_no_gradient_has_requires_grad_false():
-    def segments(self, x, c):
-        return (yield Compute("lin", self.lin, x)), c
-
-    a, c = module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3), torch.randn(2))
-    assert a.requires_grad
-    assert not c.requires_grad
 
 
 def test_outputs_are_a_tensor_or_a_flat_tuple_or_list():

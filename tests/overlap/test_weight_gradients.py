@@ -8,7 +8,7 @@ from torch import nn
 
 from moe_dualpipe.models.layers import Linear
 from moe_dualpipe.overlap import Comm, Compute, Engine, Segmented, WeightGrads, bind
-from tests.support.segments import Twice, doubled
+from tests.support.segments import doubled
 
 
 class Tied(Segmented):
@@ -61,67 +61,6 @@ def test_a_linear_layer_that_never_defers_is_that_of_torch_with_the_same_bits(sh
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         grads.append([y, *torch.autograd.grad(y, wanted, dy)])
     assert all(map(torch.equal, *grads))
-
-
-def test_max_deferred_bounds_the_deferred_keys():
-    layer, grads = Linear(3, 3, 1.0), WeightGrads(max_deferred=2)
-    layer.weight_grads = grads
-    ran = []
-    for key in range(4):
-        with grads.defer_to(key):
-            layer(torch.randn(2, 3)).sum().backward()
-            grads.defer(layer.weight, lambda key=key: ran.append(key) or torch.zeros(3, 3))
-        assert len(grads) <= 2
-    assert ran == [0, 1]
-    for key in range(4):
-        grads.run_deferred(key)  # those that were computed early are not computed again
-    assert ran == [0, 1, 2, 3]
-    assert len(grads) == 0
-    with pytest.raises(KeyError):
-        grads.run_deferred(0)
-    with pytest.raises(ValueError, match="max_deferred must be at least 1, or None for no bound: got 0"):
-        WeightGrads(max_deferred=0)
-
-
-def test_clear_drops_the_keys_that_were_computed_early():
-    layer, grads = Linear(3, 3, 1.0), WeightGrads(max_deferred=1)
-    layer.weight_grads = grads
-    for key in range(2):
-        with grads.defer_to(key):
-            layer(torch.randn(2, 3)).sum().backward()
-    grads.clear()
-    with pytest.raises(KeyError):
-        grads.run_deferred(0)
-
-
-def test_a_key_cannot_be_deferred_to_twice():
-    grads = WeightGrads()
-    with grads.defer_to(1):
-        pass
-    with pytest.raises(RuntimeError, match="weight gradients for 1 are already being deferred"), grads.defer_to(1):
-        pass
-
-
-def test_bind_leaves_other_attributes_alone():
-    module = nn.Sequential(nn.Linear(1, 1), Linear(1, 1, 1.0))
-    module[0].weight_grads = "mine"
-    bind(module, WeightGrads())
-    assert module[0].weight_grads == "mine"
-    assert isinstance(module[1].weight_grads, WeightGrads)
-
-
-def test_layers_without_deferral_compute_their_weight_gradients_in_the_backward():
-    module, log = Twice(), []
-    x = torch.randn(2, 3)
-    loss = module(x).sum()
-    engine = Engine(torch.device("cpu"), log=log)
-    Twice.overlapped_forward_backward(module, [x], None, None, module, loss, None, None, engine=engine)
-    assert not [label for label in log if label.endswith("(W)")]
-    ours = [p.grad for p in module.parameters()]
-    module.zero_grad()
-    module(x).sum().backward()
-    for one, other in zip(ours, module.parameters(), strict=True):
-        assert torch.equal(one, other.grad)
 
 
 def test_on_input_grads_is_called_before_the_last_weight_gradients():

@@ -69,13 +69,6 @@ def test_the_checksum_depends_on_the_values_alone_wherever_they_are_in_memory(dt
     assert checksum(torch.nn.Parameter(x)) == checksum(x)
 
 
-def test_zeros_and_nans_with_other_bits_differ():
-    assert checksum(torch.zeros(1)) != checksum(-torch.zeros(1))
-    quiet, payload = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
-    assert payload.isnan()
-    assert checksum(quiet) != checksum(payload)
-
-
 def test_equal_changes_do_not_cancel_and_order_matters():
     """For example, the weights of a norm are equal, and all of them may drift by the same amount."""
     ones = torch.ones(2 * BLOCK * 3 * ROWS)

@@ -4,15 +4,12 @@ Losses of each micro-batch are bit-equal. Gradients agree within 1e-13 cosine di
 micro-batches may be added in another order. Real processes, gloo.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from moe_dualpipe.models import StageOptions, build_model, next_token_loss
 from moe_dualpipe.overlap import WeightGrads
 from moe_dualpipe.runtime import P2P, Executor
-from moe_dualpipe.runtime.replicas import check_equal, differing
 from moe_dualpipe.schedule import NAMES
 from tests.support.pipelines import (
     CONFIG,
@@ -21,7 +18,6 @@ from tests.support.pipelines import (
     agrees,
     all_schedules_equal_reference,
     batch,
-    make_pipeline,
 )
 from tests.support.ranks import run_ranks
 
@@ -53,29 +49,6 @@ def test_a_pipeline_with_a_fused_loss_agrees_with_the_plain_model(name, pp, ep):
     }
 
 
-@pytest.mark.long
-def test_data_parallel_without_expert_parallel_agrees():
-    run_ranks(2, agrees, "dualpipev", 1, 2, 1)
-
-
-def replicas_that_drifted(rank):
-    *_, sets = make_pipeline(rank, "dualpipe", 2)
-    assert [differing(replicas) for replicas in sets] == [{}, {}, {}]
-    parameters = dict(sets[0].parameters)
-    name = "layers.3.attention.qkv.weight"
-    if rank == 1:
-        with torch.no_grad():
-            value = parameters[name][0, 0]
-            value.copy_(torch.nextafter(value, torch.tensor(9.0)))
-    assert [differing(replicas) for replicas in sets] == [{name: [0, 1]}, {}, {}]
-    with pytest.raises(RuntimeError, match=rf"ranks 0, 1 disagree in {name}: replicas must stay bit-equal"):
-        check_equal(sets[0])
-
-
-def test_one_bit_of_drift_between_replicas_is_an_error():
-    run_ranks(2, replicas_that_drifted)
-
-
 def test_the_split_backward_is_used_and_changes_nothing():
     """Deferred weight gradients are computed later, and equal those of one backward."""
     model = build_model(CONFIG, options=StageOptions(seed=SEED))
@@ -95,21 +68,3 @@ def test_the_split_backward_is_used_and_changes_nothing():
     for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert p.grad is not None
         assert torch.equal(p.grad, q.grad), key
-
-
-def test_bf16_model_accumulates_gradients_in_fp32():
-    model = build_model(replace(CONFIG, num_layers=3), options=StageOptions(seed=SEED)).bfloat16()
-    for p in model.parameters():
-        p.grad_dtype = torch.float32
-    executor = Executor({0: model}, P2P.connect(None, [], torch.device("cpu")))
-    x, y = (t[0] for t in batch())
-    singles = {}
-    for i in range(3):
-        with executor.weight_grads.defer_to(i):
-            next_token_loss(model(x), y).backward()
-        executor.weight_grads.run_deferred(i)
-        if i == 0:
-            singles = {n: p.grad.clone() for n, p in model.named_parameters()}
-    for key, p in model.named_parameters():
-        assert p.grad.dtype == torch.float32
-        torch.testing.assert_close(p.grad, singles[key] + singles[key] + singles[key], rtol=0, atol=0, msg=key)

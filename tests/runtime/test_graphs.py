@@ -102,19 +102,6 @@ def test_gradients_of_several_batches_are_added():
     assert_equal([grads(True)], [grads(False)])
 
 
-def test_state_in_python_is_not_replayed():
-    """Why runs with router losses are refused: only operators on tensors are replayed."""
-    sizes = {"z_loss": 0.1, "sequence_loss": 0.2}
-    with pytest.raises(AssertionError, match="step 0, tensor 5"):
-        assert_equal(train(True, 1, **sizes), train(False, 1, **sizes))
-
-
-def test_sizes_that_the_host_reads_are_not_replayed():
-    """Why plain-torch kernels are refused."""
-    with pytest.raises(AssertionError, match="step 0, tensor 1"):
-        assert_equal(train(True, 1, expert_size=5), train(False, 1, expert_size=5))
-
-
 def test_the_source_of_a_nonfinite_loss_is_found():
     """The search for it observes segments, which a replay does not run."""
     trainer = make_trainer(0, options(model=ModelConfig(**SIZES | {"vocab_size": 256}), seq_len=7, sample_tokens=0))

@@ -180,13 +180,6 @@ def test_on_gpus_groups_have_the_options_of_their_purpose(created, monkeypatch):
     assert created == [([0, 2], None, PIPELINE_OPTIONS)] * 2
 
 
-def test_what_nccl_does_not_run_has_no_options(created, monkeypatch):
-    create_group(backend="gloo")
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
-    build_groups(Layout(pp=1, dp=2, ep=2, rank=0), Placement.straight(1))
-    assert created == [(None, "gloo", None), ([0, 1], None, None), ([0, 1], None, None)]
-
-
 def test_products_leave_sms_to_dispatch_and_combine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     cuda, group = torch.device("cuda"), cast(Any, FakeGroup([0, 1]))

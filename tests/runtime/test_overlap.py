@@ -3,6 +3,7 @@
 import os
 import re
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.segmented import engine_for
 from moe_dualpipe.overlap.tape import Tape
 from moe_dualpipe.runtime.p2p import P2P
-from moe_dualpipe.schedule import Backward, Flow, Forward, Overlap, Part, Send, add_comms, build, members
+from moe_dualpipe.schedule import Backward, Forward, Overlap, Part, Send, add_comms, members
 from tests.support.pipelines import CONFIG, SEED, make_pipeline, run_step
 from tests.support.ranks import run_failing_ranks, run_ranks
 
@@ -41,7 +42,7 @@ def pair(model, x0, x1, engine=None):
 
 def pair_is_sequential(rank, experts):
     """Ranks have different numbers of tokens, and routing is not balanced."""
-    config = CONFIG if experts is None else CONFIG.__class__(**{**vars_of(CONFIG), "num_experts": experts})
+    config = replace(CONFIG, num_experts=experts)
     issued: list[str] = []
     original = dist.all_to_all_single
 
@@ -63,10 +64,6 @@ def pair_is_sequential(rank, experts):
     finally:
         dist.all_to_all_single = original
     return issued, logs
-
-
-def vars_of(config):
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("ranks,experts", [(2, 6), (4, 8)])
@@ -227,38 +224,13 @@ def sends_of_a_step(rank, kind):
     return len(early), gradients, len(pairs), CALLS
 
 
-def test_the_gradient_of_a_pair_is_sent_before_its_last_weight_gradients():
-    for early, gradients, _, _ in run_ranks(2, sends_of_a_step, TransformerStage):
-        assert early == gradients > 0
-
-
-def test_a_subclass_that_accepts_on_input_grads_gets_one_call_for_each_pair():
-    for early, gradients, pairs, calls in run_ranks(2, sends_of_a_step, Overriding):
-        assert early == gradients > 0
-        assert calls == ["pair", "input gradients"] * pairs
-
-
-def test_a_method_with_deepseeks_signature_gets_deepseeks_arguments_and_its_gradients_are_sent_after_it():
-    for early, _, pairs, calls in run_ranks(2, sends_of_a_step, DeepSeekStyle):
-        assert early == 0
-        assert calls == ["pair"] * pairs
-
-
-def test_the_gradient_of_a_pair_is_sent_before_its_activation():
-    both = 0
-    for steps in add_comms(build("dualpipe", 4, 16)):
-        sends: list[Flow] | None = None  # since the last pair
-        for step in steps:
-            if isinstance(step, Overlap):
-                sends = []
-            elif isinstance(step, Forward | Backward):
-                sends = None
-            elif isinstance(step, Send) and sends is not None:
-                sends.append(step.flow)
-                if len(sends) == 2:
-                    assert sends == [Flow.GRADIENT, Flow.ACTIVATION]
-                    both += 1
-    assert both > 10
+@pytest.mark.parametrize("kind,calls_of_a_pair", [
+    (TransformerStage, []), (Overriding, ["pair", "input gradients"]), (DeepSeekStyle, ["pair"])
+])  # fmt: skip
+def test_a_gradient_is_sent_before_the_last_weight_gradients_by_a_method_that_announces_it(kind, calls_of_a_pair):
+    for early, gradients, pairs, calls in run_ranks(2, sends_of_a_step, kind):
+        assert early == (0 if kind is DeepSeekStyle else gradients) and gradients > 0
+        assert calls == calls_of_a_pair * pairs
 
 
 # ---- Failures ----

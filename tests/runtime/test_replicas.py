@@ -6,7 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_dualpipe.runtime import replicas
-from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, differing, sum_gradients
+from moe_dualpipe.runtime.buffers import Buffers
+from moe_dualpipe.runtime.groups import Groups
+from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, sum_gradients
 from tests.support.ranks import run_ranks
 
 
@@ -24,17 +26,6 @@ def sums(rank):
 def test_gradients_in_all_buckets_are_summed():
     expected = [[10.0], [12.0], [14.0], [16.0], [14.0], [0.0]]
     assert run_ranks(2, sums) == [expected, expected]
-
-
-def one_bit(rank):
-    same, other = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
-    with torch.no_grad():
-        other[1] += rank * 2**-7
-    return differing(ReplicaSet({"same": same, "other": other}, dist.group.WORLD))
-
-
-def test_one_bit_of_bf16_is_a_difference():
-    assert run_ranks(2, one_bit) == [{"other": [0, 1]}] * 2
 
 
 def deviations(rank, changes):
@@ -65,3 +56,39 @@ def deviations(rank, changes):
 ], ids=str)  # fmt: skip
 def test_the_error_names_the_ranks_that_deviate_from_the_majority(replicas_, changes, message):
     assert run_ranks(1 + replicas_, deviations, changes) == [None] + [message] * replicas_
+
+
+@pytest.mark.parametrize("largest", [5, 100])
+def test_buckets_have_the_tensors_in_order_one_dtype_and_a_bounded_size(largest, monkeypatch):
+    monkeypatch.setattr(replicas, "BUCKET_ELEMENTS", largest)
+    dtypes = [torch.float32] * 4 + [torch.bfloat16] * 2 + [torch.float32]
+    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in zip((2, 3, 1, 7, 2, 2, 1), dtypes, strict=True)]
+    found = [*replicas.buckets(tensors)]
+    assert [id(t) for bucket in found for t in bucket] == [*map(id, tensors)]
+    assert all(len({t.dtype for t in bucket}) == 1 for bucket in found)
+    assert all(len(bucket) == 1 or sum(map(len, bucket)) <= largest for bucket in found)
+    assert len(found) == {5: 5, 100: 3}[largest]
+
+
+class Statistics(nn.Module):
+    averaged_buffers = ("seen",)
+
+    def __init__(self, value):
+        super().__init__()
+        self.register_buffer("seen", torch.full((2,), value, dtype=torch.bfloat16))
+
+
+def averaged(rank):
+    layer = Statistics((1.0, 2.0**-8, 2.0**-8)[rank])
+    buffers = Buffers([layer], Groups(dense=dist.group.WORLD))
+    before = buffers.copies()
+    buffers.average()
+    found = layer.seen.tolist()
+    buffers.restore(before)
+    return found, layer.seen.tolist()
+
+
+def test_a_mean_in_16_bits_is_that_of_fp32_rounded_once():
+    """In bf16, 1 + 2^-8 is 1."""
+    mean = torch.tensor((1 + 2.0**-7) / 3).bfloat16().item()
+    assert run_ranks(3, averaged) == [([mean] * 2, [value] * 2) for value in (1.0, 2.0**-8, 2.0**-8)]

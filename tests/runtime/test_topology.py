@@ -58,11 +58,6 @@ def test_no_order_has_more_groups_on_one_machine():
         assert sum(together) == sum(machines.count(m) // ep for m in {*machines})
 
 
-def test_ranks_of_a_launcher_that_numbers_machines_one_after_the_other_keep_their_numbers():
-    for ep in (1, 2, 4, 8, 16):
-        assert placement_order(places_of("aaaabbbbccccdddd"), ep) == [*range(16)]
-
-
 def test_machines_of_a_domain():
     told = [(f"gpu-{n}", "") for n in (10, 9, 1, 2)]
     assert [p.domain for p in find_domains(told, 2)] == ["1", "1", "0", "0"]  # gpu-1 gpu-2, gpu-9 gpu-10

@@ -13,7 +13,6 @@ from moe_dualpipe.schedule import (
     NAMES,
     Forward,
     Placement,
-    Schedule,
     add_comms,
     build,
     validate,
@@ -33,34 +32,6 @@ def test_dualpipe_orders_equal_deepseeks(name):
     for size in sizes:
         csv = build(name, *map(int, size.split()[1:])).to_csv()
         assert hashlib.sha256(csv.encode()).hexdigest() == DEEPSEEK_ORDERS[size], size
-
-
-@pytest.mark.parametrize("file", ["dualpipe_4_10.csv", "dualpipev_2_6.csv"])
-def test_order_equals_the_golden_file(file):
-    name, ranks, micro_batches = file.removesuffix(".csv").split("_")
-    assert build(name, int(ranks), int(micro_batches)).to_csv() == (GOLDEN / file).read_text()
-
-
-def test_1f1b_order():
-    assert build("1f1b", 3, 4).to_csv().splitlines() == [
-        "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3",
-        "1F0,1F1,1B0,1F2,1B1,1F3,1B2,1B3",
-        "2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3",
-    ]
-
-
-@pytest.mark.parametrize("name,ranks,micro_batches", SIZES)
-def test_built_schedules_are_valid(name, ranks, micro_batches):
-    schedule = build(name, ranks, micro_batches)
-    assert validate(schedule) is schedule
-    assert validate_forward_only(schedule)
-
-
-def validate_forward_only(schedule: Schedule) -> bool:
-    """Whether the order without backwards runs every forward once, without a deadlock."""
-    forward = schedule.forward_only()
-    steps = [step for steps in add_comms(forward) for step in steps if isinstance(step, Forward)]
-    return len(steps) == len(set(steps)) == schedule.num_stages * schedule.num_micro_batches
 
 
 def test_forward_only():
@@ -182,10 +153,13 @@ def test_errors_suggest_the_nearest_valid_numbers(args, message):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(1, 9), st.integers(1, 30))
-def test_build_returns_a_valid_schedule_or_raises_an_error_with_the_numbers(name, ranks, micro_batches):
+def test_any_numbers_give_a_valid_schedule_or_an_error_that_names_them(name, ranks, micro_batches):
     try:
         schedule = build(name, ranks, micro_batches)
     except ValueError as error:
         assert str(ranks) in str(error)
     else:
-        validate(schedule)
+        assert validate(schedule) is schedule
+        forward = schedule.forward_only()
+        steps = [step for steps in add_comms(forward) for step in steps if isinstance(step, Forward)]
+        assert len(steps) == len({*steps}) == schedule.num_stages * micro_batches

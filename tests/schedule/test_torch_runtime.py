@@ -1,6 +1,5 @@
 """PyTorch's own pipeline runtime trains a model with our CSV, and we read its CSV."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +10,7 @@ from moe_dualpipe.schedule import Schedule, Send, add_comms, build, validate, va
 from moe_dualpipe.schedule.schedule import steps_from_csv
 from tests.support.ranks import cosine_distance, run_ranks
 
-RANKS, MICRO_BATCHES, SIZE, WIDTH = 2, 6, 3, 8
+RANKS, MICRO_BATCHES, SIZE, WIDTH = 2, 4, 3, 8
 # torch holds each stage on one rank, so it cannot run mirrored schedules.
 NAMES = ["gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"]
 
@@ -93,18 +92,5 @@ def check_csv_of_torch(runtime, schedule, folder):
     validate_transfers(schedule, steps)
 
 
-def check_refusal(rank, folder):
-    schedule = build("dualpipe", 2, MICRO_BATCHES)
-    with open(f"{folder}/{rank}.csv", "w") as file:
-        file.write(schedule.to_csv())
-    with pytest.raises((ValueError, AssertionError)):
-        torch_runtime(rank, schedule, f"{folder}/{rank}.csv", "compute_only")
-
-
-def check(rank, folder):
-    check_training(rank, folder)
-    check_refusal(rank, folder)
-
-
-def test_torchs_runtime_trains_with_our_schedules_and_refuses_mirrored_ones(tmp_path):
-    run_ranks(RANKS, check, str(tmp_path))
+def test_torchs_runtime_trains_with_our_schedules(tmp_path):
+    run_ranks(RANKS, check_training, str(tmp_path))

@@ -31,6 +31,7 @@ def error(ours, exact):
 
 def assert_as_good_as(ours, reference, exact, dtype, what=""):
     """Assert that `ours` is as close to the fp64 result as plain torch in the same dtype, up to a factor of two."""
+    assert error(reference, exact) <= 4 * FLOOR[dtype], f"{what}: plain torch has an error of {error(reference, exact)}"
     allowed = max(2 * error(reference, exact), FLOOR[dtype])
     assert error(ours, exact) <= allowed, f"{what}: error {error(ours, exact):.2e}, allowed {allowed:.2e}"
 

@@ -10,6 +10,7 @@ from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.expert_parallel.symmetric import SharedMemory, Symmetric
 from moe_dualpipe.models import MoE, StageOptions
+from tests.support.exchanges import check_round
 from tests.support.expert_ids import KINDS, random_ids
 from tests.support.interpreter import allocate_nan, prepare_rank
 from tests.support.kernels import DEVICE, error
@@ -73,41 +74,6 @@ def rounds(rank, ranks, sync, seeds):
         weights = torch.rand(ids.shape, generator=own).to(DEVICE)
         check_round(ours, reference, ids.to(DEVICE), x, weights, grads)
     ours.check()
-
-
-def check_round(ours, reference, ids, x, weights, grads):
-    """Forward and backward of a layer whose expert e multiplies by e + 1, with the transfers of two lanes in flight."""
-    results = []
-    for ep in (ours, reference):
-        route = ep.prepare(ids)
-        first = ep.dispatch(x, route, weights).wait()
-        results.append((route, first))
-    (route, first), (expected_route, expected) = results
-    n = expected_route.num_rows
-    for mine, theirs in zip((*first, route.local_ids_NK), (*expected, expected_route.local_ids_NK), strict=True):
-        assert torch.equal(mine[:n], theirs)
-    assert (route.local_ids_NK[n:] == -1).all() and first.x_ND[n:].isnan().all() and route.padded
-    transfers = []
-    for ep, (route, first) in zip((ours, reference), results, strict=True):
-        local_ids = route.local_ids_NK
-        scales_NK = torch.where(local_ids >= 0, (local_ids + ours.local_experts.start + 1) * first.weights_NK, 0)
-        factors = sum(scales_NK.split(1, dim=1))  # in this order on all devices
-        if ep is ours:
-            factors[n:] = scales_NK[n:] = torch.nan
-        y = (first.x_ND * factors).to(x.dtype)
-        # Started together, waited for in another order: the outputs and the gradients of both lanes.
-        pending = ep.dispatch(grads, route), ep.combine(y, route), ep.combine(y, route, scales_NK)
-        combined, again, output = (pending[i].wait() for i in (2, 0, 1))
-        assert again.weights_NK is None and output.weight_grads_TK is None
-        transfers.append([again.x_ND[:n], output.y_TD, *combined])
-    for mine, theirs in zip(*transfers, strict=True):
-        assert torch.equal(mine, theirs)
-    # The dense oracle: sums over all choices of a token, without any transfer.
-    factors = torch.where(ids >= 0, (ids + 1) * weights, 0)
-    tolerance = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
-    expected_y = x.double() * factors.double().sum(1, keepdim=True)
-    torch.testing.assert_close(transfers[0][2].double(), expected_y, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(transfers[0][3], factors)
 
 
 # ---- layers ----

@@ -1,0 +1,72 @@
+"""Overlap, recomputation and deferral change no bit of a loss or a gradient, whatever the layers are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
+from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, build_model
+from tests.support.own_layers import ParallelBlock
+
+PLAIN = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=3, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
+    dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, init_std=0.3,
+)  # fmt: skip
+MODELS = {
+    "options of published models": (
+        replace(
+            PLAIN, dense_layers=(2,), qkv_bias=True, out_bias=True, rotary_fraction=0.5, shared_gate=True,
+            tied_embeddings=True, yarn_factor=4.0, yarn_positions=8,
+        ),
+        {"fused_loss": True},
+    ),
+    "latent attention": (replace(PLAIN, attention="mla", kv_rank=6, rope_dim=4, value_dim=7), {}),
+    "latent queries": (replace(PLAIN, attention="mla", q_rank=9, kv_rank=6, rope_dim=4, value_dim=7), {}),
+    "documents": (PLAIN, {"document_end_id": 3}),
+    "router losses": (replace(PLAIN, router_dtype="float32", sequence_loss=0.1, z_loss=0.1, router_bias=True), {}),
+    "multi-token prediction": (replace(PLAIN, mtp_layers=2), {"fused_loss": True}),
+    "a block of one's own": (replace(PLAIN, block=ParallelBlock), {}),
+}  # fmt: skip
+
+
+def batch(seed):
+    tokens_BL = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return tokens_BL[:, :-1], tokens_BL[:, 1:]
+
+
+def trained(config, how, **options):
+    """Both losses and all gradients of two micro-batches: the first backward is alone, deferred or in a pair."""
+    model, weight_grads = build_model(config, Loopback(4, 2), StageOptions(seed=3, **options)), WeightGrads()
+    bind(model, weight_grads)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases and norms that differ from their initial values
+                parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)))
+    (x1, y1), (x2, y2) = batch(1), batch(2)
+    first = model.loss(model(x1), y1)
+    if how == "in a pair":
+        _, second = model.overlapped_forward_backward(model, [x2], model.loss, [y2], model, first, None, None)
+    elif how == "deferred":
+        with weight_grads.defer_to("later"):
+            first.backward()
+        assert weight_grads.has_deferred("later")
+        weight_grads.run_deferred("later")
+        second = model.loss(model(x2), y2)
+    else:
+        first.backward()
+        second = model.loss(model(x2), y2)
+    second.backward()
+    return {"first": first.detach(), "second": second.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_overlap_recompute_and_deferral_change_no_bit(name):
+    config, options = MODELS[name]
+    expected = trained(config, "alone", recompute="none", **options)
+    assert all(gradient is not None and gradient.any() for gradient in expected.values())
+    for recompute in RECOMPUTE:
+        for how in ("alone", "deferred", "in a pair"):
+            for key, gradient in trained(config, how, recompute=recompute, **options).items():
+                assert torch.equal(gradient, expected[key]), (recompute, how, key)
