@@ -7,6 +7,7 @@
 """
 
 from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, members, parse
+from .bound import least_time
 from .build import (
     NAMES,
     build,
@@ -17,6 +18,7 @@ from .build import (
     placement_of,
 )
 from .comms import add_comms, counterpart, receive_early
+from .fill import Memory, fill
 from .grid import ScheduleError, grid
 from .placement import Placement
 from .schedule import Schedule, steps_from_csv
@@ -26,9 +28,9 @@ from .validate import validate, validate_transfers
 from .walk import DeadlockError, Span
 
 __all__ = [
-    "NAMES", "Action", "Backward", "Costs", "DeadlockError", "Flow", "Forward", "Held", "Overlap", "Part", "Placement",
-    "Recv", "Schedule", "ScheduleError", "Send", "Span", "Step", "Timeline", "add_comms", "build",
-    "check_micro_batches", "check_numbers",
-    "counterpart", "default_micro_batches", "default_schedule", "grid", "members", "parse", "placement_of",
-    "receive_early", "simulate", "steps_from_csv", "validate", "validate_transfers",
+    "NAMES", "Action", "Backward", "Costs", "DeadlockError", "Flow", "Forward", "Held", "Memory", "Overlap", "Part",
+    "Placement", "Recv", "Schedule", "ScheduleError", "Send", "Span", "Step", "Timeline", "add_comms", "build",
+    "check_micro_batches", "check_numbers", "counterpart", "default_micro_batches", "default_schedule", "fill", "grid",
+    "least_time", "members", "parse", "placement_of", "receive_early", "simulate", "steps_from_csv", "validate",
+    "validate_transfers",
 ]  # fmt: skip

@@ -67,7 +67,7 @@ class Costs:
             for i, j in itertools.permutations(range(len(self.FB)), 2):
                 if (pair := self.pair(i, j)) <= 0:
                     raise ValueError(
-                        f"cost FB is too small beside F and B: a forward on stage {i} and a backward on stage {j} "
+                        f"cost FB is too small: a forward on stage {i} and a backward on stage {j} "
                         f"would take {pair:g}; use a larger FB"
                     )
 

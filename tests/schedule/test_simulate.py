@@ -24,29 +24,9 @@ from moe_dualpipe.schedule import (
     simulate,
 )
 from moe_dualpipe.schedule.walk import needs
+from tests.support.schedules import costs, sizes, small
 
 MANY = settings(max_examples=60, deadline=None)
-
-
-@st.composite
-def sizes(draw, names=NAMES, most_ranks=6):
-    """Valid (name, ranks, micro-batches)."""
-    name, ranks = draw(st.sampled_from(names)), draw(st.integers(1, most_ranks))
-    if name in ("chimera", "dualpipe"):
-        ranks += ranks % 2
-    least = 2 * ranks if "dual" in name else ranks
-    step = {"chimera": 2, "dualpipe": 2, "interleaved_1f1b": ranks, "interleaved_overlap": ranks}.get(name, 1)
-    return name, ranks, least + step * draw(st.integers(0, 2 * ranks))
-
-
-small = st.integers(1, 9)
-
-
-@st.composite
-def costs(draw):
-    """Random F, B, W and FB with max(F, B) <= FB <= F + B."""
-    f, i, w = draw(small), draw(small), draw(small)
-    return Costs(f, i + w, w, draw(st.integers(max(f, i + w), f + i + w)))
 
 
 def parts(c):
@@ -135,6 +115,8 @@ def test_peak_activations_equal_the_papers(size):
         "gpipe": [m] * p,
         "1f1b": [p - r for r in range(p)],
         "interleaved_1f1b": [min(2 * m, p + 2 * (p - 1 - r) + 1) for r in range(p)],
+        "1f1b_overlap": [min(m, 2 * (p - r)) for r in range(p)],
+        "interleaved_overlap": [min(2 * m, p + 2 * (p - r)) for r in range(p)],
         "zb1p": [p - r for r in range(p)],
         "zbv": [2 * p] * p if full else None,
         "dualpipe": [p + 1] * p,
@@ -143,7 +125,7 @@ def test_peak_activations_equal_the_papers(size):
     }[name]
     if expected is not None:
         assert list(timeline.peak_activations) == expected
-    assert timeline.parameters == ((1 if name in ("gpipe", "1f1b", "zb1p") else 2),) * p
+    assert timeline.parameters == ((1 if name in ("gpipe", "1f1b", "1f1b_overlap", "zb1p") else 2),) * p
 
 
 @MANY
@@ -326,6 +308,9 @@ REFUSED = {
     ),
     "per-stage costs must have the same length: got 2 for F, 3 for B": lambda: Costs(F=(1, 2), B=(2, 2, 2)),
     "cost F has 4 numbers for 8 stages: give 1 or 8": lambda: simulate(build("1f1b", 8, 8), PER_STAGE),
+    "cost FB is too small: a forward on stage 0 and a backward on stage 1 would take -2; use a larger FB": lambda: (
+        Costs(F=(1, 9), B=5, FB=(2, 2))
+    ),
     "4 stages cannot be merged or split evenly into 6": lambda: PER_STAGE.divided(4, 6),
     "0B0 on rank 0 starts at 1, but the rank is busy until 2": lambda: timeline((0, 2), (1, 3)),
     "0F0 on rank 0 starts at 0 but ends at -1": lambda: timeline((0, -1), (1, 3)),

@@ -1,0 +1,235 @@
+"""`fill` never makes a step longer or a rank fuller, and `least_time` is below every order."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_dualpipe.schedule import (
+    NAMES,
+    Backward,
+    Costs,
+    DeadlockError,
+    Forward,
+    Memory,
+    Overlap,
+    Part,
+    Placement,
+    Schedule,
+    build,
+    fill,
+    least_time,
+    members,
+    simulate,
+    validate,
+)
+from tests.support.schedules import costs, sizes
+
+MANY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def per_stage(draw, stages):
+    """Uneven costs, of which a pair saves something on each stage."""
+    f, i, w = (draw(st.lists(st.integers(2, 9), min_size=stages, max_size=stages)) for _ in range(3))
+    b = [x + y for x, y in zip(i, w, strict=True)]
+    saved = draw(st.integers(0, min(min(f), min(i))))
+    pair = tuple(x + y - saved for x, y in zip(f, b, strict=True))
+    return Costs(tuple(f), tuple(b), tuple(w), pair, comm=draw(st.integers(0, 3)))
+
+
+@st.composite
+def problems(draw, names=NAMES):
+    """A schedule, costs, and a memory that holds it."""
+    schedule = build(*draw(sizes(names, most_ranks=4)))
+    stages = schedule.num_stages
+    more = draw(st.lists(st.integers(0, 6), min_size=schedule.num_ranks, max_size=schedule.num_ranks))
+    amounts = st.lists(st.integers(1, 5), min_size=stages, max_size=stages)
+    own = Memory.of(schedule, draw(amounts), draw(amounts))
+    limit = tuple(x + y for x, y in zip(own.limit, more, strict=True))
+    return schedule, draw(st.one_of(costs(), per_stage(stages))), Memory(limit, own.activations, own.deferred)
+
+
+def work(schedule):
+    """What each rank computes, with B as I and W."""
+    every = (
+        [part for action in row for member in members(action) for part in parts(member)] for row in schedule.actions
+    )
+    return [Counter(row) for row in every]
+
+
+def parts(member):
+    if isinstance(member, Forward) or member.part is not Part.FULL:
+        return [member]
+    return [replace(member, part=part) for part in (Part.INPUT, Part.WEIGHT)]
+
+
+# ---- Laws ----
+
+
+@MANY
+@given(problems())
+def test_a_filled_schedule_is_valid_fits_and_is_not_slower(problem):
+    schedule, c, memory = problem
+    filled = fill(schedule, c, memory)
+    validate(filled)
+    assert filled.placement == schedule.placement and work(filled) == work(schedule)
+    assert memory.holds(filled)
+    assert simulate(filled, c).makespan <= simulate(schedule, c).makespan
+    assert Schedule.from_csv(filled.to_csv()) == filled
+    pairs = [sum(isinstance(action, Overlap) for row in s.actions for action in row) for s in (schedule, filled)]
+    assert pairs[0] <= pairs[1]
+
+
+@MANY
+@given(problems())
+def test_filling_again_changes_nothing_and_scaled_costs_give_the_same_order(problem):
+    schedule, c, memory = problem
+    filled = fill(schedule, c, memory)
+    assert fill(filled, c, memory) == filled
+    scaled = Costs(*(_times(cost, 4) for cost in (c.F, c.B, c.W, c.FB, c.comm)))
+    assert fill(schedule, scaled, memory) == filled
+
+
+def _times(cost, factor):
+    return None if cost is None else tuple(factor * x for x in cost) if isinstance(cost, tuple) else factor * cost
+
+
+@MANY
+@given(sizes(["dualpipe", "chimera"], most_ranks=6), costs())
+def test_mirrored_ranks_stay_mirrored(size, c):
+    filled = fill(build(*size), c)
+    half, stages = filled.num_micro_batches // 2, filled.num_stages
+
+    def mirrored(action):
+        if isinstance(action, Overlap):
+            return Overlap(mirrored(action.forward), mirrored(action.backward))
+        kind = {} if isinstance(action, Forward) else {"part": action.part}
+        return type(action)(action.stage, (action.micro_batch + half) % (2 * half), **kind)
+
+    for rank, actions in enumerate(filled.actions):
+        assert tuple(map(mirrored, actions)) == filled.actions[stages - 1 - rank]
+
+
+@st.composite
+def random_orders(draw):
+    """A schedule in which each rank runs any action that is ready, or a pair of two."""
+    straight, mirrored = Placement.straight, Placement.mirrored(2)
+    kinds = straight(1), straight(3), Placement.interleaved(2, 2), Placement.vee(2), mirrored
+    placement = draw(st.sampled_from(kinds))
+    count = 2 * draw(st.integers(1, 3))
+    left = {
+        (rank, kind, stage, m): None
+        for m in range(count)
+        for stage, rank in enumerate(placement.route_of(m, count))
+        for kind in "FIW"
+    }
+    actions = [[] for _ in range(placement.num_ranks)]
+
+    def ready(kind, stage, m):
+        done = lambda *result: not any(key[1:] == result for key in left)  # noqa: E731
+        if kind == "F":
+            return stage == 0 or done("F", stage - 1, m)
+        last = stage == placement.num_stages - 1 or done("I", stage + 1, m)
+        return done("I", stage, m) if kind == "W" else done("F", stage, m) and last
+
+    while left:
+        choices = [key for key in left if ready(*key[1:])]
+        rank, kind, stage, m = draw(st.sampled_from(choices))
+        forwards = [key for key in choices if key[:2] == (rank, "F")]
+        if kind == "I" and forwards and draw(st.booleans()):
+            f = forwards[0]
+            actions[rank].append(Overlap(Forward(*f[2:]), Backward(stage, m)))
+            del left[f], left[rank, "I", stage, m], left[rank, "W", stage, m]
+            continue
+        part = {"I": Part.INPUT, "W": Part.WEIGHT}
+        actions[rank].append(Forward(stage, m) if kind == "F" else Backward(stage, m, part[kind]))
+        del left[rank, kind, stage, m]
+    return Schedule("random", placement, count, tuple(map(tuple, actions)))
+
+
+@MANY
+@given(st.data())
+def test_no_order_is_below_the_bound(data):
+    schedule = data.draw(random_orders() if data.draw(st.booleans()) else problems().map(lambda problem: problem[0]))
+    c = data.draw(st.one_of(costs(), per_stage(schedule.num_stages)))
+    memory = Memory.of(schedule)
+    bound = least_time(schedule.placement, schedule.num_micro_batches, c, memory)
+    assert least_time(schedule.placement, schedule.num_micro_batches, c) <= bound
+    assert bound <= simulate(validate(schedule), c).makespan
+    assert bound <= simulate(fill(schedule, c, memory), c).makespan
+
+
+def shortest(placement, count, c):
+    """The shortest step over all orders, by trying all."""
+    rows = []
+    for rank in range(placement.num_ranks):
+        own = [stage for stage, where in enumerate(placement.routes[0]) if where == rank]
+        micro_batches = [(Forward(stage, m), *parts(Backward(stage, m))) for stage in own for m in range(count)]
+        orders = itertools.permutations(itertools.chain.from_iterable(micro_batches))
+        rows.append([order for order in orders if all(_ascending(map(order.index, each)) for each in micro_batches)])
+    times = []
+    for actions in itertools.product(*rows):
+        try:
+            times.append(simulate(Schedule("any", placement, count, actions), c).makespan)
+        except DeadlockError:
+            continue
+    return min(times)
+
+
+def _ascending(numbers):
+    return all(a < b for a, b in itertools.pairwise(numbers))
+
+
+@pytest.mark.parametrize("placement,count,c", [
+    (Placement.straight(1), 2, Costs(F=3, B=5, W=2)),
+    (Placement.straight(2), 1, Costs(F=(3, 2), B=(5, 9), W=(2, 3), comm=1)),
+    (Placement.straight(2), 2, Costs(F=2, B=5, W=2)),
+    (Placement.straight(2), 2, Costs(F=(1, 4), B=(3, 7), W=(1, 2), comm=2)),
+    (Placement.interleaved(1, 2), 1, Costs(F=(3, 2), B=(5, 9), W=(2, 3))),
+])  # fmt: skip
+def test_the_bound_of_a_small_pipeline_is_its_shortest_order(placement, count, c):
+    assert least_time(placement, count, c) == shortest(placement, count, c)
+
+
+# ---- Examples ----
+
+
+def test_dualpipes_weight_gradients_fill_its_waits():
+    """Units of a tenth of DeepSeek's attention: short F, and B of which half is W. Memory is DualPipe's own."""
+    schedule, c = build("dualpipe", 4, 8), Costs(F=24, B=46, W=16, FB=59)
+    filled = fill(schedule, c)
+    assert filled.name == "dualpipe+fill" and fill(filled, c).name == "dualpipe+fill"
+    times = (
+        least_time(schedule.placement, 8, c, Memory.of(schedule)),
+        simulate(filled, c).makespan,
+        simulate(schedule, c).makespan,
+    )
+    assert times == (546, 560, 578)
+    assert simulate(filled, c).peak_activations == simulate(schedule, c).peak_activations == (5, 5, 5, 5)
+
+
+@pytest.mark.parametrize("deferred", [1, 3])
+def test_without_room_to_defer_a_backward_stays_whole(deferred):
+    """With recomputation, a deferred weight gradient may need three times as much as an activation."""
+    schedule, c = build("1f1b", 3, 6), Costs(F=2, B=5, W=2)
+    filled = fill(schedule, c, Memory.of(schedule, deferred=(deferred,) * 3))
+    split = [actions for actions in filled.actions if any(getattr(a, "part", None) is Part.INPUT for a in actions)]
+    assert (len(split), simulate(filled, c).makespan) == ((3, 52) if deferred == 1 else (0, 56))
+
+
+# ---- Refusals ----
+
+
+def test_what_does_not_fit_is_refused():
+    schedule, ones = build("1f1b", 2, 4), (1, 1)
+    with pytest.raises(ValueError, match=r"^1f1b does not fit: it needs \[2, 1\] on its ranks, and may use \[1, 1\]$"):
+        fill(schedule, Costs(), Memory((1, 1), ones, ones))
+    for refused in (lambda m: fill(schedule, Costs(), m), lambda m: least_time(schedule.placement, 4, Costs(), m)):
+        with pytest.raises(ValueError, match=r"^memory needs 2 limits and 2 sizes of stages: got \(3, 2, 2\)$"):
+            refused(Memory((1, 1, 1), ones, ones))
+        with pytest.raises(ValueError, match="cost F has 3 numbers for 2 stages"):
+            fill(schedule, Costs(F=(1, 2, 3), B=4))
