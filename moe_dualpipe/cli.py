@@ -34,6 +34,7 @@ COMMANDS = {
     "train": ("train:main", "Train a Mixture-of-Experts transformer, as train.py does"),
     "schedule show": ("schedule:ShowSchedule", "Show the timeline of a schedule, or save it to a file"),
     "schedule compare": ("schedule:CompareSchedules", "Compare all schedules for the same model"),
+    "schedule fill": ("schedule:FillSchedule", "Move weight gradients to where ranks wait, for measured costs"),
     "schedule check": ("schedule:CheckSchedule", "Check that no rank of a schedule can wait forever"),
     "profile analyze": ("profile:ProfileAnalyze", "Analyze traces: how much communication was hidden"),
     "profile compare": ("profile_compare:ProfileCompare", "Compare two recordings"),

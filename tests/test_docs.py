@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe import cli
-from moe_dualpipe.schedule import Costs, build, simulate
+from moe_dualpipe.schedule import Costs, build, fill, simulate
 from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.tools.drawing.captions import format_number
 from moe_dualpipe.training.options import parse_arguments
@@ -113,8 +113,36 @@ def steps(comm, pair, num_chunks):
     return {e.name: format_number(e.timeline.makespan) for e in entries if e.num_ranks == 8 and e.timeline}
 
 
+def with_communication(share):
+    """Costs of a stage whose pairs hide all of their communication: `share` of their computation, in four transfers."""
+    return Costs(20 + 30 * share, 40 + 30 * share, 16, 60)
+
+
+def overlap_rows():
+    """Step times on 8 ranks of a model with 8 stages, for each number of micro-batches and share of communication."""
+    for name, filled in (
+        ("interleaved_1f1b", False), ("zbv", False), ("interleaved_overlap", False), ("interleaved_overlap", True),
+        ("dualpipev", False), ("dualpipe", False), ("dualpipe", True),
+    ):  # fmt: skip
+        cells, activations = [], 0.0
+        for micro_batches in (8, 16, 64):
+            for share in (0.3, 0.7, 1):
+                try:
+                    schedule = build(name, 8, micro_batches)
+                except ValueError:
+                    cells.append("-")
+                    continue
+                costs = with_communication(share).divided(8, schedule.num_stages)
+                timeline = simulate(fill(schedule, costs) if filled else schedule, costs)
+                activations = max(timeline.peak_activations) * 8 / schedule.num_stages
+                cells.append(f"{timeline.makespan:.0f}")
+        weights = "2" if name == "dualpipe" else "1"
+        yield f"| {name}{' + fill' if filled else ''} | {weights} | {activations:g} | {' | '.join(cells)} |"
+
+
 def test_the_tables_that_no_single_command_prints():
     document = (ROOT / "docs" / "schedules.md").read_text()
+    assert "\n".join(overlap_rows()) in document
     for comm in (0, 0.25):
         vpp = [steps(comm, 7, chunks)["interleaved_1f1b"] for chunks in (2, 4, 8)]
         plain, gaining = steps(comm, 7, 2), steps(comm, 6, 2)

@@ -11,10 +11,13 @@ from ..messages import check_range, plural, printable
 from ..schedule import (
     NAMES,
     Costs,
+    Memory,
     Recv,
     Schedule,
     Send,
     build,
+    fill,
+    least_time,
     placement_of,
     simulate,
     steps_from_csv,
@@ -25,7 +28,7 @@ from ..schedule.compare import compare
 from ..schedule.launches import check_launches
 from ..tools.drawing.captions import schedule_sizes
 from ..tools.drawing.output import check_output
-from ..tools.drawing.tables import comparison_table, launches_table
+from ..tools.drawing.tables import comparison_table, fill_table, launches_table
 from ..tools.drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
 from ..tools.drawing.timeline_text import timeline_text
 from .options import JsonOption, check_together
@@ -85,6 +88,33 @@ class ShowSchedule(ChosenSchedule):
             return
         width = self.width or shutil.get_terminal_size().columns
         print(timeline_text(timeline, width))
+
+
+@dataclass(frozen=True)
+class FillSchedule(ChosenSchedule):
+    """Move the weight gradients of a schedule to where its ranks wait, for measured costs, within the same memory."""
+
+    cost: Costs = field(default_factory=Costs)
+    """Durations for one micro-batch on one stage: one number for all stages, or one per stage."""
+    out: Path | None = None
+    """Save the result to this CSV file, for `train.py --schedule FILE`."""
+    width: int | None = None
+    """Number of columns, at least 40. None: the width of the terminal."""
+
+    def run(self) -> None:
+        if self.out is not None:
+            check_output(self.out, (".csv",))
+        if self.width:
+            check_range("--width", self.width, 40, 10_000)
+        schedule, _ = self.find()
+        filled = fill(schedule, self.cost)
+        before, after = simulate(schedule, self.cost), simulate(filled, self.cost)
+        least = least_time(schedule.placement, schedule.num_micro_batches, self.cost, Memory.of(schedule))
+        width = self.width or shutil.get_terminal_size().columns
+        print(f"{timeline_text(before, width)}\n\n{timeline_text(after, width)}\n\n{fill_table(before, after, least)}")
+        if self.out is not None:
+            save_timeline(after, self.out)
+            print(f"\n{printable(self.out)}")
 
 
 @dataclass(frozen=True)

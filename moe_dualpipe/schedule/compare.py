@@ -11,7 +11,9 @@ from fractions import Fraction
 from typing import Any
 
 from ..messages import plural
+from .bound import least_time
 from .build import NAMES, build, check_chunks, placement_of, takes_chunks
+from .fill import Memory
 from .simulate import Costs, simulate
 from .timeline import Timeline
 
@@ -25,6 +27,7 @@ class ComparedSchedule:
     timeline: Timeline | None
     problem: str = ""
     stage_size: Fraction = Fraction(1)  # stages of the model per stage of the schedule
+    least: float = 0  # no order of the same actions on the same ranks, within the same memory, takes less time
 
     def as_object(self) -> dict[str, Any]:
         """Return a JSON object. Times are in the unit of the costs, memory is in stages of the model."""
@@ -34,6 +37,7 @@ class ComparedSchedule:
         return identity | {
             "stages": timeline.schedule.num_stages,
             "step_time": _plain(timeline.makespan),
+            "least": _plain(self.least),
             "bubble": [_plain(bubble) for bubble in timeline.bubble],
             "bubble_share": timeline.bubble_share,
             "peak_activations": self.in_model_stages(timeline.peak_activations),
@@ -71,11 +75,14 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
     def compared(name: str, num_ranks: int) -> ComparedSchedule:
         try:
             schedule = build(name, num_ranks, num_micro_batches, num_chunks if takes_chunks(name) else None)
-            timeline = simulate(schedule, costs.divided(num_stages, schedule.num_stages))
+            divided = costs.divided(num_stages, schedule.num_stages)
+            timeline = simulate(schedule, divided)
         except ValueError as error:
             problem = str(error)
             problem = problem if problem.startswith(name) else f"{name}: {problem}"
             return ComparedSchedule(name, num_ranks, None, problem)
-        return ComparedSchedule(name, num_ranks, timeline, stage_size=Fraction(num_stages, schedule.num_stages))
+        size = Fraction(num_stages, schedule.num_stages)
+        least = least_time(schedule.placement, num_micro_batches, divided, Memory.of(schedule))
+        return ComparedSchedule(name, num_ranks, timeline, stage_size=size, least=least)
 
     return tuple(compared(name, num_ranks) for num_ranks in rank_counts for name in NAMES)
