@@ -89,10 +89,10 @@ def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> No
         times = f"{method.min_micro_batches_per_rank} x " if method.min_micro_batches_per_rank > 1 else ""
         which = "that is a multiple of the ranks" if method.in_groups else f">= {times}ranks"
         use = max(least, num_micro_batches + -num_micro_batches % multiple)
-        fewer = " (interleaved_overlap has pairs from 1 x ranks on)" if least > num_ranks else ""
+        fewer = f" (interleaved_overlap needs {num_ranks})" if least > num_ranks else ""
         raise ValueError(
-            f"{name} needs {kind} micro-batches {which}{fewer}: "
-            f"got {num_micro_batches} for {plural(num_ranks, 'rank')}; use {use}"
+            f"{name} needs {kind} micro-batches {which}: "
+            f"got {num_micro_batches} for {plural(num_ranks, 'rank')}{fewer}; use {use}"
         )
 
 

@@ -124,10 +124,19 @@ def test_placements():
 @pytest.mark.parametrize(
     "args,message",
     [
-        (("dualpipe", 4, 9), "dualpipe needs an even number of micro-batches >= 2 x ranks: got 9 for 4 ranks; use 10"),
-        (("dualpipe", 4, 6), "dualpipe needs an even number of micro-batches >= 2 x ranks: got 6 for 4 ranks; use 8"),
+        (
+            ("dualpipe", 4, 9),
+            "got 9 for 4 ranks (interleaved_overlap needs 4); use 10",
+        ),
+        (
+            ("dualpipe", 4, 6),
+            "got 6 for 4 ranks (interleaved_overlap needs 4); use 8",
+        ),
         (("dualpipe", 3, 12), "dualpipe needs an even number of pipeline ranks: got 3; use 4, or dualpipev"),
-        (("dualpipev", 3, 5), "dualpipev needs a number of micro-batches >= 2 x ranks: got 5 for 3 ranks; use 6"),
+        (
+            ("dualpipev", 3, 5),
+            "got 5 for 3 ranks (interleaved_overlap needs 3); use 6",
+        ),
         (("1f1b", 4, 3), "1f1b needs a number of micro-batches >= ranks: got 3 for 4 ranks; use 4"),
         (("1f1b", 0, 3), "1f1b needs at least one pipeline rank: got 0; use 1 or more"),
         (("chimera", 4, 5), "chimera needs an even number of micro-batches >= ranks: got 5 for 4 ranks; use 6"),
