@@ -26,6 +26,7 @@ from tests.support.ranks import run_ranks
 @pytest.mark.quick("2-True")
 def test_a_pipeline_of_any_schedule_equals_the_single_process_model(pp, fused_loss):
     names = [name for name in NAMES if pp > 1 or name not in ("chimera", "dualpipe")]
+    names += ["dualpipe+fill", "interleaved_1f1b+fill"] if pp > 1 else []
     seen = run_ranks(pp, all_schedules_equal_reference, names, pp, fused_loss)
     for name in names:
         assert sorted(m for on_rank in seen for m in on_rank[name][0]) == list(range(MICRO_BATCHES)), name

@@ -12,7 +12,7 @@ from moe_dualpipe.runtime.groups import build_groups
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.runtime.replicas import check_equal, gradient_norm, replica_sets, sum_gradients
 from moe_dualpipe.runtime.zero import Shards
-from moe_dualpipe.schedule import build
+from moe_dualpipe.schedule import Costs, build, fill
 from tests.support.ranks import cosine_distance
 
 CONFIG = ModelConfig(
@@ -52,7 +52,11 @@ def freeze(module, pattern):
 
 
 def make_pipeline(rank, name, pp, dp=1, ep=1, fused_loss=False, frozen="nothing"):
+    name, _, filled = name.partition("+")
     schedule = build(name, pp, MICRO_BATCHES, num_chunks=CONFIG.num_layers // pp if "interleaved" in name else None)
+    if filled:
+        schedule = fill(schedule, Costs(F=29, B=49, W=16, FB=60))
+        assert schedule.name == f"{name}+fill"
     layout = Layout(pp, dp, ep, rank)
     groups = build_groups(layout, schedule.placement, shared_embedding=CONFIG.last_stage_embeds)
     experts = AllToAll(CONFIG.num_experts, groups.experts) if groups.experts else Local(CONFIG.num_experts)
