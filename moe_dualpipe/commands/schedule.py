@@ -12,20 +12,16 @@ from ..schedule import (
     NAMES,
     Costs,
     Memory,
-    Recv,
     Schedule,
-    Send,
     build,
     fill,
     least_time,
     placement_of,
     simulate,
-    steps_from_csv,
-    validate,
-    validate_transfers,
 )
 from ..schedule.compare import compare
 from ..schedule.launches import check_launches
+from ..schedule.schedule_file import is_file_name, read_schedule
 from ..tools.drawing.captions import schedule_sizes
 from ..tools.drawing.output import check_output
 from ..tools.drawing.tables import comparison_table, fill_table, launches_table
@@ -51,10 +47,10 @@ class ChosenSchedule:
     def find(self) -> tuple[Schedule, int]:
         """Return the schedule of a file, or the one of this name and size, and the number of transfers in the file."""
         path, name = Path(self.schedule), self.schedule
-        if path.suffix.lower() == ".csv" or (name not in NAMES and (path.is_file() or "/" in name)):
+        if is_file_name(name) or (name not in NAMES and (path.is_file() or "/" in name)):
             if (self.pp, self.micro_batches) != (None, None) or self.num_chunks:
                 raise ValueError(f"{path} defines the sizes: remove --pp, --micro-batches and --num-chunks")
-            return _read(path)
+            return read_schedule(path)
         if self.pp is None or self.micro_batches is None:
             placement_of(name, 2 if self.pp is None else self.pp)  # reports an unknown name first
             raise ValueError(f"{name} needs --pp and --micro-batches, as in --pp 4 --micro-batches 8")
@@ -182,20 +178,3 @@ class CheckSchedule(ChosenSchedule):
             programs = record_launches(model, schedule, self.ep, queued)
             counts = check_launches(f"{schedule.name}, as on a {device}", programs)
         return launches_table(counts, layers, self.ep)
-
-
-def _read(path: Path) -> tuple[Schedule, int]:
-    """Return the schedule in the file and the number of its transfers, both validated."""
-    try:
-        steps = steps_from_csv(path.read_text(encoding="utf-8-sig"))  # without the byte order mark of spreadsheets
-    except ValueError as error:
-        raise ValueError(
-            f"{printable(path)}: {'not a text file' if isinstance(error, UnicodeDecodeError) else error}"
-        ) from None
-    if not any(steps):
-        raise ValueError(f"{printable(path)} has no actions: write one line for each rank, such as 0F0,0F1,0B0,0B1")
-    schedule = validate(Schedule.from_steps(steps, name=printable(path.name)))
-    transfers = sum(isinstance(step, Send | Recv) for row in steps for step in row)
-    if transfers:
-        validate_transfers(schedule, steps)
-    return schedule, transfers

@@ -34,7 +34,8 @@ def check_options(config: TrainConfig) -> None:
             if (value := attrgetter(option)(config)) is not None:
                 check_range(option_name(option), value, low, high)
     for key in all_keys().values():
-        if key.choices and (value := attrgetter(key.name)(config)) not in (*key.choices, None):
+        value = attrgetter(key.name)(config)
+        if key.choices and value is not None and not key.accepts(value):
             raise unknown_name(option_name(key.name), str(value), key.choices)
     if isinstance(config.freeze, str):
         raise ValueError(f"--freeze must be a tuple of patterns: got {config.freeze!r}")

@@ -48,9 +48,10 @@ class ParallelConfig:
     Ranks that share experts are placed on one machine or, if they do not fit, in one domain.
     None: the block size of Slurm's topology, or 1."""
     schedule: str = "auto"
-    """Pipeline schedule (docs/schedules.md). auto: dualpipe for an even number of pipeline ranks, else dualpipev."""
+    """Pipeline schedule (docs/schedules.md), or a CSV file. auto: dualpipe for an even number of pipeline ranks, else
+    dualpipev."""
     num_chunks: int | None = None
-    """Stages per rank, for interleaved_1f1b. None: the schedule's default."""
+    """Stages per rank, for interleaved schedules. None: the schedule's default."""
     overlap: bool = True
     """Overlap the communication of one micro-batch with the computation of another, if the schedule pairs them."""
     max_deferred: int | None = None

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, product
+from pathlib import Path
 
-from ..messages import nearest, plural, with_suggestions, without_suggestions
+from ..messages import nearest, plural, printable, with_suggestions, without_suggestions
 from ..models.partition import check_stages
 from ..runtime.layout import Layout, check_ep, divisors, layouts
 from ..schedule import Schedule, build, check_numbers, default_schedule
+from ..schedule.schedule_file import is_file_name, read_schedule
 from .config import TrainConfig
 
 DEFAULT_SIZE = 2
@@ -36,6 +38,8 @@ class Choice:
 
     @property
     def schedule(self) -> Schedule:
+        if is_file_name(self.name):
+            return read_schedule(Path(self.name))[0]
         return build(self.name, self.layout.pp, self.micro_batches, self.layout.chunks)
 
 
@@ -137,5 +141,18 @@ def _choice(config: TrainConfig, layout: Layout, name: str, size: int) -> Choice
     if (own := total // dp) % size:
         each = f" on each of {dp} data-parallel ranks" if dp > 1 else ""
         raise ValueError(f"--micro-batch-size {size} does not divide {plural(own, 'sequence')}{each}")
-    check_stages(check_numbers(name, pp, own // size, chunks), config.model.num_layers)
+    check_numbers_of = _check_file if is_file_name(name) else check_numbers
+    check_stages(check_numbers_of(name, pp, own // size, chunks), config.model.num_layers)
     return Choice(replace(layout, chunks=chunks), name, own // size, size)
+
+
+def _check_file(name: str, pp: int, micro_batches: int, num_chunks: int | None) -> int:
+    """`check_numbers` for the schedule in a file."""
+    if num_chunks is not None:
+        raise ValueError(f"--schedule {printable(name)} defines the stages of a rank: remove parallel.num_chunks")
+    schedule, _ = read_schedule(Path(name))
+    if (schedule.num_ranks, schedule.num_micro_batches) != (pp, micro_batches):
+        ranks, own = plural(schedule.num_ranks, "pipeline rank"), schedule.num_micro_batches
+        found = f"is for {ranks} and {plural(own, 'micro-batch', 'es')}: got {pp} and {micro_batches}"
+        raise ValueError(f"--schedule {printable(name)} {found}")
+    return schedule.num_stages

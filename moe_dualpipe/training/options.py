@@ -26,6 +26,7 @@ from ..health.program import program_name
 from ..messages import printable, quoted, typed_text, unknown_name
 from ..models import PRESETS
 from ..schedule import NAMES
+from ..schedule.schedule_file import is_file_name
 from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
 
 FLAGS: dict[str, str] = {
@@ -113,6 +114,10 @@ class Key:
         literal = typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
         return _CHOICES.get(self.name, [*literal])
 
+    def accepts(self, value: object) -> bool:
+        """Whether a value is one of the choices, or a file that may stand for one."""
+        return value in self.choices or (self.name == "parallel.schedule" and is_file_name(str(value)))
+
     @property
     def metavar(self) -> str:
         if self.choices:
@@ -160,7 +165,7 @@ def convert(key: Key, value: Any) -> Any:
     if NoneType in kinds and (value in ("", "none", "None") or (value in (0, "0") and str not in kinds)):
         return None
     if key.choices and isinstance(value, str):
-        if value not in key.choices:
+        if not key.accepts(value):
             raise OptionError(str(unknown_name(name, value, key.choices)))
         return value
     kind = kinds[0]
