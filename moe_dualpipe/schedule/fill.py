@@ -131,7 +131,7 @@ class _Rank:
         self.num_stages, self.time, self.held = schedule.num_stages, 0.0, 0.0
         self.done: list[Action] = []
         self.deferred: deque[Backward] = deque()
-        self.left = deque(action for action in schedule.actions[index] if not _is(action, Part.WEIGHT))
+        self.left = deque(a for a in schedule.actions[index] if getattr(a, "part", None) is not Part.WEIGHT)
 
     def needs(self) -> list[Result]:
         return [need for member in members(self.left[0]) for need in needs(member, self.num_stages)]
@@ -148,7 +148,7 @@ class _Rank:
         while self.deferred and self.held + needed > self.memory.limit[self.index]:
             self._run_weight()
         self.time = max(self.time, ready)
-        if _is(action, Part.FULL) and self._has_room(action.stage):
+        if isinstance(action, Backward) and action.part is Part.FULL and self._has_room(action.stage):
             action = replace(action, part=Part.INPUT)
         self._append(action)
         return [produces(member) for member in members(action)]
@@ -174,7 +174,3 @@ class _Rank:
                 if member.part is Part.INPUT:
                     self.held += deferred
                     self.deferred.append(replace(member, part=Part.WEIGHT))
-
-
-def _is(action: Action, part: Part) -> bool:
-    return isinstance(action, Backward) and action.part is part
