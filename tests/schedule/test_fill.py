@@ -212,13 +212,15 @@ def test_dualpipes_weight_gradients_fill_its_waits():
     assert simulate(filled, c).peak_activations == simulate(schedule, c).peak_activations == (5, 5, 5, 5)
 
 
-@pytest.mark.parametrize("deferred", [1, 3])
-def test_without_room_to_defer_a_backward_stays_whole(deferred):
-    """With recomputation, a deferred weight gradient may need three times as much as an activation."""
-    schedule, c = build("1f1b", 3, 6), Costs(F=2, B=5, W=2)
-    filled = fill(schedule, c, Memory.of(schedule, deferred=(deferred,) * 3))
-    split = [actions for actions in filled.actions if any(getattr(a, "part", None) is Part.INPUT for a in actions)]
-    assert (len(split), simulate(filled, c).makespan) == ((3, 52) if deferred == 1 else (0, 56))
+@pytest.mark.parametrize(
+    "deferred,comm,before,after", [(1, 0, 578, 560), (2, 0, 578, 560), (3, 0, 578, 578), (1, 20, 760, 728)]
+)
+def test_the_gain_with_little_room_and_with_slow_transfers(deferred, comm, before, after):
+    """deferred: what a deferred weight gradient needs, in activations. With recomputation it may be three of them."""
+    schedule, c = build("dualpipe", 4, 8), Costs(F=24, B=46, W=16, FB=59, comm=comm)
+    filled = fill(schedule, c, Memory.of(schedule, deferred=(deferred,) * 4))
+    assert (simulate(schedule, c).makespan, simulate(filled, c).makespan) == (before, after)
+    assert (filled == schedule) == (deferred == 3)
 
 
 # ---- Refusals ----
