@@ -87,9 +87,3 @@ def test_each_pair_is_freed_before_the_next_and_has_ratios_to_its_own_plain(monk
     assert [row[3] for row in rows] == ["1000", "3000", "6000", "9000", "1.2e+04"]
     assert [row[6] for row in rows] == ["1.00", "3.00", "3.00", "3.00", "3.00"]
     assert alive == [alive[0]] * 4
-
-
-def test_an_unknown_program_is_refused(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["against", "--only", "ours", "hf"])
-    with pytest.raises(SystemExit, match="unknown program 'hf'; choose from: plain; ours; "):
-        against.main()

@@ -4,8 +4,6 @@ import pytest
 
 from benchmarks.doctor.__main__ import PAIRS, diagnosed, row
 from benchmarks.doctor.faults import FAULTS, LATE, SLOW, WAIT, Run
-from benchmarks.doctor.ranks import record_ranks, recordings
-from tests.support.ranks import run_ranks
 
 
 def verdicts_of(faults, folder):
@@ -32,18 +30,6 @@ def test_a_fault_is_named_first(fault, tmp_path):
 ], ids=" and ".join)  # fmt: skip
 def test_both_of_two_faults_are_named(pair, tmp_path):
     assert {verdict.kind for verdict in verdicts_of(pair, tmp_path)} >= {FAULTS[fault] for fault in pair}
-
-
-def _record(_rank, folder):
-    record_ranks(folder, 1, warm_up=0)
-
-
-def test_a_slow_rank_is_named(tmp_path):
-    """A healthy rank can be late because other programs use its core, but by far less."""
-    run_ranks(2, _record, tmp_path)
-    slow, healthy = (diagnosed(recordings(tmp_path, fault, 0))[1] for fault in (True, False))
-    assert (slow[0].kind, "rank 1" in slow[0].remedy) == ("imbalance", True)
-    assert all((verdict.gain_us or 0) < slow[0].gain_us / 4 for verdict in healthy)
 
 
 def test_the_row_of_a_fault(monkeypatch):

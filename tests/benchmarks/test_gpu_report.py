@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import figures, gpu_tests
+from benchmarks.gpu import gpu_tests
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.goals import GOALS, evaluate_goals
 from benchmarks.gpu.gpu_tests import is_acceptable, parse_pytest_result
@@ -116,9 +116,3 @@ def test_goals_are_met_missed_or_not_measured():
     assert goals["combine, share of a copy's rate"] == ("80%", "missed")
     assert {g.status for g in evaluate_goals({})} == {"not measured"}
     assert len(GOALS) == 10
-
-
-def test_figure_with_an_implementation_that_was_not_timed(tmp_path):
-    pytest.importorskip("matplotlib")
-    (path,) = figures.draw(measured_results(), tmp_path)
-    assert path.stat().st_size > 10_000

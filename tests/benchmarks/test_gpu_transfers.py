@@ -10,7 +10,7 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.goals import dispatch_share
 from benchmarks.gpu.report import transfers_section
 from moe_dualpipe.kernels.gpu import receive
-from tests.support.interpreter import call_directly
+from tests.machines.interpreter import call_directly
 
 
 def measured(folder):

@@ -1,16 +1,14 @@
 """Implementations of the expert MLP: how they are found, checked against fp64 and compiled ahead of time."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.gpu import correctness, precompile
-from benchmarks.gpu.implementations import Implementation, Problem, find_implementation
+from benchmarks.gpu import correctness
+from benchmarks.gpu.implementations import Implementation, Problem
 from benchmarks.gpu.shapes import Shape
-from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
 
 
 def textbook(problem: Problem) -> Implementation:
@@ -52,45 +50,3 @@ def test_a_wrong_gradient_is_reported_by_name():
         message = correctness.tolerance_violations(found, torch.float32)
         assert message is not None
         assert message.startswith(f"relative error above 0.001: {name} 0.01")
-
-
-def test_loop_experts_compute_the_same_as_the_built_in_experts():
-    config = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, dense_size=16)
-    tokens = torch.randint(256, (2, 5))  # 10 tokens, 8 experts: some experts get none
-    gradients = {}
-    for experts in ("swiglu", "benchmarks.gpu.loop_experts:LoopExperts"):
-        model = build_model(dataclasses.replace(config, experts=experts), options=StageOptions(kernels="reference"))
-        next_token_loss(model(tokens), tokens).backward()
-        gradients[experts] = {name: p.grad for name, p in model.named_parameters()}
-    built_in, loop = gradients.values()
-    assert any("experts" in name for name in loop)
-    torch.testing.assert_close(loop, built_in)  # same initial weights, same function
-
-
-def test_errors_name_an_unknown_implementation():
-    with pytest.raises(ValueError, match="unknown implementation 'x': use one of triton, grouped_mm, liger"):
-        find_implementation("x")
-    with pytest.raises(ValueError, match="cannot import implementation 'math:nothing'"):
-        find_implementation("math:nothing")
-
-
-# ---- Precompilation ----
-
-
-def test_a_worker_compiles_its_share_of_the_configurations_without_launching():
-    autotuner = pytest.importorskip("triton.runtime.autotuner")
-    calls = []
-
-    class Kernel:
-        def run(self, *args, **kwargs):
-            calls.append((args, kwargs))
-
-    configs = [autotuner.Config({"BLOCK": 16 << i}, num_warps=4, num_stages=2) for i in range(5)]
-    tuner = object.__new__(autotuner.Autotuner)
-    tuner.configs, tuner.fn = configs, Kernel()
-    before = autotuner.Autotuner.run
-    with precompile.compile_without_launching(1, 2):
-        tuner.run(7, grid=(1,), warmup=False)
-    assert autotuner.Autotuner.run is before
-    assert [kwargs["BLOCK"] for _, kwargs in calls] == [32, 128]
-    assert all(args == (7,) and kwargs["warmup"] for args, kwargs in calls)

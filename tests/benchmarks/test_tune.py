@@ -79,11 +79,6 @@ def test_configurations_that_are_wrong_or_fail_cannot_win():
     assert found.dropped[str(MIDDLE)] == "RuntimeError: out of resources: shared memory"
 
 
-def test_a_wrong_current_configuration_is_replaced_by_a_slower_correct_one():
-    gemm = make_gemm(lambda c: TIMES[c.block_m], wrong=lambda c: c.block_m == 64)
-    assert tuning.tune_gemm(gemm, CPU, FAST, [MIDDLE]).config.block_m == 32
-
-
 def test_the_current_configuration_stays_unless_another_is_clearly_faster(monkeypatch):
     us = {SLOW: 100.0, FAST: 99.0}
     monkeypatch.setattr(tuning, "final_times_us", lambda _gemm, _device, _finalists: us)
@@ -128,18 +123,6 @@ def test_the_command_tunes_every_kernel_and_the_package_uses_the_table(tmp_path,
     monkeypatch.undo()
     configs.clear_caches()
     assert found <= {tile[0] for tile in SMOKE_TILES}
-
-
-def test_an_output_that_cannot_be_written_is_reported_before_tuning(tmp_path, capsys):
-    broken = tmp_path / "broken.json"
-    broken.write_text("{")
-    for out, message in (
-        (tmp_path, "Is a directory"), (broken, "is not a table of tuned kernels"), (broken / "a.json", "File exists"),
-    ):  # fmt: skip
-        assert tune.main(["--smoke", "--out", str(out)]) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
 
 
 def test_invalid_options_print_one_line_and_exit_with_2(capsys):

@@ -34,6 +34,7 @@ def through_backend(ep, ids, x, weights, scale):
     """A Mixture-of-Experts layer in which expert e multiplies by row e of `scale`. What it sends is not contiguous."""
     route = ep.prepare(ids)
     x_ND, weights_NK = dispatch(x, weights, route, ep)
+    assert (route.local_ids_NK < len(ep.local_experts)).all()
     rows_per_expert = route.order.expert_offsets.diff().long()
     scale_MD = scale[ep.local_experts.start : ep.local_experts.stop].repeat_interleave(rows_per_expert, 0)
     y_ND = unpermute(permute(x_ND, route.order) * scale_MD, route.order, weights_NK)

@@ -7,7 +7,7 @@ from torch.distributed import group
 from moe_dualpipe.expert_parallel import AllToAll, ByChoice, Local, Shared
 from moe_dualpipe.expert_parallel.deepep import DeepEP
 from moe_dualpipe.models import MoE, StageOptions
-from tests.support.deepep import Buffer, ElasticBuffer, installed
+from tests.machines.deepep import Buffer, ElasticBuffer, installed
 from tests.support.models import with_choices
 from tests.support.ranks import run_ranks
 from tests.support.symmetric_ranks import build as build_symmetric
@@ -59,7 +59,7 @@ def places_agree(rank, kind):
 def check_places(rank, backend, width, dtype):
     config = with_choices(hidden_size=width, num_experts=EXPERTS, experts_per_token=K, num_shared_experts=0)
     torch.manual_seed(0)  # for the routers
-    whole = MoE(config, ByChoice(Local(EXPERTS)), 0, StageOptions(seed=1)).to(dtype)
+    whole = MoE(config, Local(EXPERTS), 0, StageOptions(seed=1)).to(dtype)
     layer = MoE(config, ByChoice(backend), 0, StageOptions(seed=1)).to(dtype)
     layer.router.load_state_dict(whole.router.state_dict())
     seen, grads = [], []

@@ -20,8 +20,8 @@ from moe_dualpipe.expert_parallel import AllToAll, combine, dispatch
 from moe_dualpipe.expert_parallel.deepep import DeepEP
 from moe_dualpipe.expert_parallel.deepep.library import Machine, inspect_machine, load_library
 from moe_dualpipe.kernels.permute import permute, unpermute
-from tests.support import deepep
-from tests.support.deepep import Buffer, ElasticBuffer, installed
+from tests.machines import deepep
+from tests.machines.deepep import Buffer, ElasticBuffer, installed
 from tests.support.ranks import run_ranks
 
 APIS = ("buffer", "elastic")

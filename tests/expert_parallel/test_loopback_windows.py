@@ -21,9 +21,9 @@ from moe_dualpipe.expert_parallel.modeled.windows import LoopbackWindows
 from moe_dualpipe.kernels.gpu import push as push_module
 from moe_dualpipe.kernels.gpu import signals
 from moe_dualpipe.tools.checks.host_syncs import host_syncs
+from tests.machines.interpreter import allocate_nan, prepare_rank
 from tests.support.exchanges import check_round
 from tests.support.expert_ids import KINDS, random_ids
-from tests.support.interpreter import allocate_nan, prepare_rank
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU, not on these tensors")
 

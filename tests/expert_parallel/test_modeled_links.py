@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
+from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback, Replay
 from moe_dualpipe.expert_parallel.modeled.link import LinkTimer
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions
 
@@ -60,6 +60,19 @@ def test_loopback_counts_a_row_once_per_destination_rank():
     assert ep.timer.busy_seconds == pytest.approx(3 * 7e-6 + (message + 3 * 24) * 1e-9)
     assert route.local_ids_NK is not None
     assert route.local_ids_NK.tolist() == [[0, 1], [0, -1], [0, 1], [-1, 1], [0, 1]]
+
+
+def test_a_replay_takes_the_duration_of_each_kind_of_transfer():
+    """In backward the roles change: the backward of a combine is a dispatch."""
+    ep = Replay(8, 4, {"dispatch(F)": 1e-4, "combine(F)": 2e-4, "combine(B)": 4e-4, "dispatch(B)": 8e-4}, sms=1)
+    route, weights, taken = ep.prepare(torch.tensor([[0, 5], [3, 1]])), torch.rand(2, 2), []
+    x_ND, weights_NK = ep.dispatch(torch.randn(2, 6), route, weights).wait()
+    transfers = [lambda: ep.combine(x_ND, route), lambda: ep.dispatch(torch.randn(2, 6), route)]
+    for transfer in (lambda: None, *transfers, lambda: ep.combine(x_ND, route, weights_NK)):
+        before = sum(taken)
+        transfer()
+        taken.append(ep.timer.busy_seconds - before)
+    assert taken == pytest.approx([1e-4, 2e-4, 4e-4, 8e-4])
 
 
 # ---- links ----

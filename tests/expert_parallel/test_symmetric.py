@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from moe_dualpipe.expert_parallel import choose
-from tests.support.interpreter import prepare_rank
+from tests.machines.interpreter import prepare_rank
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, records, settings, train_and_listen
 from tests.support.symmetric_ranks import layers_agree, needs_interpreter, rounds

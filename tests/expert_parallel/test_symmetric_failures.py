@@ -11,7 +11,7 @@ from torch.distributed import DistError
 pytest.importorskip("triton")
 
 from moe_dualpipe.expert_parallel.symmetric import DeviceMemory
-from tests.support.interpreter import prepare_rank
+from tests.machines.interpreter import prepare_rank
 from tests.support.ranks import run_ranks
 from tests.support.symmetric_ranks import EXPERTS, TOKENS, TOP_K, WIDTH, build, needs_interpreter
 

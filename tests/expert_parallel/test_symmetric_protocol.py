@@ -1,6 +1,6 @@
 """No order of the programs of two ranks makes Symmetric read a message early, overwrite one that is read, or deadlock.
 
-The search uses events that the real kernels recorded (tests/support/one_sided/record.py), not a model of them.
+The search uses events that the real kernels recorded (tests/machines/one_sided/record.py), not a model of them.
 If any fence of the kernels is removed or weakened, the search finds what goes wrong.
 """
 
@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.support.one_sided.calls import calls_of_a_pair
-from tests.support.one_sided.events import HazardError
-from tests.support.one_sided.record import Call, record
-from tests.support.one_sided.search import explore
-from tests.support.one_sided.sources import change_source
-from tests.support.one_sided.weaken import weakened
+from tests.machines.one_sided.calls import calls_of_a_pair
+from tests.machines.one_sided.events import HazardError
+from tests.machines.one_sided.record import Call, record
+from tests.machines.one_sided.search import explore
+from tests.machines.one_sided.sources import change_source
+from tests.machines.one_sided.weaken import weakened
 from tests.support.symmetric_ranks import needs_interpreter
 
 pytestmark = needs_interpreter

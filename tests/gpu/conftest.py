@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.support.interpreter import add_tma_reductions, call_directly, check_accesses
+from tests.machines.interpreter import add_tma_reductions, call_directly, check_accesses
 
 PAD = 64  # guard elements on each side; a multiple of 16 bytes, which keeps the alignment
 

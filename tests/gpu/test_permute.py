@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moe_dualpipe.kernels.backend import use_triton
-from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
 from tests.support.kernels import DEVICE, DTYPES, RUNS, assert_as_good_as, error
@@ -83,14 +82,6 @@ def test_weights_and_gradients_may_have_any_layout():
         results.append([y, *(leaf.grad for leaf in leaves), given.grad])
         assert results[-1][2].dtype == torch.float16
     torch.testing.assert_close(*results)
-
-
-def test_an_index_need_not_be_contiguous():
-    x = torch.randn(9, 5, device=DEVICE)
-    index = torch.tensor([8, 1, 0, 1, 4, 1], device=DEVICE)[::2]
-    assert torch.equal(gather(x, index, kernels="triton"), x[[8, 0, 4]])
-    with pytest.raises(ValueError, match="positions_NK must be contiguous"):
-        ExpertOrder(index.contiguous(), index.contiguous(), index.view(1, 3), index)
 
 
 def test_tensors_on_a_gpu_that_is_not_current_raise(monkeypatch):

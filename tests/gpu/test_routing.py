@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moe_dualpipe.kernels.gpu import configs, sorting
-from moe_dualpipe.kernels.gpu.launch_args import arch_of
 from moe_dualpipe.kernels.gpu.tiles import Tiling
 from moe_dualpipe.kernels.routing import expert_order, rank_order, route
 from tests.support.kernels import DEVICE
@@ -71,15 +70,6 @@ def test_ties_go_to_the_lower_id(kernels):
     assert route(logits, 4, kernels=kernels)[1].tolist() == [[1, 3, 5, 0]]
     _, ids = route(torch.zeros(3, 6, device=DEVICE), 2, num_groups=3, top_groups=1, kernels=kernels)
     assert ids.tolist() == [[0, 1]] * 3
-
-
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_an_expanded_gradient(kernels):
-    logits = torch.randn(5, 8, device=DEVICE)
-    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    route(leaf, 3, normalize=False, kernels=kernels)[0].sum().backward()
-    route(exact, 3, normalize=False, kernels="reference")[0].sum().backward()
-    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
@@ -181,22 +171,6 @@ def test_an_order_has_the_tables_of_tiles_of_all_products(valid, monkeypatch):
     assert order.trimmed().tile_tables is order.tile_tables
 
 
-def test_tables_of_tiles_have_the_heights_of_all_products():
-    for arch in ("sm_80", "sm_90", "gfx942", arch_of(torch.empty(0, device=DEVICE).device)):
-        for kernel in ("up", "down", "down_backward", "up_backward"):
-            for size in (2, 4):
-                for n in (512, 511):
-                    assert configs.lookup(kernel, arch, size, n, 2048).block_m in configs.tile_heights(arch)
-
-
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_an_order_has_twelve_bytes_per_choice(kernels):
-    ids = torch.randint(0, 5, (70, 3), device=DEVICE)
-    order = expert_order(ids, 5, kernels=kernels)
-    per_choice = [t.nbytes / ids.numel() for t in (order.gather_idx_M, order.choice_idx_M, order.positions_NK)]
-    assert per_choice == [4, 4, 4]
-
-
 @pytest.mark.parametrize(
     "tokens,k,ranks,per_rank", [(1, 1, 1, 4), (7, 3, 2, 4), (90, 4, 4, 2), (50, 8, 3, 5), (0, 2, 2, 2)]
 )
@@ -211,9 +185,13 @@ def test_rank_order_sends_a_token_once_to_each_of_its_ranks(tokens, k, ranks, pe
         order = rank_order(ids, per_rank, ranks, kernels)
         assert order.expert_offsets.diff().tolist() == [len(rows) for rows in expected]
         assert order.gather_idx_M[: len(sent)].tolist() == sent
-        for t, row in enumerate(order.positions_NK.tolist()):
-            valid = [p for p in row if p >= 0]
-            assert sorted(valid) == [p for p, token in enumerate(sent) if token == t]
+        starts = order.expert_offsets.tolist()
+        for row, positions, t in zip(ids.tolist(), order.positions_NK.tolist(), range(tokens), strict=True):
+            first = [i >= 0 and i // per_rank not in {j // per_rank for j in row[:k]} for k, i in enumerate(row)]
+            assert positions == [
+                starts[i // per_rank] + expected[i // per_rank].index(t) if sends else -1
+                for i, sends in zip(row, first, strict=True)
+            ]
 
 
 def test_unchecked_invalid_input_writes_nothing_out_of_bounds():

@@ -8,9 +8,6 @@ from torch.nn import functional as F
 
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split
 from moe_dualpipe.models.attention import document_mask, document_numbers
-from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.schedule import build
-from tests.support.ranks import cosine_distance, run_ranks
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -80,39 +77,6 @@ def test_without_document_end_id_attention_is_causal_and_has_no_mask(monkeypatch
     build_model(VARIANTS[attention], options=StageOptions(document_end_id=END))(packed()[0])
     assert len({id(mask) for mask, _ in masks}) == 1  # made once for all layers
     assert masks[0][0].dtype == torch.bool
-
-
-def trains_like_the_whole_model(rank, names):
-    torch.manual_seed(1)
-    batches = [packed(3)[0] for _ in range(4)]
-    inputs, labels = ({m: (x[:, part],) for m, x in enumerate(batches)} for part in (slice(-1), slice(1, None)))
-    whole = build_model(CONFIG, options=StageOptions(document_end_id=END))
-    expected = {m: whole.loss(whole(*inputs[m]), *labels[m]) for m in inputs}
-    sum(expected.values()).backward()  # type: ignore[union-attr]
-    for name in names:
-        schedule = build(name, 2, 4)
-        specs = split(CONFIG, schedule.num_stages)
-        stages = {
-            s: TransformerStage(CONFIG, specs[s], options=StageOptions(document_end_id=END))
-            for s in schedule.placement.stages[rank]
-        }
-        sent = [TensorSpec((3, 18, 16), torch.float32), TensorSpec((3, 18), torch.int32)]
-        links = P2P.connect(torch.distributed.group.WORLD, sent, torch.device("cpu"))
-        last = stages.get(schedule.num_stages - 1)
-        criterion = last.loss if last is not None else None
-        for overlap in (False, True):
-            for stage in stages.values():
-                stage.zero_grad()
-            losses = Executor(stages, links, overlap=overlap).step(schedule, inputs, labels, criterion).losses
-            assert losses == {m: expected[m] for m in losses}, name
-            grads = {n: p.grad for stage in stages.values() for n, p in stage.named_parameters()}
-            if name != "dualpipe":  # each of its two replicas gets half of the micro-batches
-                for n, p in whole.named_parameters():
-                    assert n not in grads or cosine_distance(grads[n], p.grad) < 1e-13, (name, n)
-
-
-def test_pipelines_send_document_numbers():
-    run_ranks(2, trains_like_the_whole_model, ["dualpipe", "dualpipev", "zb1p", "1f1b"])
 
 
 def test_mtp_refuses_a_document_mask():

@@ -1,16 +1,11 @@
 """Gradients of router, losses, attention, layer and block against finite differences, in fp64."""
 
-from typing import cast
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_dualpipe.expert_parallel import Local
-from moe_dualpipe.models import MoE
-from moe_dualpipe.models.block import Block
 from moe_dualpipe.models.router import Router
-from tests.support.routers import KINDS, D, E, made, with_choices
+from tests.support.routers import KINDS, D, made, with_choices
 
 
 def slope_and_difference(module: nn.Module, value, tensors: dict[str, Tensor]) -> None:
@@ -49,26 +44,3 @@ def test_gradients_of_router_and_losses_against_finite_differences(choices):
         return (weights * into).sum() + (weighted(router, losses) if with_losses else 0)
 
     slope_and_difference(router, value, {"x": x, "logits": router.logits.weight})
-
-
-@pytest.mark.parametrize("attention", ["gqa", "mla", None])  # None: the MoE layer alone
-def test_gradients_of_moe_layer_and_block_against_finite_differences(attention):
-    torch.manual_seed(6)
-    config = with_choices(attention=attention or "gqa", router_bias=True, kv_rank=5, rope_dim=2, value_dim=3, q_rank=7)
-    if attention:
-        module = Block(config, 1, Local(E))
-        layer = cast(MoE, module.mlp)
-    else:
-        module = layer = MoE(config, Local(E), 1)
-    made(layer.router)
-    module.double()
-    x, into = (torch.randn(2, 5, D, dtype=torch.float64) for _ in range(2))
-    x.requires_grad_()
-
-    def value(with_losses):
-        y = module(x)
-        losses, decisions = layer.take_losses()
-        assert decisions == 1
-        return (y * into).sum() + (weighted(layer.router, losses) if with_losses else 0)
-
-    slope_and_difference(module, value, {"x": x, **dict(module.named_parameters())})

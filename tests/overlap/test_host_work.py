@@ -7,8 +7,8 @@ import torch
 
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.overlap.labels import SIZES_WAIT
+from tests.machines.simulated_gpu import SimulatedGpu
 from tests.support.pairs import OVERLAPPED, stage
-from tests.support.simulated_gpu import SimulatedGpu
 from tests.support.simulated_ranks import replace_devices
 from tests.support.simulated_runs import all_to_all, needs_triton
 

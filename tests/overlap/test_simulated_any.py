@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.schedule import NAMES
+from tests.machines.simulated_gpu import SimulatedGpu
 from tests.support.pairs import assert_same, stage
-from tests.support.simulated_gpu import SimulatedGpu
 from tests.support.simulated_ranks import replace_devices
 from tests.support.simulated_runs import all_to_all, loopback, needs_triton, pipeline, run_actions, single_process
 

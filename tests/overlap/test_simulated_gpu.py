@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from moe_dualpipe.overlap import Comm, PrepareComm
+from moe_dualpipe.overlap import Comm, Compute, PrepareComm
 from moe_dualpipe.overlap.engine import _SideStream
+from tests.machines.simulated_gpu import RaceError, SimulatedGpu
 from tests.support.pairs import assert_same, stage
-from tests.support.segments import doubled
-from tests.support.simulated_gpu import RaceError, SimulatedGpu
+from tests.support.segments import doubled, module_of
 from tests.support.simulated_ranks import MirrorGroup, replace_devices
 from tests.support.simulated_runs import (
     all_to_all,
@@ -57,6 +57,20 @@ def test_a_side_stream_holds_what_it_must_and_no_longer():
             del transfer
             side.run(int, side.mark())
             assert not side.held  # nothing refers to what has arrived
+
+
+def prepares_a_transfer(_self, x):
+    y, ids = yield Compute("attn", lambda x: (x * 2, (x > 0).long()), x)
+    yield PrepareComm("move", lambda ids: ids * 3, ids)
+    del ids
+    moved = yield Comm("move", doubled, doubled, y)
+    z = yield Compute("mlp", lambda y: y + 1, y)  # may reuse the memory of ids
+    return (yield Compute("add", torch.add, moved, z))
+
+
+def test_the_inputs_of_a_preparation_are_held():
+    with SimulatedGpu():
+        module_of(prepares_a_transfer)(torch.randn(3, requires_grad=True))
 
 
 # ---- what is too early ----

@@ -17,7 +17,7 @@ from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from moe_dualpipe.tools.checks.nonfinite import first_nonfinite
 from moe_dualpipe.training.config import OptimizerConfig
-from tests.support import emulated_graph
+from tests.machines import emulated_graph
 from tests.support.runs import make_trainer, options
 
 SIZES = {

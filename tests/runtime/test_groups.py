@@ -67,14 +67,6 @@ def test_groups_of_expert_and_data_parallel_ranks():
     ]  # fmt: skip
 
 
-def test_the_timeout_is_passed_to_torch(monkeypatch):
-    passed = []
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: passed.append(timeout))
-    init_world(torch.device("cpu"), Launch(0, 0, 1, 1), 12.5)
-    init_world(torch.device("cpu"), Launch(0, 0, 2, 2), 12.5)
-    assert passed == [timedelta(seconds=12.5)] * 2
-
-
 def test_each_group_gets_the_timeout_and_whether_only_its_members_create_it(monkeypatch):
     passed = []
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")

@@ -3,78 +3,19 @@
 import os
 import re
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from moe_dualpipe.expert_parallel import AllToAll, Delayed, Link, Loopback
-from moe_dualpipe.models import StageOptions, TransformerStage, build_model, next_token_loss
-from moe_dualpipe.overlap import Engine
+from moe_dualpipe.expert_parallel import Delayed, Link, Loopback
+from moe_dualpipe.models import TransformerStage
 from moe_dualpipe.overlap.segmented import engine_for
 from moe_dualpipe.overlap.tape import Tape
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import Backward, Forward, Overlap, Part, Send, add_comms, members
-from tests.support.pipelines import CONFIG, SEED, make_pipeline, run_step
+from tests.support.pipelines import CONFIG, make_pipeline, run_step
 from tests.support.ranks import run_failing_ranks, run_ranks
-
-
-def tokens(seed, sequences, length):
-    return torch.randint(CONFIG.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(seed))
-
-
-def pair(model, x0, x1, engine=None):
-    model.zero_grad()
-    loss1 = next_token_loss(model(x1), x1)
-    if engine is None:
-        loss0 = next_token_loss(model(x0), x0)
-        loss1.backward()
-    else:
-        loss0 = TransformerStage.overlapped_forward_backward(
-            model, [x0], next_token_loss, [x0], model, loss1, None, None, engine=engine
-        )[1]
-        assert loss0 is not None
-    loss0.backward()
-    return [loss0.detach(), loss1.detach(), *(p.grad for p in model.parameters())]
-
-
-def pair_is_sequential(rank, experts):
-    """Ranks have different numbers of tokens, and routing is not balanced."""
-    config = replace(CONFIG, num_experts=experts)
-    issued: list[str] = []
-    original = dist.all_to_all_single
-
-    def watched(received, sent, *arguments, **named):
-        issued.append(f"{sent.dtype} {sent.shape[1:]}")
-        return original(received, sent, *arguments, **named)
-
-    dist.all_to_all_single = watched
-    try:
-        model = build_model(config, AllToAll(config.num_experts, dist.group.WORLD), StageOptions(seed=SEED))
-        x0, x1 = tokens(rank, 1 + rank % 2, 3 + rank), tokens(9 + rank, 2, 4)
-        expected = pair(model, x0, x1)
-        count, logs = len(issued), []
-        for queued in (False, True):
-            logs.append([])
-            got = pair(model, x0, x1, Engine(torch.device("cpu"), queued, logs[-1]))
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), f"queued={queued}"
-            assert len(issued) == count * (len(logs) + 1)
-    finally:
-        dist.all_to_all_single = original
-    return issued, logs
-
-
-@pytest.mark.parametrize("ranks,experts", [(2, 6), (4, 8)])
-@pytest.mark.quick("2-6")
-def test_a_pair_over_all_to_all_equals_the_sequential_one_and_all_ranks_issue_one_order(ranks, experts):
-    seen = run_ranks(ranks, pair_is_sequential, experts)
-    moe_layers = CONFIG.num_layers - CONFIG.num_dense_layers
-    for issued, logs in seen:
-        assert (issued, logs) == seen[0]
-        # Three runs of two chunks. Forward: counts, dispatch, combine; backward: combine, dispatch.
-        assert len(issued) == 3 * 2 * moe_layers * 5
 
 
 def step_is_sequential(rank, name, pp, ep, slow, fused_loss):

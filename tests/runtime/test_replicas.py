@@ -73,22 +73,23 @@ def test_buckets_have_the_tensors_in_order_one_dtype_and_a_bounded_size(largest,
 class Statistics(nn.Module):
     averaged_buffers = ("seen",)
 
-    def __init__(self, value):
+    def __init__(self, rank):
         super().__init__()
-        self.register_buffer("seen", torch.full((2,), value, dtype=torch.bfloat16))
+        values = torch.randn(200, generator=torch.Generator().manual_seed(rank))
+        self.register_buffer("seen", values.bfloat16())
 
 
 def averaged(rank):
-    layer = Statistics((1.0, 2.0**-8, 2.0**-8)[rank])
+    layer = Statistics(rank)
     buffers = Buffers([layer], Groups(dense=dist.group.WORLD))
     before = buffers.copies()
     buffers.average()
-    found = layer.seen.tolist()
+    found = layer.get_buffer("seen").tolist()
     buffers.restore(before)
-    return found, layer.seen.tolist()
+    return found, layer.get_buffer("seen").tolist()
 
 
 def test_a_mean_in_16_bits_is_that_of_fp32_rounded_once():
-    """In bf16, 1 + 2^-8 is 1."""
-    mean = torch.tensor((1 + 2.0**-7) / 3).bfloat16().item()
-    assert run_ranks(3, averaged) == [([mean] * 2, [value] * 2) for value in (1.0, 2.0**-8, 2.0**-8)]
+    own = [Statistics(rank).get_buffer("seen") for rank in range(3)]
+    mean = torch.stack(own).double().mean(0).bfloat16().tolist()
+    assert run_ranks(3, averaged) == [(mean, values.tolist()) for values in own]

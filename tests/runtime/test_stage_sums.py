@@ -19,8 +19,8 @@ from moe_dualpipe.runtime.zero import Shards
 from moe_dualpipe.schedule import build, members
 from moe_dualpipe.schedule.stage_order import last_gradients, order_of_completion
 from moe_dualpipe.tools.checks.record_launches import record_launches, tiny_model
+from tests.machines.simulated_gpu import RaceError, SimulatedGpu
 from tests.support.ranks import run_ranks
-from tests.support.simulated_gpu import RaceError, SimulatedGpu
 from tests.support.simulated_ranks import Work, queue, replace_devices
 
 CPU = torch.device("cpu")
@@ -283,6 +283,6 @@ def test_on_a_gpu_a_missing_wait_is_found(monkeypatch, fault):
     if "read" in fault:
         monkeypatch.setattr(background._OnStream, "wait", lambda _: None)
     else:
-        monkeypatch.setattr("tests.support.simulated_gpu.SimulatedStream.wait_event", lambda *_: None)
+        monkeypatch.setattr("tests.machines.simulated_gpu.SimulatedStream.wait_event", lambda *_: None)
     with pytest.raises(RaceError):
         on_a_gpu(monkeypatch)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_dualpipe.kernels.options import has_triton
 from moe_dualpipe.overlap import Engine, segmented, streams
-from tests.support.simulated_gpu import Event, SimulatedGpu, SimulatedStream, annotation, current_gpu
+from tests.machines.simulated_gpu import Event, SimulatedGpu, SimulatedStream, annotation, current_gpu
 
 
 class Work:

@@ -12,8 +12,8 @@ from moe_dualpipe.kernels.options import has_triton
 from moe_dualpipe.models import StageOptions, TransformerStage, next_token_loss, split
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.schedule import build
+from tests.machines.simulated_gpu import SimulatedGpu
 from tests.support.pairs import CONFIG, OVERLAPPED, gradients, stage, tokens
-from tests.support.simulated_gpu import SimulatedGpu
 from tests.support.simulated_ranks import LinkGroup, Mailboxes, MirrorGroup, run_threads
 
 EXPERT_RANKS, MICRO_BATCHES = 4, 6

@@ -10,9 +10,9 @@ from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.expert_parallel.symmetric import SharedMemory, Symmetric
 from moe_dualpipe.models import MoE, StageOptions
+from tests.machines.interpreter import allocate_nan, prepare_rank
 from tests.support.exchanges import check_round
 from tests.support.expert_ids import KINDS, random_ids
-from tests.support.interpreter import allocate_nan, prepare_rank
 from tests.support.kernels import DEVICE, error
 from tests.support.models import with_choices
 

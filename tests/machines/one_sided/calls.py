@@ -3,7 +3,7 @@
 import torch
 
 from moe_dualpipe.expert_parallel import Completed, Local
-from tests.support.one_sided.record import EXPERTS, TOKENS, Call
+from tests.machines.one_sided.record import EXPERTS, TOKENS, Call
 from tests.support.pairs import run_pair, stage
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from tests.support.one_sided.events import Access, Atomic, Barrier, Event, HazardError, Launch, Recording
+from tests.machines.one_sided.events import Access, Atomic, Barrier, Event, HazardError, Launch, Recording
 
 Clock = tuple[int, ...]
 

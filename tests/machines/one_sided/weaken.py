@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.support.one_sided.events import Atomic, Barrier, Event, Launch, Recording
+from tests.machines.one_sided.events import Atomic, Barrier, Event, Launch, Recording
 
 _WEAKER = {"acquire": ["relaxed"], "release": ["relaxed"], "acq_rel": ["acquire", "release"]}
 

@@ -21,8 +21,8 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from moe_dualpipe.expert_parallel.symmetric.one_sided import OneSided
 from moe_dualpipe.kernels.gpu.signals import first_window
-from tests.support.interpreter import call_directly
-from tests.support.one_sided.events import Access, Atomic, Barrier, Event, HazardError, Launch, Recording
+from tests.machines.interpreter import call_directly
+from tests.machines.one_sided.events import Access, Atomic, Barrier, Event, HazardError, Launch, Recording
 
 RANKS, EXPERTS, TOKENS, WIDTH = 2, 2, 2, 4  # each token is sent to both ranks
 KERNELS = "moe_dualpipe.kernels.gpu"
