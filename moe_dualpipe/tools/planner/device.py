@@ -67,6 +67,10 @@ class Device:
     """Curves by kind of kernel and precision."""
     launch: float
     """Seconds from one short kernel to the next."""
+    flash2: float
+    """Speed of FlashAttention-2 relative to the attention curves."""
+    cpu: str
+    """The CPU beside a GPU, a key of the launch seconds in constants.json. Empty: the device is a CPU."""
     sources: Mapping[str, str]
     """Where the numbers come from, by key."""
 
@@ -148,6 +152,8 @@ def parse_device(value: Any) -> Device:
         sms=get("sms", _COUNT), peak={name: rate and get(f"peak.{name}") for name, rate in value["peak"].items()},
         domain=_link(value, "domain", get("domain.gpus", _COUNT)), network=_link(value, "network"),
         curves=dict(like.curves if like else {}) | curves, launch=get("launch"),
+        flash2=get("efficiency.flash2", _SHARE) if "flash2" in efficiency else like.flash2 if like else 1.0,
+        cpu=get("cpu", "a text") if "cpu" in value else "x86",
         sources=get("sources", _OBJECT) if "sources" in value else {},
     )  # fmt: skip
 

@@ -19,7 +19,8 @@ class LayerSeconds:
     """The segments of a layer for one micro-batch, in seconds. B: gradients of inputs. W: gradients of weights.
 
     recompute: what the backward computes again, already part of attn_b and mlp_b. combine_b and dispatch_b are the
-    transfers of the backward, in the order in which it runs them. All transfers of a dense layer are 0.
+    transfers of the backward, in the order in which it runs them. All transfers of a dense layer are 0. host: of the CPU
+    that launches the forward; a backward needs twice as much.
     """
 
     attn_f: float
@@ -32,6 +33,7 @@ class LayerSeconds:
     combine_f: float = 0.0
     combine_b: float = 0.0
     dispatch_b: float = 0.0
+    host: float = 0.0
 
     @property
     def compute_f(self) -> float:

@@ -13,11 +13,14 @@ from ...models.shape import ModelShape
 from ...runtime.layout import Layout
 from ...schedule.build import check_micro_batches, placement_of
 from ...schedule.placement import Placement
+from .constants import read_constants
 from .device import Device, Precision
 from .measured_loads import MeasuredLoads
 from .transfer_times import EpBackend
 
 Routing = Literal["balanced", "real"]
+AttentionKernel = Literal["fastest", "flash2", "plain"]
+CudaGraphs = Literal["none", "partial", "full"]
 PAIRED = ("dualpipe", "dualpipev")
 """Schedules whose actions are pairs of a forward and a backward."""
 
@@ -46,8 +49,10 @@ class Workload:
 
     overlap: transfers of experts run beside the computation of another micro-batch, in every schedule, as in
     Megatron-LM. None: only in schedules whose actions are pairs (PAIRED), as in this project. zero: the optimizer state
-    is divided over replicas. flash: attention in one kernel; without it, scores are written to memory. loads: measured
-    loads of experts, instead of `routing`.
+    is divided over replicas. attention: fastest: the device's curves; flash2: PyTorch's FlashAttention-2; plain: scores
+    are written to memory. cuda_graphs: what the CPU need not launch again for each micro-batch; partial: attention and
+    the router. loads: measured loads of experts, instead of `routing`. host: seconds of the CPU for a launch, instead
+    of those fitted to published runs.
     """
 
     shape: ModelShape
@@ -63,8 +68,10 @@ class Workload:
     overlap: bool | None = None
     routing: Routing = "balanced"
     zero: bool = True
-    flash: bool = True
+    attention: AttentionKernel = "fastest"
+    cuda_graphs: CudaGraphs = "none"
     loads: MeasuredLoads | None = None
+    host: float | None = None
 
     @cached_property
     def num_micro_batches(self) -> int:
@@ -93,6 +100,11 @@ class Workload:
     def peak(self) -> float:
         """FLOP/s of a GPU in the precision of the run. `check` refuses a device that has none."""
         return self.device.peak[self.precision] or 0.0
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds of the CPU for a launch."""
+        return read_constants()["host"].get(self.device.cpu, 0.0) if self.host is None else self.host
 
     @property
     def element(self) -> int:

@@ -13,7 +13,7 @@ def memory_of(load: Workload) -> PeakMemory:
     one = load.layout
     batch = MicroBatch(
         load.micro_batch, load.seq, ep=one.ep * load.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
-        flash=load.flash,
+        flash=load.attention != "plain",
     )  # fmt: skip
     schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
     stages = stages_of(load.shape, load.placement.num_stages)
