@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_dualpipe.runtime.layout import Layout
+from moe_dualpipe.tools.planner.constants import family_of
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.workload import Workload, layout_of
@@ -21,7 +22,7 @@ MODELS = {"internal-352b": "megascale-352b", "llama3.1-70b": "llama3-70b", "llam
           "deepseek-v3-671b": "deepseek-v3", "deepseekv3": "deepseek-v3", "gpt-1008.0b": "gpt-1008b",
           "qwen3-30b": "qwen3-30b-a3b"}  # fmt: skip
 """Names of rows that differ from those of the planner."""
-MEGATRON = ("bridge", "modelzoo", "overlap-AB", "recompute-", "division-", "megatron-llama")
+MEGATRON = ("bridge", "modelzoo", "moe-recipes", "overlap-AB", "recompute-", "division-", "megatron-llama")
 """Starts of the names of groups that were run with Megatron-Core."""
 FLASH2 = ("torchtitan", "mpt", "automodel")
 """Starts of the names of groups whose attention is FlashAttention-2 or PyTorch's own kernel."""
@@ -31,10 +32,6 @@ INTERLEAVED = {"megascale-moe": 4, "llama3-paper": 8}
 """Stages of a rank in groups whose rows do not say it. megascale-moe: the scaling of the rows (240 to 1440 GPUs) shows
 that stages are interleaved. llama3-paper: the first and the last stage have only the embedding and only the head (arXiv
 2407.21783, section 3.3.2), so that 126 layers on 16 ranks have one layer in each other stage."""
-FAMILIES = {
-    "llama": ("llama",), "gpt": ("gpt-", "gpt3"), "gpt-oss": ("gpt-oss",), "qwen3": ("qwen3",), "mixtral": ("mixtral",),
-    "deepseek": ("deepseek", "moonlight", "kimi"), "megascale": ("megascale",), "nemotron": ("nemotron",), "mpt": ("mpt",),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,15 @@ class Row:
     @property
     def family(self) -> str:
         """The family of the model: rows of one family are left out together."""
-        name = self.load.shape.name
-        matches = [family for family, starts in FAMILIES.items() if name.startswith(starts)]
-        return max(matches, key=len, default=name)
+        return family_of(self.load.shape.name)
+
+    @property
+    def configuration(self) -> tuple[object, ...]:
+        """Rows of one configuration were run alike, by one software."""
+        load = self.load
+        numbers = load.seq, load.micro_batch, load.global_batch, load.shape.mtp
+        names = load.precision, load.schedule, load.recompute, load.ep_backend, load.overlaps, load.routing
+        return load.shape.name, load.device.name, load.layout, numbers, names, load.cuda_graphs, self.software
 
     @cached_property
     def seconds(self) -> float:

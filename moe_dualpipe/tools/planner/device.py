@@ -83,16 +83,13 @@ class Device:
         """Share of the peak that a launch of `flops` FLOPs reaches.
 
         kind: one of KINDS. precision: a key of `peak`; attention without a curve for it runs in `wide`, and the share
-        is of that peak. Raises ValueError if the device does not compute in this precision.
+        is of that peak.
 
         Example: with the curve [[1e9, 0.2], [1e11, 0.6]], 1e10 FLOPs reach 0.4.
         """
         curves = self.curves[kind]
         if kind.startswith("attention") and precision not in curves:
             precision = self.wide
-        if self.peak.get(precision) is None or precision not in curves:
-            able = [name for name, rate in self.peak.items() if rate is not None and name in curves]
-            raise ValueError(f"{self.name} does not compute in {printable(precision, 40)}: choose {' or '.join(able)}")
         return _interpolate(curves[precision], flops)
 
 

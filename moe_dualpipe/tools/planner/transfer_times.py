@@ -90,4 +90,6 @@ def gather(device: Device, num_bytes: float, ranks: int, distance: int) -> float
         return 0.0
     domain, sent = device.domain.gpus or 1, num_bytes * (ranks - 1) / ranks
     inside = seconds(device.domain, sent) if distance < domain else 0.0
-    return inside if ranks * distance <= domain else max(inside, seconds(device.network, sent / max(1, domain // distance)))
+    if ranks * distance <= domain:
+        return inside
+    return max(inside, seconds(device.network, sent / max(1, domain // distance)))
