@@ -119,9 +119,13 @@ class Estimate:
 
     def differences(self, slower: bool) -> list[tuple[str, float]]:
         """What would make this run slower, or faster, with the seconds of a step, the most first."""
-        changed = ((what, replace(self.load, **change)) for what, change in CHANGES.items())
-        seconds = [(what, step_of(load).seconds * self.constant.factor - self.seconds) for what, load in changed]
-        found = [(what, more) for what, more in seconds if abs(more) > 0.01 * self.seconds and (more > 0) == slower]
+        before, found = find_constant(self.load).factor, []
+        for what, change in CHANGES.items():
+            load = replace(self.load, **change)
+            factor = self.constant.factor * find_constant(load).factor / before
+            more = step_of(load).seconds * factor - self.seconds
+            if abs(more) > 0.01 * self.seconds and (more > 0) == slower:
+                found.append((what, more))
         return sorted(found, key=lambda one: -abs(one[1]))
 
     def waterfall(self) -> Iterator[tuple[str, float]]:

@@ -1,12 +1,13 @@
 """Peak memory of any layout: a shape is counted as the model that is built, and published peaks are met."""
 
 import dataclasses
+import random
 
 import pytest
 
 from moe_dualpipe.models import PRESETS, ModelConfig, preset, split
 from moe_dualpipe.runtime.groups import end_holders
-from moe_dualpipe.schedule import NAMES, build, members
+from moe_dualpipe.schedule import NAMES, Backward, Forward, Part, build
 from moe_dualpipe.tools.planner import MicroBatch, full_schedule, peak_memory, read_shape, shape_of
 from moe_dualpipe.tools.planner.activations import deferred_bytes, saved_bytes
 from moe_dualpipe.tools.planner.backward_memory import working_bytes
@@ -148,13 +149,6 @@ def test_what_recomputation_and_a_fused_loss_save():
     assert kinds[0].temporary == pytest.approx(2 * logits, rel=0.01)
 
 
-def test_more_micro_batches_need_no_more_memory():
-    shape = shape_of(AWKWARD)
-    for name in ("1f1b", "dualpipe", "zb1p"):
-        few, many = (peak_memory(shape, build(name, 4, n), MicroBatch(1, 16)) for n in (16, 64))
-        assert few == many
-
-
 def test_multi_token_prediction_is_a_further_layer():
     shape = shape_of(AWKWARD)
     more = dataclasses.replace(shape, mtp=1)
@@ -213,17 +207,36 @@ def test_a_short_schedule_has_the_peak_of_a_long_one(name):
     assert full_schedule(name, 2, fewest, chunks).num_micro_batches == fewest
 
 
-def test_gradients_are_summed_once_the_stage_is_done():
-    actions = build("1f1b", 1, 2).actions[0]
-    for sums, temporary in ((7, 3), (50, 40)):  # 10 + 3 in the backward; the copies when nothing is saved any more
-        assert peak_of_actions(actions, {0: StageBytes(10, 0, 3, 3, sums)}) == (10, temporary)
-    # Both stages of a rank: the copies of the one that is done first are there in the last backward of the other.
-    actions = build("zbv", 1, 2).actions[0]
-    steps = [half.stage for action in actions for half in members(action)]
-    last = [max(i for i, stage in enumerate(steps) if stage == one) for one in (0, 1)]
-    early = last.index(min(last))
-    sizes = {early: StageBytes(1, 0, 0, 0, 100), 1 - early: StageBytes(1, 0, 5, 5)}
-    assert sum(peak_of_actions(actions, sizes)) >= 100
+@pytest.mark.parametrize("seed", range(20))
+def test_the_peak_of_random_actions_is_that_of_every_moment(seed):
+    """Brute force: what exists is a set of named pieces, and its largest sum over all moments counts."""
+    choose = random.Random(seed)
+    stages, pieces, peak, saved_peak = range(3), {}, 0, 0
+    sizes = {s: StageBytes(*(choose.choice([0, 1, 7, 30]) for _ in range(4)), choose.choice([0, 50])) for s in stages}
+    todo = {(s, m): [Forward(s, m), *([Backward(s, m)] if choose.random() < 0.5 else
+            [Backward(s, m, Part.INPUT), Backward(s, m, Part.WEIGHT)])] for s in stages for m in range(3)}  # fmt: skip
+    order = []
+    while todo:
+        key = choose.choice([*todo])
+        order.append(todo[key].pop(0))
+        todo = {one: rest for one, rest in todo.items() if rest}
+    last = {action.stage: index for index, action in enumerate(order)}
+    for index, action in enumerate(order):
+        size, key = sizes[action.stage], (action.stage, action.micro_batch)
+        if isinstance(action, Forward):
+            pieces["saved", key] = size.saved
+        elif action.part is Part.WEIGHT:
+            del pieces["deferred", key]
+        else:
+            peak = max(peak, sum(pieces.values()) + (size.full if action.part is Part.FULL else size.split))
+            del pieces["saved", key]
+            if action.part is Part.INPUT:
+                pieces["deferred", key] = size.deferred
+        saved_peak = max(saved_peak, sum(value for (kind, *_), value in pieces.items() if kind != "sums"))
+        if last[action.stage] == index:
+            pieces["sums", action.stage] = size.sums
+        peak = max(peak, sum(pieces.values()))
+    assert peak_of_actions(order, sizes) == (saved_peak, max(0, peak - saved_peak))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,12 +9,12 @@ from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.peak import stages_of
 from moe_dualpipe.tools.planner.published_shapes import read_shape
-from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS
+from moe_dualpipe.tools.planner.segment_times import EFFECTS
 from moe_dualpipe.tools.planner.step import simulate_step, step_of
 from moe_dualpipe.tools.planner.workload import Workload, layout_of
 from tests.support.planned import relaid
 
-QWEN = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256)
+QWEN = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256, host=0.0)
 
 
 def changed(load=QWEN, layout=None, **options):
@@ -36,6 +36,7 @@ def test_each_effect_adds_time(schedule):
     load = changed(schedule=schedule, recompute="full", routing="real", overlap=False)
     load = changed(load, {"tp": 2})
     on, before = frozenset(), 0.0
+    load = changed(load, host=1e-3)
     for effect in ("", *EFFECTS):
         on = on | {effect}
         step = step_of(load, on)
@@ -78,8 +79,8 @@ def test_real_routing_deduplication_and_recomputation_have_the_right_sign():
     times = [step_of(changed(recompute=kind)).seconds for kind in ("none", "norms", "attention", "full")]
     assert times == sorted(times) and len({*times}) == 4
     assert step_of(changed(precision="fp8")).seconds < step_of(changed()).seconds
-    assert step_of(changed(flash=False)).seconds > step_of(changed()).seconds
-    assert step_of(changed(zero=False)).optimizer > step_of(changed()).optimizer
+    assert step_of(changed(attention="plain")).seconds > step_of(changed()).seconds
+    assert step_of(changed(attention="flash2")).seconds > step_of(changed()).seconds
 
 
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev"]
@@ -118,7 +119,3 @@ def test_every_layer_is_on_one_stage_in_order(layers, pp, mtp):
         assert {len(stage.layers) for stage in stages[:-1]} == {layers // pp}
     elif mtp == 0:
         assert max(len(stage.layers) for stage in stages) <= -(-layers // pp) + 1
-
-
-def test_all_is_every_effect():
-    assert {*EFFECTS} == ALL
