@@ -105,7 +105,7 @@ def _constants(points: Sequence[Point], host: float) -> dict[str, Any]:
     return {
         "host": {"x86": host, "grace": host}, "mean": round(mean, 4),
         "effects": {name: {"log": round(log, 4), "runs": round(votes[name])} for name, log in logs.items()},
-        "families": families, "interval": dict.fromkeys(GROUPS, [1.0, 1.0]),
+        "families": families, "interval": {name: [1.0, 1.0] for name in GROUPS},
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def test_flops_are_those_that_torch_counts(monkeypatch):
     """With a count of FLOPs for a clock. torch does not count grouped products, so these are counted one by one. Causal
     attention is half, and a fused backward has five products where torch's has four."""
 
-    def counted(run, device, least):
+    def counted(run, *_):
         with FlopCounterMode(display=False) as counter:
             run()
         return float(counter.get_total_flops() or 1)
@@ -50,7 +50,7 @@ def test_flops_are_those_that_torch_counts(monkeypatch):
         for width, (flops, count) in zip((8, 16), curves[kind], strict=True):
             causal = (4 * width + 1) / (8 * width) if kind.startswith("attention") else 1
             assert flops == pytest.approx(count * causal * (5 / 4 if kind == "attention_backward" else 1)), kind
-    monkeypatch.setattr(calibration, "seconds_of", lambda run, device, least: 2.0)
+    monkeypatch.setattr(calibration, "seconds_of", lambda *_: 2.0)
     rates = measure(CPU, 0.0, widths=(8,), numbers=8192)
     assert (rates["copy"], rates["passes"]) == (8192 * 4 * 2 / 2, 2 * 256 * 4 * 16 / 2)
     assert rates["launch"] == 2.0 / (2 * calibration.CHAIN)

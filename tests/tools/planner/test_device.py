@@ -106,7 +106,8 @@ REFUSED = {
     "peak": (..., {}), "peak.bf16": ("fast", True), "memory_gb": (0,), "memory_bandwidth": (...,), "sms": (1.5,),
     "launch": (-1,), "name": (7,), "domain.gpus": (...,), "domain.share": (1.01,), "network.latency": (None,),
     "sources": (3,), "cpu": (3,), "efficiency": (...,), "efficiency.memory": (2, ...), "efficiency.flash2": (0,),
-    "efficiency.grouped": (...,), "efficiency.grouped.bf16": (3, [[1, 2, 3]]), "efficiency.like": (["h100"], "./mine.json"),
+    "efficiency.grouped": (...,), "efficiency.grouped.bf16": (3, [[1, 2, 3]]),
+    "efficiency.like": (["h100"], "./mine.json"),
     "efficiency.product.bf16": ([], [[1e9, 0.1], [1e9, 0.2]], [[0, 0.1]], [[1e9, 1.2]], [[1e9, 0]]),
 }  # fmt: skip
 

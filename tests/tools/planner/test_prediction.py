@@ -19,7 +19,8 @@ LOAD = Workload(
     schedule="dualpipe", recompute="norms", ep_backend="deepep", routing="real",
 )  # fmt: skip
 SMALL = Workload(
-    read_shape("olmoe-1b-7b"), load_device("h100"), layout_of(16, pp=2, ep=8), seq=2048, micro_batch=4, global_batch=256,
+    read_shape("olmoe-1b-7b"), load_device("h100"), layout_of(16, pp=2, ep=8), seq=2048, micro_batch=4,
+    global_batch=256,
 )  # fmt: skip
 
 
