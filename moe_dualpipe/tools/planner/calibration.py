@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as synchronized
 
 from ...data import strict_json
 from ...kernels.grouped_gemm import grouped_mm, grouped_wgrad
@@ -62,7 +63,9 @@ def device_value(
     fastest = max(rate for curve in rates.values() for _, rate in curve)
     peak = known.get("peak", {}).get(precision) or fastest
     bandwidth = known.get("memory_bandwidth") or max(measured["copy"], measured["passes"])
-    curves = {kind: dict(parse_device(known).curves[kind]) if known else {} for kind in KINDS}
+    curves: dict[str, dict[str, Any]] = {
+        kind: dict(parse_device(known).curves[kind]) if known else {} for kind in KINDS
+    }
     for kind in KINDS:
         curves[kind][precision] = [[flops, min(1.0, rate / peak)] for flops, rate in rates[kind]]
     link = {key: known["domain"][key] for key in LINK} if known else LINK
@@ -107,8 +110,8 @@ def measured_text(value: Mapping[str, Any], precision: str) -> str:
 
 def seconds_of(run: Callable[[], Any], device: torch.device, least: float) -> float:
     """Seconds of one `run`, which is repeated for `least` seconds or longer."""
-    clock = {"timer": time.thread_time} if device.type == "cpu" else {}
-    times = Timer("run()", globals={"run": run}, **clock).blocked_autorange(min_run_time=least).times
+    clock = time.thread_time if device.type == "cpu" else synchronized
+    times = Timer("run()", globals={"run": run}, timer=clock).blocked_autorange(min_run_time=least).times
     return sorted(times)[len(times) // 4]
 
 
@@ -146,12 +149,12 @@ def measure(device: torch.device, least: float = 0.2, widths: Sequence[int] = ()
         )  # fmt: skip
 
     def attention(S: int) -> tuple[tuple[float, float], tuple[float, float]]:
-        qkv = [rand(1, HEADS, S, HEAD_WIDTH, grad=True) for _ in range(3)]
+        q, k, v = (rand(1, HEADS, S, HEAD_WIDTH, grad=True) for _ in range(3))
         flops = 2.0 * HEADS * HEAD_WIDTH * S * (S + 1)
-        forward = mean(lambda: F.scaled_dot_product_attention(*qkv, is_causal=True))
-        out = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        forward = mean(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         gradient = torch.randn_like(out)
-        backward = mean(lambda: torch.autograd.grad(out, qkv, gradient, retain_graph=True))
+        backward = mean(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
         return (flops, forward), (ATTENTION_BACKWARD * flops, backward)
 
     curves = {"product": [products(D) for D in widths], "grouped": [grouped(D) for D in widths]}

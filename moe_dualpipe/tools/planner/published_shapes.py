@@ -101,7 +101,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that the keys of a config.json describe. Raises ValueError for a size that is missing or not known."""
     keys = dict(config)
     for part in ("text_config", "llm_config", "language_config", "attn_config", "ffn_config"):
-        inner = config.get(part) if isinstance(config.get(part), Mapping) else {}
+        inner = value if isinstance(value := config.get(part), Mapping) else {}
         kind = part == "text_config" and inner.get("model_type")
         keys |= {**inner, "model_type": kind or keys.get("model_type")}
     kind = keys.get("model_type")
@@ -115,7 +115,9 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     inner = 4 * hidden if kind in _UNGATED else None
     layers = []
     for index, window in enumerate(_windows(keys, num_layers)):
-        sizes = _expert_sizes(keys) if index in routed else {"dense_size": _size(keys, "dense_size", inner)}
+        sizes: dict[str, Any] = (
+            _expert_sizes(keys) if index in routed else {"dense_size": _size(keys, "dense_size", inner)}
+        )
         layers.append(Layer(_attention(keys, hidden, window), gated=kind not in _UNGATED, other=2 * hidden, **sizes))
     tied = keys.get("tie_word_embeddings")
     tied = kind in _TIED if tied is None else bool(tied)

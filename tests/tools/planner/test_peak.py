@@ -176,7 +176,7 @@ def test_the_peak_of_random_actions_is_that_of_every_moment(seed):
     """Brute force: what exists is a set of named pieces, and its largest sum over all moments counts."""
     choose = random.Random(seed)
     stages, pieces, peak, saved_peak = range(3), {}, 0, 0
-    sizes = {s: StageBytes(*(choose.choice([0, 1, 7, 30]) for _ in range(4)), choose.choice([0, 50])) for s in stages}
+    sizes = {s: StageBytes._make([*choose.choices([0, 1, 7, 30], k=4), choose.choice([0, 50])]) for s in stages}
     todo = {(s, m): [Forward(s, m), *([Backward(s, m)] if choose.random() < 0.5 else
             [Backward(s, m, Part.INPUT), Backward(s, m, Part.WEIGHT)])] for s in stages for m in range(3)}  # fmt: skip
     order = []

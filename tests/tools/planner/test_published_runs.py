@@ -197,5 +197,6 @@ def test_the_constants_are_those_of_the_fit(points):
 def test_the_errors_in_the_documentation_are_those_of_the_score(points, group):
     lines = report(score(points, group)).splitlines()
     page = (ROOT / "docs" / "planning.md").read_text()
-    assert all(line in page for line in lines[2:])
-    assert lines[-1].split(" | ")[3:5] == re.findall(r"[\d.]+%", re.search(f"{group}.*", page, re.IGNORECASE)[0])[:2]  # pyright: ignore
+    _, _, _, mean, median, _, slow, inside = lines[-1].strip("| ").split(" | ")
+    assert f"| {mean} | {median} | {inside} | {slow} |" in page
+    assert group != "new family" or all(line in page for line in lines[2:])
