@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...messages import quoted
-
-if TYPE_CHECKING:
-    from .workload import Workload
+from .workload import Workload
 
 FILE = Path(__file__).parent / "constants.json"
 FAMILIES = {
@@ -52,7 +50,7 @@ def family_of(name: str) -> str:
     return max(matches, key=len, default=name)
 
 
-def effects(load: "Workload", software: str | None = None) -> Iterator[str]:
+def effects(load: Workload, software: str | None = None) -> Iterator[str]:
     """What may change the ratio, apart from the family of the model."""
     yield f"gpu {load.device.name}"
     if software:
@@ -66,7 +64,7 @@ def effects(load: "Workload", software: str | None = None) -> Iterator[str]:
 
 
 def find_constant(
-    load: "Workload", software: str | None = None, known: dict[str, Any] | None = None, strict: bool = False
+    load: Workload, software: str | None = None, known: dict[str, Any] | None = None, strict: bool = False
 ) -> Constant:
     """The constant of a workload. strict: raise ValueError for a software that no run used."""
     known = read_constants() if known is None else known

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ...models.shape import Attention, Layer, Product
+from .constants import read_constants
 from .device import Device
 from .pair import LayerSeconds
 from .real_routing import load_factor
@@ -120,7 +121,8 @@ def _host(load: Workload, layer: Layer) -> float:
     if load.cuda_graphs == "full":
         return 0.0
     graphed = attention + ROUTER * (layer.experts > 0) if load.cuda_graphs == "partial" else 0
-    return load.host_seconds * (attention + mlp + layer.experts // load.layout.ep - graphed)
+    each = read_constants()["host"].get(load.device.cpu, 0.0) if load.host is None else load.host
+    return each * (attention + mlp + layer.experts // load.layout.ep - graphed)
 
 
 def head_seconds(load: Workload, on: Collection[str] = ALL) -> LayerSeconds:

@@ -13,7 +13,6 @@ from ...models.shape import ModelShape
 from ...runtime.layout import Layout
 from ...schedule.build import check_micro_batches, placement_of
 from ...schedule.placement import Placement
-from .constants import read_constants
 from .device import Device, Precision
 from .measured_loads import MeasuredLoads
 from .transfer_times import EpBackend
@@ -100,11 +99,6 @@ class Workload:
     def peak(self) -> float:
         """FLOP/s of a GPU in the precision of the run. `check` refuses a device that has none."""
         return self.device.peak[self.precision] or 0.0
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds of the CPU for a launch."""
-        return read_constants()["host"].get(self.device.cpu, 0.0) if self.host is None else self.host
 
     @property
     def element(self) -> int:
