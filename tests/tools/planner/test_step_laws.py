@@ -228,7 +228,7 @@ def test_a_message_between_stages_has_a_row_for_each_token():
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv", "dualpipe", "dualpipev"])
 @pytest.mark.parametrize("seed", [0, 42, 48, 56])
 def test_no_rank_does_more_work_than_there_is_time(schedule, seed):
-    """Also in long steps, which are extrapolated from short ones: with some of these costs, the slowest rank shows late."""
+    """Also in long steps, which are extrapolated from short ones: the slowest rank may show late."""
     load, choose = changed(schedule=schedule), random.Random(seed)
     stages, number = load.placement.num_stages, 400
     forward, backward = ([choose.uniform(1, 4) for _ in range(stages)] for _ in range(2))
