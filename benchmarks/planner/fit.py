@@ -1,119 +1,171 @@
-"""Fit the planner's constants to published runs, and measure its error on families of models that were left out.
+"""Fit the planner's constants to published runs, and measure the error on runs that took no part in the fit.
 
-One constant for each (GPU, precision, software): the mean of log(measured / predicted seconds). Every family of models
-counts once in it, whatever its number of rows. Groups with few families are drawn toward the mean of all groups.
+Each configuration has one vote, however often it was published. The effects (constants.py) are fitted together by ridge
+regression of log(measured / predicted), with Huber's weights, so that single runs which went wrong count little. A
+family of models counts as the square root of its configurations. The seconds that a CPU takes for a launch are the
+candidate with which the other effects fit best.
 """
 
-import itertools
 import math
-import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from moe_dualpipe.tools.planner.constants import LEAST, Constant, family_means, find_constant
+import numpy as np
+
+from moe_dualpipe.tools.planner.constants import effects, find_constant
 from moe_dualpipe.tools.planner.step import step_of
 
 from .rows import Row
 
-PRIOR = 1.0
-"""Families that the mean of all groups counts for, against a group's own families."""
-COVERED = 0.8
-"""Share of the rows that should be inside the interval."""
+HOSTS = (4e-5, 5.5e-5, 7e-5, 9e-5)
+"""Candidates for the seconds of a CPU for a launch."""
+RIDGE = 0.6
+"""How much an effect is drawn toward 0: as by so many votes."""
+HUBER = 0.15
+"""Residuals beyond this count less."""
+FAMILY_RIDGE, FAMILY_MOST = 3.0, 0.5
+"""The same for the mean residual of a family, in which no run counts for more than FAMILY_MOST."""
+COVERED = 0.9
+"""Share of the votes that should be inside the interval."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Point:
-    """A row and its predicted seconds, without a constant."""
+    """A row, its predicted seconds with each of HOSTS but without a constant, and its share of its configuration's
+    vote."""
 
     row: Row
-    predicted: float
+    predicted: Mapping[float, float]
+    vote: float = 1.0
 
-    @property
-    def log_ratio(self) -> float:
-        return math.log(self.row.seconds / self.predicted)
+    @cached_property
+    def names(self) -> list[str]:
+        return [*effects(self.row.load, self.row.software)]
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.row.load.device.name, self.row.load.precision, self.row.software
+    def log_ratio(self, host: float) -> float:
+        return math.log(self.row.seconds / self.predicted[host])
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The error for a row with constants that know nothing of its family. inside: whether the interval has it."""
+    """The error for a point with constants that did not see it. inside: whether the interval has it."""
 
     point: Point
     error: float
     inside: bool
 
 
-def predict(rows: Iterable[Row]) -> list[Point]:
-    return [Point(row, step_of(row.load).seconds) for row in rows]
+def predict(rows: Sequence[Row]) -> list[Point]:
+    counts = Counter(row.configuration for row in rows)
+    return [Point(row, _predicted(row), 1 / counts[row.configuration]) for row in rows]
+
+
+def _predicted(row: Row) -> dict[float, float]:
+    slowest = step_of(replace(row.load, host=HOSTS[-1])).seconds
+    if step_of(replace(row.load, host=0.0)).seconds == slowest:
+        return dict.fromkeys(HOSTS, slowest)
+    return {host: step_of(replace(row.load, host=host)).seconds for host in HOSTS}
 
 
 def fit(points: Sequence[Point]) -> dict[str, Any]:
     """The content of constants.json."""
-    constants = _means(points)
-    # The interval: so wide that COVERED of the rows would have been inside, had their family been left out, and half of
-    # the others above. Many rows of one paper say no more than one of another, so a family counts once for each GPU,
-    # precision and software.
-    sizes = Counter((point.key, point.row.family) for point in points)
-    surprises = [
-        ((point.log_ratio - math.log(known.factor)) / math.log(known.high / known.factor),
-         1 / sizes[point.key, point.row.family])
-        for point, known in _left_out(points, _means)
-    ]  # fmt: skip
-    constants["fast"] = _quantile([(abs(surprise), weight) for surprise, weight in surprises], COVERED)
-    constants["slow"] = max(constants["fast"], _quantile(surprises, (1 + COVERED) / 2))
-    return constants
+    host = min(HOSTS, key=lambda host: _solve(points, host)[1])
+    known = _constants(points, host)
+    for name, key in GROUPS.items():
+        surprises = [_surprise(point, fitted, host) for point, fitted in _left_out(points, key, host)]
+        tails = (1 - COVERED) / 2
+        known["interval"][name] = [round(-_quantile(surprises, tails), 4), round(_quantile(surprises, 1 - tails), 4)]
+    return known
 
 
-def _quantile(weighted: Iterable[tuple[float, float]], share: float) -> float:
-    """The least of the values that `share` of the weight does not exceed; 1 if there are none."""
-    ordered = sorted(weighted)
-    enough = share * sum(weight for _, weight in ordered) - 1e-9
-    sums = itertools.accumulate(weight for _, weight in ordered)
-    return round(next((value for (value, _), sum_ in zip(ordered, sums, strict=True) if sum_ >= enough), 1.0), 4)
+GROUPS: dict[str, Callable[[Point], tuple[str, ...]]] = {
+    "new family": lambda point: (point.row.family,),
+    "known family": lambda point: (point.row.family, point.row.load.device.name),
+}
+"""What is left out together: a whole family, or its runs on one GPU."""
 
 
-def _means(points: Sequence[Point]) -> dict[str, Any]:
-    """Constants with an interval of one standard deviation."""
-    groups: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+def _constants(points: Sequence[Point], host: float) -> dict[str, Any]:
+    """Constants without intervals."""
+    (mean, logs), _ = _solve(points, host)
+    votes: Counter[str] = Counter()
+    residuals: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for point in points:
-        groups[point.key][point.row.family].append(point.log_ratio)
-    found = [
-        {"gpu": gpu, "precision": precision, "software": software, "rows": sum(map(len, families.values())),
-         "families": {name: round(statistics.median(some), 4) for name, some in families.items()}}
-        for (gpu, precision, software), families in sorted(groups.items())
-    ]  # fmt: skip
-    means = [statistics.fmean(group["families"].values()) for group in found]
+        votes.update(dict.fromkeys(point.names, point.vote))  # pyright: ignore[reportArgumentType]
+        residual = point.log_ratio(host) - mean - sum(logs[name] for name in point.names)
+        residuals[point.row.family].append((min(FAMILY_MOST, max(-FAMILY_MOST, residual)), point.vote))
+    families = {}
+    for family, own in sorted(residuals.items()):
+        weight = sum(vote for _, vote in own)
+        log = sum(residual * vote for residual, vote in own) / (weight + FAMILY_RIDGE)
+        families[family] = {"log": round(log, 4), "runs": round(weight)}
     return {
-        "mean": round(statistics.median(family_means(found)), 4),
-        "spread": round(statistics.stdev(means) if len(means) > 1 else LEAST, 4),
-        "prior": PRIOR, "fast": 1.0, "slow": 1.0, "groups": found,
+        "host": {"x86": host, "grace": host}, "mean": round(mean, 4),
+        "effects": {name: {"log": round(log, 4), "runs": round(votes[name])} for name, log in logs.items()},
+        "families": families, "interval": {name: [1.0, 1.0] for name in GROUPS},
     }  # fmt: skip
 
 
-def _left_out(points: Sequence[Point], fit_to: Any) -> Iterable[tuple[Point, Any]]:
-    """Each point, with the constant of a fit to the points of all other families."""
-    for family in sorted({point.row.family for point in points}):
-        known = fit_to([point for point in points if point.row.family != family])
-        for point in points:
-            if point.row.family == family:
-                yield point, find_constant(*point.key, known=known)
+def _solve(points: Sequence[Point], host: float) -> tuple[tuple[float, dict[str, float]], float]:
+    """The mean and the effects, and the mean of what they leave unexplained."""
+    names = sorted({name for point in points for name in point.names})
+    columns = np.array([[1.0, *(name in point.names for name in names)] for point in points])
+    families: Counter[str] = Counter()
+    for point in points:
+        families[point.row.family] += point.vote  # pyright: ignore[reportArgumentType]
+    weights = np.array([point.vote / families[point.row.family] ** 0.5 for point in points])
+    logs = np.array([point.log_ratio(host) for point in points])
+    ridge = np.diag([1e-6, *[RIDGE] * len(names)])
+    robust, found, left = weights, np.zeros(len(names) + 1), logs
+    for _ in range(10):
+        found = np.linalg.solve(columns.T @ (columns * robust[:, None]) + ridge, columns.T @ (robust * logs))
+        left = np.abs(logs - columns @ found)
+        robust = weights * np.minimum(1, HUBER / np.maximum(left, 1e-9))
+    unexplained = float(np.average(np.minimum(left, FAMILY_MOST), weights=weights))
+    return (float(found[0]), dict(zip(names, map(float, found[1:]), strict=True))), unexplained
 
 
-def score(points: Sequence[Point]) -> list[Score]:
-    """The errors with each family left out."""
-    return [_scored(point, known) for point, known in _left_out(points, fit)]
+def _left_out(
+    points: Sequence[Point], key: Callable[[Point], tuple[str, ...]], host: float | None = None
+) -> Iterator[tuple[Point, dict[str, Any]]]:
+    """Each point, with the constants of a fit to the points of all other groups. host: given, so without intervals."""
+    for left in sorted({key(point) for point in points}):
+        others = [point for point in points if key(point) != left]
+        if others:
+            known = fit(others) if host is None else _constants(others, host)
+            yield from ((point, known) for point in points if key(point) == left)
 
 
-def validate(points: Sequence[Point], known: dict[str, Any]) -> list[Score]:
-    """The errors of rows that took no part in the fit `known`."""
-    return [_scored(point, find_constant(*point.key, known=known)) for point in points]
+def _surprise(point: Point, known: dict[str, Any], host: float) -> tuple[float, float]:
+    constant = find_constant(point.row.load, point.row.software, known)
+    return point.log_ratio(host) - math.log(constant.factor), point.vote
 
 
-def _scored(point: Point, constant: Constant) -> Score:
-    ratio = point.row.seconds / point.predicted
-    return Score(point, constant.factor / ratio - 1, constant.low <= ratio <= constant.high)
+def _quantile(weighted: Iterable[tuple[float, float]], share: float) -> float:
+    """The least of the values that `share` of the weight does not exceed; 0 if there are none."""
+    ordered = sorted(weighted)
+    sums = np.cumsum([weight for _, weight in ordered])
+    return ordered[int(np.searchsorted(sums, share * sums[-1] - 1e-9))][0] if ordered else 0.0
+
+
+def score(points: Sequence[Point], group: str) -> list[Score]:
+    """The errors with each group left out. group: a key of GROUPS."""
+    scores = []
+    for point, known in _left_out(points, GROUPS[group]):
+        constant = find_constant(point.row.load, point.row.software, known)
+        ratio = math.exp(point.log_ratio(known["host"]["x86"]))
+        scores.append(Score(point, constant.factor / ratio - 1, constant.low <= ratio <= constant.high))
+    return scores
+
+
+def summary(scores: Sequence[Score]) -> tuple[float, float, float, float, float]:
+    """Votes, mean and median absolute error, and the shares that are inside, and predicted too slow."""
+    votes = [one.point.vote for one in scores]
+    errors = [abs(one.error) for one in scores]
+    mean = float(np.average(errors, weights=votes))
+    inside, slow = (float(np.average(flags, weights=votes)) for flags in (
+        [one.inside for one in scores], [one.error > 0 for one in scores]))  # fmt: skip
+    return sum(votes), mean, _quantile(zip(errors, votes, strict=True), 0.5), inside, slow

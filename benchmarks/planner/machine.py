@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import table
-from moe_dualpipe.tools.planner.calibration import device_value, measure
-from moe_dualpipe.tools.planner.calibration.device_file import Machine
+from moe_dualpipe.tools.planner.calibration import calibrate
 from moe_dualpipe.tools.planner.device import Device, parse_device
 from moe_dualpipe.tools.planner.prediction import estimate
 from moe_dualpipe.tools.planner.published_shapes import read_shape
@@ -27,18 +26,14 @@ MICRO_BATCHES, MICRO_BATCH, SEQ, STEPS, WARM_UP = 8, 2, 256, 12, 4
 
 def compare_machine(ranks: tuple[int, ...] = (1, 2, 4), preset: str = "tiny") -> str:
     """A table of predicted and measured seconds of a step."""
-    rows, device = [], calibrate()
+    rows = []
+    device = parse_device(calibrate("machine", torch.device("cpu"), len(os.sched_getaffinity(0))))
     for pp in ranks:
         predicted, measured = predict_step(pp, preset, device), measure_steps(pp, preset)
         middle = statistics.median(measured)
         rows.append((str(pp), f"{predicted:.3f}", f"{middle:.3f}", f"{min(measured):.3f} to {max(measured):.3f}",
                      f"{100 * (predicted / middle - 1):+.1f}"))  # fmt: skip
     return table("pipeline ranks | predicted s | measured s | range of steps | error, %", rows)
-
-
-def calibrate() -> Device:
-    machine = Machine("machine", "fp32", 8.0, 1, "torch", devices=len(os.sched_getaffinity(0)))
-    return parse_device(device_value(machine, measure(torch.device("cpu"))))
 
 
 def predict_step(pp: int, preset: str, device: Device) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.common import table
 
-from .fit import Point
+from .fit import HOSTS, Point
 
 
 def ratio_errors(points: Sequence[Point]) -> str:
@@ -29,7 +29,7 @@ def pairs(points: Sequence[Point]) -> Iterator[tuple[str, Point, float, float]]:
                 continue
             what = _difference(a, b)
             if what:
-                yield what, b, other.seconds / one.seconds, b.predicted / a.predicted
+                yield what, b, other.seconds / one.seconds, b.predicted[HOSTS[2]] / a.predicted[HOSTS[2]]
 
 
 def _difference(a: Point, b: Point) -> str:

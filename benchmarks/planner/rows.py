@@ -7,31 +7,31 @@ the reason; rows that leave too much open have no workload.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from moe_dualpipe.runtime.layout import Layout
+from moe_dualpipe.tools.planner.constants import family_of
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.workload import Workload, layout_of
 
 MODELS = {"internal-352b": "megascale-352b", "llama3.1-70b": "llama3-70b", "llama3.1-8b": "llama3-8b",
-          "deepseek-v3-671b": "deepseek-v3", "gpt-1008.0b": "gpt-1008b"}  # fmt: skip
+          "deepseek-v3-671b": "deepseek-v3", "deepseekv3": "deepseek-v3", "gpt-1008.0b": "gpt-1008b",
+          "qwen3-30b": "qwen3-30b-a3b"}  # fmt: skip
 """Names of rows that differ from those of the planner."""
-MEGATRON = ("bridge", "modelzoo", "overlap-AB", "recompute-", "division-", "megatron-llama")
+MEGATRON = ("bridge", "modelzoo", "moe-recipes", "overlap-AB", "recompute-", "division-", "megatron-llama")
 """Starts of the names of groups that were run with Megatron-Core."""
+FLASH2 = ("torchtitan", "mpt", "automodel")
+"""Starts of the names of groups whose attention is FlashAttention-2 or PyTorch's own kernel."""
 NO_FLASH = ("megatron-sc21", "zero-bubble")
 """Groups of runs from before flash attention, or without it."""
 INTERLEAVED = {"megascale-moe": 4, "llama3-paper": 8}
 """Stages of a rank in groups whose rows do not say it. megascale-moe: the scaling of the rows (240 to 1440 GPUs) shows
 that stages are interleaved. llama3-paper: the first and the last stage have only the embedding and only the head (arXiv
 2407.21783, section 3.3.2), so that 126 layers on 16 ranks have one layer in each other stage."""
-FAMILIES = {
-    "llama": ("llama",), "gpt": ("gpt-", "gpt3"), "gpt-oss": ("gpt-oss",), "qwen3": ("qwen3",), "mixtral": ("mixtral",),
-    "deepseek": ("deepseek", "moonlight", "kimi"), "megascale": ("megascale",), "nemotron": ("nemotron",),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,15 @@ class Row:
     @property
     def family(self) -> str:
         """The family of the model: rows of one family are left out together."""
-        name = self.load.shape.name
-        matches = [family for family, starts in FAMILIES.items() if name.startswith(starts)]
-        return max(matches, key=len, default=name)
+        return family_of(self.load.shape.name)
+
+    @property
+    def configuration(self) -> tuple[object, ...]:
+        """Rows of one configuration were run alike, by one software."""
+        load = self.load
+        numbers = load.seq, load.micro_batch, load.global_batch, load.shape.mtp
+        names = load.precision, load.schedule, load.recompute, load.ep_backend, load.overlaps, load.routing
+        return load.shape.name, load.device.name, load.layout, numbers, names, load.cuda_graphs, self.software
 
     @cached_property
     def seconds(self) -> float:
@@ -89,14 +95,16 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
 
 def row_of(record: dict[str, Any]) -> Row | None:
     """None if the row does not say how the work was divided, or needs what the planner does not model."""
-    needed = ("num_gpus", "pp", "seq", "global_batch", "tp", "value")
+    needed = ("num_gpus", "pp", "seq", "global_batch", "tp", "value", "precision")
     if any(record.get(key) is None for key in needed) or "ZB-2p" in record["notes"]:
         return None
     notes = record["notes"].lower()
     try:
-        shape, device = read_shape(_model(record["model"])), load_device(record["gpu"].split()[0].split("-")[0])
+        shape, device = read_shape(_model(record["model"])), load_device(_device(record, notes))
     except ValueError:
         return None
+    if "as with one mtp module" in notes or "with mtp" in record["model"].lower().replace("w/ ", "with "):
+        shape = replace(shape, mtp=1)
     gpus, tp, pp, dp = record["num_gpus"], record["tp"], record["pp"], record["dp"]
     cp = record["cp"] or 1
     if dp and gpus // (tp * pp * dp) > cp:
@@ -107,7 +115,7 @@ def row_of(record: dict[str, Any]) -> Row | None:
         shape, device, layout, record["seq"], _micro_batch(record, layout), record["global_batch"],
         _precision(record["precision"]), _schedule(vpp, notes), _recompute(record), _backend(record, notes),
         _overlap(notes), _routing(record, notes),
-        flash=record["group"] not in NO_FLASH,
+        attention=_attention(record), cuda_graphs=_cuda_graphs(notes),
     )  # fmt: skip
     return Row(record, load, _software(record, notes))
 
@@ -115,6 +123,24 @@ def row_of(record: dict[str, Any]) -> Row | None:
 def _model(name: str) -> str:
     key = re.sub(r"\s*\(.*|\s+moe\b.*", "", name.lower()).strip().replace("_", "-").replace(" ", "-")
     return MODELS.get(key, key)
+
+
+def _device(record: dict[str, Any], notes: str) -> str:
+    slow = "hbm2e" in notes or "HBM2e" in record["gpu"]
+    return "h100-hbm2e" if slow else record["gpu"].split()[0].split("-")[0]
+
+
+def _attention(record: dict[str, Any]) -> Any:
+    if record["group"] in NO_FLASH:
+        return "plain"
+    return "flash2" if record["group"].startswith(FLASH2) else "fastest"
+
+
+def _cuda_graphs(notes: str) -> Any:
+    if "full cuda graphs" in notes:
+        return "full"
+    absent = "no cuda graphs" in notes or "cuda graphs off" in notes or "without cuda graphs" in notes
+    return "partial" if "cuda graph" in notes and not absent else "none"
 
 
 def _micro_batch(record: dict[str, Any], layout: Layout) -> int:
@@ -145,6 +171,8 @@ def _recompute(record: dict[str, Any]) -> Any:
 
 
 def _backend(record: dict[str, Any], notes: str) -> Any:
+    if "nccl all-to-all" in notes:
+        return "all_to_all"
     if "hybridep" in notes:
         return "hybrid"
     if "deepep" in notes or record["group"] == "deepseek":

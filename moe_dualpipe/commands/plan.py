@@ -15,9 +15,16 @@ from ..tools.planner.layout_search import check_searched, search
 from ..tools.planner.measured_loads import MeasuredLoads
 from ..tools.planner.prediction import estimate
 from ..tools.planner.published_shapes import read_shape
-from ..tools.planner.table import estimate_report, routing_line, search_report, search_rows, waterfall_table
+from ..tools.planner.table import (
+    estimate_report,
+    measured_report,
+    routing_line,
+    search_report,
+    search_rows,
+    waterfall_table,
+)
 from ..tools.planner.transfer_times import EpBackend
-from ..tools.planner.workload import Workload, layout_of
+from ..tools.planner.workload import AttentionKernel, CudaGraphs, Workload, layout_of
 from .options import JsonOption, check_ranges, check_together, one_of
 
 
@@ -51,10 +58,12 @@ class Run(JsonOption):
     """Measured loads of experts, instead of --routing: a run, a checkpoint, or a file of `model balance`."""
     mtp: int | None = None
     """Multi-token prediction (MTP) modules. None: as many as the model has."""
-    flash_attention: bool = True
-    """Attention in one kernel, without storing scores."""
+    attention: AttentionKernel = "fastest"
+    """fastest: as in the device's file. flash2: FlashAttention-2, as in PyTorch. plain: scores are stored."""
+    cuda_graphs: CudaGraphs = "none"
+    """What CUDA graphs replay: nothing, attention and the router (partial), or whole steps (full)."""
     software: str | None = None
-    """Take the measured constant from runs of this software only, such as megatron. None: from all runs."""
+    """The software that runs it, such as megatron. None: the mean of all."""
 
     def workload(self, **options: Any) -> Workload:
         """What does not depend on the layout and the batch. Raises ValueError for invalid options."""
@@ -69,7 +78,8 @@ class Run(JsonOption):
             shape if self.mtp is None else replace(shape, mtp=self.mtp), load_device(self.gpu), Layout(),
             seq=self.seq_len, precision=self.dtype, ep_backend=self.ep_backend,
             overlap=self.overlap if self.overlap or self.no_overlap else None, routing=self.routing,
-            flash=self.flash_attention, loads=MeasuredLoads.read(find_loads(self.loads)) if self.loads else None,
+            attention=self.attention, cuda_graphs=self.cuda_graphs,
+            loads=MeasuredLoads.read(find_loads(self.loads)) if self.loads else None,
             **options,
         )  # fmt: skip
 
@@ -96,15 +106,22 @@ class EstimateCommand(Run):
     """Divide the optimizer state over replicas (ZeRO-1)."""
     explain: bool = False
     """Also print what each effect adds to the step time."""
+    measured: float | None = None
+    """Seconds of a step of your own run. It is compared with what others reached, and calibrates all numbers."""
 
     def run(self) -> None:
         check_ranges(self, 1, "tp", "pp", "vpp", "ep", "micro_batch_size", high=100_000)
+        check_ranges(self, 1e-6, "measured", high=1e6)
         interleaved = self.vpp > 1 and self.schedule in ("auto", "1f1b")
         schedule = "interleaved_1f1b" if interleaved else "1f1b" if self.schedule == "auto" else self.schedule
         load = self.workload(schedule=schedule, recompute=self.recompute, zero=self.zero)
         numbers = "gpus", "tp", "pp", "vpp", "ep", "cp", "batch_size", "micro_batch_size"
         found = estimate(check_together(self, numbers, lambda chosen: chosen.divided(load)), self.software)
-        parts = [estimate_report(found)]
+        parts = []
+        if self.measured is not None:
+            parts.append(measured_report(found, self.measured))
+            found = found.measured(self.measured)
+        parts.append(estimate_report(found))
         if self.explain:
             parts += [waterfall_table(found), routing_line(found.load)]
         self.show(found.as_dict(), "\n\n".join(parts))

@@ -11,8 +11,7 @@ from tyro.conf import arg
 from ..messages import printable
 from ..runtime.launch import choose_device, count_gpus
 from ..tools.drawing.output import check_output
-from ..tools.planner.calibration import device_value, measure, to_text
-from ..tools.planner.calibration.machine import measured_text, this_machine
+from ..tools.planner.calibration import calibrate, measured_text, to_text
 from .options import DeviceOption, check_ranges
 
 
@@ -32,7 +31,6 @@ class CalibrateCommand(DeviceOption):
         gpus = count_gpus()
         device = choose_device(self.device, gpus, 1)
         devices = gpus if device == "cuda" else len(os.sched_getaffinity(0))
-        machine = this_machine(device, devices, self.out.stem)
-        value = device_value(machine, measure(torch.device(device), self.seconds))
+        value = calibrate(self.out.stem, torch.device(device), devices, self.seconds)
         self.out.write_text(to_text(value))
-        print(f"{measured_text(value, machine.precision)}\nwrote {printable(self.out)}")
+        print(f"{measured_text(value, 'fp32' if device == 'cpu' else 'bf16')}\nwrote {printable(self.out)}")

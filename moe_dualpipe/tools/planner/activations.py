@@ -30,7 +30,7 @@ class MicroBatch:
     every activation. flash: attention in one kernel, which does not save its scores.
     fp8: inputs and output gradients of matrix products are saved in 8 bits. plain: operators of torch, as on a CPU,
     instead of GPU kernels.
-    loads: for each layer, the choices of experts that this rank gets, relative to the mean of the ranks. (): 1.
+    load: the choices of experts that this rank gets, relative to the mean of the ranks.
     """
 
     sequences: int
@@ -44,11 +44,7 @@ class MicroBatch:
     flash: bool = True
     fp8: bool = False
     plain: bool = False
-    loads: tuple[float, ...] = ()
-
-    def load(self, layer: int) -> float:
-        """Of a block; blocks of multi-token prediction are like the last layer."""
-        return self.loads[min(layer, len(self.loads) - 1)] if self.loads else 1
+    load: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -61,7 +57,7 @@ class MicroBatch:
         return 1 if self.fp8 else self.element
 
 
-def rows_received(config: ModelConfig, batch: MicroBatch, layer: int = 0) -> int:
+def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
     """N: a token is sent once to each rank that holds any of its experts. With even loads, a rank receives as many rows
     as it sends; with others, in proportion to its load, but at most one of each token.
 
@@ -69,12 +65,12 @@ def rows_received(config: ModelConfig, batch: MicroBatch, layer: int = 0) -> int
     """
     experts, k = config.num_experts, config.experts_per_token
     missed = math.comb(experts - experts // batch.ep, k) / math.comb(experts, k)
-    return round(batch.tokens * batch.ep * min(1, (1 - missed) * batch.load(layer)))
+    return round(batch.tokens * batch.ep * min(1, (1 - missed) * batch.load))
 
 
-def choices_received(config: ModelConfig, batch: MicroBatch, layer: int) -> int:
+def choices_received(config: ModelConfig, batch: MicroBatch) -> int:
     """M: rows in expert-major order."""
-    return round(batch.tokens * config.experts_per_token * batch.load(layer))
+    return round(batch.tokens * config.experts_per_token * batch.load)
 
 
 def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
@@ -124,7 +120,7 @@ def block_bytes(config: ModelConfig, spec: StageSpec, layer: int, batch: MicroBa
         saved += _swiglu(config.num_shared_experts * config.expert_size, batch)
         saved += (row + batch.tokens * batch.element) * config.shared_gate  # the output of the experts, and of the gate
     has_input = batch.recompute == "none" or (batch.recompute == "full" and shared)
-    return saved + _experts(config, layer, batch, has_input)
+    return saved + _experts(config, batch, has_input)
 
 
 def _product_inputs(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
@@ -132,7 +128,7 @@ def _product_inputs(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
     tokens, hidden, dense = batch.tokens, config.hidden_size, config.is_dense(layer)
     inner = config.dense_size if dense else config.num_shared_experts * config.expert_size
     width = config.value_dim if config.attention == "mla" else config.head_dim
-    numbers = 0 if dense or batch.ep == 1 else rows_received(config, batch, layer) * hidden
+    numbers = 0 if dense or batch.ep == 1 else rows_received(config, batch) * hidden
     numbers += tokens * inner * (batch.recompute != "full")
     numbers += tokens * config.num_heads * width * (batch.recompute in ("none", "norms"))
     return numbers + 2 * tokens * hidden * (batch.recompute == "none")  # two normalized copies
@@ -153,10 +149,10 @@ def _swiglu(inner: int, batch: MicroBatch) -> int:
     return 4 * inner * batch.tokens * batch.element
 
 
-def _experts(config: ModelConfig, layer: int, batch: MicroBatch, has_input: bool) -> int:
+def _experts(config: ModelConfig, batch: MicroBatch, has_input: bool) -> int:
     """Received rows, z of the experts, and indices. has_input: with ep 1, the rows are already counted."""
-    tokens, k, rows = batch.tokens, config.experts_per_token, rows_received(config, batch, layer)
-    choices, full = choices_received(config, batch, layer), batch.recompute == "full"
+    tokens, k, rows = batch.tokens, config.experts_per_token, rows_received(config, batch)
+    choices, full = choices_received(config, batch), batch.recompute == "full"
     saved = 8 * choices + 4 * rows * k  # the expert-major order
     if batch.ep == 1:
         saved += 4 * choices  # weights
@@ -205,8 +201,8 @@ def deferred_mlp(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
     saved = _deferred_numbers(config, layer, batch) * batch.operand
     if config.is_dense(layer):
         return saved
-    indices = 8 * choices_received(config, batch, layer)
-    indices += 4 * config.experts_per_token * rows_received(config, batch, layer)
+    indices = 8 * choices_received(config, batch)
+    indices += 4 * config.experts_per_token * rows_received(config, batch)
     return saved + indices + batch.tokens * _logits(config, batch)
 
 
@@ -214,8 +210,8 @@ def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int
     tokens, hidden = batch.tokens, config.hidden_size
     if config.is_dense(layer):
         return tokens * (2 * hidden + 3 * config.dense_size)
-    rows = rows_received(config, batch, layer) * (batch.ep > 1)
-    choices = choices_received(config, batch, layer)
+    rows = rows_received(config, batch) * (batch.ep > 1)
+    choices = choices_received(config, batch)
     numbers = 2 * choices * hidden * batch.plain  # sorted inputs and output gradients
     numbers += tokens * (2 * hidden + 3 * config.num_shared_experts * config.expert_size)
     numbers += tokens * (hidden + 1) * config.shared_gate  # gradients before the gate, and of the gate

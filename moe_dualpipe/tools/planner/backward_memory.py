@@ -40,7 +40,7 @@ def working_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch, defer
 def mlp_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
     """Bytes that the backward of an MLP or of experts needs at its peak, beyond what its block has saved."""
     hidden, full = config.hidden_size, batch.recompute == "full"
-    k = config.experts_per_token * batch.load(layer)  # rows of experts for each token
+    k = config.experts_per_token * batch.load  # rows of experts for each token
     again = 1 + batch.plain
     if config.is_dense(layer):
         inner = config.dense_size

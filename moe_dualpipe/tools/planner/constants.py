@@ -1,35 +1,42 @@
-"""The ratio of measured to predicted step times, by GPU, precision and software.
+"""The ratio of measured to predicted step times, from published runs.
 
-The ratios are in constants.json, which `python -m benchmarks.planner fit` writes.
+The logarithm of the ratio is a sum: a mean, one effect for the GPU, one for the software, one for how experts are
+launched, and one for the family of the model, which stands for its kernels of attention and experts. Each effect is
+drawn toward 0, the less runs it has. constants.json has them; `python -m benchmarks.planner fit` writes it.
 """
 
 import json
 import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...messages import quoted
+from .workload import Workload
 
 FILE = Path(__file__).parent / "constants.json"
-LEAST = math.log(1.06)
-"""Published results for the same configuration differ by 6% (median), so no interval is narrower."""
+FAMILIES = {
+    "llama": ("llama",), "gpt": ("gpt-", "gpt3"), "gpt-oss": ("gpt-oss",), "qwen3": ("qwen3",), "mixtral": ("mixtral",),
+    "deepseek": ("deepseek", "moonlight", "kimi"), "megascale": ("megascale",), "nemotron": ("nemotron",),
+    "mpt": ("mpt",),
+}  # fmt: skip
+"""How the names of the models of a family start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
     """factor: multiplies the predicted seconds. low, high: multiply them for the ends of the interval.
 
-    rows: number of measured runs of this GPU, precision and software. 0: none, so the factor comes from other runs.
+    runs: published configurations on this GPU. family_runs: published configurations of this family of models.
     """
 
     factor: float
     low: float
     high: float
-    rows: int
+    runs: int = 0
+    family_runs: int = 0
 
 
 @cache
@@ -37,40 +44,37 @@ def read_constants() -> dict[str, Any]:
     return json.loads(FILE.read_text())
 
 
-def find_constant(
-    gpu: str, precision: str, software: str | None = None, known: dict[str, Any] | None = None, strict: bool = False
-) -> Constant:
-    """The constant of the runs that are most alike: the same GPU, precision and software, or else the same software.
+def family_of(name: str) -> str:
+    """The family of a model, or its own name."""
+    matches = [family for family, starts in FAMILIES.items() if name.startswith(starts)]
+    return max(matches, key=len, default=name)
 
-    The mean of few families is uncertain, so it is pulled towards that of all runs, and the interval is wider. The
-    largest errors are runs slower than predicted, so the interval is wider towards slow runs. strict: raise ValueError
-    for a software that no run used.
-    """
+
+def effects(load: Workload, software: str | None = None) -> Iterator[str]:
+    """What may change the ratio, apart from the family of the model."""
+    yield f"gpu {load.device.name}"
+    if software:
+        yield f"software {software}"
+    if (
+        any(layer.experts for layer in load.shape.layers)
+        and load.cuda_graphs != "full"
+        and load.device.peak.get("mxfp8")
+    ):
+        yield "experts launched one by one on a GPU with mxfp8"
+
+
+def find_constant(
+    load: Workload, software: str | None = None, known: dict[str, Any] | None = None, strict: bool = False
+) -> Constant:
+    """The constant of a workload. strict: raise ValueError for a software that no run used."""
     known = read_constants() if known is None else known
-    groups = known["groups"]
-    names = sorted({group["software"] for group in groups})
+    names = sorted(name.removeprefix("software ") for name in known["effects"] if name.startswith("software "))
     if strict and software not in (None, *names):
         raise ValueError(f"--software must be one of {', '.join(names)}: got {quoted(software)}")
-    alike = [group for group in groups if software in (None, group["software"])]
-    same = [group for group in alike if (group["gpu"], group["precision"]) == (gpu, precision)]
-    prior, mean = known["prior"], known["mean"]
-    families = family_means(same)
-    mean = _drawn(mean, families or (family_means(alike) if software else []), prior)
-    unit = known["spread"] * math.sqrt(1 + prior / (len(families) + prior))
-    fast, slow = (max(LEAST, unit * known[side]) for side in ("fast", "slow"))
-    rows = sum(group["rows"] for group in same)
-    return Constant(math.exp(mean), math.exp(mean - fast), math.exp(mean + slow), rows)
-
-
-def family_means(groups: Iterable[dict[str, Any]]) -> list[float]:
-    """The mean log ratio of each family of models that is in any of the groups."""
-    families: dict[str, list[float]] = {}
-    for group in groups:
-        for family, log_ratio in group["families"].items():
-            families.setdefault(family, []).append(log_ratio)
-    return [statistics.fmean(log_ratios) for log_ratios in families.values()]
-
-
-def _drawn(mean: float, families: Sequence[float], prior: float) -> float:
-    """The mean of the families, pulled towards `mean`, which counts as much as `prior` families."""
-    return (prior * mean + sum(families)) / (prior + len(families))
+    family, nothing = known["families"].get(family_of(load.shape.name)), {"log": 0.0, "runs": 0}
+    found = [known["effects"].get(name, nothing) for name in effects(load, software)]
+    mean = known["mean"] + sum(one["log"] for one in found) + (family or nothing)["log"]
+    fast, slow = known["interval"]["known family" if family else "new family"]
+    return Constant(
+        math.exp(mean), math.exp(mean - fast), math.exp(mean + slow), found[0]["runs"], (family or nothing)["runs"]
+    )

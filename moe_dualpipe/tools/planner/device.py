@@ -67,6 +67,10 @@ class Device:
     """Curves by kind of kernel and precision."""
     launch: float
     """Seconds from one short kernel to the next."""
+    flash2: float
+    """Speed of FlashAttention-2 relative to the attention curves."""
+    cpu: str
+    """The CPU beside a GPU, a key of the launch seconds in constants.json. Empty: the device is a CPU."""
     sources: Mapping[str, str]
     """Where the numbers come from, by key."""
 
@@ -79,16 +83,13 @@ class Device:
         """Share of the peak that a launch of `flops` FLOPs reaches.
 
         kind: one of KINDS. precision: a key of `peak`; attention without a curve for it runs in `wide`, and the share
-        is of that peak. Raises ValueError if the device does not compute in this precision.
+        is of that peak.
 
         Example: with the curve [[1e9, 0.2], [1e11, 0.6]], 1e10 FLOPs reach 0.4.
         """
         curves = self.curves[kind]
         if kind.startswith("attention") and precision not in curves:
             precision = self.wide
-        if self.peak.get(precision) is None or precision not in curves:
-            able = [name for name, rate in self.peak.items() if rate is not None and name in curves]
-            raise ValueError(f"{self.name} does not compute in {printable(precision, 40)}: choose {' or '.join(able)}")
         return _interpolate(curves[precision], flops)
 
 
@@ -148,6 +149,8 @@ def parse_device(value: Any) -> Device:
         sms=get("sms", _COUNT), peak={name: rate and get(f"peak.{name}") for name, rate in value["peak"].items()},
         domain=_link(value, "domain", get("domain.gpus", _COUNT)), network=_link(value, "network"),
         curves=dict(like.curves if like else {}) | curves, launch=get("launch"),
+        flash2=get("efficiency.flash2", _SHARE) if "flash2" in efficiency else like.flash2 if like else 1.0,
+        cpu=get("cpu", "a text") if "cpu" in value else "x86",
         sources=get("sources", _OBJECT) if "sources" in value else {},
     )  # fmt: skip
 

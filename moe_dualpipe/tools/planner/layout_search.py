@@ -1,16 +1,14 @@
 """All ways to divide a model over some GPUs, ranked by predicted step time.
 
-There are thousands. First, all are ranked by a quick estimate, which assumes that all stages take the same time. For
-each layout and schedule, only the fastest way that fits into memory is kept. The fastest of these are then simulated
-with the actual cost of each stage.
+There are thousands. First, all are ranked by a quick estimate, which assumes that all stages take the same time. From
+the fastest on, the first way of each layout and schedule that fits into memory is simulated with the actual cost of
+each stage, until there are SIMULATED of them.
 """
 
 import dataclasses
 import functools
 import itertools
-import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -25,7 +23,7 @@ from .workload import Workload, layout_of, layout_text
 from .workload_memory import memory_of
 
 SIMULATED = 40
-"""How many candidates are simulated with the actual cost of each stage."""
+"""Candidates that are simulated and returned, at most."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 CHUNKS = (2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -35,16 +33,11 @@ USABLE = 0.92
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run that fits. step: without the measured constant. memory_gb: of the fullest rank.
-
-    simulated: `step` is simulated with the actual cost of each stage. Otherwise, it is a quick estimate with equal
-    stages.
-    """
+    """A way to run that fits. step: without the measured constant. memory_gb: of the fullest rank."""
 
     load: Workload
     step: Step
     memory_gb: float
-    simulated: bool = False
 
     @property
     def seconds(self) -> float:
@@ -53,22 +46,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """ranked: all pairs of a layout and a schedule that fit: first the simulated ones, then the others, each from
-    fastest to slowest.
-
-    too_large: layouts that do not fit in any way, with the GB of the smallest way. tried: how many ways were
-    estimated.
-    """
+    """ranked: the fastest pairs of a layout and a schedule that fit. tried: how many ways were estimated."""
 
     ranked: tuple[Candidate, ...]
-    too_large: tuple[tuple[Layout, float], ...]
     tried: int
     software: str | None
 
     @property
     def best(self) -> Estimate:
         load = self.ranked[0].load
-        return Estimate(load, find_constant(load.device.name, load.precision, self.software))
+        return Estimate(load, find_constant(load, self.software))
 
 
 def check_searched(load: Workload) -> None:
@@ -87,48 +74,24 @@ def search(load: Workload, software: str | None = None) -> Found:
     Raises ValueError for options that no layout can run, and if nothing fits; the message names the smallest way.
     """
     check_searched(load)
-    find_constant(load.device.name, load.precision, software, strict=True)
+    find_constant(load, software, strict=True)
     limit = USABLE * load.device.memory_gb * 1e9
     ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
-    groups: dict[tuple[Layout, str], list[tuple[Step, Workload]]] = defaultdict(list)
-    for step, way in ways:
-        groups[dataclasses.replace(way.layout, chunks=None), way.schedule].append((step, way))
-    smallest: dict[Layout, float] = {}
-    found: list[Candidate] = []
-    for (layout, _), group in groups.items():
-        memory, candidate = _fastest_that_fits(group, limit)
-        smallest[layout] = min(memory, smallest.get(layout, math.inf))
-        found += [] if candidate is None else [candidate]
-    too_large = sorted(((one, size / 1e9) for one, size in smallest.items() if size > limit), key=itemgetter(1))
-    if not found:
-        raise ValueError(_nothing_fits(load, too_large))
-    found.sort(key=lambda one: one.seconds)
-    exact = [dataclasses.replace(one, step=step_of(one.load), simulated=True) for one in found[:SIMULATED]]
-    exact.sort(key=lambda one: one.seconds)
-    return Found((*exact, *found[SIMULATED:]), tuple(too_large), len(ways), software)
-
-
-def _fastest_that_fits(group: Sequence[tuple[Step, Workload]], limit: float) -> tuple[float, Candidate | None]:
-    """The bytes of the smallest way of a group, and the fastest way that fits. The group is sorted, fastest first."""
-    leanest: dict[int | None, float] = {}
-    failed: dict[int | None, list[tuple[int, int]]] = defaultdict(list)
-    for _, way in sorted(group, key=lambda pair: _size(pair[1])):
-        if way.layout.chunks not in leanest:
-            leanest[way.layout.chunks] = memory_of(way).total
-    for step, way in group:
-        size, tight = _size(way), failed[way.layout.chunks]
-        # larger micro-batches and less recomputation do not fit either
-        if leanest[way.layout.chunks] > limit or any(size[0] >= a and size[1] >= b for a, b in tight):
+    found: dict[tuple[Layout, str], Candidate] = {}
+    leanest: dict[tuple[Layout, str], int] = {}
+    for _, way in ways:
+        key = dataclasses.replace(way.layout, chunks=None), way.schedule
+        if key in found or len(found) == SIMULATED:
             continue
-        if (memory := memory_of(way).total) <= limit:
-            return min(leanest.values()), Candidate(way, step, memory / 1e9)
-        tight.append(size)
-    return min(leanest.values()), None
-
-
-def _size(load: Workload) -> tuple[int, int]:
-    """The larger both numbers are, the more memory a layout needs with a schedule."""
-    return load.micro_batch, -RECOMPUTE.index(load.recompute)
+        exact_key = way.layout, way.schedule
+        if exact_key not in leanest:
+            leanest[exact_key] = memory_of(dataclasses.replace(way, micro_batch=1, recompute="full")).total
+        if leanest[exact_key] <= limit and (memory := memory_of(way).total) <= limit:
+            found[key] = Candidate(way, step_of(way), memory / 1e9)
+    if not found:
+        raise ValueError(_nothing_fits(load, leanest))
+    ranked = sorted(found.values(), key=lambda one: one.seconds)
+    return Found(tuple(ranked), len(ways), software)
 
 
 def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:
@@ -192,12 +155,12 @@ def _makespans(schedule: str, pp: int, chunks: int | None) -> tuple[float, float
     return times[1], (times[1] - times[0]) / (2 * pp), 3 * long.num_stages // pp
 
 
-def _nothing_fits(load: Workload, too_large: Sequence[tuple[Layout, float]]) -> str:
-    model = f"{load.shape.name} on {load.layout.num_ranks} x {load.device.name}"
-    layout, memory = too_large[0]
+def _nothing_fits(load: Workload, leanest: Mapping[tuple[Layout, str], int]) -> str:
+    (layout, _), memory = min(leanest.items(), key=itemgetter(1))
     return (
-        f"{model} does not fit: the smallest layout ({layout_text(layout)}, recompute full) needs {memory:,.0f} GB "
-        f"on a GPU, where a run can use {USABLE * load.device.memory_gb:,.0f} GB; use more or larger GPUs"
+        f"{load.shape.name} on {load.layout.num_ranks} x {load.device.name} does not fit: the smallest layout "
+        f"({layout_text(layout)}, recompute full) needs {memory / 1e9:,.0f} GB on a GPU, where a run can use "
+        f"{USABLE * load.device.memory_gb:,.0f} GB; use more or larger GPUs"
     )
 
 

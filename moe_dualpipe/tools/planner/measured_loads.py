@@ -1,11 +1,10 @@
 """The routing of a real run: how many tokens each expert of each layer got, and what that costs a plan.
 
-All ranks of an expert group wait for the fullest of each layer. The memory is that of one rank, which may be full in
-some layers only. A rank holds consecutive experts, as in this project.
+All ranks of an expert group wait for the fullest of each layer. The memory is that of the rank that gets the most over
+all layers. A rank holds consecutive experts, as in this project.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -59,15 +58,14 @@ class MeasuredLoads:
         """
         return [*map(max, self._of_ranks(shape, ep))]
 
-    def fullest(self, shape: ModelShape, ep: int, layers: Iterable[int]) -> tuple[float, ...]:
-        """For each layer of the model, the load of the rank that has the most in `layers`, divided by the mean.
+    def fullest(self, shape: ModelShape, ep: int) -> float:
+        """The load of the rank that gets the most tokens over all layers with experts, divided by the mean.
 
-        Example: loads [[3, 1], [2, 6], [3, 1]] and 2 ranks: in layers 0 and 2, rank 0 has the most: 1.5, 0.5, 1.5.
+        Example: loads [[3, 1], [2, 6]] and 2 ranks: rank 1 gets 0.5 and 1.5 times the mean, rank 0 1.5 and 0.5: 1.0.
         """
-        loads = self._of_ranks(shape, ep)
-        own = [loads[min(layer, len(loads) - 1)] for layer in layers]  # blocks of MTP are like the last layer
-        rank = max(range(ep), key=lambda rank: math.fsum(of_layer[rank] for of_layer in own))
-        return tuple(of_layer[rank] for of_layer in loads)
+        layers = zip(self._of_ranks(shape, ep), shape.layers, strict=True)
+        own = [of_layer for of_layer, layer in layers if layer.experts]
+        return max(math.fsum(of_rank) / len(own) for of_rank in zip(*own, strict=True))
 
     def _of_ranks(self, shape: ModelShape, ep: int) -> list[list[float]]:
         """For each layer of the model, the load of each of `ep` ranks divided by the mean; 1 without experts.

@@ -19,7 +19,8 @@ class LayerSeconds:
     """The segments of a layer for one micro-batch, in seconds. B: gradients of inputs. W: gradients of weights.
 
     recompute: what the backward computes again, already part of attn_b and mlp_b. combine_b and dispatch_b are the
-    transfers of the backward, in the order in which it runs them. All transfers of a dense layer are 0.
+    transfers of the backward, in the order in which it runs them. All transfers of a dense layer are 0. host: what the
+    CPU needs to launch the forward; a backward needs twice as much.
     """
 
     attn_f: float
@@ -32,6 +33,7 @@ class LayerSeconds:
     combine_f: float = 0.0
     combine_b: float = 0.0
     dispatch_b: float = 0.0
+    host: float = 0.0
 
     @property
     def compute_f(self) -> float:
@@ -63,25 +65,6 @@ class LayerSeconds:
 NO_LAYER = LayerSeconds(0, 0, 0, 0, 0, 0)
 
 
-@dataclass(slots=True)
-class _Streams:
-    """When each stream is free, and how long both were busy at the same time."""
-
-    compute: float = 0.0
-    transfer: float = 0.0
-
-    def run(self, seconds: float, after: float) -> float:
-        """Compute for `seconds` once the input is there. Returns the end."""
-        self.compute = max(self.compute, after) + seconds
-        return self.compute
-
-    def send(self, seconds: float, after: float) -> float:
-        if seconds:
-            self.transfer = max(self.transfer, after) + seconds
-            return self.transfer
-        return after
-
-
 def pair_seconds(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], slower: float = 0.0) -> float:
     """Seconds of an overlapped pair of chunks. Layers are given in the order of the model; backward runs them reversed.
 
@@ -89,23 +72,31 @@ def pair_seconds(forward: Sequence[LayerSeconds], backward: Sequence[LayerSecond
 
     Example: one layer each, and everything takes 1: the 6 computations take 6 and hide all 4 transfers.
     """
-    streams, n = _Streams(), max(len(forward), len(backward), 1)  # 1: a stage may have no layers
+    free = {"compute": 0.0, "transfer": 0.0}
+
+    def run(stream: str, seconds: float, after: float) -> float:
+        """The end of what a stream does once its input is there."""
+        if stream == "transfer" and not seconds:
+            return after
+        free[stream] = max(free[stream], after) + seconds
+        return free[stream]
+
+    n = max(len(forward), len(backward), 1)  # 1: a stage may have no layers
     f = [*forward, *[NO_LAYER] * (n - len(forward))]
-    b = [*reversed(backward), *[NO_LAYER] * (n - len(backward))]
-    into_f, into_b = 0.0, streams.send(b[0].combine_b, 0.0)
-    for i in range(n):
-        next_combine = b[i + 1].combine_b if i + 1 < n else 0.0
-        attn_f = streams.run(f[i].attn_f, into_f)
-        mlp_b = streams.run(b[i].mlp_b, into_b)
-        dispatched_f = streams.send(f[i].dispatch_f, attn_f)
-        dispatched_b = streams.send(b[i].dispatch_b, mlp_b)
-        streams.run(b[i].mlp_w, mlp_b)
-        mlp_f = streams.run(f[i].mlp_f, dispatched_f)
-        attn_b = streams.run(b[i].attn_b, dispatched_b)
-        streams.run(b[i].attn_w, attn_b)
-        into_f = streams.send(f[i].combine_f, mlp_f)
-        into_b = streams.send(next_combine, attn_b)
-    end = max(streams.compute, into_f, into_b)
+    b = [*reversed(backward), *[NO_LAYER] * (n - len(backward) + 1)]
+    into_f, into_b = 0.0, run("transfer", b[0].combine_b, 0.0)
+    for one, other, after in zip(f, b, b[1:], strict=False):
+        attn_f = run("compute", one.attn_f, into_f)
+        mlp_b = run("compute", other.mlp_b, into_b)
+        dispatched_f = run("transfer", one.dispatch_f, attn_f)
+        dispatched_b = run("transfer", other.dispatch_b, mlp_b)
+        run("compute", other.mlp_w, mlp_b)
+        mlp_f = run("compute", one.mlp_f, dispatched_f)
+        attn_b = run("compute", other.attn_b, dispatched_b)
+        run("compute", other.attn_w, attn_b)
+        into_f = run("transfer", one.combine_f, mlp_f)
+        into_b = run("transfer", after.combine_b, attn_b)
+    end = max(free["compute"], into_f, into_b)
     compute = sum(layer.compute_f for layer in forward) + sum(layer.compute_b for layer in backward)
     transfers = sum(layer.transfer_f for layer in forward) + sum(layer.transfer_b for layer in backward)
     hidden = max(0.0, compute + transfers - end)

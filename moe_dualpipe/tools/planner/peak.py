@@ -56,8 +56,7 @@ class PeakMemory:
 def peak_memory(
     model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: Precision = "bf16",
     zero: bool = True, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0,
-    loads: Callable[[Sequence[int]], tuple[float, ...]] | None = None, frozen: Callable[[str], bool] | None = None,
-    moments: int = 2,
+    frozen: Callable[[str], bool] | None = None, moments: int = 2,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
     """The peak memory of each rank of a pipeline. The fullest is `max(..., key=lambda rank: rank.total)`.
 
@@ -66,7 +65,6 @@ def peak_memory(
     stages: the layers of each stage. None: as in this project, with about the same FLOPs each.
     gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
     project, 2 on CPUs, 0 if gradients are in one buffer.
-    loads: returns `MicroBatch.loads` of the fullest rank that holds these layers. None: experts have even loads.
     frozen: of a `ModelConfig`, whether the parameter of this global name is not trained. moments: of the
     optimizer for a parameter: 2 with AdamW.
     For a `ModelShape`, a few bytes per token of norms and routers are not counted.
@@ -88,10 +86,10 @@ def peak_memory(
     like = [kinds.setdefault((s.embedding, s.head, *map(config.is_dense, s.layers)), i) for i, s in enumerate(blocks)]
 
     @cache
-    def stage_bytes(stage: int, own: MicroBatch) -> StageBytes:
+    def stage_bytes(stage: int) -> StageBytes:
         spec = blocks[stage]
-        working = (working_bytes(config, spec, own, deferring) for deferring in (False, True))
-        return StageBytes(saved_bytes(config, spec, own), deferred_bytes(config, spec, own), *working)
+        working = (working_bytes(config, spec, batch, deferring) for deferring in (False, True))
+        return StageBytes(saved_bytes(config, spec, batch), deferred_bytes(config, spec, batch), *working)
 
     # Messages to and from each neighbor.
     links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
@@ -105,9 +103,8 @@ def peak_memory(
             mine = shape_parameters(shape, blocks, schedule.placement, rank, dp, batch)
         owned = max(mine.owned)
         copies = 4 * gradient_copies * (dp * batch.cp * len(end_holders(schedule.placement)) > 1)
-        full = replace(batch, loads=loads([layer for s in held for layer in blocks[s].layers])) if loads else batch
         sums = {s: copies * sum(rank_shares(shape, [blocks[s]], batch)) for s in held}
-        sizes = {s: stage_bytes(s if full.loads else like[s], full)._replace(sums=sums[s]) for s in held}
+        sizes = {s: stage_bytes(like[s])._replace(sums=sums[s]) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
             (element + batch.fp8) * (mine.dense + mine.experts), 4 * mine.trained,

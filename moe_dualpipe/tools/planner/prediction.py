@@ -1,11 +1,11 @@
 """Everything that is predicted of a training run before it starts: time, memory, cost, and why.
 
-The step time of segments, links and pipeline is multiplied by one measured constant, which depends on the GPU, the
-precision and the software (constants.py). It covers what a model of kernels does not know: the host, clocks under load,
-slower ranks. `python -m benchmarks.planner` fits it to published runs, and prints the error on families that were left
-out.
+The step time of segments, links and pipeline is multiplied by one constant from published runs (constants.py). It
+covers what a model of kernels does not know: clocks under load, kernels of a family of models, slower ranks. A measured
+step replaces it.
 """
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,9 +20,27 @@ from .step import Step, step_of
 from .workload import Workload
 from .workload_memory import memory_of
 
-HOST_SECONDS = 9e-3
-"""The host's time for the forward and the backward of a layer of experts without CUDA graphs: 8.8 to 9.7 ms in runs
-of Qwen3-30B-A3B on H100 and B200 (NVIDIA-NeMo/Megatron-Bridge@067f987df docs/performance-summary-archive.md)."""
+MEMORY_ERROR = 0.1
+"""Share by which memory may be mispredicted: published peaks are within it (tests/tools/planner/test_peak.py)."""
+REPEATED = math.log(1.06)
+"""Published results for the same configuration differ by 6% (median)."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "the CPU launches every kernel (--cuda-graphs none)": {"cuda_graphs": "none"},
+    "CUDA graphs replay whole steps (--cuda-graphs full)": {"cuda_graphs": "full"},
+    "tokens travel once per expert (--ep-backend all_to_all)": {"ep_backend": "all_to_all"},
+    "tokens travel once per GPU or domain (--ep-backend deepep)": {"ep_backend": "deepep"},
+    "no transfers of experts are hidden (--no-overlap)": {"overlap": False},
+    "transfers of experts are hidden (--overlap)": {"overlap": True},
+    "attention is FlashAttention-2 (--attention flash2)": {"attention": "flash2"},
+    "attention writes its scores to memory (--attention plain)": {"attention": "plain"},
+    "attention is the fastest kernel (--attention fastest)": {"attention": "fastest"},
+    "experts get uneven numbers of tokens (--routing real)": {"routing": "real"},
+    "experts get equal numbers of tokens (--routing balanced)": {"routing": "balanced"},
+    "whole blocks are computed again (--recompute full)": {"recompute": "full"},
+    "nothing is computed again (--recompute none)": {"recompute": "none"},
+    "each GPU updates all parameters (--no-zero)": {"zero": False},
+}
+"""What may be different in a run that is slower or faster than predicted."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,7 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The fastest and the slowest likely step, in seconds: 8 of 10 comparable runs should be in between."""
+        """The fastest and the slowest likely step, in seconds: 9 of 10 comparable runs should be in between."""
         return self.step.seconds * self.constant.low, self.step.seconds * self.constant.high
 
     @property
@@ -78,28 +96,37 @@ class Estimate:
         return memory_of(self.load)
 
     def memory_advice(self) -> str:
-        """Empty if the run fits into the memory of a GPU. Otherwise, the least recomputation with which it does."""
-        load, limit = self.load, self.load.device.memory_gb * 1e9
-        if self.memory.total <= limit:
+        """Empty if the run surely fits into a GPU. Otherwise, the least recomputation with which it does."""
+        load, limit, total = self.load, self.load.device.memory_gb * 1e9, self.memory.total
+        if total * (1 + MEMORY_ERROR) <= limit:
             return ""
+        if total * (1 - MEMORY_ERROR) <= limit:
+            return f"It may not fit: the prediction of memory is within {MEMORY_ERROR:.0%}."
         for kind in RECOMPUTE[RECOMPUTE.index(load.recompute) + 1 :]:
             size = memory_of(replace(load, recompute=kind)).total
             if size <= limit:
-                return f"It does not fit. With --recompute {kind}, it needs {size / 1e9:.1f} GB."
+                return (
+                    f"It does not fit with --recompute {load.recompute}. With --recompute {kind}, it needs "
+                    f"{size / 1e9:.1f} GB;\nruns that recompute other parts of a block are in between."
+                )
         return "It does not fit, even with --recompute full. moe-dualpipe plan search looks for a layout that does."
 
-    def host_advice(self) -> str:
-        """Empty unless layers are so short that the host may be slower than the GPU, which is not predicted."""
-        load = self.load
-        layers = sum(layer.experts > 0 for layer in load.shape.layers)
-        each = self.seconds * load.layout.pp / (load.num_micro_batches * max(1, layers))
-        if not layers or load.precision == "fp32" or each >= HOST_SECONDS:
-            return ""
-        return (
-            f"A layer takes {1e3 * each:.1f} ms for a micro-batch. Published runs without CUDA graphs took "
-            f"{1e3 * HOST_SECONDS:.0f} ms or more,\nbecause the host was slower than the GPU: "
-            "use CUDA graphs or larger micro-batches."
-        )
+    def measured(self, seconds: float) -> "Estimate":
+        """This estimate, with the constant that a measured step of this run implies."""
+        factor = seconds / self.step.seconds
+        low, high = factor / math.exp(REPEATED), factor * math.exp(REPEATED)
+        return replace(self, constant=replace(self.constant, factor=factor, low=low, high=high))
+
+    def differences(self, slower: bool) -> list[tuple[str, float]]:
+        """What would make this run slower, or faster, with the seconds of a step, the most first."""
+        before, found = find_constant(self.load).factor, []
+        for what, change in CHANGES.items():
+            load = replace(self.load, **change)
+            factor = self.constant.factor * find_constant(load).factor / before
+            more = step_of(load).seconds * factor - self.seconds
+            if abs(more) > 0.01 * self.seconds and (more > 0) == slower:
+                found.append((what, more))
+        return sorted(found, key=lambda one: -abs(one[1]))
 
     def waterfall(self) -> Iterator[tuple[str, float]]:
         """What a step takes, from the ideal to the predicted time: names and seconds to add, in order."""
@@ -134,4 +161,4 @@ def ideal_seconds(load: Workload) -> float:
 def estimate(load: Workload, software: str | None = None) -> Estimate:
     """Predict a run. Raises ValueError, on one line, for a workload that cannot run."""
     load.check()
-    return Estimate(load, find_constant(load.device.name, load.precision, software, strict=True))
+    return Estimate(load, find_constant(load, software, strict=True))

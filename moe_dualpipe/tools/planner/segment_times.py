@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ...models.shape import Attention, Layer, Product
+from .constants import read_constants
 from .device import Device
 from .pair import LayerSeconds
 from .real_routing import load_factor
@@ -21,7 +22,7 @@ from .workload import Workload
 
 EFFECTS = (
     "products", "attention", "memory", "launches", "recomputation", "tensor transfers", "expert transfers",
-    "imbalance", "pipeline", "gradients", "optimizer",
+    "imbalance", "host", "pipeline", "gradients", "optimizer",
 )  # fmt: skip
 """What keeps a step from its ideal time, in the order in which the effects are added up."""
 ALL = frozenset(EFFECTS)
@@ -38,6 +39,8 @@ SCORE_BYTES = 16
 """Bytes moved for a score without flash attention, of the whole square: written, masked, softmax, dropout, read."""
 KERNELS = {"attention": 10, "dense": 5, "experts": 30, "shared": 5}
 """Launches of a forward; a backward has twice as many."""
+ROUTER = 10
+"""Launches of the router and before dispatch, among those of the experts. Partial CUDA graphs replay them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,24 @@ def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, facto
         attn_f=attn[0] + around + keys, mlp_f=mlp[0] + around,
         attn_b=attn[1] + around + 2 * keys + extra_attn, mlp_b=mlp[1] + around + extra_mlp,
         attn_w=attn_w, mlp_w=mlp_w, dispatch_f=transfers[0], combine_f=transfers[1], combine_b=transfers[2],
-        dispatch_b=transfers[3],
+        dispatch_b=transfers[3], host=_host(load, layer) if "host" in on else 0.0,
     )  # fmt: skip
+
+
+def _launches(load: Workload, layer: Layer) -> tuple[int, int]:
+    """Launches of a forward of attention, and of the MLP or the experts."""
+    mlp = KERNELS["experts" if layer.experts else "dense"] + KERNELS["shared"] * (layer.shared_size > 0)
+    return KERNELS["attention"] + len(layer.attention.products(load.shape.hidden)), mlp
+
+
+def _host(load: Workload, layer: Layer) -> float:
+    """Seconds of the CPU for a forward. Products of experts are launched one by one, as in Transformer Engine."""
+    attention, mlp = _launches(load, layer)
+    if load.cuda_graphs == "full":
+        return 0.0
+    graphed = attention + ROUTER * (layer.experts > 0) if load.cuda_graphs == "partial" else 0
+    each = read_constants()["host"].get(load.device.cpu, 0.0) if load.host is None else load.host
+    return each * (attention + mlp + layer.experts // load.layout.ep - graphed)
 
 
 def head_seconds(load: Workload, on: Collection[str] = ALL) -> LayerSeconds:
@@ -123,17 +142,18 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     products = attention.products(hidden)
     linear = clock.products(tokens, products)
     scores = tokens * attention.score_flops(load.seq)
+    kernel = load.device.flash2 if load.attention == "flash2" and "attention" in clock.on else 1.0
     forward, backward = (
-        clock.product(scores * factor, clock.wide, f"attention_{name}")
+        clock.product(scores * factor, clock.wide, f"attention_{name}") / kernel
         for name, factor in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))
     )
     width = sum(product.outputs for product in products)
     bytes_forward = tokens * (
         load.element * (5 * hidden + 2 * width) + _casts(load, sum(product.inputs for product in products))
     )
-    if not load.flash:
+    if load.attention == "plain":
         bytes_forward += tokens * SCORE_BYTES * attention.heads * load.seq / 2
-    gaps = clock.launches(KERNELS["attention"] + len(products))
+    gaps = clock.launches(_launches(load, layer)[0])
     memory = clock.memory(bytes_forward)
     return (linear + forward + memory + gaps, linear + backward + 2 * memory + 2 * gaps), linear
 
@@ -144,7 +164,6 @@ def _mlp(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
     products = clock.products(tokens, layer.mlp_products(hidden))
     every = load.element * 5 * hidden + 12 * layer.experts + _activation_bytes(load, inner, hidden, layer.gated)
     moved = tokens * every
-    launches = KERNELS["experts" if layer.experts else "dense"] + KERNELS["shared"] * (layer.shared_size > 0)
     if layer.experts:
         divided = load.expert_tp  # these ranks all have the rows of all their tokens
         rows, local = divided * tokens * layer.top_k * factor, layer.experts / load.layout.ep
@@ -153,7 +172,7 @@ def _mlp(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
         products += sum(routed) * padding
         inner = layer.expert_size // divided
         moved += rows * (load.element * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
-    memory, gaps = clock.memory(moved), clock.launches(launches)
+    memory, gaps = clock.memory(moved), clock.launches(_launches(load, layer)[1])
     return (products + memory + gaps, products + 2 * memory + 2 * gaps), products
 
 

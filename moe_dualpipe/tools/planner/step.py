@@ -96,7 +96,9 @@ def _stages(load: Workload, layers: Sequence[LayerSeconds], head: LayerSeconds) 
         forward = sum(one.compute_f + one.transfer_f for one in own)
         backward = sum(one.compute_b + one.transfer_b for one in own)
         gain = max(0.0, forward + backward - pair_seconds(own, own, slower)) if load.overlaps else 0.0
-        pair = forward + backward - OVERLAP * gain
+        host = sum(one.host for one in own)
+        pair = max(forward + backward - OVERLAP * gain, 3 * host)
+        forward, backward = max(forward, host), max(backward, 2 * host)
         transfers = sum(one.transfer_f + one.transfer_b for one in own)
         stages.append(_Stage(forward, backward, sum(one.weights for one in own), pair, transfers))
     return stages

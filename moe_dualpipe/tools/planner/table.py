@@ -6,7 +6,7 @@ from typing import Any
 
 from ...messages import plural, printable
 from ..drawing.tables import markdown
-from .layout_search import USABLE, Candidate, Found, why_slower
+from .layout_search import Candidate, Found, why_slower
 from .prediction import Estimate
 from .real_routing import ZIPF
 from .segment_times import layer_factors
@@ -30,15 +30,33 @@ def estimate_report(found: Estimate) -> str:
     digits = _digits(memory.total / 1e9, 1)
     rows.append(["peak memory", f"{memory.total / 1e9:.{digits}f} of {load.device.memory_gb:.0f} GB"])
     rows += [[f"  {name}", f"{size / 1e9:.{digits}f} GB"] for name, size in memory.parts().items()]
-    known = f"{plural(found.constant.rows, 'published run')} of this GPU and precision" if found.constant.rows else (
-        "no published run of this GPU and precision: the constant is that of other runs"
-    )  # fmt: skip
-    advice = "".join(f"\n{text}" for text in (found.memory_advice(), found.host_advice()) if text)
+    advice = f"\n{text}" if (text := found.memory_advice()) else ""
+    runs = plural(found.constant.runs, "published configuration")
+    family = f"{found.constant.family_runs} of this family" if found.constant.family_runs else "none of this family"
     return (
         f"{describe(load)}\n\n{markdown([['predicted', ''], *rows])}\n{advice}\n"
-        "8 of 10 comparable runs should be inside the interval. "
-        f"Measured constant: {found.constant.factor:.2f}\n({known})."
+        f"9 of 10 comparable runs should be inside the interval. Constant: {found.constant.factor:.2f}\n"
+        f"({runs} on this GPU, and {family})."
     )
+
+
+def measured_report(predicted: Estimate, seconds: float) -> str:
+    """How a measured step compares with what others reached, and what may make the difference."""
+    low, high = predicted.interval
+    share = predicted.seconds / seconds
+    slower = share < 1
+    found = predicted.differences(slower)[:3]
+    lines = [
+        f"Measured: {seconds:.3g} s. Predicted from the runs of others: {predicted.seconds:.3g} s ({low:.3g} to "
+        f"{high:.3g} s).",
+        f"You have {share:.0%} of what others reached. The constant changes from {predicted.constant.factor:.2f} to "
+        f"{seconds / predicted.step.seconds:.2f}, for the numbers below.",
+    ]
+    if found:
+        rows = [[what, f"{more:+.3g}"] for what, more in found]
+        lines.append(f"The largest differences may be:\n\n{markdown([['if in your run', 'seconds'], *rows])}")
+    better = [f"{what} ({more:+.3g} s)" for what, more in predicted.differences(False)[:3]] if slower else []
+    return "\n".join([*lines, *([f"\nWhat would be faster: {'; '.join(better)}."] if better else [])])
 
 
 def describe(load: Workload) -> str:
@@ -90,20 +108,12 @@ def routing_line(load: Workload) -> str:
 
 def search_report(found: Found, top: int) -> str:
     """The ranking, with the reason why each is slower than the best, and the command that runs the best."""
-    heading = ["layout", "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU", "slower because of"]
+    heading = ["layout", "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU", "slower because of",
+               "train.py"]  # fmt: skip
     rows = [_row(found, one) for one in found.ranked[:top]]
     parts = [estimate_report(found.best), markdown([heading, *rows])]
     if len(found.ranked) > top:
         parts.append(f"and {len(found.ranked) - top} more (--top)")
-    if not all(one.simulated for one in found.ranked[:top]):
-        parts.append("~: estimated with equal stages. The fastest ways are simulated with their own stages.")
-    if found.too_large:
-        layout, memory = found.too_large[0]
-        usable = USABLE * found.best.load.device.memory_gb
-        parts.append(
-            f"Too large with any schedule and recomputation: {plural(len(found.too_large), 'layout')}. The smallest "
-            f"({layout_text(layout)}) needs {memory:,.0f} GB, and a run can use {usable:,.0f} GB"
-        )
     if found.best.load.overlap is None and any(one.load.layout.ep > 1 for one in found.ranked):
         parts.append(
             "Only dualpipe and dualpipev hide transfers of experts behind computation, as in train.py.\n"
@@ -122,8 +132,8 @@ def _row(found: Found, one: Candidate) -> list[str]:
     tokens = load.tokens / (one.seconds * factor) / load.layout.num_ranks
     return [
         layout_text(load.layout), load.schedule, str(load.micro_batch), load.recompute,
-        f"{'' if one.simulated else '~'}{one.seconds * factor:.3g}",
-        f"{one.memory_gb:.0f}", f"{tokens:,.0f}", why_slower(one, found.ranked[0]),
+        f"{one.seconds * factor:.3g}", f"{one.memory_gb:.0f}", f"{tokens:,.0f}", why_slower(one, found.ranked[0]),
+        f"no: {', '.join(lacks)}" if (lacks := missing(load)) else "yes",
     ]  # fmt: skip
 
 
@@ -138,8 +148,8 @@ def search_rows(found: Found, top: int) -> dict[str, Any]:
                 "tp": one.load.layout.tp, "pp": one.load.layout.pp, "vpp": one.load.layout.chunks or 1,
                 "ep": one.load.layout.ep, "cp": one.load.layout.cp, "schedule": one.load.schedule,
                 "micro_batch": one.load.micro_batch, "recompute": one.load.recompute,
-                "step_time_s": one.seconds * factor, "simulated": one.simulated, "peak_memory_gb": one.memory_gb,
-                "slower_because": why_slower(one, found.ranked[0]),
+                "step_time_s": one.seconds * factor, "peak_memory_gb": one.memory_gb,
+                "slower_because": why_slower(one, found.ranked[0]), "train_lacks": missing(one.load),
             }
             for one in found.ranked[:top]
         ],

@@ -36,7 +36,7 @@ def missing(load: Workload) -> list[str]:
     found = [f"{name} {number}" for name, number in (("tp", one.tp), ("cp", one.cp)) if number > 1]
     found += [load.precision] if load.precision in ("fp8", "mxfp8") else []
     found += [f"overlap in {load.schedule}"] if load.overlap and one.ep > 1 and load.schedule not in PAIRED else []
-    found += [] if load.shape.name in PRESETS else [f"the model {load.shape.name}, which is not a preset"]
+    found += [] if load.shape.name in PRESETS else [f"{load.shape.name} is not a preset"]
     try:
         check_numbers(load.schedule, one.pp, load.num_micro_batches, one.chunks)
     except ValueError as error:

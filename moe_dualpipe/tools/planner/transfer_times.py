@@ -81,10 +81,15 @@ def all_to_all(device: Device, rows: Rows, tokens: float, row_bytes: float) -> f
 def gather(device: Device, num_bytes: float, ranks: int, distance: int) -> float:
     """Seconds of an all-gather or a reduce-scatter of `num_bytes` in all, over `ranks` ranks.
 
-    distance: between two neighbors of the group in the numbering of ranks. A ring that leaves a domain uses the
-    network card of each GPU.
+    distance: between two neighbors of the group in the numbering of ranks. A group that leaves a domain has as many
+    rings as ranks in it, each through the network card of another GPU, but is no faster than the domain.
+
+    Example: 16 neighbors, 8 in a domain: each card carries 1/8 of the bytes. With distance 8, each card carries all.
     """
     if ranks == 1 or not num_bytes:
         return 0.0
-    inside = ranks * distance <= (device.domain.gpus or 1)
-    return seconds(device.domain if inside else device.network, num_bytes * (ranks - 1) / ranks)
+    domain, sent = device.domain.gpus or 1, num_bytes * (ranks - 1) / ranks
+    inside = seconds(device.domain, sent) if distance < domain else 0.0
+    if ranks * distance <= domain:
+        return inside
+    return max(inside, seconds(device.network, sent / max(1, domain // distance)))

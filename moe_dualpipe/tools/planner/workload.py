@@ -18,6 +18,8 @@ from .measured_loads import MeasuredLoads
 from .transfer_times import EpBackend
 
 Routing = Literal["balanced", "real"]
+AttentionKernel = Literal["fastest", "flash2", "plain"]
+CudaGraphs = Literal["none", "partial", "full"]
 PAIRED = ("dualpipe", "dualpipev")
 """Schedules whose actions are pairs of a forward and a backward."""
 
@@ -46,8 +48,10 @@ class Workload:
 
     overlap: transfers of experts run beside the computation of another micro-batch, in every schedule, as in
     Megatron-LM. None: only in schedules whose actions are pairs (PAIRED), as in this project. zero: the optimizer state
-    is divided over replicas. flash: attention in one kernel; without it, scores are written to memory. loads: measured
-    loads of experts, instead of `routing`.
+    is divided over replicas. attention: fastest: the device's curves; flash2: PyTorch's FlashAttention-2; plain: scores
+    are written to memory. cuda_graphs: what the CPU need not launch again for each micro-batch; partial: attention and
+    the router. loads: measured loads of experts, instead of `routing`. host: seconds of the CPU for a launch, instead
+    of those fitted to published runs.
     """
 
     shape: ModelShape
@@ -63,8 +67,10 @@ class Workload:
     overlap: bool | None = None
     routing: Routing = "balanced"
     zero: bool = True
-    flash: bool = True
+    attention: AttentionKernel = "fastest"
+    cuda_graphs: CudaGraphs = "none"
     loads: MeasuredLoads | None = None
+    host: float | None = None
 
     @cached_property
     def num_micro_batches(self) -> int:

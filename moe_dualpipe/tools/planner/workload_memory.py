@@ -1,6 +1,6 @@
 """The peak memory of a planned run."""
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from ...schedule import Schedule, build
 from .activations import MicroBatch
@@ -13,12 +13,11 @@ def memory_of(load: Workload) -> PeakMemory:
     one = load.layout
     batch = MicroBatch(
         load.micro_batch, load.seq, ep=one.ep * load.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
-        flash=load.flash,
+        flash=load.attention != "plain", load=load.loads.fullest(load.shape, one.ep) if load.loads else 1.0,
     )  # fmt: skip
     schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
     stages = stages_of(load.shape, load.placement.num_stages)
-    loads = partial(load.loads.fullest, load.shape, one.ep) if load.loads and one.ep > 1 else None
-    ranks = peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages, loads=loads)
+    ranks = peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages)
     return max(ranks, key=lambda rank: rank.total)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 
@@ -56,43 +57,43 @@ def test_the_best_is_the_best_of_all(found):
     assert found.ranked[0].seconds <= 1.01 * min(all_ways())
 
 
-def test_candidates_fit_and_are_ranked(found):
-    assert len(found.ranked) > SIMULATED and found.tried > 500
-    assert [one.simulated for one in found.ranked] == sorted((one.simulated for one in found.ranked), reverse=True)
-    for kind in (True, False):
-        times = [one.seconds for one in found.ranked if one.simulated == kind]
-        assert times == sorted(times) and (len(times) == SIMULATED or not kind)
+def test_candidates_fit_and_are_ranked_by_their_simulated_step(found):
+    assert len(found.ranked) == SIMULATED and found.tried > 500
+    times = [one.seconds for one in found.ranked]
+    assert times == sorted(times) and found.best.load == found.ranked[0].load
     layouts = [dataclasses.replace(one.load.layout, chunks=None) for one in found.ranked]
-    ways = {(layout, one.load.schedule) for layout, one in zip(layouts, found.ranked, strict=True)}
-    assert len(ways) == len(found.ranked)
+    assert len({*zip(layouts, (one.load.schedule for one in found.ranked), strict=True)}) == SIMULATED
     assert LIMIT < 0.95 * 80e9  # room for the context, libraries and fragments
     for one in found.ranked:
         one.load.check()
         assert memory_of(one.load).total / 1e9 == one.memory_gb <= LIMIT / 1e9
-        exact = step_of(one.load)
-        assert (
-            exact == one.step if one.simulated else one.seconds == pytest.approx(exact.seconds, rel=0.25)
-        )  # unequal stages
-    assert found.best.load == found.ranked[0].load
+        assert step_of(one.load) == one.step
 
 
-def test_every_layout_and_schedule_that_fits_is_ranked_with_its_fastest_way(monkeypatch):
-    monkeypatch.setattr(layout_search, "SIMULATED", 3)
+def test_every_layout_and_schedule_that_fits_is_found_in_its_fastest_way(monkeypatch):
+    monkeypatch.setattr(layout_search, "SIMULATED", 10_000)
     device = dataclasses.replace(LOAD.device, memory_gb=45.0)
     load = dataclasses.replace(LOAD, device=device, layout=layout_of(4), global_batch=16)
-    fits: dict[tuple[Layout, str], list[float]] = {}
-    too_large: dict[Layout, list[float]] = {}
+    fits: dict[tuple[Layout, str], tuple[float, Workload]] = {}
     for step, way in _ways(load):
-        layout, memory = dataclasses.replace(way.layout, chunks=None), memory_of(way).total / 1e9
-        too_large.setdefault(layout, []).append(memory)
-        if memory <= USABLE * 45:
-            fits.setdefault((layout, way.schedule), []).append(step.seconds)
-    large = {layout: min(sizes) for layout, sizes in too_large.items() if min(sizes) > USABLE * 45}
-    found = search(load)
-    ranked = {(dataclasses.replace(one.load.layout, chunks=None), one.load.schedule): one for one in found.ranked}
-    assert {*ranked} == {*fits} and dict(found.too_large) == large and large
-    others = {key: one.seconds for key, one in ranked.items() if not one.simulated}
-    assert others == {key: min(fits[key]) for key in others} and others
+        key = dataclasses.replace(way.layout, chunks=None), way.schedule
+        if memory_of(way).total <= USABLE * 45e9 and step.seconds < fits.get(key, (math.inf,))[0]:
+            fits[key] = step.seconds, way
+    ranked = {
+        (dataclasses.replace(one.load.layout, chunks=None), one.load.schedule): one for one in search(load).ranked
+    }
+    assert {*ranked} == {*fits} and len(fits) > 10
+    assert all(ranked[key].load == way for key, (_, way) in fits.items())
+
+
+def test_the_quick_estimate_is_near_the_simulated_step():
+    """Also of few and of many micro-batches, which are extrapolated from two numbers."""
+    for batch in (32, 512):
+        load = dataclasses.replace(LOAD, global_batch=batch, layout=layout_of(8, pp=4), host=0.0)
+        ways = [(step, way) for step, way in _ways(load) if way.layout == layout_of(8, pp=4) and way.micro_batch == 1]
+        assert {way.schedule for _, way in ways} >= {"1f1b", "zb1p", "dualpipe"}
+        for step, way in ways:
+            assert step.seconds == pytest.approx(step_of(way).seconds, rel=0.25)
 
 
 def test_experts_are_also_shared_by_tensor_parallel_ranks_and_overlap_on_one_rank(found):
@@ -117,14 +118,6 @@ def test_each_slower_candidate_has_a_reason_and_the_best_has_none(found):
     slow = dataclasses.replace(slow, load=dataclasses.replace(best.load, recompute="full"))
     assert why_slower(slow, saves) == "recomputation (full) +2.00 s"
     assert sum(getattr(best.step, part) for part in parts) == pytest.approx(best.seconds)
-
-
-def test_less_memory_needs_more_recomputation_or_ranks():
-    small = dataclasses.replace(LOAD.device, memory_gb=22.0)
-    narrow = search(dataclasses.replace(LOAD, device=small))
-    assert all(one.memory_gb <= USABLE * 22 for one in narrow.ranked)
-    assert narrow.ranked[0].seconds > search(LOAD).ranked[0].seconds
-    assert narrow.too_large and all(memory > USABLE * 22 for _, memory in narrow.too_large)
 
 
 def test_recomputation_is_tried_where_nothing_else_fits():

@@ -78,7 +78,11 @@ def test_the_slower_link_counts():
     assert all_to_all(H100, rows, 1e6, 1e3) == max(near, far) == far
 
 
-def test_a_ring_uses_the_network_once_it_leaves_the_domain():
-    inside, outside = gather(H100, 1e9, 8, 1), gather(H100, 1e9, 8, 2)
-    assert inside == seconds(H100.domain, 1e9 * 7 / 8) and outside == seconds(H100.network, 1e9 * 7 / 8)
+def test_a_group_has_a_ring_through_each_card_of_a_domain():
+    inside, beyond, far = (gather(H100, 1e9, 8, distance) for distance in (1, 2, 8))
+    assert inside == seconds(H100.domain, 1e9 * 7 / 8)
+    assert beyond == seconds(H100.network, 1e9 * 7 / 8 / 4) > seconds(H100.domain, 1e9 * 7 / 8)  # 4 in each domain
+    assert far == seconds(H100.network, 1e9 * 7 / 8) == gather(H100, 1e9, 8, 16)  # one in each
+    sent = 1e9 * 63 / 64
+    assert gather(H100, 1e9, 64, 1) == max(seconds(H100.domain, sent), seconds(H100.network, sent / 8))
     assert gather(H100, 1e9, 1, 1) == gather(H100, 0, 8, 1) == 0

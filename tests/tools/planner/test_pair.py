@@ -66,15 +66,6 @@ def test_a_pair_is_between_its_longest_part_and_its_sum(seed):
     assert alone <= pair_seconds(forward, backward, slower=0.2) <= compute + transfers + 1e-9
 
 
-def test_without_transfers_there_is_nothing_to_hide():
-    layer = LayerSeconds(1, 2, 3, 4, 5, 6)
-    assert pair_seconds([layer] * 2, [layer] * 2, slower=0.5) == 2 * 21
-
-
-def test_a_stage_without_layers_takes_no_time():
-    assert pair_seconds([], []) == 0
-
-
 def test_the_example():
     ones = LayerSeconds(*[1.0] * len(FIELDS))
     assert pair_seconds([ones], [ones]) == 6

@@ -9,12 +9,12 @@ from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.peak import stages_of
 from moe_dualpipe.tools.planner.published_shapes import read_shape
-from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS
+from moe_dualpipe.tools.planner.segment_times import EFFECTS
 from moe_dualpipe.tools.planner.step import simulate_step, step_of
 from moe_dualpipe.tools.planner.workload import Workload, layout_of
 from tests.support.planned import relaid
 
-QWEN = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256)
+QWEN = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256, host=0.0)
 
 
 def changed(load=QWEN, layout=None, **options):
@@ -36,6 +36,7 @@ def test_each_effect_adds_time(schedule):
     load = changed(schedule=schedule, recompute="full", routing="real", overlap=False)
     load = changed(load, {"tp": 2})
     on, before = frozenset(), 0.0
+    load = changed(load, host=1e-3)
     for effect in ("", *EFFECTS):
         on = on | {effect}
         step = step_of(load, on)
@@ -65,12 +66,6 @@ def test_no_transfers_without_expert_parallelism():
     assert (step.transfers, step.exposed, step.sums, step.idle, step.hidden) == (0, 0, 0, 0, 1)
 
 
-@pytest.mark.parametrize("change", [{"gpus": 64}, {"tp": 2}])
-def test_more_gpus_take_less_time_but_not_less_gpu_time(change):
-    few, many = changed(), changed(layout=change | {"gpus": 64})
-    assert step_of(many).seconds < step_of(few).seconds < 2.01 * step_of(many).seconds
-
-
 def test_real_routing_deduplication_and_recomputation_have_the_right_sign():
     base = step_of(changed(overlap=False)).seconds
     assert step_of(changed(overlap=False, routing="real")).seconds > base
@@ -78,8 +73,8 @@ def test_real_routing_deduplication_and_recomputation_have_the_right_sign():
     times = [step_of(changed(recompute=kind)).seconds for kind in ("none", "norms", "attention", "full")]
     assert times == sorted(times) and len({*times}) == 4
     assert step_of(changed(precision="fp8")).seconds < step_of(changed()).seconds
-    assert step_of(changed(flash=False)).seconds > step_of(changed()).seconds
-    assert step_of(changed(zero=False)).optimizer > step_of(changed()).optimizer
+    assert step_of(changed(attention="plain")).seconds > step_of(changed()).seconds
+    assert step_of(changed(attention="flash2")).seconds > step_of(changed()).seconds
 
 
 SCHEDULES = ["1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev"]
@@ -98,14 +93,6 @@ def test_the_extrapolated_step_equals_the_simulated_one(schedule):
         assert simulate_step(load, number, costs) == pytest.approx(exact, rel=0.01)
 
 
-def test_micro_batches_between_those_of_a_schedule_are_interpolated():
-    load = changed(schedule="interleaved_1f1b", layout={"vpp": 2})
-    costs = Costs(F=1, B=2, W=1)
-    times = [simulate_step(load, number, costs) for number in range(8, 40)]
-    steps = [b - a for a, b in itertools.pairwise(times)]
-    assert min(steps) > 0 and max(steps) < 3 * min(steps)
-
-
 @pytest.mark.parametrize("layers,pp", [(48, 4), (48, 5), (48, 25), (46, 8), (48, 50), (47, 49), (61, 16)])
 @pytest.mark.parametrize("mtp", [0, 2])
 def test_every_layer_is_on_one_stage_in_order(layers, pp, mtp):
@@ -118,7 +105,3 @@ def test_every_layer_is_on_one_stage_in_order(layers, pp, mtp):
         assert {len(stage.layers) for stage in stages[:-1]} == {layers // pp}
     elif mtp == 0:
         assert max(len(stage.layers) for stage in stages) <= -(-layers // pp) + 1
-
-
-def test_all_is_every_effect():
-    assert {*EFFECTS} == ALL

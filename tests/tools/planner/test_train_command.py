@@ -7,7 +7,7 @@ import pytest
 
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.published_shapes import read_shape
-from moe_dualpipe.tools.planner.train_command import train_command
+from moe_dualpipe.tools.planner.train_command import missing, train_command
 from moe_dualpipe.tools.planner.workload import Workload, layout_of
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.planned import relaid
@@ -38,9 +38,10 @@ def test_train_accepts_the_command_of_the_same_run(load):
 @pytest.mark.parametrize("load,said", [
     (changed(overlap=True), "overlap in 1f1b"), (changed({"tp": 2}), "tp 2"), (changed(precision="fp8"), "fp8"),
     (changed({"vpp": 2}, schedule="interleaved_1f1b", global_batch=24), "use 8"),
-    (changed({"cp": 2}), "cp 2"), (changed(shape=read_shape("llama3-8b")), "llama3-8b, which is not a preset"),
+    (changed({"cp": 2}), "cp 2"), (changed(shape=read_shape("llama3-8b")), "llama3-8b is not a preset"),
 ])  # fmt: skip
 def test_what_train_cannot_run_has_a_reason(load, said):
+    assert len(missing(load)) == 1 and not missing(BASE)
     text = train_command(load)
     assert text.startswith("train.py cannot run it: ") and said in text
 
