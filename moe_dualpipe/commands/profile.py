@@ -12,7 +12,6 @@ from ..tools.drawing.output import check_output
 from ..tools.profiler.communication import Names
 from ..tools.profiler.files import analyze_files
 from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes, trace_pictures
-from ..tools.profiler.reading import chrome
 from ..tools.profiler.reading.paths import trace_paths
 from ..tools.profiler.reports.overlap import traces_text
 from ..tools.profiler.windows import parse_steps
@@ -68,8 +67,7 @@ class ProfileAnalyze(TraceOptions):
         steps = parse_steps(self.steps)
         found = analyze_files(trace_paths(self.traces), names, self.out is not None, steps)
         for file, events in found.truncated.items():
-            what = "the file is cut off" if events < chrome.MOST_EVENTS else "the file is too long"
-            print(f"{printable(file)}: {what}: only the first {events:,} events are analyzed", file=sys.stderr)
+            print(f"{printable(file)}: the file is cut off: only {events:,} events are analyzed", file=sys.stderr)
         for file, sentences in found.remarks.items():
             print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
         if self.out is not None:
