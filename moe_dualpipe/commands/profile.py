@@ -55,7 +55,7 @@ class ProfileAnalyze(TraceOptions):
     kernels: int = 0
     """Print a table of this many kernels (on a CPU, operators) with the longest total time."""
     out: Path | None = None
-    """Draw computation above communication into this file: a picture (.png, .svg) or a page to zoom into (.html)."""
+    """Draw computation above communication (.png, .svg), or write a file for ui.perfetto.dev (.json, .json.gz)."""
 
     def run(self) -> None:
         names = self.names()
@@ -64,8 +64,10 @@ class ProfileAnalyze(TraceOptions):
             raise ValueError("no trace to analyze: name at least one file")
         if self.out is not None:
             check_output(self.out, SUFFIXES)
-        steps = parse_steps(self.steps)
-        found = analyze_files(trace_paths(self.traces), names, self.out is not None, steps)
+        paths, steps = trace_paths(self.traces), parse_steps(self.steps)
+        if self.out is not None and self.out.resolve() in [path.resolve() for path in paths]:
+            raise ValueError(f"--out {printable(self.out)} is one of the traces: choose another name")
+        found = analyze_files(paths, names, self.out is not None, steps)
         for file, events in found.truncated.items():
             print(f"{printable(file)}: the file is cut off: only {events:,} events are analyzed", file=sys.stderr)
         for file, sentences in found.remarks.items():

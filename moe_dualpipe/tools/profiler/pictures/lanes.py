@@ -1,6 +1,10 @@
 """Draw traces as lanes: computation above communication, like DeepSeek's published profiles, and copies below.
 
-palette.py says what the colors mean. At most MAX_PICTURES devices are drawn, and a note tells how many were left out.
+palette.py says what the colors mean. An image has at most MAX_PICTURES devices; a note tells how many were left out.
+
+To zoom into a trace there is no page of our own: ui.perfetto.dev shows the same rows, names, details, causes and memory
+of any number of events, it searches and measures, and people know it. A page of our own was 1,200 lines and a second
+set of tests in a browser. Its only advantages were its colors and that it needed no network.
 """
 
 from collections.abc import Sequence
@@ -11,14 +15,14 @@ from ....messages import plural
 from ...drawing.figures import save_figure
 from ..reports.overlap import hidden_sentence
 from .lanes_image import lanes_figure
-from .page import write_page
+from .perfetto import write_perfetto
 from .picture import Picture
 
 if TYPE_CHECKING:
     from ..files import TraceFiles
     from ..measure import Measurement
 
-SUFFIXES = (".png", ".svg", ".html")
+SUFFIXES = (".png", ".svg", ".json", ".json.gz")
 MAX_PICTURES = 8
 
 
@@ -46,13 +50,13 @@ def measurement_pictures(measurement: "Measurement") -> list[Picture]:
 
 
 def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
-    """Save the pictures as an image (.png, .svg), or as a page to zoom into (.html).
+    """Save an image of the first pictures (.png, .svg), or all of them for ui.perfetto.dev (.json, .json.gz).
 
     Raises ImportError for an image if matplotlib is not installed.
     """
-    shown, left_out = pictures[:MAX_PICTURES], len(pictures) - MAX_PICTURES
+    if path.suffix.lower() in (".json", ".gz"):
+        write_perfetto(pictures, path)
+        return
+    left_out = len(pictures) - MAX_PICTURES
     note = f"{plural(left_out, 'more device')} not drawn" if left_out > 0 else ""
-    if path.suffix.lower() == ".html":
-        write_page(shown, path, note)
-    else:
-        save_figure(lanes_figure(shown, note), path)
+    save_figure(lanes_figure(pictures[:MAX_PICTURES], note), path)

@@ -122,7 +122,7 @@ def _salvaged(data: bytes, path: Path, trace: Trace) -> ChromeTrace:
     last = data[starts[-1] if starts else opening.end() :]
     ends = [place.start() for place in re.finditer(rb"\]", last)]
     for end in (*ends, len(last)):
-        if (one := _read(last[:end]))[0] is not None:
+        if (one := _read(last[:end])) != (None, CUT):
             found.append(one)
             break
     trace.truncated = end == len(last)
