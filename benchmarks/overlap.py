@@ -7,7 +7,7 @@ One process plays one rank of 16 over a modeled link (modeled/loopback.py). The 
 Then the bandwidth is set so that the transfers of the pair take the given multiple of that time. All cases take turns,
 round by round. Tables give medians, and the range of the ratio over the rounds.
 
-The bound is the shortest time in which the pair can run with its segments in their fixed order, of the measured durations
+The bound is the shortest time in which the pair can run with its segments in their order and of their measured lengths
 (tools/profiler/bound.py).
 """
 

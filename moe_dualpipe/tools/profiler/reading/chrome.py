@@ -66,7 +66,7 @@ class ChromeTrace(Struct):
 DAMAGE = DecodeError, UnicodeDecodeError
 _FILE, _EVENT = Decoder(ChromeTrace | list[Event]), Decoder(Event)
 _LIST = re.compile(rb'\s*\[|.*?"traceEvents"\s*:\s*\[', re.DOTALL)
-_START = re.compile(rb'[\[,]\s*(?=\{\s*"(?:ph|cat|name|args|ts|dur|pid|tid|id|bp|s)"\s*:)')
+_START = re.compile(rb'[\[,]\s*(?=\{\s*"(?:ph|cat|name|args|ts|dur|pid|tid|id|bp|s)"\s*:|\{[^:]*\Z)')
 _STRING = r'"(?:[^"\\]|\\.)*+"'
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
 _NOT_FINITE = re.compile(rf"{_STRING}|-?\b(?:inf(?:inity)?|nan(?:\([^)]*\))?|1\.#\w+)", re.IGNORECASE | re.DOTALL)
@@ -118,14 +118,14 @@ def _salvaged(data: bytes, path: Path, trace: Trace) -> ChromeTrace:
         what = f"it begins with {quoted(data[:20])}" if data.strip() else "the file is empty"
         raise TraceError(f"{path}: not a trace: {what}, and has no list of events: {WANTED}")
     starts = [found.end() for found in _START.finditer(data, opening.end() - 1)]
-    found = [_read(data[start:end].rstrip(b", \t\r\n")) for start, end in pairwise(starts)]
+    found = [_read(data[start:end]) for start, end in pairwise(starts)]
     last = data[starts[-1] if starts else opening.end() :]
     ends = [place.start() for place in re.finditer(rb"\]", last)]
     for end in (*ends, len(last)):
         if (one := _read(last[:end])) != (None, CUT):
             found.append(one)
             break
-    trace.truncated = end == len(last)
+    trace.truncated = end == len(last) if starts else b"]" not in last
     for event, damage in found:
         if damage:
             (trace.skipped if event is None else trace.repaired)[damage] += 1
@@ -139,7 +139,8 @@ def _salvaged(data: bytes, path: Path, trace: Trace) -> ChromeTrace:
 
 
 def _read(data: bytes) -> tuple[Event | None, str]:
-    """One event, None if it cannot be read, and its damage."""
+    """One event, None if it cannot be read, and its damage. Behind it may be a comma."""
+    data = data.rstrip(b", \t\r\n")
     if (event := _decoded(data)) is not None:
         return event, ""
     text = data.decode("utf-8", "surrogateescape")
