@@ -7,7 +7,7 @@ of any number of events, it searches and measures, and people know it. A page of
 set of tests in a browser. Its only advantages were its colors and that it needed no network.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,10 @@ from ...drawing.figures import save_figure
 from ..reports.overlap import hidden_sentence
 from .lanes_image import lanes_figure
 from .perfetto import write_perfetto
-from .picture import Picture
+from .picture import Picture, Slice
 
 if TYPE_CHECKING:
-    from ..files import TraceFiles
+    from ..files import TracedDevice, TraceFiles
     from ..measure import Measurement
 
 SUFFIXES = (".png", ".svg", ".json", ".json.gz")
@@ -31,22 +31,29 @@ def trace_pictures(files: "TraceFiles") -> list[Picture]:
     known = [skew.shift_us for skew in files.skews if skew.shift_us is not None]
     shifts = [shift - min(known) for shift in known] if len(known) == len(files.skews) else [0.0] * len(files.skews)
     names = files.names if len(files.devices) > 1 else [files.devices[0].analysis.name]
-    return [
-        Picture(f"{name}: {hidden_sentence(device.analysis)}", device.lanes, shift, device.analysis.verdicts)
-        for name, device, shift in zip(names, files.devices, shifts, strict=True)
-        if device.lanes is not None
-    ]
+    rows = zip(names, files.devices, shifts, strict=True)
+    return [picture for name, device, shift in rows for picture in _picture(f"{name}: ", device, shift)]
 
 
 def measurement_pictures(measurement: "Measurement") -> list[Picture]:
     """Return the lanes of this rank in both runs."""
     rank = "rank 0, " if len(measurement.runs["overlapped"].devices) > 1 else ""
+    runs = [(run, files.devices[0]) for run, files in measurement.runs.items()]
+    titles = [f"{rank}{run}: {device.analysis.window_us / 1e3:,.1f} ms, " for run, device in runs]
     return [
-        Picture(f"{rank}{run}: {d.analysis.window_us / 1e3:,.1f} ms, {hidden_sentence(d.analysis)}", d.lanes)
-        for run, files in measurement.runs.items()
-        for d in files.devices[:1]
-        if d.lanes is not None
+        picture for title, (_, device) in zip(titles, runs, strict=True) for picture in _picture(title, device, 0.0)
     ]
+
+
+def _picture(title: str, device: "TracedDevice", shift: float) -> Iterator[Picture]:
+    """Yield the picture of a device, unless its lanes were not collected."""
+    found, start = device.analysis, device.transfers.start_us
+    if device.lanes is not None:
+        account = [
+            Slice(entry.start_us - start, entry.end_us - start, entry.kind, {"detail": entry.detail})
+            for entry in getattr(found, "account", ())
+        ]
+        yield Picture(title + hidden_sentence(found), device.lanes, shift, found.verdicts, account)
 
 
 def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
