@@ -69,7 +69,8 @@ class ProfileAnalyze(TraceOptions):
             raise ValueError(f"--out {printable(self.out)} is one of the traces: choose another name")
         found = analyze_files(paths, names, self.out is not None, steps)
         for file, events in found.truncated.items():
-            print(f"{printable(file)}: the file is cut off: only {events:,} events are analyzed", file=sys.stderr)
+            said = f"the file is cut off: only the first {events:,} events are analyzed"
+            print(f"{printable(file)}: {said}", file=sys.stderr)
         for file, sentences in found.remarks.items():
             print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
         if self.out is not None:

@@ -9,6 +9,7 @@ cannot be decoded, its events are looked for one by one. A damaged one is repair
 
     damage                          example                   the event is
     invalid UTF-8                   "name": "\xff"            used, with a mark
+    invalid arguments               "args": {"s": "\xff"}     used, with the arguments if only they have invalid UTF-8
     control characters in strings   "a<newline>b"             used, with blanks
     invalid escapes                 "C:\Users"                used, with the backslash
     inf or nan                      "bandwidth": inf          used, unless it is a time

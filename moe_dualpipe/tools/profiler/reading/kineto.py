@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -107,8 +108,10 @@ class _Sorter:
         try:
             found = decode(event.args)
         except DAMAGE:
-            self.trace.repaired["invalid UTF-8"] += 1
-            found = decode(bytes(event.args).decode("utf-8", "replace"))
+            self.trace.repaired["invalid arguments"] += 1
+            found = None
+            with suppress(*DAMAGE):
+                found = decode(bytes(event.args).decode("utf-8", "replace"))
         return found if isinstance(found, dict) else {}
 
     def _kernel(self, timed: HostEvent, event: Event) -> None:
