@@ -175,6 +175,16 @@ def test_numbers_in_a_figure_fit_into_their_boxes_or_are_left_out(size):
     assert widest < 2 * unit and figure.get_figwidth() <= 60 and bool(axes.texts) == (size[2] < 200)
 
 
+@pytest.mark.parametrize("size", [("dualpipe", 4, 10), ("1f1b", 2, 3), ("zbv", 8, 20)], ids=str)
+def test_the_legend_lies_inside_the_figure_and_beside_the_label_of_the_axis(size):
+    figure = timeline_figure(simulate(build(*size), COSTS))
+    figure.draw_without_rendering()
+    axes: Any = figure.axes[0]
+    legend, label = axes.get_legend().get_window_extent(), axes.xaxis.label.get_window_extent()
+    assert legend.x0 >= 0 and legend.x1 <= figure.bbox.x1 and legend.y0 >= 0
+    assert not legend.overlaps(label)
+
+
 def test_titles_labels_and_legend_of_a_figure():
     axes: Any = timeline_figure(shifted(PAIR, 100)).axes[0]
     title = [timeline_text(PAIR, 80).splitlines()[0], *timeline_summary(PAIR).splitlines()]

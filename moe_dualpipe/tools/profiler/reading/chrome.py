@@ -1,7 +1,7 @@
 r"""The events of a Chrome trace, and the values beside them.
 
 A trace has up to millions of events, and most of their arguments are never needed. So the whole file is decoded at once
-into structs of the few fields that are read, in which arguments stay text. This needs about three times the size of the
+into structs of the few fields that are read, in which arguments stay text. This needs about four times the size of the
 file in memory.
 
 Versions of PyTorch and kineto write events that are not JSON, and a killed process leaves half a file. Only if the file
