@@ -18,13 +18,13 @@ def test_traces_of_a_folder_are_sorted_by_rank(tmp_path):
     for name in names:
         write(tmp_path / name, [kernel("gemm", 0, 1)])
     write(tmp_path / "rank99.json", [kernel("gemm", 0, 1)], distributedInfo={"backend": "nccl", "rank": 5})
-    (tmp_path / "run-3.json.gz").write_bytes(gzip.compress(b'[{"ph": "X"}]'))
+    (tmp_path / "run2024-3.json.gz").write_bytes(gzip.compress(b'[{"ph": "X"}]'))
     (tmp_path / "rank4.sqlite").touch()
     (tmp_path / "report.json").write_text(json.dumps({"schedule": [1, 2]}))
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "._rank2.json").write_bytes(b"\x00\x05\x16\x07")
     assert main(["profile", "analyze", str(tmp_path / "rank2.json"), "--out", str(tmp_path / "view.json")]) == 0
-    expected = ["rank2.json", "run-3.json.gz", "rank4.sqlite", "rank99.json", "rank_7.pt.trace.json", "rank10.json"]
+    expected = ["rank2.json", "run2024-3.json.gz", "rank4.sqlite", "rank99.json", "rank_7.pt.trace.json", "rank10.json"]
     assert [path.name for path in trace_paths([tmp_path])] == [*expected, "last.json"]
     assert [path.name for path in trace_paths([tmp_path / "rank*.json"])] == [expected[0], *expected[3:]]
     first = tmp_path / "last.json"
