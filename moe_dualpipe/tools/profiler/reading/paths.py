@@ -28,7 +28,8 @@ def trace_paths(arguments: Sequence[Path]) -> list[Path]:
 
 def _expanded(argument: Path) -> list[Path]:
     if argument.is_dir():
-        found, where = _traces(argument.iterdir()) or _traces(argument.glob("*/*")), "in this folder"
+        folders, where = (folder for folder in sorted(argument.iterdir()) if folder.is_dir()), "in this folder"
+        found = _traces(argument.iterdir()) or [path for folder in folders for path in _traces(folder.iterdir())]
     elif not argument.exists() and glob.has_magic(str(argument)):
         found, where = _traces(map(Path, glob.glob(str(argument)))), "matches this pattern"
     else:
@@ -39,13 +40,12 @@ def _expanded(argument: Path) -> list[Path]:
 
 
 def _traces(paths: Iterable[Path]) -> list[Path]:
-    """The traces among `paths`, sorted by folder and rank; other JSON files, such as reports, and hidden files are left
-    out."""
+    """The traces among `paths`, sorted by rank; other JSON files, such as reports, and hidden files are left out."""
     files = [path for path in sorted(paths) if path.name.lower().endswith(_SUFFIXES) and path.is_file()]
     starts = {path: _start(path) for path in files if not path.name.startswith(".")}  # macOS: "._rank0.json"
     return sorted(
         (path for path, start in starts.items() if start is not None),
-        key=lambda path: (path.parent, *_rank(path, starts[path] or b""), path.name),
+        key=lambda path: (*_rank(path, starts[path] or b""), path.parent, path.name),
     )
 
 

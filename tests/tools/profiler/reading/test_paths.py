@@ -32,10 +32,12 @@ def test_traces_of_a_folder_are_sorted_by_rank(tmp_path):
 
 
 def test_one_level_of_folders(tmp_path):
-    for rank in (1, 0):
-        (tmp_path / f"r{rank}").mkdir()
-        write(tmp_path / f"r{rank}" / "trace.json", [kernel("gemm", 0, 1)], distributedInfo={"rank": rank})
+    """Of a folder, one folder after the other, as of two runs; of a pattern, one rank after the other."""
+    for folder, rank in ((0, 1), (1, 0)):
+        (tmp_path / f"r{folder}").mkdir()
+        write(tmp_path / f"r{folder}" / "trace.json", [kernel("gemm", 0, 1)], distributedInfo={"rank": rank})
     assert [path.parent.name for path in trace_paths([tmp_path])] == ["r0", "r1"]
+    assert [path.parent.name for path in trace_paths([tmp_path / "r?/*.json"])] == ["r1", "r0"]
 
 
 @pytest.mark.parametrize("name,problem", [
