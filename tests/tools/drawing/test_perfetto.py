@@ -107,7 +107,7 @@ def test_an_account_causes_memory_and_phases_are_rows(tmp_path):
 
 
 def test_the_command_writes_what_the_trace_says_of_each_rank(tmp_path):
-    """Rank 1 starts 30 us later, on the clock of the host."""
+    """Rank 0 starts 30 us later, on the clock of the host."""
     for rank in range(2):
         transfer = kernel("ncclDevKernel_SendRecv", 20, 900, 9, 2)
         transfer["args"] |= {"Collective name": "all_to_allv", "Group size": 2, "In msg nelems": 640, "dtype": "Float"}
@@ -115,14 +115,14 @@ def test_the_command_writes_what_the_trace_says_of_each_rank(tmp_path):
         copy["args"]["bytes"] = 64
         events = [annotation("mlp(W)", 0, 1), launch(1, 0), launch(2, 4), copy, transfer]
         work = [kernel("gemm", 10 * i, 9, correlation=1) for i in (1, 93, 94)]
-        write(tmp_path / f"rank{rank}.json", [*events, *work], host_name="h", baseTimeNanoseconds=30_000 * rank,
+        write(tmp_path / f"rank{rank}.json", [*events, *work], host_name="h", baseTimeNanoseconds=30_000 * (1 - rank),
               distributedInfo={"rank": rank, "world_size": 2})  # fmt: skip
     out = tmp_path / "view.json"
     assert main(["profile", "analyze", str(tmp_path), "--out", str(out)]) == 0
     events = json.loads(out.read_bytes())["traceEvents"]
     assert [e["args"]["name"][:7] for e in events if e["name"] == "process_name"] == ["rank 0:", "rank 1:"]
     transfers = [e for e in events if e["name"] == "ncclDevKernel_SendRecv"]
-    assert [(e["pid"], e["ts"], e["dur"]) for e in transfers] == [(1, 18.0, 900.0), (2, 48.0, 900.0)]
+    assert [(e["pid"], e["ts"], e["dur"]) for e in transfers] == [(1, 48.0, 900.0), (2, 18.0, 900.0)]
     facts = {
         "category": "communication",
         "phase": "all_to_allv",
