@@ -116,7 +116,8 @@ def contents(path: Path, notes: list[str], most: int | None = None) -> bytes:
 def _salvaged(data: bytes, path: Path, trace: Trace) -> ChromeTrace:
     """Read the events of a file that is not JSON one by one, and what can be read beside them."""
     if (opening := _LIST.match(data)) is None:
-        what = f"it begins with {quoted(data[:20])}" if data.strip() else "the file is empty"
+        empty = "; ".join(trace.notes) or "it is empty, or cut off at its start"
+        what = f"it begins with {quoted(data[:20])}" if data.strip() else empty
         raise TraceError(f"{path}: not a trace: {what}, and has no list of events: {WANTED}")
     starts = [found.end() for found in _START.finditer(data, opening.end() - 1)]
     found = [_read(data[start:end]) for start, end in pairwise(starts)]

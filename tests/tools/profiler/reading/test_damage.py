@@ -164,11 +164,11 @@ def test_one_event_far_away_in_time_is_left_out(tmp_path, category, make, odd):
 
 
 @pytest.mark.parametrize("content,problem", [
-    (b"", "the file is empty"), (b"hello", "it begins with b'hello'"), (b'{"a": [1, 2]}', "has no list of events"),
+    (b"", "empty, or cut off"), (b"hello", "it begins with b'hello'"), (b'{"a": [1, 2]}', "has no list of events"),
     (b'{"traceEvents": [', "cut off before the first event"), (b'{"traceEvents": []}', "nothing was recorded"),
     (b'{"traceEvents": 3}', "has no list of events"), (b"[1, 2]", "nothing was recorded"),
     (b'[{"name": ' + b"[" * 200_000, "nested too deeply"), (b"\x89PNG\r\n\x1a\n\xff", "it begins with b'"),
-    (b"\x1f\x8bnonsense", "the file is empty"), (gzip.compress(b"[{}]", mtime=0)[:10], "the file is empty"),
+    (b"\x1f\x8bnonsense", "its gzip data is damaged"), (gzip.compress(b"[{}]", mtime=0)[:10], "empty, or cut off"),
     (None, "No such file"),
 ])  # fmt: skip
 def test_files_that_are_no_traces_are_refused(tmp_path, capsys, content, problem):
