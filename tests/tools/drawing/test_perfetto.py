@@ -20,7 +20,7 @@ from tests.support.traces import annotation, kernel, launch, write
 
 times = st.tuples(st.integers(0, 40), st.integers(0, 9)).map(lambda one: (one[0] / 3, (one[0] + one[1]) / 3))
 works = st.builds(
-    lambda name, time, lane, stream, phase: Work(name, *time, lane, phase, stream=stream),
+    lambda name, time, lane, stream, phase: Work(name, time[0], time[1], lane, phase, stream=stream),
     st.sampled_from("abc"), times, st.integers(0, 2), st.sampled_from("123"), st.sampled_from(["", "mlp(F)"]),
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ def ticks(events):
     queue: deque[list] = deque()  # label and remaining time of transfers in flight
     arrived = dict.fromkeys(LABELS, 0)
     time = at = 0
-    left: int | None = None  # of a computation
+    left: float | None = None  # of a computation
     while True:
         while queue and queue[0][1] == 0:
             arrived[queue.popleft()[0]] += 1
