@@ -7,14 +7,13 @@ One process plays one rank of 16 over a modeled link (modeled/loopback.py). The 
 Then the bandwidth is set so that the transfers of the pair take the given multiple of that time. All cases take turns,
 round by round. Tables give medians, and the range of the ratio over the rounds.
 
-The bound is the shortest time in which the pair can run with its segments in their fixed order. It is computed from the
-measured durations of the segments with two clocks, one for computation and one for the link (docs/overlap.md).
+The bound is the shortest time in which the pair can run with its segments in their order and of their measured lengths
+(tools/profiler/bound.py).
 """
 
 import os
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH, is_wait, without_wait
+from moe_dualpipe.tools.profiler.bound import Compute, Event, Start, Wait, least_time
 
 from . import network, schedulers
 from .common import full_range, ratios, table, take_turns
@@ -59,15 +59,12 @@ class Options:
 # ---- The bound ----
 
 
-Trace = list[tuple[str, Any]]  # the events of an engine in order: ("compute", seconds), ("start" or "wait", transfer)
-
-
 class TracingEngine(Engine):
     """An engine that records the duration of each segment."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
-        self.trace: Trace = []
+        self.events: list[Event] = []
         self._depth, self._since = 0, 0.0
 
     @contextmanager
@@ -78,46 +75,36 @@ class TracingEngine(Engine):
             with super().annotate(text, layer, log, source):
                 yield
                 if is_wait(text):
-                    self.trace.append(("wait", without_wait(text)))
+                    self.events.append(Wait(without_wait(text)))
         finally:
             self._mark()
             self._depth -= 1
             if log and text.startswith((DISPATCH, COMBINE)):
-                self.trace.append(("start", text))
+                self.events.append(Start(text))
 
     def _mark(self) -> None:
         """Record the time since the last mark if it was inside a segment."""
         now = time.perf_counter()
         if self._depth:
-            self.trace.append(("compute", now - self._since))
+            self.events.append(Compute(now - self._since))
         self._since = now
 
 
-def median_trace(traces: list[Trace]) -> Trace:
+def median_events(runs: list[list[Event]]) -> list[Event]:
     """The same events, each with its median duration."""
-    events: Trace = []
-    for same in zip(*traces, strict=True):
-        kind, what = same[0]
-        assert all(event[0] == kind for event in same), "the order is fixed"
-        events.append((kind, statistics.median(event[1] for event in same) if kind == "compute" else what))
+    events: list[Event] = []
+    for same in zip(*runs, strict=True):
+        assert len({(type(event), getattr(event, "label", None)) for event in same}) == 1, "the order is fixed"
+        first, *_ = same
+        times = [event.time for event in same if isinstance(event, Compute)]
+        events.append(Compute(statistics.median(times)) if times else first)
     return events
 
 
-def lower_bound(trace: Trace, transfers: list[float]) -> float:
-    """The shortest seconds of the pair if transfer i takes transfers[i], and transfers run one after another."""
-    clock = link = 0.0
-    arrives: dict[str, deque[float]] = {}
-    remaining = deque(transfers)
-    for kind, what in trace:
-        match kind:
-            case "compute":
-                clock += what
-            case "start":
-                link = max(link, clock) + remaining.popleft()
-                arrives.setdefault(what, deque()).append(link)
-            case "wait":
-                clock = max(clock, arrives[what].popleft())
-    return clock
+def lower_bound(events: list[Event], transfers: list[float]) -> float:
+    """The shortest seconds of the pair if transfer i takes transfers[i]."""
+    remaining = iter(transfers)
+    return least_time(e._replace(time=next(remaining)) if isinstance(e, Start) else e for e in events)
 
 
 # ---- Parts ----
@@ -180,11 +167,11 @@ def link_part(options: Options) -> None:
     """Step time over the modeled link, from fast to slow."""
     tokens = SEQUENCES * LENGTH
     print(f"## Modeled link: one of {RANKS} ranks, {MODEL.num_layers} MoE layers, {tokens} tokens per micro-batch\n")
-    pair, engine, traces, rows = Pair(), TracingEngine(), list[Trace](), list[list[str]]()
+    pair, engine, runs, rows = Pair(), TracingEngine(), list[list[Event]](), list[list[str]]()
 
     def free() -> float:
-        engine.trace = []
-        traces.append(engine.trace)
+        engine.events = []
+        runs.append(engine.events)
         return pair.overlapped(Link(), engine)
 
     transfers = pair.transfers()
@@ -193,14 +180,14 @@ def link_part(options: Options) -> None:
         total = ratio * statistics.median(free() for _ in range(5))
         durations = [total * transfer / sum(transfers) for transfer in transfers]
         slow = Link(gb_per_s=sum(transfers) / total)
-        traces.clear()
+        runs.clear()
         cases = {
             "free": free, "overlapped": partial(pair.overlapped, slow), "sequential": partial(pair.sequential, slow),
         }  # fmt: skip
         seconds = take_turns(options.rounds, cases, WARM_UP)
         unlimited, overlapped, sequential = (statistics.median(seconds[name]) for name in cases)
-        bounds = [lower_bound(trace, durations) for trace in traces[WARM_UP:]]
-        bound = lower_bound(median_trace(traces[WARM_UP:]), durations)
+        bounds = [lower_bound(events, durations) for events in runs[WARM_UP:]]
+        bound = lower_bound(median_events(runs[WARM_UP:]), durations)
         to_bound = full_range(ratios(seconds["overlapped"], bounds))
         to_sequential = full_range(ratios(seconds["overlapped"], seconds["sequential"]))
         rows.append([

@@ -12,7 +12,6 @@ from ..tools.drawing.output import check_output
 from ..tools.profiler.communication import Names
 from ..tools.profiler.files import analyze_files
 from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes, trace_pictures
-from ..tools.profiler.reading import chrome
 from ..tools.profiler.reading.paths import trace_paths
 from ..tools.profiler.reports.overlap import traces_text
 from ..tools.profiler.windows import parse_steps
@@ -56,7 +55,7 @@ class ProfileAnalyze(TraceOptions):
     kernels: int = 0
     """Print a table of this many kernels (on a CPU, operators) with the longest total time."""
     out: Path | None = None
-    """Draw computation above communication into this file: a picture (.png, .svg) or a page to zoom into (.html)."""
+    """Draw computation above communication (.png, .svg), or write a file for ui.perfetto.dev (.json, .json.gz)."""
 
     def run(self) -> None:
         names = self.names()
@@ -65,11 +64,13 @@ class ProfileAnalyze(TraceOptions):
             raise ValueError("no trace to analyze: name at least one file")
         if self.out is not None:
             check_output(self.out, SUFFIXES)
-        steps = parse_steps(self.steps)
-        found = analyze_files(trace_paths(self.traces), names, self.out is not None, steps)
+        paths, steps = trace_paths(self.traces), parse_steps(self.steps)
+        if self.out is not None and self.out.resolve() in [path.resolve() for path in paths]:
+            raise ValueError(f"--out {printable(self.out)} is one of the traces: choose another name")
+        found = analyze_files(paths, names, self.out is not None, steps)
         for file, events in found.truncated.items():
-            what = "the file is cut off" if events < chrome.MOST_EVENTS else "the file is too long"
-            print(f"{printable(file)}: {what}: only the first {events:,} events are analyzed", file=sys.stderr)
+            said = f"the file is cut off: only the first {events:,} events are analyzed"
+            print(f"{printable(file)}: {said}", file=sys.stderr)
         for file, sentences in found.remarks.items():
             print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
         if self.out is not None:

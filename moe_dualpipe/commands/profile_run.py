@@ -78,7 +78,7 @@ class ProfileRun(DeviceOption, JsonOption):
             return
         (out / "report.json").write_text(strict_json.write(measurement.as_object(), indent=1) + "\n")
         files = [*measurement.recordings, "report.json"]
-        for name in ("timeline.html", "timeline.png"):
+        for name in ("perfetto.json.gz", "timeline.png"):
             with suppress(ImportError):  # without matplotlib, there is no .png
                 save_lanes(measurement_pictures(measurement), out / name)
                 files.append(name)

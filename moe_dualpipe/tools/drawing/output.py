@@ -9,7 +9,7 @@ from ...messages import printable, quoted
 
 def check_output(path: Path, suffixes: Sequence[str]) -> None:
     """Raise ValueError unless a file with one of the suffixes can be created at `path`."""
-    if path.suffix.lower() not in suffixes:
+    if not path.name.lower().endswith(tuple(suffixes)):
         use = f"one of {', '.join(suffixes)}" if len(suffixes) > 1 else suffixes[0]
         raise ValueError(f"cannot write {quoted(path.name)}: use {use}")
     if path.is_dir():

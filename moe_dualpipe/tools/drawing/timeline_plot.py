@@ -69,7 +69,10 @@ def add_timeline_legend(axes: "Axes", timeline: Timeline) -> None:
     if max(timeline.parameters) > 1:
         entries.append(Patch(facecolor=paler(COLORS["F"], 0.5), label="paler: other stages"))
     below = (0, -0.25 / len(timeline.spans))
+    columns = min(
+        len(entries), int(axes.figure.bbox.width / axes.figure.dpi / 2)
+    )  # the label of the axis is at its right end
     axes.legend(
-        handles=entries, loc="upper left", bbox_to_anchor=below, ncols=len(entries), fontsize=8, frameon=False,
+        handles=entries, loc="upper left", bbox_to_anchor=below, ncols=columns, fontsize=8, frameon=False,
         handlelength=1.2, columnspacing=1.2,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from .transfer_times import EpBackend
 Routing = Literal["balanced", "real"]
 AttentionKernel = Literal["fastest", "flash2", "plain"]
 CudaGraphs = Literal["none", "partial", "full"]
-PAIRED = ("dualpipe", "dualpipev")
+PAIRED = ("dualpipe", "dualpipev", "1f1b_overlap", "interleaved_overlap")
 """Schedules whose actions are pairs of a forward and a backward."""
 
 

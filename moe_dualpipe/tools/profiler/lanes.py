@@ -24,7 +24,6 @@ LANE_OF_KIND = {"compute": COMPUTATION, "comm": COMMUNICATION, "copy": COPIES}
 MAX_ROWS = 4
 """Rows of a lane. The last one holds all further streams, which then cover each other."""
 _MOST_STREAMS = 64  # streams of a lane for which a row is searched
-_MOST_BYTES = 2**62
 _SHARED = 0.005  # streams that share less of their time may share a row: clocks are not exact
 
 Ints = NDArray[np.int64]
@@ -113,7 +112,7 @@ def device_lanes(trace: Trace, device: str, names: Names = NAMES) -> Lanes:
     collective, collectives = indexed(event.collective for event in events)
     return Lanes(
         start, end, lane, _rows(start, end, lane, stream), name, stream, category, phase, collective,
-        integers(min(event.bytes, _MOST_BYTES) for event in events), kernels, streams, categories,
+        integers(event.bytes for event in events), kernels, streams, categories,
         tuple(text for text, _ in phases), collectives, _memory(trace, device, origin),
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ from ...expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
 from ...overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
 from ...runtime.groups import init_world
 from ...runtime.launch import Launch
+from .bound import possible_share, recorded_events, with_share
 from .capture import capture, synchronize
 from .files import TracedDevice, TraceFiles, analyze_files, compare_devices
 from .pair import Pair, Workload
+from .reading import read_trace
 
-COMM_SHARE = 0.7
-"""With a CPU's default link, communication takes this share of the computation time."""
+COMM_SHARES = 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3
+"""With a CPU's default link, communication takes one of these shares of the computation time."""
+POSSIBLE = 0.98
+"""It is the largest share with which so much of the communication can be hidden."""
 GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
 """The default link of a GPU: a port of 400 Gb/s."""
 DEEPSEEK = {
@@ -48,6 +53,8 @@ class Measurement:
     num_ranks: int
     link: str
     runs: dict[str, TraceFiles]
+    possible: float | None = None
+    """The share of this rank's communication that its overlapped run could hide (bound.py); None if unknown."""
 
     @property
     def bound_us(self) -> float:
@@ -65,7 +72,8 @@ class Measurement:
         runs = {run: self.runs[run].as_objects() for run in RUNS}
         own = {run: objects[0] for run, objects in runs.items()}
         ranks = {"ranks": runs["overlapped"]} if len(runs["overlapped"]) > 1 else {}
-        return {**workload, "num_ranks": self.num_ranks, "link": self.link, **own, "bound_us": self.bound_us, **ranks}
+        return {**workload, "num_ranks": self.num_ranks, "link": self.link, **own, "bound_us": self.bound_us,
+                "possible_fraction": self.possible, **ranks}  # fmt: skip
 
     @property
     def recordings(self) -> list[str]:
@@ -94,7 +102,8 @@ def measure(
         description, recordings = _record_pair(workload, num_ranks, world, out, link, replay, rounds)
         with _named_failures(world):
             runs = {run: _gather(analyze_files([path]), world) for run, path in recordings.items()}
-    return Measurement(workload, num_ranks, description, runs)
+            possible = possible_share(recorded_events(read_trace(recordings["overlapped"])))
+    return Measurement(workload, num_ranks, description, runs, possible)
 
 
 def _record_pair(
@@ -161,8 +170,11 @@ def _set_link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: in
     if not num_bytes:
         return "modeled link: unused, there is only one rank"
     if choose:
-        link = Link(gb_per_s=num_bytes / 1e9 / (COMM_SHARE * seconds))
-        reason = f": {_format_bytes(num_bytes)} take {COMM_SHARE} of the computation time, {1e3 * seconds:,.0f} ms"
+        per_second = num_bytes / 1e9 / seconds
+        backend.link = Link(gb_per_s=per_second / COMM_SHARES[-1])
+        share = _hidden_share(pair)
+        link = Link(gb_per_s=per_second / share)
+        reason = f": {_format_bytes(num_bytes)} take {share} of the computation time, {1e3 * seconds:,.0f} ms"
     link = link or GPU_LINK
     transfers = 4 * pair.workload.layers
     if (taking := link.seconds(num_bytes) + (transfers - 1) * link.seconds(0)) > MAX_COMM_SECONDS:
@@ -172,6 +184,18 @@ def _set_link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: in
         )
     backend.link = link
     return f"{_link_text(link)}{reason}"
+
+
+def _hidden_share(pair: Pair) -> float:
+    """The largest of COMM_SHARES with which POSSIBLE of the communication can be hidden, from a recorded run."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trial.json"
+        pair.prepare()
+        with capture(path, pair.workload.device):
+            pair.overlapped()
+        events = recorded_events(read_trace(path))
+    fitting = (share for share in COMM_SHARES if (possible_share(with_share(events, share)) or 1.0) >= POSSIBLE)
+    return next(fitting, COMM_SHARES[-1])
 
 
 def _link_text(link: Link) -> str:

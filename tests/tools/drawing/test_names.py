@@ -1,9 +1,8 @@
-"""Names from files and folders appear in figures, pages and tables as they are, whatever characters they have."""
+"""Names from files and folders appear in figures, files and tables as they are, whatever characters they have."""
 
 import html
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -14,45 +13,35 @@ from moe_dualpipe.tools.drawing.figures import plain_text
 from tests.support.traces import annotation, kernel, launch, write
 
 FORMULA = r"_$\frac{$"  # not a valid formula, and a name that legends leave out
-ODD = f"{FORMULA} a|b \x1b[31m\u202e\udc80</script><script>alert(1)</script>"
+ODD = f"{FORMULA} a|b \x1b[31m\u202e<script>"
 SHOWN = printable(ODD)
-
-
-class Tags(HTMLParser):
-    tags: tuple[str, ...] = ()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags += (tag,)
 
 
 def texts_of(svg):
     return [html.unescape(text).strip() for text in re.findall(r"<text[^>]*>(.*?)</text>", svg.read_text(), re.DOTALL)]
 
 
-def odd_trace(folder, name=ODD):
-    """A trace with the name as annotation, kernel, device and stream, in a file of that name without slashes."""
-    odd = kernel(name, 10, 90, correlation=1) | {"args": {"device": name, "stream": name, "correlation": 1}}
-    events = [annotation(name, 0, 10), launch(1, 5), odd, kernel("nccl", 50, 100, stream=8, device=name)]
-    return write(folder / f"{name.replace('/', '')}.json", events)
+def odd_trace(folder, name):
+    """A trace with an odd name as annotation, kernel, device and stream, in a file named `name`."""
+    odd = kernel(ODD, 10, 90, correlation=1) | {"args": {"device": ODD, "stream": ODD, "correlation": 1}}
+    events = [annotation(ODD, 0, 10), launch(1, 5), odd, kernel("nccl", 50, 100, stream=8, device=ODD)]
+    return write(folder / f"{name}.json", events)
 
 
 def test_a_schedule_in_a_file_with_an_odd_name(tmp_path, capsys):
-    path = tmp_path / f"{ODD.replace('/', '')}.csv"
+    path = tmp_path / f"{ODD}.csv"
     path.write_text(build("1f1b", 2, 4).to_csv())
     assert main(["schedule", "show", str(path), "--out", str(tmp_path / "x.svg")]) == 0
     assert any(text.startswith(printable(path.name)) for text in texts_of(tmp_path / "x.svg"))
-    assert main(["schedule", "show", str(path)]) == main(["schedule", "check", str(path), "--ep", "1"]) == 0
+    assert main(["schedule", "show", str(path)]) == 0
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
-    path.write_text("0F0,0B0,0B0\n")
-    assert main(["schedule", "check", str(path)]) == 1
-    assert capsys.readouterr().err.startswith(f"{printable(path.name)}: stage 0 runs micro-batch 0 with 2 B")
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+@pytest.mark.parametrize("suffix", ["svg", "json"])
 def test_traces_with_odd_names(tmp_path, capsys, suffix):
     out = tmp_path / f"x.{suffix}"
     options = ["--phases", "--streams", "--kernels", "5", "--out", str(out)]
-    assert main(["profile", "analyze", str(odd_trace(tmp_path)), str(odd_trace(tmp_path, "b")), *options]) == 0
+    assert main(["profile", "analyze", str(odd_trace(tmp_path, ODD)), str(odd_trace(tmp_path, "b")), *options]) == 0
     printed = capsys.readouterr().out
     assert all(line.isprintable() for line in printed.splitlines())
     assert printed.count(SHOWN.replace("|", "\\|")) >= 4
@@ -60,15 +49,9 @@ def test_traces_with_odd_names(tmp_path, capsys, suffix):
         assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) <= 1  # as many columns
     if suffix == "svg":
         assert any(text.startswith(SHOWN[:40]) for text in texts_of(out))
-
-
-def test_a_page_with_odd_names_runs_no_other_script(tmp_path):
-    out = tmp_path / "x.html"
-    assert main(["profile", "analyze", str(odd_trace(tmp_path)), "--out", str(out)]) == 0
-    (parser := Tags()).feed(text := out.read_text("utf-8"))
-    assert parser.tags.count("script") == 2
-    data = json.loads(text.split('id="data">')[1].split("</script>")[0], parse_constant=pytest.fail)
-    assert SHOWN in data["names"]
+    else:
+        names = {event["name"] for event in json.loads(out.read_text())["traceEvents"]}
+        assert {ODD, "thread_name"} <= names
 
 
 def test_plain_text():

@@ -265,15 +265,6 @@ def test_missing_or_invalid_header_fields(tmp_path, header):
     assert (trace.num_sms, trace.rank, trace.host, trace.base_us, len(trace.device_events)) == (0, None, "", 0, 1)
 
 
-def test_a_header_in_chunks_or_too_long(tmp_path, monkeypatch):
-    path = write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], padding="x" * 300, host_name="a")
-    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.pieces.CHUNK", 7)
-    assert read_trace(path).host == "a"
-    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.chrome.LONGEST_HEADER", 100)
-    trace = read_trace(path)
-    assert (trace.host, len(trace.device_events)) == ("", 1)
-
-
 @pytest.mark.parametrize("name,category,kept", [
     ("gloo:all_to_all", "user_annotation", "transfers"), ("nccl:all_to_all", "cpu_op", "transfers"),
     ("link:carry", "user_annotation", "transfers"), ("link::carry", "user_annotation", "operators"),

@@ -14,6 +14,7 @@ from moe_dualpipe.commands.profile_run import _device
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.profiler import measure
+from moe_dualpipe.tools.profiler.bound import Compute, Start, Wait
 from moe_dualpipe.tools.profiler.files import TracedDevice, analyze_files
 from moe_dualpipe.tools.profiler.pair import Workload
 from moe_dualpipe.tools.profiler.pictures import lanes
@@ -76,7 +77,9 @@ hidden communication: 75.0% overlapped, 0.0% sequential"""
 
 
 def test_text_of_several_ranks(tmp_path):
-    parts = measurement_text(measured(tmp_path, ranks=2)).split("\n\n")
+    text = measurement_text(replace(measured(tmp_path, ranks=2), possible=0.9812))
+    assert "hidden communication: 98.1% possible, reached 75.0% overlapped, 0.0% sequential" in text
+    parts = text.split("\n\n")
     assert [part.split("\n")[0][:20] for part in parts[2:]] == [
         "| us per layer and m", "overlapped, by rank:", "|        | window, u", "lower bound (computa",
     ]  # fmt: skip
@@ -146,16 +149,29 @@ def test_the_recording_of_median_length_is_kept_without_the_warm_up(tmp_path, mo
 
 
 def test_the_default_link_depends_on_the_computation_time(monkeypatch):
-    """35 MB in 0.7 of 2 s are 25 MB per second."""
-    backend, pair = Loopback(8, 4), SimpleNamespace(workload=WORKLOAD)
+    """35 MB in 0.7 of 2 s are 25 MB per second. The share is chosen on a link with which it is 0.3."""
+    backend, pair, links = Loopback(8, 4), SimpleNamespace(workload=WORKLOAD), []
+    monkeypatch.setattr(measure, "_hidden_share", lambda _: links.append(backend.link.gb_per_s) or 0.7)
     monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 35_000_000))
     words = measure._set_link(pair, backend, None, 3)  # type: ignore[arg-type]
     assert backend.link.gb_per_s == pytest.approx(0.025) and not backend.link.latency_us
+    assert links == [pytest.approx(0.035 / 0.6)]
     assert words == ("modeled link: 0.2 Gb/s, latency 0 us: 35.0 MB take 0.7 of the computation time, 2,000 ms")
     pair.workload = replace(WORKLOAD, device=torch.device("cuda"))
     assert measure._set_link(pair, backend, None, 3) == "modeled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
     monkeypatch.setattr(measure, "_time_computation", lambda *_: (2.0, 0))
     assert measure._set_link(pair, backend, None, 3) == "modeled link: unused, there is only one rank"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("beside,share", [(100, 0.7), (58, 0.55), (36, 0.3), (5, 0.3)])
+def test_the_default_link_is_the_slowest_that_lets_98_percent_be_hidden(monkeypatch, beside, share):
+    """One transfer, beside a part of 100 us of computation. At the share s it takes 100 s us."""
+    events = [Compute(100 - beside), Start("dispatch(F)", 7), Compute(beside), Wait("dispatch(F)")]
+    monkeypatch.setattr(measure, "capture", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "read_trace", lambda _: None)
+    monkeypatch.setattr(measure, "recorded_events", lambda _: events)
+    pair = SimpleNamespace(workload=WORKLOAD, prepare=lambda: None, overlapped=lambda: None)
+    assert measure._hidden_share(pair) == share  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("link,problem", [

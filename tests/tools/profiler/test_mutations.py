@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import islice
 
 import pytest
 
@@ -25,7 +26,7 @@ TRACE = {
 
 def test_every_wrong_value_in_a_trace_is_refused_or_analyzed(tmp_path):
     path, analyzed = tmp_path / "trace.json", 0
-    for _, text in mutations(TRACE, VALUES[::2]):
+    for _, text in islice(mutations(TRACE, VALUES), 0, None, 7):
         path.write_text(text)
         try:
             found = analyze_files([path])
@@ -38,7 +39,7 @@ def test_every_wrong_value_in_a_trace_is_refused_or_analyzed(tmp_path):
         assert all(line.isprintable() and len(line) < 1000 for line in report.splitlines())
         strict_json.parse(strict_json.write(objects := found.as_objects()))
         json.dumps(objects, allow_nan=False)  # without replacing anything
-    assert analyzed > 250
+    assert analyzed > 80
 
 
 PIECES = ["", "9", "9" * 5000, "-", ",", "\n", '"', "\x1b[31m", "F", "0F0", "\udc80", "\0", "²"]

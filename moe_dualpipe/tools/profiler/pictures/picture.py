@@ -1,10 +1,21 @@
-"""What is drawn of one device, as an image or as a page."""
+"""What is drawn of one device, as an image or for Perfetto."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ..doctor.verdict import Verdict
 from ..lanes import Lanes
+
+
+class Slice(NamedTuple):
+    """A named span, in microseconds from the start of the device's first event."""
+
+    start: float
+    end: float
+    name: str
+    args: Mapping[str, Any] | None = None
+    """What is shown of it when it is selected."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +26,8 @@ class Picture:
     lanes: Lanes
     shift_us: float = 0.0
     verdicts: Sequence[Verdict] = field(default=())
+    account: Sequence[Slice] = field(default=())
+    """What the device did at each moment."""
 
     @property
     def end_us(self) -> float:

@@ -1,178 +1,161 @@
-"""The events of a Chrome trace, one by one from the stream of its text, and the values before and behind them.
+r"""The events of a Chrome trace, and the values beside them.
 
-A trace can be larger than memory, incomplete, and damaged. So events are decoded one at a time; those that the analysis
-never needs, such as Python functions, are passed over without being decoded; a damaged event is repaired or skipped
-(damaged.py), and reading goes on with the next one.
+A trace has up to millions of events, and most of their arguments are never needed. So the whole file is decoded at once
+into structs of the few fields that are read, in which arguments stay text. This needs about four times the size of the
+file in memory.
+
+Versions of PyTorch and kineto write events that are not JSON, and a killed process leaves half a file. Only if the file
+cannot be decoded, its events are looked for one by one. A damaged one is repaired or skipped, and counted:
+
+    damage                          example                   the event is
+    invalid UTF-8                   "name": "\xff"            used, with a mark
+    invalid arguments               "args": {"s": "\xff"}     used, with the arguments if only they have invalid UTF-8
+    control characters in strings   "a<newline>b"             used, with blanks
+    invalid escapes                 "C:\Users"                used, with the backslash
+    inf or nan                      "bandwidth": inf          used, unless it is a time
+    decimal commas                  "dur": 12,5               used, as 12.5
+    anything else                   {"ph": "X", "na           skipped
+
+Sources: pytorch/pytorch issues 130622, 136180 and 191032, pytorch/kineto issues 105 and 336.
 """
 
-import json
+import gzip
 import re
-from collections.abc import Iterator
+import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from msgspec import DecodeError, Raw, Struct
+from msgspec.json import Decoder
+
 from ....messages import quoted
 from ..trace import Trace, TraceError
-from .damaged import (
-    INVALID_BYTE,
-    NOT_AN_OBJECT,
-    STRAY,
-    Mended,
-    end_of_list,
-    mend,
-    next_event,
-    without_invalid_bytes,
-)
 
-MOST_EVENTS = 4_000_000
-"""Later events are not read. So many events need 2 to 3 GB."""
 WANTED = "name a trace of torch.profiler (.json, .json.gz) or an export of Nsight Systems (.sqlite)"
-LONGEST_EVENT = 1 << 24
-LONGEST_HEADER = 1 << 22
-
-_SPACE = re.compile(r"[\s,]*")
-_OPENING = re.compile(r'"traceEvents"\s*:\s*\[')
-_NO_END = re.compile(r"\]\s*,\s*\{")
-
-_TEXT = r'"[^"\\\x00-\x1f]*+"'
-_PLAIN = rf"(?:{_TEXT}|[-+.\w]++)"
-_FLAT_LIST = rf"\[(?:\s*+{_PLAIN}(?:\s*+,\s*+{_PLAIN})*+)?+\s*+\]"
-_FLAT_OBJECT = rf"\{{(?:\s*+{_TEXT}\s*+:\s*+{_PLAIN}(?:\s*+,\s*+{_TEXT}\s*+:\s*+(?:{_PLAIN}|{_FLAT_LIST}))*+)?+\s*+\}}"
-_FIELDS = rf"(?:\s*+,\s*+{_TEXT}\s*+:\s*+(?:{_PLAIN}|{_FLAT_OBJECT}))*+\s*+\}}(?=\s*+[,\]])"
-_UNNEEDED = re.compile(
-    r'\{\s*+"ph"\s*+:\s*+"(?:'
-    r'[sft]"'  # arrows
-    r'|X"\s*+,\s*+"cat"\s*+:\s*+"python_function"\s*+,\s*+"name"\s*+:\s*+"(?!nn\.Module: )[^"\\\x00-\x1f]*+"'
-    r'|X"\s*+,\s*+"cat"\s*+:\s*+"(?:gpu_user_annotation|overhead|Trace)"'
-    rf"){_FIELDS}"
-    rf'|\{{\s*+"name"\s*+:\s*+{_TEXT}\s*+,\s*+"ph"\s*+:\s*+"M"{_FIELDS}'
-)
-"""A well-formed event that nothing is read from."""
+CUT, DAMAGED_GZIP = "incomplete or not JSON", "its gzip data is damaged"
+WRITTEN_BY = {"writtenBy": "moe-dualpipe profile"}
+"""The value of "otherData" in the files for ui.perfetto.dev, which are no recordings."""
+_CHUNK = 1 << 16
 
 
-class ChromeEvents:
-    """Iterate over the objects of the list "traceEvents", or of a file that is a list.
+class Event(Struct, gc=False):
+    """One event of any kind. The types of its fields are not checked."""
 
-    Counts events in the trace: all of them, the skipped and the repaired ones. Raises TraceError.
+    ph: Any = None
+    cat: Any = None
+    name: Any = ""
+    ts: Any = None
+    dur: Any = 0
+    pid: Any = None
+    tid: Any = None
+    args: Raw = Raw(b"null")
+
+
+class ChromeTrace(Struct):
+    """The contents of a file. Values beside the events can have any type."""
+
+    traceEvents: list[Event]
+    distributedInfo: Any = None
+    deviceProperties: Any = None
+    baseTimeNanoseconds: Any = None
+    host_name: Any = ""
+    CUDA_DEVICE_MAX_CONNECTIONS: Any = None
+    otherData: Any = None
+
+
+DAMAGE = DecodeError, UnicodeDecodeError
+_FILE, _EVENT = Decoder(ChromeTrace | list[Event]), Decoder(Event)
+_LIST = re.compile(rb'\s*\[|.*?"traceEvents"\s*:\s*\[', re.DOTALL)
+_START = re.compile(rb'[\[,]\s*(?=\{\s*"(?:ph|cat|name|args|ts|dur|pid|tid|id|bp|s)"\s*:|\{[^:]*\Z)')
+_STRING = r'"(?:[^"\\]|\\.)*+"'
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
+_NOT_FINITE = re.compile(rf"{_STRING}|-?\b(?:inf(?:inity)?|nan(?:\([^)]*\))?|1\.#\w+)", re.IGNORECASE | re.DOTALL)
+_DECIMAL_COMMA = re.compile(rf"{_STRING}|(:\s*-?\d+),(?=\d+(?:e[-+]?\d+)?\s*[,}}])", re.IGNORECASE | re.DOTALL)
+_REPAIRS = {
+    "invalid UTF-8": lambda text: re.sub("[\udc80-\udcff]", "\ufffd", text),
+    "control characters": lambda text: re.sub(r"[\x00-\x1f]", " ", text),
+    "invalid escapes": lambda text: _ESCAPE.sub(lambda found: "\\\\" if found[0] == "\\" else found[0], text),
+    "inf or nan": lambda text: _NOT_FINITE.sub(lambda found: found[0] if found[0][0] == '"' else "null", text),
+    "decimal commas": lambda text: _DECIMAL_COMMA.sub(lambda found: f"{found[1]}." if found[1] else found[0], text),
+}
+
+
+def read_chrome(path: Path, trace: Trace) -> ChromeTrace:
+    """Read a file. Counts damage in `trace`. Raises TraceError if it is not a trace, OSError if it cannot be read."""
+    data = contents(path, trace.notes)
+    try:
+        found = _FILE.decode(data)
+    except DAMAGE:
+        found = _salvaged(data, path, trace)
+    return found if isinstance(found, ChromeTrace) else ChromeTrace(found)
+
+
+def contents(path: Path, notes: list[str], most: int | None = None) -> bytes:
+    """The bytes of a file, expanded if it is gzip: the first `most`, and of damaged gzip data those before the damage.
+
+    Appends the damage to `notes`.
     """
+    with path.open("rb") as file:
+        if file.read(2) != b"\x1f\x8b":
+            file.seek(0)
+            return file.read(most)
+    parts, size = [], 0
+    with gzip.open(path) as file:
+        try:
+            while (most is None or size < most) and (part := file.read1(_CHUNK)):
+                parts.append(part)
+                size += len(part)
+        except EOFError:  # the file is cut off, and so are its events
+            pass
+        except (zlib.error, gzip.BadGzipFile):
+            notes.append(DAMAGED_GZIP)
+    return b"".join(parts)
 
-    def __init__(self, pieces: Iterator[str], path: Path, trace: Trace):
-        self.outside: list[str] = []
-        """The text before the list and the text behind it, each as an object. What is too long is left out."""
-        self._pieces, self._path, self._trace = pieces, path, trace
-        self._text, self._at = "", 0
-        self._has_invalid_bytes = self._ended = False
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._open()
-        decode, trace = json.JSONDecoder().raw_decode, self._trace
-        while not self._ended:
-            self._pass_over()
-            if self._at_end():
-                return
-            start = self._at
-            try:
-                event, self._at = decode(self._text, start)
-            except ValueError as error:  # not RecursionError
-                event = self._repaired(error)
-            else:
-                if not isinstance(event, dict):
-                    event = self._not_an_object(event)
-                elif self._has_invalid_bytes and INVALID_BYTE.search(self._text, start, self._at):
-                    event = self._counted(without_invalid_bytes(event))
-                trace.num_events += 1
-            if event is not None:
-                yield event
+def _salvaged(data: bytes, path: Path, trace: Trace) -> ChromeTrace:
+    """Read the events of a file that is not JSON one by one, and what can be read beside them."""
+    if (opening := _LIST.match(data)) is None:
+        empty = "; ".join(trace.notes) or "it is empty, or cut off at its start"
+        what = f"it begins with {quoted(data[:20])}" if data.strip() else empty
+        raise TraceError(f"{path}: not a trace: {what}, and has no list of events: {WANTED}")
+    starts = [found.end() for found in _START.finditer(data, opening.end() - 1)]
+    found = [_read(data[start:end]) for start, end in pairwise(starts)]
+    last = data[starts[-1] if starts else opening.end() :]
+    ends = [place.start() for place in re.finditer(rb"\]", last)]
+    for end in (*ends, len(last)):
+        if (one := _read(last[:end])) != (None, CUT):
+            found.append(one)
+            break
+    trace.truncated = end == len(last) if starts else b"]" not in last
+    for event, damage in found:
+        if damage:
+            (trace.skipped if event is None else trace.repaired)[damage] += 1
+    try:
+        beside = _FILE.decode(data[: opening.end()] + b"]" + (last[end + 1 :] or b"}"))
+    except DAMAGE:
+        beside = None
+    read = beside if isinstance(beside, ChromeTrace) else ChromeTrace([])
+    read.traceEvents = [event or Event() for event, _ in found]
+    return read
 
-    def _pass_over(self) -> None:
-        """Go to the next event that can be needed."""
-        text, at, passed = self._text, self._at, 0
-        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-        while unneeded := _UNNEEDED.match(text, at):
-            at = _SPACE.match(text, unneeded.end()).end()  # type: ignore[union-attr]
-            passed += 1
-        self._at = at
-        self._trace.num_events += passed
 
-    def _at_end(self) -> bool:
-        """Whether the list, or what is read of it, ends here."""
-        if self._text.startswith("]", self._at) and not _NO_END.match(self._text, self._at):
-            self._close()
-            return True
-        if self._trace.num_events >= MOST_EVENTS and (self._at < len(self._text) or self._read()):
-            self._trace.truncated = not self._text[self._at :].lstrip(" \t\r\n,").startswith("]")
-            return True
-        return False
+def _read(data: bytes) -> tuple[Event | None, str]:
+    """One event, None if it cannot be read, and its damage. Behind it may be a comma."""
+    data = data.rstrip(b", \t\r\n")
+    if (event := _decoded(data)) is not None:
+        return event, ""
+    text = data.decode("utf-8", "surrogateescape")
+    for damage, repair in _REPAIRS.items():
+        if (repaired := repair(text)) != text:
+            text = repaired
+            if (event := _decoded(text.encode())) is not None:
+                return None if None in (event.ts, event.dur) else event, damage
+    return None, CUT
 
-    def _repaired(self, error: ValueError) -> dict[str, Any] | None:
-        """Read a damaged event and go behind it; if the event is not complete in the text, read more text."""
-        text, start = self._text, self._at
-        end = next_event(text, start + 1)
-        if end is None:
-            if len(text) - start > LONGEST_EVENT:
-                what = error.msg if isinstance(error, json.JSONDecodeError) else "a number with too many digits"
-                raise TraceError(f"{self._path}: not a trace: {what} in event {self._trace.num_events}") from None
-            if self._read():
-                return None
-            end = end_of_list(text, start)
-        if end is None:
-            self._trace.truncated = self._ended = True
-            return None
-        self._at = end
-        damaged = text[start:end].strip(" \t\r\n,]}")
-        if not damaged.startswith("{"):
-            self._trace.repaired[STRAY] += 1
-            return None
-        self._trace.num_events += 1
-        found = mend(text[start:end].rstrip(" \t\r\n,"))
-        if found.event is not None and INVALID_BYTE.search(damaged):
-            found = without_invalid_bytes(found.event)
-        return self._counted(found)
 
-    def _counted(self, found: Mended) -> dict[str, Any] | None:
-        (self._trace.skipped if found.event is None else self._trace.repaired)[found.damage] += 1
-        return found.event
-
-    def _not_an_object(self, value: object) -> None:
-        if not self._trace.num_events:
-            raise TraceError(f"{self._path}: not a trace: event 0 is {quoted(value, 40)}, not an object")
-        self._trace.skipped[NOT_AN_OBJECT] += 1
-
-    def _read(self) -> bool:
-        """Read more text, and forget that before the present event."""
-        if not (more := next(self._pieces, "")):
-            return False
-        self._text, self._at = self._text[self._at :] + more, 0
-        self._has_invalid_bytes = not self._text.isascii() and INVALID_BYTE.search(self._text) is not None
-        return True
-
-    def _open(self) -> None:
-        """Go to the first event."""
-        self._text = text = next(self._pieces, "").lstrip()
-        if not text.startswith(("[", "{")):
-            raise TraceError(f"{self._path}: not a trace: {self._problem(text)}: {WANTED}")
-        header = ""
-        while not (opening := re.match(r"\[", text) or _OPENING.search(text)):
-            if not (more := next(self._pieces, "")):
-                raise TraceError(f'{self._path}: not a trace: it has no list "traceEvents": {WANTED}')
-            header = (header + text[:-100])[:LONGEST_HEADER]
-            text = text[-100:] + more
-        if len(header) < LONGEST_HEADER:
-            self.outside.append(f"{header}{text[: opening.start()]}".rstrip(" \t\r\n,") + "}")
-        self._text = text[opening.end() :]
-        self._has_invalid_bytes = INVALID_BYTE.search(self._text) is not None
-
-    def _problem(self, text: str) -> str:
-        if INVALID_BYTE.search(text):
-            return "neither text nor gzip"
-        if text:
-            return f"it begins with {text[:20]!r}, not with an object or a list"
-        return "it is cut off before its first event" if self._path.stat().st_size else "the file is empty"
-
-    def _close(self) -> None:
-        """Read the text behind the list."""
-        footer = self._text[self._at + 1 :]
-        while len(footer) < LONGEST_HEADER and (more := next(self._pieces, "")):
-            footer += more
-        if len(footer) < LONGEST_HEADER:
-            self.outside.append("{" + footer.lstrip(" \t\r\n,"))
+def _decoded(data: bytes) -> Event | None:
+    try:
+        return _EVENT.decode(data)
+    except DAMAGE:
+        return None

@@ -9,9 +9,15 @@ from typing import Any
 
 from ..communication import NAMES
 from ..trace import Collective, HostEvent, Trace
-from .header import whole
 
 _NOT_TRANSFERS = ("wait", "init")
+
+
+def whole(value: object) -> int | None:
+    """A count or an index, also as a string; None if it is not valid."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
+        value = int(value)
+    return value if type(value) is int and 0 <= value < 2**31 else None
 
 
 class RecordedCollectives:
@@ -19,7 +25,6 @@ class RecordedCollectives:
 
     def __init__(self) -> None:
         self._known: dict[Collective, Collective] = {}
-        self._ranks: dict[str, tuple[int, ...]] = {}
         self._calls: list[tuple[HostEvent, Collective]] = []
 
     def read(self, arguments: dict[str, Any]) -> Collective:
@@ -29,7 +34,7 @@ class RecordedCollectives:
         peer = arguments.get("Dst Rank" if "send" in name.lower() else "Src Rank")
         found = Collective(
             name, str(arguments.get("Process Group Name", arguments.get("Process Group ID", ""))),
-            str(arguments.get("Process Group Description", "")), self._ranks_of(arguments, size), size,
+            str(arguments.get("Process Group Description", "")), _ranks(arguments, size), size,
             _elements(arguments.get("In msg nelems")), _elements(arguments.get("Out msg nelems")),
             str(arguments.get("dtype", "")), whole(arguments.get("Seq")), whole(peer),
         )  # fmt: skip
@@ -46,32 +51,25 @@ class RecordedCollectives:
 
         Groups whose ranks are not recorded with the collective take them from the list of groups.
         """
-        events = trace.device_events
-        if self._calls:
-            by_call = {id(call): collective for call, collective in self._calls}
-            around = trace.innermost_around([call for call, _ in self._calls])
-            _connect(trace, {number: by_call[id(call)] for number, call in around.items()})
+        by_call = {id(call): collective for call, collective in self._calls}
+        around = trace.innermost_around([call for call, _ in self._calls])
+        _connect(trace, {number: by_call[id(call)] for number, call in around.items()})
         name_transfers(trace)
-        if trace.groups:
-            for i, event in enumerate(events):
-                found = event.collective
-                if found is not None and not found.ranks and found.group in trace.groups:
-                    known = found._replace(ranks=trace.groups[found.group])
-                    events[i] = event._replace(collective=self._known.setdefault(known, known))
+        for i, event in enumerate(trace.device_events):
+            found = event.collective
+            if found is not None and not found.ranks and found.group in trace.groups:
+                known = found._replace(ranks=trace.groups[found.group])
+                trace.device_events[i] = event._replace(collective=self._known.setdefault(known, known))
 
-    def _ranks_of(self, arguments: dict[str, Any], size: int) -> tuple[int, ...]:
-        """The ranks of a group; kineto elides long lists, such as "[0, 1, ..., 63]"."""
-        text = str(arguments.get("Process Group Ranks", ""))
-        if text not in self._ranks:
-            words = text.strip("[]").replace(",", " ").split()
-            known = tuple(int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10)
-            self._ranks[text] = known if len(known) == len(words) else ()
-        ranks = self._ranks[text]
-        if not ranks:
-            first, step = whole(arguments.get("Global rank start")), whole(arguments.get("Global rank stride"))
-            if first is not None and step and 1 < size <= 1 << 20:
-                ranks = tuple(range(first, first + step * size, step))
-        return ranks if len(ranks) == size or not size else ()
+
+def _ranks(arguments: dict[str, Any], size: int) -> tuple[int, ...]:
+    """The ranks of a group; kineto elides long lists, such as "[0, 1, ..., 63]"."""
+    words = str(arguments.get("Process Group Ranks", "")).strip("[]").replace(",", " ").split()
+    ranks = tuple(number for number in map(whole, words) if number is not None)
+    first, step = whole(arguments.get("Global rank start")), whole(arguments.get("Global rank stride"))
+    if len(ranks) < len(words) or not ranks:
+        ranks = tuple(range(first, first + step * size, step)) if first is not None and step and size < 1 << 20 else ()
+    return ranks if len(ranks) == size or not size else ()
 
 
 def name_transfers(trace: Trace) -> None:
@@ -82,7 +80,7 @@ def name_transfers(trace: Trace) -> None:
 
 def _connect(trace: Trace, known: dict[int, Collective]) -> None:
     """Give transfers without a collective the one with their correlation id."""
-    for i, event in enumerate(trace.device_events):
+    for i, event in enumerate(trace.device_events if known else ()):
         if event.correlation in known and event.collective is None and NAMES.kind_of(event) == "comm":
             trace.device_events[i] = event._replace(collective=known[event.correlation])
 

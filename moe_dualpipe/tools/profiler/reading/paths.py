@@ -2,18 +2,18 @@
 
 import glob
 import re
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..trace import TraceError
-from .chrome import LONGEST_HEADER
-from .pieces import text_pieces
+from .chrome import WRITTEN_BY, contents
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")
 _KINDS = f"{', '.join(_SUFFIXES)} files"
-_RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d{1,9})\b')
+_START = 1 << 20  # bytes in which the list of events begins
+_EVENTS = re.compile(rb'\s*\[|.*?"traceEvents"', re.DOTALL)
+_OWN = WRITTEN_BY["writtenBy"].encode()
+_RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d{1,9})\b')
 _RANK_IN_NAME = re.compile(r"rank\D?(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
 
@@ -28,54 +28,42 @@ def trace_paths(arguments: Sequence[Path]) -> list[Path]:
 
 def _expanded(argument: Path) -> list[Path]:
     if argument.is_dir():
-        found = _traces(argument.iterdir())
-        found = found or [path for folder in sorted(argument.iterdir()) if folder.is_dir()
-                          for path in _traces(folder.iterdir())]  # fmt: skip
-        if not found:
-            raise TraceError(f"{argument}: no trace in this folder: traces are {_KINDS}")
-        return found
-    if not argument.exists() and glob.has_magic(str(argument)):
-        found = _traces(map(Path, glob.glob(str(argument))))
-        if not found:
-            raise TraceError(f"{argument}: no trace matches this pattern: traces are {_KINDS}")
-        return found
-    return [argument]
+        folders, where = (folder for folder in sorted(argument.iterdir()) if folder.is_dir()), "in this folder"
+        found = _traces(argument.iterdir()) or [path for folder in folders for path in _traces(folder.iterdir())]
+    elif not argument.exists() and glob.has_magic(str(argument)):
+        found, where = _traces(map(Path, glob.glob(str(argument)))), "matches this pattern"
+    else:
+        return [argument]
+    if not found:
+        raise TraceError(f"{argument}: no trace {where}: traces are {_KINDS}")
+    return found
 
 
-def _traces(paths: Iterator[Path]) -> list[Path]:
+def _traces(paths: Iterable[Path]) -> list[Path]:
     """The traces among `paths`, sorted by rank; other JSON files, such as reports, and hidden files are left out."""
     files = [path for path in sorted(paths) if path.name.lower().endswith(_SUFFIXES) and path.is_file()]
-    files = [path for path in files if not path.name.startswith(".")]  # macOS adds "._rank0.json" to archives
-    starts = {path: _start(path) for path in files}
-    traces = [path for path, start in starts.items() if start is None or _is_trace(start)]
-    return sorted(traces, key=lambda path: (*_rank(path, starts[path]), path.parent, path.name))
+    starts = {path: _start(path) for path in files if not path.name.startswith(".")}  # macOS: "._rank0.json"
+    return sorted(
+        (path for path, start in starts.items() if start is not None),
+        key=lambda path: (*_rank(path, starts[path] or b""), path.parent, path.name),
+    )
 
 
-def _start(path: Path) -> str | None:
-    """The text before the events; None if there is none, or if it cannot be read, which is told when the trace is."""
+def _start(path: Path) -> bytes | None:
+    """The first bytes of a trace, None of another file. Of a file that cannot be read, the reader tells why."""
     if path.suffix.lower() == ".sqlite":
-        return None
-    text = ""
+        return b""
     try:
-        with closing(text_pieces(path, [])) as pieces:
-            for piece in pieces:
-                text += piece
-                if '"traceEvents"' in text or text.lstrip().startswith("[") or len(text) > LONGEST_HEADER:
-                    break
-    except (OSError, zlib.error):
-        return None
-    return text
+        start = contents(path, [], _START)
+    except OSError:
+        return b""
+    is_trace = len(start) >= _START or _EVENTS.match(start)
+    return start if is_trace and _OWN not in start[:200] else None
 
 
-def _is_trace(start: str) -> bool:
-    return '"traceEvents"' in start or start.lstrip().startswith("[") or len(start) > LONGEST_HEADER
-
-
-def _rank(path: Path, start: str | None) -> tuple[bool, int]:
+def _rank(path: Path, start: bytes) -> tuple[bool, int]:
     """The recorded rank, or that in the name, or the last number of the name. Files without any come last."""
-    if start is not None and (recorded := _RANK.search(start)):
-        return False, int(recorded[1])
-    if named := _RANK_IN_NAME.search(path.name):
-        return False, int(named[1])
     numbers = _NUMBER.findall(path.name)
+    if found := _RANK.search(start) or _RANK_IN_NAME.search(path.name):
+        return False, int(found[1])
     return (False, int(numbers[-1][:18])) if numbers else (True, 0)

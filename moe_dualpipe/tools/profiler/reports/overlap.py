@@ -105,6 +105,7 @@ def measurement_text(measurement: "Measurement") -> str:
     sequential, overlapped = analyses["sequential"], analyses["overlapped"]
     workload, ranks, bound = measurement.workload, measurement.num_ranks, measurement.bound_us
     several = len(measurement.runs["overlapped"].devices) > 1
+    possible = "" if measurement.possible is None else f"{percent(measurement.possible)} possible, reached "
     parts = [
         f"{workload.description}; experts over {plural(ranks, 'rank')}"
         f"{', this is rank 0' if several else ''}\n{measurement.link}",
@@ -113,7 +114,7 @@ def measurement_text(measurement: "Measurement") -> str:
         f"lower bound (computation or communication alone, whichever is longer): {bound:,.0f} us\n"
         f"overlapped: {overlapped.window_us / bound:.2f} of the bound, "
         f"{overlapped.window_us / sequential.window_us:.2f} of sequential\n"
-        f"hidden communication: {percent(overlapped.hidden_fraction)} overlapped, "
+        f"hidden communication: {possible}{percent(overlapped.hidden_fraction)} overlapped, "
         f"{percent(sequential.hidden_fraction)} sequential",
     ]
     if several:

@@ -1,221 +1,192 @@
-"""Traces with exactly one kind of damage each: only what is damaged is lost, and the user is told of it."""
+"""Damaged Chrome traces: only what is damaged is lost, and the user is told of it."""
 
 import gzip
 import json
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import TraceError, analyze, read_trace
+from moe_dualpipe.messages import plural
+from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.files import analyze_files
+from tests.support.mutations import check_message
 from tests.support.traces import annotation, kernel, launch, operator, write
 
+START = '{"ph": "X", "cat": "kernel", "pid": 0, "tid": 7, '
 DAMAGED = [
-    # the damaged event, whether it is used, what is told
-    (b'{"ph": "X", "cat": "kernel", "name": "a\nb", "ts": 40, "dur": 5, "pid": 0, "tid": 7}', True,
-     "control characters"),
-    (rb'{"ph": "X", "cat": "kernel", "name": "C:\Users\x", "ts": 40, "dur": 5, "pid": 0, "tid": 7}', True,
-     "invalid escapes"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40, "dur": 5,0, "pid": 0, "tid": 7}', True, "decimal commas"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40,0, "dur": 5,000, "pid": 0, "tid": 7}', True,
-     "decimal commas"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40, "dur": 5, "pid": 0, "tid": 7, "args": {"gb": inf}}', True,
-     "inf or nan"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40, "dur": 5, "pid": 0, "tid": 7, "args": {"gb": -nan}}', True,
-     "inf or nan"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40, "dur": 5, "pid": 0, "tid": 7, "args": {"s": "\xff"}}', True,
-     "invalid UTF-8"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40, "dur": inf, "pid": 0, "tid": 7}', False, "inf or nan"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": -inf, "dur": 5, "pid": 0, "tid": 7}', False, "inf or nan"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": "soon", "dur": 5, "pid": 0, "tid": 7}', False, "no valid time"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 2, "dur": -5, "pid": 0, "tid": 7}', False, "no valid time"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a\xff", "ts": 40, "dur": 5, "pid": 0, "tid": 7}', False, "invalid UTF-8"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40, "du', False, "incomplete or not JSON"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a', False, "incomplete or not JSON"),
-    (b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 40, "dur": 5, "pid": 0, "args": {"grid": [1,', False,
-     "incomplete or not JSON"),
-]  # fmt: skip
-GOOD = [kernel("gemm", 0, 10), kernel("ncclDevKernel_AllReduce", 5, 20, stream=9), kernel("gemm", 60, 10)]
+    # the fields of a kernel, what is told, whether the event is used: then with ts 40 and dur 5
+    (b'"name": "a\nb\x01", "ts": 40, "dur": 5}', "control characters", True),
+    (rb'"name": "C:\Users\x", "ts": 40, "dur": 5}', "invalid escapes", True),
+    (b'"name": "a\tb\xff", "ts": 40, "dur": 5}', "control characters", True),
+    (b'"name": "\xffa", "ts": 40, "dur": 5}', "invalid UTF-8", True),
+    (b'"name": "a", "ts": 40, "dur": 5, "args": {"s": "\xff", "grid": [1, 2]}}', "invalid arguments", True),
+    (b'"name": "a", "ts": 40,0, "dur": 5,000}', "decimal commas", True),
+    (b'"name": "1,5 inf", "ts": 40, "dur": 5, "args": {"gb": -inf, "other": nan}}', "inf or nan", True),
+    (b'"name": "a", "ts": 40, "dur": inf}', "inf or nan", False),
+    (b'"name": "a", "ts": -nan, "dur": 5}', "inf or nan", False),
+    (b'"name": "a", "ts": "soon", "dur": 5}', "no valid time", False),
+    (b'"name": "a", "ts": 2, "dur": -5}', "no valid time", False),
+    (b'"name": "a", "ts": 1e300, "dur": 5}', "no valid time", False),
+]
+CUT = [
+    (b'"name": "a", "ts": 40, "du', "incomplete or not JSON", False),
+    (b'"name": "a', "incomplete or not JSON", False),
+    (b'"name": "a", "ts": 40, "dur": 5, "args": {"grid": [1,', "incomplete or not JSON", False),
+]
+HEADER = b'"distributedInfo": {"rank": 3}, "host_name": "h"'
 
 
-def joined(events, header=b'{"schemaVersion": 1, "traceEvents": [', footer=b"]}"):
+def joined(events, header=b'{"traceEvents": [', footer=b"]}"):
     return header + b",\n".join(e if isinstance(e, bytes) else json.dumps(e).encode() for e in events) + footer
 
 
-def analyses(path):
-    return analyze(read_trace(path))
+def kernels(count):
+    return [kernel("gemm", 100 * i, 10 + i) for i in range(count)]
 
 
-@pytest.mark.parametrize("text,is_used,what", DAMAGED)
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_one_damaged_event(tmp_path, capsys, text, is_used, what, at):
-    path = tmp_path / "damaged.json"
-    path.write_bytes(joined([*GOOD[:at], text, *GOOD[at:]]))
+def spans(trace):
+    return [(event.start, event.end) for event in trace.device_events]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([None, None, *DAMAGED, *CUT]), max_size=12),
+    st.sampled_from([None, *DAMAGED]), st.integers(0, 3),
+)  # fmt: skip
+def test_only_what_is_damaged_is_lost(tmp_path_factory, first, last, form):
+    """Damage at any place of an object with values before or behind the events, and of a list; compressed or not."""
+    drawn, path = [*first, last], tmp_path_factory.mktemp("damage") / "trace.json"
+    events = [kernels(20)[i] if one is None else START.encode() + one[0] for i, one in enumerate(drawn)]
+    header, footer = [
+        (b"[", b"]"), (b"{" + HEADER + b', "traceEvents": [', b"]}"), (b'{"traceEvents": [', b"], " + HEADER + b"}"),
+        (b'{ "traceEvents" :\n[ ', b' ] , "traceName": "x"}\n'),
+    ][form]  # fmt: skip
+    text = joined(events, header, footer)
+    path.write_bytes(gzip.compress(text) if form == 1 else text)
     trace = read_trace(path)
-    used = [kernel("", 40, 5)] if is_used else []
-    expected = read_trace(write(tmp_path / "good.json", [*GOOD[:at], *used, *GOOD[at:]]))
-    assert [(e.start, e.end) for e in trace.device_events] == [(e.start, e.end) for e in expected.device_events]
-    assert (dict(trace.repaired), dict(trace.skipped)) == (({what: 1}, {}) if is_used else ({}, {what: 1}))
-    assert (trace.num_events, trace.truncated) == (4, False)
-    assert main(["profile", "analyze", str(path)]) == 0
-    done = "repaired" if is_used else "skipped"
-    assert capsys.readouterr().err == f"{path}: 1 damaged event {done} (1 {what})\n"
+    found = [
+        (100 * i, 100 * i + 10 + i) if one is None else (40, 45) for i, one in enumerate(drawn) if not one or one[2]
+    ]
+    assert (spans(trace), trace.num_events, trace.truncated) == (found, len(drawn), False)
+    for counter, used in ((trace.repaired, True), (trace.skipped, False)):
+        assert sorted(counter.elements()) == sorted(one[1] for one in drawn if one and one[2] == used)
+    assert (trace.rank, trace.host) == ((3, "h") if form in (1, 2) else (None, ""))
 
 
-@pytest.mark.parametrize("text,is_used,what", DAMAGED)
-def test_a_damaged_last_event(tmp_path, text, is_used, what):
-    path = tmp_path / "damaged.json"
-    path.write_bytes(joined([*GOOD, text]))
-    trace = read_trace(path)
-    assert len(trace.device_events) == 3 + is_used
-    if text.endswith(b"[1,"):  # its own list seems to end, and the file to be cut off
-        assert trace.truncated and not trace.skipped
-    else:
-        assert (dict(trace.repaired), dict(trace.skipped)) == (({what: 1}, {}) if is_used else ({}, {what: 1}))
-        assert (trace.truncated, trace.num_events) == (False, 4)
-    path.write_bytes(joined([*GOOD, text], footer=b'], "traceName": "x", "distributedInfo": {"rank": 3}}'))
-    assert text.endswith(b"[1,") or (read_trace(path).rank, read_trace(path).truncated) == (3, False)
-
-
-@pytest.mark.parametrize("end", [b"", b"]", b"]}", b', "x": [1], "y": 2', b'"}'])
-def test_a_file_that_is_cut_off_inside_its_last_event(tmp_path, end):
-    path = tmp_path / "cut.json"
-    path.write_bytes(joined(GOOD, footer=b', {"ph": "X", "cat": "kernel", "args": {"grid": [1, 1, 1') + end)
-    trace = read_trace(path)
-    assert trace.truncated and len(trace.device_events) == 3 and not trace.skipped
-
-
-def test_damage_at_random_leaves_out_exactly_the_damaged_events(tmp_path, monkeypatch):
-    rng = random.Random(5)
-    skipped = [text for text, is_used, _ in DAMAGED if not is_used]
-    for case in range(12):
-        events = []
-        for i in range(40):
-            events += [launch(i, 10 * i), kernel(rng.choice(["gemm", "ncclDevKernel_SendRecv"]), 10 * i + 3,
-                                                 rng.randint(1, 30), rng.choice([7, 9]), i)]  # fmt: skip
-        damaged = set(rng.sample(range(len(events) - 1), rng.randint(1, 20)))
-        whole = [event for i, event in enumerate(events) if i not in damaged]
-        monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.pieces.CHUNK", rng.choice([1 << 20, 50, 333]))
-        path = tmp_path / f"{case}.json"
-        path.write_bytes(joined([rng.choice(skipped) if i in damaged else e for i, e in enumerate(events)]))
+def test_a_file_that_is_cut_off_anywhere_is_read_up_to_there(tmp_path):
+    events = kernels(4)
+    text, path = joined(events), tmp_path / "trace.json"
+    ends = [len(joined(events[: i + 1], footer=b"")) for i in range(4)]
+    for size in range(0, len(text), 2):
+        path.write_bytes(text[:size])
+        complete = sum(end <= size for end in ends)
+        if not complete:
+            with pytest.raises(TraceError) as refused:
+                read_trace(path)
+            check_message(refused.value)
+            continue
         trace = read_trace(path)
-        assert trace.skipped.total() == len(damaged)
-        assert analyze(trace) == analyses(write(tmp_path / "whole.json", whole))
+        assert (len(trace.device_events), trace.truncated) == (complete, size < len(text) - 1), size
 
 
-def test_values_as_texts(tmp_path):
-    events = [launch(3, 1), kernel("gemm", 5, 10, correlation=3)]
-    texts = [event | {"ts": str(event["ts"]) + ".0", "dur": str(event["dur"])} for event in events]
-    texts[0]["args"] = {"correlation": "3"}
-    texts[1]["args"] = {**kernel("", 0, 0)["args"], "correlation": "3"}
-    assert read_trace(write(tmp_path / "a.json", texts)) == read_trace(write(tmp_path / "b.json", events))
+def test_a_wrong_byte_loses_two_events_at_most(tmp_path):
+    """A quote or a comma between two events can damage both."""
+    text, path, rng = joined(kernels(6)), tmp_path / "trace.json", random.Random(0)
+    first, last = text.index(b"[") + 1, text.rindex(b"]")
+    for at in rng.sample(range(first, last), 120):
+        wrong = rng.choice([b'"', b"}", b"{", b",", b"]", b"\\", b"\xff", b"0", b""])
+        path.write_bytes(text[:at] + wrong + text[at + 1 :])
+        assert sum(span in spans(read_trace(path)) for span in spans_of(6)) >= 4, at
 
 
-@pytest.mark.parametrize("change", [
-    lambda text: b"\xef\xbb\xbf" + text,
-    lambda text: text.decode().encode("utf-16"),
+def spans_of(count):
+    return [(event["ts"], event["ts"] + event["dur"]) for event in kernels(count)]
+
+
+@pytest.mark.parametrize("pack", [
     lambda text: gzip.compress(text[:150]) + gzip.compress(text[150:]),
     lambda text: gzip.compress(text) + b"\0" * 100,
-    lambda text: gzip.compress(text[:150]) + b"\0" * 100 + gzip.compress(text[150:]),
     lambda text: gzip.compress(text[:1]) + gzip.compress(b"") + gzip.compress(text[1:]),
+    lambda text: gzip.compress(text)[:-4],
 ])  # fmt: skip
-def test_encodings_and_members_lose_nothing(tmp_path, change):
-    text = joined(GOOD)
-    (tmp_path / "a.json").write_bytes(text)
-    (tmp_path / "b.json").write_bytes(change(text))
+def test_gzip_files_of_any_members_lose_nothing(tmp_path, pack):
+    (tmp_path / "a.json").write_bytes(text := joined(kernels(9)))
+    (tmp_path / "b.json").write_bytes(pack(text))
     assert read_trace(tmp_path / "b.json") == read_trace(tmp_path / "a.json")
 
 
 def test_a_damaged_gzip_file_is_read_up_to_the_damage(tmp_path, capsys):
-    rng = random.Random(1)
-    events = [kernel(f"gemm{rng.random()}", 10 * i, 5) for i in range(2000)]
-    packed = bytearray(gzip.compress(joined(events)))
-    packed[-8] ^= 1  # of the checksum
-    path = tmp_path / "a.json.gz"
-    path.write_bytes(packed)
-    assert len(read_trace(path).device_events) == 2000
-    assert main(["profile", "analyze", str(path)]) == 0
-    assert capsys.readouterr().err == f"{path}: its gzip data is damaged\n"
-    path.write_bytes(packed[: len(packed) // 2])
-    trace = read_trace(path)
-    assert trace.truncated and 800 < len(trace.device_events) < 1200
-    assert [e.start for e in trace.device_events] == [10.0 * i for i in range(len(trace.device_events))]
+    rng, path = random.Random(1), tmp_path / "a.json.gz"
+    whole = gzip.compress(joined(kernel(f"gemm{rng.random()}", 10 * i, 5) for i in range(4_000)))
+    checksum, half = bytearray(whole), whole[: len(whole) // 2]
+    checksum[-8] ^= 1
+    for packed, fewest, said in (
+        (checksum, 4_000, "its gzip data is damaged"), (half, 1_900, "the file is cut off: only the first"),
+        (half + rng.randbytes(9_999), 1_000, "its gzip data is damaged"),
+    ):  # fmt: skip
+        path.write_bytes(packed)
+        events = read_trace(path).device_events
+        assert [event.start for event in events[:fewest]] == [10.0 * i for i in range(fewest)]
+        assert main(["profile", "analyze", str(path)]) == 0
+        assert said in capsys.readouterr().err
 
 
-def test_metadata_behind_the_events(tmp_path):
-    more = b'"distributedInfo": {"rank": 3, "world_size": 8, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}, ' \
-           b'"deviceProperties": [{"numSms": 132}], "baseTimeNanoseconds": 5000, "host_name": "h"'  # fmt: skip
-    texts = [
-        joined(GOOD, b"{" + more + b', "traceEvents": ['),
-        joined(GOOD, b'{"traceEvents": [', b"], " + more + b"}"),
-    ]
-    found = []
-    for i, text in enumerate(texts):
-        (tmp_path / f"{i}.json").write_bytes(text)
-        found.append(read_trace(tmp_path / f"{i}.json"))
-    assert found[0] == found[1]
-    assert (found[1].rank, found[1].world_size, found[1].groups) == (3, 8, {"0": (0, 1)})
-    assert (found[1].num_sms, found[1].base_us, found[1].host) == (132, 5.0, "h")
+def test_what_is_damaged_is_printed_and_in_the_json(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_bytes(joined([*kernels(2), *(START.encode() + DAMAGED[i][0] for i in (0, 7, 7, 9)), *kernels(1)]))
+    assert main(["profile", "analyze", str(path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    skipped, repaired = {"inf or nan": 2, "no valid time": 1}, {"control characters": 1}
+    assert json.loads(out)["damage"] == {"skipped": skipped, "repaired": repaired, "notes": []}
+    assert err == (
+        f"{path}: 3 damaged events skipped (2 inf or nan, 1 no valid time); "
+        f"{plural(1, 'damaged event')} repaired (1 control characters)\n"
+    )
 
 
-@pytest.mark.parametrize("odd", [kernel("gemm", 4.4e12, 5), kernel("gemm", -4.4e12, 5), kernel("gemm", 50, 4.4e12)])
-def test_one_event_far_away_in_time(tmp_path, capsys, odd):
-    events = [kernel("gemm", 10 * i, 5) for i in range(20)]
-    path = write(tmp_path / "a.json", [*events[:7], odd, *events[7:]])
-    assert analyses(path) == analyses(write(tmp_path / "b.json", events))
-    assert main(["profile", "analyze", str(path)]) == 0
-    assert capsys.readouterr().err == f"{path}: 1 damaged event skipped (1 far from all others in time)\n"
+@pytest.mark.parametrize("category,make", [("device_events", kernel), ("operators", operator)])
+@pytest.mark.parametrize("odd", [(4.4e12, 5), (-4.4e12, 5), (50, 4.4e12), None])
+def test_one_event_far_away_in_time_is_left_out(tmp_path, category, make, odd):
+    """One of twenty; but neither one of three, nor the second half of a recording."""
+    for count, left_out in ((20, odd is not None), (2, False)):
+        work = [make("gemm", 10 * i, 5) for i in range(count)]
+        events = work[:7] + ([make("gemm", *odd)] if odd else work and [make("gemm", 9e12 + i, 5) for i in range(20)])
+        trace = read_trace(write(tmp_path / "a.json", [*events, *work[7:]]))
+        found = getattr(trace, category)
+        assert len(found) == count + (0 if left_out else 1 if odd else 20)
+        assert dict(trace.skipped) == ({"far from all others in time": 1} if left_out else {})
 
 
-def test_work_of_a_second_long_phase_is_no_outlier(tmp_path):
-    events = [kernel("gemm", 10 * i + (i >= 15) * 4.4e12, 5) for i in range(20)]
-    trace = read_trace(write(tmp_path / "a.json", events))
-    assert len(trace.device_events) == 20 and not trace.skipped
+# ---- What is no trace ----
 
 
-@pytest.mark.parametrize("name", [
-    "cudaLaunchKernel", "hipMemcpyWithStream", "cudaMemsetAsync", "urEnqueueUSMFill", "zeCommandListAppendLaunchKernel",
-    "runFunction - job_prep_and_submit_for_execution",
+@pytest.mark.parametrize("content,problem", [
+    (b"", "empty, or cut off"), (b"hello", "it begins with b'hello'"), (b'{"a": [1, 2]}', "has no list of events"),
+    (b'{"traceEvents": [', "cut off before the first event"), (b'{"traceEvents": []}', "nothing was recorded"),
+    (b'{"traceEvents": 3}', "has no list of events"), (b"[1, 2]", "nothing was recorded"),
+    (b'[{"name": ' + b"[" * 200_000, "nested too deeply"), (b"\x89PNG\r\n\x1a\n\xff", "it begins with b'"),
+    (b"\x1f\x8bnonsense", "its gzip data is damaged"), (gzip.compress(b"[{}]", mtime=0)[:10], "empty, or cut off"),
+    (None, "No such file"),
 ])  # fmt: skip
-def test_launches_without_kernels_are_not_a_cpu(tmp_path, capsys, name):
-    work = [operator("aten::mm", 0, 10), launch(1, 3, name=name), launch(2, 5, name=name), annotation("F0", 0, 9)]
-    path = write(tmp_path / "a.json", work)
-    with pytest.raises(TraceError, match="no device work was recorded, only 2 launches of it"):
-        analyze_files([path])
+def test_files_that_are_no_traces_are_refused(tmp_path, capsys, content, problem):
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TraceError) as refused:
+        read_trace(path)
+    check_message(refused.value)
+    assert str(refused.value).startswith(f"{path}: ") and problem in str(refused.value)
     assert main(["profile", "analyze", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_unneeded_events_are_not_damage(tmp_path):
-    python = operator("train.py(3): step", 0, 9) | {"cat": "python_function"}
-    arrow = {"ph": "s", "id": 3, "pid": 1, "tid": 2, "ts": 3, "cat": "ac2g", "name": "ac2g"}
-    unneeded = [{"ph": "X", "cat": "python_function", **python}, arrow, arrow, {"name": "n", "ph": "M", "args": {}}]
-    trace = read_trace(write(tmp_path / "a.json", [*unneeded, GOOD[0], *unneeded, *GOOD[1:], *unneeded]))
-    assert (trace.num_events, len(trace.device_events)) == (15, 3)
-    assert not (trace.repaired or trace.skipped or trace.truncated)
-
-
-@pytest.mark.parametrize("category", ["xpu_runtime", "xpu_driver", "hip_runtime", "cuda_driver", "mtia_runtime"])
-def test_launches_of_all_runtimes(tmp_path, category):
-    events = [kernel("gemm", 5, 10, correlation=3), launch(3, 1) | {"cat": category}]
-    assert read_trace(write(tmp_path / "a.json", events)).launches[3].start == 1
-
-
-def test_work_of_mtia(tmp_path):
-    run = kernel("", 5, 10, correlation=3, cat="mtia_ccp_events") | {"name": "job_run"}
-    copy = run | {"name": "dma_request", "args": {"size": 64}}
-    others = [run | {"name": "event_record"}, run | {"name": "event_wait"}]
-    trace = read_trace(write(tmp_path / "a.json", [run, *others, copy]))
-    assert [(e.name, e.category, e.bytes) for e in trace.device_events] == [
-        ("job_run", "kernel", 0), ("dma_request", "gpu_memcpy", 64),
-    ]  # fmt: skip
-    assert len(trace.stream_waits) == 1
-
-
-def test_the_numbers_of_damaged_events_are_in_the_json(tmp_path, capsys):
-    path = tmp_path / "a.json"
-    path.write_bytes(joined([*GOOD, DAMAGED[0][0], DAMAGED[7][0], DAMAGED[7][0], GOOD[0]]))
-    assert main(["profile", "analyze", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["damage"]
-    assert found == {"skipped": {"inf or nan": 2}, "repaired": {"control characters": 1}, "notes": []}
+@pytest.mark.parametrize("name", [
+    "cudaLaunchKernel", "hipMemcpyWithStream", "cudaMemsetAsync", "urEnqueueUSMFill", "zeCommandListAppendLaunchKernel",
+])  # fmt: skip
+def test_launches_without_kernels_are_not_a_cpu(tmp_path, name):
+    work = [operator("aten::mm", 0, 10), launch(1, 3, name=name), launch(2, 5, name=name), annotation("F0", 0, 9)]
+    with pytest.raises(TraceError, match="no device work was recorded, only 2 launches of it"):
+        analyze_files([write(tmp_path / "a.json", work)])

@@ -1,9 +1,8 @@
-"""Which fields of a trace the events of torch.profiler fill, beyond kernels."""
+"""Which fields of a trace the events and values of torch.profiler fill."""
 
-import tracemalloc
+import pytest
 
 from moe_dualpipe.tools.profiler import read_trace
-from moe_dualpipe.tools.profiler.reading import pieces
 from moe_dualpipe.tools.profiler.trace import Collective, HostEvent, MemoryPoint, StreamWait, SyncCall
 from tests.support.traces import annotation, kernel, launch, operator, write
 
@@ -19,14 +18,37 @@ def wait_for(name, correlation, **arguments):
             "args": {"correlation": correlation, "device": 0} | arguments}  # fmt: skip
 
 
-def test_steps_modules_and_queues(tmp_path):
+def test_work_of_a_device(tmp_path):
+    copy = kernel("Memcpy HtoD", 3, 4, 8, 6, device=1, cat="gpu_memcpy")
+    copy["args"] |= {"bytes": 640, "grid": "wide"}
+    elsewhere = {"ph": "X", "cat": "hpu_op", "name": "g", "ts": "5.5", "dur": "2", "pid": 3, "tid": 4, "args": None}
+    trace = read(tmp_path, kernel("gemm", 10, 30, 7, 5, grid=(2, 3, 4)), copy, elsewhere)
+    assert trace.device_events == [
+        ("gemm", "kernel", 10, 40, "0", "7", 5, 24, 0, None),
+        ("Memcpy HtoD", "gpu_memcpy", 3, 7, "1", "8", 6, 0, 640, None),
+        ("g", "kernel", 5.5, 7.5, "3", "4", None, 0, 0, None),
+    ]  # fmt: skip
+    assert (trace.num_events, trace.truncated, trace.source) == (3, False, "kineto")
+
+
+@pytest.mark.parametrize(
+    "category", ["cuda_runtime", "cuda_driver", "hip_driver", "xpu_runtime", "privateuse1_runtime"]
+)
+def test_launches_of_all_runtimes(tmp_path, category):
+    events = [launch(3, 1) | {"cat": category}, launch(4, 2) | {"cat": category, "args": {"correlation": "9"}}]
+    assert read(tmp_path, *events, kernel("gemm", 5, 10, correlation=3)).launches == {
+        3: HostEvent("cudaLaunchKernel", 1, 2, HOST), 9: HostEvent("cudaLaunchKernel", 2, 3, HOST),
+    }  # fmt: skip
+
+
+def test_steps_modules_and_events_that_are_not_needed(tmp_path):
     python = annotation("nn.Module: Linear_3", 5, 9) | {"cat": "python_function"}
     other = annotation("train.py(3): step", 5, 9) | {"cat": "python_function"}
-    trace = read(tmp_path, annotation("ProfilerStep#4", 1, 50), python, other, kernel("gemm", 9, 5),
-                 CUDA_DEVICE_MAX_CONNECTIONS="1")  # fmt: skip
+    arrow, meta = {"ph": "s", "id": 3, "ts": 3, "cat": "kernel", "name": "x"}, {"ph": "M", "name": "n"}
+    trace = read(tmp_path, annotation("ProfilerStep#4", 1, 50), python, other, arrow, meta, kernel("gemm", 9, 5))
     assert trace.steps == [HostEvent("ProfilerStep#4", 1, 51, HOST)] and trace.annotations == []
     assert trace.modules == [HostEvent("Linear_3", 5, 14, HOST)]
-    assert trace.queues == 1 and read(tmp_path, kernel("gemm", 9, 5)).queues is None
+    assert (trace.num_events, len(trace.device_events), dict(trace.skipped)) == (6, 1, {})
 
 
 def test_waits_of_the_host_and_of_streams(tmp_path):
@@ -56,6 +78,7 @@ def test_memory(tmp_path):
 
 
 def test_collectives_of_kernels_and_of_calls(tmp_path):
+    """A kernel has its own, or that of the call around its launch; elided ranks are those of the group."""
     arguments = {
         "Collective name": "all_to_allv", "Process Group Name": "7", "Process Group Description": "ep", "Group size": 4,
         "Process Group Ranks": "[0, 2, 4, 6]", "In msg nelems": 10, "Out msg nelems": 12, "dtype": "BFloat16", "Seq": 5,
@@ -65,77 +88,47 @@ def test_collectives_of_kernels_and_of_calls(tmp_path):
     own["args"] |= arguments
     call = operator("record_param_comms", 3, 4) | {"args": arguments | {"Seq": 6, "Process Group Ranks": "[0, ..., 6]"}}
     waiting = operator("record_param_comms", 20, 9) | {"args": arguments | {"Collective name": "wait"}}
+    named = [operator("nccl:_all_gather_base", 40, 9), launch(5, 41), kernel("ncclDevKernel_Generic", 60, 5, 9, 5)]
     other = kernel("ncclDevKernel_SendRecv", 40, 5, 9, 4)
+    peers = [kernel("ncclDevKernel_SendRecv", 70 + i, 1, 9) for i in range(2)]
+    for event, name in zip(peers, ("send", "recv"), strict=True):
+        event["args"] |= {"Collective name": name, "Dst Rank": 3, "Src Rank": 4}
     trace = read(tmp_path, own, call, launch(1, 4), launch(2, 5), plain, kernel("gemm", 30, 5, 7, 3), launch(3, 6),
-                 waiting, launch(4, 25), other,
+                 waiting, launch(4, 25), other, *named, *peers,
                  distributedInfo={"rank": 2, "pg_config": [{"pg_name": "7", "ranks": [0, 2, 4, 6]}]})  # fmt: skip
-    assert [e.collective for e in trace.device_events] == [
-        all_to_all, all_to_all._replace(sequence=6), None, None,
-    ]  # fmt: skip
+    found = [e.collective for e in trace.device_events]
+    assert found[:5] == [all_to_all, all_to_all._replace(sequence=6), None, None, Collective("_all_gather_base")]
+    assert [one.peer for one in found[5:]] == [3, 4]
+
+
+@pytest.mark.parametrize("more,ranks", [
+    ({"Global rank start": 1, "Global rank stride": 4}, (1, 5, 9, 13)), ({}, ()),
+    ({"Global rank start": 1, "Global rank stride": 0}, ()), ({"Process Group Ranks": "[1, 2]"}, ()),
+    ({"Process Group Ranks": "[4, 3, 2, 1]", "Global rank start": 1, "Global rank stride": 4}, (4, 3, 2, 1)),
+])  # fmt: skip
+def test_ranks_of_a_group_that_is_recorded_as_a_range(tmp_path, more, ranks):
+    """Of long lists, kineto writes the first and the last rank. Recent versions add where the list starts, and its
+    step."""
+    event = kernel("ncclDevKernel_AllReduce", 10, 5)
+    event["args"] |= {"Collective name": "allreduce", "Group size": 4, "Process Group Ranks": "[1, ..., 13]"} | more
+    (found,) = read(tmp_path, event).device_events
+    assert found.collective is not None and found.collective.ranks == ranks
 
 
 def test_operators_are_kept_only_where_the_cpu_is_the_device(tmp_path):
-    work = [operator("aten::mm", 5, 10), operator("aten::add", 20, 4, thread=2), operator("aten::mm", 30, 2)]
+    work = [operator("aten::mm", 5, 10), operator("aten::add", 20, 4, thread=2)]
     assert read(tmp_path, *work).operators == [
         HostEvent("aten::mm", 5, 15, HOST), HostEvent("aten::add", 20, 24, ("9", "2")),
-        HostEvent("aten::mm", 30, 32, HOST),
     ]  # fmt: skip
     assert read(tmp_path, *work, kernel("gemm", 5, 1)).operators == []
 
 
-def test_old_versions_write_annotations_as_operators(tmp_path):
-    """PyTorch 1.8 wrote both with the category "Operator", and kernels with "Kernel"."""
-    names = (
-        "ProfilerStep#4", "Optimizer.step#SGD.step", "nccl:all_reduce", "aten::mm", "detach_", "AddmmBackward",
-        "torch::autograd::AccumulateGrad",
+def test_the_machine_and_the_rank(tmp_path):
+    groups = [{"pg_name": "0", "ranks": [0, "1"]}, {"ranks": [-1]}]
+    trace = read(
+        tmp_path, kernel("gemm", 9, 5), CUDA_DEVICE_MAX_CONNECTIONS="1", host_name="h", baseTimeNanoseconds=5_000,
+        deviceProperties=[{"numSms": 132, "name": "H800"}, {"numSms": 1}],
+        distributedInfo={"rank": 3, "world_size": 8, "pg_config": groups},
     )  # fmt: skip
-    old = [operator(name, 10 * i, 5) | {"cat": "Operator"} for i, name in enumerate(names)]
-    trace = read(tmp_path, *old, kernel("gemm", 5, 1) | {"cat": "Kernel"})
-    assert [e.name for e in (*trace.steps, *trace.annotations, *trace.transfers)] == [*names[:3]]
-    assert [e.name for e in read(tmp_path, *old).operators] == [*names[3:]]
-
-
-def test_times_as_texts(tmp_path):
-    texts = [kernel("gemm", 1, 2) | {"ts": ts, "dur": "2"} for ts in ("10", "20.5", "30,5", "4e1", "1,000.5", "")]
-    trace = read(tmp_path, *texts)
-    assert [(e.start, e.end) for e in trace.device_events] == [(10, 12), (20.5, 22.5), (30.5, 32.5), (40, 42)]
-    assert trace.skipped == {"no valid time": 2}
-
-
-def test_ranks_of_a_group_that_is_recorded_as_a_range(tmp_path):
-    """Of long lists, kineto writes the first and the last rank. Recent versions add where the list starts, and its
-    step."""
-    arguments = {"Collective name": "allreduce", "Group size": 4, "Process Group Ranks": "[1, ..., 13]"}
-    ranged = {"Global rank start": 1, "Global rank stride": 4}
-    for more, ranks in ((ranged, (1, 5, 9, 13)), ({}, ()), (ranged | {"Global rank stride": 0}, ())):
-        event = kernel("ncclDevKernel_AllReduce", 10, 5)
-        event["args"] |= arguments | more
-        (found,) = read(tmp_path, event).device_events
-        assert found.collective is not None and found.collective.ranks == ranks
-
-
-def test_an_operator_far_away_in_time_is_left_out(tmp_path):
-    work = [operator("aten::mm", 10 * i, 5) for i in range(20)]
-    trace = read(tmp_path, *work[:7], operator("aten::mm", 4.4e12, 5), *work[7:])
-    assert len(trace.operators) == 20 and trace.skipped.total() == 1
-
-
-def test_only_what_the_analysis_needs_is_held_in_memory(tmp_path, monkeypatch):
-    """A kernel and its launch take 430 bytes. The text and all other events are read in pieces and forgotten."""
-    monkeypatch.setattr(pieces, "CHUNK", 1 << 14)
-
-    def events(i):
-        yield operator("aten::linear", 20 * i, 5) | {"args": {"External id": i, "Concrete Inputs": "x" * 200}}
-        yield from ({"ph": ph, "id": i, "pid": 1, "tid": 1, "ts": 20 * i, "cat": "ac2g", "name": "ac2g"} for ph in "sf")
-        yield operator("f" * 300, 20 * i, 5) | {"cat": "python_function"}
-        yield from (launch(i + 1, 20 * i), kernel("gemm", 20 * i + 5, 9, correlation=i + 1))
-
-    path = write(tmp_path / "trace.json", [event for i in range(1000) for event in events(i)])
-    tracemalloc.start()
-    try:
-        trace = read_trace(path)
-        held, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(trace.device_events) == 1000
-    assert held < 600 * 1000 and peak < held + 10 * pieces.CHUNK
+    assert (trace.rank, trace.world_size, trace.groups) == (3, 8, {"0": (0, 1)})
+    assert (trace.num_sms, trace.gpu, trace.base_us, trace.host, trace.queues) == (132, "H800", 5.0, "h", 1)

@@ -1,13 +1,15 @@
 """Folders and patterns become lists of traces."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import TraceError
+from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
+from tests.support.mutations import check_message
 from tests.support.traces import kernel, write
 
 
@@ -16,36 +18,42 @@ def test_traces_of_a_folder_are_sorted_by_rank(tmp_path):
     for name in names:
         write(tmp_path / name, [kernel("gemm", 0, 1)])
     write(tmp_path / "rank99.json", [kernel("gemm", 0, 1)], distributedInfo={"backend": "nccl", "rank": 5})
+    (tmp_path / "run2024-3.json.gz").write_bytes(gzip.compress(b'[{"ph": "X"}]'))
+    (tmp_path / "rank4.sqlite").touch()
     (tmp_path / "report.json").write_text(json.dumps({"schedule": [1, 2]}))
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "._rank2.json").write_bytes(b"\x00\x05\x16\x07")
-    expected = ["rank2.json", "rank99.json", "rank_7.pt.trace.json", "rank10.json", "last.json"]
-    assert [path.name for path in trace_paths([tmp_path])] == expected
-    assert [path.name for path in trace_paths([tmp_path / "rank*.json"])] == [*expected[:-1]]
+    assert main(["profile", "analyze", str(tmp_path / "rank2.json"), "--out", str(tmp_path / "view.json")]) == 0
+    expected = ["rank2.json", "run2024-3.json.gz", "rank4.sqlite", "rank99.json", "rank_7.pt.trace.json", "rank10.json"]
+    assert [path.name for path in trace_paths([tmp_path])] == [*expected, "last.json"]
+    assert [path.name for path in trace_paths([tmp_path / "rank*.json"])] == [expected[0], *expected[3:]]
     first = tmp_path / "last.json"
-    assert trace_paths([first, tmp_path])[0] == first and len(trace_paths([first, tmp_path])) == 5
+    assert trace_paths([first, tmp_path])[0] == first and len(trace_paths([first, tmp_path])) == 7
 
 
 def test_one_level_of_folders(tmp_path):
-    for rank in (1, 0):
-        (tmp_path / f"r{rank}").mkdir()
-        write(tmp_path / f"r{rank}" / "trace.json", [kernel("gemm", 0, 1)], distributedInfo={"rank": rank})
+    """Of a folder, one folder after the other, as of two runs; of a pattern, one rank after the other."""
+    for folder, rank in ((0, 1), (1, 0)):
+        (tmp_path / f"r{folder}").mkdir()
+        write(tmp_path / f"r{folder}" / "trace.json", [kernel("gemm", 0, 1)], distributedInfo={"rank": rank})
     assert [path.parent.name for path in trace_paths([tmp_path])] == ["r0", "r1"]
+    assert [path.parent.name for path in trace_paths([tmp_path / "r?/*.json"])] == ["r1", "r0"]
 
 
-def test_nothing_to_read(tmp_path, capsys):
-    with pytest.raises(TraceError, match="no trace in this folder"):
-        trace_paths([tmp_path])
-    with pytest.raises(TraceError, match="no trace matches this pattern"):
-        trace_paths([tmp_path / "*.json"])
-    assert trace_paths([Path("missing.json")]) == [Path("missing.json")]
-    assert main(["profile", "analyze", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.zip", "a.tar"])
-def test_an_archive_must_be_unpacked(tmp_path, capsys, name):
-    (tmp_path / name).write_bytes(b"\x1f\x8b")
+@pytest.mark.parametrize("name,problem", [
+    ("", "no trace in this folder"), ("*.json", "no trace matches this pattern"), ("a.tar.gz", "an archive: unpack it"),
+    ("a.nsys-rep", "export it with `nsys export --type sqlite`"), ("view.json.gz", "name the recordings that it shows"),
+    (".", "no trace in this folder"),
+])  # fmt: skip
+def test_what_is_not_read_is_refused(tmp_path, name, problem):
+    trace = write(tmp_path / "trace.bin", [kernel("gemm", 0, 1)])
+    if name == "view.json.gz":
+        assert main(["profile", "analyze", str(trace), "--out", str(tmp_path / name)]) == 0
+    elif name.startswith("a."):
+        (tmp_path / name).write_bytes(b"\x1f\x8b")
+    with pytest.raises(TraceError, match=problem) as refused:
+        [read_trace(path) for path in trace_paths([tmp_path / name])]
+    check_message(refused.value)
+    assert str(refused.value).startswith(f"{tmp_path / name}: ")
     assert main(["profile", "analyze", str(tmp_path / name)]) == 2
-    message = f"{tmp_path / name}: an archive: unpack it, and name the traces in it"
-    assert capsys.readouterr().err == f"moe-dualpipe: error: {message}\n"
+    assert trace_paths([Path("missing.json")]) == [Path("missing.json")]

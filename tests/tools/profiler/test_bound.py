@@ -1,0 +1,142 @@
+"""The share of communication that segments could hide: equal to a brute force, and never below what a run reached."""
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_dualpipe.tools.profiler import analyze, read_trace
+from moe_dualpipe.tools.profiler.bound import (
+    Compute,
+    Start,
+    Wait,
+    least_time,
+    possible_share,
+    recorded_events,
+    with_share,
+)
+from tests.support.traces import annotation, kernel, operator, write
+
+LABELS = "dispatch(F)", "combine(F)", "dispatch(B)", "sizes"
+computes, starts = st.builds(Compute, st.integers(0, 6)), st.builds(Start, st.sampled_from(LABELS), st.integers(0, 9))
+drawn = st.lists(computes | computes | starts | st.builds(Wait, st.sampled_from(LABELS)), max_size=14)
+
+
+def ticks(events):
+    """Step through time: the least time of the events, by what the processor and the link do in each unit of it."""
+    queue: deque[list] = deque()  # label and remaining time of transfers in flight
+    arrived = dict.fromkeys(LABELS, 0)
+    time = at = 0
+    left: float | None = None  # of a computation
+    while True:
+        while queue and queue[0][1] == 0:
+            arrived[queue.popleft()[0]] += 1
+        event = events[at] if at < len(events) else None
+        if event is None:
+            return time
+        if isinstance(event, Compute):
+            left = event.time if left is None else left
+            if left:
+                left, time = left - 1, time + 1
+                for transfer in [*queue][:1]:
+                    transfer[1] -= 1
+                continue
+            left = None
+        elif isinstance(event, Start):
+            queue.append([event.label, event.time])
+        elif arrived[event.label]:
+            arrived[event.label] -= 1
+        elif any(label == event.label for label, _ in queue):
+            queue[0][1] -= 1
+            time += 1
+            continue
+        at += 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn)
+def test_the_least_time_equals_a_brute_force(events):
+    assert least_time(events) == ticks(events)
+    sending = sum(event.time for event in events if isinstance(event, Start))
+    computing = sum(event.time for event in events if isinstance(event, Compute))
+    expected = pytest.approx(1 - (ticks(events) - computing) / sending) if sending else None
+    assert possible_share(events) == expected
+
+
+def recorded(path, events, gaps):
+    """Write the recording of a CPU that ran the events, with a gap of so many us before each."""
+    clock, link, found, arrives = 10.0, 0.0, [], {label: deque() for label in LABELS}
+    for event, gap in zip(events, gaps, strict=True):
+        clock += gap
+        match event:
+            case Compute(time):
+                found.append(operator("aten::mm", clock, time))
+                clock += time
+            case Start(label, time):
+                named = "prepare dispatch(F)" if label == "sizes" else label
+                found += [annotation(named, clock, 0.5), annotation("link::carry", clock, 0.5)]
+                link = max(link, clock)
+                found.append(annotation("link:carry", link, time, thread=2))
+                link += time
+                arrives[label].append(link)
+                clock += 0.5
+            case Wait(label):
+                end = max(clock, arrives[label].popleft()) if arrives[label] else clock
+                found += [
+                    annotation(f"wait for {label}", clock, end - clock),
+                    annotation("link::wait", clock, end - clock),
+                ]
+                clock = end
+    return write(path, found)
+
+
+@settings(max_examples=50, deadline=None)
+@given(drawn, st.data())
+def test_a_run_never_hides_more_than_possible(tmp_path_factory, events, data):
+    path = tmp_path_factory.mktemp("bound") / "trace.json"
+    events = [
+        Compute(3),
+        Start("dispatch(F)", 7),
+        *(e._replace(time=e.time + 1) if isinstance(e, Start) else e for e in events),
+    ]
+    slow = data.draw(st.booleans())
+    gaps = [data.draw(st.integers(0, 5)) if slow else 0 for _ in events]
+    trace = read_trace(recorded(path, events, gaps))
+    (analysis,), found = analyze(trace), recorded_events(trace)
+    assert [e for e in found if isinstance(e, Start)] == [
+        Start(e.label, pytest.approx(e.time)) for e in events if isinstance(e, Start)
+    ]  # fmt: skip
+    possible, reached = possible_share(found), analysis.hidden_fraction
+    assert possible is not None and reached is not None and reached <= possible + 1e-6
+    if not slow:  # only the calls that start a transfer take time, half a us each
+        assert possible == pytest.approx(possible_share(events), abs=0.6 * len(events) / 8)
+
+
+def test_transfers_at_the_same_time_share_the_link(tmp_path):
+    events = [
+        operator("aten::mm", 0, 4), annotation("dispatch(F)", 4, 1), annotation("link::carry", 4, 1),
+        annotation("link:carry", 5, 10, thread=2), annotation("dispatch(B)", 6, 1), annotation("link::carry", 6, 1),
+        annotation("link:carry", 7, 12, thread=3), operator("aten::mm", 8, 6),
+    ]  # fmt: skip
+    found = recorded_events(read_trace(write(tmp_path / "a.json", events)))
+    assert [event for event in found if isinstance(event, Start)] == [Start("dispatch(F)", 11), Start("dispatch(B)", 4)]
+    assert sum(event.time for event in found if isinstance(event, Compute)) == 10
+
+
+def test_a_gpu_has_no_bound(tmp_path):
+    assert possible_share(recorded_events(read_trace(write(tmp_path / "a.json", [kernel("nccl", 0, 1)])))) is None
+
+
+@given(drawn, st.sampled_from([0.3, 0.7, 2.0]))
+def test_scaled_transfers_take_the_share_and_equal_labels_equal_times(events, share):
+    scaled = with_share(events, share)
+    assert [(type(e), getattr(e, "label", 0)) for e in scaled] == [(type(e), getattr(e, "label", 0)) for e in events]
+    times = {(e.label, e.time) for e in scaled if isinstance(e, Start)}
+    assert len(times) == len({label for label, _ in times})
+    shortest = {label: min(e.time for e in events if isinstance(e, Start) and e.label == label) for label, _ in times}
+    computing = sum(e.time for e in events if isinstance(e, Compute))
+    if any(shortest.values()):
+        assert sum(e.time for e in scaled if isinstance(e, Start)) == pytest.approx(share * computing)
+        assert all(time * max(shortest.values()) == pytest.approx(shortest[label] * max(t for _, t in times))
+                   for label, time in times)  # fmt: skip
