@@ -125,7 +125,7 @@ def check_chunks(num_micro_batches: int, num_stages: int) -> None:
 
 def takes_chunks(name: str) -> bool:
     """Whether `build` takes a number of chunks for this schedule."""
-    return _METHODS[name].default_chunks is not None
+    return name in _METHODS and _METHODS[name].default_chunks is not None
 
 
 def _chunks(name: str, num_chunks: int | None) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from ...messages import plural
 from ...models.config import Recompute
 from ...models.shape import ModelShape
 from ...runtime.layout import Layout
-from ...schedule.build import check_micro_batches, placement_of
+from ...schedule.build import check_micro_batches, placement_of, takes_chunks
 from ...schedule.placement import Placement
 from .device import Device, Precision
 from .measured_loads import MeasuredLoads
@@ -155,7 +155,7 @@ class Workload:
 
     def _check_schedule(self) -> None:
         one = self.layout
-        if one.chunks and self.schedule != "interleaved_1f1b":
+        if one.chunks and not takes_chunks(self.schedule):
             raise ValueError(f"--vpp {one.chunks} needs --schedule interleaved_1f1b: got {self.schedule}")
         if one.chunks and one.pp == 1:
             raise ValueError(f"--vpp {one.chunks} needs --pp of at least 2: got 1")
