@@ -2,13 +2,14 @@
 
 Training on a binary or damaged file would give a useless model without an error, so every file is checked. Errors give
 the file, the line and the problem. A file that the user names must be text. A folder or glob may contain other files,
-such as images: they are skipped and reported. Files are read in blocks or rows, so they may be larger than memory.
+such as images: they are skipped and reported. A file of rows may be larger than memory; a text file is one document.
 
 The `datasets` library downloads "hf:NAME" once, as .arrow files, which are then read like any others. In its streaming
 mode, every rank would download the data again at every start, and a change of the data would go unnoticed.
 """
 
 import os
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -18,7 +19,7 @@ from ..messages import printable
 from .files import DataFile, FileStatus
 from .find import FoundFiles, find_files
 from .rows import FORMATS, TextField, read_rows, row_format
-from .text_files import TextChunk, problem_of, read_text
+from .text_files import NotTextError, read_text
 
 _HUB = "hf:"
 
@@ -48,7 +49,7 @@ class Documents:
         found = FoundFiles(_load_dataset(source, name)) if is_dataset else find_files(source, name)
         # Not read: files of size 0, because those of the kernel, as in /proc, may never end.
         files = {path: status for path, status in found.files.items() if status.size}
-        problems = {path: problem for path in files if not row_format(path) and (problem := problem_of(path))}
+        problems = {path: problem for path in files if not row_format(path) and (problem := _problem_of(path))}
         if problems and [*files] == [Path(source)]:
             known = f"; other formats are {', '.join(FORMATS)}" if Path(source).suffix else ""
             raise ValueError(f"{name} is not text: {problems[Path(source)]}{known}")
@@ -57,7 +58,7 @@ class Documents:
         text_field = TextField(field) if option else TextField(field, "--field")
         return cls(name, kept, text_field, len(found.files) - len(files), tuple(sorted(skipped)))
 
-    def __iter__(self) -> Iterator[TextChunk]:
+    def __iter__(self) -> Iterator[str]:
         """Raises ValueError, with file and number, for an invalid row, and if a file is damaged or has changed."""
         for path, status in self.files.items():
             yield from read_document(path, status, self.field)
@@ -90,13 +91,20 @@ class Documents:
         return f"{separator}{len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
 
 
-def read_document(path: Path, status: FileStatus, field: TextField) -> Iterator[TextChunk]:
+def read_document(path: Path, status: FileStatus, field: TextField) -> Iterator[str]:
     """Read the documents of a file. Raises ValueError, with file and row, as `read_rows` and `DataFile`."""
     with DataFile(path, status) as file:
-        if row_format(path):
-            yield from (TextChunk(text, ends_document=True) for text in read_rows(file, field) if text)
-        else:
-            yield from read_text(file)
+        yield from filter(None, read_rows(file, field) if row_format(path) else ["".join(read_text(file))])
+
+
+def _problem_of(path: Path) -> str:
+    """Why a file is not text; "" if it is."""
+    try:
+        with DataFile(path) as file:
+            deque(read_text(file), maxlen=0)
+    except NotTextError as error:
+        return str(error)
+    return ""
 
 
 def _load_dataset(source: str, name: str) -> dict[Path, FileStatus]:

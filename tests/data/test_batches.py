@@ -164,11 +164,11 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
         ' {"text":"e"}',
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    texts = [chunk.text for chunk in Documents.find(str(tmp_path / "a.jsonl"))]
+    texts = [*Documents.find(str(tmp_path / "a.jsonl"))]
     assert texts == ["one\u2028two", "grün 😀", "e"]
     assert "3 documents" in load_data(str(tmp_path / "a.jsonl"), 1).description
     (tmp_path / "a.jsonl").write_text('{"body": "aaaaaaaaaaaaaaaaaaaaa"}\n' * 3)
-    assert [chunk.text for chunk in Documents.find(str(tmp_path), "body")] == ["a" * 21] * 3
+    assert [*Documents.find(str(tmp_path), "body")] == ["a" * 21] * 3
 
 
 BAD_LINES = {
@@ -217,9 +217,7 @@ def test_files_read_in_blocks_are_complete(tmp_path, monkeypatch, block_bytes):
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").touch()
     (tmp_path / "c").write_text("x")
-    chunks = list(Documents.find(str(tmp_path)))
-    assert "".join(p.text + "|" * p.ends_document for p in chunks) == f"{text}|x|"
-    assert len(chunks) > 5 or block_bytes > 100
+    assert [*Documents.find(str(tmp_path))] == [text, "x"]
 
 
 @pytest.mark.parametrize("make,seq_len,problem", [
@@ -280,6 +278,6 @@ def test_a_corrupt_jsonl_file_gives_correct_documents_or_an_error_with_the_line(
             with pytest.raises(ValueError, match=re.escape(f"{path}:{bad_line}: ")):
                 list(found)
         else:
-            assert [chunk.text.encode() for chunk in found] == [text for text in expected if text]
+            assert [text.encode() for text in found] == [text for text in expected if text]
         outcomes[bool(bad_line)] += 1
     assert min(outcomes) > 40, outcomes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.data import BYTES, Preparation, Prepared, prepare_data, shards, text_files
+from moe_dualpipe.data import BYTES, Preparation, Prepared, prepare, prepare_data, shards, text_files
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.pool import run_in_processes
 from moe_dualpipe.data.shards import ShardWriter, divide
@@ -72,7 +72,7 @@ def test_shards_have_all_documents_in_order(source, monkeypatch, shard_bytes):
     found = Documents.find(str(source))
     parts = [*divide([found])]
     assert [file for shard in parts for file in shard.files] == [*found.files.items()]
-    assert [chunk for shard in parts for chunk in shard.chunks(found.field)] == [*found]
+    assert [text for shard in parts for text in shard.documents(found.field)] == [*found]
     assert all(shard.size <= shard_bytes or len(shard.files) == 1 for shard in parts)
     assert {len(shard.files) for shard in parts if ".jsonl" in str(shard.files)} == {1}
 
@@ -180,20 +180,19 @@ def test_a_shard_is_used_only_for_the_same_text_tokenizer_and_rule(source, tmp_p
 
     assert fail_then("nothing") == 1
     assert fail_then("tokenizer", tokenizer=str(tmp_path / "bpe" / "tokenizer.json")) == 0
-    assert fail_then("rule", drop_duplicates=True) == 0
     assert fail_then("text") == 0
 
 
 def test_a_damaged_shard_is_found(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(Preparation, "_join", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(prepare, "join", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         run(source, tmp_path / "out")
     monkeypatch.undo()
-    path = next((tmp_path / ".out.unfinished").rglob("train.bin"))
+    path = next((tmp_path / ".out.unfinished").rglob("tokens.bin"))
     content = bytearray(path.read_bytes())
     content[7] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path} has changed in tokens 0 to "):
+    with pytest.raises(ValueError, match=f"{path.parent} is damaged: remove it, and repeat"):
         run(source, tmp_path / "out")
 
 
@@ -216,13 +215,7 @@ def test_of_equal_documents_only_the_first_is_written(source, tmp_path, workers)
 
 def texts_of(source: Path) -> list[str]:
     """The documents, each as one string."""
-    texts, parts_of_one = [], []
-    for chunk in Documents.find(str(source)):
-        parts_of_one.append(chunk.text)
-        if chunk.ends_document:
-            texts.append("".join(parts_of_one))
-            parts_of_one = []
-    return texts
+    return [*Documents.find(str(source))]
 
 
 def test_other_programs_write_the_same_shards(source, alone, tmp_path):

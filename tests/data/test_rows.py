@@ -85,7 +85,7 @@ def file(request, tmp_path) -> Path:
 def test_each_format_has_the_documents_and_token_ids_of_jsonl(file, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "BATCH_ROWS", 16)
     documents = Documents.find(str(file))
-    assert [chunk.text for chunk in documents] == [text for text in TEXTS if text]
+    assert [*documents] == [text for text in TEXTS if text]
     assert documents.unit == "document"
     (tmp_path / "same.jsonl").write_bytes(jsonl_bytes(TEXTS))
     for source, out in ((file, "out"), (tmp_path / "same.jsonl", "expected")):
@@ -101,7 +101,7 @@ def test_the_text_of_a_row_is_never_converted(tmp_path):
     texts = ["2020-01-01", "2021-01-01 10:00:00", "3", "1e5", "true", "null", " "]
     for name, write in WRITERS.items():
         write(tmp_path / name, texts)
-        assert [chunk.text for chunk in Documents.find(str(tmp_path / name))] == texts
+        assert [*Documents.find(str(tmp_path / name))] == texts
 
 
 def cut(path: Path, size: int = 20) -> None:
@@ -224,7 +224,7 @@ def test_a_dataset_is_loaded_by_name_configuration_and_split(tmp_path, monkeypat
         ("hf:owner/name", ("owner/name", None, "train")), ("hf:name:en", ("name", "en", "train")),
         ("hf:name::test", ("name", None, "test")), ("hf:name:en:test", ("name", "en", "test")),
     ):  # fmt: skip
-        assert [chunk.text for chunk in Documents.find(source)] == [text for text in TEXTS if text]
+        assert [*Documents.find(source)] == [text for text in TEXTS if text]
         assert calls.pop() == call
     with pytest.raises(ValueError, match=r"^hf:gone cannot be loaded: Dataset 'gone' doesn't exist on the Hub$"):
         prepare_data(["hf:gone"], tmp_path / "out", "bytes", 1, "text")
@@ -241,7 +241,7 @@ def test_the_datasets_library_loads_what_a_dataset_on_this_machine_has(tmp_path,
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_bytes(jsonl_bytes(TEXTS))
     documents = Documents.find(f"hf:{tmp_path}/set")
-    assert [chunk.text for chunk in documents] == [text for text in TEXTS if text]
+    assert [*documents] == [text for text in TEXTS if text]
     with pytest.raises(ValueError, match=r"^--data hf:owner/none cannot be loaded: "):
         Documents.find("hf:owner/none")
     assert not os.path.lexists("hf:owner")

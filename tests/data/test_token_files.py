@@ -233,7 +233,7 @@ def test_prepare_is_deterministic_and_holds_only_a_few_documents_in_memory(prepa
 
     read_rows = documents.read_rows
     monkeypatch.setattr(documents, "read_rows", lambda *arguments: map(Counted, read_rows(*arguments)))
-    monkeypatch.setattr(encode, "BATCH_CHUNKS", 2)
+    monkeypatch.setattr(encode, "BATCH_PIECES", 2)
     train = BPETokenizer.train
     monkeypatch.setattr(BPETokenizer, "train", lambda texts, size: train((str.__str__(text) for text in texts), size))
     prepare_data([source], tmp_path / "b", "bpe", 300, "text")
@@ -333,7 +333,7 @@ def test_a_failed_prepare_leaves_no_files(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards, "write_sidecar", full)
+    monkeypatch.setattr(shards, "sync", full)
     with pytest.raises(OSError, match="No space left"):
         prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", 1, "text")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
