@@ -101,9 +101,9 @@ class Preparation:
         found: list[Documents] = []
         for source in sources:
             documents = Documents.find(source, field, option="")
-            others = documents.without(documents.shared_with(found))
-            if others.files or not documents.files:
-                found.append(others)
+            new = documents.without(found)
+            if new.files or not documents.files:
+                found.append(new)
         return cls(found, Path(os.path.realpath(out)), _unfinished(out), divide(found))
 
     def writer(self, tokenizer: Tokenizer) -> ShardWriter:

@@ -117,7 +117,7 @@ def test_held_out_files_are_not_trained_on_and_skipped_files_are_reported(folder
     assert "\x01" not in kept + held_out
     assert len(kept) + len(held_out) == 40 * (80 + 1) + 120 + 1
     left_out = f"1 skipped as not text: {folder}/image.bin (zero byte in line 1)"
-    assert text.description == f"data {folder}: 38 files (0.0 MB), 3 held out; {left_out}"
+    assert text.description == f"data {folder}: 3,118 tokens, 243 held out; 41 files; {left_out}"
     for i in range(4):
         (folder / f"z{i}").write_bytes(b"good\n\xffbad")
     more = (
@@ -150,7 +150,7 @@ def test_the_standard_library_as_a_source():
     (source,) = (text := load_data("stdlib", 256, vocab_size=256)).sources
     assert len(source.train) > 5_000_000
     assert len(source.held_out) > 100_000
-    assert re.fullmatch(r"data stdlib: \d+ files \(\d+\.\d MB\), \d+ held out", text.description)
+    assert re.fullmatch(r"data stdlib: [\d,]+ tokens, [\d,]+ held out; \d+ files", text.description)
     assert text.format_losses(5.57326, 1.835) == "5.5733 -> 1.8350 nats per byte"
     assert tokenizer_files(text.tokenizer) == {}
 
@@ -205,7 +205,7 @@ def test_an_error_names_the_line_where_a_file_is_not_text(tmp_path, content, pro
     with pytest.raises(ValueError, match=re.escape(f"--data {tmp_path}/a.txt is not text: {problem}")):
         load_data(str(tmp_path / "a.txt"), 8)
     with pytest.raises(
-        ValueError, match=re.escape(f"no text in --data {tmp_path}: the file is empty or not text: 1 skipped")
+        ValueError, match=re.escape(f"no text in --data {tmp_path}: its files are empty or not text; 1 skipped")
     ):
         load_data(str(tmp_path), 8)
 
@@ -224,7 +224,7 @@ def test_files_read_in_blocks_are_complete(tmp_path, monkeypatch, block_bytes):
     (lambda p: p / "missing", 8, "no such file or folder, and no file matches"),
     (lambda p: f"{p}/*.nothing", 8, "no such file or folder, and no file matches"),
     (lambda p: f"{p}/empty=x", 8, "no such file or folder.*; a weight must be a number, as in notes.jsonl=2"),
-    (lambda p: p, 8, "no text in --data .*: the file is empty or not text$"),
+    (lambda p: p, 8, "no text in --data .*: its files are empty or not text$"),
     (lambda p: p / "short", 8, r"too little text in --data .*: 3 bytes for training and 2 held out, but one sequence "
                                r"needs 9; use more text or --seq-len 1"),
     (lambda p: f"{p}/empty=0", 8, "the weight must be at least 1e-09: got 0.0$"),

@@ -14,7 +14,7 @@ from moe_dualpipe.data.find import find_files
 
 
 def found(source) -> list[str]:
-    return [str(path) for path in find_files(str(source), f"--data {source}").files]
+    return [str(path) for path in find_files(str(source), f"--data {source}")[0]]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_folder_with_any_links_has_its_real_files_once(tmp_path_factory, data)
             name.symlink_to(target)
     keys = sorted((path.stat().st_dev, path.stat().st_ino) for path in files)
     for source in (root, f"{root}/**", f"{root}/**/*"):
-        assert sorted((path.stat().st_dev, path.stat().st_ino) for path in find_files(str(source), "").files) == keys
+        assert sorted((path.stat().st_dev, path.stat().st_ino) for path in find_files(str(source), "")[0]) == keys
 
 
 # ---- Paths other than regular files ----
@@ -123,9 +123,9 @@ def special(tmp_path: Path, monkeypatch) -> Path:
     ("dangling", r"is a link to a file that does not exist: nowhere\\nx$"),
     ("loop", ": Too many levels of symbolic links$"),
     ("text/below", ": no such file or folder"),
-    ("/proc/kmsg", "the file is empty or not text"),
-    ("/proc/self/environ", "the file is empty or not text"),
-    ("/proc/self/mem", "the file is empty or not text"),
+    ("/proc/kmsg", "its files are empty or not text"),
+    ("/proc/self/environ", "its files are empty or not text"),
+    ("/proc/self/mem", "its files are empty or not text"),
     ("a" * 5000, "a{193}…: File name too long$"),
     ("a" * 5000 + "*", "a{193}…: (File name too long|no such file)"),
     ("a\n\x1b[31m\udcff", r"a\\n\\x1b\[31m\\udcff: no such file or folder"),

@@ -135,12 +135,10 @@ def test_prepared_folders_hold_out_the_same_documents(tmp_path, tokenizer, numbe
         assert len(whole.replace("<|endoftext|>", "\0").encode()) == sidecar.bytes
 
 
-def test_a_file_in_two_sources_is_announced_and_stays_on_its_side(tmp_path):
+def test_a_file_in_two_sources_stays_on_its_side(tmp_path):
     folder = write_files(tmp_path / "a", TEXTS)
     (tmp_path / "link").symlink_to(folder / "007.txt")
     text = load_data([f"{folder}=3", str(tmp_path / "link"), f"{folder}/00?.txt"], 8)
-    descriptions = [source.description.partition("; ")[2] for source in text.sources]
-    assert descriptions == [f"{n} also in another source" for n in ("10 files", "1 file", "10 files")]
     train, held_out = sides(text)
     assert not {*train} & {*held_out}
     head, tail = (bytes(stream).decode() for stream in (text.sources[1].train, text.sources[1].held_out))
