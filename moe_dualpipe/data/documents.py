@@ -62,11 +62,6 @@ class Documents:
         for path, status in self.files.items():
             yield from read_document(path, status, self.field)
 
-    @property
-    def unit(self) -> str:
-        """What a document is: "file" or "document"."""
-        return "document" if any(map(row_format, self.files)) else "file"
-
     def without(self, others: "Iterable[Documents]") -> "Documents":
         """These documents without the files that are also in one of `others`, under any name."""
         theirs = {(status.device, status.inode) for other in others for status in other.files.values()}

@@ -137,7 +137,8 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer, unique: bool) ->
                 text_bytes[0] += size - tail_bytes
                 text_bytes[1] += tail_bytes
     train, held_out = (
-        _describe(folder / name, *counts, tokenizer) for name, *counts in zip(FILES, documents, text_bytes, strict=True)
+        _describe(folder / name, count, size, tokenizer)
+        for name, count, size in zip(FILES, documents, text_bytes, strict=True)
     )
     return (train, held_out), copies
 

@@ -196,7 +196,7 @@ class _Text:
         return train_N, held_out_N
 
     def __str__(self) -> str:
-        return f"; {plural(len(self.encoded), self.documents.unit)}{self.documents.describe_skipped()}"
+        return f"; {plural(len(self.encoded), 'document')}{self.documents.describe_skipped()}"
 
 
 def _check_length(source: Source, seq_len: int, unit: str, hint: str) -> None:

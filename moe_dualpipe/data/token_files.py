@@ -19,7 +19,7 @@ import numpy as np
 
 from ..messages import printable, quoted
 from . import strict_json
-from .files import DataFile, read_whole
+from .files import DataFile
 from .stores import RangedFile
 from .stores.threads import DaemonThreads
 from .tokenizer import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, find_tokenizer, read_tokenizer
@@ -50,11 +50,7 @@ class Sidecar:
     @classmethod
     def read(cls, path: Path) -> "Sidecar":
         """Read and check a sidecar. Raises ValueError, naming file and field, if it is not valid."""
-        content, name = read_whole(path), printable(path)
-        try:
-            fields = strict_json.parse(content)
-        except ValueError as error:
-            raise ValueError(f"cannot read {name}: {printable(error)}") from None
+        fields, name = strict_json.read_named(path), printable(path)
         if not isinstance(fields, dict):
             raise ValueError(f"{name} does not describe token ids: it is not a JSON object")
         for field in dataclasses.fields(cls):
@@ -160,11 +156,6 @@ class TokenFile:
         if digest(found) != sidecar.tokenizer:
             place = ("the tokenizer in" if os.path.lexists(where) else "and there is no") + f" {printable(where)}"
             raise ValueError(f"{name} was not encoded with {found}, {place}")
-        if (found.vocab_size, found.end_id) != (sidecar.vocab_size, sidecar.end_id):
-            raise ValueError(
-                f"{name}.json describes a tokenizer with {sidecar.vocab_size} tokens and end-of-document id "
-                f"{sidecar.end_id}, but {found} has {found.vocab_size} and {found.end_id}"
-            )
         return found
 
     @property

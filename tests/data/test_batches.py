@@ -117,7 +117,7 @@ def test_held_out_files_are_not_trained_on_and_skipped_files_are_reported(folder
     assert "\x01" not in kept + held_out
     assert len(kept) + len(held_out) == 40 * (80 + 1) + 120 + 1
     left_out = f"1 skipped as not text: {folder}/image.bin (zero byte in line 1)"
-    assert text.description == f"data {folder}: 3,118 tokens, 243 held out; 41 files; {left_out}"
+    assert text.description == f"data {folder}: 3,118 tokens, 243 held out; 41 documents; {left_out}"
     for i in range(4):
         (folder / f"z{i}").write_bytes(b"good\n\xffbad")
     more = (
@@ -150,7 +150,7 @@ def test_the_standard_library_as_a_source():
     (source,) = (text := load_data("stdlib", 256, vocab_size=256)).sources
     assert len(source.train) > 5_000_000
     assert len(source.held_out) > 100_000
-    assert re.fullmatch(r"data stdlib: [\d,]+ tokens, [\d,]+ held out; \d+ files", text.description)
+    assert re.fullmatch(r"data stdlib: [\d,]+ tokens, [\d,]+ held out; [\d,]+ documents", text.description)
     assert text.format_losses(5.57326, 1.835) == "5.5733 -> 1.8350 nats per byte"
     assert tokenizer_files(text.tokenizer) == {}
 

@@ -86,7 +86,6 @@ def test_each_format_has_the_documents_and_token_ids_of_jsonl(file, tmp_path, mo
     monkeypatch.setattr(rows, "BATCH_ROWS", 16)
     documents = Documents.find(str(file))
     assert [*documents] == [text for text in TEXTS if text]
-    assert documents.unit == "document"
     (tmp_path / "same.jsonl").write_bytes(jsonl_bytes(TEXTS))
     for source, out in ((file, "out"), (tmp_path / "same.jsonl", "expected")):
         prepare_data([str(source)], tmp_path / out, "bytes", 300, "text")

@@ -359,10 +359,8 @@ def describe(folder, **changes):
     (lambda p: describe(p, tokens=17), "train.bin has [0-9]+ uint16 token ids, but train.bin.json says 17"),
     (lambda p: describe(p, tokens="17"), "train.bin.json does not describe token ids: tokens is '17'"),
     (lambda p: describe(p, crc32=[]), "train.bin.json has 0 checksums"),
-    (lambda p: describe(p, vocab_size=400), "a tokenizer with 400 tokens and .*, but BPE of 320 tokens has 320"),
-    (lambda p: describe(p, end_id=3), "end-of-document id 3, but BPE of 320 tokens has 320 and 0"),
     (lambda p: (p / "train.bin.json").write_text("[]"), "train.bin.json does not describe .*: it is not a JSON object"),
-    (lambda p: (p / "train.bin.json").write_text("{"), "cannot read .*train.bin.json: Expecting"),
+    (lambda p: (p / "train.bin.json").write_text("{"), "cannot read .*train.bin.json: it is not JSON: Expecting"),
     (lambda p: (p / "train.bin").write_bytes(b""), "train.bin is empty"),
     (lambda p: (p / "train.bin").write_bytes(b"123"), "train.bin has 3 bytes, not a multiple of 2, the size of uint16"),
     (lambda p: (p / "tokenizer.json").unlink(), "not encoded with bytes, and there is no .*tokenizer.json$"),
@@ -374,7 +372,7 @@ def describe(folder, **changes):
     (lambda p: (p / "held_out.bin").unlink(), "cannot read .*held_out.bin: No such file"),
     (lambda p: (p / "held_out.bin").unlink() or (p / "held_out.bin").mkdir(), "held_out.bin: it is a folder"),
     (lambda p: (p / "train.bin").unlink() or os.mkfifo(p / "train.bin"), "train.bin: it is a FIFO"),
-], ids=map(str, range(19)))  # fmt: skip
+], ids=map(str, range(17)))  # fmt: skip
 def test_a_modified_folder_is_rejected(prepared, tmp_path, change, problem):
     change(copy_of(prepared, tmp_path))
     with pytest.raises(ValueError, match=problem):
