@@ -49,4 +49,4 @@ def is_file(path: Path) -> bool:
 
 def open_file(path: Path) -> DataFile | stores.RangedFile:
     """A local file, or one on a store. Raises ValueError if it cannot be read."""
-    return DataFile(path) if stores.url_of(path) is None or path.exists() else stores.RangedFile(path)
+    return DataFile(path) if stores.url_of(path) is None else stores.RangedFile(path)
