@@ -1,5 +1,6 @@
 """Sources and batches: reproducible batches, shares by weight, and errors that name file and line."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -8,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moe_dualpipe.data import Source, TextData, load_data, text_files, tokenizer_files
+from moe_dualpipe.data import Source, TextData, encode, load_data, text_files, tokenizer_files
 from moe_dualpipe.data.documents import Documents
+from moe_dualpipe.data.encode import split_lines
 from moe_dualpipe.data.sources import split_weight
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.texts import TEXTS, corrupt
@@ -103,6 +107,16 @@ def test_held_out_batches_cover_the_held_out_text_evenly(folder, total):
             assert whole[1][-1].tolist() == text.sources[-1].held_out[-16:].tolist()
 
 
+def test_the_fingerprint_is_that_of_the_text_and_its_weights():
+    one, other = source_of(range(10)), source_of(range(30, 43), weight=2.5)
+    texts = [TextData(sources) for sources in ((one, other), (other, one), (one,), (one, source_of(range(30, 43))))]
+    assert len({text.fingerprint() for text in texts}) == 4
+    renamed = source_of(range(10), "elsewhere"), source_of(range(30, 43), weight=2.5)
+    assert TextData(renamed).fingerprint() == texts[0].fingerprint()
+    unlike = dataclasses.replace(other, bytes_per_token=4.5)
+    assert TextData((one, unlike)).bytes_per_token == pytest.approx((1 + 2.5 * 4.5) / 3.5)
+
+
 # ---- Text ----
 
 
@@ -124,13 +138,6 @@ def test_held_out_files_are_not_trained_on_and_skipped_files_are_reported(folder
         f"{folder}/z0 (not UTF-8 in line 2: invalid start byte), {folder}/z1 (not UTF-8 in line 2: invalid start byte)"
     )
     assert load_data(str(folder), 16).description.endswith(f"(zero byte in line 1), {more}, and 2 more")
-
-
-def test_a_source_may_be_one_file_or_a_glob(folder):
-    (single,) = load_data(str(folder / "07.txt"), 8).sources
-    assert bytes_of(single.train) + bytes_of(single.held_out) == b"<07>" * 20 + b"\0"
-    (several,) = load_data(f"{folder}/1*.txt", 8).sources
-    assert "".join(sorted(set(bytes_of(several.train).decode()))) == "\0" + "0123456789<>"
 
 
 def test_a_glob_that_the_shell_has_expanded_is_described_on_one_line(folder):
@@ -171,29 +178,6 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     assert [*Documents.find(str(tmp_path), "body")] == ["a" * 21] * 3
 
 
-BAD_LINES = {
-    b'{"text": "x"': "not JSON: Expecting ',' delimiter",
-    b"[" * 100_000: "not JSON: ",
-    b"[1]": "expected an object, got a list",
-    b"null": "expected an object, got null",
-    b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --set batch.data_field",
-    b'{"text": 3}': "field 'text' must be a string, got a number",
-    b'{"text": {"text": "x"}}': "field 'text' must be a string, got an object",
-    b'{"text": "a\\u0000b"}': "field 'text' contains a zero character",
-    b'{"text": "a\\ud800b"}': "field 'text' has an unpaired surrogate at character 1",
-    b'{"text": "\xff"}': "not UTF-8 at byte 10: invalid start byte",
-    b"\0\0\0\0": "not JSON",
-}
-
-
-@pytest.mark.parametrize("line,problem", BAD_LINES.items(), ids=[str(i) for i in range(len(BAD_LINES))])
-def test_an_error_names_the_invalid_line_of_a_jsonl_file(tmp_path, line, problem):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' * 40 + line + b'\n{"text": "fine"}\n')
-    for source in (tmp_path / "a.jsonl", tmp_path):
-        with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/a.jsonl:41: {problem}")):
-            load_data(str(source), 8)
-
-
 @pytest.mark.parametrize("content,problem", [
     (b"ok\n" * 700_000 + b"\xc3(", "not UTF-8 in line 700001: invalid continuation byte"),
     (b"ok\n" * 700_000 + b"a\0", "zero byte in line 700001"),
@@ -220,28 +204,37 @@ def test_files_read_in_blocks_are_complete(tmp_path, monkeypatch, block_bytes):
     assert [*Documents.find(str(tmp_path))] == [text, "x"]
 
 
-@pytest.mark.parametrize("make,seq_len,problem", [
-    (lambda p: p / "missing", 8, "no such file or folder, and no file matches"),
-    (lambda p: f"{p}/*.nothing", 8, "no such file or folder, and no file matches"),
-    (lambda p: f"{p}/empty=x", 8, "no such file or folder.*; a weight must be a number, as in notes.jsonl=2"),
-    (lambda p: p, 8, "no text in --data .*: its files are empty or not text$"),
-    (lambda p: p / "short", 8, r"too little text in --data .*: 3 bytes for training and 2 held out, but one sequence "
-                               r"needs 9; use more text or --seq-len 1"),
-    (lambda p: f"{p}/empty=0", 8, "the weight must be at least 1e-09: got 0.0$"),
-    (lambda p: f"{p}/empty=-1.5", 8, "the weight must be at least 1e-09: got -1.5"),
-    (lambda p: f"{p}/empty=nan", 8, "the weight must be at least 1e-09: got nan"),
-    (lambda p: f"{p}/empty=inf", 8, r"the weight must be at most 1e\+09: got inf"),
-    (lambda _: "=2", 8, "--data is empty"),
-])  # fmt: skip
-def test_unusable_sources_raise_an_error(tmp_path, make, seq_len, problem):
-    path = make(tmp_path)
+@given(st.text("ab\n", max_size=40), st.integers(1, 9))
+def test_pieces_are_whole_lines_unless_a_line_is_longer(text, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "PIECE", size)
+        *pieces, (last, is_last) = split_lines(text)
+        assert "".join(piece for piece, _ in pieces) + last == text and is_last
+        assert all(0 < len(piece) <= size and not ended for piece, ended in pieces) and len(last) <= size
+        assert all(piece.endswith("\n") or (len(piece) == size and "\n" not in piece) for piece, _ in pieces)
+
+
+REFUSED = [
+    ("missing", "no such file or folder, and no file matches"), ("*.nothing", "no such file or folder"),
+    ("empty=x", "no such file or folder.*; a weight must be a number, as in notes.jsonl=2"),
+    ("", "no text in --data .*: its files are empty or not text$"),
+    ("short", "too little text in --data .*: 3 bytes for training and 2 held out, but one sequence needs 9; use more "
+              "text or --seq-len 1"),
+    ("empty=0", "the weight must be at least 1e-09: got 0.0$"), ("empty=nan", "the weight must be at least 1e-09: got"),
+    ("empty=inf", r"the weight must be at most 1e\+09: got inf"), (None, "--data is empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name,problem", REFUSED)
+def test_unusable_sources_are_refused_in_one_line(tmp_path, name, problem):
     (tmp_path / "empty").touch()
-    if problem.startswith("too"):
+    if name == "short":
         (tmp_path / "short").write_text("abcd")
-    with pytest.raises(ValueError, match=problem):
-        load_data([str(path)], seq_len)
+    with pytest.raises(ValueError, match=problem) as error:
+        load_data([f"{tmp_path}/{name}"] if name is not None else [], 8)
+    assert str(error.value).isprintable() and "--data" in str(error.value)
     with pytest.raises(ValueError, match="--data is empty"):
-        load_data([], seq_len)
+        load_data("=2", 8)
 
 
 def test_a_source_name_may_contain_an_equals_sign(tmp_path):

@@ -172,18 +172,6 @@ def test_unreadable_files_and_folders_are_skipped_and_named(monkeypatch):
         Documents.find("**")
 
 
-def test_names_are_shown_on_one_line(tmp_path):
-    (tmp_path / "a\n\x1b[31m\udcff.bin").write_bytes(b"\0")
-    (tmp_path / "b\n.txt").write_text("b" * 99)
-    (tmp_path / "c\n.jsonl").write_text("[1]")
-    with pytest.raises(ValueError, match=r"c\\n.jsonl:1: expected an object, got a list$"):
-        load_data(str(tmp_path), 8)
-    (tmp_path / "c\n.jsonl").unlink()
-    description = load_data([str(tmp_path), f"{tmp_path}/b\n.txt"], 8).description
-    assert description.splitlines()[0].endswith(r"a\n\x1b[31m\udcff.bin (zero byte in line 1)")
-    assert description.count("\n") == 1 and description.replace("\n", "").isprintable()
-
-
 @pytest.mark.usefixtures("tree")
 def test_a_file_that_changes_between_two_readings_is_named():
     documents = Documents.find("a")

@@ -135,16 +135,6 @@ def test_prepared_folders_hold_out_the_same_documents(tmp_path, tokenizer, numbe
         assert len(whole.replace("<|endoftext|>", "\0").encode()) == sidecar.bytes
 
 
-def test_a_file_in_two_sources_stays_on_its_side(tmp_path):
-    folder = write_files(tmp_path / "a", TEXTS)
-    (tmp_path / "link").symlink_to(folder / "007.txt")
-    text = load_data([f"{folder}=3", str(tmp_path / "link"), f"{folder}/00?.txt"], 8)
-    train, held_out = sides(text)
-    assert not {*train} & {*held_out}
-    head, tail = (bytes(stream).decode() for stream in (text.sources[1].train, text.sources[1].held_out))
-    assert (head + tail == TEXTS[7] + "\0" and head in train) or tail[:-1] in held_out
-
-
 def test_a_token_file_is_not_trained_on_in_one_source_and_held_out_in_another(tmp_path):
     for i, name in enumerate(("train.bin", "held_out.bin")):
         (np.arange(4000) % 250 + i).astype("<u2").tofile(tmp_path / name)
