@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.data import Source, TextData, encode, load_data, text_files, tokenizer_files
 from moe_dualpipe.data.documents import Documents
-from moe_dualpipe.data.encode import split_lines
+from moe_dualpipe.data.encode import encode_documents
 from moe_dualpipe.data.sources import split_weight
+from moe_dualpipe.data.tokenizer import ByteTokenizer
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.texts import TEXTS, corrupt
 
@@ -204,14 +205,26 @@ def test_files_read_in_blocks_are_complete(tmp_path, monkeypatch, block_bytes):
     assert [*Documents.find(str(tmp_path))] == [text, "x"]
 
 
-@given(st.text("ab\n", max_size=40), st.integers(1, 9))
-def test_pieces_are_whole_lines_unless_a_line_is_longer(text, size):
+@given(st.lists(st.text("äb\n", max_size=40), max_size=9), st.integers(1, 9), st.integers(1, 5))
+def test_documents_are_encoded_in_small_batches_of_whole_lines(texts, size, number):
+    batches: list[list[str]] = []
+
+    class Listening(ByteTokenizer):
+        def encode_batch(self, texts):
+            batches.append([*texts])
+            return super().encode_batch(texts)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "PIECE", size)
-        *pieces, (last, is_last) = split_lines(text)
-        assert "".join(piece for piece, _ in pieces) + last == text and is_last
-        assert all(0 < len(piece) <= size and not ended for piece, ended in pieces) and len(last) <= size
-        assert all(piece.endswith("\n") or (len(piece) == size and "\n" not in piece) for piece, _ in pieces)
+        patch.setattr(encode, "BATCH_PIECES", number)
+        found = [*encode_documents(texts, Listening())]
+    assert [one.tokens_N.tobytes() for one in found] == [text.encode() + b"\0" for text in texts]
+    assert [one.text_bytes for one in found] == [len(text.encode()) + 1 for text in texts]
+    assert all(len(batch) <= number and sum(map(len, batch[:-1])) < size for batch in batches)
+    pieces, ends = [piece for batch in batches for piece in batch], {*itertools.accumulate(map(len, texts))}
+    assert all(len(piece) <= size for piece in pieces)
+    for piece, end in zip(pieces, itertools.accumulate(map(len, pieces)), strict=True):
+        assert piece.endswith("\n") or end in ends or (len(piece) == size and "\n" not in piece)
 
 
 REFUSED = [
