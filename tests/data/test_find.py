@@ -178,7 +178,7 @@ def test_a_file_that_changes_between_two_readings_is_named():
     Path("a/b/y.md").write_text("longer " * 99)
     with pytest.raises(ValueError, match=r"^a/b/y.md was written to while it was in use \(72 bytes then, 693 now\)"):
         list(documents)
-    Path("a/b/new").write_bytes(b"\xff\xff")
+    Path("a/b/new").write_bytes(b"\xff" * len("c/x.md" * 9))
     documents = Documents.find("c/x.md")
     Path("a/b/new").replace("c/x.md")
     with pytest.raises(ValueError, match=r"^c/x.md was written to while it was in use"):
