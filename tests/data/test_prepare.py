@@ -237,6 +237,14 @@ def test_of_equal_documents_only_the_first_is_written(source, tmp_path, workers)
     assert files_in(tmp_path / "out") == files_in(tmp_path / "expected")
 
 
+def test_copies_that_are_left_out_do_not_change_what_is_held_out_of_a_small_source(tmp_path):
+    texts = [words(i, 20 + 9 * i) for i in range(4)]
+    for name, rows in (("once", texts), ("copies", [*texts, *texts[:1] * 30, *texts[2:3] * 9])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+        run(tmp_path / f"{name}.jsonl", tmp_path / name, drop_duplicates=True)
+    assert files_in(tmp_path / "copies") == files_in(tmp_path / "once")
+
+
 def test_other_programs_write_the_same_shards(source, alone, tmp_path):
     """As examples/prepare_on_cluster.py does, on machines whose files have other devices and inodes."""
     for rank in range(2):
