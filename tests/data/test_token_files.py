@@ -366,7 +366,8 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
         load_data(str(tmp_path), 8, vocab_size=1000)
     tokens.astype("<u4").tofile(tmp_path / "wide.bin")
     alone = load_data(str(tmp_path / "wide.bin"), 8, 1000, dtype="uint32")
-    assert [len(s) for s in (alone.sources[0].train, alone.sources[0].held_out)] == [2850, 150]
+    parts = [alone.sources[0].train[:], alone.sources[0].held_out[:]]
+    assert [*map(len, parts)] == [2850, 150] and np.array_equal(np.concatenate(parts), tokens)
     with pytest.raises(ValueError, match=r"wide.bin: token 428 is 2996, outside the vocabulary of 999: use a larger"):
         (tokens + 2000 * (np.arange(3000) == 428)).astype("<u4").tofile(tmp_path / "wide.bin")
         load_data(str(tmp_path / "wide.bin"), 8, 999, dtype="uint32")
