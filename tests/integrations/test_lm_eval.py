@@ -62,11 +62,12 @@ def log_probs(model, ids):
 
 def test_log_likelihoods_are_those_of_the_logits(harness, run):
     model, _ = open_model(run)
-    greedy = generate(model, torch.tensor([[*b"import "]]), 3, LENGTH, temperature=0)[0].tolist()
-    likely = bytes(greedy).decode(errors="replace")
+    contexts = [first + "at" for first in "abcdefghijklmnop"]
+    nexts = [generate(model, torch.tensor([[*c.encode()]]), 1, LENGTH, temperature=0).item() for c in contexts]
+    context, token = next(found for found in zip(contexts, nexts, strict=True) if 0 < found[1] < 128)
     pairs = [("def f", "(x)"), ("", "class"), ("a  ", "b"), ("   ", "b"), ("x" * 60, " = 1"), ("de", "f "), ("x", "")]
     lm = harness.MoEDualPipe(run, LENGTH, batch_size=2, device="cpu")
-    found = lm.loglikelihood(requests(*pairs, *([("import ", likely)] if likely.isascii() else [])))
+    found = lm.loglikelihood(requests(*pairs, (context, chr(token))))
     assert found[len(pairs) - 1] == (0.0, True)  # of nothing
     for (context, continuation), (value, is_greedy) in zip(pairs[:-1], found, strict=False):
         ids = [*(context.encode() or b"\0"), *continuation.encode()][-LENGTH - 1 :]
@@ -75,8 +76,8 @@ def test_log_likelihoods_are_those_of_the_logits(harness, run):
         expected, most_likely = log_probs(model, ids)
         assert value == pytest.approx(expected[len(expected) - number :].sum().item(), rel=1e-5, abs=1e-9)
         assert is_greedy == most_likely[len(expected) - number :].all().item()
-    if likely.isascii():
-        assert found[-1][1] is True
+    assert found[-1][1] is True
+    assert not log_probs(model, [*context.encode()])[1].all()  # though the context is not the likeliest text
 
 
 def test_the_log_likelihood_of_a_text_counts_every_token(harness, run):
