@@ -86,13 +86,10 @@ def _write_text(folder: Path, repeat: int) -> int:
     folder.mkdir()
     rows, size = [[] for _ in range(FILES)], 0
     for i in range(repeat):
-        text, number = f"# {i}\n", 0
-        for chunk in Documents.find("stdlib"):
-            text += chunk.text
-            if chunk.ends_document:
-                size += len(text.encode())
-                rows[number % FILES].append(json.dumps({"text": text}) + "\n")
-                text, number = f"# {i}\n", number + 1
+        for number, document in enumerate(Documents.find("stdlib")):
+            text = f"# {i}\n{document}"
+            size += len(text.encode())
+            rows[number % FILES].append(json.dumps({"text": text}) + "\n")
     for i, lines in enumerate(rows):
         (folder / f"{i}.jsonl").write_text("".join(lines))
     return size

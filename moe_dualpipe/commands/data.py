@@ -2,14 +2,13 @@
 
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFile, prepare_data, unfinished_folder
+from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFile, prepare_data
 from ..messages import plural, printable, shell_word
 
 
@@ -38,21 +37,16 @@ class PrepareData:
     """Processes that encode, each one file of rows or many small files of text. Default: one for each CPU core. The
     result is the same."""
     drop_duplicates: bool = False
-    """Of documents that are equal byte by byte, encode only the first."""
+    """Of documents that are equal byte by byte, write only the first."""
 
     def run(self) -> None:
         for name in (str(self.out), *self.sources):
             refuse_url(name)
-        try:
-            done = prepare_data(
-                list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field,
-                workers=os.cpu_count() or 1 if self.workers is None else self.workers,
-                drop_duplicates=self.drop_duplicates, show=True,
-            )  # fmt: skip
-        except BaseException:
-            if os.path.exists(folder := unfinished_folder(self.out)):
-                print(f"finished shards are in {printable(folder)}: the same command uses them", file=sys.stderr)
-            raise
+        done = prepare_data(
+            list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field,
+            workers=os.cpu_count() or 1 if self.workers is None else self.workers,
+            drop_duplicates=self.drop_duplicates, show=True,
+        )  # fmt: skip
         if done.finished_before:
             print(f"{done.finished_before:,} of {plural(done.shards, 'shard')} were finished before")
         if self.drop_duplicates:

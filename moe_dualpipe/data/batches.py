@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from ..messages import plural, printable
-from .token_files import TokensOnDisk, vocabulary_error
+from .token_files import TokensOnDisk, TokenStream, read_windows, vocabulary_error
 from .tokenizer import BYTES, Tokenizer, digest, find_tokenizer
 
 if TYPE_CHECKING:
@@ -30,12 +30,13 @@ FINGERPRINT_PARTS, FINGERPRINT_TOKENS = 256, 64  # read of a file
 MANY_SOURCES = 8  # in a row and of the same weight: described on one line
 QUOTE = "quote a glob, as in 'notes/*.md', to make it one source"
 
-TokenStream = np.ndarray | TokensOnDisk
-
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of --data: its training and held-out token streams, and its sampling weight."""
+    """One entry of --data: its training and held-out token streams, and its sampling weight.
+
+    description: what else to say of it.
+    """
 
     name: str
     weight: float
@@ -61,7 +62,15 @@ class TextData:
 
         rows: the ones to read; None: all. Which sequences a step has does not depend on who reads which of them.
         """
-        return self._read(self.windows(seed, step, count, seq_len, rows), seq_len)
+        random = np.random.Generator(np.random.Philox(key=[seed, step << 20]))
+        streams = [source.train for source in self.sources]
+        if len(streams) > 1:
+            streams = [streams[i] for i in random.choice(len(streams), count, p=self.shares)]
+            starts = random.integers(0, [len(stream) - seq_len for stream in streams])
+        else:
+            streams, starts = streams * count, random.integers(0, len(streams[0]) - seq_len, count)
+        own = slice(None) if rows is None else slice(rows.start, rows.stop)
+        return self._read([*zip(streams, starts.tolist(), strict=True)][own], seq_len)
 
     def num_labels(self, step: int, count: int, seq_len: int) -> int:
         """The number of labeled tokens in the `count` sequences of a step."""
@@ -71,36 +80,18 @@ class TextData:
         """The number of labeled tokens in `count` held-out sequences."""
         return count * seq_len
 
-    def windows(
-        self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None
-    ) -> list[tuple[TokenStream, int]]:
-        """The windows that `batch` reads: a stream, and the index of the first token. Reads nothing."""
-        random = np.random.Generator(np.random.Philox(key=[seed, step << 20]))
-        streams = [source.train for source in self.sources]
-        if len(streams) > 1:
-            streams = [streams[i] for i in random.choice(len(streams), count, p=self.shares)]
-            starts = random.integers(0, [len(stream) - seq_len for stream in streams])
-        else:
-            streams, starts = streams * count, random.integers(0, len(streams[0]) - seq_len, count)
-        drawn = list(zip(streams, starts.tolist(), strict=True))
-        return drawn if rows is None else drawn[rows.start : rows.stop]
-
     def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Return sequences `first` to `first + count` of `total`, spaced evenly over the held-out text.
 
         Each source gets its share of `total`, rounded, so its weight is the same in the validation and training losses.
         """
-        return self._read(self.held_out_windows(first, count, total, seq_len), seq_len)
-
-    def held_out_windows(self, first: int, count: int, total: int, seq_len: int) -> list[tuple[TokenStream, int]]:
-        """The windows that `held_out_batch` reads."""
         bounds = np.rint(np.cumsum([0.0, *self.shares]) * total).astype(int)
         windows = [
             (source.held_out, start)
             for source, sequences in zip(self.sources, np.diff(bounds), strict=True)
             for start in np.linspace(0, len(source.held_out) - seq_len - 1, sequences).astype(np.int64).tolist()
         ]
-        return windows[first : first + count]
+        return self._read(windows[first : first + count], seq_len)
 
     @property
     def shares(self) -> list[float]:
@@ -117,15 +108,12 @@ class TextData:
             if len(others) < MANY_SOURCES:
                 for source, _ in ((first, share), *others):
                     of_sequences = f" ({share:.1%} of the sequences)" if len(self.sources) > 1 else ""
-                    lines.append(f"data {printable(source.name)}{of_sequences}: {source.description}")
+                    lines.append(f"data {printable(source.name)}{of_sequences}: {_size([source])}{source.description}")
                 continue
             names = f"{printable(first.name)} to {printable(others[-1][0].name)}"
-            sources = [first, *(source for source, _ in others)]
-            trained, held_out = (sum(len(getattr(s, side)) for s in sources) for side in ("train", "held_out"))
-            lines.append(
-                f"data {names}: {len(sources):,} sources, each {share:.2%} of the sequences, with "
-                f"{plural(trained, 'token')}, {held_out:,} held out; {QUOTE}"
-            )
+            size = _size([first, *(source for source, _ in others)])
+            each = f"{len(others) + 1:,} sources, each {share:.2%} of the sequences, with {size}"
+            lines.append(f"data {names}: {each}; {QUOTE}")
         if self.tokenizer is not BYTES:
             size = self.bytes_per_token
             lines.append(f"tokenizer: {self.tokenizer}{f', {size:.2f} bytes per token' if size else ''}")
@@ -160,9 +148,8 @@ class TextData:
                     content.update(np.ascontiguousarray(stream).data)
                 else:
                     starts = np.linspace(0, len(stream), FINGERPRINT_PARTS, dtype=np.int64).tolist()
-                    stream.read_ahead((first, min(first + FINGERPRINT_TOKENS, len(stream))) for first in starts)
-                    for first in starts:
-                        content.update(stream[first : first + FINGERPRINT_TOKENS].tobytes())
+                    for part in read_windows([(stream, first) for first in starts], FINGERPRINT_TOKENS):
+                        content.update(part.tobytes())
         return int.from_bytes(content.digest()) >> 1
 
     def check_tokenizer(self, checkpoint: Path) -> None:
@@ -176,7 +163,7 @@ class TextData:
     def _read(self, windows: list[tuple[TokenStream, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
         import torch  # not at the top: `moe-dualpipe data` starts faster without it
 
-        rows = np.stack([stream[start : start + seq_len + 1] for stream, start in windows]).astype(np.int64)
+        rows = np.stack(read_windows(windows, seq_len + 1)).astype(np.int64)
         for file in {stream.file for stream, _ in windows if isinstance(stream, TokensOnDisk)}:
             file.check_unchanged()  # checked after reading, so these tokens are those from the start of the run
         if rows.max() >= self.tokenizer.vocab_size:  # the file was too large to scan
@@ -186,3 +173,8 @@ class TextData:
             raise vocabulary_error(name, first + start, rows[row], self.tokenizer.vocab_size)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _size(sources: list[Source]) -> str:
+    tokens, held_out = (sum(len(getattr(source, side)) for source in sources) for side in ("train", "held_out"))
+    return f"{plural(tokens, 'token')}, {held_out:,} held out"

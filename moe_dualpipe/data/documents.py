@@ -2,23 +2,24 @@
 
 Training on a binary or damaged file would give a useless model without an error, so every file is checked. Errors give
 the file, the line and the problem. A file that the user names must be text. A folder or glob may contain other files,
-such as images: they are skipped and reported. Files are read in blocks or rows, so they may be larger than memory.
+such as images: they are skipped and reported. A file of rows may be larger than memory; a text file is one document.
 
 The `datasets` library downloads "hf:NAME" once, as .arrow files, which are then read like any others. In its streaming
 mode, every rank would download the data again at every start, and a change of the data would go unnoticed.
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
 from ..messages import printable
 from .files import DataFile, FileStatus
-from .find import FoundFiles, find_files
+from .find import find_files
 from .rows import FORMATS, TextField, read_rows, row_format
-from .text_files import TextChunk, problem_of, read_text
+from .text_files import NotTextError, read_text
 
 _HUB = "hf:"
 
@@ -33,7 +34,6 @@ class Documents:
     name: str
     files: dict[Path, FileStatus]
     field: TextField
-    num_empty: int = 0
     skipped: tuple[str, ...] = ()
 
     @classmethod
@@ -45,58 +45,55 @@ class Documents:
         """
         name = f"{option}{printable(source)}"
         is_dataset = source.startswith(_HUB) and not os.path.lexists(source)
-        found = FoundFiles(_load_dataset(source, name)) if is_dataset else find_files(source, name)
+        found, skipped = (_load_dataset(source, name), ()) if is_dataset else find_files(source, name)
         # Not read: files of size 0, because those of the kernel, as in /proc, may never end.
-        files = {path: status for path, status in found.files.items() if status.size}
-        problems = {path: problem for path in files if not row_format(path) and (problem := problem_of(path))}
+        files = {path: status for path, status in found.items() if status.size}
+        problems = {path: problem for path in files if not row_format(path) and (problem := _problem_of(path))}
         if problems and [*files] == [Path(source)]:
             known = f"; other formats are {', '.join(FORMATS)}" if Path(source).suffix else ""
             raise ValueError(f"{name} is not text: {problems[Path(source)]}{known}")
-        skipped = (*found.skipped, *(f"{printable(path)} ({problem})" for path, problem in problems.items()))
+        skipped = (*skipped, *(f"{printable(path)} ({problem})" for path, problem in problems.items()))
         kept = {path: status for path, status in files.items() if path not in problems}
         text_field = TextField(field) if option else TextField(field, "--field")
-        return cls(name, kept, text_field, len(found.files) - len(files), tuple(sorted(skipped)))
+        return cls(name, kept, text_field, tuple(sorted(skipped)))
 
-    def __iter__(self) -> Iterator[TextChunk]:
+    def __iter__(self) -> Iterator[str]:
         """Raises ValueError, with file and number, for an invalid row, and if a file is damaged or has changed."""
         for path, status in self.files.items():
             yield from read_document(path, status, self.field)
 
-    @property
-    def unit(self) -> str:
-        """What a document is: "file" or "document"."""
-        return "document" if any(map(row_format, self.files)) else "file"
-
-    def shared_with(self, others: "Iterable[Documents]") -> set[Path]:
-        """The files that are also in one of `others`, under any name."""
+    def without(self, others: "Iterable[Documents]") -> "Documents":
+        """These documents without the files that are also in one of `others`, under any name."""
         theirs = {(status.device, status.inode) for other in others for status in other.files.values()}
-        return {path for path, status in self.files.items() if (status.device, status.inode) in theirs}
-
-    def without(self, files: Collection[Path]) -> "Documents":
-        """These documents without some files."""
-        return replace(self, files={path: status for path, status in self.files.items() if path not in files})
+        own = {path: status for path, status in self.files.items() if (status.device, status.inode) not in theirs}
+        return replace(self, files=own)
 
     def empty_error(self) -> ValueError:
         """The error for a source without any text."""
-        count = len(self.files) + self.num_empty + len(self.skipped)
-        what = "the file is" if count == 1 else f"all {count} files are"
-        return ValueError(f"no text in {self.name}: {what} empty or not text{self.describe_skipped(': ')}")
+        return ValueError(f"no text in {self.name}: its files are empty or not text{self.describe_skipped()}")
 
-    def describe_skipped(self, separator: str = "; ") -> str:
+    def describe_skipped(self) -> str:
         """The number of skipped files and the names of the first three, or "" if there are none."""
         if not self.skipped:
             return ""
         more = f", and {len(self.skipped) - 3} more" if len(self.skipped) > 3 else ""
-        return f"{separator}{len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
+        return f"; {len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
 
 
-def read_document(path: Path, status: FileStatus, field: TextField) -> Iterator[TextChunk]:
+def read_document(path: Path, status: FileStatus, field: TextField) -> Iterator[str]:
     """Read the documents of a file. Raises ValueError, with file and row, as `read_rows` and `DataFile`."""
     with DataFile(path, status) as file:
-        if row_format(path):
-            yield from (TextChunk(text, ends_document=True) for text in read_rows(file, field) if text)
-        else:
-            yield from read_text(file)
+        yield from filter(None, read_rows(file, field) if row_format(path) else ["".join(read_text(file))])
+
+
+def _problem_of(path: Path) -> str:
+    """Why a file is not text; "" if it is."""
+    try:
+        with DataFile(path) as file:
+            deque(read_text(file), maxlen=0)
+    except NotTextError as error:
+        return str(error)
+    return ""
 
 
 def _load_dataset(source: str, name: str) -> dict[Path, FileStatus]:

@@ -1,49 +1,59 @@
-"""Encode documents, a few chunks at a time, and several documents at once if they are short."""
+"""Encode documents: several at once if they are short, and one in pieces if it is long."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from .held_out import ContentHash
-from .text_files import TextChunk
-from .tokenizer import Tokenizer, num_bytes
+from .tokenizer import Tokenizer
 
-BATCH_CHUNKS, BATCH_CHARACTERS = 64, 1 << 20
-"""Encoded at a time, at most."""
+PIECE = 1 << 20
+"""Characters of a piece, at most. A tokenizer needs many times the memory of its text."""
+BATCH_PIECES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedDocument:
-    """The token ids of a document, with that of its end, which counts as one byte of text."""
+    """The token ids of a document, with that of its end, which counts as one byte of text.
+
+    hash: the first 8 bytes of BLAKE2b of its UTF-8 text, as an unsigned big-endian number.
+    """
 
     hash: int
     tokens_N: np.ndarray
     text_bytes: int
 
-    def bytes_of_tail(self, num_tokens: int, tokenizer: Tokenizer) -> int:
-        """The bytes of the text of the last tokens."""
-        whole = num_tokens == len(self.tokens_N)
-        return self.text_bytes if whole else num_bytes(tokenizer, self.tokens_N[len(self.tokens_N) - num_tokens :])
 
-
-def encode_documents(chunks: Iterator[TextChunk], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
-    """Encode the chunks of documents. Memory holds the tokens of one document, and the text of some chunks."""
-    content_hash, parts, size = ContentHash(), list[np.ndarray](), 1
-    while batch := _next_batch(chunks):
-        for chunk, tokens_N in zip(batch, tokenizer.encode_batch([chunk.text for chunk in batch]), strict=True):
-            content_hash.update(text := chunk.text.encode())
-            size += len(text)
+def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
+    """Encode documents. Memory holds the tokens of one of them, and the texts of a batch."""
+    pieces, parts = ((text, *piece) for text in texts for piece in split_lines(text)), list[np.ndarray]()
+    while batch := _next_batch(pieces):
+        for (text, _, is_last), tokens_N in zip(batch, tokenizer.encode_batch([p for _, p, _ in batch]), strict=True):
             parts.append(tokens_N)
-            if chunk.ends_document:
-                parts.append(np.array([tokenizer.end_id], tokens_N.dtype))
-                yield EncodedDocument(content_hash.value(), np.concatenate(parts), size)
-                content_hash, parts, size = ContentHash(), [], 1
+            if is_last:
+                content, end_1 = text.encode(), np.array([tokenizer.end_id], tokens_N.dtype)
+                content_hash = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+                yield EncodedDocument(content_hash, np.concatenate([*parts, end_1]), len(content) + 1)
+                parts.clear()
 
 
-def _next_batch(chunks: Iterator[TextChunk]) -> list[TextChunk]:
-    batch, characters = list[TextChunk](), 0
-    while len(batch) < BATCH_CHUNKS and characters < BATCH_CHARACTERS and (chunk := next(chunks, None)):
-        batch.append(chunk)
-        characters += len(chunk.text)
+def split_lines(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield a text in pieces of whole lines, and whether it is the last. A line longer than a piece is divided."""
+    first = 0
+    while len(text) - first > PIECE:
+        stop = text.rfind("\n", first, first + PIECE) + 1 or first + PIECE
+        yield text[first:stop], False
+        first = stop
+    yield text[first:], True
+
+
+def _next_batch(pieces: Iterator[tuple[str, str, bool]]) -> list[tuple[str, str, bool]]:
+    batch, characters = [], 0
+    for piece in islice(pieces, BATCH_PIECES):
+        batch.append(piece)
+        characters += len(piece[1])
+        if characters >= PIECE:
+            break
     return batch

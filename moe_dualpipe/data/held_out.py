@@ -6,26 +6,12 @@ documents are too coarse: its documents, in the order of their hashes, are held 
 and of the last one only the end. Where sources share documents, this applies in all of them.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
 HELD_OUT = 20  # one document in 20 is held out
-
-
-class ContentHash:
-    """The hash of a document: the first 8 bytes of BLAKE2b of its UTF-8 text, as an unsigned big-endian number."""
-
-    def __init__(self):
-        self._hash = hashlib.blake2b(digest_size=8)
-
-    def update(self, text: bytes) -> None:
-        self._hash.update(text)
-
-    def value(self) -> int:
-        return int.from_bytes(self._hash.digest())
 
 
 def is_held_out(content_hash: int) -> bool:

@@ -1,6 +1,6 @@
 """Find what a source of --data names: a path, or the local copies of what is at a URL.
 
-Token ids stay on the store, and are read ahead (data/stores/remote_files.py). Text is copied, as it is read as a whole.
+Token ids stay on the store, and are read ahead (read_ahead.py). Text is copied, as it is read as a whole.
 """
 
 import os
@@ -47,6 +47,6 @@ def is_file(path: Path) -> bool:
     return os.path.isfile(path) or (stores.url_of(path) is not None and stores.exists(path))
 
 
-def open_file(path: Path) -> DataFile | stores.RemoteFile:
+def open_file(path: Path) -> DataFile | stores.RangedFile:
     """A local file, or one on a store. Raises ValueError if it cannot be read."""
-    return DataFile(path) if stores.url_of(path) is None or path.exists() else stores.RemoteFile(path)
+    return DataFile(path) if stores.url_of(path) is None else stores.RangedFile(path)

@@ -144,7 +144,13 @@ def _open_table(file: DataFile, field: TextField) -> Iterator[Any]:
     inner = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if inner not in (arrow.string(), arrow.large_string(), arrow.string_view()):
         raise _TableError(f"field {quoted(field.name)} must have strings, got {printable(kind)}")
-    return (value for batch in batches() for value in batch.column(field.name))
+    return (value for batch in batches() for value in _valid(batch.column(field.name)))
+
+
+def _valid(column: Any) -> Any:
+    """Raises pyarrow's error for a damaged column, whose values might lie outside its memory."""
+    column.validate(full=True)
+    return column
 
 
 def _kind(value: object) -> str:

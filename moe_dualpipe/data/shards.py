@@ -1,9 +1,12 @@
-"""Encode documents into shards: folders of token ids, which `prepare_data` joins.
+"""Encode documents into shards: folders with token ids and a table of documents, which `prepare_data` joins.
 
 Each file of rows becomes one shard; small text files share one. The name of a shard is a hash of everything that it
-depends on: its files with sizes and times, the tokenizer and the split. A shard is written under another name and
+depends on: its files with sizes and times, the tokenizer and the field. A shard is written under another name and
 renamed when it is complete, so a shard that exists is finished and up to date. Any number of processes on any machines
 may write shards into the same folder: each skips those that exist.
+
+A table has a row for each document: its hash, tokens and bytes. So it is decided when shards are joined which documents
+are held out, and which are copies.
 """
 
 import dataclasses
@@ -11,6 +14,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -21,27 +25,27 @@ from typing import Any
 
 import numpy as np
 
+from ..messages import printable
 from .documents import Documents, read_document
 from .encode import encode_documents
-from .files import FileStatus
-from .held_out import ContentHash, Split
+from .files import DataFile, FileStatus
+from .held_out import Split
 from .rows import TextField, row_format
 from .synced_files import sync
-from .text_files import TextChunk
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar
-from .tokenizer import Tokenizer, digest, dtype_for
+from .tokenizer import Tokenizer, digest, dtype_for, num_bytes
 
 FILES = (TRAIN_FILE, HELD_OUT_FILES[0])
 SHARD_BYTES = 1 << 22
 """Text files are put together up to this size."""
+_TOKENS, TABLE = "tokens.bin", "documents.npz"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The files of a shard, in order. dropped: one bit for each document, set for those to leave out."""
+    """The files of a shard, in order."""
 
     files: tuple[tuple[Path, FileStatus], ...]
-    dropped: bytes = b""
 
     @property
     def size(self) -> int:
@@ -51,44 +55,23 @@ class Shard:
     def key(self, *options: Any) -> str:
         """A hash of the files and of `options`. Other machines see other devices and inodes."""
         files = [(str(path), status.size, status.modified) for path, status in self.files]
-        return hashlib.blake2b(repr((files, self.dropped, options)).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((files, options)).encode(), digest_size=16).hexdigest()
 
-    def chunks(self, field: TextField) -> Iterator[TextChunk]:
-        """The text of the documents that are not left out."""
-        flags = iter(np.unpackbits(np.frombuffer(self.dropped, np.uint8)).tolist())
-        drop = next(flags, False)
-        for path, status in self.files:
-            for chunk in read_document(path, status, field):
-                if not drop:
-                    yield chunk
-                if chunk.ends_document:
-                    drop = next(flags, False)
-
-    def documents(self, field: TextField) -> Iterator[tuple[int, int]]:
-        """The hash of each document, and the bytes of its text and of its end."""
-        content_hash, size = ContentHash(), 1
-        for chunk in self.chunks(field):
-            content_hash.update(text := chunk.text.encode())
-            size += len(text)
-            if chunk.ends_document:
-                yield content_hash.value(), size
-                content_hash, size = ContentHash(), 1
+    def documents(self, field: TextField) -> Iterator[str]:
+        """The texts of the documents."""
+        return (text for path, status in self.files for text in read_document(path, status, field))
 
 
-def divide(found: Iterable[Documents]) -> Iterator[Shard]:
+def divide(found: Iterable[Documents]) -> list[Shard]:
     """Divide the files of all sources into shards, in order."""
-    group: list[tuple[Path, FileStatus]] = []
-    for file in (file for documents in found for file in documents.files.items()):
-        rows = bool(row_format(file[0]))
-        if group and (rows or Shard((*group, file)).size > SHARD_BYTES):
-            yield Shard(tuple(group))
-            group = []
-        group.append(file)
-        if rows:
-            yield Shard(tuple(group))
-            group = []
-    if group:
-        yield Shard(tuple(group))
+    groups, left = list[list[tuple[Path, FileStatus]]](), 0
+    for path, status in (file for documents in found for file in documents.files.items()):
+        if (rows := bool(row_format(path))) or status.size > left:
+            groups.append([])
+            left = 0 if rows else SHARD_BYTES
+        groups[-1].append((path, status))
+        left -= status.size
+    return [Shard(tuple(group)) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -97,51 +80,117 @@ class ShardWriter:
 
     folder: Path
     tokenizer: Tokenizer
-    split: Split
     field: TextField
 
     def path(self, shard: Shard) -> Path:
         """The folder of a shard. It exists if the shard is finished."""
-        options = (digest(self.tokenizer), self.field.name, sorted(self.split.small.items()), CHUNK)
-        return self.folder / shard.key(*options)
+        return self.folder / shard.key(digest(self.tokenizer), self.field.name)
 
     def write(self, shard: Shard) -> int:
         """Encode a shard, unless it is finished. Returns the number of tokens that were encoded.
 
         Raises ValueError if its files are not text or have changed.
         """
-        path = self.path(shard)
-        if path.exists():
+        if (path := self.path(shard)).exists():
             return 0
         unfinished = Path(tempfile.mkdtemp(dir=self.folder, prefix="unfinished-"))
         try:
-            documents, text_bytes = [0, 0], [0, 0]
-            with (unfinished / FILES[0]).open("wb") as train, (unfinished / FILES[1]).open("wb") as held_out:
-                for document in encode_documents(shard.chunks(self.field), self.tokenizer):
-                    tail = self.split.tail(document.hash, len(document.tokens_N))
-                    train.write(document.tokens_N[: len(document.tokens_N) - tail].data)
-                    held_out.write(document.tokens_N[len(document.tokens_N) - tail :].data)
-                    documents[tail > 0] += 1
-                    text_bytes[1] += (tail_bytes := document.bytes_of_tail(tail, self.tokenizer))
-                    text_bytes[0] += document.text_bytes - tail_bytes
-            sidecars = [
-                write_sidecar(unfinished / name, documents[i], text_bytes[i], self.tokenizer)
-                for i, name in enumerate(FILES)
-            ]
+            table, crc32 = [], 0
+            with (unfinished / _TOKENS).open("wb") as file:
+                for document in encode_documents(shard.documents(self.field), self.tokenizer):
+                    file.write(document.tokens_N.data)
+                    crc32 = zlib.crc32(document.tokens_N.data, crc32)
+                    table.append((document.hash, len(document.tokens_N), document.text_bytes))
+            np.savez(unfinished / TABLE, table=np.array(table, np.uint64).reshape(-1, 3), crc32=crc32)
+            for name in (_TOKENS, TABLE):
+                sync(unfinished / name)
             with suppress(OSError):  # another process has written the same
                 unfinished.rename(path)
-            return sum(sidecar.tokens for sidecar in sidecars)
+            return sum(tokens for _, tokens, _ in table)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_sidecar(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer) -> Sidecar:
+def join(paths: list[Path], folder: Path, tokenizer: Tokenizer, unique: bool) -> tuple[tuple[Sidecar, Sidecar], int]:
+    """Join shards, in order, into FILES in `folder`. Returns their sidecars, and the number of copies left out.
+
+    unique: of documents that are equal byte by byte, take only the first. Raises ValueError if a shard is damaged, or
+    if there is too little text.
+    """
+    shards = partial(_read_tables, paths, unique)
+    sizes = ((content_hash, size) for *_, rows in shards() for content_hash, _, size, is_copy in rows if not is_copy)
+    split, dtype = Split.of([sizes], shortest=1), dtype_for(tokenizer.vocab_size)
+    copies, documents, text_bytes = 0, [0, 0], [0, 0]
+    with (folder / FILES[0]).open("wb") as train, (folder / FILES[1]).open("wb") as held_out:
+        for path, crc32, rows in shards():
+            contents = _contents(path, crc32, [tokens * dtype.itemsize for _, tokens, *_ in rows])
+            for content, (content_hash, tokens, size, is_copy) in zip(contents, rows, strict=True):
+                if is_copy:
+                    copies += 1
+                    continue
+                tail = split.tail(content_hash, tokens)
+                cut = (tokens - tail) * dtype.itemsize
+                train.write(content[:cut])
+                held_out.write(content[cut:])
+                documents[tail > 0] += 1
+                tail_bytes = size if tail == tokens else num_bytes(tokenizer, np.frombuffer(content[cut:], dtype))
+                text_bytes[0] += size - tail_bytes
+                text_bytes[1] += tail_bytes
+    train, held_out = (
+        _describe(folder / name, count, size, tokenizer)
+        for name, count, size in zip(FILES, documents, text_bytes, strict=True)
+    )
+    return (train, held_out), copies
+
+
+def _read_tables(paths: list[Path], unique: bool) -> Iterator[tuple[Path, int, list[tuple[int, int, int, bool]]]]:
+    """For each shard, the checksum of its tokens, and hash, tokens and bytes of each document.
+
+    With `unique`, also whether it is a copy of an earlier document.
+    """
+    found = set[tuple[int, int]]()
+    for path in paths:
+        rows = []
+        try:
+            with np.load(path / TABLE) as saved:
+                table, crc32 = saved["table"].tolist(), int(saved["crc32"])
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            raise _damaged(path) from None
+        for content_hash, tokens, size in table:
+            rows.append((content_hash, tokens, size, (content_hash, size) in found))
+            if unique:
+                found.add((content_hash, size))
+        yield path, crc32, rows
+
+
+def _contents(path: Path, crc32: int, sizes: list[int]) -> Iterator[bytes]:
+    """The token ids of each document of a shard, as bytes."""
+    found = 0
+    with DataFile(path / _TOKENS) as file:
+        stream = file.stream()
+        for size in sizes:
+            content = stream.read(size)
+            found = zlib.crc32(content, found)
+            yield content
+    if found != crc32:
+        raise _damaged(path)
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"{printable(path)} is damaged: remove it, and repeat the command")
+
+
+def _describe(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer) -> Sidecar:
     """Describe the file of token ids `path`, and wait until both are on the disk."""
     dtype = dtype_for(tokenizer.vocab_size)
+    if not (size := path.stat().st_size):
+        raise ValueError("too little text to hold out some for validation: add more")
     with path.open("rb") as file:
         sums = [zlib.crc32(chunk) for chunk in iter(partial(file.read, CHUNK * dtype.itemsize), b"")]
-    vocab_size, tokens = tokenizer.vocab_size, path.stat().st_size // dtype.itemsize
-    sidecar = Sidecar(dtype.name, vocab_size, tokenizer.end_id, tokens, documents, text_bytes, digest(tokenizer), sums)
+    sidecar = Sidecar(
+        dtype.name, tokenizer.vocab_size, tokenizer.end_id, size // dtype.itemsize, documents, text_bytes,
+        digest(tokenizer), sums,
+    )  # fmt: skip
     described = path.with_name(f"{path.name}.json")
     described.write_text(json.dumps(dataclasses.asdict(sidecar)) + "\n")
     sync(path)

@@ -13,14 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from ..messages import check_range, plural, printable
-from .batches import MANY_SOURCES, QUOTE, Source, TextData, TokenStream
+from .batches import MANY_SOURCES, QUOTE, Source, TextData
 from .documents import Documents
 from .encode import EncodedDocument, encode_documents
 from .held_out import Split, held_out_size
 from .locate import is_file, locate, open_file
 from .stores import exists
-from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile
+from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokenStream
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
+
+SAMPLE = 1 << 20
+"""Tokens of held-out text that are decoded to find the bytes per token."""
 
 
 def load_data(
@@ -48,12 +51,13 @@ def load_data(
     }
     split = Split.of((text.sizes() for text in texts.values()), seq_len + 1)
     loaded = []
-    for i, (name, weight) in enumerate(entries):
+    for name, weight in entries:
         if opened[name]:
-            source = _open_tokens(name, weight, opened[name], tokenizer, seq_len)
+            train, held_out = _streams(opened[name], tokenizer, seq_len)
+            source = Source(name, weight, train, held_out, "", _bytes_per_token(held_out, tokenizer, opened[name][-1]))
         else:
-            others = [texts[other].documents for j, (other, _) in enumerate(entries) if j != i and other in texts]
-            source = _split_text(name, weight, texts[name], others, split, tokenizer)
+            train, held_out = texts[name].divided(split)
+            source = Source(name, weight, train, held_out, str(texts[name]), _bytes_per_token(held_out, tokenizer))
         hint = f"; {QUOTE}" if len(entries) > MANY_SOURCES else ""
         _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens", hint)
         loaded.append(source)
@@ -148,23 +152,22 @@ def _check_roles(opened: dict[str, list[TokenFile]]) -> None:
                 )
 
 
-def _open_tokens(name: str, weight: float, files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> Source:
+def _streams(files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> tuple[TokenStream, TokenStream]:
+    """The training and held-out tokens of a source of token ids."""
     for file in files:
         if file.is_scanned:
             file.scan(tokenizer.vocab_size)
     if len(files) == 2:
-        train, held_out = (file.tokens_N for file in files)
-    else:
-        (whole_N,) = (file.tokens_N for file in files)
-        train, held_out = whole_N.split(len(whole_N) - held_out_size(len(whole_N), seq_len + 1))
-    bytes_per_token = None
-    if sidecar := files[-1].sidecar:
-        bytes_per_token = sidecar.bytes / sidecar.tokens
-    elif not isinstance(tokenizer, UnknownTokenizer):
-        sample = held_out[: 1 << 20]
-        bytes_per_token = num_bytes(tokenizer, sample) / max(len(sample), 1)
-    description = f"{plural(len(train), 'token')}, {len(held_out):,} held out"
-    return Source(name, weight, train, held_out, description, bytes_per_token)
+        return files[0].tokens_N, files[1].tokens_N
+    whole_N = files[0].tokens_N
+    return whole_N.split(len(whole_N) - held_out_size(len(whole_N), seq_len + 1))
+
+
+def _bytes_per_token(held_out: TokenStream, tokenizer: Tokenizer, file: TokenFile | None = None) -> float | None:
+    if file and file.sidecar:
+        return file.sidecar.bytes / file.sidecar.tokens
+    sample = held_out[:SAMPLE]
+    return None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, sample) / max(len(sample), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,28 +189,14 @@ class _Text:
         """The hash of each document, and its number of tokens."""
         return ((document.hash, len(document.tokens_N)) for document in self.encoded)
 
+    def divided(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens to train on, and those held out."""
+        parts = [np.split(d.tokens_N, [len(d.tokens_N) - split.tail(d.hash, len(d.tokens_N))]) for d in self.encoded]
+        train_N, held_out_N = map(np.concatenate, zip(*parts, strict=True))
+        return train_N, held_out_N
 
-def _split_text(
-    name: str, weight: float, text: _Text, others: list[Documents], split: Split, tokenizer: Tokenizer
-) -> Source:
-    empty_N = text.encoded[0].tokens_N[:0]
-    training, held_out, whole = [empty_N], [empty_N], True
-    for document in text.encoded:
-        cut = len(document.tokens_N) - split.tail(document.hash, len(document.tokens_N))
-        training += [document.tokens_N[:cut]] * (cut > 0)
-        held_out += [document.tokens_N[cut:]] * (cut < len(document.tokens_N))
-        whole &= cut in (0, len(document.tokens_N))
-    train_N, held_out_N = np.concatenate(training), np.concatenate(held_out)
-    documents = text.documents
-    unit = "byte" if tokenizer is BYTES else "token"
-    amount = f"{len(train_N) / 1e6:.1f} MB" if tokenizer is BYTES else plural(len(train_N), unit)
-    number = plural(len(training) - 1 if whole else len(text.encoded), documents.unit)
-    part = len(held_out) - 1 if whole else plural(len(held_out_N), unit)
-    description = f"{number} ({amount}), {'the last ' * (len(text.encoded) == 1)}{part} held out"
-    if shared := documents.shared_with(others):
-        description += f"; {plural(len(shared), 'file')} also in another source"
-    bytes_per_token = num_bytes(tokenizer, held_out_N) / max(len(held_out_N), 1)
-    return Source(name, weight, train_N, held_out_N, description + documents.describe_skipped(), bytes_per_token)
+    def __str__(self) -> str:
+        return f"; {plural(len(self.encoded), 'document')}{self.documents.describe_skipped()}"
 
 
 def _check_length(source: Source, seq_len: int, unit: str, hint: str) -> None:

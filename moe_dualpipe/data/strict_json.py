@@ -83,10 +83,7 @@ def check_regular(path: Path, follow_links: bool = True) -> os.stat_result:
 
 def write(value: Any, **options: Any) -> str:
     """Return `value` as JSON, with null for NaN and infinities. options: of json.dumps."""
-    try:
-        return json.dumps(value, allow_nan=False, **options)
-    except ValueError:
-        return json.dumps(finite(value), allow_nan=False, **options)
+    return json.dumps(finite(value), allow_nan=False, **options)
 
 
 def finite(value: Any) -> Any:

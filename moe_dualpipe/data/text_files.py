@@ -1,66 +1,29 @@
-"""Read text files in blocks, and check that they are text.
-
-A chunk is a block of whole lines, so a tokenizer never sees a word cut in two; a line longer than a block is split. The
-chunks of a file depend only on its content.
-"""
+"""Read text files in blocks, and check that they are text."""
 
 import codecs
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 
 from .files import DataFile
 
-BLOCK_BYTES = 1 << 20  # read and encode long files in blocks of this size
-NEWLINE = b"\n"
+BLOCK_BYTES, NEWLINE = 1 << 20, b"\n"
 
 
-@dataclass(frozen=True, slots=True)
-class TextChunk:
-    """Part of a document, in whole lines; a line longer than a block is split."""
-
-    text: str
-    ends_document: bool
+class NotTextError(ValueError):
+    """Where a file is not UTF-8 without zero bytes, and why."""
 
 
-def read_text(file: DataFile) -> Iterator[TextChunk]:
-    """Yield the chunks of a UTF-8 file; none if it is empty."""
-    decoder, before = codecs.getincrementaldecoder("utf-8")(), ""
-    for block in blocks(file):
-        if before:
-            yield TextChunk(before, ends_document=False)
-        before = decoder.decode(block)
-    if before:
-        yield TextChunk(before + decoder.decode(b"", final=True), ends_document=True)
-
-
-def blocks(file: DataFile) -> Iterator[bytes]:
-    """Yield the file in blocks of whole lines; a line longer than a block is split."""
-    rest = b""
+def read_text(file: DataFile) -> Iterator[str]:
+    """Yield the text of a UTF-8 file, in blocks. Raises NotTextError, with the line number."""
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     for first in range(0, file.size, BLOCK_BYTES):
         block = file.read(first, min(BLOCK_BYTES, file.size - first))
-        cut = block.rfind(NEWLINE) + 1
-        if cut or len(rest) >= BLOCK_BYTES:
-            yield rest + block[:cut]
-            rest = b""
-        rest += block[cut:]
-    if rest:
-        yield rest
+        if (zero := block.find(b"\0")) >= 0:
+            raise NotTextError(f"zero byte in line {line + block[:zero].count(NEWLINE)}")
+        try:
+            text = decoder.decode(block, final=first + len(block) == file.size)
+        except UnicodeDecodeError as error:
+            at = line + error.object[: error.start].count(NEWLINE)
+            raise NotTextError(f"not UTF-8 in line {at}: {error.reason}") from None
+        yield text
+        line += block.count(NEWLINE)
     file.check_unchanged()
-
-
-def problem_of(path: Path) -> str:
-    """Why a file is not text (UTF-8 without zero bytes), with the line number; "" if it is text."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    line = 1
-    with DataFile(path) as file:
-        for block in chain(blocks(file), [b""]):
-            if (zero := block.find(b"\0")) >= 0:
-                return f"zero byte in line {line + block[:zero].count(NEWLINE)}"
-            try:
-                decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                return f"not UTF-8 in line {line + error.object[: error.start].count(NEWLINE)}: {error.reason}"
-            line += block.count(NEWLINE)
-    return ""

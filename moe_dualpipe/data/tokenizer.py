@@ -8,9 +8,10 @@ tokenizer.json is only parsed, so loading a file from an untrusted source runs n
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,36 +25,32 @@ END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>")  # noqa: RUF001
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Maps text to token ids and back. `end_id` ends each document, and no text encodes to it; -1 if unknown."""
 
     vocab_size: int
     end_id: int
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0].tolist()
 
+    @abstractmethod
     def decode(self, tokens: list[int]) -> str:
         """The text of `tokens`. Ids outside the vocabulary become the replacement character or nothing."""
-        ...
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, as `dtype_for(vocab_size)`."""
-        ...
 
+    @abstractmethod
     def to_json(self) -> bytes:
         """The JSON from which `tokenizer_from_json` builds the same tokenizer."""
-        ...
-
-    def __str__(self) -> str: ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as 256 tokens. A zero byte, which text never contains, ends a document."""
 
     vocab_size, end_id = 256, 0
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
         return b"".join(bytes([t]) if t < 256 else "\ufffd".encode() for t in tokens).decode(errors="replace")
@@ -68,7 +65,7 @@ class ByteTokenizer:
         return "bytes"
 
 
-class UnknownTokenizer:
+class UnknownTokenizer(Tokenizer):
     """Used if the tokenizer is unknown. The text of a token is its number: "17 4" is [17, 4]. No number gives [0]."""
 
     end_id = -1
@@ -92,7 +89,7 @@ class UnknownTokenizer:
         return f"{self.vocab_size:,} token ids without a tokenizer"
 
 
-class BPETokenizer:
+class BPETokenizer(Tokenizer):
     """A tokenizer.json of the `tokenizers` library. Text is never encoded to special tokens."""
 
     def __init__(self, content: bytes, where: str):
@@ -134,22 +131,16 @@ class BPETokenizer:
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer.to_str(pretty=True).encode(), "the trained tokenizer")
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0].tolist()
-
     def decode(self, tokens: list[int]) -> str:
         return self._call("cannot decode tokens", self._tokenizer.decode, tokens, skip_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encode = self._tokenizer.encode_batch_fast
-        encoded = [
-            np.array(one.ids, np.int64)
-            for one in self._call("cannot encode text", encode, list(texts), add_special_tokens=False)
-        ]
+        found = self._call("cannot encode text", encode, list(texts), add_special_tokens=False)
+        encoded = [np.array(one.ids, np.int64) for one in found]
         for text, ids in zip(texts, encoded, strict=True):
-            if ids.max(initial=0) >= self.vocab_size or (ids == self.end_id).any():
-                wrong = ids[(ids >= self.vocab_size) | (ids == self.end_id)][0]
-                what = "its end-of-document token" if wrong == self.end_id else f"{wrong}, outside its vocabulary"
+            if len(bad := ids[(ids >= self.vocab_size) | (ids == self.end_id)]):
+                what = "its end-of-document token" if bad[0] == self.end_id else f"{bad[0]}, outside its vocabulary"
                 raise ValueError(
                     f"{self._where} encodes text to {what}: use another tokenizer; the text starts with "
                     f"{quoted(text, 60)}"

@@ -181,10 +181,10 @@ class Trainer:
         """
         config = self.config
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"))  # for dropout
-        self.read_ahead.advance(step)
         total, length = config.batch.batch_size, config.batch.seq_len
-        batch = self.text.batch(config.seed, step, total, length, self._own)
-        return self.pipeline.step(*batch, sum_gradients, num_labels=self.text.num_labels(step, total, length))
+        return self.pipeline.step(
+            *self.read_ahead.batch(step), sum_gradients, num_labels=self.text.num_labels(step, total, length)
+        )
 
     @property
     def _own(self) -> range:
@@ -211,8 +211,6 @@ class Trainer:
         total, own = batches * step, step // self.layout.dp
         labels = self.text.num_held_out_labels(total, length) / batches
         firsts = [batch * step + self.layout.dp_rank * own for batch in range(batches)]
-        for first in firsts:
-            self.read_ahead.held_out(first, own, total)
         for first in firsts:
             batch = self.text.held_out_batch(first, own, total, length)
             with eval_mode(self.stages.values()):

@@ -1,5 +1,6 @@
 """Sources and batches: reproducible batches, shares by weight, and errors that name file and line."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -8,10 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moe_dualpipe.data import Source, TextData, load_data, text_files, tokenizer_files
+from moe_dualpipe.data import Source, TextData, encode, load_data, text_files, tokenizer_files
 from moe_dualpipe.data.documents import Documents
+from moe_dualpipe.data.encode import encode_documents
 from moe_dualpipe.data.sources import split_weight
+from moe_dualpipe.data.tokenizer import ByteTokenizer
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.texts import TEXTS, corrupt
 
@@ -103,6 +108,16 @@ def test_held_out_batches_cover_the_held_out_text_evenly(folder, total):
             assert whole[1][-1].tolist() == text.sources[-1].held_out[-16:].tolist()
 
 
+def test_the_fingerprint_is_that_of_the_text_and_its_weights():
+    one, other = source_of(range(10)), source_of(range(30, 43), weight=2.5)
+    texts = [TextData(sources) for sources in ((one, other), (other, one), (one,), (one, source_of(range(30, 43))))]
+    assert len({text.fingerprint() for text in texts}) == 4
+    renamed = source_of(range(10), "elsewhere"), source_of(range(30, 43), weight=2.5)
+    assert TextData(renamed).fingerprint() == texts[0].fingerprint()
+    unlike = dataclasses.replace(other, bytes_per_token=4.5)
+    assert TextData((one, unlike)).bytes_per_token == pytest.approx((1 + 2.5 * 4.5) / 3.5)
+
+
 # ---- Text ----
 
 
@@ -117,20 +132,13 @@ def test_held_out_files_are_not_trained_on_and_skipped_files_are_reported(folder
     assert "\x01" not in kept + held_out
     assert len(kept) + len(held_out) == 40 * (80 + 1) + 120 + 1
     left_out = f"1 skipped as not text: {folder}/image.bin (zero byte in line 1)"
-    assert text.description == f"data {folder}: 38 files (0.0 MB), 3 held out; {left_out}"
+    assert text.description == f"data {folder}: 3,118 tokens, 243 held out; 41 documents; {left_out}"
     for i in range(4):
         (folder / f"z{i}").write_bytes(b"good\n\xffbad")
     more = (
         f"{folder}/z0 (not UTF-8 in line 2: invalid start byte), {folder}/z1 (not UTF-8 in line 2: invalid start byte)"
     )
     assert load_data(str(folder), 16).description.endswith(f"(zero byte in line 1), {more}, and 2 more")
-
-
-def test_a_source_may_be_one_file_or_a_glob(folder):
-    (single,) = load_data(str(folder / "07.txt"), 8).sources
-    assert bytes_of(single.train) + bytes_of(single.held_out) == b"<07>" * 20 + b"\0"
-    (several,) = load_data(f"{folder}/1*.txt", 8).sources
-    assert "".join(sorted(set(bytes_of(several.train).decode()))) == "\0" + "0123456789<>"
 
 
 def test_a_glob_that_the_shell_has_expanded_is_described_on_one_line(folder):
@@ -150,7 +158,7 @@ def test_the_standard_library_as_a_source():
     (source,) = (text := load_data("stdlib", 256, vocab_size=256)).sources
     assert len(source.train) > 5_000_000
     assert len(source.held_out) > 100_000
-    assert re.fullmatch(r"data stdlib: \d+ files \(\d+\.\d MB\), \d+ held out", text.description)
+    assert re.fullmatch(r"data stdlib: [\d,]+ tokens, [\d,]+ held out; [\d,]+ documents", text.description)
     assert text.format_losses(5.57326, 1.835) == "5.5733 -> 1.8350 nats per byte"
     assert tokenizer_files(text.tokenizer) == {}
 
@@ -164,34 +172,11 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
         ' {"text":"e"}',
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    texts = [chunk.text for chunk in Documents.find(str(tmp_path / "a.jsonl"))]
+    texts = [*Documents.find(str(tmp_path / "a.jsonl"))]
     assert texts == ["one\u2028two", "grün 😀", "e"]
     assert "3 documents" in load_data(str(tmp_path / "a.jsonl"), 1).description
     (tmp_path / "a.jsonl").write_text('{"body": "aaaaaaaaaaaaaaaaaaaaa"}\n' * 3)
-    assert [chunk.text for chunk in Documents.find(str(tmp_path), "body")] == ["a" * 21] * 3
-
-
-BAD_LINES = {
-    b'{"text": "x"': "not JSON: Expecting ',' delimiter",
-    b"[" * 100_000: "not JSON: ",
-    b"[1]": "expected an object, got a list",
-    b"null": "expected an object, got null",
-    b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --set batch.data_field",
-    b'{"text": 3}': "field 'text' must be a string, got a number",
-    b'{"text": {"text": "x"}}': "field 'text' must be a string, got an object",
-    b'{"text": "a\\u0000b"}': "field 'text' contains a zero character",
-    b'{"text": "a\\ud800b"}': "field 'text' has an unpaired surrogate at character 1",
-    b'{"text": "\xff"}': "not UTF-8 at byte 10: invalid start byte",
-    b"\0\0\0\0": "not JSON",
-}
-
-
-@pytest.mark.parametrize("line,problem", BAD_LINES.items(), ids=[str(i) for i in range(len(BAD_LINES))])
-def test_an_error_names_the_invalid_line_of_a_jsonl_file(tmp_path, line, problem):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' * 40 + line + b'\n{"text": "fine"}\n')
-    for source in (tmp_path / "a.jsonl", tmp_path):
-        with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/a.jsonl:41: {problem}")):
-            load_data(str(source), 8)
+    assert [*Documents.find(str(tmp_path), "body")] == ["a" * 21] * 3
 
 
 @pytest.mark.parametrize("content,problem", [
@@ -205,7 +190,7 @@ def test_an_error_names_the_line_where_a_file_is_not_text(tmp_path, content, pro
     with pytest.raises(ValueError, match=re.escape(f"--data {tmp_path}/a.txt is not text: {problem}")):
         load_data(str(tmp_path / "a.txt"), 8)
     with pytest.raises(
-        ValueError, match=re.escape(f"no text in --data {tmp_path}: the file is empty or not text: 1 skipped")
+        ValueError, match=re.escape(f"no text in --data {tmp_path}: its files are empty or not text; 1 skipped")
     ):
         load_data(str(tmp_path), 8)
 
@@ -217,33 +202,52 @@ def test_files_read_in_blocks_are_complete(tmp_path, monkeypatch, block_bytes):
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").touch()
     (tmp_path / "c").write_text("x")
-    chunks = list(Documents.find(str(tmp_path)))
-    assert "".join(p.text + "|" * p.ends_document for p in chunks) == f"{text}|x|"
-    assert len(chunks) > 5 or block_bytes > 100
+    assert [*Documents.find(str(tmp_path))] == [text, "x"]
 
 
-@pytest.mark.parametrize("make,seq_len,problem", [
-    (lambda p: p / "missing", 8, "no such file or folder, and no file matches"),
-    (lambda p: f"{p}/*.nothing", 8, "no such file or folder, and no file matches"),
-    (lambda p: f"{p}/empty=x", 8, "no such file or folder.*; a weight must be a number, as in notes.jsonl=2"),
-    (lambda p: p, 8, "no text in --data .*: the file is empty or not text$"),
-    (lambda p: p / "short", 8, r"too little text in --data .*: 3 bytes for training and 2 held out, but one sequence "
-                               r"needs 9; use more text or --seq-len 1"),
-    (lambda p: f"{p}/empty=0", 8, "the weight must be at least 1e-09: got 0.0$"),
-    (lambda p: f"{p}/empty=-1.5", 8, "the weight must be at least 1e-09: got -1.5"),
-    (lambda p: f"{p}/empty=nan", 8, "the weight must be at least 1e-09: got nan"),
-    (lambda p: f"{p}/empty=inf", 8, r"the weight must be at most 1e\+09: got inf"),
-    (lambda _: "=2", 8, "--data is empty"),
-])  # fmt: skip
-def test_unusable_sources_raise_an_error(tmp_path, make, seq_len, problem):
-    path = make(tmp_path)
+@given(st.lists(st.text("äb\n", max_size=40), max_size=9), st.integers(1, 9), st.integers(1, 5))
+def test_documents_are_encoded_in_small_batches_of_whole_lines(texts, size, number):
+    batches: list[list[str]] = []
+
+    class Listening(ByteTokenizer):
+        def encode_batch(self, texts):
+            batches.append([*texts])
+            return super().encode_batch(texts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "PIECE", size)
+        patch.setattr(encode, "BATCH_PIECES", number)
+        found = [*encode_documents(texts, Listening())]
+    assert [one.tokens_N.tobytes() for one in found] == [text.encode() + b"\0" for text in texts]
+    assert [one.text_bytes for one in found] == [len(text.encode()) + 1 for text in texts]
+    assert all(len(batch) <= number and sum(map(len, batch[:-1])) < size for batch in batches)
+    pieces, ends = [piece for batch in batches for piece in batch], {*itertools.accumulate(map(len, texts))}
+    assert all(len(piece) <= size for piece in pieces)
+    for piece, end in zip(pieces, itertools.accumulate(map(len, pieces)), strict=True):
+        assert piece.endswith("\n") or end in ends or (len(piece) == size and "\n" not in piece)
+
+
+REFUSED = [
+    ("missing", "no such file or folder, and no file matches"), ("*.nothing", "no such file or folder"),
+    ("empty=x", "no such file or folder.*; a weight must be a number, as in notes.jsonl=2"),
+    ("", "no text in --data .*: its files are empty or not text$"),
+    ("short", "too little text in --data .*: 3 bytes for training and 2 held out, but one sequence needs 9; use more "
+              "text or --seq-len 1"),
+    ("empty=0", "the weight must be at least 1e-09: got 0.0$"), ("empty=nan", "the weight must be at least 1e-09: got"),
+    ("empty=inf", r"the weight must be at most 1e\+09: got inf"), (None, "--data is empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name,problem", REFUSED)
+def test_unusable_sources_are_refused_in_one_line(tmp_path, name, problem):
     (tmp_path / "empty").touch()
-    if problem.startswith("too"):
+    if name == "short":
         (tmp_path / "short").write_text("abcd")
-    with pytest.raises(ValueError, match=problem):
-        load_data([str(path)], seq_len)
+    with pytest.raises(ValueError, match=problem) as error:
+        load_data([f"{tmp_path}/{name}"] if name is not None else [], 8)
+    assert str(error.value).isprintable() and "--data" in str(error.value)
     with pytest.raises(ValueError, match="--data is empty"):
-        load_data([], seq_len)
+        load_data("=2", 8)
 
 
 def test_a_source_name_may_contain_an_equals_sign(tmp_path):
@@ -280,6 +284,6 @@ def test_a_corrupt_jsonl_file_gives_correct_documents_or_an_error_with_the_line(
             with pytest.raises(ValueError, match=re.escape(f"{path}:{bad_line}: ")):
                 list(found)
         else:
-            assert [chunk.text.encode() for chunk in found] == [text for text in expected if text]
+            assert [text.encode() for text in found] == [text for text in expected if text]
         outcomes[bool(bad_line)] += 1
     assert min(outcomes) > 40, outcomes

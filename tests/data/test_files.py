@@ -111,6 +111,7 @@ def truncated_run(rank, config, path):
     train_loop(trainer)
 
 
+@pytest.mark.long
 def test_a_run_whose_data_is_truncated_ends_with_an_error_on_each_rank(tokens, tmp_path):
     config = settings(tmp_path / "run", data=(str(tokens),), pp=2)
     for traceback in run_failing_ranks(2, truncated_run, config, tokens / "train.bin"):

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_dualpipe.data import TokenFile, load_data, prepare_data
-from moe_dualpipe.data.held_out import ContentHash, Split, is_held_out
+from moe_dualpipe.data import BYTES, TokenFile, load_data, prepare_data
+from moe_dualpipe.data.encode import encode_documents
+from moe_dualpipe.data.held_out import Split, is_held_out
 
 
 def content_hash(text: str) -> int:
-    value = ContentHash()
-    value.update(text.encode())
-    return value.value()
+    (document,) = encode_documents([text], BYTES)
+    return document.hash
 
 
 def documents(stream) -> list[str]:
@@ -86,10 +86,6 @@ def test_about_one_document_in_twenty_is_held_out_by_a_hash_that_never_changes()
     assert content_hash("") == 0xE4A6A0577479B2B4
     found = [i for i in range(4000) if is_held_out(content_hash(f"document {i}"))]
     assert (found[:4], len(found)) == ([3, 15, 23, 28], 199)
-    in_parts = ContentHash()
-    for part in (b"docu", b"", b"ment 7"):
-        in_parts.update(part)
-    assert in_parts.value() == content_hash("document 7")
 
 
 def test_a_small_source_holds_out_documents_in_the_order_of_their_hashes():
@@ -137,18 +133,6 @@ def test_prepared_folders_hold_out_the_same_documents(tmp_path, tokenizer, numbe
     for name, sidecar in zip(("train.bin", "held_out.bin"), sidecars, strict=True):
         whole = encoder.decode(TokenFile.open(tmp_path / "out" / name, "").tokens_N[:].tolist())
         assert len(whole.replace("<|endoftext|>", "\0").encode()) == sidecar.bytes
-
-
-def test_a_file_in_two_sources_is_announced_and_stays_on_its_side(tmp_path):
-    folder = write_files(tmp_path / "a", TEXTS)
-    (tmp_path / "link").symlink_to(folder / "007.txt")
-    text = load_data([f"{folder}=3", str(tmp_path / "link"), f"{folder}/00?.txt"], 8)
-    descriptions = [source.description.partition("; ")[2] for source in text.sources]
-    assert descriptions == [f"{n} also in another source" for n in ("10 files", "1 file", "10 files")]
-    train, held_out = sides(text)
-    assert not {*train} & {*held_out}
-    head, tail = (bytes(stream).decode() for stream in (text.sources[1].train, text.sources[1].held_out))
-    assert (head + tail == TEXTS[7] + "\0" and head in train) or tail[:-1] in held_out
 
 
 def test_a_token_file_is_not_trained_on_in_one_source_and_held_out_in_another(tmp_path):

@@ -6,16 +6,20 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.data import BYTES, Preparation, Prepared, prepare_data, shards, text_files
+from moe_dualpipe.data import BYTES, Preparation, Prepared, prepare, prepare_data, shards, text_files
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.pool import run_in_processes
 from moe_dualpipe.data.shards import ShardWriter, divide
+from moe_dualpipe.data.tokenizer import BPETokenizer
 from tests.support.runs import ROOT
 
 
@@ -72,8 +76,11 @@ def test_shards_have_all_documents_in_order(source, monkeypatch, shard_bytes):
     found = Documents.find(str(source))
     parts = [*divide([found])]
     assert [file for shard in parts for file in shard.files] == [*found.files.items()]
-    assert [chunk for shard in parts for chunk in shard.chunks(found.field)] == [*found]
+    assert [text for shard in parts for text in shard.documents(found.field)] == [*found]
     assert all(shard.size <= shard_bytes or len(shard.files) == 1 for shard in parts)
+    if shard_bytes == 500:  # with another file of text, a shard would be too large
+        both = [one.size + other.files[0][1].size for one, other in pairwise(parts) if ".txt" in str((one, other))]
+        assert len(parts) > 10 and sum(size > 500 for size in both) >= len(both) - 4
     assert {len(shard.files) for shard in parts if ".jsonl" in str(shard.files)} == {1}
 
 
@@ -152,48 +159,64 @@ def test_an_invalid_row_is_named_and_only_its_file_is_encoded_again(tmp_path, ca
     assert files_in(out) == files_in(tmp_path / "fresh")
 
 
-def test_a_shard_is_used_only_for_the_same_text_tokenizer_and_rule(source, tmp_path, monkeypatch):
-    write = ShardWriter.write
+OTHER = {
+    "nothing": ({}, 1), "the text": ({}, 0), "the tokenizer": ({}, 0), "the field": ({"field": "other"}, 0),
+    "what is left out": ({"drop_duplicates": True}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_a_shard_is_used_only_for_the_same_text_tokenizer_and_field(source, tmp_path, monkeypatch, change):
     monkeypatch.setattr(shards, "sync", lambda _: None)
-    run(source / "a.jsonl", tmp_path / "bpe", "bpe")
-    copies = [source / "a.jsonl", tmp_path / "b.jsonl"]
-    copies[1].write_bytes((source / "z.jsonl").read_bytes())
-
-    def fail(writer, shard):
-        if shard.files[0][0] == copies[1]:
-            raise OSError(28, "No space left on device")
-        return write(writer, shard)
-
-    def fail_then(change, **changes):
-        out = tmp_path / f"out-{change}"
-        monkeypatch.setattr(ShardWriter, "write", fail)
+    content = (source / "z.jsonl").read_text().replace('{"text": "', '{"other": "o", "text": "')
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    arguments = {"tokenizer": "bytes", "vocab_size": 300, "field": "text"}
+    prepare = partial(prepare_data, [f"{tmp_path}/?.jsonl"])
+    with monkeypatch.context() as patch:
+        write, fail = ShardWriter.write, OSError(28, "No space left on device")
+        patch.setattr(ShardWriter, "write", lambda w, shard: raise_it(fail) if "b.j" in str(shard) else write(w, shard))
         with pytest.raises(OSError, match="No space left"):
-            prepare_data([*map(str, copies)], out, "bytes", 300, "text")
-        monkeypatch.setattr(ShardWriter, "write", write)
-        if change == "text":
-            os.utime(copies[0], ns=(0, 7))
-        arguments = {"tokenizer": "bytes", "vocab_size": 300, "field": "text"} | changes
-        done = prepare_data([*map(str, copies)], out, **arguments)
-        prepare_data([*map(str, copies)], tmp_path / f"fresh-{change}", **arguments)
-        assert files_in(out) == files_in(tmp_path / f"fresh-{change}")
-        return done.finished_before
+            prepare(tmp_path / "out", **arguments)
+    if change == "the text":
+        os.utime(tmp_path / "a.jsonl", ns=(0, 7))
+    if change == "the tokenizer":
+        run(source / "a.jsonl", tmp_path / "bpe", "bpe")
+    arguments |= OTHER[change][0] | ({"tokenizer": f"{tmp_path}/bpe/tokenizer.json"} if "token" in change else {})
+    assert prepare(tmp_path / "out", **arguments).finished_before == OTHER[change][1]
+    prepare(tmp_path / "fresh", **arguments)
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "fresh")
 
-    assert fail_then("nothing") == 1
-    assert fail_then("tokenizer", tokenizer=str(tmp_path / "bpe" / "tokenizer.json")) == 0
-    assert fail_then("rule", drop_duplicates=True) == 0
-    assert fail_then("text") == 0
+
+def raise_it(error: Exception) -> NoReturn:
+    raise error
+
+
+def test_a_tokenizer_is_trained_once_for_the_same_text_and_options(tmp_path, monkeypatch):
+    """It is kept beside the shards, also if the disk is full before the first of them."""
+    trained, train = [], BPETokenizer.train
+    monkeypatch.setattr(BPETokenizer, "train", lambda texts, size: trained.append(size) or train(texts, size))
+    for change in ({}, {}, {"vocab_size": 290}, {"field": "other"}):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(ShardWriter, "write", lambda *_: raise_it(OSError(28, "No space left on device")))
+            rows = [json.dumps({"text": words(1, 40), "other": words(2, 40)})] * 30
+            (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+            os.utime(tmp_path / "rows.jsonl", ns=(0, 7))
+            options = {"tokenizer": "bpe", "vocab_size": 300, "field": "text"} | change
+            prepare_data([f"{tmp_path}/rows.jsonl"], tmp_path / "out", **options)
+    assert trained == [300, 290, 300]
 
 
 def test_a_damaged_shard_is_found(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(Preparation, "_join", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(prepare, "join", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         run(source, tmp_path / "out")
     monkeypatch.undo()
-    path = next((tmp_path / ".out.unfinished").rglob("train.bin"))
+    path = next((tmp_path / ".out.unfinished").rglob("tokens.bin"))
     content = bytearray(path.read_bytes())
     content[7] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path} has changed in tokens 0 to "):
+    with pytest.raises(ValueError, match=f"{path.parent} is damaged: remove it, and repeat"):
         run(source, tmp_path / "out")
 
 
@@ -202,7 +225,7 @@ def test_a_damaged_shard_is_found(source, tmp_path, monkeypatch):
 def test_of_equal_documents_only_the_first_is_written(source, tmp_path, workers):
     (tmp_path / "again.txt").write_text((source / "30-long.txt").read_text())
     texts: dict[str, None] = {}
-    for text in texts_of(source):
+    for text in Documents.find(str(source)):
         texts.setdefault(text)
     (tmp_path / "first").mkdir()
     for i, text in enumerate(texts):
@@ -214,15 +237,12 @@ def test_of_equal_documents_only_the_first_is_written(source, tmp_path, workers)
     assert files_in(tmp_path / "out") == files_in(tmp_path / "expected")
 
 
-def texts_of(source: Path) -> list[str]:
-    """The documents, each as one string."""
-    texts, parts_of_one = [], []
-    for chunk in Documents.find(str(source)):
-        parts_of_one.append(chunk.text)
-        if chunk.ends_document:
-            texts.append("".join(parts_of_one))
-            parts_of_one = []
-    return texts
+def test_copies_that_are_left_out_do_not_change_what_is_held_out_of_a_small_source(tmp_path):
+    texts = [words(i, 20 + 9 * i) for i in range(4)]
+    for name, rows in (("once", texts), ("copies", [*texts, *texts[:1] * 30, *texts[2:3] * 9])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+        run(tmp_path / f"{name}.jsonl", tmp_path / name, drop_duplicates=True)
+    assert files_in(tmp_path / "copies") == files_in(tmp_path / "once")
 
 
 def test_other_programs_write_the_same_shards(source, alone, tmp_path):
@@ -250,8 +270,3 @@ def test_two_workers_of_datatrove_write_the_same_shards(source, tmp_path, tokeni
     done = run(source, tmp_path / "out", str(arguments[1]))
     assert (done.finished_before, done.tokens) == (3, 0)
     assert files_in(tmp_path / "out") == files_in(tmp_path / "one")
-
-
-def test_numbers_of_workers_out_of_range(source, tmp_path):
-    with pytest.raises(ValueError, match="--workers must be at least 1: got 0"):
-        run(source, tmp_path / "out", workers=0)

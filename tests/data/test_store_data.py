@@ -64,7 +64,9 @@ def test_a_url_gives_the_batches_of_the_same_files_in_a_folder(corpus, name):
 @pytest.mark.usefixtures("stored")
 def test_the_whole_stream_of_a_url_is_read_for_an_evaluation(corpus):
     remote = read_stream("s3://bucket/data/corpus", BYTES)
-    assert np.array_equal(remote[:], read_stream(str(corpus / "corpus"), BYTES)[:])
+    held_out = np.fromfile(corpus / "corpus" / "held_out.bin", "u1")
+    assert np.array_equal(remote[:], held_out)
+    assert np.array_equal(read_stream(str(corpus / "corpus"), BYTES)[:], held_out)
 
 
 @pytest.mark.parametrize("source,message", [
@@ -86,41 +88,35 @@ def test_a_sidecar_that_does_not_fit_is_refused(stored):
         load("s3://bucket/data/corpus")
 
 
-def settle(ahead):
-    for file in ahead.files:
-        for future in [*file._coming.values()]:
+def run_steps(text, steps, ahead=3, rows=range(COUNT)):
+    """The waits of a loop of steps that take as long as reading what is ahead of them."""
+    reader = ReadAhead(text, 7, COUNT, SEQ_LEN, rows, steps)
+    reader.ahead = min(reader.ahead, ahead)
+    reader.fill(2)
+    for step in range(2, steps):
+        found = reader.batch(step)
+        assert equal([found], [text.batch(7, step, COUNT, SEQ_LEN, rows)])
+        for future in [*reader._coming.values()]:
             future.result()
-
-
-def run_steps(text, steps, with_ahead, meanwhile=settle):
-    """The waits of a loop of steps, with reading ahead or without."""
-    ahead = ReadAhead(text, 7, COUNT, SEQ_LEN, range(COUNT), steps)
-    ahead.ahead = min(ahead.ahead, 3)
-    if with_ahead:
-        ahead.fill(0)
-    ahead.take_waits()
-    for step in range(steps):
-        if with_ahead:
-            ahead.advance(step)
-        text.batch(7, step, COUNT, SEQ_LEN)
-        meanwhile(ahead)
-    return ahead.take_waits()
+    assert not reader._coming
+    return reader.take_waits()
 
 
 def test_no_step_waits_if_the_store_is_slow_but_fast_enough(stored):
     """Each read takes 50 ms, and a step at least as long as the reads of one step."""
     stored.fault = slow(0.05)
-    assert run_steps(load("s3://bucket/data/bare.bin"), 10, with_ahead=True) == 0
-    assert run_steps(load("s3://bucket/data/bare.bin"), 3, with_ahead=False) == 3 * COUNT
+    assert run_steps(load("s3://bucket/data/bare.bin"), 7) == 0
+    reader = ReadAhead(load("s3://bucket/data/bare.bin"), 7, COUNT, SEQ_LEN, range(COUNT), 9)
+    reader.batch(0)
+    assert reader.take_waits() == 1 and reader.take_waits() == 0
 
 
 def test_only_the_windows_of_the_steps_are_read_and_none_is_kept(stored):
     """A corpus may be larger than the disk, and than memory."""
     text = load("s3://bucket/data/bare.bin")
     stored.bytes_read = 0
-    run_steps(text, 10, with_ahead=True)
-    assert stored.bytes_read == 10 * COUNT * (SEQ_LEN + 1) < TOKENS / 4
-    assert not any(file._coming for file in ReadAhead(text, 7, COUNT, SEQ_LEN, range(COUNT), 10).files)
+    run_steps(text, 10, rows=range(1, COUNT))
+    assert stored.bytes_read == 2 * 8 * (COUNT - 1) * (SEQ_LEN + 1) < TOKENS / 4  # ahead, and to compare
     assert not [path for path in Path(os.environ["TMPDIR"]).rglob("*.bin") if path.is_file()]
 
 
@@ -137,8 +133,8 @@ def test_commands_for_local_files_refuse_urls(arguments, capsys):
 def test_local_data_is_not_read_ahead(corpus):
     ahead = ReadAhead(load(str(corpus / "bare.bin")), 7, COUNT, SEQ_LEN, range(COUNT), 10)
     ahead.fill(0)
-    ahead.advance(0)
-    assert not ahead.files and ahead.take_waits() == 0
+    assert equal([ahead.batch(5)], [load(str(corpus / "bare.bin")).batch(7, 5, COUNT, SEQ_LEN)])
+    assert ahead.ahead == 0 == ahead.take_waits() and not ahead._coming
 
 
 @pytest.mark.long

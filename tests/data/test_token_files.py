@@ -1,11 +1,11 @@
 """Tokenizers and token files: text survives a round trip, and invalid files are rejected."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from moe_dualpipe.data.tokenizer import (
     BPETokenizer,
     UnknownTokenizer,
     digest,
+    dtype_for,
     num_bytes,
     read_tokenizer,
     tokenizer_from_json,
@@ -53,47 +54,27 @@ def prepared(tmp_path_factory) -> Path:
 # ---- Tokenizers ----
 
 
-def test_the_byte_tokenizer_decodes_what_it_encodes():
-    assert BYTES.decode(BYTES.encode("grün → ok")) == "grün → ok"
-    assert BYTES.decode([0xFF, 65]) == "\ufffdA"
-    assert BYTES.decode([65, 300]) == "A\ufffd"  # a model may have a larger vocabulary than its tokenizer
-
-
-def test_bpe_decodes_what_it_encodes_and_never_encodes_text_to_the_end_token(prepared):
-    tokenizer = find_tokenizer(prepared / "bpe")
+def test_text_survives_a_round_trip_and_never_encodes_to_the_end_token(prepared):
+    for tokenizer, texts in ((BYTES, TEXTS), (find_tokenizer(prepared / "bpe"), [*TEXTS, "<|endoftext|>" * 3, ""])):
+        for text in [*texts, "".join(map(chr, range(1, 900)))]:
+            tokens, (array,) = tokenizer.encode(text), tokenizer.encode_batch([text])
+            assert tokenizer.decode(tokens) == text and tokenizer.end_id not in tokens
+            assert array.tolist() == tokens and array.dtype == (np.uint8 if tokenizer is BYTES else np.uint16)
+            two = np.array([*tokens, tokenizer.end_id, *tokens], array.dtype)
+            assert num_bytes(tokenizer, two) == 2 * len(text.encode()) + 1
     assert (tokenizer.vocab_size, tokenizer.end_id, str(tokenizer)) == (320, 0, "BPE of 320 tokens")
-    for text in [*TEXTS, "".join(map(chr, range(1, 900))), "", "<|endoftext|>" * 3]:
-        tokens = tokenizer.encode(text)
-        assert tokenizer.decode(tokens) == text
-        assert tokenizer.end_id not in tokens
-        (array,) = tokenizer.encode_batch([text])
-        assert (array.tolist(), array.dtype) == (tokens, np.uint16)
-        assert num_bytes(tokenizer, np.array([*tokens, 0, *tokens], np.uint16)) == 2 * len(text.encode()) + 1
-    assert tokenizer.decode([0]) == "<|endoftext|>"
     assert len(tokenizer.encode(TEXTS[0] * 9)) < len(TEXTS[0] * 9) / 2
+    assert BYTES.decode([0xFF, 65, 300]) == "\ufffdA\ufffd"  # a model may have a larger vocabulary
+    assert [dtype_for(size) for size in (256, 257, 1 << 16, (1 << 16) + 1)] == ["u1", "<u2", "<u2", "<u4"]
 
 
 def test_tokenizers_are_restored_from_their_json(prepared, tmp_path):
     for tokenizer in (find_tokenizer(prepared / "bpe"), BYTES, UnknownTokenizer(77)):
         restored = tokenizer_from_json(tokenizer.to_json(), "here")
-        assert (digest(restored), restored.vocab_size, restored.end_id) == (
-            digest(tokenizer),
-            tokenizer.vocab_size,
-            tokenizer.end_id,
-        )
+        assert (digest(restored), restored.vocab_size) == (digest(tokenizer), tokenizer.vocab_size)
+        assert restored.end_id == tokenizer.end_id
     assert find_tokenizer(tmp_path) is BYTES
     assert UnknownTokenizer(77).encode(UnknownTokenizer(77).decode([5, 0, 76])) == [5, 0, 76]
-    content = json.loads(find_tokenizer(prepared / "bpe").to_json())
-    content["added_tokens"][0]["content"] = content["added_tokens"][0]["content"].upper()
-    for broken, problem in [
-        (json.dumps(content), "here has no end-of-document token: .*; its special tokens are <|ENDOFTEXT|>$"),
-        ("{", "here is not a tokenizer: Expecting"), ("[" * 100_000, "here is not a tokenizer"),
-        ("[]", "here is not a tokenizer: neither the tokenizers library nor moe-dualpipe wrote it$"),
-        ('{"tokenizer": "ids", "vocab_size": -1}', "here is not a tokenizer"),
-        ('{"model": {}}', "here is not a tokenizer"),
-    ]:  # fmt: skip
-        with pytest.raises(ValueError, match=problem.replace("|", r"\|")):
-            tokenizer_from_json(broken.encode(), "here")
 
 
 def changed(prepared, path, **parts) -> Path:
@@ -124,31 +105,27 @@ TOKENIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+BROKEN = {
+    "end": (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}', "no end-of-document token: "),
+    "{": (b"{", "is not a tokenizer: Expecting"), "[]": (b"[]", "is not a tokenizer: neither the tokenizers library"),
+    "ids": (b'{"tokenizer": "ids", "vocab_size": -1}', "is not a tokenizer"), "model": (b'{"model": {}}', "is not a "),
+    "utf-16": (b"\xff\xfe{\0}\0", "is not a tokenizer: "), "nested": (b"[" * 100_000, "is not a tokenizer: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, *BROKEN])
 def test_a_tokenizer_that_fails_is_named_in_one_line(prepared, tmp_path, name):
-    parts, problem = TOKENIZERS[name]
-    path = changed(prepared, tmp_path / "t\n.json", **parts)
+    path = tmp_path / "t\n.json"
+    if name in TOKENIZERS:
+        parts, problem = TOKENIZERS[name]
+        changed(prepared, path, **parts)
+    else:
+        content, problem = BROKEN[name]
+        path.write_bytes(content)
     (tmp_path / "a.txt").write_text("b <|endoftext|> a")
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/t\\n.json {problem}") as error:
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/t\\n.json (has )?{problem}") as error:
         prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", str(path), 1, "text")
     assert str(error.value).isprintable() and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("content,problem", [
-    (b"\xff\xfe{\0}\0", "is not a tokenizer: "), (b"[" * 100_000, "is not a tokenizer: "), (None, "it is a FIFO, not"),
-    (1 << 31, "it has 2,147,483,648 bytes, and at most 268,435,456 fit"),
-], ids=["utf-16", "nested", "fifo", "large"])  # fmt: skip
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content, problem):
-    path = tmp_path / "tokenizer.json"
-    if content is None:
-        os.mkfifo(path)
-    elif isinstance(content, int):
-        path.touch()
-        os.truncate(path, content)
-    else:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path}.* {problem}"):
-        read_tokenizer(path)
 
 
 def test_bpe_with_dropout_encodes_the_same_text_to_the_same_tokens(prepared, tmp_path):
@@ -209,16 +186,7 @@ def test_the_end_of_the_text_is_held_out_if_there_are_few_documents(tmp_path):
     assert sidecars[1].bytes == num_bytes(tokenizer, streams[1])
 
 
-PREPARE = """
-import sys; from pathlib import Path; from moe_dualpipe.data import prepare_data
-prepare_data([sys.argv[1]], Path(sys.argv[2]), "bpe", 300, "text")
-"""
-
-
-def test_prepare_is_deterministic_and_holds_only_a_few_documents_in_memory(prepared, tmp_path, monkeypatch):
-    source = str(prepared / "a.jsonl")
-    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    subprocess.run([sys.executable, "-c", PREPARE, source, str(tmp_path / "a")], check=True, env=environment)
+def test_prepare_holds_only_a_few_documents_in_memory(prepared, tmp_path, monkeypatch):
     alive = peak = 0
 
     class Counted(str):
@@ -233,15 +201,13 @@ def test_prepare_is_deterministic_and_holds_only_a_few_documents_in_memory(prepa
 
     read_rows = documents.read_rows
     monkeypatch.setattr(documents, "read_rows", lambda *arguments: map(Counted, read_rows(*arguments)))
-    monkeypatch.setattr(encode, "BATCH_CHUNKS", 2)
+    monkeypatch.setattr(encode, "BATCH_PIECES", 2)
     train = BPETokenizer.train
     monkeypatch.setattr(BPETokenizer, "train", lambda texts, size: train((str.__str__(text) for text in texts), size))
-    prepare_data([source], tmp_path / "b", "bpe", 300, "text")
+    prepare_data([str(prepared / "a.jsonl")], tmp_path / "b", "bpe", 320, "text")
     assert 1 <= peak <= 6
-    files = {path.name for path in (tmp_path / "a").iterdir()}
-    assert files == {"tokenizer.json", "train.bin", "train.bin.json", "held_out.bin", "held_out.bin.json"}
-    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in files)
-    assert not list(tmp_path.glob(".*"))
+    for path in (prepared / "bpe").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
 def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, tmp_path, capsys):
@@ -272,6 +238,10 @@ def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, 
     )
     assert main(["data", "check", str(out / "train.bin")]) == 0
     assert capsys.readouterr().out == f"{out}/train.bin: OK; {descriptions[0]}\n"
+
+
+def test_refusals_of_the_data_commands_are_one_line_and_leave_nothing(prepared, tmp_path, capsys):
+    out, source = prepared / "bpe", str(prepared / "a.jsonl")
     (tmp_path / "x.bin").write_bytes(b"1234")
     (tmp_path / "one").write_text("a")
     for arguments, problem in [
@@ -281,62 +251,65 @@ def test_the_data_commands_print_counts_and_report_errors_in_one_line(prepared, 
         (["prepare", source, "--out", f"{out}2", "--tokenizer", source], f"{source} is not a tokenizer: Extra data"),
         (["prepare", source, "--out", f"{out}2", "--tokenizer", "gone"], "cannot read gone: No such file"),
         (["prepare", f"{tmp_path}/nothing", "--out", f"{out}2"], f"{tmp_path}/nothing: no such file or folder"),
-        (["prepare", f"{tmp_path}/one", "--out", f"{out}2", "--tokenizer", "bytes"], ""),
         (["prepare", "--out", f"{out}2"], "name at least one SOURCE of text: a file, a folder, a glob, or "),
         (["prepare", "", "--out", f"{out}2"], "name at least one SOURCE"),
         (["prepare", source, "--out", f"{tmp_path}/one/x"], f"cannot write to --out {tmp_path}/one/x: Not a directory"),
         (["prepare", source, "--out", "a" * 5000], f"cannot write to --out {'a' * 200}…: File name too long"),
         (["prepare", source, "--out", f"{out}/.."], f"--out {out}/.. already exists and is not empty"),
         (["prepare", source, "--out", "/proc"], "--out /proc already exists and is not empty"),
+        (["prepare", source, "--out", f"{out}2", "--workers", "0"], "--workers must be at least 1: got 0"),
         (["check"], "name at least one FILE of token ids, such as corpus/train.bin"),
         (["check", f"{out}/gone.bin"], f"cannot read {out}/gone.bin: No such file or directory"),
         (["check", str(out)], f"cannot read {out}: it is a folder, not a regular file"),
         (["check", str(tmp_path / "x.bin")], f"cannot check {tmp_path}/x.bin: there is no x.bin.json next to it"),
     ]:
-        assert main(["data", *arguments]) == (2 if problem else 0)
+        assert main(["data", *arguments]) == 2
         printed = capsys.readouterr().err
-        assert printed.startswith(f"moe-dualpipe: error: {problem}" if problem else ""), printed
-        assert printed.count("\n") == bool(problem)
-    assert not list(tmp_path.glob(".*"))
+        assert printed.startswith(f"moe-dualpipe: error: {problem}") and printed.count("\n") == 1, printed
+    assert not [*tmp_path.glob(".*"), *prepared.glob(".*")]
 
 
-def test_prepare_checks_its_folder_before_it_reads_the_text_and_locks_it(prepared, tmp_path, monkeypatch):
-    source, out = str(prepared / "a.jsonl"), tmp_path / "out"
+def test_two_processes_do_not_prepare_one_folder(prepared, tmp_path, monkeypatch, capsys):
+    """The one that comes later says so, and not that there are finished shards."""
+    command = ["data", "prepare", str(prepared / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     (tmp_path / ".out.unfinished" / "shards" / "unfinished-1").mkdir(parents=True)  # of a process that was killed
-    messages = []
+    (tmp_path / "out").symlink_to("real")
+    write, printed = shards.ShardWriter.write, []
 
-    def prepare_again(*_):
-        for path in (out, tmp_path / "file" / "out"):
-            with pytest.raises(ValueError) as error:
-                prepare_data([source], path, "bytes", 1, "text")
-            messages.append(str(error.value))
-        raise ValueError("no more text")
+    def write_and_start_again(writer, shard):
+        done = write(writer, shard)
+        printed.append((main(command), capsys.readouterr().err))
+        return done
 
-    (tmp_path / "file").write_text("a")
-    sizes = shards.Shard.documents
-    monkeypatch.setattr(shards.Shard, "documents", prepare_again)
-    with pytest.raises(ValueError, match="no more text"):
-        prepare_data([source], out, "bytes", 1, "text")
-    assert messages == [
-        f"--out {out}: another process prepares this folder",
-        f"cannot write to --out {tmp_path}/file/out: Not a directory",
-    ]
-    monkeypatch.setattr(shards.Shard, "documents", sizes)
-    out.symlink_to("real")
-    prepare_data([source], out, "bytes", 1, "text")
+    monkeypatch.setattr(shards.ShardWriter, "write", write_and_start_again)
+    (tmp_path / ".out.unfinished").rename(tmp_path / ".real.unfinished")
+    assert main([*command, "--workers", "1"]) == 0
+    message = f"moe-dualpipe: error: --out {tmp_path}/out: another process prepares this folder\n"
+    assert printed == [(2, message)]
     assert (tmp_path / "real" / "train.bin").read_bytes() == (prepared / "bytes" / "train.bin").read_bytes()
+    assert main(command) == 2
+    assert capsys.readouterr().err.endswith("already exists and is not empty: choose another folder\n")
 
 
-def test_a_failed_prepare_leaves_no_files(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("text" * 9)
+@pytest.mark.parametrize("call", range(8))
+def test_a_disk_that_is_full_at_any_moment_loses_nothing(prepared, tmp_path, monkeypatch, call):
+    """`sync` is called for the two files of the shard, and for the two results and their descriptions."""
+    calls = itertools.count()
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def sync(_):
+        if next(calls) == call:
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards, "write_sidecar", full)
-    with pytest.raises(OSError, match="No space left"):
-        prepare_data([str(tmp_path / "a.txt")], tmp_path / "out", "bytes", 1, "text")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    monkeypatch.setattr(shards, "sync", sync)
+    arguments = [str(prepared / "a.jsonl")], tmp_path / "out", "bytes", 1, "text"
+    if call < 6:
+        with pytest.raises(OSError, match="No space left"):
+            prepare_data(*arguments)
+        assert [path.name for path in tmp_path.iterdir()] == [".out.unfinished"] * (call >= 2)
+    done = prepare_data(*arguments)
+    assert done.finished_before == (2 <= call < 6) and [path.name for path in tmp_path.iterdir()] == ["out"]
+    for path in (prepared / "bytes").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
 # ---- Invalid token files ----
@@ -359,10 +332,8 @@ def describe(folder, **changes):
     (lambda p: describe(p, tokens=17), "train.bin has [0-9]+ uint16 token ids, but train.bin.json says 17"),
     (lambda p: describe(p, tokens="17"), "train.bin.json does not describe token ids: tokens is '17'"),
     (lambda p: describe(p, crc32=[]), "train.bin.json has 0 checksums"),
-    (lambda p: describe(p, vocab_size=400), "a tokenizer with 400 tokens and .*, but BPE of 320 tokens has 320"),
-    (lambda p: describe(p, end_id=3), "end-of-document id 3, but BPE of 320 tokens has 320 and 0"),
     (lambda p: (p / "train.bin.json").write_text("[]"), "train.bin.json does not describe .*: it is not a JSON object"),
-    (lambda p: (p / "train.bin.json").write_text("{"), "cannot read .*train.bin.json: Expecting"),
+    (lambda p: (p / "train.bin.json").write_text("{"), "cannot read .*train.bin.json: it is not JSON: Expecting"),
     (lambda p: (p / "train.bin").write_bytes(b""), "train.bin is empty"),
     (lambda p: (p / "train.bin").write_bytes(b"123"), "train.bin has 3 bytes, not a multiple of 2, the size of uint16"),
     (lambda p: (p / "tokenizer.json").unlink(), "not encoded with bytes, and there is no .*tokenizer.json$"),
@@ -374,7 +345,7 @@ def describe(folder, **changes):
     (lambda p: (p / "held_out.bin").unlink(), "cannot read .*held_out.bin: No such file"),
     (lambda p: (p / "held_out.bin").unlink() or (p / "held_out.bin").mkdir(), "held_out.bin: it is a folder"),
     (lambda p: (p / "train.bin").unlink() or os.mkfifo(p / "train.bin"), "train.bin: it is a FIFO"),
-], ids=map(str, range(19)))  # fmt: skip
+], ids=map(str, range(17)))  # fmt: skip
 def test_a_modified_folder_is_rejected(prepared, tmp_path, change, problem):
     change(copy_of(prepared, tmp_path))
     with pytest.raises(ValueError, match=problem):
@@ -395,7 +366,8 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
         load_data(str(tmp_path), 8, vocab_size=1000)
     tokens.astype("<u4").tofile(tmp_path / "wide.bin")
     alone = load_data(str(tmp_path / "wide.bin"), 8, 1000, dtype="uint32")
-    assert [len(s) for s in (alone.sources[0].train, alone.sources[0].held_out)] == [2850, 150]
+    parts = [alone.sources[0].train[:], alone.sources[0].held_out[:]]
+    assert [*map(len, parts)] == [2850, 150] and np.array_equal(np.concatenate(parts), tokens)
     with pytest.raises(ValueError, match=r"wide.bin: token 428 is 2996, outside the vocabulary of 999: use a larger"):
         (tokens + 2000 * (np.arange(3000) == 428)).astype("<u4").tofile(tmp_path / "wide.bin")
         load_data(str(tmp_path / "wide.bin"), 8, 999, dtype="uint32")
@@ -403,12 +375,12 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
         load_data([str(tmp_path), "LICENSE"], 8, 1001)
 
 
+@pytest.mark.long
 def test_a_prompt_outside_the_vocabulary_is_an_error_before_the_run(tmp_path):
     (np.arange(3000) % 256).astype("<u2").tofile(tmp_path / "some.bin")
     config = settings(tmp_path / "run", data=(str(tmp_path / "some.bin"),), sample_tokens=2, prompt="17 256")
     with pytest.raises(ValueError, match=r"--prompt '17 256' has token 256, but model.vocab_size is 256: use another"):
         make_run(config)
-    make_run(change(config, sample_tokens=0))
 
 
 def write(folder, files):
@@ -481,6 +453,7 @@ def bpe_settings(prepared, out, **changes):
     return settings(out, data=sources, model=small, steps=4, seq_len=16, eval_sequences=4, **changes)
 
 
+@pytest.mark.long
 def test_a_run_on_mixed_sources_saves_its_tokenizer_and_resumes(prepared, tmp_path):
     config = bpe_settings(prepared, tmp_path / "whole", save_every=2, sample_tokens=3, prompt="\U0001f701")
     printed = run_ranks(1, train_and_listen, config)[0]

@@ -366,31 +366,36 @@ def test_the_store_is_empty_before_and_after_a_step_even_a_failed_one():
     run_ranks(1, store_after_a_failure)
 
 
+def plain_pair(**options):
+    return DualPipeV((PlainStage(), PlainStage()), **options)
+
+
+def step(size=4 * SIZE, **options):
+    x = torch.randn(size, WIDTH)
+    return plain_pair().step(x, **{"num_chunks": 4, "criterion": criterion, "labels": (x,)} | options)
+
+
+WRONG = [
+    (lambda: step(num_chunks=1), "got 1 for 1 rank; use 2"),
+    (lambda: step(criterion=None), "needs a criterion to train"),
+    (lambda: step(2), "a batch of 2 cannot be divided evenly into 4 micro-batches"),
+    (lambda: DualPipeV((PlainStage(),) * 3), "needs two modules on every rank: got 3"),  # type: ignore[arg-type]
+    (lambda: DualPipe((PlainStage(), PlainStage())), "even number of pipeline ranks: got 1"),
+    (lambda: plain_pair(rank_mapping=[1]), "permutation"),
+    (lambda: set_p2p_tensor_shapes((SIZE, WIDTH)), "takes a list of shapes, one per tensor"),  # type: ignore[arg-type]
+]
+
+
 def wrong_programs(_rank):
     set_p2p_tensor_shapes([(SIZE, WIDTH)])
-    model = DualPipeV((PlainStage(), PlainStage()))
-    x = torch.randn(4 * SIZE, WIDTH)
     with pytest.raises(ValueError, match="call set_p2p_tensor_shapes and set_p2p_tensor_dtype"):
-        model.step(x, num_chunks=4, criterion=criterion, labels=(x,))
+        step()
     set_p2p_tensor_dtype(torch.float32)
-    with pytest.raises(ValueError, match="got 1 for 1 rank; use 2"):
-        model.step(x, num_chunks=1, criterion=criterion, labels=(x,))
-    with pytest.raises(ValueError, match="needs a criterion to train"):
-        model.step(x, num_chunks=4)
-    with pytest.raises(ValueError, match="needs two modules on every rank: got 3"):
-        DualPipeV((PlainStage(), PlainStage(), PlainStage()))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="even number of pipeline ranks: got 1"):
-        DualPipe((PlainStage(), PlainStage()))
-    with pytest.raises(ValueError, match="permutation"):
-        DualPipeV((PlainStage(), PlainStage()), rank_mapping=[1])
-    with pytest.raises(ValueError, match="a batch of 2 cannot be divided evenly into 4 micro-batches"):
-        model.step(x[:2], num_chunks=4, criterion=criterion, labels=(x[:2],))
-    with pytest.raises(ValueError, match="takes a list of shapes, one per tensor"):
-        set_p2p_tensor_shapes((SIZE, WIDTH))  # type: ignore[arg-type]
+    for program, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            program()
     with torch.no_grad():
-        loss, outputs = model.step(x, num_chunks=4, labels=None, return_outputs=True)
-    assert loss is None
-    assert outputs is not None
+        assert step(criterion=None, labels=None, return_outputs=True)[0] is None
 
 
 def test_errors_of_wrong_programs_say_what_to_change():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from moe_dualpipe.checkpoint import check_weights, export_weights, find_checkpoint, load_weights
@@ -21,6 +22,7 @@ from moe_dualpipe.data import load_data, prepare_data
 from tests.support.killed_runs import newest
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, TEXT, settings
+from tests.support.texts import corrupt
 
 from .attack import Attack
 from .failing_runs import tensors_of
@@ -63,53 +65,31 @@ def too_slow(*_: Any) -> None:
     raise AssertionError(f"no answer within {SECONDS} s")
 
 
-def flip_bit(rng: random.Random, path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def truncate(rng: random.Random, path: Path) -> None:
-    os.truncate(path, rng.randrange(path.stat().st_size))
-
-
-def extend(rng: random.Random, path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(rng.randbytes(rng.randrange(1, 100)))
-
-
-def overwrite(rng: random.Random, path: Path) -> None:
-    path.write_bytes(rng.randbytes(path.stat().st_size))
-
-
-def remove(_: random.Random, path: Path) -> None:
+def replaced(path: Path, make: Callable[[], Any]) -> None:
     path.unlink()
+    make()
 
 
-def replace_by_folder(_: random.Random, path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def replace_by_fifo(_: random.Random, path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def replace_by_link(rng: random.Random, path: Path) -> None:
-    path.unlink()
-    path.symlink_to(rng.choice(["/dev/zero", "/etc/hostname", "/nonexistent", str(path)]))
-
-
-DAMAGES = (flip_bit, flip_bit, truncate, extend, overwrite, remove, replace_by_folder, replace_by_fifo, replace_by_link)
+DAMAGES: dict[str, Callable[[random.Random, Path], Any]] = {
+    "random bytes": lambda rng, path: path.write_bytes(rng.randbytes(path.stat().st_size)),
+    "removal": lambda _, path: path.unlink(),
+    "a folder": lambda _, path: replaced(path, path.mkdir),
+    "a FIFO": lambda _, path: replaced(path, lambda: os.mkfifo(path)),
+    "a link": lambda rng, path: replaced(
+        path, lambda: path.symlink_to(rng.choice(["/dev/zero", "/etc/hostname", "/nonexistent", str(path)]))
+    ),
+}
 
 
 def damage(rng: random.Random, folder: Path) -> str:
-    """Damage one file of a folder. Returns what was done."""
+    """Damage one file of a folder: half of the time a part of it, else all. Returns what was done."""
     path = rng.choice(sorted(path for path in folder.iterdir() if path.is_file() and path.stat().st_size))
-    how = rng.choice(DAMAGES)
-    how(rng, path)
-    return f"{how.__name__} of {path.name}"
+    how = rng.choice([*DAMAGES, *["part"] * len(DAMAGES)])
+    if how == "part":
+        path.write_bytes(corrupt(path.read_bytes(), np.random.default_rng(rng.randrange(2**32))))
+    else:
+        DAMAGES[how](rng, path)
+    return f"{how} in {path.name}"
 
 
 def copy(name: str, folder: Path) -> Path:

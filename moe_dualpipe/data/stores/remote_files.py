@@ -1,21 +1,16 @@
 """Read parts of files on a store: tensors of published weights, and the windows of token ids that training reads.
 
-The order of the windows is known in advance, so threads read those of the next steps into memory. A window that is not
-there when it is needed is waited for, and counted (`waits`). Nothing is written to the disk.
+Nothing is written to the disk.
 """
 
-from collections.abc import Iterable
-from concurrent.futures import Future
 from pathlib import Path
 
 from ...errors import without_frames
 from .copies import entry_of
 from .local_copies import url_of
 from .store import Entry, Patience, read_parts
-from .threads import DaemonThreads
 
 _PATIENCE = Patience(300.0)
-_ahead = DaemonThreads(16)
 
 
 class RangedFile:
@@ -64,23 +59,3 @@ class RangedFile:
 
     def check_unchanged(self) -> None:
         """Nothing to do: each read compares the version."""
-
-
-class RemoteFile(RangedFile):
-    """A file of token ids on a store. waits: reads that had to wait for the store."""
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self.waits, self._coming = 0, dict[tuple[int, int], Future[bytes]]()
-
-    def read(self, first: int, size: int) -> bytes:
-        """Like `RangedFile.read`. What was read ahead is given out once."""
-        coming = self._coming.pop((first, size), None)
-        self.waits += coming is None or not coming.done()
-        return super().read(first, size) if coming is None else coming.result()
-
-    def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> list[Future[bytes]]:
-        """Start to read these ranges, each (first, size), which are then read exactly so."""
-        wanted = [part for part in ranges if part not in self._coming]
-        self._coming |= {part: _ahead.submit(super(RemoteFile, self).read, *part) for part in wanted}
-        return [self._coming[part] for part in wanted]
