@@ -84,13 +84,15 @@ def run_folder(options: CheckpointConfig, name: str) -> Path:
 
 
 def check_new(folder: Path, options: CheckpointConfig) -> None:
-    """Raise ValueError if a new run would use the folder of an old one, or something that is not a folder."""
+    """Raise ValueError unless the folder is free, or its newest checkpoint is that of the run that goes on there."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         reason = os.strerror(errno.EEXIST if there == folder else errno.ENOTDIR)
         raise ValueError(f"cannot create {printable(folder)}: {reason}")
-    resumed = options.resume and stores.output_folder(run_of(options.resume), options.staging)
-    goes_on = resumed and resumed.resolve() == folder.resolve()
-    if not goes_on and list_checkpoints(folder / "checkpoints"):
-        out = options.out or folder
+    resume, out, found = options.resume or "", options.out or folder, list_checkpoints(folder / "checkpoints")
+    if resume and stores.output_folder(run_of(resume), options.staging).resolve() == folder.resolve():
+        if Path(resume).name in [path.name for path in found[1:]]:
+            later = f"--resume {printable(resume)}: the run has later checkpoints, up to {found[0].name}"
+            raise ValueError(f"{later}; use --out to continue in another folder")
+    elif found:
         raise ValueError(f"--out {out} already holds a run: continue it with --resume {out}, or use another --out")
