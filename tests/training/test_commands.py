@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 
 from examples import own_stages as example
-from moe_dualpipe.commands.train import main
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.ranks import run_ranks
@@ -35,34 +34,6 @@ def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):
     config = parse_arguments(resume.split("train.py ")[1].split())
     assert f"resumed from {out}/checkpoints/step-000003, steps 4 to 6" in run_ranks(2, train_and_listen, config)[0]
     assert list(losses(records(out))) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, capfd):
-    own = "examples/layers/squared_relu.py:SquaredReLUExperts"
-    main(
-        [
-            *map(str, ("--steps", 2, "--out", tmp_path, *SMALL)),
-            "--device",
-            "cpu",
-            "--experts",
-            own,
-            "--fused-loss",
-        ]
-    )
-    assert "dualpipev over 1 pipeline x 1 data-parallel ranks" in capfd.readouterr().out
-    assert list(losses(records(tmp_path))) == [1, 2]
-
-
-@pytest.mark.long
-def test_an_invalid_option_under_torchrun_prints_one_line_and_does_not_hang():
-    done = command("--batch-size", 3, "--micro-batch-size", 1, processes=2)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error:")]
-    assert errors == [
-        "train.py: error: dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 2 ranks; "
-        "use --batch-size 4"
-    ]
-    assert "exitcode  : 2" in done.stderr
 
 
 def own_stages(rank, name):

@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from moe_dualpipe.inference import generate
-from moe_dualpipe.models import build_model
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, make_trainer, settings
 from tests.support.special_experts import DropoutExperts, named
@@ -47,11 +45,3 @@ def validate_and_sample(rank, config):
 
 def test_validation_and_samples_have_no_dropout_and_restore_the_modes(tmp_path):
     run_ranks(1, validate_and_sample, settings(tmp_path, model=DROPOUT, **SMALL, sample_tokens=8))
-
-
-def test_generate_has_no_dropout():
-    model = build_model(DROPOUT)
-    prompts = torch.arange(6).view(2, 3)
-    first, second = (generate(model, prompts, 6, 16, temperature=0) for _ in range(2))
-    assert torch.equal(first, second)
-    assert all(modes([model]))

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 
 from moe_dualpipe.runtime.shared_errors import gather_objects
@@ -74,19 +73,3 @@ def test_without_an_extension_its_law_is_broken(tmp_path):
         assert sorted(names) == sorted(ALWAYS) and all_hold == dict.fromkeys(all_hold, True)
         for removed, (_, holds) in zip(ALWAYS, found[1:], strict=True):
             assert not holds[removed], removed
-
-
-def moves(rank, config):
-    seen = []
-    for removed in (None, "ExpertMoves"):
-        trainer, names = make_without(rank, config, removed)
-        seen.append((names, trainer.step(0).record.get("moved_experts")))
-    return seen
-
-
-def test_experts_move_only_with_their_extension_which_only_runs_that_want_it_have(tmp_path):
-    config = settings(tmp_path, **{**SMALL, "model": SHALLOW}, pp=1, ep=2, move_experts_every=1, move_experts_gain=0.0)
-    (names, moved), (_, without) = run_ranks(2, moves, config)[0]
-    assert sorted(names) == sorted([*ALWAYS, "ExpertMoves"])
-    assert moved is not None and without is None
-    assert pytest.approx(moved) == int(moved)

@@ -11,14 +11,12 @@ import pytest
 
 import moe_dualpipe
 from moe_dualpipe.commands.train import main
-from moe_dualpipe.tools.profiler import profiled_steps as profiling
 from moe_dualpipe.training import restart
-from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import Metrics, read_records
 from moe_dualpipe.training.sinks import GuardedSink, TensorBoard
 from tests.support import ranks
-from tests.support.ranks import run_failing_ranks, run_ranks
-from tests.support.runs import SMALL, losses, make_trainer, records, settings, train, train_and_listen
+from tests.support.ranks import run_failing_ranks
+from tests.support.runs import SMALL, losses, records, settings, train
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
@@ -127,45 +125,6 @@ def test_a_run_with_its_output_on_a_full_disk_trains_and_saves(tmp_path):
     assert process.exitcode == 0
     assert (tmp_path / "checkpoints" / "step-000002" / "run.json").exists()
     assert list(losses(records(tmp_path))) == [1, 2]
-
-
-def train_with_a_failing_profile(rank, config, where):
-    if rank == 1 and where == "start":
-        profiling.capture = full_disk
-    if rank == 0 and where == "report":
-        profiling.pipeline_text = full_disk
-    return train_and_listen(rank, config)
-
-
-@pytest.mark.parametrize("where,rank", [("start", 1), ("report", 0)])
-@pytest.mark.long
-def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, where, rank):
-    config = settings(tmp_path, steps=4, profile=1)
-    printed = run_ranks(2, train_with_a_failing_profile, config, where)[0]
-    assert f"no profile: rank {rank}: [Errno 28] No space left on device\n" in printed
-    assert f"saved {tmp_path}/checkpoints/step-000004" in printed
-
-
-def train_and_remove_the_folder(rank, config):
-    trainer = make_trainer(rank, config)
-    do_step = trainer.step
-
-    def train_step(step):
-        if step == 1 and rank == 0:
-            shutil.rmtree(config.checkpoint.out)
-        return do_step(step)
-
-    trainer.step = train_step
-    train_loop(trainer)
-    return list(losses(records(config.checkpoint.out)))
-
-
-@pytest.mark.long
-def test_a_run_whose_folder_is_removed_continues_in_a_new_one(tmp_path):
-    config = settings(tmp_path / "run", steps=3, profile=1)
-    assert run_ranks(2, train_and_remove_the_folder, config)[0] == [2, 3]
-    assert (tmp_path / "run" / "checkpoints" / "step-000003" / "run.json").exists()
-    assert (tmp_path / "run" / "profile" / "report.json").exists()
 
 
 def test_a_disk_too_small_for_a_checkpoint_still_gets_the_metrics(small_disk):

@@ -91,14 +91,6 @@ def test_every_schedule_and_recomputation(tmp_path, ranks, recompute):
 
 @pytest.mark.long
 @pytest.mark.parametrize("recompute", KINDS)
-def test_replicas_with_and_without_divided_state(tmp_path, recompute):
-    changes = ({"pp": 1, "zero": zero, "schedule": "1f1b", "recompute": recompute} for zero in (True, False))
-    check(tmp_path, 2, *changes)
-    check(tmp_path, 4, *({"pp": 2, "zero": zero, "recompute": recompute, "batch_size": 32} for zero in (True, False)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("recompute", KINDS)
 @pytest.mark.parametrize("changes", [
     {"qk_norm": "head", "num_shared_experts": 0, "num_experts": 8, "expert_size": 96},
     {"attention": "mla", "head_dim": 12, "rope_dim": 4, "kv_rank": 24, "value_dim": 16, "num_dense_layers": 0},

@@ -150,16 +150,6 @@ def test_stacked_rows_of_modules_add_up(attention):
         assert stacked["layers.2.attention.down.weight"] == (24, 12, 6)
 
 
-def test_muon_leaves_out_what_modules_declare_and_no_module_for_its_name():
-    model = build_model(dataclasses.replace(MODEL, mtp_layers=1))
-    routers = {f"{layer}.mlp.router.logits.weight" for layer in ("layers.1", "layers.2", "layers.3", "mtp.0.block")}
-    assert elementwise_matrices([model]) == {"embedding.weight", "head.weight", *routers}
-    parameters = {name: nn.Parameter(torch.randn(3, 2)) for name in ("head.up", "router.down", "table")}
-    sets = [ReplicaSet(parameters, None)]
-    names = Optimizer(sets, OptimizerConfig(name="muon"), elementwise={"table"}).tensors()
-    assert {n for n in names if n.startswith("momentum.")} == {"momentum.head.up", "momentum.router.down"}
-
-
 def test_stacked_rows_that_do_not_add_up_are_rejected():
     parameters = {"mix": nn.Parameter(torch.randn(5, 2))}
     with pytest.raises(ValueError, match=r"mix has 5 rows: `stacked` cannot divide them into \[2, 2\]"):

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import threading
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 
 from moe_dualpipe import train
 from moe_dualpipe.checkpoint import list_checkpoints
-from moe_dualpipe.cli import main
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, change, losses, settings
@@ -123,27 +121,6 @@ def test_an_invalid_factor_of_the_learning_rate(factor):
     assert steps == [1]
 
 
-def call_on_one_rank(rank, config, call):
-    def callback(trainer, _record):
-        if rank == 0:
-            getattr(trainer, call)()
-
-    with pytest.raises(RuntimeError) as error:
-        train(config, [callback], verbose=False)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("call", ["sample", "validation_loss"])
-@pytest.mark.quick("sample")
-def test_a_method_that_is_called_on_some_ranks_only(call):
-    """Also where the method itself would need no other rank, as a sample of a rank with the whole model."""
-    errors = run_ranks(2, call_on_one_rank, change(config_of(None), pp=1), call)
-    what = (
-        f"some ranks are at trainer.{call}(), and others at the end of the callbacks: call it on all ranks, or on none"
-    )
-    assert errors == [what] * 2
-
-
 class Communicates(nn.Module):
     """Experts that talk to the other ranks in forward: as many forwards must run on all of them."""
 
@@ -173,34 +150,3 @@ def test_a_layer_that_communicates_in_training_validation_and_samples(changes):
     config = change(settings("", model=model, steps=2, seq_len=16, schedule=schedule, **changes), out=None)
     first, second = run_ranks(2, run_and_sample, config, timeout=60)
     assert first[2] == second[2] and len(first[2]) >= 5 and len(first[0]) == len(first[1]) == 2
-
-
-def test_a_layer_that_communicates_in_commands_of_one_process(tmp_path, capsys):
-    model, layer = dataclasses.replace(SHALLOW, experts=f"{__name__}:Communicates"), f"{__name__}:Communicates"
-    train(settings(tmp_path / "run", model=model, steps=1, seq_len=16), verbose=False)
-    (tmp_path / "text.txt").write_text("some text " * 9)
-    for command in (["generate", "--sample-tokens", "5"], ["eval", "--data", str(tmp_path / "text.txt")]):
-        assert main([command[0], str(tmp_path / "run"), *command[1:], "--experts", layer, "--device", "cpu"]) == 0
-    assert "nats per token" in capsys.readouterr().out and not dist.is_initialized()
-
-
-def test_a_second_run_in_another_thread():
-    errors = []
-
-    def start(*_):
-        try:
-            train(config_of(None), verbose=False)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    def callback(*_):
-        if not errors:
-            thread = threading.Thread(target=start)
-            thread.start()
-            thread.join()
-
-    numbers(config_of(None), callback)
-    assert errors == [
-        "train() runs in another thread, and both would use the random numbers and the process group of this process: "
-        "call it there again afterwards, or in another process"
-    ]
