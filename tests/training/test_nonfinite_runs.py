@@ -1,6 +1,7 @@
 """Runs whose loss or gradients are not finite: they end with an error that names the place, and save nothing of it."""
 
 import contextlib
+import dataclasses
 import io
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from moe_dualpipe.checkpoint import list_checkpoints
+from moe_dualpipe.expert_parallel import Combined, Completed
 from moe_dualpipe.training.loop import train_loop
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, make_trainer
@@ -15,6 +17,7 @@ from tests.support.runs import settings as shallow_settings
 
 NAN, INF = float("nan"), float("inf")
 ADVICE = "resume from an earlier one with a lower --lr, or check the data"
+STOPS = f"the run stops without a checkpoint: {ADVICE}"
 
 
 def settings(out, **changes):
@@ -22,33 +25,59 @@ def settings(out, **changes):
     return shallow_settings(out, **{"model": MODEL, **changes})
 
 
-def failing_run(rank, config, spoil, *arguments):
-    """Do a run after `spoil(trainer, ...)`, which must fail. Returns what it prints on stderr."""
-    trainer = make_trainer(rank, config)
-    spoil(trainer, *arguments)
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as exit_:
-        train_loop(trainer)
-    assert exit_.value.code == 1
-    return printed.getvalue()
+def failing_runs(rank, runs):
+    """Do runs after `spoil(trainer, ...)`, which must fail. Returns what each prints on stderr."""
+    texts = []
+    for config, spoil, *arguments in runs:
+        trainer = make_trainer(rank, config)
+        spoil(trainer, *arguments)
+        printed = io.StringIO()
+        with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as exit_:
+            train_loop(trainer)
+        assert exit_.value.code == 1
+        texts.append(printed.getvalue())
+    return texts
 
 
-def error_of(ranks, config, spoil, *arguments):
-    """The error of a failing run: the last line on rank 0. The other ranks print nothing."""
-    first, *others = run_ranks(ranks, failing_run, config, spoil, *arguments)
-    assert others == [""] * (ranks - 1)
-    return first.splitlines()[-1].removeprefix("train.py: error: ")
+def errors_of(ranks, runs):
+    """The errors of failing runs: the last line on rank 0. The other ranks print nothing."""
+    first, *others = run_ranks(ranks, failing_runs, runs)
+    assert all(text == "" for texts in others for text in texts)
+    return [text.splitlines()[-1].removeprefix("train.py: error: ") for text in first]
 
 
 def checkpoints(config):
     return [path.name for path in list_checkpoints(Path(config.checkpoint.out, "checkpoints"))]
 
 
+def blocks(trainer, layer):
+    return [stage.layers[str(layer)] for stage in trainer.stages.values() if str(layer) in stage.layers]
+
+
+def change_output(trainer, layer, method, changed, ranks=None):
+    """On some ranks, apply `changed(output, trainer)` to the first output of a method of a block or of its MLP."""
+    for block in blocks(trainer, layer) if ranks is None or trainer.layout.rank in ranks else ():
+        owner = block if hasattr(block, method) else block.mlp
+
+        def run(*inputs, original=getattr(owner, method), **options):  # noqa: B008
+            outputs = original(*inputs, **options)
+            if isinstance(outputs, torch.Tensor):
+                return changed(outputs, trainer)
+            return changed(outputs[0], trainer), *outputs[1:]
+
+        setattr(owner, method, run)
+
+
 def nan(x, _):
     return x * NAN
 
 
-# ---- The validation loss ----
+# ---- How a run is spoiled ----
+
+
+def corrupt_combine(trainer, layer):
+    for block in blocks(trainer, layer):
+        block.mlp.expert_parallel.combine = lambda y_ND, *_: Completed(Combined(y_ND * INF, None))
 
 
 @torch.no_grad()
@@ -59,8 +88,12 @@ def spoil_weight(trainer, part, ranks):
                 parameter.view(-1)[-1] = INF
 
 
-def nothing(_):
-    pass
+def buffers(trainer):
+    (block,) = blocks(trainer, 2)
+    block.register_buffer("mask", torch.tensor([0, -INF]))  # this one is valid
+    block.register_buffer("number", torch.tensor(3))
+    block.mlp.register_buffer("scale", torch.tensor([1, NAN], dtype=torch.float64))
+    change_output(trainer, 1, "run_experts", nan)
 
 
 def spoil_after_last_step(trainer):
@@ -75,18 +108,40 @@ def spoil_after_last_step(trainer):
     trainer.step = step
 
 
-@pytest.mark.long
-def test_a_validation_loss_that_is_nan_after_the_last_step_saves_nothing(tmp_path):
-    config = settings(tmp_path, steps=3, seq_len=16, save_every=1, keep=1, pp=1, ep=2)
-    error = error_of(2, config, spoil_after_last_step)
-    assert error == (
-        "the validation loss after step 3 is nan: parameter layers.3.mlp.experts.down is not finite (stage 1, rank 1); "
-        f"this step is not saved: {ADVICE}"
-    )
-    assert checkpoints(config) == ["step-000002"]
+def nan_from_step_3(x, trainer):
+    return x * NAN if trainer.progress.step >= 3 and torch.is_grad_enabled() else x
 
 
-# ---- Training steps ----
+class _NaNGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_, *grads):
+        return grads[0] * NAN
+
+
+def nan_gradient(x, _):
+    return _NaNGradient.apply(x)
+
+
+def weight_gradient(trainer, name, value):
+    """Replace the gradient of a parameter by `value`."""
+    for stage in trainer.stages.values():
+        parameter = dict(stage.named_parameters()).get(name)
+        if parameter is not None:
+            parameter.register_hook(lambda grad: torch.full_like(grad, value))
+
+
+def infinite_loss(trainer):
+    last = trainer.stages[1]
+    original = last.loss
+    last.loss = lambda *arguments: original(*arguments) * INF
+
+
+def mtp_nan(trainer):
+    trainer.stages[1].mtp.get_submodule("0").block.mlp.run_shared = lambda _, x: x * NAN
 
 
 def nan_in_steps(trainer, *steps):
@@ -101,6 +156,58 @@ def nan_in_steps(trainer, *steps):
         return losses
 
     trainer.pipeline.step = once
+
+
+NORM = "layers.0.attention_norm.weight"
+VALIDATION = "the validation loss before step 1 is nan: "
+TWO = "2 consecutive steps had a non-finite loss or gradient: "
+ALL = "all steps of the run (2) had a non-finite loss or gradient: "
+OUTPUT, GRADIENT = (f"the first non-finite {what} is that of " for what in ("output", "input gradient"))
+# Ranks, options, how the run is spoiled, the error, and the newest checkpoint.
+PLACES = [
+    (2, {}, (change_output, 3, "attend_and_route", nan, [1]),
+     f"{VALIDATION}{OUTPUT}layer 3, segment attn (stage 1, rank 1)"),
+    (2, {"pp": 1, "ep": 2}, (change_output, 1, "run_experts", nan, [1]),
+     f"{VALIDATION}{OUTPUT}layer 1, segment mlp (stage 0, rank 1)"),
+    (1, {"schedule": "1f1b"}, (corrupt_combine, 2), f"{VALIDATION}{OUTPUT}layer 1, segment combine (stage 0, rank 0)"),
+    (1, {}, (buffers,), f"{VALIDATION}buffer layers.2.mlp.scale is not finite (stage 1, rank 0)"),
+    (2, {}, (change_output, 2, "run_experts", nan_from_step_3, [1]),
+     f"{TWO}{OUTPUT}layer 2, segment mlp (stage 1, rank 1); {STOPS}", "step-000002"),
+    (2, {"recompute": "full"}, (change_output, 1, "run_experts", nan_gradient),
+     f"{TWO}{GRADIENT}layer 1, segment mlp (stage 0, rank 0); {STOPS}"),
+    (2, {"schedule": "zb1p", "overlap": False}, (change_output, 3, "attend_and_route", nan_gradient),
+     f"{TWO}{GRADIENT}layer 3, segment attn (stage 1, rank 1); {STOPS}"),
+    (2, {}, (weight_gradient, NORM, NAN),
+     f"{TWO}the first non-finite gradient is that of parameter {NORM} (stage 0, rank 0); {STOPS}"),
+    (2, {"pp": 1}, (weight_gradient, NORM, 1.5e38),
+     f"{TWO}all gradients are finite, but not the sum over ranks of that of {NORM} (stage 0, rank 0); {STOPS}"),
+    (2, {"pp": 1, "ep": 2, "steps": 3}, (spoil_after_last_step,),
+     "the validation loss after step 3 is nan: parameter layers.3.mlp.experts.down is not finite (stage 1, rank 1); "
+     f"this step is not saved: {ADVICE}", "step-000002"),
+    (2, {"steps": 2, "max_skipped": 9}, (nan_in_steps, 1, 2),
+     f"{ALL}when the same batch was run again, all outputs and gradients were finite; {STOPS}"),
+    (1, {}, (infinite_loss,),
+     "the validation loss before step 1 is inf: all outputs are finite, but not the loss (stage 1, rank 0)"),
+    (1, {"model": dataclasses.replace(MODEL, mtp_layers=1)}, (mtp_nan,),
+     f"{TWO}{OUTPUT}layer 4, segment mlp (stage 1, rank 0); {STOPS}"),
+    (4, {"pp": 2, "ep": 2, "batch_size": 8}, (change_output, 2, "run_experts", nan, [1]),
+     f"{VALIDATION}{OUTPUT}layer 2, segment mlp (stage 1, rank 1)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.quick("1", "2")
+def test_the_error_names_the_first_value_that_is_not_finite(tmp_path, ranks):
+    common = {"steps": 9, "seq_len": 16, "eval_sequences": 1, "max_skipped": 2, "save_every": 1, "keep": 1}
+    cases = [
+        (settings(tmp_path / str(i), **{**common, **changes}), *rest)
+        for i, (number, changes, *rest) in enumerate(PLACES)
+        if number == ranks
+    ]
+    found = errors_of(ranks, [(config, *spoil) for config, spoil, *_ in cases])
+    for error, (config, spoil, expected, *newest) in zip(found, cases, strict=True):
+        assert error == expected, spoil
+        assert checkpoints(config) == newest, spoil
 
 
 # ---- Checkpoints after skipped steps ----
