@@ -59,6 +59,7 @@ def choose(
     for one in found:
         if not problem(one):
             return replace(one, changed=why)
+    why = problem(found[0]) if found else why
     number = None if found else nearest(processes, processes, lambda number: bool(_nearest_first(config, number)))
     none = f"no layout fits {plural(processes, 'process', 'es')} ({why})"
     raise ValueError(with_suggestions(none, [plural(number, "process", "es")] if number else []))

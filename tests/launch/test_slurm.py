@@ -152,20 +152,6 @@ def test_the_check_and_the_run_start_on_all_machines(tmp_path):
     assert (config.checkpoint.out, config.checkpoint.resume) == ("runs/moe", None)
 
 
-@pytest.mark.parametrize(
-    "variables,expected",
-    [
-        ({"NETWORK": "efa"}, {"NCCL_NET": "Libfabric", "FI_PROVIDER": "efa"}),
-        ({"NETWORK": "tcp", "INTERFACE": "eth1"}, {"NCCL_NET": "Socket", "GLOO_SOCKET_IFNAME": "eth1"}),
-    ],
-)
-def test_the_network_is_chosen_at_the_top(tmp_path, variables, expected):
-    job = Job(tmp_path, CHECK="()", **variables)
-    assert job.run(DOES="true") == (0, "")
-    (run,) = job.calls
-    assert run["set"].items() >= expected.items() and len(run["set"]) == len(expected) + 2
-
-
 @pytest.mark.parametrize("step", [None, "step-000020"])
 def test_a_job_resumes_if_its_folder_has_a_checkpoint(tmp_path, step):
     job = Job(tmp_path, CHECK="()", OUT="'here and there'")
@@ -190,13 +176,6 @@ def test_a_job_is_queued_again_if_its_run_has_saved_and_is_not_complete(tmp_path
     assert code == int(does[-1])
     assert job.requeued == (["requeue 7345"] if requeued else [])
     assert ("queued again, and will resume from runs/moe/checkpoints/step-1000000" in output) == requeued
-
-
-def test_a_run_does_not_start_on_machines_with_problems(tmp_path):
-    job = Job(tmp_path)
-    code, output = job.run(DOES="exit 1")
-    assert (code, len(job.calls), job.requeued) == (1, 1, [])
-    assert output == "The check found problems, so the run does not start. CHECK=() leaves it out.\n"
 
 
 @pytest.mark.long

@@ -59,7 +59,6 @@ def biased_steps_each(rank, configs):
     return [biased_steps(rank, config) for config in configs]
 
 
-@pytest.mark.long
 def test_biases_follow_the_loads_of_all_ranks_and_losses_are_the_same_in_every_layout(tmp_path):
     divisions = [{}, {"schedule": "1f1b", "recompute": "full"}, {"ep": 2}]
     configs = [settings(tmp_path / str(i), **{**OFTEN, **changes}) for i, changes in enumerate(divisions)]

@@ -35,6 +35,8 @@ def validate_and_sample(rank, config):
     random = torch.random.get_rng_state()
     trainer.step(0)
     assert not torch.equal(torch.random.get_rng_state(), random), "a training step has dropout"
+    seeds = [(trainer.training_losses(step), torch.initial_seed())[1] for step in (0, 1, 0)]
+    assert seeds[0] == seeds[2] != seeds[1], "each step draws dropout of its own, and the same when it is repeated"
     for stage in stages:
         stage.forward = fail
     for evaluate in (trainer.validation_loss, trainer.sample):

@@ -56,7 +56,8 @@ def low_rank_steps(rank, config):
     (2, {"pp": 1, "ep": 2, "dtype": "bfloat16"}, ("exp_avg", "exp_avg_sq"), 12),
     (2, {"optim": MUON, "dtype": "bfloat16"}, ("momentum",), None),
     (1, {"schedule": "zbv", "optim": MUON}, ("momentum",), None),
-], ids=str)  # fmt: skip
+], ids=["adamw", "whole state", "ep", "muon", "one rank"])  # fmt: skip
+@pytest.mark.quick("whole state", "ep")
 def test_frozen_weights_do_not_change_and_have_no_state(tmp_path, ranks, changes, kinds, bytes_each):
     model = build_model(LOW_RANK)
     base = {name for name in global_weights(model) if is_base(name)}

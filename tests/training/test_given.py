@@ -100,13 +100,11 @@ def start_from(rank, config, weights):
     ("swiglu", 1, {}),
     ("swiglu", 2, {}),
     ("swiglu", 2, {"pp": 1, "ep": 2, "zero": False}),
+    ("tests.support.special_experts:LowRankExperts", 2, {"pp": 1}),  # frozen: other ranks own some of the weights
     (ExpertList, 1, {}),
     (ExpertList, 4, {"pp": 2, "ep": 2, "batch_size": 8, "dtype": "bfloat16"}),
-], ids=str)  # fmt: skip
-@pytest.mark.quick(
-    "swiglu-1-{}",
-    "<class 'tests.support.own_layers.ExpertList'>-4-{'pp': 2, 'ep': 2, 'batch_size': 8, 'dtype': 'bfloat16'}",
-)
+], ids=["one", "two", "ep", "frozen", "list", "four"])  # fmt: skip
+@pytest.mark.quick("frozen", "four")
 def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ranks, changes):
     """The names are those of checkpoints, or of the state dict of a whole model."""
     model = dataclasses.replace(SHALLOW, experts=experts, router_bias=True)

@@ -167,7 +167,7 @@ def keys_with_values(draw):
     return key.name, draw(st.sampled_from([value, None])) if optional else value
 
 
-@limits(max_examples=200, deadline=None)
+@limits(max_examples=80, deadline=None)
 @given(keys_with_values())
 def test_any_value_comes_back_from_run_toml(tmp_path_factory, key_and_value):
     key, value = key_and_value

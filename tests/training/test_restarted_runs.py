@@ -26,7 +26,7 @@ from tests.support.runs import SMALL, losses, records
 
 RUN = [
     *map(str, SMALL), "--num-layers", "4", "--batch-size", "24", "--seq-len", "16", "--sample-tokens", "0",
-    "--device", "cpu", "--steps", "6", "--set", "metrics.eval_sequences=1",
+    "--device", "cpu", "--steps", "5", "--set", "metrics.eval_sequences=1",
 ]  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def sequences(ranks):
 
 @pytest.mark.parametrize("attempts", [
     [(4, 2, False), (2, 3, False), (6, 4, False), (3, None, False)],
-    [(4, 2, False), (3, 4, True), (4, None, True)],
+    [(4, 2, False), (3, None, True)],
 ], ids=["resumed", "restarted"])  # fmt: skip
 @pytest.mark.quick("restarted")
 def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_path, attempts):
@@ -81,9 +81,9 @@ def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_p
         found |= sequences(ranks)
         printed.append(ranks[0][2])
     whole = run_ranks(4, attempt_of, [*start, "--out", str(tmp_path / "whole")])
-    assert found == sequences(whole) and [*found] == [*range(1, 7)]
+    assert found == sequences(whole) and [*found] == [*range(1, 6)]
     run, plain = losses(records(tmp_path / "run")), losses(records(tmp_path / "whole"))
-    assert run == pytest.approx(plain, rel=1e-5) and [*run] == [*range(1, 7)]
+    assert run == pytest.approx(plain, rel=1e-5) and [*run] == [*range(1, 6)]
     assert all(run[step] == plain[step] for step in (1, 2))
     assert seen[0] == (2, 2, 2)
     for (pp, dp, ep), (processes, _, restarted) in zip(seen, attempts, strict=True):
@@ -92,7 +92,7 @@ def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_p
     assert "another layout" not in printed[0]
     assert re.search(r"using another layout, because --(ep|pp) 2 does not divide ", printed[1])
     for text, step in zip(printed[1:], (stop for _, stop, _ in attempts[:-1]), strict=True):
-        assert f"resumed from {tmp_path}/run/checkpoints/step-{step:06d}, steps {step + 1} to 6" in text
+        assert f"resumed from {tmp_path}/run/checkpoints/step-{step:06d}, steps {step + 1} to 5" in text
 
 
 # ---- The agreement ----

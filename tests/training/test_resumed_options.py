@@ -83,7 +83,7 @@ def start(data, *options):
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.quick("jsonl, muon", "prepared, attention", "mixture, router")
+@pytest.mark.quick("prepared, attention", "mixture, router")
 def test_a_run_that_is_stopped_and_resumed_is_the_run_without_a_stop(tmp_path, data, name):
     kind, *options = RUNS[name]
     run(*start(data[kind], *options), "--out", tmp_path / "whole")
