@@ -2,13 +2,9 @@
 
 import io
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +14,7 @@ from moe_dualpipe.training.loop import train_loop
 from tests.support import ranks
 from tests.support.killed_runs import Processes, newest
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, change, losses, make_trainer, records, settings, train
+from tests.support.runs import change, losses, make_trainer, records, settings, train
 
 
 @pytest.mark.parametrize("number,signalled", [
@@ -105,33 +101,6 @@ def test_announcements_may_be_repeated_and_nohup_keeps_its_meaning():
     finally:
         process.kill()
         process.join()
-
-
-def interrupted_by(signals, *arguments):
-    """Send `signals` to train.py as soon as it handles them. Returns its exit code and what it printed to stderr."""
-    program = [sys.executable, "train.py", *arguments]
-    with subprocess.Popen(
-        program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
-        end = time.monotonic() + 30
-        while not handles(process.pid, signal.SIGTERM):
-            assert time.monotonic() < end and process.poll() is None
-        for number in signals:
-            process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
-        return process.returncode, errors
-
-
-def handles(pid, number):
-    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(mask, 16) >> (number - 1) & 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_torch_is_imported_ends_the_process_with_one_line(number):
-    code, errors = interrupted_by([number], "--help")
-    assert (code, errors) == (128 + number, f"train.py: rank 0 stops: {number.name} before the first step\n")
 
 
 def interrupt_itself(trainer):

@@ -1,22 +1,16 @@
 """slurm.sbatch, with a srun that starts all tasks on this machine, and a scontrol that notes its commands."""
 
-import contextlib
 import json
 import os
-import random
 import re
-import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch.distributed.run
 
 from moe_dualpipe.training.options import parse_arguments
-from tests.support.runs import SMALL, losses, records
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "launch" / "slurm.sbatch"
@@ -45,13 +39,6 @@ case "$1 $2" in
     "show job") echo "   JobState=${STATE:-RUNNING} Reason=None" ;;
     *) echo "$@" >> scontrol.txt ;;
 esac
-"""
-ANY_SPEED = f"""#!{sys.executable}
-import sys
-from moe_dualpipe import cli
-from moe_dualpipe.tools.cluster import verdicts
-verdicts.MIN_WRITE = 0  # other programs may use the disk
-sys.exit(cli.main())
 """
 JOB = {
     "SLURM_JOB_ID": "7345",
@@ -101,15 +88,6 @@ class Job:
     def requeued(self):
         path = self.folder / "scontrol.txt"
         return path.read_text().splitlines() if path.exists() else []
-
-
-def free_job_id():
-    """A job whose port is free. The script takes 29500 + the last three digits."""
-    for number in random.sample(range(1000), 100):
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("", 29500 + number))
-            return str(7000 + number)
-    raise OSError("no free port")
 
 
 def parsed(call):
@@ -176,40 +154,6 @@ def test_a_job_is_queued_again_if_its_run_has_saved_and_is_not_complete(tmp_path
     assert code == int(does[-1])
     assert job.requeued == (["requeue 7345"] if requeued else [])
     assert ("queued again, and will resume from runs/moe/checkpoints/step-1000000" in output) == requeued
-
-
-@pytest.mark.long
-def test_a_stopped_job_is_queued_again_and_resumes(tmp_path):
-    """Two machines are two torchruns with a process each. SIGTERM goes to both, as Slurm sends it to tasks."""
-    check = "(--device cpu --size 0.1 --min-free 0)"
-    job = Job(tmp_path, PROCESSES="1", NETWORK="tcp", INTERFACE="lo", CHECK=check, OPTIONS="(--device cpu)")
-    (tmp_path / "bin" / "moe-dualpipe").write_text(ANY_SPEED)
-    (tmp_path / "bin" / "moe-dualpipe").chmod(0o755)
-    arguments, first_id = (
-        [*SMALL, "--steps", 400, "--sample-tokens", 0, "--set", "metrics.eval_sequences=1"],
-        free_job_id(),
-    )
-    with job.start(*arguments, SLURM_JOB_ID=first_id) as process:
-        metrics = tmp_path / "runs" / "moe" / "metrics.jsonl"
-        end = time.monotonic() + 90
-        while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
-            assert time.monotonic() < end and process.poll() is None, process.communicate()
-            time.sleep(0.02)
-        for task in json.loads((tmp_path / "tasks.json").read_text()):
-            os.kill(task, signal.SIGTERM)
-        first, _ = process.communicate(timeout=90)
-    assert process.returncode and job.requeued == [f"requeue {first_id}"]
-    assert "No problems found." in first
-    done = max(losses(records(metrics.parent)))
-    assert f"The job is queued again, and will resume from runs/moe/checkpoints/step-{done:06d}." in first
-    job = Job.__new__(Job)
-    job.folder = tmp_path
-    again = {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": free_job_id()}
-    code, second = job.run(*arguments, "--steps", done + 3, **again)
-    assert code == 0, second
-    assert f"resumed from runs/moe/checkpoints/step-{done:06d}" in second
-    assert list(losses(records(metrics.parent))) == list(range(1, done + 4))
-    assert job.requeued == [f"requeue {first_id}"]
 
 
 @pytest.mark.parametrize("page", [SCRIPT, ROOT / "docs" / "cluster.md"], ids=["script", "page"])

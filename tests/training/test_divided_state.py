@@ -11,7 +11,7 @@ from torch import nn
 from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet
-from moe_dualpipe.runtime.zero import Shards, assign_owners
+from moe_dualpipe.runtime.zero import assign_owners
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.support.ranks import run_ranks
 
@@ -28,24 +28,6 @@ def test_assign_examples_and_balance():
         assert max(loads) - min(loads) <= max(sizes.values())
         mean = sum(sizes.values()) / owners  # Graham's bound for the largest first (1969)
         assert max(loads) <= (4 / 3) * max(mean, *sizes.values())
-
-
-def owners_of_experts(_rank):
-    """The owner of each tensor of a rank with the experts 0-11, and of one with 12-23, in the order of their places."""
-    made = {"up": nn.Parameter(torch.zeros(12, 3, 2)), "down": nn.Parameter(torch.zeros(12, 2, 3))}
-    sets = [
-        ReplicaSet(
-            made, dist.group.WORLD, {name: ExpertIds(range(first, first + 12), "stacked", f"{name}.*") for name in made}
-        )
-        for first in (0, 12)
-    ]
-    return [[tensor.owner for tensor in Shards(one, divide=True).tensors.values()] for one in sets]
-
-
-def test_ranks_with_other_experts_divide_them_alike():
-    """So moments travel between the owners of two places, which every rank knows."""
-    first, second = run_ranks(2, owners_of_experts)[0]
-    assert first == second and sum(first) == 12
 
 
 SHAPES = {"embedding": (13, 6), "layers.0.qkv": (10, 6), "layers.0.out": (6, 5), "layers.0.norm": (6,), "scale": ()}

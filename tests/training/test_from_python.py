@@ -2,13 +2,11 @@
 
 import os
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from moe_dualpipe import preset, train
 from moe_dualpipe.commands.train import main
-from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.training import (
     OptimizerConfig,
     TrainConfig,
@@ -59,17 +57,6 @@ def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_
     assert os.listdir() == ["run"]
 
 
-def test_a_custom_loop_has_the_results_of_a_run(capfd):
-    own = run_example("own_loop.py", **OWN_LOOP)
-    assert not dist.is_initialized()
-    printed = capfd.readouterr().out.splitlines()
-    found = []
-    trainer = train(own_loop_config(), [lambda _, record: found.append(record)], verbose=False)
-    assert_equal_weights(own["pipeline"].stages, trainer.stages)
-    expected = [f"step {r['step']}: loss {r['loss']:.4f}, gradient norm {r['grad_norm']:.3f}" for r in found]
-    assert printed == expected and len(printed) == 3
-
-
 def stop_on_rank_1(trainer, record):
     record["added"] = 2.0 * record["step"]
     if trainer.layout.rank == 1 and record["step"] == 2:
@@ -106,10 +93,3 @@ def test_callbacks_change_the_learning_rate():
     config = change(own_loop_config(), optim=OptimizerConfig(lr=0.5, warmup_steps=0, final_lr=1.0))
     train(config, [halve, lambda _, record: found.append(record["lr"])], verbose=False)
     assert found == [0.5, 0.25, 0.125]
-
-
-def test_the_model_of_a_config_is_that_of_its_preset():
-    assert TrainConfig(preset="small").model == preset("small")
-    assert TrainConfig(preset="small", model=ModelConfig()).model == ModelConfig()
-    with pytest.raises(ValueError, match="unknown preset 'smal'; did you mean 'small'"):
-        TrainConfig(preset="smal")

@@ -168,15 +168,3 @@ def test_batches_that_are_not_the_same_on_all_ranks(tmp_path):
     first, second = run_ranks(2, failing_batches, config)
     assert first == second
     assert re.search(r"test_given\.py:\d+ in batches: KeyError: 'no file'", first)
-
-
-def test_a_run_without_validation_prints_none(tmp_path, capfd):
-    config = settings(tmp_path / "run", steps=2, save_every=1)
-    trainer = train(config, batches=lambda _: GOOD)
-    printed = capfd.readouterr().out
-    assert "data: batches of the program\n" in printed and "validation loss" not in printed and "sample:" not in printed
-    with pytest.raises(ValueError, match="validation_loss needs held-out sequences: pass them to `train` as `validat"):
-        trainer.validation_loss()
-    assert len(trainer.sample("1 2 3", 4).split()) == 4  # token ids: the program knows what they mean
-    resumed = train(change(config, steps=3, resume=str(tmp_path / "run")), batches=lambda _: GOOD)
-    assert resumed.run.first_step == 2

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import PRESETS
-from moe_dualpipe.training import preflight
-from moe_dualpipe.training.agreement import Agreed
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.options import (
     FLAGS,
@@ -27,7 +25,7 @@ from moe_dualpipe.training.options import (
     to_toml,
     value_of,
 )
-from tests.support.runs import ROOT, SMALL, make_run, option_values, options, records, without_clocks
+from tests.support.runs import SMALL, make_run, option_values, options, records, without_clocks
 
 # ---- Flags ----
 
@@ -230,28 +228,6 @@ def test_the_run_toml_of_a_run_repeats_it_and_resume_continues_it_bit_for_bit(tm
     assert found[-1] == expected[-1] and "validation_loss" in found[-1]
     printed = started("--resume", tmp_path / "c", "--steps", 5, "--lr", 0.02)
     assert "changed: optim.lr 0.01 -> 0.02; this changes the mathematics\n" in printed
-
-
-# ---- Invalid values ----
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """Ranks of a pretended launch do not ask each other."""
-    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.chdir(ROOT)
-
-
-@pytest.mark.usefixtures("alone")
-def test_only_the_first_rank_prints_errors(monkeypatch, capfd):
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    for arguments in (["--batch-size", "3"], ["--no-such-option"], ["--set", "model.head_dim=7"]):
-        with pytest.raises(SystemExit) as exit_:
-            main(["--device", "cpu", *arguments])
-        assert exit_.value.code == 2
-        assert capfd.readouterr() == ("", "")
 
 
 # ---- Values for a launch ----

@@ -7,13 +7,9 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from moe_dualpipe import train
 from moe_dualpipe.checkpoint import list_checkpoints
-from moe_dualpipe.kernels.grouped_gemm import grouped_linear
-from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, change, losses, settings
 
 MODEL = dataclasses.replace(SHALLOW, router_bias=True, z_loss=0.01)  # the loads move biases
@@ -119,34 +115,3 @@ def test_an_invalid_factor_of_the_learning_rate(factor):
     with pytest.raises(ValueError, match=rf"^trainer.lr_factor must be at (least 0|most .*): got {factor}$"):
         numbers(config_of(None), set_factor)
     assert steps == [1]
-
-
-class Communicates(nn.Module):
-    """Experts that talk to the other ranks in forward: as many forwards must run on all of them."""
-
-    def __init__(self, config, num_local_experts):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(num_local_experts, config.hidden_size, config.hidden_size) * 0.1)
-
-    def forward(self, x_MD, expert_offsets):
-        ranks = torch.ones(())
-        dist.all_reduce(ranks)
-        assert ranks == dist.get_world_size()
-        return grouped_linear(x_MD, self.up, expert_offsets)
-
-
-def run_and_sample(_rank, config):
-    log = Log()
-    trainer = train(config, log=[log], verbose=False)
-    return losses(log.records), losses(log.records, "validation_loss"), trainer.sample("def ", 5)
-
-
-@pytest.mark.parametrize("changes", [{}, {"pp": 1, "ep": 2}, {"pp": 1}], ids=str)
-@pytest.mark.quick("{}")
-def test_a_layer_that_communicates_in_training_validation_and_samples(changes):
-    """Under DualPipe, the two ranks of a stage run the same layers at the same time, also for a sample."""
-    model = dataclasses.replace(SHALLOW, experts=f"{__name__}:Communicates", num_dense_layers=0)
-    schedule = "1f1b" if "pp" in changes else "dualpipe"
-    config = change(settings("", model=model, steps=2, seq_len=16, schedule=schedule, **changes), out=None)
-    first, second = run_ranks(2, run_and_sample, config, timeout=60)
-    assert first[2] == second[2] and len(first[2]) >= 5 and len(first[0]) == len(first[1]) == 2

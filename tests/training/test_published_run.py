@@ -1,9 +1,7 @@
 """Runs that start from a published model: they use its model, tokenizer and files, and export them again."""
 
 import dataclasses
-import importlib
 import json
-import sys
 
 import pytest
 import torch
@@ -11,13 +9,12 @@ import transformers
 
 from moe_dualpipe import TrainConfig, train
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
-from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
 from moe_dualpipe.data.tokenizer import BPETokenizer
 from moe_dualpipe.models import preset
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, ROOT, change, records, settings
+from tests.support.runs import MODEL, change, records, settings
 
 VOCAB = 300
 TOKENS_BS = torch.randint(VOCAB, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -99,37 +96,3 @@ def test_a_changed_model_is_exported_as_an_architecture_that_fits(published, tmp
         verbose=False,
     )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mixtral"
-
-
-@pytest.mark.long
-def test_lora_adapters_train_on_published_weights_and_are_merged(published, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    merge_lora = importlib.import_module("merge_lora")
-    experts = merge_lora.LoRAExperts
-
-    config = started(published, tmp_path / "run", weights_partial=True, steps=3)
-    model = dataclasses.replace(config.model, experts=experts)
-    train(dataclasses.replace(config, model=model), verbose=False)
-    trained = load_model(find_checkpoint(str(tmp_path / "run")), experts=experts)
-    arguments = [str(tmp_path / "run"), str(tmp_path / "merged")]
-    monkeypatch.setattr(sys, "argv", ["merge_lora.py", *arguments])
-    merge_lora.main()
-    train(started(published, tmp_path / "plain", steps=1), verbose=False)
-    for words, message in [
-        (arguments, "merged already exists"), (arguments[:1], "usage: "),
-        ([str(tmp_path / "plain"), str(tmp_path / "out")], "has no adapters: use moe-dualpipe export"),
-    ]:  # fmt: skip
-        monkeypatch.setattr(sys, "argv", ["merge_lora.py", *words])
-        with pytest.raises(SystemExit, match=message):
-            merge_lora.main()
-    with pytest.raises(
-        ValueError, match=r"no layers of your own: .*LoRAExperts'; merge LoRA adapters with examples/merge"
-    ):
-        plan_checkpoint_export(find_checkpoint(str(tmp_path / "run")))
-    with torch.no_grad():
-        ours = trained.logits(trained(TOKENS_BS))
-        theirs, base = (transformers_model(folder, torch.float32)(TOKENS_BS).logits
-                        for folder in (tmp_path / "merged", published))  # fmt: skip
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert (theirs - base).abs().max() > 1e-3
-    assert (tmp_path / "merged" / "chat_template.jinja").exists()
