@@ -88,7 +88,7 @@ def test_announcements_may_be_repeated_and_nohup_keeps_its_meaning():
         assert ours.recv()
         announcements = [number for number in STOP_SIGNALS if number not in (*ORDERS, signal.SIGHUP)]
         assert len(announcements) == 3
-        for number in [*announcements * 3, signal.SIGTERM]:
+        for number in [*announcements * 2, signal.SIGTERM, *announcements]:
             os.kill(process.pid, number)
             end, seen = time.monotonic() + 30, False
             while not seen:

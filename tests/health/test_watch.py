@@ -142,6 +142,6 @@ def test_a_deadline_ends_the_process_after_20_checks_without_an_answer(monkeypat
     monkeypatch.setattr(deadline, "end_process", end_process)
     limit = Deadline(1.0, "no answer")
     limit._over = SimpleNamespace(wait=wait)
-    with pytest.raises(SystemExit, match="^1 .*: no answer\n$"):
+    with pytest.raises(SystemExit, match=r"^1 .*: no answer\n$"):
         limit._count()
     assert len(checks) == ends

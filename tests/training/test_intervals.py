@@ -1,11 +1,16 @@
 """--eval-every and --log-every: what is recorded when, and that training does not change."""
 
+import contextlib
 import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from moe_dualpipe.runtime.layout import Layout
+from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import merged
 from tests.support.ranks import run_ranks
@@ -27,6 +32,16 @@ def test_an_interval_has_sums_rates_the_latest_values_and_means_of_finite_values
     }  # fmt: skip
     assert merged(steps[:1]) is steps[0]
     assert math.isnan(merged([steps[1]] * 2)["loss"])
+
+
+def test_records_end_at_multiples_of_log_every_and_at_the_end(tmp_path):
+    config = settings(tmp_path, log_every=3, steps=7)
+    run: Any = SimpleNamespace(config=config, layout=Layout(), folder=tmp_path, first_step=0)
+    with contextlib.closing(Console(run, verbose=False)) as console:
+        for step in range(1, 8):
+            console.step({"step": step, "loss": float(step), "tokens": 5, "tokens_per_s": 1.0, "seconds": 5.0})
+    assert losses(records(tmp_path)) == {3: 2.0, 6: 5.0, 7: 7.0}
+    assert losses(records(tmp_path), "tokens") == {3: 15, 6: 15, 7: 5}
 
 
 def train_all(rank, configs):

@@ -121,7 +121,7 @@ def test_memory_decides_between_layouts_and_refuses_the_one_that_was_typed():
     def too_large(choice):
         return "" if choice.layout.pp >= 4 else f"pp {choice.layout.pp} needs more"
 
-    with pytest.raises(ValueError, match="^pp 2 needs more$"):
+    with pytest.raises(ValueError, match=r"^pp 2 needs more$"):
         choose(asking(), 4, True, too_large)
     found = choose(asking(), 4, False, too_large)
     assert (found.layout.pp, found.layout.dp, found.micro_batches, found.changed) == (4, 1, 48, "pp 2 needs more")

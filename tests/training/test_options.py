@@ -113,6 +113,7 @@ def test_zero_and_the_empty_string_mean_none():
     for key in optional.values():
         words = ["", "none", "None"] + ["0"] * (str not in key.kinds)
         assert [convert(key, word) for word in words] == [None] * len(words), key.name
+        assert str not in key.kinds or key.choices or convert(key, "0") == "0", key.name
     assert convert(all_keys()["sample.prompt"], "none") == "none" and convert(all_keys()["sample.prompt"], "") == ""
 
 
@@ -226,6 +227,7 @@ def test_the_run_toml_of_a_run_repeats_it_and_resume_continues_it_bit_for_bit(tm
     found = without_clocks(records(tmp_path / "c"))
     assert [one for one in found if "loss" in one] == [one for one in expected if "loss" in one]
     assert found[-1] == expected[-1] and "validation_loss" in found[-1]
+    assert 'resume = "none"' in (tmp_path / "c" / "run.toml").read_text()  # where the run started, not where it goes on
     printed = started("--resume", tmp_path / "c", "--steps", 5, "--lr", 0.02)
     assert "changed: optim.lr 0.01 -> 0.02; this changes the mathematics\n" in printed
 

@@ -5,11 +5,14 @@ import hashlib
 import io
 import json
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.training.sources import changed_sources
 from moe_dualpipe.training.step import Trainer
 from tests.support.runs import ROOT, SMALL, records, without_clocks
 
@@ -134,6 +137,8 @@ def test_another_text_and_a_changed_file_of_own_layers_are_noticed(tmp_path):
     assert "changed: the text of --data since the checkpoint; this changes the data\n" in printed
     assert "--experts" not in printed  # the checkpoint of step 5 was trained with the changed file
     assert "changed: the" not in run("--resume", tmp_path / "run", "--steps", 7)
+    older: Any = SimpleNamespace(resume=tmp_path, changes=())  # a checkpoint without hashes
+    assert changed_sources(older, {"data": "1"}) == []
 
 
 def refusal(capfd, *arguments):

@@ -19,9 +19,10 @@ from tests.support.runs import change, losses, make_run, make_trainer, settings
 URL = "s3://bucket/run"
 
 
-def train(rank, config):
-    """Like `runs.train`, also for a URL."""
-    train_loop(make_trainer(rank, config))
+def train(rank, config, stop=None):
+    """Like `runs.train`, also for a URL. stop: after this step."""
+    callback = lambda trainer, record: record["step"] == stop and trainer.request_stop()  # noqa: E731
+    train_loop(make_trainer(rank, config), callbacks=[callback])
 
 
 def state_of(checkpoint):
@@ -41,9 +42,9 @@ def in_memory(rank, folder):
     local, url = settings(folder / "local", steps=4, save_every=2), "memory://tests/run"
     remote = change(local, out=url, staging=str(folder / "staging"))
     train(rank, local)
-    train(rank, remote)
+    train(rank, remote, stop=2)
     assert not [path for path in (folder / "staging").rglob("*") if path.name.endswith(".safetensors")]
-    train(rank, change(remote, out=None, resume=f"{url}/checkpoints/step-000002", keep=1))
+    train(rank, change(remote, out=None, resume=url, keep=1))
     names = [path.name for path in list_checkpoints(local_path(url) / "checkpoints")]
     (folder / "copy").mkdir()
     (folder / "copy" / "metrics.jsonl").write_bytes(read(Url(url) / "metrics.jsonl"))
