@@ -14,7 +14,6 @@ from moe_dualpipe.models import build_model
 from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
 from moe_dualpipe.training.config import OptimizerConfig
-from tests.support.frozen import Freezer
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, make_trainer, settings
 from tests.support.special_experts import LowRankExperts, named
@@ -73,32 +72,7 @@ def test_frozen_weights_do_not_change_and_have_no_state(tmp_path, ranks, changes
         assert counts[0] + counts[1] == pytest.approx(sum(p.numel() for p in model.parameters()))
 
 
-# ---- Checkpoints and exports ----
-
-
-def resume_error(rank, config):
-    with pytest.raises(ValueError) as error:
-        make_trainer(rank, config)
-    return str(error.value)
-
-
 # ---- Errors ----
-
-
-def frozen_trainer_error(rank, config, pattern):
-    with pytest.MonkeyPatch.context() as patch:
-        Freezer(patch, pattern if isinstance(pattern, str) else pattern[rank])
-        return resume_error(rank, config)
-
-
-def test_all_ranks_check_the_shared_embedding_before_any_of_them_stops(tmp_path):
-    """With MTP, the ranks of the first stage also belong to a group with those of the last stage."""
-    model = dataclasses.replace(SHALLOW, mtp_layers=1)
-    config = settings(tmp_path, **{**SMALL, "model": model}, pp=2, batch_size=8, schedule="1f1b")
-    errors = run_ranks(4, frozen_trainer_error, config, ["^layers.0", "^head", "^head|^embedding", "^head"])
-    assert {error.split(":")[0] for error in errors} == {
-        "layers.0.attention.out.weight and 5 more, replicated on ranks 0, 1"
-    }
 
 
 @pytest.mark.parametrize("frozen", [True, False])
