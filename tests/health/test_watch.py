@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -140,7 +141,7 @@ def test_a_deadline_ends_the_process_after_20_checks_without_an_answer(monkeypat
         raise SystemExit(f"{code} {text}")
 
     monkeypatch.setattr(deadline, "end_process", end_process)
-    limit = Deadline(1.0, "no answer")
+    limit: Any = Deadline(1.0, "no answer")
     limit._over = SimpleNamespace(wait=wait)
     with pytest.raises(SystemExit, match=r"^1 .*: no answer\n$"):
         limit._count()
