@@ -76,19 +76,24 @@ def check_writes_nothing(config: TrainConfig) -> None:
 
 
 def run_folder(options: CheckpointConfig, name: str) -> Path:
-    """The run's folder, or the one that stands for its URL: that of --out or --resume, or a new one for `name`."""
+    """The run's folder, or the one that stands for its URL: that of --out or --resume, or a new one for `name`.
+
+    Raises ValueError for something that is not a folder.
+    """
     if options.out or options.resume:
-        return stores.output_folder(options.out or run_of(options.resume or ""), options.staging)
-    folders = (Path(f"runs/{name}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
-    return next(path for path in folders if restart.is_own_folder(path) or not Path(path, "checkpoints").exists())
-
-
-def check_new(folder: Path, options: CheckpointConfig) -> None:
-    """Raise ValueError unless the folder is free, or its newest checkpoint is that of the run that goes on there."""
+        folder = stores.output_folder(options.out or run_of(options.resume or ""), options.staging)
+    else:
+        folders = (Path(f"runs/{name}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
+        folder = next(one for one in folders if restart.is_own_folder(one) or not Path(one, "checkpoints").exists())
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         reason = os.strerror(errno.EEXIST if there == folder else errno.ENOTDIR)
         raise ValueError(f"cannot create {printable(folder)}: {reason}")
+    return folder
+
+
+def check_new(folder: Path, options: CheckpointConfig) -> None:
+    """Raise ValueError unless the folder is free, or its newest checkpoint is that of the run that goes on there."""
     resume, out, found = options.resume or "", options.out or folder, list_checkpoints(folder / "checkpoints")
     if resume and stores.output_folder(run_of(resume), options.staging).resolve() == folder.resolve():
         if Path(resume).name in [path.name for path in found[1:]]:
