@@ -230,7 +230,7 @@ def run_with_nan(rank, config, stop_at, *steps):
 
 
 def test_a_checkpoint_that_is_due_after_a_skipped_step_waits_for_an_update(tmp_path):
-    config = shallow_settings(tmp_path, steps=6, seq_len=16, save_every=2, save_async=False, keep=1)
+    config = shallow_settings(tmp_path, steps=6, seq_len=16, save_every=3, save_async=False, keep=1)
     seen = run_ranks(1, run_with_nan, config, 0, 2, 3)[0]
     assert seen == [[], [], [], [], ["step-000004"], ["step-000004"]]
     assert checkpoints(config) == ["step-000006"]
