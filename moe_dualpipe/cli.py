@@ -115,7 +115,12 @@ def _parse(words: list[str]) -> Any:
             word: name for name in listed for word in (name.split()[-1], name.replace(" ", "-"), name.replace(" ", ""))
         }
         raise unknown_name(
-            "command", given[0], names, {**whole, "help": "--help", "version": "--version"} if not group else None
+            "command",
+            given[0],
+            names,
+            {**whole, "help": "--help", "version": "--version", "plot": "train --set metrics.tensorboard=true"}
+            if not group
+            else None,
         )
     return None
 

@@ -115,11 +115,8 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def shell_word(word: str) -> str:
-    r"""Return `word` quoted for a shell, on one line: bash and zsh read $'a\x0ab' as two lines."""
-    if word.isprintable():
-        return shlex.quote(word)
-    shown = (chr(b) if 32 <= b < 127 and b not in b"\\'" else f"\\x{b:02x}" for b in os.fsencode(word))
-    return f"$'{''.join(shown)}'"
+    """`word` quoted for a shell, on one line."""
+    return printable(shlex.quote(word), 1000)
 
 
 def _shown(convert: Callable[[object], str], value: object, limit: int) -> str:

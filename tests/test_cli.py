@@ -1,5 +1,6 @@
 """The console script prints what the library computes, and one line for an invalid option."""
 
+import contextlib
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.commands.train import main as train
-from moe_dualpipe.schedule import Costs, Schedule, add_comms, build, simulate
+from moe_dualpipe.schedule import Costs, add_comms, build, simulate
 from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.tools.drawing.tables import comparison_table
 from moe_dualpipe.tools.drawing.timeline_text import timeline_text
@@ -32,35 +33,11 @@ def test_show_prints_the_timeline(capsys):
     assert run(capsys, *SHOW, *costs, "--width", 100) == (0, timeline_text(timeline, 100) + "\n", "")
 
 
-def test_show_defaults(capsys):
-    assert "step 32, bubble 2 per rank (6.2%)" in run(capsys, *SHOW)[1]  # F=1, B=2, W=1, FB=3
-
-
-def test_show_with_per_stage_costs_and_chunks(capsys):
-    arguments = ["schedule", "show", "interleaved_1f1b", "--pp", 2, "--micro-batches", 4, "--num-chunks", 3]
-    per_stage = [1, 2, 3, 4, 5, 6]
-    code, out, _ = run(capsys, *arguments, "--cost.F", *per_stage, "--cost.B", 7, "--width", 90)
-    timeline = simulate(build("interleaved_1f1b", 2, 4, 3), Costs(F=tuple(per_stage), B=7))
-    assert (code, out) == (0, timeline_text(timeline, 90) + "\n")
-
-
 @pytest.mark.parametrize("suffix", ["svg", "png", "csv"])
 def test_show_writes_files(capsys, tmp_path, suffix):
     path = tmp_path / f"fig.{suffix}"
     assert run(capsys, *SHOW, "--out", path) == (0, f"{path}\n", "")
     assert path.stat().st_size > 100
-
-
-def test_show_and_check_read_a_file(capsys, tmp_path):
-    path = tmp_path / "order.csv"
-    assert run(capsys, *SHOW, "--out", path)[0] == 0
-    assert (
-        run(capsys, "schedule", "show", path, "--width", 80)[1].splitlines()[1:]
-        == (run(capsys, *SHOW, "--width", 80)[1].splitlines()[1:])
-    )
-    assert run(capsys, "schedule", "check", path, "--actions-only") == (
-        0, f"{path}: valid; 4 ranks, 4 stages, 10 micro-batches, 70 actions\n", "",
-    )  # fmt: skip
 
 
 def test_check_validates_transfers(capsys, tmp_path):
@@ -171,37 +148,11 @@ def test_a_file_of_other_content_prints_one_line_and_exits_with_code_2(capsys, t
     assert run(capsys, "schedule", "check", path)[::2] == (2, f"moe-dualpipe: error: {path}: not a text file\n")
 
 
-@pytest.mark.parametrize(
-    "content,error",
-    [
-        ("0B0", "order.csv: the schedule has no forward action"),
-        ("0F0,0F1,0B0,0B1\n1F0,1B0", "order.csv: micro-batch 1 has no forward on stage 1 of 2"),
-        ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1", "order.csv: stage 0 runs micro-batch 1 with 0 B, 0 I and 0 W"),
-        ("0F0,0W0,0I0", "order.csv: the order deadlocks: rank 0 needs 0I0 before 0W0"),
-    ],
-)
-def test_an_incomplete_schedule_exits_with_code_1(capsys, tmp_path, content, error):
-    path = tmp_path / "order.csv"
-    path.write_text(content)
-    code, out, err = run(capsys, "schedule", "check", path)
-    assert (code, out) == (1, "")
-    assert err.startswith(error)
-    assert [line.split()[:2] for line in err.splitlines()[1:]] == [
-        ["rank", str(i)] for i in range(1 + content.count("\n"))
-    ]
-
-
 def test_a_file_from_a_spreadsheet_without_a_suffix(capsys, tmp_path):
     path = tmp_path / "order"
     path.write_bytes(b"\xef\xbb\xbf" + build("zbv", 2, 4).to_csv().replace("\n", "\r\n").encode())
     assert run(capsys, "schedule", "check", path, "--ep", 1)[0] == 0
     assert run(capsys, "schedule", "show", path)[1].startswith("order: 2 ranks, 4 stages, 4 micro-batches\n")
-
-
-def test_a_closed_pipe_is_not_an_error():
-    done = shell("schedule compare --stages 8 --micro-batches 32", "| head -1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("| on 8 ranks")
 
 
 @pytest.mark.parametrize("arguments,message", [
@@ -214,6 +165,8 @@ def test_a_closed_pipe_is_not_an_error():
      "data, generate, eval, export, model, plan, check"),
     ("schedule shwo", "unknown command 'shwo'; did you mean 'show'? Choose from: show, compare, check"),
     ("check layers", "unknown command 'layers'; choose from: parallel, cluster, experts, router, attention, block"),
+    ("schedule show dualpipe --ranks 4", "unknown option --ranks; did you mean --pp?"),
+    ("plan estimate --global-batch 8", "unknown option --global-batch; did you mean --batch-size?"),
     ("schedule show dualpipe --ppp 4", "unknown option --ppp; did you mean --pp?"),
     ("schedule compare", "missing --stages --micro-batches"),
     ("generate", "missing RUN"),
@@ -242,25 +195,13 @@ def test_commands_end_without_a_traceback(arguments, redirection, code, errors):
 
 
 def test_names_that_a_terminal_lacks_are_escaped(monkeypatch):
-    for program in (main, train):
+    for program, words in ((main, ["--version"]), (train, ["--help"])):
         output = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
-        program(["--version"])
+        with contextlib.suppress(SystemExit):
+            program(words)
         print("grün", flush=True)
         assert output.getvalue().endswith(b"\ngr\\xfcn\n")
-
-
-def test_help_lists_every_option(capsys):
-    for command, words in (
-        ("show", ["--pp", "--micro-batches", "--num-chunks", "--cost.F", "--cost.FB", "--cost.comm", "--out"]),
-        ("compare", ["--stages", "--micro-batches", "--cost.W", "--json"]),
-        ("check", ["torch.distributed.pipelining"]),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["schedule", command, "--help"])
-        assert ended.value.code == 0
-        out = capsys.readouterr().out
-        assert all(word in out for word in words), command
 
 
 def test_the_installed_script_starts_without_torch():
@@ -271,56 +212,10 @@ def test_the_installed_script_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_a_saved_schedule_reads_back_equal(tmp_path, capsys):
-    for name in ("gpipe", "chimera", "zbv"):
-        path = tmp_path / f"{name}.csv"
-        run(capsys, "schedule", "show", name, "--pp", 4, "--micro-batches", 8, "--out", path)
-        assert Schedule.from_csv(path.read_text()) == build(name, 4, 8)
-
-
-def test_the_default_width_is_that_of_the_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    assert run(capsys, *SHOW)[1] == run(capsys, *SHOW, "--width", 120)[1] != run(capsys, *SHOW, "--width", 80)[1]
-    assert run(capsys, *SHOW, "--width", 40)[0] == 0
-
-
-def test_zero_means_the_default(capsys):
-    zeros = ["--num-chunks", 0, "--width", 0]
-    assert run(capsys, *SHOW, *zeros) == run(capsys, *SHOW)
-    vpp = ["schedule", "show", "interleaved_1f1b", "--pp", 2, "--micro-batches", 4]
-    assert run(capsys, *vpp, "--num-chunks", 0) == run(capsys, *vpp, "--num-chunks", 2)
-
-
 def test_a_figure_without_matplotlib_is_an_error(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, err = run(capsys, *SHOW, "--out", tmp_path / "fig.svg")
     assert (code, err) == (2, "moe-dualpipe: error: figures need matplotlib: pip install 'moe-dualpipe[viz]'\n")
-
-
-def test_uppercase_suffixes(capsys, tmp_path):
-    assert run(capsys, *SHOW, "--out", tmp_path / "ORDER.CSV")[0] == 0
-    assert run(capsys, "schedule", "show", tmp_path / "ORDER.CSV")[0] == 0
-
-
-def test_compare_with_a_number_of_chunks(capsys):
-    arguments = ["schedule", "compare", "--stages", 8, "--micro-batches", 32, "--num-chunks", 4]
-    assert run(capsys, *arguments)[1] == comparison_table(compare(8, 32, Costs(), 4)) + "\n"
-
-
-def test_costs_that_overflow_or_underflow(capsys):
-    for cost in ("5e-324", "1e308"):
-        code, _, err = run(
-            capsys, *SHOW, "--cost.F", cost, "--cost.B", cost, "--cost.W", 0.1 if "308" in cost else 4e-324
-        )
-        assert code == 2 and err.count("\n") == 1, cost
-
-
-def test_a_file_with_invalid_transfers_is_refused(capsys, tmp_path):
-    path = tmp_path / "order.csv"
-    path.write_text("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
-    for command in ("check", "show"):
-        code, _, err = run(capsys, "schedule", command, path)
-        assert code == 1 and "rank 0 runs 0B0 before it has received 1B0" in err
 
 
 @pytest.mark.parametrize("words", ["f\u00fc", "schedule show n\u00f6.csv"])

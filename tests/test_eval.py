@@ -99,16 +99,6 @@ def test_the_page_shows_what_is_printed(capsys):
         assert without_numbers(capsys.readouterr().out) == without_numbers(printed)
 
 
-def test_token_ids_without_a_tokenizer_have_no_bits_per_byte(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("ids.bin").write_bytes(TEXT.encode())
-    run = tmp_path / "runs" / "tiny"
-    run_ranks(1, train, settings(run, steps=1, data=(str(tmp_path / "ids.bin"),), data_dtype="uint8"))
-    found = evaluate(capsys, "--data", "ids.bin", "--data-dtype", "uint8", "--max-tokens", "50")
-    assert found["bits_per_byte"] is found["bytes"] is None
-    assert cli.main(["eval", "runs/tiny", "--data", "notes.py"]) == 2
-
-
 @pytest.mark.parametrize("arguments,message", [
     ([], "eval needs --data, the text to evaluate, or --tasks: give one of them"),
     (["--data", "notes.py", "--tasks", "a"], "eval needs --data, the text to evaluate, or --tasks: give one of them"),

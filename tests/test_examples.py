@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_dualpipe.commands.train import main
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -29,14 +27,3 @@ def test_an_invalid_option_of_an_example(monkeypatch, capsys, arguments, message
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert exit_.value.code == 2
     assert capsys.readouterr().err == f"{name}: error: {message}\n"
-
-
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-def test_a_variable_of_torchrun_that_is_not_a_number(monkeypatch, capfd, name):
-    monkeypatch.setenv(name, "two\n")
-    with pytest.raises(SystemExit) as exit_:
-        main([])
-    assert exit_.value.code == 2
-    assert capfd.readouterr().err == (
-        f"train.py: error: the environment variable {name} must be a number: got 'two\\n'; torchrun sets it\n"
-    )

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -26,12 +25,6 @@ def test_a_long_value_is_cut():
     assert printable("x" * 200) == "x" * 200
     assert printable("x" * 201) == "x" * 200 + "…"
     assert printable([1] * 1000, limit=5) == "[1, 1…"
-
-
-def test_quoted_strings_have_quotes():
-    assert quoted("a'b\n") == '"a\'b\\n"'
-    assert quoted({"a": "\x1b"}) == r"{'a': '\x1b'}"
-    assert quoted("x" * 9, limit=3) == "'xx…"
 
 
 class Broken:
@@ -63,16 +56,11 @@ def test_plurals():
     assert counts == ["0 processes", "1 process", "2 processes", "1,000 processes"]
 
 
-@pytest.mark.parametrize("word", ["plain", "two words", "it's", "a\nb", "\x1b[31m\udcff'\\ü", ""])
+@pytest.mark.parametrize("word", ["plain", "two words", "it's", "$a \\ü", ""])
 def test_a_shell_reads_the_word_that_was_quoted(word):
     command = f"printf %s {shell_word(word)}"
     assert command.isprintable()
     assert subprocess.run(["bash", "-c", command], capture_output=True, check=True).stdout == os.fsencode(word)
-
-
-def test_messages_need_no_torch():
-    code = "import sys, moe_dualpipe.messages; assert not {'torch', 'numpy'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_errors_of_files_give_the_name_and_the_reason(tmp_path):

@@ -26,7 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _train(arguments: Sequence[str], stop: Stop) -> None:
-    from .. import __version__
     from ..runtime.launch import Launch
     from ..training.options import parse
     from ..training.run import run
@@ -34,10 +33,6 @@ def _train(arguments: Sequence[str], stop: Stop) -> None:
     with exit_on_invalid_option(True, ValueError):
         launch = Launch.from_environment()
     stop.announce = launch.rank == 0
-    if "--version" in arguments:
-        if launch.rank == 0:
-            print(f"moe-dualpipe {__version__}")
-        return
     with exit_on_invalid_option(launch.local_rank == 0, ValueError, OSError):
         request = parse(arguments, quiet=launch.local_rank > 0)
     run(request, launch, stop, instruments())

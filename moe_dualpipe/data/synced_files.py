@@ -2,6 +2,7 @@
 
 import io
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,16 @@ def write_synced(path: Path, data: bytes) -> None:
     with SyncedFile(path, "w") as file:
         file.write(data)
         file.sync_and_close()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write all of `data` into a file, or leave the file as it is. Raises OSError."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_synced(part, data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

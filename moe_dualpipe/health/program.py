@@ -1,7 +1,7 @@
 """How this process was started, for messages and for commands to type again.
 
-Training starts as train.py, as another script that calls its `main`, as `moe-dualpipe train`, or as
-`python -m moe_dualpipe.cli train`. Each of them runs alone or under torchrun.
+Training starts as train.py, as another script that calls its `main`, or as `moe-dualpipe train`, whose module is
+cli.py. Each of them runs alone or under torchrun.
 """
 
 import os
@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 CONSOLE_SCRIPT = "moe-dualpipe"
-MODULE = "moe_dualpipe.cli"
 
 
 def program_name() -> str:
     """The program that trains, as messages name it."""
-    return f"{CONSOLE_SCRIPT} train" if _is_module() or _is_console_script() else "train.py"
+    return f"{CONSOLE_SCRIPT} train" if _is_console_script() else "train.py"
 
 
 def training_command(processes: int | None) -> list[str]:
@@ -28,20 +27,13 @@ def training_command(processes: int | None) -> list[str]:
         machines = os.environ.get("GROUP_WORLD_SIZE", "1")
         several = ["--nnodes", machines] if machines != "1" else []
         launcher = [_executable("torchrun"), *several, "--nproc-per-node", str(processes)]
-    if _is_module():
-        return [*(launcher or [_executable("python")]), "-m", MODULE, "train"]
     if _is_console_script():
         return [*launcher, *(["--no-python"] if launcher else []), _executable(CONSOLE_SCRIPT), "train"]
     return [*(launcher or [_executable("python")]), os.path.relpath(sys.argv[0])]
 
 
-def _is_module() -> bool:
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return spec is not None and spec.name == MODULE
-
-
 def _is_console_script() -> bool:
-    return Path(sys.argv[0]).name == CONSOLE_SCRIPT
+    return Path(sys.argv[0]).name in (CONSOLE_SCRIPT, "cli.py")
 
 
 def _executable(name: str) -> str:

@@ -45,7 +45,7 @@ def watch_ranks(timeout: float, patience: float = PATIENCE, full_traceback: bool
     """
     progress, alone = Progress(), dist.get_world_size() == 1
     patience, attempt = min(patience, timeout / 2), _attempt_id()
-    silence = f"rank {dist.get_rank()} stops: no answer from the rendezvous store on {_server()} for {patience:g} s"
+    silence = f"rank {dist.get_rank()} stops: no answer from the rendezvous store{_address()} for {patience:g} s"
     with nullcontext() if alone else Deadline(patience, silence) as answers:
         watchdog = answers and Watchdog(progress, timeout, patience, f"watch/{attempt}", answers)
         try:
@@ -67,7 +67,7 @@ def watch_ranks(timeout: float, patience: float = PATIENCE, full_traceback: bool
 @contextmanager
 def joining(rank: int, timeout: float) -> Iterator[None]:
     """Inside this context, `rank` joins the others. It exits with code 1 if that takes over `timeout` seconds."""
-    failed = f"rank {rank} stops: it did not join the other ranks at the rendezvous store on {_server()}"
+    failed = f"rank {rank} stops: it did not join the other ranks at the rendezvous store{_address()}"
     limit = timeout + min(PATIENCE, timeout / 2)  # the timeout is for torch, which reports what it waited for
     with Deadline(limit, f"{failed}: no answer for {limit:g} s"):
         try:
@@ -256,9 +256,10 @@ def _attempt_id() -> int:
     return int(number)
 
 
-def _server() -> str:
-    """The address of the rendezvous store."""
-    return ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+def _address() -> str:
+    """Where the rendezvous store is, such as " on 10.77.0.1:29500"; "" if no launcher says so."""
+    found = [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    return f" on {':'.join(found)}" if found else ""
 
 
 def _is_lost_connection(error: Exception) -> bool:

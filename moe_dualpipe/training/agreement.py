@@ -1,4 +1,4 @@
-"""What the ranks agree on before they join: where the run goes on after a restart, and how much memory is free.
+"""What the ranks agree on before they join: where a restarted run goes on, its lock, and how much memory is free.
 
 torchrun starts the ranks anew after one failed, or after a machine was lost or added (`--nnodes 2:4`). A machine that
 was added knows nothing of earlier attempts, and may see the files of others late. So all tell the rendezvous store what
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import find_checkpoint
-from ..checkpoint.folder_lock import LOCK_FILE, only_writer
+from ..checkpoint.folder_lock import EXPIRES, GRACE, LOCK_FILE, only_writer
 from ..checkpoint.manifest import RUN_FILE
 from ..data import stores
 from ..health.watch import joining
@@ -39,26 +39,30 @@ class Agreed:
     store: dist.Store | None = None
 
 
-def agree(folder: Path | None, device: torch.device, launch: Launch, timeout: float) -> Agreed:
+def agree(
+    folder: Path | None, device: torch.device, launch: Launch, timeout: float, stack: ExitStack | None = None
+) -> Agreed:
     """Collective over the processes of `launch`. folder: where this process would write the run.
 
-    Raises ValueError if the checkpoint that others go on from cannot be read from here.
+    stack: holds the lock of the run's folder, on the first rank, until it is closed; None: no lock. Raises ValueError,
+    on all ranks, if another process has the lock, and if the checkpoint that others go on from cannot be read here.
     """
     newest = restart.newest_checkpoint(folder) if folder else None
     own = {"folder": str(folder or ""), "resume": newest.name if newest else "", "free": _free(device, launch)}
     store = None
-    if dist.is_initialized():
-        decided = _decide(gather_objects(own))
-    elif launch.world_size == 1:
-        decided = _decide([own])
+    if dist.is_initialized() or launch.world_size == 1:
+        told = gather_objects(own)
+        decided = gather_objects(_decide(told, stack) if launch.rank == 0 else {})[0]
     else:
         with joining(launch.rank, timeout):
             store = rendezvous(launch, timeout)
             store.set(f"agree/{launch.rank}", json.dumps(own))
             if launch.rank == 0:
                 told = [json.loads(store.get(f"agree/{rank}")) for rank in range(launch.world_size)]
-                store.set("agreed", json.dumps(_decide(told)))
+                store.set("agreed", json.dumps(_decide(told, stack)))
             decided = json.loads(store.get("agreed"))
+    if decided["problem"]:
+        raise ValueError(decided["problem"])
     if not decided["resume"]:
         return Agreed(folder, None, decided["free"], store)
     where = Path(decided["folder"])
@@ -68,34 +72,19 @@ def agree(folder: Path | None, device: torch.device, launch: Launch, timeout: fl
     return Agreed(where, find_checkpoint(str(resume)), decided["free"], store)
 
 
-def lock_folder(
-    stack: ExitStack, folder: Path, launch: Launch, store: dist.Store | None, timeout: float, wait: float
-) -> None:  # fmt: skip
-    """Hold the lock of the run's folder, on the first rank, until `stack` is closed. Collective, like `agree`.
-
-    wait: seconds. Raises ValueError, on all ranks, if another process still has the lock then, or if there can be none.
-    """
-    problem = ""
-    if launch.rank == 0:
+def _decide(told: list[dict], stack: ExitStack | None) -> dict:
+    """What holds for all ranks. problem: why the folder cannot be locked; "" if it is."""
+    known = [one["free"] for one in told if one["free"] is not None]
+    goes_on = next((one for one in told if one["resume"]), told[0])
+    decided = {**goes_on, "free": min(known, default=None), "problem": ""}
+    if stack is not None and decided["folder"]:
+        folder = Path(decided["folder"])
+        wait = EXPIRES if decided["resume"] else GRACE  # the first rank may have been on a machine that was lost
         try:
             stack.enter_context(only_writer(folder, folder / LOCK_FILE, wait))
         except (ValueError, OSError) as error:
-            problem = describe(error)
-    if dist.is_initialized():
-        problem = gather_objects(problem)[0]
-    elif store is not None:
-        with joining(launch.rank, timeout):
-            if launch.rank == 0:
-                store.set("locked", problem)
-            problem = store.get("locked").decode()
-    if problem:
-        raise ValueError(problem)
-
-
-def _decide(told: list[dict]) -> dict:
-    known = [one["free"] for one in told if one["free"] is not None]
-    goes_on = next((one for one in told if one["resume"]), told[0])
-    return {**goes_on, "free": min(known, default=None)}
+            decided["problem"] = describe(error)
+    return decided
 
 
 def _free(device: torch.device, launch: Launch) -> int | None:

@@ -6,13 +6,11 @@ What is printed matters less than the run: output that cannot be written, as on 
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 from tqdm import tqdm
 
-from ..checkpoint import PartialLoad, SaveResult, list_checkpoints
-from ..data.stores import StorageError
+from ..checkpoint import PartialLoad, SaveResult
 from ..health.program import program_name, training_command
 from ..inference import printable_text
 from ..messages import plural, printable, shell_word, with_shown_names
@@ -146,12 +144,8 @@ class Console:
     def sample(self, text: str) -> None:
         self.say("sample:\n" + "\n".join(f"    | {line}" for line in printable_text(text).split("\n")))
 
-    def how_to_resume(self, checkpoint: Path, steps: int) -> str:
-        """Names the run, or `checkpoint` if the folder has later ones, from before a resume at an earlier step."""
-        newer = False
-        with suppress(StorageError):
-            newer = checkpoint in list_checkpoints(checkpoint.parent)[1:]
-        run = with_shown_names(str(checkpoint if newer else self.run.folder))
+    def how_to_resume(self, steps: int) -> str:
+        run = with_shown_names(str(self.run.folder))
         if not self.run.from_command:
             return f"CheckpointConfig(resume={run!r})"
         launch = Launch.from_environment()

@@ -22,10 +22,6 @@ DEFAULT_SIZE = 2
 """Sequences of a micro-batch, unless the schedule needs more micro-batches."""
 
 
-class NoLayoutError(ValueError):
-    """No layout fits this number of processes. Another number may have one."""
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A layout, and what one data-parallel rank runs. changed: why it is not the one asked for; "" if it is."""
@@ -50,7 +46,7 @@ def choose(
 
     strict: raise ValueError if what `config` asks for does not fit. Otherwise, choose the nearest layout that fits, by
     the ratios in which pp and ep change. problem: why a choice cannot run, such as too little memory; "" if it can.
-    Raises NoLayoutError if nothing fits. Unless memory is the reason, errors name what would fit.
+    Raises ValueError if nothing fits. Errors name what would fit; if memory is the reason, `problem` does.
     """
     try:
         asked = _asked(config, processes)
@@ -59,17 +55,18 @@ def choose(
         if strict:
             raise ValueError(with_suggestions(why, _what_fits(config, processes, problem))) from None
     else:
-        if strict or not (why := problem(asked)):
+        if not (why := problem(asked)):
             return asked
+        if strict:
+            raise ValueError(why)
     found = _nearest_first(config, processes)
     for one in found:
         if not problem(one):
             return replace(one, changed=why)
-    none = f"no layout fits {plural(processes, 'process', 'es')}"
-    if found:
-        raise NoLayoutError(f"{none}: {problem(found[0])}")
-    number = nearest(processes, processes, lambda number: bool(_nearest_first(config, number)))
-    raise NoLayoutError(with_suggestions(f"{none} ({why})", [plural(number, "process", "es")] if number else []))
+    why = problem(found[0]) if found else why
+    number = None if found else nearest(processes, processes, lambda number: bool(_nearest_first(config, number)))
+    none = f"no layout fits {plural(processes, 'process', 'es')} ({why})"
+    raise ValueError(with_suggestions(none, [plural(number, "process", "es")] if number else []))
 
 
 def _asked(config: TrainConfig, processes: int) -> Choice:

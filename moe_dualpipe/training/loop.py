@@ -130,7 +130,7 @@ def _stop(trainer: Trainer, console: Console, saving: Saving, done: int) -> None
     saving.start(done)
     text, steps = f"stopped after step {done}", trainer.config.steps
     if saved := saving.finished():
-        resume = console.how_to_resume(saved, steps if done < steps else 2 * done)
+        resume = console.how_to_resume(steps if done < steps else 2 * done)
         text += f", saved {printable(saved)}, to resume: {resume}"
     console.say(text)
 
@@ -154,6 +154,6 @@ def _finish(trainer: Trainer, console: Console, saving: Saving, before: float | 
     if saved := saving.finished():
         console.say(f"saved {printable(saved)}")
         saving.export(saved)
-        console.say(f"to resume: {console.how_to_resume(saved, 2 * config.steps)}")
+        console.say(f"to resume: {console.how_to_resume(2 * config.steps)}")
     if before is not None and after is not None:
         console.say(f"validation loss {text.format_losses(before, after)}")

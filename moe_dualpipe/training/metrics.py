@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..data import strict_json
+from ..data.synced_files import replace_file
 from ..health.report import warn
 from ..messages import plural, quoted
 from ..models import ModelConfig
@@ -123,12 +124,7 @@ def _remove_later(path: Path, step: int) -> None:
         return
     kept = "".join(line for line in _lines(path) if strict_json.parse(line, allow_nan=True)["step"] <= step).encode()
     if path.stat().st_size != len(kept):
-        fresh = path.with_suffix(".new")
-        try:
-            fresh.write_bytes(kept)
-            fresh.replace(path)
-        finally:
-            fresh.unlink(missing_ok=True)
+        replace_file(path, kept)
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:

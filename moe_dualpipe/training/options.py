@@ -216,6 +216,8 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
     resume, staging = typed.get("checkpoint.resume"), typed.get("checkpoint.staging")
     if file is not None and resume:
         raise OptionError(f"{printable(file)} and --resume both say what to run: use one of them")
+    if resume and (given := resume.removesuffix(f"/{OPTIONS_FILE}")) != resume:
+        raise OptionError(f"--resume {printable(resume)} names a file: use --resume {printable(given)}")
     saved = saved_values(resume, staging)
     base = dict(saved or {}) if file is None else read_toml(Path(file))
     if "preset" in typed or "checkpoint.weights" in typed:

@@ -23,7 +23,6 @@ from ..checkpoint import (
     start_tokenizer,
 )
 from ..checkpoint.atomic_folder import is_there
-from ..checkpoint.folder_lock import EXPIRES, GRACE
 from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
 from ..data import BYTES, TOKENIZER_FILE, Batches, GivenBatches, TextData, UnknownTokenizer, load_data, stores
 from ..kernels.backend import Kernels
@@ -34,15 +33,13 @@ from ..runtime.layout import Layout
 from ..runtime.topology import Placed, machine_limit
 from ..schedule import Schedule
 from . import metrics, restart, setup
-from .agreement import Agreed, agree, lock_folder
+from .agreement import Agreed, agree
 from .checks import check_options
 from .config import TrainConfig
 from .extensions import Build
 from .layout_choice import Choice, choose
 from .options import OPTIONS_FILE, Request, changes
 
-Problem = Callable[[TrainConfig, Schedule, Layout, torch.dtype, torch.device, int], str]
-Line = Callable[[TrainConfig, Schedule, Layout, torch.dtype, torch.device], str]
 LAYOUT_KEYS = frozenset(
     ("parallel.pp", "parallel.ep", "parallel.schedule", "parallel.num_chunks", "batch.micro_batch_size")
 )
@@ -66,8 +63,8 @@ class Instruments:
     running the batches again. peak_flops: FLOP/s of a GPU, by its name and dtype. extensions: more of them.
     """
 
-    memory_problem: Problem = lambda *_: ""
-    memory_line: Line = lambda *_: ""
+    memory_problem: Callable[..., str] = lambda *_: ""
+    memory_line: Callable[..., str] = lambda *_: ""
     first_nonfinite: Callable[[Any, Iterable[list[Tensor]], bool], str] = lambda *_: "its origin was not looked for"
     peak_flops: Callable[[str, torch.dtype], float | None] = lambda *_: None
     extensions: Sequence[Build] = ()
@@ -150,15 +147,11 @@ def prepare(
         folder = setup.run_folder(options, config.name)
     else:
         setup.check_writes_nothing(config)
-    agreed = agree(folder, device, launch, config.health.timeout)
+    # The lock comes before the checkpoint is chosen: another run may be writing its last one.
+    agreed = agree(folder, device, launch, config.health.timeout, stack)
     folder, restarted = agreed.folder, agreed.resume is not None
     if folder and not restarted:
         setup.check_new(folder, options)
-    if folder and stack is not None:  # before the checkpoint is chosen: another run may be writing its last one
-        wait = EXPIRES if restarted else GRACE  # the first rank may have been on a machine that was lost
-        lock_folder(stack, folder, launch, agreed.store, config.health.timeout, wait)
-        if not restarted:
-            setup.check_new(folder, options)  # again: another run may have ended meanwhile
     config, choice = _choose(request, launch, agreed, device, instruments)
     compiled = setup.choose_compiled(config.compute.compile, device.type)
     if config.compute.cuda_graphs:
@@ -224,8 +217,6 @@ def _choose(
     typed = bool(request.typed & LAYOUT_KEYS)
     strict = agreed.resume is None and (typed or not request.from_file)
     choice = choose(config, launch.world_size, strict, problem)
-    if strict and (reason := problem(choice)):
-        raise ValueError(reason)
     if choice.changed:  # run.toml keeps what was asked for: the next launch may have the ranks for it
         return config, choice
     parallel = replace(config.parallel, pp=choice.layout.pp, ep=choice.layout.ep, schedule=choice.name)

@@ -1,38 +1,34 @@
 """After `torchrun --max-restarts`, a run finds the folder of its own earlier attempt and resumes there.
 
-Before the ranks connect, every launcher writes a file named after itself into the run's folder, with the checkpoints
-that are there already. The ranks then agree on the checkpoint to go on from (agreement.py).
+Before the ranks connect, every launcher leaves a file named after itself in the run's folder. The ranks then agree on
+the checkpoint to go on from (agreement.py): the newest one, because a folder has the checkpoints of one run.
 """
 
-import json
 import os
 import shutil
 import socket
-import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..checkpoint import RUN_FILE, find_checkpoint, list_checkpoints, read_manifest
+from ..checkpoint import find_checkpoint
 from ..data import stores
+from ..data.synced_files import replace_file
 from ..runtime.launch import Launch
 from .metrics import FILE as METRICS_FILE
 
 
 def mark_folder(folder: Path, local_rank: int) -> None:
-    """Write the launcher's file into the run's folder. Does nothing without a launcher.
+    """Leave the launcher's file in the run's folder. Does nothing without a launcher.
 
     Raises ValueError if there can be no such file: after a restart, the run would not be found.
     """
     path = _launcher_file(folder)
-    if path is not None and local_rank == 0 and not path.exists():
-        started = time.strftime("%Y-%m-%d %H:%M:%S%z")
+    if path is not None and local_rank == 0:
         try:
             path.parent.mkdir(exist_ok=True)
-            content = {"started": started, "run_id": os.environ["TORCHELASTIC_RUN_ID"], "before": _ids(folder)}
-            path.write_text(json.dumps(content) + "\n")
+            path.touch()
         except OSError as error:
-            if not path.exists():  # an empty one will do: the contents are for people
-                raise ValueError(f"cannot write {path}: {error.strerror}") from None
+            raise ValueError(f"cannot write {path}: {error.strerror}") from None
 
 
 def is_own_folder(folder: Path) -> bool:
@@ -42,31 +38,11 @@ def is_own_folder(folder: Path) -> bool:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest intact checkpoint, by step, that earlier attempts of this launcher wrote into `folder`.
-
-    Ignores older checkpoints: those of a run that was resumed at an earlier step may be of later steps. Which are older
-    is decided by their ids, never by a clock.
-    """
-    path = _launcher_file(folder)
-    if path is None or not is_own_folder(folder):
-        return None
-    before, now = json.loads(path.read_text())["before"], _ids(folder)
-    for name in now:
-        if before.get(name) != now[name]:
-            with suppress(ValueError):
-                return find_checkpoint(str(folder / "checkpoints" / name))
+    """The newest intact checkpoint in `folder`, if it is that of an earlier attempt of this launcher."""
+    if is_own_folder(folder):
+        with suppress(ValueError):
+            return find_checkpoint(str(folder))
     return None
-
-
-def _ids(folder: Path) -> dict[str, str]:
-    """The id of each checkpoint, the largest step first. It tells a checkpoint from another one of the same step."""
-    found = {}
-    for path in list_checkpoints(folder / "checkpoints"):
-        checkpoint = stores.local_path(path)
-        stores.open_folder(checkpoint, [RUN_FILE])
-        with suppress(ValueError):  # it is not whole
-            found[path.name] = read_manifest(checkpoint).id
-    return found
 
 
 def prepare_staged(folder: Path, launch: Launch, resumed: bool) -> None:
@@ -87,10 +63,7 @@ def prepare_staged(folder: Path, launch: Launch, resumed: bool) -> None:
         else:
             path.unlink(missing_ok=True)
     if resumed and stores.info(url / METRICS_FILE):
-        partial = folder / f".{METRICS_FILE}.part"
-        partial.write_bytes(stores.read(url / METRICS_FILE))
-        with suppress(FileNotFoundError):
-            partial.replace(folder / METRICS_FILE)
+        replace_file(folder / METRICS_FILE, stores.read(url / METRICS_FILE))
 
 
 def _launcher_file(folder: Path) -> Path | None:

@@ -1,19 +1,20 @@
 """Do a training run from beginning to end: `run` for the command train.py, `train` for Python programs."""
 
-import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from threading import RLock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..data import Batches
+from ..data.synced_files import replace_file
 from ..health.deadline import Deadline
 from ..health.heartbeat import Progress
-from ..health.report import exit_on_invalid_option, warn
+from ..health.program import program_name
+from ..health.report import exit_on_invalid_option, report_error, warn
 from ..health.signals import Stop
 from ..health.watch import PATIENCE, joining, watch_ranks
 from ..messages import printable
@@ -26,15 +27,14 @@ from ..runtime.world import current_launch, joined
 from . import restart
 from .config import TrainConfig
 from .console import RunFailed
-from .layout_choice import NoLayoutError
 from .loop import Callback, train_loop
 from .options import OPTIONS_FILE, Request, read_toml, saved_values, to_toml
 from .preflight import NO_INSTRUMENTS, Given, Instruments, Run, prepare
-from .relaunch import end_after_stop, end_with_other_versions, end_without_layout
 from .sinks import Sink, chosen_sinks
 from .step import Trainer
 
-_IN_USE = RLock()
+LAUNCHER_SECONDS = 2.0
+"""How long a stopped rank waits for the signal of its own launcher. torchrun looks for other machines every 0.1 s."""
 
 
 def run(request: Request, launch: Launch, stop: Stop, instruments: Instruments = NO_INSTRUMENTS) -> None:
@@ -45,38 +45,27 @@ def run(request: Request, launch: Launch, stop: Stop, instruments: Instruments =
     health = request.config.health
     first, full_traceback = launch.local_rank == 0, health.traceback
     several_machines = launch.world_size > launch.local_world_size
-    try:
-        with ExitStack() as stack:
-            with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
-                try:
-                    plan = prepare(request, launch, instruments=instruments, stack=stack)
-                except NoLayoutError as error:
-                    end_without_layout(error, launch, health.timeout)
-            with watched_world(plan, launch) as (plan, progress):
-                with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
-                    trainer, sinks = build(plan, launch, progress, stop)
-                stopped = train_loop(trainer, sinks)
-    except OtherVersionsError as error:
-        end_with_other_versions(error, socket.gethostname(), launch)
+    with ExitStack() as stack:
+        with exit_on_invalid_option(first, ValueError, OSError, full_traceback=full_traceback):
+            plan = prepare(request, launch, instruments=instruments, stack=stack)
+        with exit_on_invalid_option(first, OtherVersionsError), watched_world(plan, launch) as (plan, progress):
+            with exit_on_invalid_option(first, ValueError, full_traceback=full_traceback):
+                trainer, sinks = build(plan, launch, progress, stop)
+            stopped = train_loop(trainer, sinks)
     if stopped and several_machines:
-        end_after_stop(stop, plan.layout.rank)
+        _let_others_go_on(stop, plan.layout.rank)
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Raise RuntimeError in a thread while another one is in this context."""
-    if not _IN_USE.acquire(blocking=False):
-        raise RuntimeError(
-            "train() runs in another thread, and both would use the random numbers and the process group of this "
-            "process: call it there again afterwards, or in another process"
-        )
-    try:
-        yield
-    finally:
-        _IN_USE.release()
+def _let_others_go_on(stop: Stop, rank: int) -> None:
+    """Exit with code 1 if only another machine leaves: after code 0, torchrun takes the run as complete everywhere."""
+    stop.announce = False
+    time.sleep(0.0 if stop.requested else LAUNCHER_SECONDS)
+    if not stop.requested:
+        why = "another machine is leaving; torchrun will restart the remaining ranks"
+        report_error(f"{program_name()}: rank {rank} exits: {why}\n")
+        raise SystemExit(1)
 
 
-@_alone()
 @torch.inference_mode(False)  # also inside torch.no_grad()
 def train(
     config: TrainConfig | None = None, callbacks: Sequence[Callback] = (), log: Sequence[Sink] = (),
@@ -102,10 +91,10 @@ def train(
 
     Under torchrun, `train` creates the default process group of torch.distributed, and destroys it at the end. A group
     that already exists is used and kept. With several processes, the returned trainer works only while the group
-    exists, as inside `with join_world():`.
+    exists, as inside `with join_world():`. Call it from one thread at a time.
 
     Raises ValueError for invalid options, before the first step, and for batches of another shape. Raises RuntimeError
-    if the loss does not stay finite, if the last checkpoint cannot be written, or while another thread trains.
+    if the loss does not stay finite, or if the last checkpoint cannot be written.
     """
     launch = current_launch()
     given = Given(weights, batches, validation)
@@ -160,13 +149,9 @@ def _open_folder(plan: Run, launch: Launch) -> None:
         if plan.resume and plan.resume.is_relative_to(plan.folder):
             started = read_toml(file).get("checkpoint.resume") if file.is_file() else None
             config = replace(config, checkpoint=replace(config.checkpoint, resume=started))
-        part = plan.folder / f".{OPTIONS_FILE}.{socket.gethostname()}"
         try:
-            part.write_text(to_toml(config), encoding="utf-8", errors="replace")
-            part.replace(file)
+            replace_file(file, to_toml(config).encode(errors="replace"))
         except OSError as error:  # a full disk does not end a run
-            with suppress(OSError):
-                part.unlink()
             warn(
                 f"{printable(file)} cannot be written: {error.strerror}; to resume, give the options of this run again"
             )

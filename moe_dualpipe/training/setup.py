@@ -101,21 +101,28 @@ def check_writes_nothing(config: TrainConfig) -> None:
 
 
 def run_folder(options: CheckpointConfig, name: str) -> Path:
-    """The run's folder, or the one that stands for its URL: that of --out or --resume, or a new one for `name`."""
+    """The run's folder, or the one that stands for its URL: that of --out or --resume, or a new one for `name`.
+
+    Raises ValueError for something that is not a folder.
+    """
     if options.out or options.resume:
-        return stores.output_folder(options.out or run_of(options.resume or ""), options.staging)
-    folders = (Path(f"runs/{name}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
-    return next(path for path in folders if restart.is_own_folder(path) or not Path(path, "checkpoints").exists())
-
-
-def check_new(folder: Path, options: CheckpointConfig) -> None:
-    """Raise ValueError if a new run would use the folder of an old one, or something that is not a folder."""
+        folder = stores.output_folder(options.out or run_of(options.resume or ""), options.staging)
+    else:
+        folders = (Path(f"runs/{name}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
+        folder = next(one for one in folders if restart.is_own_folder(one) or not Path(one, "checkpoints").exists())
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         reason = os.strerror(errno.EEXIST if there == folder else errno.ENOTDIR)
         raise ValueError(f"cannot create {printable(folder)}: {reason}")
-    resumed = options.resume and stores.output_folder(run_of(options.resume), options.staging)
-    goes_on = resumed and resumed.resolve() == folder.resolve()
-    if not goes_on and list_checkpoints(folder / "checkpoints"):
-        out = options.out or folder
+    return folder
+
+
+def check_new(folder: Path, options: CheckpointConfig) -> None:
+    """Raise ValueError unless the folder is free, or its newest checkpoint is that of the run that goes on there."""
+    resume, out, found = options.resume or "", options.out or folder, list_checkpoints(folder / "checkpoints")
+    if resume and stores.output_folder(run_of(resume), options.staging).resolve() == folder.resolve():
+        if Path(resume).name in [path.name for path in found[1:]]:
+            later = f"--resume {printable(resume)}: the run has later checkpoints, up to {found[0].name}"
+            raise ValueError(f"{later}; use --out to continue in another folder")
+    elif found:
         raise ValueError(f"--out {out} already holds a run: continue it with --resume {out}, or use another --out")

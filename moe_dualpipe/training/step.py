@@ -40,8 +40,6 @@ from .preflight import Run
 from .setup import trusted_kernels
 from .sources import changed_sources, sources_of
 
-_CALLS = "the end of the callbacks", "trainer.sample()", "trainer.validation_loss()"
-
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
@@ -197,7 +195,6 @@ class Trainer:
 
         Raises ValueError for a run with `batches` and without `validation`.
         """
-        self.largest(0, "trainer.validation_loss()")
         if not self.text.has_held_out:
             raise ValueError("validation_loss needs held-out sequences: pass them to `train` as `validation`")
         with self.progress.during("validation"):
@@ -227,7 +224,6 @@ class Trainer:
 
     def sample(self, prompt: str | None = None, num_tokens: int | None = None) -> str:
         """The model's continuation of the prompt. None: as in `config.sample`."""
-        self.largest(0, "trainer.sample()")
         config, tokenizer = self.config, self.text.tokenizer
         text = config.sample.prompt if prompt is None else prompt
         tokens_S = torch.tensor(tokenizer.encode(text or "\n"))
@@ -252,20 +248,11 @@ class Trainer:
         dense, experts, trained = counts.tolist()
         return dense, experts, trained
 
-    def largest(self, value: float, call: str = "the end of the callbacks") -> float:
-        """The maximum of the ranks' values. Raises RuntimeError, on all ranks, unless all make the same call of _CALLS.
-
-        A method that a callback calls on some ranks only would wait for the others forever.
-        """
-        index = _CALLS.index(call)
-        tensor = torch.tensor([value, index, -index], dtype=torch.float64)
-        if dist.is_initialized():  # a finished run of one process has no group
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        largest, last, first = tensor.tolist()
-        if last != -first:
-            some, others = _CALLS[int(last)], _CALLS[-int(first)]
-            raise RuntimeError(f"some ranks are at {some}, and others at {others}: call it on all ranks, or on none")
-        return largest
+    def largest(self, value: float) -> float:
+        """The maximum of the ranks' values."""
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.item()
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> StepSums:
         experts = self.pipeline.expert_parallel

@@ -123,7 +123,9 @@ def save_start(rank, config, step):
 
 
 @pytest.mark.parametrize("model,divisions", [
-    (PLAIN, [(1, {"zero": False}), (2, {}), (4, {"pp": 2, "ep": 2}), (2, {"pp": 2, "schedule": "zbv"})]),
+    (PLAIN, [
+        (1, {"zero": False}), (2, {}), (4, {"pp": 2, "ep": 2, "batch_size": 8}), (2, {"pp": 2, "schedule": "zbv"}),
+    ]),
     (DEEPSEEK, [(1, {}), (2, {"pp": 1, "ep": 2, "zero": True}), (2, {"pp": 2})]),
 ], ids=["mixtral", "deepseek_v3"])  # fmt: skip
 @pytest.mark.long

@@ -15,7 +15,7 @@ from moe_dualpipe.checkpoint.atomic_folder import new_folder
 from moe_dualpipe.checkpoint.folder_lock import LOCK_FILE, FolderInUseError, only_writer
 from moe_dualpipe.cli import main
 from moe_dualpipe.data.stores import Url, read, staged_folder, write
-from moe_dualpipe.training import preflight, train
+from moe_dualpipe.training import agreement, train
 from moe_dualpipe.training.metrics import read_records
 from tests.support import ranks
 from tests.support.object_store import access, first
@@ -184,7 +184,7 @@ def test_a_server_without_conditional_writes_is_used_without(s3):
 
 
 def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "GRACE", 0.0)
+    monkeypatch.setattr(agreement, "GRACE", 0.0)
     config, said = settings(tmp_path / "run", steps=2), []
 
     def start_another(*_):
@@ -205,13 +205,13 @@ def test_a_resumed_run_goes_on_from_what_the_run_before_it_saved_last(tmp_path, 
     train(config, verbose=False)
     last, not_yet = run / "checkpoints" / "step-000002", tmp_path / "later"
     last.rename(not_yet)
-    lock_folder = preflight.lock_folder
+    only_writer = agreement.only_writer
 
     def once_the_other_has_ended(*arguments):
         not_yet.rename(last)
-        lock_folder(*arguments)
+        return only_writer(*arguments)
 
-    monkeypatch.setattr(preflight, "lock_folder", once_the_other_has_ended)
+    monkeypatch.setattr(agreement, "only_writer", once_the_other_has_ended)
     assert train(change(config, out=None, resume=str(run), steps=3), verbose=False).run.first_step == 2
 
 

@@ -37,52 +37,14 @@ def test_a_run_that_is_killed_at_random_moments_gives_the_same_results(tmp_path)
 
 
 @pytest.mark.long
-def test_four_ranks_name_the_one_that_was_killed(tmp_path):
-    with Processes(4, settings(tmp_path / "run", steps=1000, pp=2, ep=2, seq_len=16, batch_size=8)) as run:
-        run.wait_for_steps(1)
-        run.kill(2)
-        assert run.exit_codes(0, 1, 3) == [1, 1, 1]
-        for rank in (0, 1, 3):
-            assert f"train.py: rank {rank} stops: rank 2 vanished, last seen in " in run.output(rank)
-
-
-@pytest.mark.long
 def test_a_suspended_rank_counts_as_dead(tmp_path):
     """Its connections stay open, so the main thread of the other rank is stuck in C++. No stall is reported before."""
-    with Processes(2, settings(tmp_path / "run", steps=1000, seq_len=16, timeout=8.0), patience=3.0) as run:
+    with Processes(2, settings(tmp_path / "run", steps=1000, seq_len=16, timeout=60.0)) as run:
         run.wait_for_steps(1)
         run.kill(1, signal.SIGSTOP)
         assert run.exit_codes(0) == [1]
-        seen = r"rank 1 vanished: no sign of life for 3 s, last seen in (step \d+|the start of the run)"
+        seen = r"rank 1 vanished: no sign of life for 10 s, last seen in (step \d+|the start of the run)"
         assert re.search(seen, run.output(0)) and " waits for " not in run.output(0)
-
-
-def on_rank_1_in_step_3(trainer, action):
-    pipeline_step = trainer.pipeline.step
-
-    def step(*batch, **options):
-        if trainer.layout.rank == 1 and trainer.progress.step == 3:
-            action()
-        return pipeline_step(*batch, **options)
-
-    trainer.pipeline.step = step
-
-
-def fall_asleep():
-    time.sleep(1000)
-
-
-def hanging(trainer):
-    on_rank_1_in_step_3(trainer, fall_asleep)
-
-
-@pytest.mark.long
-def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path):
-    with Processes(2, settings(tmp_path / "run", seq_len=16, timeout=8.0), sabotage=hanging) as run:
-        assert run.exit_codes(0, 1) == [1, 1]
-        for rank in (0, 1):
-            assert f"train.py: rank {rank} stops: rank 1 hangs in step 3 (test_failing_ranks.py:" in run.output(rank)
-            assert "in fall_asleep), and others wait for it" in run.output(rank)
 
 
 def failing(trainer):
@@ -114,18 +76,3 @@ def test_of_ranks_that_fail_at_the_same_line_of_the_user_one_prints_it(tmp_path)
         assert all("Traceback" not in run.output(rank) for rank in (0, 1))
     place = r"tests/health/test_failing_ranks.py:\d+ in raise_error \(rank [01]\)"
     assert len(errors) == 1 and re.fullmatch(rf"train.py: error: {place}: ValueError: shard \d+ is missing", errors[0])
-
-
-def exit_process():
-    raise SystemExit(2)
-
-
-def exiting(trainer):
-    on_rank_1_in_step_3(trainer, exit_process)
-
-
-@pytest.mark.long
-def test_a_rank_that_exits_without_an_error_is_named_by_the_others(tmp_path):
-    with Processes(2, settings(tmp_path / "run", seq_len=16), patience=3.0, sabotage=exiting) as run:
-        assert run.exit_codes(0, 1) == [1, 2]
-        assert "train.py: rank 0 stops: rank 1 exited in step 3 " in run.output(0)

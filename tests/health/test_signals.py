@@ -1,16 +1,10 @@
 """Signals that ask a run to stop, and a terminal that is closed."""
 
-import fcntl
 import io
 import os
-import re
 import signal
-import subprocess
-import sys
-import termios
 import time
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -20,7 +14,7 @@ from moe_dualpipe.training.loop import train_loop
 from tests.support import ranks
 from tests.support.killed_runs import Processes, newest
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, SMALL, change, losses, make_trainer, records, settings, train
+from tests.support.runs import change, losses, make_trainer, records, settings, train
 
 
 @pytest.mark.parametrize("number,signalled", [
@@ -94,86 +88,19 @@ def test_announcements_may_be_repeated_and_nohup_keeps_its_meaning():
         assert ours.recv()
         announcements = [number for number in STOP_SIGNALS if number not in (*ORDERS, signal.SIGHUP)]
         assert len(announcements) == 3
-        for number in [*announcements * 3, signal.SIGTERM]:
+        for number in [*announcements * 2, signal.SIGTERM, *announcements]:
             os.kill(process.pid, number)
-            end, seen = time.monotonic() + 30, False
+            seen = False
             while not seen:
                 ours.send(True)
+                assert ours.poll(30), f"the process has ended after {number}"
                 seen = ours.recv()
-                assert time.monotonic() < end
         os.kill(process.pid, signal.SIGINT)
         process.join(30)
         assert process.exitcode == 128 + signal.SIGINT
     finally:
         process.kill()
         process.join()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.long
-def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(tmp_path, processes):
-    terminal, inner = os.openpty()
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if processes == 2 else []
-    arguments = ("--device", "cpu", "--steps", 100_000, "--out", tmp_path / "run", *SMALL)
-    with subprocess.Popen(
-        [sys.executable, *launcher, "train.py", *map(str, arguments)], cwd=ROOT, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(inner, termios.TIOCSCTTY, 0), stdin=inner, stdout=inner, stderr=inner,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
-        os.close(inner)
-        end, metrics = time.monotonic() + 60, tmp_path / "run" / "metrics.jsonl"
-        while not metrics.exists() or '"loss"' not in metrics.read_text():
-            assert time.monotonic() < end and process.poll() is None
-            time.sleep(0.05)
-        os.close(terminal)
-        assert process.wait(60) == processes - 1  # torchrun ends with code 1 after a signal
-    done = int(newest(tmp_path / "run")[-6:])
-    assert [*losses(records(tmp_path / "run"))] == [*range(1, done + 1)] and done < 100_000
-
-
-def test_the_old_signal_handlers_are_restored(request):
-    outer = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes may ignore it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, outer))
-    before = signal.getsignal(signal.SIGINT)
-    stop = Stop(announce=False)
-    stop.completes = "this step"
-    with stop.on_signals():
-        assert not stop.requested
-        os.kill(os.getpid(), signal.SIGINT)
-        end = time.monotonic() + 30
-        while not stop.requested:
-            assert time.monotonic() < end
-    assert signal.getsignal(signal.SIGINT) is before
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(30)
-
-
-def interrupted_by(signals, *arguments):
-    """Send `signals` to train.py as soon as it handles them. Returns its exit code and what it printed to stderr."""
-    program = [sys.executable, "train.py", *arguments]
-    with subprocess.Popen(
-        program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
-        end = time.monotonic() + 30
-        while not handles(process.pid, signal.SIGTERM):
-            assert time.monotonic() < end and process.poll() is None
-        for number in signals:
-            process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
-        return process.returncode, errors
-
-
-def handles(pid, number):
-    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(mask, 16) >> (number - 1) & 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_torch_is_imported_ends_the_process_with_one_line(number):
-    code, errors = interrupted_by([number], "--help")
-    assert (code, errors) == (128 + number, f"train.py: rank 0 stops: {number.name} before the first step\n")
 
 
 def interrupt_itself(trainer):

@@ -1,17 +1,13 @@
 """A non-finite loss or gradient on any rank: all ranks skip the step, which changes nothing."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from moe_dualpipe.runtime.replicas import check_equal
 from moe_dualpipe.training.extensions import Update
 from moe_dualpipe.training.extensions.skipped_steps import SkippedSteps
-from moe_dualpipe.training.loop import train_loop
-from moe_dualpipe.training.options import parse_arguments
 from tests.support.ranks import run_ranks
-from tests.support.runs import change, losses, make_run, make_trainer, records, settings, train
+from tests.support.runs import make_trainer, settings
 
 
 def poison(trainer, rank, kind, value, steps):
@@ -68,41 +64,6 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(tmp_path, rank, kind, v
     assert finite == [expected] * 2
 
 
-def poisoned_run(rank, config, steps):
-    trainer = make_trainer(rank, config)
-    poison(trainer, 1, "attention", NAN, steps)
-    train_loop(trainer)
-    return records(config.checkpoint.out)
-
-
-@pytest.mark.long
-def test_a_run_resumed_after_a_skipped_step_is_bit_identical_to_an_uninterrupted_one(tmp_path):
-    config = settings(tmp_path / "whole", seq_len=16, save_every=3)
-    whole = run_ranks(2, poisoned_run, config, {2, 5})[0]
-    assert [record["skipped"] for record in whole if "loss" in record] == [0, 1, 1, 1, 2, 2]
-    half = str(tmp_path / "whole" / "checkpoints" / "step-000003")
-    rest = run_ranks(2, poisoned_run, change(config, out=str(tmp_path / "rest"), resume=half), {5})[0]
-    for kind in ("loss", "skipped", "lr"):
-        assert losses(rest, kind) == {step: x for step, x in losses(whole, kind).items() if step > 3}
-    clean = run_ranks(2, train, settings(tmp_path / "clean", seq_len=16))[0]
-    assert losses(clean)[2] == losses(whole)[2]
-    assert losses(clean)[3] != losses(whole)[3]
-
-
-def too_many(rank, config, steps):
-    trainer = make_trainer(rank, config)
-    poison(trainer, 1, "attention", INF, steps)
-    with pytest.raises(SystemExit) as exit_:
-        train_loop(trainer)
-    assert exit_.value.code == 1
-
-
-def test_too_many_skipped_steps_in_a_row_stop_the_run_without_a_checkpoint(tmp_path):
-    config = settings(tmp_path / "run", steps=9, seq_len=16, save_every=1, max_skipped=3)
-    run_ranks(2, too_many, config, {2, 3, 5, 6, 7, 8})
-    assert sorted(path.name for path in Path(config.checkpoint.out, "checkpoints").iterdir())[-1] == "step-000004"
-
-
 def finite(skips, step, loss, norm):
     update = Update(step - 1, loss, norm, torch.zeros(1, 2))
     skips.before_update(update)
@@ -123,9 +84,3 @@ def test_messages_about_skipped_steps(capfd):
     assert first == "train.py: step 3 is skipped: its loss is nan, its gradient norm 1.5 (1 so far)"
     assert second == "train.py: step 5 is skipped: its loss is 2.0, its gradient norm inf (2 so far)"
     assert third.endswith("(3 so far)")
-
-
-def test_max_skipped_is_checked():
-    assert parse_arguments([]).health.max_skipped == 10
-    with pytest.raises(ValueError, match=r"health\.max_skipped must be at least 1: got 0"):
-        make_run(["--set", "health.max_skipped=0"])

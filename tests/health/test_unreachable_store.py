@@ -70,26 +70,6 @@ def test_ranks_that_get_no_answer_from_the_store_end(server, tmp_path):
         assert log == silence
 
 
-def until_told(_progress, store):
-    while not store.check(["end"]):
-        time.sleep(0.05)
-
-
-@pytest.mark.long
-def test_the_time_during_which_all_machines_are_suspended_does_not_count(server, tmp_path):
-    process, port = server
-
-    def suspend(processes):
-        everything = [*processes, process]
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for one in everything:
-                os.kill(one.pid, number)
-            time.sleep(1.5)
-        dist.TCPStore("127.0.0.1", port, None, is_master=False).set("end", "")
-
-    assert exit_codes(port, tmp_path, until_told, suspend) == ([0, 0], ["", ""])
-
-
 def end(_progress, _store):
     time.sleep(0.5)
 

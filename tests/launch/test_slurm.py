@@ -1,22 +1,16 @@
-"""slurm.sbatch, with a srun that starts all tasks on this machine, and a scontrol that notes its commands."""
+"""slurm.sbatch, with a srun that runs a script instead, and a scontrol that notes its commands."""
 
-import contextlib
 import json
 import os
-import random
 import re
-import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch.distributed.run
 
 from moe_dualpipe.training.options import parse_arguments
-from tests.support.runs import SMALL, losses, records
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "launch" / "slurm.sbatch"
@@ -29,15 +23,7 @@ found = {{name: os.environ[name] for name in names if name in os.environ}}
 call = {{"options": words[:first], "command": words[first:], "set": found}}
 with open("srun.jsonl", "a") as file:
     file.write(json.dumps(call) + "\\n")
-if "DOES" in os.environ:
-    sys.exit(subprocess.call(["bash", "-c", os.environ["DOES"], "srun", *words[first:]]))
-nodes = range(int(os.environ["SLURM_JOB_NUM_NODES"]))
-tasks = [
-    subprocess.Popen(words[first:], env=os.environ | {{"SLURM_NODEID": str(i)}}, start_new_session=True) for i in nodes
-]
-with open("tasks.json", "w") as file:
-    json.dump([task.pid for task in tasks], file)
-sys.exit(max(abs(task.wait()) for task in tasks))
+sys.exit(subprocess.call(["bash", "-c", os.environ["DOES"], "srun", *words[first:]]))
 """
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
@@ -45,13 +31,6 @@ case "$1 $2" in
     "show job") echo "   JobState=${STATE:-RUNNING} Reason=None" ;;
     *) echo "$@" >> scontrol.txt ;;
 esac
-"""
-ANY_SPEED = f"""#!{sys.executable}
-import sys
-from moe_dualpipe import cli
-from moe_dualpipe.tools.cluster import verdicts
-verdicts.MIN_WRITE = 0  # other programs may use the disk
-sys.exit(cli.main())
 """
 JOB = {
     "SLURM_JOB_ID": "7345",
@@ -78,20 +57,16 @@ class Job:
             (folder / "bin" / name).chmod(0o755)
         self.folder = folder
 
-    def start(self, *arguments, **environment):
-        outer = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "NCCL_", "GLOO_", "FI_"))}
-        path = f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        own = {"PATH": path, "SLURM_SUBMIT_DIR": str(self.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            ["bash", self.folder / "job", *map(str, arguments)], env=outer | JOB | own | environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-
     def run(self, *arguments, **environment):
         """Returns the exit code and the output."""
-        with self.start(*arguments, **environment) as process:
-            output, _ = process.communicate(timeout=120)
-            return process.returncode, output
+        outer = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "NCCL_", "GLOO_", "FI_"))}
+        path = f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        own = {"PATH": path, "SLURM_SUBMIT_DIR": str(self.folder)}
+        done = subprocess.run(
+            ["bash", self.folder / "job", *map(str, arguments)], env=outer | JOB | own | environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL, timeout=120,
+        )  # fmt: skip
+        return done.returncode, done.stdout
 
     @property
     def calls(self):
@@ -103,15 +78,6 @@ class Job:
         return path.read_text().splitlines() if path.exists() else []
 
 
-def free_job_id():
-    """A job whose port is free. The script takes 29500 + the last three digits."""
-    for number in random.sample(range(1000), 100):
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("", 29500 + number))
-            return str(7000 + number)
-    raise OSError("no free port")
-
-
 def parsed(call):
     """The options of torchrun, and the arguments of moe-dualpipe, in a command of srun."""
     shell, option, script, name, *words = call["command"]
@@ -119,18 +85,6 @@ def parsed(call):
     options = torch.distributed.run.parse_args(words)
     assert options.no_python and options.training_script == "moe-dualpipe"
     return options, options.training_script_args
-
-
-def test_sbatch_reads_all_of_its_lines():
-    lines = SCRIPT.read_text().splitlines()
-    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    given = {i: line for i, line in enumerate(lines) if line.startswith("#SBATCH")}
-    assert given and max(given) < first
-    known = (
-        "job-name nodes gpus-per-node cpus-per-task mem exclusive time output ntasks-per-node signal requeue open-mode"
-    )
-    assert {re.split(r"[ =]", line)[1] for line in given.values()} == {f"--{name}" for name in known.split()}
-    assert not any(" #" in line for line in given.values())  # sbatch would take a comment as options
 
 
 def test_the_check_and_the_run_start_on_all_machines(tmp_path):
@@ -150,20 +104,6 @@ def test_the_check_and_the_run_start_on_all_machines(tmp_path):
     assert program == "train" and config.preset == "tiny"
     assert (config.steps, config.checkpoint.save_every) == (40, 20)  # the command line counts more than OPTIONS
     assert (config.checkpoint.out, config.checkpoint.resume) == ("runs/moe", None)
-
-
-@pytest.mark.parametrize(
-    "variables,expected",
-    [
-        ({"NETWORK": "efa"}, {"NCCL_NET": "Libfabric", "FI_PROVIDER": "efa"}),
-        ({"NETWORK": "tcp", "INTERFACE": "eth1"}, {"NCCL_NET": "Socket", "GLOO_SOCKET_IFNAME": "eth1"}),
-    ],
-)
-def test_the_network_is_chosen_at_the_top(tmp_path, variables, expected):
-    job = Job(tmp_path, CHECK="()", **variables)
-    assert job.run(DOES="true") == (0, "")
-    (run,) = job.calls
-    assert run["set"].items() >= expected.items() and len(run["set"]) == len(expected) + 2
 
 
 @pytest.mark.parametrize("step", [None, "step-000020"])
@@ -190,47 +130,6 @@ def test_a_job_is_queued_again_if_its_run_has_saved_and_is_not_complete(tmp_path
     assert code == int(does[-1])
     assert job.requeued == (["requeue 7345"] if requeued else [])
     assert ("queued again, and will resume from runs/moe/checkpoints/step-1000000" in output) == requeued
-
-
-def test_a_run_does_not_start_on_machines_with_problems(tmp_path):
-    job = Job(tmp_path)
-    code, output = job.run(DOES="exit 1")
-    assert (code, len(job.calls), job.requeued) == (1, 1, [])
-    assert output == "The check found problems, so the run does not start. CHECK=() leaves it out.\n"
-
-
-@pytest.mark.long
-def test_a_stopped_job_is_queued_again_and_resumes(tmp_path):
-    """Two machines are two torchruns with a process each. SIGTERM goes to both, as Slurm sends it to tasks."""
-    check = "(--device cpu --size 0.1 --min-free 0)"
-    job = Job(tmp_path, PROCESSES="1", NETWORK="tcp", INTERFACE="lo", CHECK=check, OPTIONS="(--device cpu)")
-    (tmp_path / "bin" / "moe-dualpipe").write_text(ANY_SPEED)
-    (tmp_path / "bin" / "moe-dualpipe").chmod(0o755)
-    arguments, first_id = (
-        [*SMALL, "--steps", 400, "--sample-tokens", 0, "--set", "metrics.eval_sequences=1"],
-        free_job_id(),
-    )
-    with job.start(*arguments, SLURM_JOB_ID=first_id) as process:
-        metrics = tmp_path / "runs" / "moe" / "metrics.jsonl"
-        end = time.monotonic() + 90
-        while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
-            assert time.monotonic() < end and process.poll() is None, process.communicate()
-            time.sleep(0.02)
-        for task in json.loads((tmp_path / "tasks.json").read_text()):
-            os.kill(task, signal.SIGTERM)
-        first, _ = process.communicate(timeout=90)
-    assert process.returncode and job.requeued == [f"requeue {first_id}"]
-    assert "No problems found." in first
-    done = max(losses(records(metrics.parent)))
-    assert f"The job is queued again, and will resume from runs/moe/checkpoints/step-{done:06d}." in first
-    job = Job.__new__(Job)
-    job.folder = tmp_path
-    again = {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": free_job_id()}
-    code, second = job.run(*arguments, "--steps", done + 3, **again)
-    assert code == 0, second
-    assert f"resumed from runs/moe/checkpoints/step-{done:06d}" in second
-    assert list(losses(records(metrics.parent))) == list(range(1, done + 4))
-    assert job.requeued == [f"requeue {first_id}"]
 
 
 @pytest.mark.parametrize("page", [SCRIPT, ROOT / "docs" / "cluster.md"], ids=["script", "page"])

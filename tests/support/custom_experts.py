@@ -78,8 +78,3 @@ class FailsFor2(ListsOfStacks):
         super().__init__(config, num_local_experts)
         if expert_ids == range(2, 3):
             del self.stages[1]
-
-
-class AlwaysFp64(ListsOfStacks):
-    def forward(self, x_MD, expert_offsets):
-        return super().forward(x_MD, expert_offsets).double()

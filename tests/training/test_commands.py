@@ -1,16 +1,7 @@
 """train.py and an example as processes, with and without torchrun."""
 
-import contextlib
-import io
-import os
 import re
-from unittest import mock
 
-import pytest
-
-from examples import own_stages as example
-from moe_dualpipe.commands.train import main
-from moe_dualpipe.schedule import build
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, command, losses, records, train_and_listen
@@ -35,58 +26,3 @@ def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):
     config = parse_arguments(resume.split("train.py ")[1].split())
     assert f"resumed from {out}/checkpoints/step-000003, steps 4 to 6" in run_ranks(2, train_and_listen, config)[0]
     assert list(losses(records(out))) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_single_process_trains_with_custom_experts_and_a_fused_loss(tmp_path, capfd):
-    own = "examples/layers/squared_relu.py:SquaredReLUExperts"
-    main(
-        [
-            *map(str, ("--steps", 2, "--out", tmp_path, *SMALL)),
-            "--device",
-            "cpu",
-            "--experts",
-            own,
-            "--fused-loss",
-        ]
-    )
-    assert "dualpipev over 1 pipeline x 1 data-parallel ranks" in capfd.readouterr().out
-    assert list(losses(records(tmp_path))) == [1, 2]
-
-
-@pytest.mark.long
-def test_an_invalid_option_under_torchrun_prints_one_line_and_does_not_hang():
-    done = command("--batch-size", 3, "--micro-batch-size", 1, processes=2)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error:")]
-    assert errors == [
-        "train.py: error: dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 2 ranks; "
-        "use --batch-size 4"
-    ]
-    assert "exitcode  : 2" in done.stderr
-
-
-def own_stages(rank, name):
-    """What the example prints on this rank; run_ranks has created the process group."""
-    printed = io.StringIO()
-    with (
-        contextlib.redirect_stdout(printed),
-        mock.patch.dict(os.environ, RANK=str(rank)),
-        mock.patch("torch.distributed.init_process_group"),
-        mock.patch("torch.distributed.destroy_process_group"),
-    ):
-        example.main(name)
-    return printed.getvalue()
-
-
-@pytest.mark.long
-def test_the_own_stages_example_gives_the_same_results_under_two_schedules(tmp_path):
-    order = tmp_path / "order.csv"
-    order.write_text(build("1f1b", 2, 8).to_csv())
-    done = command("dualpipe", processes=2, script="examples/own_stages.py")
-    assert done.returncode == 0, done.stderr
-    pattern = r"stage \d has a gradient of norm \d\.\d{4}|micro-batch \d has a loss of \d\.\d{4}"
-    ours, other = (
-        set(re.findall(pattern, text)) for text in (done.stdout, "".join(run_ranks(2, own_stages, str(order))))
-    )
-    assert len(ours) == 2 + 8
-    assert ours == other

@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import moe_dualpipe
 from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet
-from moe_dualpipe.runtime.zero import Shards, assign_owners
+from moe_dualpipe.runtime.zero import assign_owners
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.support.ranks import run_ranks
-from tests.support.runs import change, losses, settings, train, train_each, without_clocks
 
 
 def test_assign_examples_and_balance():
@@ -30,24 +28,6 @@ def test_assign_examples_and_balance():
         assert max(loads) - min(loads) <= max(sizes.values())
         mean = sum(sizes.values()) / owners  # Graham's bound for the largest first (1969)
         assert max(loads) <= (4 / 3) * max(mean, *sizes.values())
-
-
-def owners_of_experts(_rank):
-    """The owner of each tensor of a rank with the experts 0-11, and of one with 12-23, in the order of their places."""
-    made = {"up": nn.Parameter(torch.zeros(12, 3, 2)), "down": nn.Parameter(torch.zeros(12, 2, 3))}
-    sets = [
-        ReplicaSet(
-            made, dist.group.WORLD, {name: ExpertIds(range(first, first + 12), "stacked", f"{name}.*") for name in made}
-        )
-        for first in (0, 12)
-    ]
-    return [[tensor.owner for tensor in Shards(one, divide=True).tensors.values()] for one in sets]
-
-
-def test_ranks_with_other_experts_divide_them_alike():
-    """So moments travel between the owners of two places, which every rank knows."""
-    first, second = run_ranks(2, owners_of_experts)[0]
-    assert first == second and sum(first) == 12
 
 
 SHAPES = {"embedding": (13, 6), "layers.0.qkv": (10, 6), "layers.0.out": (6, 5), "layers.0.norm": (6,), "scale": ()}
@@ -118,78 +98,3 @@ def test_divided_state_gives_equal_steps_and_every_tensor_has_one_owner(ranks, s
         assert most < all_bytes
         if dense and spread < ranks:  # experts have replicas, too
             assert most < 0.6 * all_bytes
-
-
-def owners_of_one(rank):
-    parameters = {"lonely": nn.Parameter(torch.ones(3, 2))}
-    optimizer = Optimizer([ReplicaSet(parameters, dist.group.WORLD)], OptimizerConfig(name="muon"))
-    parameters["lonely"].grad = torch.full((3, 2), rank + 1.0)  # only the owner's gradient counts
-    optimizer.step(0.1, 1.0)
-    return optimizer.state_bytes, len(optimizer.tensors()), parameters["lonely"].tolist()
-
-
-def test_a_rank_that_owns_nothing_receives_the_updates():
-    (bytes0, names0, first), *others = run_ranks(3, owners_of_one)
-    assert (bytes0, names0) == (4 * 6, 2)
-    assert first != [[1.0, 1.0]] * 3
-    for bytes_, names, weight in others:
-        assert (bytes_, names) == (0, 0)
-        assert weight == first
-
-
-MUON = OptimizerConfig(name="muon", warmup_steps=1, schedule="wsd", decay_steps=1)
-
-
-@pytest.mark.parametrize(
-    "ranks,changes", [(2, {}), (2, {"dtype": "bfloat16", "pp": 1}), (4, {"pp": 2, "ep": 2, "batch_size": 8})], ids=str
-)
-@pytest.mark.quick("2-{'dtype': 'bfloat16', 'pp': 1}")
-def test_runs_with_divided_state_are_bit_identical(tmp_path, ranks, changes):
-    small = {"steps": 2, "seq_len": 16, "eval_sequences": 1, **changes}
-    choices = {"zero": {}, "whole": {"zero": False}, "zero-muon": {"optim": MUON}}
-    choices["whole-muon"] = {"optim": MUON, "zero": False}
-    configs = [settings(tmp_path / name, **small, **choice) for name, choice in choices.items()]
-    runs = run_ranks(ranks, train_each, configs)[0]
-    for run in runs:
-        for of in ("reduce", "gather"):
-            times = [(step[f"{of}_seconds"], step[f"{of}_exposed_seconds"]) for step in run if "loss" in step]
-            assert len(times) == 2 and (times[-1][0] > 0) == (of == "reduce" or run in (runs[0], runs[2]))
-    zero, whole, zero_muon, whole_muon = map(without_clocks, runs)
-    assert zero == whole
-    assert zero_muon == whole_muon
-    assert zero[-1] != zero_muon[-1]
-
-
-def resumed(rank, first, *others):
-    """Train `first`, then `others` from its checkpoint in the middle. Returns the losses of each."""
-    whole = train(rank, change(first, save_every=2))
-    half = f"{first.checkpoint.out}/checkpoints/step-000002"
-    return [losses(run) for run in (whole, *train_each(rank, [change(c, resume=half) for c in others]))]
-
-
-@pytest.mark.parametrize("zero,changes,division,rel", [
-    (True, {"pp": 1, "dtype": "bfloat16"}, {"ep": 2}, 1e-3),
-    (False, {"optim": MUON}, {"schedule": "1f1b"}, 1e-3),
-], ids=["bf16", "muon"])  # fmt: skip
-@pytest.mark.long
-def test_runs_resume_with_and_without_divided_state(tmp_path, zero, changes, division, rel):
-    """Bit-identical in the same layout; other layouts round differently, and Muon rounds to bf16."""
-    first = settings(tmp_path / "first", steps=4, seq_len=16, eval_sequences=1, zero=zero, **changes)
-    second = change(first, zero=not zero, out=str(tmp_path / "second"))
-    moved = change(second, out=str(tmp_path / "moved"), **division)
-    whole, same, near = run_ranks(2, resumed, first, second, moved)[0]
-    assert same == {step: loss for step, loss in whole.items() if step > 2}
-    assert near == pytest.approx(same, rel=rel)
-
-
-@pytest.mark.parametrize("name,other", [("muon", "adamw"), ("adamw", "muon")])
-def test_a_checkpoint_of_another_optimizer_is_rejected(tmp_path, name, other):
-    one = settings(tmp_path, steps=1, optim=OptimizerConfig(name, warmup_steps=0, decay_steps=None))
-    moe_dualpipe.train(one, verbose=False)
-    problem = f"step-000001 holds the state of {name}, which {other} cannot use: use --optimizer {name}"
-    with pytest.raises(ValueError, match=problem):
-        moe_dualpipe.train(change(one, resume=str(tmp_path), steps=2, optim=OptimizerConfig(other, warmup_steps=0)))
-    (tmp_path / "run.toml").unlink()
-    with pytest.raises(ValueError, match=r"step-000001 has no (momentum|exp_avg)\."):
-        moe_dualpipe.train(change(one, resume=str(tmp_path), steps=2, optim=OptimizerConfig(other, warmup_steps=0)))
-    moe_dualpipe.train(change(one, resume=str(tmp_path), steps=2), verbose=False)

@@ -1,20 +1,15 @@
 """`--freeze PATTERN` gives the same run as layers that freeze their own parameters, in every layout."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
 
-from moe_dualpipe.checkpoint import find_checkpoint, load_model
-from moe_dualpipe.checkpoint.weights import global_weights
-from moe_dualpipe.models import build_model
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.options import parse_arguments
 from tests.support.frozen import Freezer
 from tests.support.own_layers import ExpertList
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, SHALLOW, change, introduction, losses, make_run, make_trainer, settings, train
+from tests.support.runs import MODEL, SHALLOW, change, make_trainer, settings
 
 EXPERTS_AND_EMBEDDING = ("*.experts.*", "embedding.weight")
 SMALL = {"seq_len": 16, "eval_sequences": 1, "steps": 4, "optim": OptimizerConfig(lr=0.05, warmup_steps=0)}
@@ -63,69 +58,6 @@ def test_frozen_parameters_keep_all_bits_and_the_others_train_as_if_the_layer_ha
     run_ranks(ranks, frozen_by_option_and_by_layer, settings(tmp_path, **{**SMALL, **changes}))
 
 
-def stop_and_resume(rank, config, folder):
-    whole = train(rank, config)
-    rest = train(rank, change(config, resume=f"{config.checkpoint.out}/checkpoints/step-000002", out=folder))
-    return losses(whole), losses(rest)
-
-
-@pytest.mark.long
-def test_a_run_with_frozen_experts_resumes_and_exports_them(tmp_path):
-    config = settings(tmp_path / "run", **SMALL, pp=1, ep=2, save_every=2, freeze=EXPERTS_AND_EMBEDDING)
-    whole, rest = run_ranks(2, stop_and_resume, config, str(tmp_path / "rest"))[0]
-    assert rest == {step: loss for step, loss in whole.items() if step > 2}
-    fresh, saved = (
-        global_weights(model) for model in (build_model(SHALLOW), load_model(find_checkpoint(str(tmp_path / "run"))))
-    )
-    same = {name for name in fresh if torch.equal(fresh[name], saved[name])}
-    assert same == {name for name in fresh if is_experts_or_embedding(name)}
-
-
-def test_biases_of_routers_are_not_parameters(tmp_path):
-    """They are kept by a bias_rate of 0."""
-    model, moved = dataclasses.replace(SHALLOW, router_bias=True), {}
-    for rate in (0.0, 0.003):
-        config = settings(tmp_path / str(rate), **{**SMALL, "steps": 1}, model=model, freeze=("layers.*",))
-        run_ranks(1, train, change(config, bias_rate=rate))
-        saved = global_weights(load_model(find_checkpoint(str(tmp_path / str(rate)))))
-        fresh = global_weights(build_model(model))
-        changed = [name for name in fresh if not torch.equal(saved[name], fresh[name])]
-        moved[rate] = {name.rpartition(".")[2] for name in changed}
-    assert moved == {0.0: {"weight"}, 0.003: {"weight", "bias_E"}}
-
-
-def errors(rank, configs):
-    found = []
-    for config in configs:
-        with pytest.raises(ValueError) as error:
-            make_trainer(rank, config)
-        found.append(str(error.value))
-    return found
-
-
-@pytest.mark.parametrize("changes", [{}, {"pp": 1, "ep": 2}], ids=str)
-@pytest.mark.quick("{'pp': 1, 'ep': 2}")
-def test_patterns_that_cannot_be_used(tmp_path, changes):
-    """The messages are the same on all ranks and in all layouts."""
-    mixed = (
-        "--freeze matches layers.2.mlp.experts.gate_up.1, but not layers.2.mlp.experts.gate_up.0, which is in the same "
-        "parameter: use 'layers.2.mlp.experts.gate_up.*' for all"
-    )
-    expected = {
-        ("embeding.weight",): "--freeze 'embeding.weight' matches no parameter; near names: embedding.weight, ",
-        ("head.*", "layers.2.mlp.expert.*"): "--freeze 'layers.2.mlp.expert.*' matches no parameter; near names: "
-        "layers.*.mlp.experts.",
-        ("layers.2.mlp.experts.gate_up.[123]",): mixed,
-        ("*.experts.gate_up.1", "*.experts.gate_up.[23]"): mixed.replace("layers.2", "layers.1"),
-        ("*",): "all parameters of the model are frozen (requires_grad=False): there is nothing to train",
-    }
-    config = settings(tmp_path, **SMALL, model=MODEL, **changes)
-    found = run_ranks(2, errors, [change(config, freeze=patterns) for patterns in expected])
-    assert found[0] == found[1]
-    for message, start in zip(found[0], expected.values(), strict=True):
-        assert message.startswith(start) and "\n" not in message
-
-
 def freeze_single_experts(rank, config):
     trainer = make_trainer(rank, config)
     return {name for name, p in parameters_of(trainer).items() if not p.requires_grad}
@@ -137,35 +69,3 @@ def test_single_experts_of_a_list_can_be_frozen(tmp_path):
     first, second = run_ranks(2, freeze_single_experts, config)
     names = {"layers.3.mlp.experts.each.0.gate_up.weight", "layers.3.mlp.experts.each.0.down.weight"}
     assert first == second == names  # each rank has two experts: 0 and 1, 2 and 3
-
-
-def test_a_tuple_is_needed_in_python(tmp_path):
-    with pytest.raises(ValueError, match=r"^--freeze must be a tuple of patterns: got 'head\.weight'$"):
-        make_run(settings(tmp_path, freeze="head.weight"))
-
-
-@pytest.mark.parametrize("arguments", [
-    ["--freeze", "a", "b*", "--seed", "3"],
-    ["--freeze", "a", "--seed", "3", "--freeze", "b*"],
-    ["--freeze=a", "--seed=3", "--freeze=b*"],
-], ids=" ".join)  # fmt: skip
-def test_the_flag_may_be_repeated(arguments):
-    config = parse_arguments(arguments)
-    assert (config.freeze, config.seed) == (("a", "b*"), 3)
-
-
-def trained_and_state(rank, config):
-    trainer = make_trainer(rank, config)
-    printed = introduction(rank, config)
-    trained = sum(p.numel() for p in parameters_of(trainer).values() if p.requires_grad)
-    return trained, trainer.optimizer.state_bytes, printed
-
-
-def test_frozen_parameters_have_no_state_and_are_counted(tmp_path):
-    config = settings(tmp_path, **SMALL, pp=1, freeze=("layers.*",))
-    found = run_ranks(2, trained_and_state, config)
-    trained = found[0][0]
-    assert sum(state_bytes for _, state_bytes, _ in found) == 8 * trained  # with ZeRO, each moment has one owner
-    size = sum(p.numel() for p in build_model(SHALLOW).parameters())
-    numbers = re.search(r" active, (\S+) M trained, (\S+) M frozen\n", found[0][-1])
-    assert [*map(float, numbers.groups())] == pytest.approx([trained / 1e6, (size - trained) / 1e6], abs=0.005)

@@ -2,20 +2,13 @@
 
 import os
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe import build_schedule, join_world, preset, train
+from moe_dualpipe import preset, train
 from moe_dualpipe.commands.train import main
-from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.runtime.world import check_backends
 from moe_dualpipe.training import (
-    CheckpointConfig,
-    MetricsConfig,
     OptimizerConfig,
-    ParallelConfig,
-    Pipeline,
     TrainConfig,
 )
 from moe_dualpipe.training.options import parse_arguments
@@ -64,17 +57,6 @@ def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_
     assert os.listdir() == ["run"]
 
 
-def test_a_custom_loop_has_the_results_of_a_run(capfd):
-    own = run_example("own_loop.py", **OWN_LOOP)
-    assert not dist.is_initialized()
-    printed = capfd.readouterr().out.splitlines()
-    found = []
-    trainer = train(own_loop_config(), [lambda _, record: found.append(record)], verbose=False)
-    assert_equal_weights(own["pipeline"].stages, trainer.stages)
-    expected = [f"step {r['step']}: loss {r['loss']:.4f}, gradient norm {r['grad_norm']:.3f}" for r in found]
-    assert printed == expected and len(printed) == 3
-
-
 def stop_on_rank_1(trainer, record):
     record["added"] = 2.0 * record["step"]
     if trainer.layout.rank == 1 and record["step"] == 2:
@@ -111,67 +93,3 @@ def test_callbacks_change_the_learning_rate():
     config = change(own_loop_config(), optim=OptimizerConfig(lr=0.5, warmup_steps=0, final_lr=1.0))
     train(config, [halve, lambda _, record: found.append(record["lr"])], verbose=False)
     assert found == [0.5, 0.25, 0.125]
-
-
-def test_an_error_in_a_callback_is_raised():
-    with pytest.raises(ZeroDivisionError):
-        train(own_loop_config(), [lambda _, record: record["step"] / 0], verbose=False)
-    assert not dist.is_initialized()
-
-
-def test_a_run_without_a_finite_loss_raises():
-    def break_weights(trainer, _):
-        with torch.no_grad():
-            next(iter(trainer.stages.values())).embedding.weight.fill_(torch.nan)
-
-    config = change(own_loop_config(), max_skipped=1)
-    with pytest.raises(RuntimeError, match=r"1 consecutive steps had a non-finite .*: parameter embedding.weight"):
-        train(config, [break_weights], verbose=False)
-    assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    "changes,message",
-    [
-        ({"parallel": ParallelConfig(ep=2)}, "--ep 2 does not divide 1 process: use --ep 1, or 2 processes"),
-        ({"parallel": ParallelConfig(pp=2)}, "--pp 2 does not divide 1 process: use --pp 1, or 2 processes"),
-        ({"checkpoint": CheckpointConfig(save_every=5)}, "save_every=5 writes files: name a folder, CheckpointConfig("),
-        ({"metrics": MetricsConfig(profile=2)}, "profile=2 writes files: name a folder, CheckpointConfig(out=...)"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
-)  # fmt: skip
-def test_invalid_options(changes, message):
-    with pytest.raises(ValueError) as error:
-        train(TrainConfig(**changes))
-    assert str(error.value).startswith(message)
-    assert not dist.is_initialized()
-
-
-def test_the_model_of_a_config_is_that_of_its_preset():
-    assert TrainConfig(preset="small").model == preset("small")
-    assert TrainConfig(preset="small", model=ModelConfig()).model == ModelConfig()
-    with pytest.raises(ValueError, match="unknown preset 'smal'; did you mean 'small'"):
-        TrainConfig(preset="smal")
-
-
-def test_a_pipeline_that_does_not_fit():
-    model, one, two = ModelConfig(num_layers=2), build_schedule("1f1b", 1, 2), build_schedule("dualpipe", 2, 4)
-    with pytest.raises(ValueError, match="a schedule for 2 ranks does not fit 1 process: build it for 1 rank, or"):
-        Pipeline(model, two, (1, 8))
-    with pytest.raises(ValueError, match="--ep 2 does not divide 1 data-parallel rank"):
-        Pipeline(model, one, (1, 8), ep=2)
-    tokens = torch.zeros(4, 8, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"inputs must be \[2, 8\], 2 micro-batches of \[1, 8\]: got \[4, 8\]"):
-        Pipeline(model, one, (1, 8)).step(tokens, tokens)
-
-
-def test_a_process_group_without_a_needed_backend():
-    with join_world("cpu") as world:
-        assert (world.rank, world.size, world.device.type) == (0, 1, "cpu")
-        check_backends(torch.device("cpu"))
-        with pytest.raises(ValueError, match=r"without a backend for cuda .*: use init_process_group..cpu:gloo,cu"):
-            check_backends(torch.device("cuda"))
-        with join_world("cpu"):
-            pass
-        assert dist.is_initialized()
-    assert not dist.is_initialized()

@@ -9,14 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import ModelConfig, split
 from moe_dualpipe.runtime.layout import divisors
 from moe_dualpipe.schedule import NAMES, build
-from moe_dualpipe.training import preflight
-from moe_dualpipe.training.agreement import Agreed
 from moe_dualpipe.training.config import TrainConfig
-from moe_dualpipe.training.layout_choice import Choice, NoLayoutError, choose
+from moe_dualpipe.training.layout_choice import Choice, choose
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.runs import change, make_run, options
 
@@ -55,7 +52,7 @@ def runs(config, name, pp, ep, processes, size) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(configs(), st.integers(1, 24))
 def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
     parallel, batch = config.parallel, config.batch
@@ -76,8 +73,8 @@ def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
     ]
     try:
         found = choose(config, processes, strict=False)
-    except NoLayoutError as error:
-        assert not valid
+    except ValueError as error:
+        assert not valid and "no layout fits" in str(error)
         number = re.search(r"use (\d+) process", str(error))
         assert number is None or choose(config, int(number[1]), strict=False).layout.pp
         return
@@ -112,14 +109,6 @@ def test_examples(processes, choice, why):
     assert found.changed.startswith(why) and bool(found.changed) == bool(why)
 
 
-def test_a_schedule_that_was_named_is_kept_where_it_can():
-    zbv = asking(ep=1, schedule="zbv")
-    assert [choose(zbv, n, strict=False).name for n in (3, 4, 8, 16)] == ["zbv"] * 4
-    interleaved = asking(6, 8, ep=1, schedule="interleaved_1f1b", num_chunks=3)
-    assert in_short(choose(interleaved, 4, strict=False))[:2] == ("interleaved_1f1b", 2)
-    assert choose(interleaved, 4, strict=False).layout.chunks == 3
-
-
 def test_a_micro_batch_has_2_sequences_or_1_if_the_schedule_needs_more_micro_batches():
     for batch_size, size in ((16, 2), (8, 2), (4, 1), (6, 1), (24, 2)):
         found = choose(asking(pp=2, ep=1, batch_size=batch_size, micro_batch_size=None), 2)
@@ -128,85 +117,20 @@ def test_a_micro_batch_has_2_sequences_or_1_if_the_schedule_needs_more_micro_bat
         choose(asking(pp=2, ep=1, batch_size=2, micro_batch_size=None), 2)
 
 
-def test_memory_decides_between_layouts_but_not_on_the_one_asked_for():
+def test_memory_decides_between_layouts_and_refuses_the_one_that_was_typed():
     def too_large(choice):
         return "" if choice.layout.pp >= 4 else f"pp {choice.layout.pp} needs more"
 
-    assert in_short(choose(asking(), 4, True, too_large)) == ("dualpipe", 2, 2, 2, 24)
+    with pytest.raises(ValueError, match=r"^pp 2 needs more$"):
+        choose(asking(), 4, True, too_large)
     found = choose(asking(), 4, False, too_large)
     assert (found.layout.pp, found.layout.dp, found.micro_batches, found.changed) == (4, 1, 48, "pp 2 needs more")
-    with pytest.raises(NoLayoutError, match=r"^no layout fits 2 processes: pp \d needs more$"):
+    with pytest.raises(
+        ValueError, match=r"^no layout fits 2 processes \(pp \d needs more|^no layout .* --ep 2 does not"
+    ):
         choose(asking(), 2, False, too_large)
-
-
-def test_the_error_names_a_number_of_processes_that_would_do():
-    with pytest.raises(NoLayoutError) as error:
+    with pytest.raises(ValueError, match=r"^no layout fits 5 processes \(--pp 2 does not .*\): use 6 processes$"):
         choose(asking(layers=4), 5, strict=False)
-    assert str(error.value) == ("no layout fits 5 processes (--pp 2 does not divide 5 processes): use 6 processes")
-
-
-# ---- What was typed must fit ----
-
-
-@pytest.mark.parametrize("world_size,arguments,message", [
-    (2, ["--batch-size", "5", "--micro-batch-size", "1"],
-     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 5 for 2 ranks; "
-     "use --schedule dualpipev, or --batch-size 6"),
-    (2, ["--batch-size", "2"],
-     "dualpipe needs an even number of micro-batches >= 2 x ranks: got 2 for 2 ranks; "
-     "use --schedule 1f1b, or --batch-size 4, or 1 process"),
-    (2, ["--batch-size", "9", "--micro-batch-size", "2"],
-     "--micro-batch-size 2 does not divide 9 sequences: use --schedule dualpipev --micro-batch-size 1"),
-    (4, ["--pp", "1", "--batch-size", "6"],
-     "--batch-size 6 cannot be divided over 4 data-parallel ranks: use --pp 2 --schedule 1f1b, or --batch-size 8"),
-    (2, ["--pp", "1", "--batch-size", "6", "--micro-batch-size", "2"],
-     "--micro-batch-size 2 does not divide 3 sequences on each of 2 data-parallel ranks: "
-     "use --micro-batch-size 1, or --batch-size 8"),
-    (3, ["--schedule", "dualpipe"],
-     "dualpipe needs an even number of pipeline ranks: got 3; use --schedule 1f1b, or 4 processes"),
-    (8, [], "4 layers cannot be divided over 8 pipeline stages: use --pp 4, or 4 processes"),
-    (4, ["--ep", "4", "--num-experts", "6"], "--ep 4 does not divide 6 experts: use --pp 1 --ep 2"),
-    (1, ["--ep", "3"], "--ep 3 does not divide 8 experts: use --ep 1"),
-    (4, ["--pp", "2", "--ep", "4"],
-     "--ep 4 does not divide 2 data-parallel ranks (4 processes / 2 pipeline ranks): use --pp 1, or 8 processes"),
-    (3, ["--ep", "2"], "--ep 2 does not divide 3 processes: use --ep 1 --schedule 1f1b, or 4 processes"),
-    (4, ["--pp", "3"],
-     "--pp 3 does not divide 4 processes: use --pp 4"),
-    (2, ["--set", "parallel.num_chunks=2"],
-     "dualpipe does not take a number of chunks: got 2; use --schedule interleaved_1f1b"),
-    (2, ["--set", "parallel.num_chunks=1", "--schedule", "interleaved_1f1b"],
-     "interleaved_1f1b needs at least 2 chunks per rank: got 1"),
-    (2, ["--set", "parallel.num_chunks=-1"], "parallel.num_chunks must be at least 1: got -1"),
-    (1, ["--batch-size", "1073741824", "--micro-batch-size", "1"],
-     "a schedule can have at most 524,288 chunks, one for each micro-batch and stage: got 1,073,741,824 micro-batches "
-     "on 2 stages"),
-])  # fmt: skip
-def test_what_was_typed_and_does_not_fit_is_one_line(monkeypatch, capfd, tmp_path, world_size, arguments, message):
-    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world_size))
-    with pytest.raises(SystemExit) as exit_:
-        main(["--device", "cpu", *arguments])
-    assert exit_.value.code == 2
-    printed = capfd.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
-    assert printed.err.startswith(f"train.py: error: {message}")
-    assert not any(tmp_path.iterdir())
-
-
-def test_ranks_schedule_and_micro_batches_follow_from_the_number_of_processes():
-    def chosen(arguments, processes):
-        found = choose(parse_arguments(arguments), processes)
-        return found.layout.pp, found.name, found.micro_batches
-
-    assert chosen([], 1) == (1, "dualpipev", 8)
-    assert chosen(["--ep", "2", "--batch-size", "32"], 4) == (2, "dualpipe", 8)
-    assert chosen(["--num-layers", "6"], 6) == (6, "dualpipe", 16)
-    assert chosen(["--num-layers", "6", "--pp", "3"], 3) == (3, "dualpipev", 8)
-    assert chosen(["--num-layers", "6", "--pp", "3", "--schedule", "interleaved_1f1b", "--batch-size", "18"], 3) == (
-        3, "interleaved_1f1b", 9,
-    )  # fmt: skip
 
 
 def test_a_run_keeps_what_was_asked_for_in_another_layout(tmp_path):

@@ -8,8 +8,6 @@ import pytest
 
 from moe_dualpipe.runtime.learning_rate import learning_rate
 from moe_dualpipe.training.config import OptimizerConfig
-from moe_dualpipe.training.options import parse_arguments
-from tests.support.runs import make_run, options
 
 OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
 WSD = dataclasses.replace(OPTIM, schedule="wsd", decay_steps=9)
@@ -44,30 +42,3 @@ def test_wsd_decays_over_a_fifth_of_the_run_by_default():
     by_default = dataclasses.replace(WSD, decay_steps=None)
     rates = [learning_rate(by_default, step, 31) for step in range(31)]
     assert [step for step in range(4, 31) if rates[step] < 0.1] == [*range(24, 31)]
-
-
-@pytest.mark.parametrize("arguments,message", [
-    (["--set", "optim.decay_steps=5"], "optim.decay_steps 5 is for --lr-schedule wsd: cosine decays in all steps"),
-    (["--lr-schedule", "wsd", "--steps", "24"],
-     "20 warm-up and 5 decay steps do not fit into --steps 24: use fewer --warmup-steps or"),
-    (["--lr-schedule", "wsd", "--set", "optim.decay_steps=301"], "20 warm-up and 301 decay steps do not fit"),
-    (["--lr-schedule", "wsd", "--set", "optim.decay_steps=-1"], "optim.decay_steps must be at least 1: got -1"),
-    (["--set", "optim.momentum=1"], "optim.momentum must be at most 0.999999: got 1.0"),
-], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")  # fmt: skip
-def test_invalid_learning_rate_options(arguments, message):
-    with pytest.raises(ValueError) as error:
-        make_run(["--device", "cpu", *arguments])
-    assert str(error.value).startswith(message)
-
-
-def test_optimizer_names_and_schedules_are_checked():
-    for field, option in (("name", "--optimizer"), ("schedule", "--lr-schedule")):
-        optim = dataclasses.replace(OPTIM, **{field: "sgd"})
-        with pytest.raises(
-            ValueError, match=rf"^unknown {option} 'sgd'; (did you mean 'wsd'\? C|c)hoose from: \w+, \w+$"
-        ):
-            make_run(options(device="cpu", optim=optim))
-    make_run(["--device", "cpu", "--lr-schedule", "wsd", "--steps", "25"])
-    make_run(["--device", "cpu", "--lr-schedule", "wsd", "--set", "optim.decay_steps=300"])
-    assert parse_arguments([]).parallel.zero
-    assert not parse_arguments(["--set", "parallel.zero=false"]).parallel.zero

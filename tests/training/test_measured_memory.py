@@ -87,26 +87,3 @@ def test_every_schedule_and_recomputation(tmp_path, ranks, recompute):
     names = ["1f1b", "dualpipev"] + ["zb1p", "zbv", "dualpipe"] * (ranks > 1)
     model = MODEL if ranks < 4 else dataclasses.replace(MODEL, num_layers=8)
     check(tmp_path, ranks, *({"schedule": name, "recompute": recompute} for name in names), model=model)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("recompute", KINDS)
-def test_replicas_with_and_without_divided_state(tmp_path, recompute):
-    changes = ({"pp": 1, "zero": zero, "schedule": "1f1b", "recompute": recompute} for zero in (True, False))
-    check(tmp_path, 2, *changes)
-    check(tmp_path, 4, *({"pp": 2, "zero": zero, "recompute": recompute, "batch_size": 32} for zero in (True, False)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("recompute", KINDS)
-@pytest.mark.parametrize("changes", [
-    {"qk_norm": "head", "num_shared_experts": 0, "num_experts": 8, "expert_size": 96},
-    {"attention": "mla", "head_dim": 12, "rope_dim": 4, "kv_rank": 24, "value_dim": 16, "num_dense_layers": 0},
-    {"vocab_size": 1024, "tied_embeddings": True, "dense_size": 512}, {"hidden_size": 128, "num_dense_layers": 4},
-], ids=["qk norm", "mla", "head", "dense"])  # fmt: skip
-def test_other_models(tmp_path, recompute, changes):
-    model = dataclasses.replace(MODEL, **changes)
-    for fused_loss in (False, True):
-        each = {"schedule": "1f1b", "recompute": recompute, "fused_loss": fused_loss}
-        check(tmp_path / f"one {fused_loss}", 1, each, model=model)
-        check(tmp_path / f"two {fused_loss}", 2, each, model=model)

@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,18 +21,6 @@ def test_load_statistics_docstring_example():
     assert load_statistics(torch.zeros(0, 4)) == {}
     uneven_and_even = torch.tensor([[4, 0, 2, 2], [2, 2, 2, 2]])
     assert load_statistics(uneven_and_even) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.125}
-
-
-def test_metrics_are_appended_if_there_is_a_folder(tmp_path):
-    for value in (1, 2):
-        writer = Metrics(tmp_path / "run", first_step=value - 1)
-        writer.write(step=value, loss=np.float64(0.5).item())
-        writer.close()
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.5}\n'
-    silent = Metrics(None)
-    silent.write(step=1)
-    silent.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path):

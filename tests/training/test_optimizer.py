@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.models import build_model, elementwise_matrices, stacked_matrices
 from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.optimizer import Optimizer
@@ -62,18 +61,6 @@ def test_bf16_weights_keep_small_updates_in_their_fp32_master():
     assert master[0].item() == pytest.approx(1 - 20 * 2**-12, abs=1e-4)
     assert torch.equal(norm, master.bfloat16())
     assert norm[0].item() < 1
-
-
-def test_experts_decay_and_the_moments_use_the_betas():
-    parameters = {"mlp.experts.up": nn.Parameter(torch.ones(2, 2, 2))}
-    held = ExpertIds(range(3, 5), "stacked", "mlp.experts.up.*")
-    optimizer = alone(parameters, OptimizerConfig(weight_decay=0.5, beta1=0.5), {"mlp.experts.up": held})
-    parameters["mlp.experts.up"].grad = torch.zeros(2, 2, 2)
-    optimizer.step(0.1, 1.0)
-    assert parameters["mlp.experts.up"][0, 0, 0].item() == pytest.approx(0.95)
-    parameters["mlp.experts.up"].grad = torch.ones(2, 2, 2)
-    optimizer.step(0.1, 1.0)
-    assert optimizer.tensors()["exp_avg.mlp.experts.up.4"][0, 0].item() == 0.5
 
 
 def test_loading_rounds_the_master_weights_into_a_bf16_model():
@@ -148,16 +135,6 @@ def test_stacked_rows_of_modules_add_up(attention):
     }
     if attention == "mla":
         assert stacked["layers.2.attention.down.weight"] == (24, 12, 6)
-
-
-def test_muon_leaves_out_what_modules_declare_and_no_module_for_its_name():
-    model = build_model(dataclasses.replace(MODEL, mtp_layers=1))
-    routers = {f"{layer}.mlp.router.logits.weight" for layer in ("layers.1", "layers.2", "layers.3", "mtp.0.block")}
-    assert elementwise_matrices([model]) == {"embedding.weight", "head.weight", *routers}
-    parameters = {name: nn.Parameter(torch.randn(3, 2)) for name in ("head.up", "router.down", "table")}
-    sets = [ReplicaSet(parameters, None)]
-    names = Optimizer(sets, OptimizerConfig(name="muon"), elementwise={"table"}).tensors()
-    assert {n for n in names if n.startswith("momentum.")} == {"momentum.head.up", "momentum.router.down"}
 
 
 def test_stacked_rows_that_do_not_add_up_are_rejected():

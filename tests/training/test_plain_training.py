@@ -17,7 +17,7 @@ from moe_dualpipe.training.extensions.balance import load_statistics
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, settings, train
 
-CLIP = 0.3
+CLIP = 2.0  # the norms of some steps are larger, and of some smaller
 OPTIM = OptimizerConfig(lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=0.9, weight_decay=0.4, clip=CLIP)
 
 
@@ -48,7 +48,6 @@ def plain_run(config):
             (loss / (count // size)).backward()
             losses.append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
-        assert norm > CLIP  # so that clipping is tested
         lr = OPTIM.lr * [0.5, 1.0, 1.0, 0.3 + 0.7 * 0.75, 0.3 + 0.7 * 0.25, 0.3][step]
         for group in adamw.param_groups:
             group["lr"] = lr
@@ -57,6 +56,8 @@ def plain_run(config):
         load = load_statistics(expert_loads(model))
         tokens = count * config.batch.seq_len
         records.append({"loss": sum(losses) / len(losses), "grad_norm": norm, "lr": lr, "tokens": tokens, **load})
+    norms = [record["grad_norm"] for record in records]
+    assert min(norms) < CLIP < max(norms)
     return records, [before, validation()]
 
 

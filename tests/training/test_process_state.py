@@ -4,18 +4,12 @@ import contextlib
 import dataclasses
 import math
 import os
-import threading
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from moe_dualpipe import train
 from moe_dualpipe.checkpoint import list_checkpoints
-from moe_dualpipe.cli import main
-from moe_dualpipe.kernels.grouped_gemm import grouped_linear
-from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, change, losses, settings
 
 MODEL = dataclasses.replace(SHALLOW, router_bias=True, z_loss=0.01)  # the loads move biases
@@ -121,86 +115,3 @@ def test_an_invalid_factor_of_the_learning_rate(factor):
     with pytest.raises(ValueError, match=rf"^trainer.lr_factor must be at (least 0|most .*): got {factor}$"):
         numbers(config_of(None), set_factor)
     assert steps == [1]
-
-
-def call_on_one_rank(rank, config, call):
-    def callback(trainer, _record):
-        if rank == 0:
-            getattr(trainer, call)()
-
-    with pytest.raises(RuntimeError) as error:
-        train(config, [callback], verbose=False)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("call", ["sample", "validation_loss"])
-@pytest.mark.quick("sample")
-def test_a_method_that_is_called_on_some_ranks_only(call):
-    """Also where the method itself would need no other rank, as a sample of a rank with the whole model."""
-    errors = run_ranks(2, call_on_one_rank, change(config_of(None), pp=1), call)
-    what = (
-        f"some ranks are at trainer.{call}(), and others at the end of the callbacks: call it on all ranks, or on none"
-    )
-    assert errors == [what] * 2
-
-
-class Communicates(nn.Module):
-    """Experts that talk to the other ranks in forward: as many forwards must run on all of them."""
-
-    def __init__(self, config, num_local_experts):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(num_local_experts, config.hidden_size, config.hidden_size) * 0.1)
-
-    def forward(self, x_MD, expert_offsets):
-        ranks = torch.ones(())
-        dist.all_reduce(ranks)
-        assert ranks == dist.get_world_size()
-        return grouped_linear(x_MD, self.up, expert_offsets)
-
-
-def run_and_sample(_rank, config):
-    log = Log()
-    trainer = train(config, log=[log], verbose=False)
-    return losses(log.records), losses(log.records, "validation_loss"), trainer.sample("def ", 5)
-
-
-@pytest.mark.parametrize("changes", [{}, {"pp": 1, "ep": 2}, {"pp": 1}], ids=str)
-@pytest.mark.quick("{}")
-def test_a_layer_that_communicates_in_training_validation_and_samples(changes):
-    """Under DualPipe, the two ranks of a stage run the same layers at the same time, also for a sample."""
-    model = dataclasses.replace(SHALLOW, experts=f"{__name__}:Communicates", num_dense_layers=0)
-    schedule = "1f1b" if "pp" in changes else "dualpipe"
-    config = change(settings("", model=model, steps=2, seq_len=16, schedule=schedule, **changes), out=None)
-    first, second = run_ranks(2, run_and_sample, config, timeout=60)
-    assert first[2] == second[2] and len(first[2]) >= 5 and len(first[0]) == len(first[1]) == 2
-
-
-def test_a_layer_that_communicates_in_commands_of_one_process(tmp_path, capsys):
-    model, layer = dataclasses.replace(SHALLOW, experts=f"{__name__}:Communicates"), f"{__name__}:Communicates"
-    train(settings(tmp_path / "run", model=model, steps=1, seq_len=16), verbose=False)
-    (tmp_path / "text.txt").write_text("some text " * 9)
-    for command in (["generate", "--sample-tokens", "5"], ["eval", "--data", str(tmp_path / "text.txt")]):
-        assert main([command[0], str(tmp_path / "run"), *command[1:], "--experts", layer, "--device", "cpu"]) == 0
-    assert "nats per token" in capsys.readouterr().out and not dist.is_initialized()
-
-
-def test_a_second_run_in_another_thread():
-    errors = []
-
-    def start(*_):
-        try:
-            train(config_of(None), verbose=False)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    def callback(*_):
-        if not errors:
-            thread = threading.Thread(target=start)
-            thread.start()
-            thread.join()
-
-    numbers(config_of(None), callback)
-    assert errors == [
-        "train() runs in another thread, and both would use the random numbers and the process group of this process: "
-        "call it there again afterwards, or in another process"
-    ]

@@ -1,23 +1,20 @@
 """Runs that start from a published model: they use its model, tokenizer and files, and export them again."""
 
 import dataclasses
-import importlib
 import json
-import sys
 
 import pytest
 import torch
 import transformers
 
-from moe_dualpipe import ModelConfig, TrainConfig, train
+from moe_dualpipe import TrainConfig, train
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
-from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
 from moe_dualpipe.data.tokenizer import BPETokenizer
 from moe_dualpipe.models import preset
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, ROOT, TEXT, change, records, settings
+from tests.support.runs import MODEL, change, records, settings
 
 VOCAB = 300
 TOKENS_BS = torch.randint(VOCAB, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -92,22 +89,6 @@ def test_the_start_chooses_the_model_unless_an_option_does(published, tmp_path):
     assert parse_arguments(["--resume", str(tmp_path / "missing")]).model == tiny
 
 
-@pytest.mark.parametrize("changes,message", [
-    ({"model": "tiny"}, "holds another model: vocab_size was 300, now 256"),
-    ({"export": "."}, "--export . already exists: choose another folder"),
-    ({"export": "out", "model": "tiny"}, "--export out: no published architecture can express this model; the nearest"),
-    ({"data": ("bytes.bin",)}, "was trained with another tokenizer"),
-])  # fmt: skip
-def test_bad_options_are_one_line(published, tmp_path, monkeypatch, changes, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bytes.bin").write_bytes(bytes(4000))
-    config = started(published, tmp_path / "run", **{k: v for k, v in changes.items() if k != "model"})
-    config = dataclasses.replace(config, model=ModelConfig()) if "model" in changes else config
-    with pytest.raises(ValueError) as error:
-        train(config, verbose=False)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 def test_a_changed_model_is_exported_as_an_architecture_that_fits(published, tmp_path):
     config = started(published, tmp_path / "run", steps=1, weights_partial=True, export=str(tmp_path / "out"))
     train(
@@ -115,44 +96,3 @@ def test_a_changed_model_is_exported_as_an_architecture_that_fits(published, tmp
         verbose=False,
     )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mixtral"
-
-
-def test_text_needs_the_tokenizer_of_the_model(tmp_path):
-    bare = tmp_path / "bare"
-    save(random_model("qwen3_moe", vocab_size=VOCAB), bare)
-    with pytest.raises(ValueError, match="cannot encode text: the tokenizer of these token ids is unknown"):
-        train(started(bare, tmp_path / "run", data=(TEXT,)), verbose=False)
-
-
-@pytest.mark.long
-def test_lora_adapters_train_on_published_weights_and_are_merged(published, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    merge_lora = importlib.import_module("merge_lora")
-    experts = merge_lora.LoRAExperts
-
-    config = started(published, tmp_path / "run", weights_partial=True, steps=3)
-    model = dataclasses.replace(config.model, experts=experts)
-    train(dataclasses.replace(config, model=model), verbose=False)
-    trained = load_model(find_checkpoint(str(tmp_path / "run")), experts=experts)
-    arguments = [str(tmp_path / "run"), str(tmp_path / "merged")]
-    monkeypatch.setattr(sys, "argv", ["merge_lora.py", *arguments])
-    merge_lora.main()
-    train(started(published, tmp_path / "plain", steps=1), verbose=False)
-    for words, message in [
-        (arguments, "merged already exists"), (arguments[:1], "usage: "),
-        ([str(tmp_path / "plain"), str(tmp_path / "out")], "has no adapters: use moe-dualpipe export"),
-    ]:  # fmt: skip
-        monkeypatch.setattr(sys, "argv", ["merge_lora.py", *words])
-        with pytest.raises(SystemExit, match=message):
-            merge_lora.main()
-    with pytest.raises(
-        ValueError, match=r"no layers of your own: .*LoRAExperts'; merge LoRA adapters with examples/merge"
-    ):
-        plan_checkpoint_export(find_checkpoint(str(tmp_path / "run")))
-    with torch.no_grad():
-        ours = trained.logits(trained(TOKENS_BS))
-        theirs, base = (transformers_model(folder, torch.float32)(TOKENS_BS).logits
-                        for folder in (tmp_path / "merged", published))  # fmt: skip
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert (theirs - base).abs().max() > 1e-3
-    assert (tmp_path / "merged" / "chat_template.jinja").exists()

@@ -2,24 +2,18 @@
 
 import contextlib
 import io
-import os
 import re
-import signal
-import threading
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from moe_dualpipe.checkpoint import list_checkpoints
-from moe_dualpipe.health.signals import Stop
 from moe_dualpipe.runtime.groups import leave_store
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.runtime.versions import OtherVersionsError, other_versions
-from moe_dualpipe.training import agreement, relaunch, restart
+from moe_dualpipe.runtime.versions import other_versions
+from moe_dualpipe.training import agreement, restart
 from moe_dualpipe.training.agreement import agree
-from moe_dualpipe.training.layout_choice import NoLayoutError
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import parse
 from moe_dualpipe.training.preflight import prepare
@@ -32,7 +26,7 @@ from tests.support.runs import SMALL, losses, records
 
 RUN = [
     *map(str, SMALL), "--num-layers", "4", "--batch-size", "24", "--seq-len", "16", "--sample-tokens", "0",
-    "--device", "cpu", "--steps", "6", "--set", "metrics.eval_sequences=1",
+    "--device", "cpu", "--steps", "5", "--set", "metrics.eval_sequences=1",
 ]  # fmt: skip
 
 
@@ -74,7 +68,7 @@ def sequences(ranks):
 
 @pytest.mark.parametrize("attempts", [
     [(4, 2, False), (2, 3, False), (6, 4, False), (3, None, False)],
-    [(4, 2, False), (3, 4, True), (4, None, True)],
+    [(4, 2, False), (3, None, True)],
 ], ids=["resumed", "restarted"])  # fmt: skip
 @pytest.mark.quick("restarted")
 def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_path, attempts):
@@ -87,9 +81,9 @@ def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_p
         found |= sequences(ranks)
         printed.append(ranks[0][2])
     whole = run_ranks(4, attempt_of, [*start, "--out", str(tmp_path / "whole")])
-    assert found == sequences(whole) and [*found] == [*range(1, 7)]
+    assert found == sequences(whole) and [*found] == [*range(1, 6)]
     run, plain = losses(records(tmp_path / "run")), losses(records(tmp_path / "whole"))
-    assert run == pytest.approx(plain, rel=1e-5) and [*run] == [*range(1, 7)]
+    assert run == pytest.approx(plain, rel=1e-5) and [*run] == [*range(1, 6)]
     assert all(run[step] == plain[step] for step in (1, 2))
     assert seen[0] == (2, 2, 2)
     for (pp, dp, ep), (processes, _, restarted) in zip(seen, attempts, strict=True):
@@ -98,23 +92,7 @@ def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_p
     assert "another layout" not in printed[0]
     assert re.search(r"using another layout, because --(ep|pp) 2 does not divide ", printed[1])
     for text, step in zip(printed[1:], (stop for _, stop, _ in attempts[:-1]), strict=True):
-        assert f"resumed from {tmp_path}/run/checkpoints/step-{step:06d}, steps {step + 1} to 6" in text
-
-
-def refused(rank, arguments):
-    with pytest.raises(ValueError) as error:
-        attempt_of(rank, arguments)
-    return str(error.value)
-
-
-def test_a_new_run_and_a_typed_layout_that_do_not_fit_are_one_line_that_names_what_fits(tmp_path):
-    fresh = [*RUN, "--pp", "2", "--out", str(tmp_path / "fresh")]
-    expected = "--pp 2 does not divide 3 processes: use --pp 3 --schedule 1f1b, or 4 processes"
-    assert run_ranks(3, refused, fresh) == [expected] * 3
-    run_ranks(1, attempt_of, [*RUN, "--out", str(tmp_path / "run")], 1)
-    resumed = ["--resume", str(tmp_path / "run")]
-    assert run_ranks(3, refused, [*resumed, "--pp", "2"]) == [expected] * 3
-    assert run_ranks(2, attempt_of, resumed, 2)[0][0][0] == 1  # pp 1 still fits
+        assert f"resumed from {tmp_path}/run/checkpoints/step-{step:06d}, steps {step + 1} to 5" in text
 
 
 # ---- The agreement ----
@@ -157,51 +135,3 @@ def test_which_machines_are_odd():
     both, odd = other_versions([("a", new), ("b", {"moe-dualpipe": "1", "torch": "0"}), ("c", old), ("d", new)])
     assert odd == ["b", "c"]
     assert both.startswith("b has moe-dualpipe 1 and torch 0 (also others: c), but 2 and 3 is on most, such as a")
-
-
-# ---- The end ----
-
-
-def test_a_stopped_rank_waits_for_the_signal_of_its_own_launcher(capfd):
-    with Stop().on_signals() as stop:
-        stop.completes = "this step and a checkpoint"
-        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
-        timer.start()
-        relaunch.end_after_stop(stop, 0, 20)
-        timer.join()
-    assert stop.requested and capfd.readouterr().err == ""
-    with pytest.raises(SystemExit) as ended:
-        relaunch.end_after_stop(Stop(), 3, 0.1)
-    assert ended.value.code == 1
-    why = "another machine is leaving; torchrun will restart the remaining ranks"
-    assert capfd.readouterr().err.endswith(f"rank 3 exits: {why}\n")
-
-
-def test_a_run_without_a_layout_waits_for_other_machines(capfd, monkeypatch):
-    slept = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    for launch in (Launch(0, 0, 2, 1), Launch(1, 0, 2, 1), Launch(0, 0, 2, 2)):
-        with pytest.raises(SystemExit) as ended:
-            relaunch.end_without_layout(NoLayoutError("no"), launch, 30)
-        assert ended.value.code == 2
-    assert slept == [30, 30, 0]
-    first, last = capfd.readouterr().err.splitlines()
-    assert first.endswith("error: no; waiting 30 s for other machines") and last.endswith("error: no")
-
-
-@pytest.mark.parametrize("torchrun,machine,code,leaves", [
-    (True, "b", 1, True), (True, "a", 1, False), (False, "b", 2, False),
-])  # fmt: skip
-def test_only_the_odd_machine_leaves_torchrun(monkeypatch, capfd, torchrun, machine, code, leaves):
-    signals = []
-    monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if torchrun:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    for local_rank in (0, 1):
-        with pytest.raises(SystemExit) as ended:
-            error = OtherVersionsError("b has torch 1", ["b"])
-            relaunch.end_with_other_versions(error, machine, Launch(local_rank, local_rank, 4, 2))
-        assert ended.value.code == code
-    assert signals == ([(os.getppid(), signal.SIGTERM)] if leaves else [])
-    assert capfd.readouterr().err.count("error: b has torch 1\n") == 1

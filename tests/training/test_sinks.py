@@ -3,19 +3,14 @@
 import json
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.errors import CodeLine
 from moe_dualpipe.integrations.trackers import ID_FILE
-from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.training.checks import check_options
-from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.metrics import Metrics
-from tests.support.runs import SMALL, change, records, settings
+from tests.support.runs import SMALL, records
 
 FAKE_WANDB = """
 import json, pathlib
@@ -93,14 +88,6 @@ def test_a_run_continues_when_wandb_fails_and_says_so_once(tmp_path, wandb, capf
     assert warnings[0].endswith(problem)
 
 
-def test_a_run_that_fails_is_a_failed_run_in_wandb(tmp_path, wandb, monkeypatch):
-    calls = wandb()
-    monkeypatch.setattr("moe_dualpipe.training.step.Trainer.validation_loss", lambda _: 1 / 0)
-    with pytest.raises(SystemExit, match="1"):
-        train("--steps", 2, "--out", tmp_path / "run", "--wandb", "p")
-    assert calls()[-1] == ["finish", {"exit_code": 1}]
-
-
 @pytest.mark.parametrize("reason,advice", [
     ("no API key\\nlog in first", "use `wandb login`, "), ("No API key. Use `wandb login` to log in", ""),
 ])  # fmt: skip
@@ -114,13 +101,6 @@ def test_wandb_that_cannot_start_is_one_line_and_code_2(tmp_path, wandb, capfd, 
         "WANDB_MODE=offline and upload later with `wandb sync`\n"
     )
     assert not (tmp_path / "run").exists()
-
-
-def test_wandb_must_be_installed(tmp_path, monkeypatch):
-    (tmp_path / "wandb").mkdir()  # as W&B leaves it in the folder where a run was started
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ValueError, match=r"--wandb needs the package wandb: pip install 'moe-dualpipe\[wandb\]'"):
-        check_options(change(settings(tmp_path), wandb="p"))
 
 
 class Recorder:
@@ -162,15 +142,3 @@ def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capfd):
         "the run continues and tries again\n"
         f"\ntrain.py: warning: Broken cannot be closed: {close}: OSError: late\n"
     )
-
-
-def test_sinks_of_other_ranks_get_nothing(tmp_path):
-    sinks = [Recorder(), Recorder()]
-    for rank, sink in enumerate(sinks):
-        run: Any = SimpleNamespace(
-            config=settings(tmp_path), layout=Layout(2, 1, 1, rank), folder=tmp_path, first_step=0
-        )
-        console = Console(run, [sink], verbose=False)
-        console.metrics.write(step=1)
-        console.close()
-    assert [(sink.got, sink.closed) for sink in sinks] == [([{"step": 1}], True), ([], False)]

@@ -1,6 +1,7 @@
 """Calls to a real S3 server that fails, waits or hangs up: what is repeated, what is not, and for how long."""
 
 import os
+import socket
 import sys
 from contextlib import suppress
 
@@ -119,11 +120,12 @@ def test_without_credentials_the_error_is_one_line(s3, monkeypatch):
 
 @pytest.mark.usefixtures("s3")
 def test_an_unreachable_server_is_given_up_in_time(monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     forget()
-    with pytest.raises(
-        StorageError, match=r"^s3://bucket/x: HEAD http://127.0.0.1:9/bucket/x .*error sending request$"
-    ):
+    with pytest.raises(StorageError, match=rf"^s3://bucket/x: HEAD {address}/bucket/x .*error sending request$"):
         info(Url("s3://bucket/x"), Patience(1.0))
 
 
