@@ -27,7 +27,7 @@ from .pairs import Interleaved
 from .subject import SIZES, Case, Outputs, Subject, prepare
 
 _DISTINCT, _ALL = 3, 7
-"""Rows of large inputs that differ, a prime, so that blocks of rows differ, too; and rows of an expert that gets all."""
+"""Rows of large inputs that differ, a prime, so that blocks differ, too; and rows of an expert that gets all."""
 
 
 def _like_input(case: Case, y: object, subject: Subject) -> Outputs:
