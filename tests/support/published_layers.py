@@ -13,12 +13,6 @@ class Published:
     model: str = "llama"
 
 
-EXPERTS = "llama qwen3_moe deepseek_v3 gemma2 phi3 nemotron".split()
-ROUTERS = "mixtral qwen3_moe olmoe deepseek_v3 gpt_oss".split()
-ATTENTION = "llama qwen3 olmo2 deepseek_v3".split()
-BLOCKS = "llama qwen3 olmo2".split()
-
-
 def part(config, model, *names, **arguments):
     """A part of a transformers model with this package's sizes, and the model's rotary embedding if it has one."""
     sizes = {
