@@ -16,7 +16,6 @@ from ..models import ModelConfig, StageOptions
 from ..overlap import Engine
 from ..overlap.labels import FORWARD, letter_of
 from ..overlap.segmented import run_on
-from .pipeline import Pipeline
 from ..runtime.background import Background
 from ..runtime.groups import create_group
 from ..runtime.p2p import Transfer
@@ -27,6 +26,7 @@ from ..schedule import Action, Recv, Schedule, Send, members
 from ..schedule.comms import carried
 from ..schedule.launches import Program
 from ..schedule.walk import result_name
+from .pipeline import Pipeline
 from .recording_group import Recorder, recording_world
 
 LENGTH = 3  # tokens in a sequence

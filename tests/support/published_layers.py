@@ -72,5 +72,5 @@ class Block(Attention):
     parts = ("DecoderLayer",)
 
 
-def block(config, layer, expert_parallel, stage_options, options: Published):
+def block(config, layer, expert_parallel, stage_options, options: Published):  # noqa: ARG001
     return Block(config, options)

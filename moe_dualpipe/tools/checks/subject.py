@@ -51,10 +51,12 @@ class Case:
 class Subject(ABC):
     """A layer that `config` names, and how to use it.
 
-    row: what a result must not depend on others of. prefix: the start of parameter names that messages leave out.
+    row: what a result must not depend on others of. rule: says so, with the usual mistakes. prefix: the start of
+    parameter names that messages leave out.
     """
 
     kind: str
+    rule: str
     row = "row"
     prefix = ""
     adds_losses = False
@@ -85,6 +87,10 @@ class Subject(ABC):
     @abstractmethod
     def sizes(self) -> Iterator[Case]:
         """Inputs of all valid shapes, with `SIZES` of rows among them."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[str, Any, Any]]:
+        """Parts of `draw(1)` to change: a name, an index of the input, and one of the rows that may then change."""
 
     @abstractmethod
     def row_name(self, case: Case, row: Sequence[int]) -> str:

@@ -50,6 +50,11 @@ class Experts(Subject):
     """The expert layer that `config` names, with the experts `local`; None: with all of them."""
 
     kind = "experts"
+    rule = (
+        "The result of a row must depend only on this row and the weights of its expert: not on the position of the "
+        "row, the number of rows, or statistics over rows, such as a mean or BatchNorm. An expert may have no rows, or "
+        "all of them: row m belongs to expert e if expert_offsets[e] <= m < expert_offsets[e + 1]"
+    )
 
     def __init__(self, config: ModelConfig, device: str = "cpu", local: range | None = None):
         super().__init__(config, device)
@@ -131,6 +136,10 @@ class Router(Subject):
     """The router that `config` names."""
 
     kind, row = "router", "token"
+    rule = (
+        "If the choices of a token depend on other tokens of the batch, generation differs from training, because "
+        "later tokens do not exist yet, and losses depend on the micro-batch size and the number of ranks"
+    )
     adds_losses = True
 
     def build(self, seed: int) -> nn.Module:
@@ -227,6 +236,10 @@ class Attention(Subject):
     """The attention that `config` names."""
 
     kind, row, prefix = "attention", "sequence", "layer."
+    rule = (
+        "A result must not depend on other sequences of its batch, nor on later tokens, which the model must predict: "
+        "compute statistics within each sequence, and mask later positions, for example with is_causal=True"
+    )
 
     def build(self, seed: int) -> nn.Module:
         with seeded(seed, self.kind):
@@ -259,6 +272,9 @@ class Attention(Subject):
 
     def parts(self) -> Iterator[tuple[str, Any, Any]]:
         yield "sequence 1", 1, 1
+        for start in range(1, self.draw(1).x.shape[1]):
+            later = (slice(None), slice(start, None))
+            yield f"all from position {start} on", later, later
 
     def takes(self, name: str) -> bool:
         """Whether the layer has a parameter of this name."""

@@ -122,6 +122,18 @@ class Scale(torch.autograd.Function):
         return grad * weight, (x * grad).sum(0), None
 
 
+class Dense(torch.autograd.Function):
+    """Takes its gradient for contiguous."""
+
+    @staticmethod
+    def forward(ctx, x):  # noqa: ARG004
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ARG004
+        return grad.view(-1).view(grad.shape)
+
+
 class ScaleOfOne(nn.Module):
     weight_grads = None
 
@@ -275,6 +287,7 @@ wrong(
     "view size is not compatible",
     forward=lambda s, x, o: plain(s, x.view(-1).view_as(x), o),
 )
+wrong("DenseGradient", GELU, "any memory layout", "view size", forward=lambda s, x, o: Dense.apply(plain(s, x, o)))
 
 
 def in_bf16_sums(rows, weight_FD):
@@ -461,8 +474,8 @@ wrong(
 wrong(
     "SeesTheFuture",
     WithoutCache,
-    "causal",
-    "it sees later tokens",
+    ALONE,
+    "mask later positions",
     forward=lambda s, x: attended(s, x) + x.sum(1, True),
 )
 wrong(
@@ -475,7 +488,7 @@ wrong(
 wrong(
     "MixesSequences",
     WithoutCache,
-    "sequences independent",
+    ALONE,
     "of sequence 0 changes by",
     forward=lambda s, x: attended(s, x - x.mean(0)),
 )
@@ -723,7 +736,7 @@ class SkipsEmpty(nn.Module):
 
 
 @pytest.mark.parametrize("kind,layer,law,words", [
-    ("router", ExpertChoice, "tokens independent", "choices depend on other tokens of the batch"),
+    ("router", ExpertChoice, ALONE, "depend on other tokens of the batch"),
     ("experts", InFp32, "precision", "computes in fp32 or less although its input is in fp64"),
     ("experts", SkipsEmpty, SIZES, "is None with [7, 0, 0, 0] rows per expert"),
     ("experts", GELU, "no host sync", "tolist() at tests/tools/checks/test_layers.py:"),
@@ -746,8 +759,8 @@ def test_other_sizes():
     (["experts", f"{own_layers.__file__}:VariedExpert", "--options", "widths=3,5"], 0, "17 checks passed, 1 warning"),
     (["experts", f"{__file__}:TakesTheNext", "--num-experts", "6"], 1, "differs by"),
     (["router", "topk", "--hidden-size", "10"], 0, "17 checks passed"),
-    (["block", f"{own_layers.__file__}:PlainBlock", "--options", "factor=0.5"], 0, "19 checks passed, 1 skipped"),
-    (["experts", f"{own_layers.__file__}:VariedExpert", "--options", "rank=2"], 2, "no option 'rank'; choose from: factor"),
+    (["block", f"{own_layers.__file__}:PlainBlock", "--options", "factor=0.5"], 0, "17 checks passed, 1 skipped"),
+    (["experts", f"{own_layers.__file__}:VariedExpert", "--options", "rank=2"], 2, "no option 'rank'; choose from"),
     (["router", "topk", "--num-experts", "0"], 2, "num_experts must be at least 1: got 0"),
     (["block", "no_such_module:X"], 2, "cannot import the block 'no_such_module:X'"),
 ], ids=["options", "broken", "router", "block", "own options", "sizes", "module"])  # fmt: skip
