@@ -267,7 +267,7 @@ def any_memory_layout(subject: Subject) -> str:
         "not at the beginning of its memory": torch.cat([case.x.new_zeros(1), case.x.flatten()])[1:].view_as(case.x),
     }
     for name, x in layouts.items():
-        found = subject.results(replace(case, x=x), v=y.new_ones(()).expand_as(y))
+        found = subject.results(replace(case, x=x), v=torch.ones_like(y[:1]).expand_as(y))
         when = f"if the input is {name}, and the gradient of the result expanded"
         hint = "Use the strides of tensors, or call `.contiguous()` first, in forward and backward"
         subject.compare(case, found, expected, when, hint)

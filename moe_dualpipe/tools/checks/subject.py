@@ -105,7 +105,7 @@ class Subject(ABC):
         other = copy.copy(self)
         other.config = config
         for name in ("module", "averaged", "is_random", "exact"):
-            other.__dict__.pop(name, None)
+            vars(other).pop(name, None)
         return other
 
     @cached_property
@@ -251,6 +251,16 @@ def prepare(module: M, seed: int = 0, dtype: torch.dtype = torch.float64, device
                 generator = torch.Generator().manual_seed(seed_of(seed, f"noise of {seed_name}"))
                 view += 0.05 * torch.randn(view.shape, generator=generator).to(view)
     return module.to(device=device, dtype=dtype)
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Turn dropout off: ranks and layouts draw other random numbers. Also that of the attention of transformers."""
+    layers: list[Any] = [*module.modules()]
+    for layer in layers:
+        if hasattr(layer, "attention_dropout"):
+            layer.attention_dropout = 0.0
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            layer.p = 0.0
 
 
 def random_like(x: Tensor, seed: int) -> Tensor:

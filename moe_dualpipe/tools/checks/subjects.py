@@ -120,8 +120,8 @@ class Experts(Subject):
     def alone(self, module: Any, case: Case) -> Outputs:
         index = range(len(case.x)) if case.index is None else case.index.tolist()
         experts = [e for e, count in enumerate(case.counts) for _ in range(count)]
-        rows = dict.fromkeys(zip(experts, index, strict=True))
-        for e, i in rows:
+        rows = dict[tuple[int, int], Tensor]()
+        for e, i in {*zip(experts, index, strict=True)}:
             one = Case(case.x[i : i + 1], counts=tuple(int(e == other) for other in range(len(case.counts))))
             rows[e, i] = self.call(module, one)[0]
         return (torch.cat([case.x[:0], *(rows[key] for key in zip(experts, index, strict=True))]),)

@@ -21,7 +21,7 @@ from .compare import compare, find_faults
 from .ranks import Failure, run_tasks
 from .report import Check, Report
 from .run import Results
-from .subject import row_errors
+from .subject import row_errors, without_dropout
 from .variants import OTHER_ROWS
 
 RANKS, _SEQUENCES = 2, 4
@@ -87,11 +87,7 @@ def _load(task: _Task) -> Any:
 
     divided = {"distributed_config": DistributedConfig(**DIVISIONS[task.division])} if task.division else {}
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, **divided).train()
-    for module in model.modules():  # ranks draw other numbers
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+    without_dropout(model)
     if task.change is not None:
         task.change(model)
     return model
