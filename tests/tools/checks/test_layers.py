@@ -759,7 +759,7 @@ def test_other_sizes():
     (["experts", f"{own_layers.__file__}:VariedExpert", "--options", "widths=3,5"], 0, "17 checks passed, 1 warning"),
     (["experts", f"{__file__}:TakesTheNext", "--num-experts", "6"], 1, "differs by"),
     (["router", "topk", "--hidden-size", "10"], 0, "17 checks passed"),
-    (["block", f"{own_layers.__file__}:PlainBlock", "--options", "factor=0.5"], 0, "17 checks passed, 1 skipped"),
+    (["block", f"{own_layers.__file__}:PlainBlock", "--options", "factor=0.5"], 0, "18 checks passed, 1 skipped"),
     (["experts", f"{own_layers.__file__}:VariedExpert", "--options", "rank=2"], 2, "no option 'rank'; choose from"),
     (["router", "topk", "--num-experts", "0"], 2, "num_experts must be at least 1: got 0"),
     (["block", "no_such_module:X"], 2, "cannot import the block 'no_such_module:X'"),
