@@ -72,6 +72,7 @@ def test_who_opens_the_rendezvous_port():
     assert rendezvous_port(FIRST, {}) == 29500
     assert rendezvous_port(FIRST, {"MASTER_PORT": "1234", AGENT_STORE: "True"}) is None  # torchrun has opened it
     assert rendezvous_port(Launch(1, 1, 4, 2), {"MASTER_PORT": "1234"}) is None
+    assert rendezvous_port(Launch(2, 0, 4, 2), {"MASTER_PORT": "1234"}) is None  # on another machine
 
 
 def test_folders_that_cannot_be_written(tmp_path):
