@@ -10,9 +10,9 @@ import torch.distributed as dist
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import StageOptions
 from moe_dualpipe.pipeline.pipeline import Pipeline
+from moe_dualpipe.pipeline.record_launches import record_launches, run_step, tiny_model, tokens_of
 from moe_dualpipe.schedule import NAMES, ScheduleError, build, validate
 from moe_dualpipe.schedule.launches import CommLaunch, check_launches
-from moe_dualpipe.pipeline.record_launches import record_launches, run_step, tiny_model, tokens_of
 from tests.support.ranks import run_ranks
 
 

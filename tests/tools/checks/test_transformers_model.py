@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 
 def double_expert_gradients(model):
-    """As each rank adds up what is already a sum."""
+    """As each rank adds up what is already a sum. FSDP gives its shards their gradients without hooks."""
     for name, parameter in model.named_parameters():
         if "layers.1.mlp.experts.down" in name:
             parameter.register_hook(lambda grad: 2 * grad)
@@ -45,14 +45,14 @@ def test_a_model_of_transformers_passes(folder, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change,said", [
-    (double_expert_gradients, "gradients differ by 1, above the tolerance of 4.5e-06: model.layers.1.mlp.experts.down"),
-    (scale_attention, "the first difference is in the output of model.layers.1.self_attn: 1"),
+@pytest.mark.parametrize("change,number,said", [
+    (double_expert_gradients, 2, "gradients differ by 1, above the tolerance of 4.5e-06: model.layers.1.mlp.experts.down"),
+    (scale_attention, 3, "the first difference is in the output of model.layers.1.self_attn: 1"),
 ])  # fmt: skip
-def test_a_fault_of_the_divided_model_is_named(folder, change, said):
+def test_a_fault_of_the_divided_model_is_named(folder, change, number, said):
     checks = check_transformers(folder, 8, change=change).checks
-    assert [check.status for check in checks] == ["failed"] * 3
-    assert all(said in check.problem for check in checks), checks
+    assert [check.status for check in checks] == ["failed"] * number + ["passed"] * (3 - number)
+    assert all(said in check.problem for check in checks[:number]), checks
 
 
 def test_what_transformers_cannot_load_is_one_line(tmp_path, capsys):
