@@ -47,8 +47,8 @@ class Options:
 
 def measure_rank(ranks: int) -> dict[str, float]:
     """Build a run as one rank of `ranks`, and do steps. Returns seconds, MiB, and numbers of groups."""
+    from moe_dualpipe.pipeline.recording_group import recording_world
     from moe_dualpipe.runtime.launch import Launch
-    from moe_dualpipe.tools.checks.recording_group import recording_world
     from moe_dualpipe.training.config import BatchConfig, ParallelConfig, TrainConfig
     from moe_dualpipe.training.options import Request
     from moe_dualpipe.training.preflight import prepare

@@ -1,6 +1,8 @@
 """`moe-dualpipe check parallel`: compare a model in many parallel layouts with one process."""
 
-from ..tools.checks import check_parallel
+from functools import partial
+
+from ..tools.checks import check_parallel, check_transformers
 from ..training.config import BatchConfig, TrainConfig
 from ..training.options import parse_arguments
 
@@ -10,13 +12,20 @@ class CheckParallel:
 
     Uses the model, the seed, the sequence length, the micro-batch size and the layout, with --pp x --ep processes
     (--pp 1 by default). Ignores data, optimizer and checkpoints. Raises ValueError for invalid options.
+
+    Before the options, the folder or name of a model of Hugging Face transformers: check this model as transformers
+    divides it. Only --seq-len and --seed are used.
     """
 
     def __init__(self, options: list[str]):
-        self.config = parse_arguments(options, TrainConfig(batch=BatchConfig(seq_len=16)))
+        named = options[:1] and not options[0].startswith("-") and not options[0].endswith(".toml")
+        config = parse_arguments(options[1:] if named else options, TrainConfig(batch=BatchConfig(seq_len=16)))
+        self.check = partial(check_parallel, config)
+        if named:
+            self.check = partial(check_transformers, options[0], config.batch.seq_len, config.seed)
 
     def run(self) -> int:
         """Print the table. Returns the exit code: 1 if a check failed."""
-        report = check_parallel(self.config)
+        report = self.check()
         print(report)
         return 0 if report.passed else 1

@@ -17,16 +17,14 @@ from .options import DeviceOption
 
 @dataclass(frozen=True)
 class CheckCluster(DeviceOption):
-    """Check this machine or, under torchrun, all machines of a run: versions, GPUs, links, clocks, disks, limits."""
+    """Check this machine or, under torchrun, all machines of a run: versions, GPUs, links, clocks, folders, limits."""
 
-    ep: int | None = None
-    """Ranks of an expert group, which are consecutive. None: all ranks are one group."""
     out: Path = Path("runs")
     """Output folder of the run. Its disk is checked."""
     min_free: Annotated[float, arg(metavar="GB")] = 10.0
     """Free space that the output folder needs."""
     size: Annotated[float, arg(metavar="MB")] = 16.0
-    """Size of a message on a link. Each rank of an all-to-all sends this much."""
+    """Size of a message on a link."""
     timeout: Annotated[float, arg(metavar="SECONDS")] = 60.0
     """Seconds to wait for other ranks, and for each measurement."""
 
@@ -45,7 +43,7 @@ class CheckCluster(DeviceOption):
         from ..tools.cluster import Options, check_cluster
 
         size, min_free = int(self.size * 1e6), int(self.min_free * 1e9)
-        options = Options(self.ep, self.out, size, self.timeout, min_free, self.device)
+        options = Options(self.out, size, self.timeout, min_free, self.device)
         launch = Launch.from_environment()
         try:
             outcome = check_cluster(options, launch)

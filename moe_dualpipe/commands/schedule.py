@@ -170,7 +170,7 @@ class CheckSchedule(ChosenSchedule):
         print(valid if self.actions_only else f"{valid}\n\n{self._check_launches(schedule, layers)}")
 
     def _check_launches(self, schedule: Schedule, layers: int) -> str:
-        from ..tools.checks.record_launches import record_launches, tiny_model
+        from ..pipeline.record_launches import record_launches, tiny_model
 
         model = tiny_model(layers, self.dense_layers, self.ep, self.mtp_layers)
         counts = {}

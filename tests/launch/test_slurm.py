@@ -98,7 +98,7 @@ def test_the_check_and_the_run_start_on_all_machines(tmp_path):
         assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("2", "8", restarts)
         assert (options.master_addr, options.master_port) == ("127.0.0.1", 29500 + 345)
         assert call["set"] == {"NCCL_NET": "IB", "SRUN_CPUS_PER_TASK": "64", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}
-    assert parsed(check)[1] == ["check", "cluster", "--out", "runs/moe", "--ep", "8"]
+    assert parsed(check)[1] == ["check", "cluster", "--out", "runs/moe", "--timeout", "60"]
     program, *arguments = parsed(run)[1]
     config = parse_arguments(arguments)
     assert program == "train" and config.preset == "tiny"

@@ -6,6 +6,7 @@ A check returns a `Report`: one row per law, with what was measured and, in plai
 from .layers import check_attention, check_block, check_experts, check_router
 from .parallel import check_parallel
 from .report import Check, Report
+from .transformers_model import check_transformers
 from .variants import Variant
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "check_experts",
     "check_parallel",
     "check_router",
+    "check_transformers",
 ]  # fmt: skip

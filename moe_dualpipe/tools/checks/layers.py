@@ -17,7 +17,6 @@ They raise ValueError if the class does not exist, or if its arguments or option
 """
 
 import dataclasses
-from typing import Any
 
 from ...errors import CodeLine
 from ...models.attention import attention_class
@@ -27,11 +26,11 @@ from ...models.config import ModelConfig
 from ...models.layer_class import Factory, LayerClass
 from ...models.layer_options import LayerOptions
 from ...models.router import router_class
-from .experts_laws import Experts, experts_laws
-from .laws import Law, check_laws
+from .laws import check_laws
+from .layer_laws import LAWS
 from .report import Report
-from .router_laws import Routers, router_laws
-from .sequence_laws import SequenceLayer, sequence_laws
+from .subject import Subject
+from .subjects import Attention, Block, Experts, Router
 
 SMALL = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=2, num_dense_layers=0, num_heads=4, num_kv_heads=2, head_dim=6,
@@ -47,7 +46,7 @@ def check_experts(
 ) -> Report:  # fmt: skip
     """Check an expert layer (`ExpertLayer`)."""
     config = dataclasses.replace(config, experts=experts, expert_options=options)
-    return _check(expert_class(config), Experts(config, device), experts_laws(), raise_errors)
+    return _check(expert_class(config), Experts(config, device), raise_errors)
 
 
 def check_router(
@@ -56,7 +55,7 @@ def check_router(
 ) -> Report:  # fmt: skip
     """Check a router (`RouterLayer`)."""
     config = dataclasses.replace(config, router=router, router_options=options)
-    return _check(router_class(config), Routers(config, device), router_laws(), raise_errors)
+    return _check(router_class(config), Router(config, device), raise_errors)
 
 
 def check_attention(
@@ -65,8 +64,7 @@ def check_attention(
 ) -> Report:  # fmt: skip
     """Check attention (`AttentionLayer`)."""
     config = dataclasses.replace(config, attention=attention, attention_options=options)
-    subject = SequenceLayer("attention", config, device)
-    return _check(attention_class(config), subject, sequence_laws(), raise_errors)
+    return _check(attention_class(config), Attention(config, device), raise_errors)
 
 
 def check_block(
@@ -75,9 +73,9 @@ def check_block(
 ) -> Report:  # fmt: skip
     """Check a transformer block (`BlockLayer`), with the experts, router and attention that `config` names."""
     config = dataclasses.replace(config, block=block, block_options=options)
-    return _check(block_class(config), SequenceLayer("block", config, device), sequence_laws(), raise_errors)
+    return _check(block_class(config), Block(config, device), raise_errors)
 
 
-def _check(found: LayerClass, subject: Any, laws: list[Law], raise_errors: bool) -> Report:
+def _check(found: LayerClass, subject: Subject, raise_errors: bool) -> Report:
     where = str(CodeLine.of(found.make) or "")
-    return check_laws(f"check of the {found.kind} {found.name}", where, subject, laws, raise_errors)
+    return check_laws(f"check of the {found.kind} {found.name}", where, subject, LAWS, raise_errors)

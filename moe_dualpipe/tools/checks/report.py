@@ -32,10 +32,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of all checks of one subject, in order. `str(report)` is the table that the command prints."""
+    """The results of all checks of one subject, in order. `str(report)` is the table that the command prints.
+
+    not_run: the names of checks that were left out because one that they rely on failed.
+    """
 
     subject: str
     checks: tuple[Check, ...]
+    not_run: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -57,6 +61,7 @@ class Report:
                 lines.append(_indented(printable(check.problem, 4000)))
         counts = [(self.count(status), endings) for status, endings in _ENDINGS.items()]
         total = [f"{count} {endings[count != 1]}" for count, endings in counts if count]
+        total += [f"{len(self.not_run)} not run"] if self.not_run else []
         return "\n".join([*lines, ", ".join(total) or plural(0, "check")])
 
 

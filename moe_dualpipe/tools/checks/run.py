@@ -22,7 +22,7 @@ from ...runtime.buffers import Buffers
 from ...runtime.layout import Layout
 from ...runtime.replicas import ReplicaSet
 from ...schedule import Forward, Schedule, build, members
-from .subject import prepare
+from .subject import prepare, without_dropout
 from .variants import Variant
 
 STEPS = 2
@@ -128,6 +128,7 @@ class Run:
         self.executor.overlap = place.variant.overlap  # also where a run has nothing to hide, to find faults
         for stage in self.stages.values():
             prepare(stage, job.options.seed, job.dtype)
+            without_dropout(stage)
         self.last = self.stages.get(self.schedule.num_stages - 1)
         self.buffers = Buffers([*self.stages.values()], self.pipeline.groups)
 

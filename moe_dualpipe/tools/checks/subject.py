@@ -1,11 +1,13 @@
-"""A layer under test: how to build and call it, and how messages name its tensors.
+"""A layer under test: how to build and call it, and everything that a call computes, by name.
 
-The layer is in fp64, where finite differences are exact to nine digits. Dropout is off. Constant weights get some
-noise, because zeros, as in a LoRA matrix, would hide wrong gradients.
+The layer is in fp64, where finite differences are exact to nine digits. Constant weights get some noise, because zeros,
+as in a LoRA matrix, would hide wrong gradients. Random numbers, such as those of dropout, are drawn with a fixed seed.
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -15,20 +17,50 @@ from torch import Tensor, nn
 from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...models.config import ModelConfig
 from ...models.layers import seed_of
-from .laws import Broken, check_like_input
+from .laws import Broken
 
 M = TypeVar("M", bound=nn.Module)
 Outputs = tuple[Tensor, ...]
-EQUAL = 1e-9
-"""The largest relative difference that rounding in fp64 explains, where the order of additions may differ."""
-EQUAL_FP32 = 1e-3
-"""The same for layers that compute in fp32 or less although their input is in fp64."""
+Results = dict[str, Tensor | None]
+"""The result of a layer, and the gradients of its input and weights, by their names in messages. None: no gradient."""
+
+RESULT, INPUT = "the result", "the gradient of the input"
+EQUAL, EQUAL_FP32 = 1e-9, 1e-3
+"""The largest relative difference that rounding explains, of layers that compute in fp64, and in fp32 or less."""
+_NOISE = 1e-9
+SIZES = (0, 1, 63, 65, 127, 128, 129, 700)
+"""Numbers of rows on both sides of the sizes of blocks. Their sum is above 1,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An input. Its rows are `x[index]`: large inputs repeat a few rows. counts: rows of each expert, in order."""
+
+    x: Tensor
+    index: Tensor | None = None
+    counts: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> Tensor:
+        return self.x if self.index is None else self.x[self.index]
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        return replace(self, x=self.x.to(dtype))
 
 
 class Subject(ABC):
-    """A layer that `config` names, and how to use it. prefix: the start of parameter names that messages leave out."""
+    """A layer that `config` names, and how to use it.
 
+    row: what a result must not depend on others of. rule: says so, with the usual mistakes. prefix: the start of
+    parameter names that messages leave out.
+    """
+
+    kind: str
+    rule: str
+    row = "row"
     prefix = ""
+    adds_losses = False
+    """Whether the backward of the result also runs that of losses, which are no part of the result."""
 
     def __init__(self, config: ModelConfig, device: str = "cpu"):
         self.config, self.device = config, device
@@ -38,32 +70,48 @@ class Subject(ABC):
         """The layer with the initial weights of a seed."""
 
     @abstractmethod
-    def call(self, module: Any, x: Tensor) -> Outputs:
-        """Run a module of this kind. The first output carries gradients. Raises Broken for an invalid result."""
+    def call(self, module: Any, case: Case) -> Outputs:
+        """Run a module of this kind. The first output carries gradients, the others are decisions, such as expert ids.
+
+        Raises Broken for an invalid result.
+        """
 
     @abstractmethod
-    def draw(self, seed: int) -> Tensor:
-        """An input, which differs between seeds."""
+    def alone(self, module: Any, case: Case) -> Outputs:
+        """The same results the plain way: each row (of a sequence layer: each sequence) in a call of its own."""
 
     @abstractmethod
-    def row_name(self, row: Sequence[int]) -> str:
+    def draw(self, seed: int) -> Case:
+        """An input, which differs between seeds. All have the same shape."""
+
+    @abstractmethod
+    def sizes(self) -> Iterator[Case]:
+        """Inputs of all valid shapes, with `SIZES` of rows among them."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[str, Any, Any]]:
+        """Parts of `draw(1)` to change: a name, an index of the input, and one of the rows that may then change."""
+
+    @abstractmethod
+    def row_name(self, case: Case, row: Sequence[int]) -> str:
         """The name of a row of the output, from its index."""
 
-    def examples(self) -> list[Tensor]:
-        """Inputs of all shapes that are valid."""
-        return [self.draw(1)]
+    @abstractmethod
+    def describe(self, case: Case) -> str:
+        """Such as "[3, 2, 5, 4] rows per expert"."""
+
+    def like(self, config: ModelConfig) -> "Subject":
+        """The same layer in other sizes."""
+        other = copy.copy(self)
+        other.config = config
+        for name in ("module", "averaged", "is_random", "exact"):
+            vars(other).pop(name, None)
+        return other
 
     @cached_property
     def module(self) -> Any:
-        """All laws use the same one; the law "deterministic" may set it to eval mode."""
+        """All laws use the same one, so that a call may change the results of later ones."""
         return self.build(0)
-
-    @cached_property
-    def held(self) -> dict[str, Any]:
-        return expert_ids(self.module)
-
-    def random(self, seed: int, *shape: int) -> Tensor:
-        return random_like(torch.empty(*shape, self.config.hidden_size, dtype=torch.float64, device=self.device), seed)
 
     @cached_property
     def averaged(self) -> frozenset[str]:
@@ -71,57 +119,129 @@ class Subject(ABC):
         layers = ((prefix and f"{prefix}.", layer) for prefix, layer in self.module.named_modules())
         return frozenset(prefix + name for prefix, layer in layers for name in getattr(layer, "averaged_buffers", ()))
 
-    def run(self, x: Tensor) -> Outputs:
-        """The outputs without gradients. In training mode, buffers that are averaged have their values from before."""
-        averaged = self.averaged if self.module.training else ()
-        before = {name: t.clone() for name, t in self.module.state_dict().items() if name in averaged}
-        with torch.no_grad():
-            outputs = self.call(self.module, x)
-            self.module.load_state_dict(before, strict=False)
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether calls in training draw random numbers, as for dropout."""
+        first, second = (self.outputs(self.draw(1), seed=seed) for seed in (1, 2))
+        return not same(first, second)
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether the layer computes in fp64: its second difference over a small step has no rounding of fp32."""
+        x = self.draw(1)
+        step = 1e-6 * self.random(9, *x.x.shape[:-1])
+        low, middle, high = (
+            self.outputs(replace(x, x=x.x + i * step), train=False)[0].double() for i in (-1.0, 0.0, 1.0)
+        )
+        return float((low - 2 * middle + high).norm()) <= _NOISE * float(middle.norm())
+
+    @property
+    def limit(self) -> float:
+        return EQUAL if self.exact else EQUAL_FP32
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Training mode or not, for inputs of other shapes: random numbers and statistics then differ in training."""
+        return (False,) if self.averaged or self.is_random else (True, False)
+
+    def random(self, seed: int, *shape: int) -> Tensor:
+        return random_like(torch.empty(*shape, self.config.hidden_size, dtype=torch.float64, device=self.device), seed)
+
+    # ---- calls ----
+
+    def run(self, module: Any, case: Case, train: bool | None, seed: int, how: Callable[..., Outputs]) -> Outputs:
+        """A call with a fixed seed. Averaged buffers have their values from before, if they may change."""
+        train = not self.averaged if train is None else train
+        kept = {name: t.clone() for name, t in module.state_dict().items() if train and name in self.averaged}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                outputs = how(module.train(train), case)
+            except Exception as error:
+                when = f"with {self.describe(case)}" + f" in {case.x.dtype}" * (case.x.dtype != torch.float64)
+                if isinstance(error, Broken):
+                    raise Broken(f"{when}, {error}") from None
+                error.add_note(when)
+                raise
+        module.load_state_dict(kept, strict=False)
         return outputs
 
-    def weights(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Each trained parameter, or the part of each expert: its name in messages, a view of it, and its gradient."""
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
-                yield from self.parts(name, parameter.data, parameter.grad)
+    @torch.no_grad()
+    def outputs(self, case: Case, train: bool | None = None, seed: int = 0, module: Any = None) -> Outputs:
+        """The outputs, without gradients. train: None means training mode, unless it averages buffers."""
+        return self.run(self.module if module is None else module, case, train, seed, self.call)
 
-    def parts(self, name: str, tensor: Tensor, grad: Tensor | None) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        held = self.held.get(name)
-        views = global_tensors(name, tensor, held)
-        grads = global_tensors(name, grad, held) if grad is not None else None
-        for i, (global_name, view) in enumerate(views):
-            label = global_name if held is not None and held.layout == "listed" else name
-            if held is not None and held.layout == "stacked":
-                label = f"{name} of expert {held.ids[i]}"
-            yield label.removeprefix(self.prefix), view, next(grads)[1] if grads is not None else None
+    def results(
+        self, case: Case, train: bool | None = None, seed: int = 0, module: Any = None, v: Tensor | None = None,
+        how: Callable[..., Outputs] | None = None, with_losses: bool = False,
+    ) -> Results:  # fmt: skip
+        """The result and all gradients of sum(v * result). v: None means a random direction.
 
-    def backward(self, x: Tensor, seed: int = 0, factor: float | Tensor = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run forward and backward from a random direction times `factor`.
-
-        Returns the output, its gradient, and the gradient of the input.
+        how: `call` or `alone`. with_losses: add the gradients of attached losses. Decisions are further results.
         """
-        self.module.zero_grad()
-        x = x.clone().requires_grad_()
-        y = self.call(self.module, x)[0]
-        v = random_like(y, seed) * factor
-        if y.requires_grad:
-            y.backward(v)
-        return y.detach(), v, x.grad
+        module, found = self.module if module is None else module, list[Results]()
+        for factor in (1, 0) if self.adds_losses and not with_losses else (1,):
+            module.zero_grad()
+            leaf = replace(case, x=case.x.detach().requires_grad_())
+            y, *decisions = self.run(module, leaf, train, seed, how or self.call)
+            if y.requires_grad:
+                own = random_like(y, 5).bfloat16().to(y) if v is None else v  # in each dtype, the same numbers
+                y.backward(own if factor else 0 * own)
+            grads = {f"the gradient of {label}": grad for label, _, grad in self.weights(module)}
+            found.append({INPUT: leaf.x.grad} | grads)
+        module.zero_grad()
+        first, *others = found
+        for of_losses in others:
+            first = {name: _minus(grad, of_losses[name]) for name, grad in first.items()}
+        chosen = {f"decision {i}": d for i, d in enumerate(decisions) if not d.is_floating_point()}
+        return {RESULT: y.detach(), **first, **chosen}
 
-    def computes_in_fp64(self, y: Tensor) -> bool:
-        return y.dtype == torch.float64 and not torch.equal(y, y.float().double())
+    def weights(self, module: Any) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Each trained parameter, or the part of each expert: its name in messages, a view of it, and its gradient."""
+        experts = expert_ids(module)
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            held = experts.get(name)
+            grad = None if parameter.grad is None else parameter.grad.clone()
+            grads = global_tensors(name, grad, held) if grad is not None else None
+            for i, (global_name, view) in enumerate(global_tensors(name, parameter.data, held)):
+                label = global_name if held is not None and held.layout == "listed" else name
+                if held is not None and held.layout == "stacked":
+                    label = f"{name} of expert {held.ids[i]}"
+                yield label.removeprefix(self.prefix), view, next(grads)[1] if grads is not None else None
 
-    def tolerance(self, y: Tensor) -> float:
-        return EQUAL if self.computes_in_fp64(y) else EQUAL_FP32
+    def compare(self, case: Case, found: Results, expected: Results, when: str, hint: str, limit: float = -1) -> int:
+        """Raise Broken at the first difference, and return the number of compared tensors. None counts as zeros.
+
+        when: in which case; hint: the way out. limit: the largest relative difference; -1 means rounding.
+        """
+        limit = self.limit if limit < 0 else limit
+        for label, wanted in expected.items():
+            got = found.get(label)
+            if (got is None or not got.any()) and (wanted is None or not wanted.any()):
+                continue
+            if got is None or wanted is None or got.shape != wanted.shape:
+                raise Broken(f"{label} {'is missing' if got is None else 'has another shape'} {when}. {hint}")
+            name, error = label, relative(got, wanted) if wanted.is_floating_point() else float((got != wanted).any())
+            if label == RESULT:
+                row, error = worst_row(row_errors(got, wanted))
+                name = self.row_name(case, row) if error else ""
+            if error > limit:
+                size = f"differs by {error:.1e}"
+                if label != RESULT and wanted.any() and wanted.is_floating_point():
+                    size += f" (about {float((got * wanted).sum() / wanted.square().sum()):.2g} times as large)"
+                raise Broken(f"{name} {size} {when}. {hint}")
+        return len(expected)
+
+
+def _minus(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return grad if grad is None or other is None else grad - other
 
 
 @torch.no_grad()
 def prepare(module: M, seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu") -> M:
-    """Turn dropout off, and add noise to constant weights. The noise does not depend on the number of ranks."""
-    for layer in module.modules():
-        if isinstance(layer, nn.modules.dropout._DropoutNd):
-            layer.p = 0.0
+    """Add noise to constant weights. The noise does not depend on the number of ranks."""
     held = expert_ids(module)
     for name, parameter in module.named_parameters():
         ids = held.get(name)
@@ -133,18 +253,23 @@ def prepare(module: M, seed: int = 0, dtype: torch.dtype = torch.float64, device
     return module.to(device=device, dtype=dtype)
 
 
+def without_dropout(module: nn.Module) -> None:
+    """Turn dropout off: ranks and layouts draw other random numbers. Also that of the attention of transformers."""
+    layers: list[Any] = [*module.modules()]
+    for layer in layers:
+        if hasattr(layer, "attention_dropout"):
+            layer.attention_dropout = 0.0
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            layer.p = 0.0
+
+
 def random_like(x: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
 
 
-def check_like(x: Tensor, y: Any, subject: Subject) -> Outputs:
-    """The outputs of a layer that returns a tensor like its input. Raises Broken for any other."""
-    check_like_input("forward", x, y)
-    if not (finite := y.isfinite().all(-1)).all():
-        where = subject.row_name((~finite).nonzero()[0].tolist())
-        raise Broken(f"the result has NaN or infinity at {where}, in {x.dtype}")
-    return (y,)
+def same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def row_errors(found: Tensor, expected: Tensor) -> Tensor:

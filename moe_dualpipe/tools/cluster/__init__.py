@@ -4,12 +4,9 @@ Facts are gathered on each rank, links are measured between ranks, and the verdi
 """
 
 from .check import Options, Outcome, check_cluster
-from .facts import Disk, Facts, Gpu
-from .links import Exchange, LinkSpeed
+from .facts import Facts
+from .links import LinkSpeed
 from .report import Report
 from .verdicts import Problem, find_problems
 
-__all__ = [
-    "Disk", "Exchange", "Facts", "Gpu", "LinkSpeed", "Options", "Outcome", "Problem", "Report", "check_cluster",
-    "find_problems",
-]  # fmt: skip
+__all__ = ["Facts", "LinkSpeed", "Options", "Outcome", "Problem", "Report", "check_cluster", "find_problems"]

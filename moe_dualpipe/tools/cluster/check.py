@@ -1,11 +1,11 @@
 """Run the check on this rank. Rank 0 decides, and has the report; the others follow its messages in the store.
 
-1. Each rank gathers its facts and tells them to rank 0, which finds out whose machine is missing, and whose clock is
-   off.
-2. Unless a problem stops it, all ranks create a process group and measure their links.
+1. Each rank gathers its facts and tells them to rank 0, which finds out whose machine is missing.
+2. Unless a problem stops it, all ranks compare clocks and the output folder with those of rank 0, create a process
+   group, and measure their links.
 3. Rank 0 tells the exit code.
 
-Every step ends in time, on every rank: see steps.py.
+Every step ends in time, on every rank: see bounded_calls.py.
 """
 
 import socket
@@ -18,20 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...messages import list_ranks, plural
+from ...messages import list_ranks
 from ...runtime.groups import init_world
 from ...runtime.launch import Launch
-from ...runtime.layout import divisors
 from .bounded_calls import Steps, run_watched
-from .disks import remove_mark
 from .facts import Facts, machines_of
-from .link_verdicts import find_link_problems
-from .links import Exchange, Links, LinkSpeed, start_nccl_log, uses_sockets
-from .probes import gather_facts
+from .links import Links, LinkSpeed, start_nccl_log, uses_sockets
+from .probes import gather_facts, remove_mark
 from .rendezvous import Meeting
 from .report import Report
-from .rounds import Pair, rounds_of
-from .verdicts import Problem, device_of, find_problems
+from .rounds import rounds_of
+from .verdicts import Problem, device_of, find_link_problems, find_problems
 
 _MARGIN = 5.0
 """Seconds that a message may take, beyond what its sender may."""
@@ -40,9 +37,8 @@ _NOT_MEASURED = "Links were not measured: first solve the problems below."
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """ep: ranks of an expert group; None: all ranks. out: output folder. size: bytes of a message. timeout: seconds."""
+    """out: output folder. size: bytes of a message. timeout: seconds. min_free: bytes. device: auto, cpu or cuda."""
 
-    ep: int | None = None
     out: Path = Path("runs")
     size: int = 16 << 20
     timeout: float = 60.0
@@ -69,28 +65,19 @@ def check_cluster(
     """Check this machine or, with several processes, all of them. Collective.
 
     launch: the place of this process; None: that of the environment. gather, now: read the machine and its clock.
-    Raises ValueError for invalid options, and ConnectionError if rank 0 does not answer.
+    Raises ConnectionError if rank 0 does not answer.
     """
     launch = launch or Launch.from_environment()
-    check_options(options, launch.world_size)
     own = _gather_own(options, launch, gather)
-    if launch.world_size == 1 or own.port_in_use:
+    if launch.world_size == 1 or own.port is not None:
         return _check_alone(options, launch, own)
     rank = _Rank(options, launch, own, now)
     # The rendezvous store may freeze. Each of its steps takes at most a few timeouts, and says what it waited for.
     ended = run_watched(lambda steps: rank.run(steps), 4 * options.timeout + 6 * _MARGIN)
-    remove_mark(own.disk)
+    remove_mark(own)
     if ended.value is None:
         raise ConnectionError(f"rank {launch.rank} on {own.host}: {ended.failure}")
     return ended.value
-
-
-def check_options(options: Options, world_size: int) -> None:
-    """Raises ValueError for invalid options."""
-    ep = options.ep
-    if ep is not None and (ep < 1 or world_size % ep):
-        use = " or ".join(map(str, divisors(world_size)))
-        raise ValueError(f"--ep {ep} does not divide {plural(world_size, 'rank')}: use --ep {use}")
 
 
 def _gather_own(options: Options, launch: Launch, gather: Gather) -> Facts:
@@ -103,7 +90,7 @@ def _gather_own(options: Options, launch: Launch, gather: Gather) -> Facts:
 
 def _check_alone(options: Options, launch: Launch, own: Facts) -> Outcome:
     """Check only this machine: there are no others, or they cannot be reached."""
-    remove_mark(own.disk)
+    remove_mark(own)
     problems, note = find_problems([own], launch.world_size, options.min_free, options.device), _NOT_MEASURED
     if launch.world_size == 1:
         note = "One process: links between ranks were not measured. torchrun starts more."
@@ -142,26 +129,24 @@ class _Rank:
         heard, missing = self.meeting.collect("facts", self.timeout)
         facts = [Facts.from_json(heard[rank]) for rank in sorted(heard)]
         problems = [] if not missing else [self._missing(facts, missing)]
-        if not missing:
-            facts = self._compare_machines(facts, steps)
         problems += find_problems(facts, self.launch.world_size, self.options.min_free, self.options.device)
         device = device_of(facts, self.options.device)
         report = Report(self.launch.world_size, device, facts, problems)
         if any(problem.stops for problem in problems):
             self.meeting.tell("plan", None)
             return replace(report, note=_NOT_MEASURED)
-        machines = machines_of(facts)
-        homes = [machine.numbers for machine in machines]
-        self.meeting.tell("plan", {"device": device, "machines": homes})
-        own = self._measure(device, rounds_of(homes))
+        homes = [machine.numbers for machine in machines_of(facts)]
+        plan = {"device": device, "machines": homes, "mark": self.own.mark, "time": self.now()}
+        self.meeting.tell("plan", plan)
+        self.meeting.tell("links/0", self._measure(plan, self.now()))
         steps.start("waiting for the measurements of other ranks")
-        self.meeting.tell("links/0", own)
         heard, missing = self.meeting.collect("links", self.timeout + _MARGIN, lambda: self.meeting.knows("failed"))
+        facts = [replace(one, **heard[one.rank]["compared"]) if one.rank in heard else one for one in facts]
         links = [LinkSpeed(**link) for rank in sorted(heard) for link in heard[rank]["links"]]
-        exchanges = _slowest(heard)
         sockets = [rank for rank, message in heard.items() if message["sockets"]]
-        problems += [*_failures(heard, missing), *find_link_problems(links, exchanges, machines, sockets)]
-        return replace(report, problems=problems, links=links, exchanges=exchanges)
+        problems = find_problems(facts, self.launch.world_size, self.options.min_free, self.options.device)
+        problems += [*_failures(heard, missing), *find_link_problems(links, machines_of(facts), sockets)]
+        return replace(report, facts=facts, problems=problems, links=links)
 
     def _missing(self, facts: Sequence[Facts], missing: list[int]) -> Problem:
         here = ", ".join(machine.name for machine in machines_of(facts))
@@ -170,58 +155,32 @@ class _Rank:
         way_out = "start them, and look for a firewall or errors on their machines"
         return Problem("rendezvous", f"{waited} (ranks of {here} are here)", way_out, True)
 
-    def _compare_machines(self, facts: Sequence[Facts], steps: Steps) -> list[Facts]:
-        """Add what only several machines can find out: clocks, and whether they share the output folder."""
-        firsts = [machine.first for machine in machines_of(facts)]
-        mark = facts[0].disk.mark if facts[0].disk else ""
-        steps.start("comparing the machines")
-        self.meeting.tell("compare", {"firsts": [one.rank for one in firsts], "mark": mark, "time": self.now()})
-        compared = {0: replace(facts[0], clock=0.0, sees_mark=True if mark else None)}
-        for one in firsts[1:]:
-            compared[one.rank] = replace(one, **self.meeting.hear(f"compared/{one.rank}", self.timeout + _MARGIN))
-        return [compared.get(one.rank, one) for one in facts]
-
-    # ---- Other ranks ----
+    # ---- All ranks ----
 
     def _follow(self, steps: Steps) -> None:
         wait = 2 * self.timeout + 2 * _MARGIN  # rank 0 may come as late as the timeout allows, and wait as long
         steps.start("waiting for rank 0")
-        end = time.monotonic() + wait
-        while not (compares := self.meeting.knows("compare")) and not self.meeting.knows("plan"):
-            if time.monotonic() > end:
-                raise TimeoutError(f"no message of rank 0 for {wait:g} s")
-            time.sleep(0.01)
-        if compares:
-            told = self.meeting.hear("compare", wait)
-            if self.launch.rank in told["firsts"]:
-                clock, mark = self.now() - told["time"], told["mark"]
-                found = {"clock": clock, "sees_mark": Path(mark).exists() if mark else None}
-                self.meeting.tell(f"compared/{self.launch.rank}", found)
         plan = self.meeting.hear("plan", wait)
-        if plan is None:
-            return
-        own = self._measure(plan["device"], rounds_of(plan["machines"]))
-        self.meeting.tell(f"links/{self.launch.rank}", own)
+        if plan is not None:
+            self.meeting.tell(f"links/{self.launch.rank}", self._measure(plan, self.now()))
 
-    # ---- All ranks ----
-
-    def _measure(self, device: str, rounds: list[list[Pair]]) -> dict[str, Any]:
-        """Create the process group, and measure. Returns the message for rank 0."""
-        found: dict[str, Any] = {"links": {}, "exchanges": [], "sockets": False}
+    def _measure(self, plan: dict[str, Any], now: float) -> dict[str, Any]:
+        """Compare this machine with rank 0's, create the process group, and measure. Returns the message for rank 0."""
+        mark = plan["mark"]
+        compared = {"clock": now - plan["time"], "sees_mark": Path(mark).exists() if mark else None}
+        found: dict[str, Any] = {"links": {}, "sockets": False}
 
         def measure(steps: Steps) -> None:
-            own = torch.device("cuda", self.launch.local_rank) if device == "cuda" else torch.device("cpu")
-            log = start_nccl_log() if device == "cuda" else None
+            cuda = plan["device"] == "cuda"
+            own = torch.device("cuda", self.launch.local_rank) if cuda else torch.device("cpu")
+            log = start_nccl_log() if cuda else None
             steps.start("creating the process group")
             self._init(own)
             links = Links(self.launch.rank, own, self.options.size, steps)
             found["links"] = links.measured
             links.warm_up()
-            links.run_rounds(rounds)
+            links.run_rounds(rounds_of(plan["machines"]))
             found["sockets"] = uses_sockets(log)
-            size = self.launch.world_size
-            exchange = links.exchange(self.options.ep or size, size, 2 * self.timeout)
-            found["exchanges"] = [asdict(exchange)] if exchange is not None else []
             links.meet("the end")
 
         def stop() -> bool:
@@ -234,7 +193,7 @@ class _Rank:
             self.meeting.tell("failed", self.launch.rank)
         failure = f"rank {self.launch.rank} on {self.own.host}: {ended.failure}" if ended.failure else ""
         links = [asdict(LinkSpeed(source, to, speed)) for (source, to), speed in found["links"].items()]
-        return found | {"links": links, "failure": failure, "waited": ended.waited}
+        return found | {"links": links, "failure": failure, "waited": ended.waited, "compared": compared}
 
     def _init(self, device: torch.device) -> None:
         """Create the default process group, unless there is one. torch waits longer than this rank does."""
@@ -243,16 +202,6 @@ class _Rank:
         if not dist.is_initialized():
             init_world(device, self.launch, 2 * self.timeout, self.meeting.store_for_group())
             self.created = True
-
-
-def _slowest(heard: dict[int, dict[str, Any]]) -> list[Exchange]:
-    """The exchange of each group, at the speed of its slowest rank."""
-    slowest: dict[tuple[int, ...], float] = {}
-    for message in heard.values():
-        for exchange in message["exchanges"]:
-            ranks = tuple(exchange["ranks"])
-            slowest[ranks] = min(exchange["speed"], slowest.get(ranks, exchange["speed"]))
-    return [Exchange(*item) for item in sorted(slowest.items())]
 
 
 def _failures(heard: dict[int, dict[str, Any]], missing: list[int]) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Measure the links between ranks, and the all-to-all of each expert group, with torch.distributed.
+"""Measure the links between ranks with torch.distributed.
 
 A link is timed by its sender, from the start of a message to the answer of the receiver, which is a few bytes. The
 median of several messages counts. All pairs of a round run at the same time (rounds.py). All rounds run twice, and the
@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...runtime.groups import EXPERTS, create_group
 from .bounded_calls import Steps
 from .rounds import Pair
 
@@ -30,14 +29,6 @@ class LinkSpeed:
 
     source: int
     to: int
-    speed: float
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """An all-to-all of `ranks`. speed: bytes per second that the slowest rank sends to the others."""
-
-    ranks: tuple[int, ...]
     speed: float
 
 
@@ -101,27 +92,6 @@ class Links:
         for work in dist.batch_isend_irecv([operation]):
             work.wait()
         self._wait()
-
-    def exchange(self, ranks_per_group: int, world_size: int, timeout: float) -> Exchange | None:
-        """Time the all-to-all of each group of consecutive ranks, all groups at the same time. None: groups of one."""
-        if ranks_per_group == 1:
-            return None
-        groups = [range(first, first + ranks_per_group) for first in range(0, world_size, ranks_per_group)]
-        self.steps.start("creating the expert groups")
-        created = [create_group([*ranks], timeout, nccl=EXPERTS) for ranks in groups]
-        mine, ranks = next((g, ranks) for g, ranks in zip(created, groups, strict=True) if self.rank in ranks)
-        given = self.message[: self.message.numel() // ranks_per_group * ranks_per_group]
-        received = torch.empty_like(given)
-        times = []
-        for _ in range(self.repeats + 1):
-            self.meet("an all-to-all")
-            self.steps.start(f"all-to-all of ranks {ranks[0]}-{ranks[-1]}")
-            start = time.perf_counter()
-            dist.all_to_all_single(received, given, group=mine)
-            self._wait()
-            times.append(time.perf_counter() - start)
-        sent = given.numel() * (ranks_per_group - 1) / ranks_per_group
-        return Exchange(tuple(ranks), sent / statistics.median(times[1:]))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

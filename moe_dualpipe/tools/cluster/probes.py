@@ -4,19 +4,21 @@ import os
 import platform
 import re
 import resource
+import secrets
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 from ... import __version__
+from ...messages import describe
 from ...runtime.launch import Launch, count_gpus
 from .bounded_calls import Steps
-from .disks import measure_disk
-from .facts import Disk, Facts, Gpu
+from .facts import Facts
 
 _SETTINGS = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_\w+|CUDA_DEVICE_MAX_CONNECTIONS")
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -24,27 +26,27 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def gather_facts(launch: Launch, out: Path, steps: Steps, environment: Mapping[str, str] = os.environ) -> Facts:
-    """The facts of this rank. The first rank of each machine also measures the disk of `out`."""
+    """The facts of this rank. The first rank of each machine also writes a file into `out`."""
     steps.start("reading the versions")
-    versions = read_versions()
+    alike = read_versions()
     steps.start("looking for GPUs")
-    num_gpus, gpu = find_gpus(launch.local_rank)
-    shm = Path("/dev/shm")
-    disk: Disk | None = None
+    gpus, gpu_used = find_gpus(launch.local_rank)
+    folder: dict[str, Any] = {}
     if launch.local_rank == 0:
         steps.start(f"writing to {out}")
-        disk = measure_disk(out, mark=launch.rank == 0)
+        folder = try_folder(out, mark=launch.rank == 0)
     steps.start("looking at the network")
-    port = rendezvous_port(launch, environment)
+    alike |= {"GPUs": gpus, "InfiniBand ports": infiniband_ports(), "number of processes": str(launch.local_world_size)}
+    alike |= {name: value for name, value in sorted(environment.items()) if _SETTINGS.fullmatch(name)}
+    shm, port = Path("/dev/shm"), rendezvous_port(launch, environment)
     return Facts(
         rank=launch.rank, host=socket.gethostname(), boot=_read(Path("/proc/sys/kernel/random/boot_id")),
-        local_rank=launch.local_rank, local_size=launch.local_world_size, versions=versions, num_gpus=num_gpus,
-        gpu_files=len([*Path("/dev").glob("nvidia[0-9]*")]), gpu=gpu, infiniband=infiniband_ports(),
-        settings={name: value for name, value in sorted(environment.items()) if _SETTINGS.fullmatch(name)},
-        address=own_address(), shm=shutil.disk_usage(shm).free if shm.is_dir() else None,
+        local_rank=launch.local_rank, local_size=launch.local_world_size, alike=alike, num_gpus=count_gpus(),
+        gpu_files=len([*Path("/dev").glob("nvidia[0-9]*")]), gpu_used=gpu_used, address=own_address(),
+        shm=shutil.disk_usage(shm).free if shm.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        port=port, port_in_use=port is not None and not is_free(port), disk=disk,
+        port=port if port is not None and not is_free(port) else None, **folder,
     )  # fmt: skip
 
 
@@ -53,41 +55,39 @@ def read_versions(driver: Path = Path("/proc/driver/nvidia/version")) -> dict[st
     import torch
 
     found = {"Python": platform.python_version(), "torch": torch.__version__, "moe-dualpipe": __version__}
-    try:
+    with suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        found["triton"] = "none"
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
-        try:
+        with suppress(ImportError, AttributeError, RuntimeError):  # a build without NCCL
             nccl: Any = import_module("torch.cuda.nccl")
             found["NCCL"] = ".".join(map(str, nccl.version()))
-        except (ImportError, AttributeError, RuntimeError):  # a build without NCCL
-            found["NCCL"] = "none"
     if match := re.search(r"Module.*?\s(\d+\.\d[\d.]*)\s", _read(driver) + "\n"):
         found["driver"] = match[1]
     return found
 
 
-def find_gpus(local_rank: int) -> tuple[int, Gpu | None]:
-    """The number of GPUs of this machine, and the GPU of this rank."""
-    number = count_gpus()
-    if local_rank >= number:
-        return number, None
+def find_gpus(local_rank: int) -> tuple[str, float | None]:
+    """The GPUs of this machine, such as "8 x NVIDIA H100 80GB HBM3, 79 GiB", and the used share of this rank's."""
     import torch
 
-    properties: Any = torch.cuda.get_device_properties(local_rank)
-    free, total = torch.cuda.mem_get_info(local_rank)
-    return number, Gpu(properties.name, total, free)
+    number = count_gpus()
+    each: list[Any] = [torch.cuda.get_device_properties(i) for i in range(number)]
+    kinds = Counter(f"{one.name}, {one.total_memory >> 30} GiB" for one in each)
+    used = None
+    if local_rank < number:
+        free, total = torch.cuda.mem_get_info(local_rank)
+        used = 1 - free / total
+    return " and ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())), used
 
 
-def infiniband_ports(devices: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
-    """State and rate of each port of InfiniBand and RoCE cards: {"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)"}."""
-    found = {}
-    for port in sorted(devices.glob("*/ports/*")):
-        state, rate = _read(port / "state").partition(":")[2].strip(), _read(port / "rate")
-        found[f"{port.parts[-3]}/{port.name}"] = f"{state}, {rate}"
-    return found
+def infiniband_ports(devices: Path = Path("/sys/class/infiniband")) -> str:
+    """State and rate of the ports of InfiniBand and RoCE cards: "8 x ACTIVE, 400 Gb/sec (4X NDR)"."""
+    ports = Counter(
+        f"{_read(port / 'state').partition(':')[2].strip()}, {_read(port / 'rate')}"
+        for port in devices.glob("*/ports/*")
+    )
+    return "; ".join(f"{count} x {state}" for state, count in sorted(ports.items()))
 
 
 def own_address() -> str:
@@ -114,6 +114,32 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def try_folder(out: Path, mark: bool) -> dict[str, Any]:
+    """Write a file into `out`, or the nearest folder above it that exists. Returns fields of `Facts`.
+
+    mark: keep the file, for other machines to look for. `remove_mark` removes it.
+    """
+    folder = out.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        if folder.exists():
+            return {"folder": str(folder), "unwritable": f"{folder}: not a folder"}
+        folder = folder.parent
+    file, found = folder / f".check-cluster-{secrets.token_hex(8)}", {"folder": str(folder)}
+    try:
+        file.touch()
+        if not mark:
+            file.unlink()
+    except OSError as error:
+        found["unwritable"] = describe(error)
+    return found | {"free": shutil.disk_usage(folder).free, "mark": str(file) if mark else ""}
+
+
+def remove_mark(facts: Facts) -> None:
+    if facts.mark:
+        with suppress(OSError):
+            Path(facts.mark).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> str:

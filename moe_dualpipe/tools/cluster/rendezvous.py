@@ -53,22 +53,14 @@ class Meeting:
         enough: called now and then; if it returns True, the others have 2 more seconds.
         """
         heard: dict[int, Any] = {}
-        end, hurried = time.monotonic() + seconds, False
-        missing = [*range(self.size)]
-        while missing:
-            now = time.monotonic()
-            # In order: most arrive at the same time, so a round of the loop rarely asks for many keys in vain.
-            for rank in missing:
-                if self.store.check([f"{key}/{rank}"]):
-                    heard[rank] = json.loads(self.store.get(f"{key}/{rank}"))
-                elif now <= end:
-                    break
-            missing = [rank for rank in missing if rank not in heard]
-            if now > end:
-                break
-            if missing and not hurried and enough():
-                end, hurried = min(end, now + 2), True
-            time.sleep(_POLL if missing else 0)
+        end = time.monotonic() + seconds
+        for rank in range(self.size):
+            while not self.knows(f"{key}/{rank}") and time.monotonic() < end:
+                if enough():
+                    end = min(end, time.monotonic() + 2)
+                time.sleep(_POLL)
+            if self.knows(f"{key}/{rank}"):
+                heard[rank] = json.loads(self.store.get(f"{key}/{rank}"))
         return heard, [rank for rank in range(self.size) if rank not in heard]
 
     def store_for_group(self) -> dist.Store:

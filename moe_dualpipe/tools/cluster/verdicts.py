@@ -1,247 +1,261 @@
-"""What is wrong with the machines of a run: pure functions from the facts of all ranks to a list of problems."""
+"""What is wrong with the machines of a run: pure functions from facts and links to a list of problems.
+
+A fact is compared with that of most machines, and a limit is a row of a table. A link is compared with others of its
+kind, within a machine or between machines. One bad cable makes many links slow, so slow links that share a machine, a
+pair of machines or a rank are named once.
+"""
 
 import re
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...messages import list_ranks, plural
 from .facts import Facts, Machine, machines_of
+from .links import LinkSpeed
 
 GB = 10**9
+SLOW = 0.5
+"""A link is slow below this share of the usual speed of its kind."""
 MAX_CLOCK = 5.0
 """Seconds by which clocks may differ, more than a message may take."""
-MIN_SHM = 2**30
-"""Bytes of /dev/shm. A container has 64 MB by default."""
-MIN_WRITE = 20e6
-"""Bytes per second of the output folder."""
-MIN_GPU_FREE = 0.9
-"""Share of a GPU's memory that is free before a run."""
 _PRIVATE_SETTING = re.compile(r".*_IFNAME|NCCL_(IB_HCA|DEBUG.*|HOSTID|TOPO\w*|GRAPH\w*|.*_FILE)")
 """Settings that may differ between machines."""
+_WAYS_OUT = {
+    "GPUs": "use equal machines: all ranks wait for the slowest one",
+    "InfiniBand ports": "check cards and cables with ibstat",
+    "number of processes": "start as many on each machine, with the same --nproc-per-node",
+    "within a machine": "look for another program on it, and check its GPUs with nvidia-smi topo -m and dcgmi diag",
+    "between machines": "check the cable, the switch port and the network card (nccl-tests measures pairs of machines)",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, where, and the way out, in words. stops: links cannot be measured before it is solved."""
+    """What is wrong, where, and the way out, in words. machines: the names of those that may be at fault.
+
+    stops: links cannot be measured before it is solved.
+    """
 
     where: str
     what: str
     way_out: str
     stops: bool = False
+    machines: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}: {self.way_out}"
-
-
-def find_problems(
-    facts: Sequence[Facts], world_size: int, min_free: int = 10 * GB, device: str = "auto"
-) -> list[Problem]:
-    """The problems of the machines whose facts are given, worst first.
-
-    min_free: bytes that the run needs in the output folder. device: auto, cpu or cuda.
-    """
-    machines = machines_of([one for one in facts if not one.failed])
-    return [
-        *(Problem(f"rank {one.rank} on {one.host}", one.failed, "look at this machine first", True)
-          for one in facts if one.failed),
-        *_versions(machines), *_gpus(machines, device), *_settings(machines), *_infiniband(machines),
-        *_addresses(machines), *_ports(machines), *_clocks(machines), *_disks(machines, min_free),
-        *_limits(machines, world_size),
-    ]  # fmt: skip
 
 
 def device_of(facts: Sequence[Facts], wanted: str) -> str:
     """cpu or cuda: auto is cuda if each rank has a GPU."""
     if wanted != "auto":
         return wanted
-    return "cuda" if facts and all(one.gpu is not None for one in facts) else "cpu"
+    return "cuda" if facts and all(one.gpu_used is not None for one in facts) else "cpu"
 
 
-def machine_name(machine: Machine) -> str:
-    return f"{machine.name} ({list_ranks(machine.numbers) if len(machine.ranks) < 3 else _span(machine.numbers)})"
+def find_problems(
+    facts: Sequence[Facts], world_size: int, min_free: int = 10 * GB, device: str = "auto"
+) -> list[Problem]:
+    """The problems of the machines whose facts are given, first those that stop. min_free: bytes of the output folder.
 
-
-def _span(ranks: Sequence[int]) -> str:
-    return f"ranks {ranks[0]}-{ranks[-1]}" if ranks[-1] - ranks[0] == len(ranks) - 1 else list_ranks(ranks)
-
-
-def _rank(machine: Machine, one: Facts) -> str:
-    return f"rank {one.rank} on {machine.name}"
-
-
-def different(
-    machines: Sequence[Machine], value_of: Callable[[Machine], str], what: str, way_out: str, stops: bool = False
-) -> Iterator[Problem]:
-    """A problem for each machine whose value is not that of most. In a tie, the first machine's value counts."""
-    values = {machine.name: value_of(machine) for machine in machines}
-    if len({*values.values()}) < 2:
-        return
-    usual, number = Counter(values.values()).most_common(1)[0]
-    examples = [name for name, value in values.items() if value == usual]
-    others = f"on {examples[0]}" if number == 1 else f"on {number} other machines, such as {examples[0]}"
-    for machine in machines:
-        if (value := values[machine.name]) != usual:
-            found = f"{what} {value or 'none'}, but {usual or 'none'} {others}"
-            yield Problem(machine_name(machine), found, way_out, stops)
-
-
-def _versions(machines: Sequence[Machine]) -> Iterator[Problem]:
-    for machine in machines:
-        for name in _names(one.versions for one in machine.ranks):
-            values = {one.versions.get(name, "none") for one in machine.ranks}
-            if len(values) > 1:
-                found = f"{name} differs between its ranks: {', '.join(sorted(values))}"
-                yield Problem(machine_name(machine), found, "start all ranks with the same Python environment", True)
-    for name in _names(machine.first.versions for machine in machines):
-        stops = name in ("torch", "NCCL", "moe-dualpipe")
-        way_out = "install the same version on all machines"
-
-        def version(machine: Machine, name: str = name) -> str:
-            return machine.first.versions.get(name, "")
-
-        yield from different(machines, version, name, way_out, stops)
-
-
-def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
-    return [*dict.fromkeys(name for mapping in mappings for name in mapping)]
-
-
-def _gpus(machines: Sequence[Machine], device: str) -> Iterator[Problem]:
-    if device == "cpu":
-        return
-    for machine in machines:
-        first, name = machine.first, machine_name(machine)
-        if first.gpu_files and not first.num_gpus:
-            built = "its CUDA version needs another driver" if "CUDA" in first.versions else "it is built without CUDA"
-            found = f"{plural(first.gpu_files, 'GPU')}, but torch finds none: {built}"
-            yield Problem(name, found, "install torch for CUDA and a driver that fits, or use --device cpu", True)
-        elif device == "cuda" and not first.num_gpus:
-            yield Problem(name, "torch finds no GPU", "use --device cpu, or give the container its GPUs", True)
-        elif first.num_gpus and first.num_gpus < first.local_size:
-            here = f"{plural(first.local_size, 'process', 'es')}, but {plural(first.num_gpus, 'GPU')}"
-            way_out = f"start at most {first.num_gpus} with --nproc-per-node, or use --device cpu"
-            yield Problem(name, here, way_out, True)
-        for one in machine.ranks:
-            if one.gpu is not None and one.gpu.free < MIN_GPU_FREE * one.gpu.memory:
-                used, total = (one.gpu.memory - one.gpu.free) / 2**30, one.gpu.memory / 2**30
-                found = f"{used:.0f} of {total:.0f} GiB of GPU {one.local_rank} are in use"
-                yield Problem(_rank(machine, one), found, "end the other program (nvidia-smi lists it)")
-    yield from different(machines, gpu_text, "GPUs:", "use equal machines: all ranks wait for the slowest one")
-    yield from different(
-        machines, lambda machine: str(machine.first.local_size), "number of processes",
-        "start as many on each machine, with the same --nproc-per-node",
-    )  # fmt: skip
-
-
-def gpu_text(machine: Machine) -> str:
-    """Such as "8 x NVIDIA H100 80GB HBM3, 79 GiB"; "" without GPUs."""
-    gpus = sorted({(one.gpu.name, one.gpu.memory >> 30) for one in machine.ranks if one.gpu is not None})
-    models = " and ".join(f"{name}, {memory} GiB" for name, memory in gpus)
-    return f"{machine.first.num_gpus} x {models}" if gpus else ""
-
-
-def _settings(machines: Sequence[Machine]) -> Iterator[Problem]:
-    for name in _names(machine.first.settings for machine in machines):
-        if not _PRIVATE_SETTING.fullmatch(name):
-
-            def setting(machine: Machine, name: str = name) -> str:
-                return machine.first.settings.get(name, "")
-
-            yield from different(machines, setting, f"{name} is", "set it to the same value on all machines")
-
-
-def _infiniband(machines: Sequence[Machine]) -> Iterator[Problem]:
-    def ports(machine: Machine) -> str:
-        counts = Counter(machine.first.infiniband.values())
-        return "; ".join(f"{number} x {state}" for state, number in sorted(counts.items()))
-
-    yield from different(machines, ports, "InfiniBand ports:", "check cards and cables with ibstat")
-    for machine in machines:
-        cards = machine.first.infiniband
-        if cards and machine.first.locked_memory not in (-1, None) and machine.first.locked_memory < 2**30:
-            found = f"it may lock {machine.first.locked_memory / 2**20:.0f} MiB of memory, and InfiniBand needs more"
-            way_out = "ulimit -l unlimited, or for a container --ulimit memlock=-1"
-            yield Problem(machine_name(machine), found, way_out)
-
-
-def _addresses(machines: Sequence[Machine]) -> Iterator[Problem]:
-    for machine in machines if len(machines) > 1 else ():
-        first = machine.first
-        if "GLOO_SOCKET_IFNAME" in first.settings:
-            continue
-        if not first.address or first.address == "::1" or first.address.startswith("127."):
-            place = f"resolves to {first.address}" if first.address else "does not resolve"
-            found = f"its name {place}, so gloo would listen where other machines cannot reach it"
-            yield Problem(
-                machine_name(machine), found,
-                "set GLOO_SOCKET_IFNAME to the network interface, such as eth0, or correct /etc/hosts", True,
-            )  # fmt: skip
-
-
-def _ports(machines: Sequence[Machine]) -> Iterator[Problem]:
+    device: auto, cpu or cuda.
+    """
+    machines = machines_of(facts)
+    found = [*_differences([*filter(lambda machine: not machine.first.failed, machines)]), *_clocks(machines)]
     for machine in machines:
         for one in machine.ranks:
-            if one.port_in_use:
-                way_out = f"end the program that ss -ltnp 'sport = {one.port}' names, or choose another --master-port"
-                yield Problem(machine.name, f"port {one.port} is in use", way_out, True)
+            if one.failed:
+                where = f"rank {one.rank} on {machine.name}"
+                found.append(Problem(where, one.failed, "look at this machine first", True, (machine.name,)))
+        for what, way_out, stops in _limits(machine, len(machines) > 1, world_size, min_free, device):
+            found.append(Problem(_place(machine), what, way_out, stops, (machine.name,)))
+    return sorted(found, key=lambda problem: not problem.stops)
 
 
-def _clocks(machines: Sequence[Machine]) -> Iterator[Problem]:
-    """Clocks that differ from the middle one. Two machines cannot tell which of them is right."""
-    known = [machine for machine in machines if machine.first.clock is not None]
-    if len(known) < 2:
-        return
-    clocks = {machine.name: machine.first.clock or 0.0 for machine in known}
-    right = sorted(clocks.values())[(len(known) - 1) // 2] if len(known) > 2 else 0.0
-    for machine in known:
-        ahead = clocks[machine.name] - right
-        if abs(ahead) > MAX_CLOCK:
-            other = f"that of {known[0].name}" if len(known) == 2 else "those of most machines"
-            found = f"its clock is {_duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} {other}"
-            yield Problem(machine_name(machine), found, "synchronize the clocks (chronyc makestep, or timedatectl)")
+def _place(machine: Machine) -> str:
+    ranks = machine.numbers
+    one_range = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"{machine.name} ({f'ranks {ranks[0]}-{ranks[-1]}' if one_range else list_ranks(ranks)})"
 
 
-def _duration(seconds: float) -> str:
-    for size, unit in ((3600, "h"), (60, "min")):
-        if seconds > 0.99 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
+def _differences(machines: Sequence[Machine]) -> Iterator[Problem]:
+    """Each fact of a machine that is not that of most, and each that differs between its ranks.
 
-
-def _disks(machines: Sequence[Machine], min_free: int) -> Iterator[Problem]:
-    for machine in machines:
-        name, disk = machine_name(machine), machine.first.disk
-        if disk is None:
+    In a tie, the first machine counts.
+    """
+    for name in dict.fromkeys(name for machine in machines for name in machine.first.alike):
+        if _PRIVATE_SETTING.fullmatch(name):
             continue
-        if disk.error:
-            yield Problem(name, f"the output folder cannot be written: {disk.error}", "choose another one with --out")
-            continue
-        if disk.free < min_free:
-            found = f"{disk.folder} has {disk.free / GB:.1f} GB free, and the run needs {min_free / GB:g} GB"
-            yield Problem(name, found, "delete old runs, or choose another folder with --out (--min-free changes this)")
-        if disk.write_speed is not None and disk.write_speed < MIN_WRITE:
-            found = f"{disk.folder} is written at {disk.write_speed / 1e6:.1f} MB/s"
-            yield Problem(name, found, "choose a faster disk with --out: the ranks wait while a checkpoint is saved")
-        if machine.first.sees_mark is False:
-            found = f"{disk.folder} is not the folder of {machines[0].name}"
-            way_out = "choose one on a shared file system with --out: all ranks read checkpoints there"
-            yield Problem(name, found, way_out)
+        version = name in ("Python", "torch", "moe-dualpipe", "triton", "CUDA", "NCCL", "driver")
+        default = "install the same version on all machines" if version else "set it to the same value on all machines"
+        way_out, stops = _WAYS_OUT.get(name, default), name in ("torch", "NCCL", "moe-dualpipe")
+        usual, number = Counter(machine.first.alike.get(name, "") for machine in machines).most_common(1)[0]
+        example = next(machine.name for machine in machines if machine.first.alike.get(name, "") == usual)
+        others = f"on {example}" if number == 1 else f"on {number} other machines, such as {example}"
+        for machine in machines:
+            values = [one.alike.get(name, "") for one in machine.ranks]
+            own = values[0]
+            if own != usual:
+                what = f"{name} {own or 'none'}, but {usual or 'none'} {others}"
+                yield Problem(_place(machine), what, way_out, stops, (machine.name,))
+            if len({*values}) > 1:
+                what = f"{name} differs between its ranks: {', '.join(sorted({*values}))}"
+                way = "start all ranks with the same Python environment and variables"
+                yield Problem(_place(machine), what, way, stops, (machine.name,))
 
 
-def _limits(machines: Sequence[Machine], world_size: int) -> Iterator[Problem]:
-    for machine in machines:
-        name, first = machine_name(machine), machine.first
-        if first.shm is not None and first.shm < MIN_SHM:
-            found = f"/dev/shm has {first.shm / 2**20:.0f} MiB free, and NCCL and CPU ranks need 1 GiB"
-            yield Problem(name, found, "remove old files there, or start the container with --shm-size=8g")
-        need = needed_files(world_size, first.num_gpus)
-        few = [one for one in machine.ranks if one.open_files not in (-1, None) and one.open_files < need]
-        if few:
-            found = f"a process may open {few[0].open_files:,} files, and {plural(world_size, 'rank')} need {need:,}"
-            yield Problem(name, found, f"ulimit -n {max(65536, need)}, or for a container --ulimit nofile=1048576")
+def _limits(
+    machine: Machine, several: bool, world_size: int, min_free: int, device: str
+) -> Iterator[tuple[str, str, bool]]:
+    """What of a machine is below a limit: in words, the way out, and whether it stops."""
+    one, cuda = machine.first, device == "cuda"
+    need = needed_files(world_size, one.num_gpus)
+    files = min([r.open_files for r in machine.ranks if r.open_files not in (-1, None)], default=need)
+    busy = [r for r in machine.ranks if r.gpu_used is not None and r.gpu_used > 0.1]
+    ports = [r.port for r in machine.ranks if r.port is not None]
+    local = not one.address or one.address == "::1" or one.address.startswith("127.")
+    resolves = f"resolves to {one.address}" if one.address else "does not resolve"
+    built = "its CUDA version needs another driver" if "CUDA" in one.alike else "it is built without CUDA"
+    rows: list[tuple[bool, str, str, bool]] = [
+        (device != "cpu" and one.gpu_files > 0 and not one.num_gpus,
+         f"{plural(one.gpu_files, 'GPU')}, but torch finds none: {built}",
+         "install torch for CUDA and a driver that fits, or use --device cpu", True),
+        (cuda and not one.gpu_files and not one.num_gpus, "torch finds no GPU",
+         "use --device cpu, or give the container its GPUs", True),
+        (device != "cpu" and 0 < one.num_gpus < one.local_size,
+         f"{plural(one.local_size, 'process', 'es')}, but {plural(one.num_gpus, 'GPU')}",
+         f"start at most {one.num_gpus} with --nproc-per-node, or use --device cpu", True),
+        (device != "cpu" and bool(busy),
+         f"{100 * max([r.gpu_used or 0 for r in busy], default=0):.0f}% of the memory of GPU "
+         f"{', '.join(str(r.local_rank) for r in busy)} is in use",
+         "end the other program (nvidia-smi lists it)", False),
+        ("ACTIVE" in one.alike.get("InfiniBand ports", "") and 0 <= one.locked_memory < 2**30,
+         f"it may lock {one.locked_memory / 2**20:.0f} MiB of memory, and InfiniBand needs more",
+         "ulimit -l unlimited, or for a container --ulimit memlock=-1", False),
+        (several and not one.failed and local and "GLOO_SOCKET_IFNAME" not in one.alike,
+         f"its name {resolves}, so gloo would listen where other machines cannot reach it",
+         "set GLOO_SOCKET_IFNAME to the network interface, such as eth0, or correct /etc/hosts", True),
+        (bool(ports), f"port {ports[:1]} is in use".translate({91: None, 93: None}),
+         f"end the program that ss -ltnp 'sport = {ports[0] if ports else 0}' names, or choose another --master-port",
+         True),
+        (bool(one.unwritable), f"the output folder cannot be written: {one.unwritable}",
+         "choose another one with --out", False),
+        (one.free is not None and one.free < min_free,
+         f"{one.folder} has {(one.free or 0) / GB:.1f} GB free, and the run needs {min_free / GB:g} GB",
+         "delete old runs, or choose another folder with --out (--min-free changes this)", False),
+        (one.sees_mark is False, f"{one.folder} is not the folder of rank 0",
+         "choose one on a shared file system with --out: all ranks read checkpoints there", False),
+        (one.shm is not None and one.shm < 2**30,
+         f"/dev/shm has {(one.shm or 0) / 2**20:.0f} MiB free, and NCCL and CPU ranks need 1 GiB",
+         "remove old files there, or start the container with --shm-size=8g", False),
+        (files < need, f"a process may open {files:,} files, and {plural(world_size, 'rank')} need {need:,}",
+         f"ulimit -n {max(65536, need)}, or for a container --ulimit nofile=1048576", False),
+    ]  # fmt: skip
+    return ((what, way_out, stops) for wrong, what, way_out, stops in rows if wrong)
 
 
 def needed_files(world_size: int, num_gpus: int) -> int:
     """Open files of a process: gloo has a socket to each rank of each group, and NCCL several files for each GPU."""
     return max(512 + 8 * world_size, 4096 if num_gpus else 0)
+
+
+def _clocks(machines: Sequence[Machine]) -> Iterator[Problem]:
+    """Clocks that differ from the middle one. Two machines cannot tell which of them is right."""
+    known = [(machine, machine.first.clock) for machine in machines if machine.first.clock is not None]
+    right = sorted(clock for _, clock in known)[(len(known) - 1) // 2] if len(known) > 2 else 0.0
+    for machine, clock in known:
+        ahead = clock - right
+        if abs(ahead) > MAX_CLOCK:
+            other = f"that of {machines[0].name}" if len(known) == 2 else "those of most machines"
+            hours = f"{abs(ahead) / 3600:.1f} h" if abs(ahead) > 3564 else f"{abs(ahead):.1f} s"
+            found = f"its clock is {hours} {'ahead of' if ahead > 0 else 'behind'} {other}"
+            way_out = "synchronize the clocks (chronyc makestep, or timedatectl)"
+            yield Problem(_place(machine), found, way_out, False, (machine.name,))
+
+
+# ---- links ----
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Links within machines, or between them, and their usual speed."""
+
+    name: str
+    links: tuple[LinkSpeed, ...]
+    usual: float
+
+
+def kinds_of(links: Sequence[LinkSpeed], machines: Sequence[Machine]) -> list[Kind]:
+    """The kinds that exist: "within a machine", "between machines"."""
+    home = home_of(machines)
+    inner = tuple(link for link in links if home[link.source] == home[link.to])
+    outer = tuple(link for link in links if home[link.source] != home[link.to])
+    kinds = [("within a machine", inner, lambda rank: rank), ("between machines", outer, home.__getitem__)]
+    return [Kind(name, some, _usual(some, place)) for name, some, place in kinds if some]
+
+
+def home_of(machines: Sequence[Machine]) -> dict[int, str]:
+    """The name of each rank's machine."""
+    return {one.rank: machine.name for machine in machines for one in machine.ranks}
+
+
+def _usual(links: Iterable[LinkSpeed], place: Callable[[int], Hashable]) -> float:
+    """The median over places of the median of their links.
+
+    Of three machines, one slow machine makes four of the six links slow; but two of the three machines have a link
+    that is not. So the higher median counts within a place.
+    """
+    speeds: dict[Hashable, list[float]] = {}
+    for link in links:
+        for rank in (link.source, link.to):
+            speeds.setdefault(place(rank), []).append(link.speed)
+    return statistics.median_high(statistics.median_high(some) for some in speeds.values())
+
+
+def find_link_problems(
+    links: Sequence[LinkSpeed], machines: Sequence[Machine], sockets: Collection[int] = ()
+) -> list[Problem]:
+    """Slow links, and sockets where there is InfiniBand. sockets: ranks whose NCCL sends over TCP."""
+    problems = [
+        Problem(
+            machine.name, "NCCL uses TCP sockets, but this machine has InfiniBand",
+            "unset NCCL_IB_DISABLE, set NCCL_IB_HCA, and let the container see /dev/infiniband", False, (machine.name,)
+        )
+        for machine in machines
+        if "ACTIVE" in machine.first.alike.get("InfiniBand ports", "") and {*sockets} & {*machine.numbers}
+    ]  # fmt: skip
+    for kind in kinds_of(links, machines):
+        problems += _slow(kind, home_of(machines))
+    return problems
+
+
+def _culprits(link: LinkSpeed, home: Mapping[int, str]) -> list[tuple[str, Hashable, tuple[str, ...]]]:
+    """What may be slow as a whole if this link is, largest first, each with the other end and the machines to blame."""
+    source, to = home[link.source], home[link.to]
+    return [
+        (f"{source} -> all other machines", to, (source,)),
+        (f"all other machines -> {to}", source, (to,)),
+        (f"{source} -> {to}" if source != to else f"within {to}", (link.source, link.to), (source, to)),
+        (f"rank {link.source} of {source} -> all ranks", link.to, (source,)),
+        (f"all ranks -> rank {link.to} of {to}", link.source, (to,)),
+        (f"rank {link.source} on {source} -> rank {link.to} on {to}", None, (source, to)),
+    ]
+
+
+def _slow(kind: Kind, home: Mapping[int, str]) -> Iterator[Problem]:
+    left = {link for link in kind.links if link.speed < SLOW * kind.usual}
+    for level in range(6):
+        groups: dict[tuple[str, tuple[str, ...]], dict[LinkSpeed, Hashable]] = {}
+        for link in kind.links:
+            name, other, blamed = _culprits(link, home)[level]
+            groups.setdefault((name, blamed), {})[link] = other
+        for (name, blamed), group in groups.items():  # with several other ends, so that it is not one of them
+            if (level == 5 or len({*group.values()}) > 1) and left.issuperset(group):
+                speed = statistics.median(link.speed for link in group)
+                many = f" (median of {len(group)} links)" if len(group) > 1 else ""
+                found = f"{speed / GB:.3g} GB/s{many}, and {kind.usual / GB:.3g} GB/s is usual {kind.name}"
+                yield Problem(name, found, _WAYS_OUT[kind.name], False, blamed)
+                alike = SLOW * statistics.median_high(link.speed for link in group)
+                left -= {link for link in group if link.speed >= alike}

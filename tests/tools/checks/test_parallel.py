@@ -155,6 +155,7 @@ def test_the_requested_layout_is_that_of_training():
     assert requested_variant(ParallelConfig(), "none") is None
     assert micro_batches_for([Variant("ep=4", OTHER_ROWS, dp=4, ep=4), Variant("pp=3", OTHER_ORDER, pp=3)]) == 8
     assert micro_batches_for([Variant("pp=5", OTHER_ORDER, pp=5)]) == 10
+    assert micro_batches_for([Variant(f"dp={dp}", OTHER_ORDER, dp=dp) for dp in (2, 3)]) == 12
 
 
 def test_documents_end_in_the_checked_sequences():

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,8 @@ def do(task):
         os._exit(7)
     if task == "exit":
         sys.exit(3)
-    if task == "hang":
+    if isinstance(task, Path):
+        task.write_text(str(os.getpid()))
         time.sleep(60)
     return task
 
@@ -27,10 +29,10 @@ def test_a_failed_task_does_not_end_the_others():
     assert re.fullmatch(r"rank 0: tests/tools/checks/test_tasks.py:\d+ in do: SystemExit: 3", str(left))
 
 
-def test_a_task_that_hangs_ends_after_the_timeout():
-    start = time.monotonic()
-    assert run_tasks(1, do, ["hang"], timeout=1) == [Failure(0, "no result after 1 second")]
-    assert time.monotonic() - start < 50
+def test_a_task_that_hangs_is_ended_after_the_timeout(tmp_path):
+    assert run_tasks(1, do, [tmp_path / "process"], timeout=1) == [Failure(0, "no result after 1 second")]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "process").read_text()), 0)
 
 
 def test_a_function_that_another_process_cannot_import_is_refused():

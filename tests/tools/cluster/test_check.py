@@ -1,7 +1,6 @@
 """Run the whole check in real processes with gloo: it names each problem in time, and every rank ends."""
 
 import dataclasses
-import functools
 import json
 import os
 import socket
@@ -10,20 +9,17 @@ import time
 from contextlib import closing
 
 import pytest
-import torch.distributed as dist
 
 from moe_dualpipe import cli
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.tools.cluster import Options, check_cluster, probes
-from moe_dualpipe.tools.cluster.disks import measure_disk
+from moe_dualpipe.tools.cluster import Options, check_cluster
 from moe_dualpipe.tools.cluster.links import Links
 from moe_dualpipe.tools.cluster.probes import gather_facts
 from moe_dualpipe.tools.cluster.report import cluster_report
 from tests.support.ranks import exits_and_logs
 
-SEND, ALL_TO_ALL = Links._send, dist.all_to_all_single
+SEND = Links._send
 DELAY = 0.05
-SMALL_DISK = functools.partial(measure_disk, size=1 << 20)
 
 
 def free_port():
@@ -38,7 +34,6 @@ def enter(rank, size, port, log):
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": "0"}
-    probes.measure_disk = SMALL_DISK
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -59,30 +54,23 @@ def command(rank, size, port, log, arguments):
 def machine(rank, size, port, log, out, changes, special):
     """A rank on a machine of its own, whose facts are changed.
 
-    special: slow_to, stuck_to: send slowly to this rank, or never. slow_exchange: be late in each all-to-all. clock:
-    seconds ahead. options: of the check.
+    special: slow_to, stuck_to: send slowly to this rank, or never. clock: seconds ahead. options: of the check.
     """
     enter(rank, size, port, log)
 
     def gather(launch, out, steps):
         name = "abcd"[rank]
         found = gather_facts(launch, out, steps)
-        versions = found.versions | changes.get("versions", {})
-        return dataclasses.replace(found, host=name, port_in_use=False, **changes | {"versions": versions})
+        alike = found.alike | changes.get("alike", {})
+        return dataclasses.replace(found, host=name, port=None, **changes | {"alike": alike})
 
     def send(self, tensor, to):
         if to in (special.get("slow_to"), special.get("stuck_to")) and len(tensor) > len(self.answer):
             time.sleep(DELAY if to == special.get("slow_to") else 1000)
         SEND(self, tensor, to)
 
-    def all_to_all(*tensors, **options):
-        time.sleep(DELAY)
-        ALL_TO_ALL(*tensors, **options)
-
     Links._send = send
-    if "slow_exchange" in special:
-        dist.all_to_all_single = all_to_all
-    options = special.get("options", Options(ep=2, out=out, size=1 << 18, timeout=30, min_free=0))
+    options = special.get("options", Options(out=out, size=1 << 18, timeout=30, min_free=0))
     ahead = special.get("clock", 0.0)
     outcome = check_cluster(options, Launch(rank, 0, size, 1), gather, now=lambda: time.time() + ahead)
     if outcome.report is not None:
@@ -105,8 +93,8 @@ def run_machines(size, tmp_path, changes, special):
 
 def test_a_throttled_link_and_other_problems_are_named(tmp_path):
     """Messages from rank 1 to rank 2 are delayed in Python: no rights are needed. test_network.py throttles packets."""
-    changes = {2: {"versions": {"Python": "3.9.1"}}, 3: {"open_files": 64}}
-    special = {1: {"slow_to": 2}, 3: {"clock": 3600.0, "slow_exchange": True}}
+    changes = {2: {"alike": {"Python": "3.9.1"}}, 3: {"open_files": 64}}
+    special = {1: {"slow_to": 2}, 3: {"clock": 3600.0}}
     codes, problems, result = run_machines(4, tmp_path, changes, special)
     assert codes == [1] * 4
     for said in (
@@ -114,19 +102,17 @@ def test_a_throttled_link_and_other_problems_are_named(tmp_path):
         "d (rank 3): its clock is 1.0 h ahead of those of most machines: ",
         "d (rank 3): a process may open 64 files, and 4 ranks need 544: ulimit -n 65536",
         "rank 1 on b -> rank 2 on c: ",
-        "expert group of ranks 2-3: all-to-all at ",
     ):
         assert any(line.startswith(said) for line in problems), (said, problems)
     assert len(result["links"]) == 12 and len({(link["source"], link["to"]) for link in result["links"]}) == 12
     slowest = min(result["links"], key=lambda link: link["speed"])
     assert (slowest["source"], slowest["to"]) == (1, 2) and slowest["speed"] < (1 << 18) / DELAY
-    assert [group["ranks"] for group in result["all_to_all"]] == [[0, 1], [2, 3]]
-    assert result["all_to_all"][1]["speed"] < (1 << 17) / DELAY
     assert not [*tmp_path.glob(".check*")]
+    assert [rank["sees_mark"] for rank in result["ranks"]] == [True] * 4
 
 
 def test_links_are_not_measured_between_versions_of_torch_that_differ(tmp_path):
-    codes, problems, result = run_machines(2, tmp_path, {1: {"versions": {"torch": "1.0"}}}, {})
+    codes, problems, result = run_machines(2, tmp_path, {1: {"alike": {"torch": "1.0"}}}, {})
     assert codes == [1, 1] and result["links"] == []
     assert any("torch 1.0, but " in line for line in problems)
 
@@ -184,7 +170,7 @@ def test_one_process_checks_its_machine(port_in_use, tmp_path, monkeypatch, caps
     printed = capsys.readouterr().out
     assert "One process: links between ranks were not measured. torchrun starts more.\n" in printed
     problems = [line for line in printed.splitlines() if line.startswith("- ")]
-    said = f"- {socket.gethostname()}: port {port_in_use} is in use: end the program that ss -ltnp "
+    said = f"- {socket.gethostname()} (rank 0): port {port_in_use} is in use: end the program that ss -ltnp "
     assert any(line.startswith(said) for line in problems), problems
     assert any("the output folder cannot be written: " in line and "not a folder" in line for line in problems)
     found = json.loads((tmp_path / "found.json").read_text())
@@ -193,8 +179,7 @@ def test_one_process_checks_its_machine(port_in_use, tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize(
     "arguments,said",
-    [(["--ep", "3"], "--ep 3 does not divide 1 rank: use --ep 1"), (["--size", "0"], "--size must be at least"),
-     (["--json", "x.txt"], "cannot write 'x.txt': use .json")],
+    [(["--size", "0"], "--size must be at least"), (["--json", "x.txt"], "cannot write 'x.txt': use .json")],
 )  # fmt: skip
 def test_invalid_options_are_one_line(arguments, said, capsys):
     assert cli.main(["check", "cluster", *arguments]) == 2

@@ -1,6 +1,5 @@
 """The command on machines in network namespaces, where the kernel throttles or drops the packets of one link."""
 
-import functools
 import json
 import os
 import sys
@@ -8,8 +7,6 @@ import sys
 import pytest
 
 from moe_dualpipe import cli
-from moe_dualpipe.tools.cluster import probes
-from moe_dualpipe.tools.cluster.disks import measure_disk
 from tests.support import namespaces
 from tests.support.ranks import exits_and_logs
 
@@ -22,7 +19,6 @@ def node(rank, size, folder, log, arguments):
     os.dup2(out, 2)
     namespaces.enter_machine(rank, folder)
     namespaces.environment(rank, size)
-    probes.measure_disk = functools.partial(measure_disk, size=1 << 20)
     code = cli.main(["check", "cluster", "--out", str(folder), "--json", str(folder / "found.json"), *arguments])
     sys.stdout.flush()
     os._exit(code)

@@ -4,33 +4,33 @@ import dataclasses
 import re
 from pathlib import Path
 
-from moe_dualpipe.tools.cluster import Disk, Exchange, Facts, Gpu, LinkSpeed, Report, find_problems
+from moe_dualpipe.tools.cluster import Facts, LinkSpeed, Report, find_problems
 from moe_dualpipe.tools.cluster.facts import machines_of
-from moe_dualpipe.tools.cluster.link_verdicts import find_link_problems
 from moe_dualpipe.tools.cluster.report import cluster_report
+from moe_dualpipe.tools.cluster.verdicts import find_link_problems
 
 PAGE = Path(__file__).parents[3] / "docs" / "cluster.md"
-GIB = 2**30
-VERSIONS = {
+ALIKE = {
     "Python": "3.12.3",
     "torch": "2.11.0",
     "triton": "3.6.0",
     "CUDA": "12.8",
     "NCCL": "2.28.9",
     "driver": "570.86.10",
+    "GPUs": "2 x NVIDIA H200, 141 GiB",
+    "InfiniBand ports": "2 x ACTIVE, 400 Gb/sec (4X NDR)",
 }
 
 
 def example():
     """Four machines with two GPUs each. One cable, one clock and one driver differ."""
     good = Facts(
-        local_size=2, versions=VERSIONS, num_gpus=2, gpu_files=2, gpu=Gpu("NVIDIA H200", 141 * GIB, 140 * GIB),
-        infiniband={"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)"}, shm=64 * 10**9, open_files=1048576,
-        disk=Disk("/data/runs", 9 * 10**12, 2.1e9), sees_mark=True, address="10.0.0.1",
+        local_size=2, alike=ALIKE, num_gpus=2, gpu_files=2, gpu_used=0.01, shm=64 * 10**9, open_files=1048576,
+        folder="/data/runs", free=9 * 10**12, sees_mark=True, address="10.0.0.1",
     )  # fmt: skip
     changes = [
         {"clock": 0.0},
-        {"clock": 0.002, "versions": VERSIONS | {"driver": "535.161.08"}},
+        {"clock": 0.002, "alike": ALIKE | {"driver": "535.161.08"}},
         {"clock": -0.001},
         {"clock": 3600.7},
     ]
@@ -45,9 +45,8 @@ def example():
         for b in range(8)
         if a != b
     ]
-    groups = [Exchange((0, 1, 2, 3), 41.2e9), Exchange((4, 5, 6, 7), 40.9e9)]
-    problems = [*find_problems(facts, 8), *find_link_problems(links, groups, machines_of(facts))]
-    return Report(8, "cuda", facts, problems, links, groups)
+    problems = [*find_problems(facts, 8), *find_link_problems(links, machines_of(facts))]
+    return Report(8, "cuda", facts, problems, links)
 
 
 def speed(source, to):

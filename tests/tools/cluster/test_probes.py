@@ -3,13 +3,13 @@
 import socket
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
 
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.tools.cluster.bounded_calls import Steps, run_watched
-from moe_dualpipe.tools.cluster.disks import measure_disk, remove_mark
 from moe_dualpipe.tools.cluster.links import start_nccl_log, uses_sockets
 from moe_dualpipe.tools.cluster.probes import (
     AGENT_STORE,
@@ -17,7 +17,9 @@ from moe_dualpipe.tools.cluster.probes import (
     infiniband_ports,
     is_free,
     read_versions,
+    remove_mark,
     rendezvous_port,
+    try_folder,
 )
 
 FIRST = Launch(0, 0, 4, 2)
@@ -26,13 +28,13 @@ FIRST = Launch(0, 0, 4, 2)
 def test_facts_of_this_machine(tmp_path):
     facts = gather_facts(FIRST, tmp_path / "runs" / "new", Steps(), {"NCCL_IB_TC": "106", "HOME": "/root"})
     assert (facts.host, facts.local_size, facts.num_gpus) == (socket.gethostname(), 2, torch.cuda.device_count())
-    assert facts.versions["torch"] == torch.__version__ and facts.versions["triton"] != "none"
-    assert facts.settings == {"NCCL_IB_TC": "106"} and facts.open_files > 0
-    assert Path(facts.disk.mark).exists()  # torchrun's other machines look for it
-    remove_mark(facts.disk)
+    assert facts.alike["torch"] == torch.__version__ and facts.alike["NCCL_IB_TC"] == "106"
+    assert "HOME" not in facts.alike and facts.open_files > 0 and facts.free
+    assert Path(facts.mark).exists()  # torchrun's other machines look for it
+    remove_mark(facts)
     assert [*tmp_path.iterdir()] == []
     other = gather_facts(Launch(1, 1, 4, 2), tmp_path, Steps(), {})
-    assert other.disk is None and other.port is None  # the first rank of a machine speaks for it
+    assert other.free is None and other.port is None  # the first rank of a machine speaks for it
 
 
 def test_versions_of_a_driver(tmp_path):
@@ -52,9 +54,8 @@ def test_infiniband_ports(tmp_path):
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    found = {"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)", "mlx5_1/1": "DOWN, 400 Gb/sec (4X NDR)"}
-    assert infiniband_ports(tmp_path) == found
-    assert infiniband_ports(tmp_path / "absent") == {}
+    assert infiniband_ports(tmp_path) == "1 x ACTIVE, 400 Gb/sec (4X NDR); 1 x DOWN, 400 Gb/sec (4X NDR)"
+    assert infiniband_ports(tmp_path / "absent") == ""
 
 
 def test_a_port_that_another_program_uses():
@@ -71,19 +72,15 @@ def test_who_opens_the_rendezvous_port():
     assert rendezvous_port(FIRST, {}) == 29500
     assert rendezvous_port(FIRST, {"MASTER_PORT": "1234", AGENT_STORE: "True"}) is None  # torchrun has opened it
     assert rendezvous_port(Launch(1, 1, 4, 2), {"MASTER_PORT": "1234"}) is None
-
-
-def test_write_speed_and_free_space(tmp_path):
-    disk = measure_disk(tmp_path, size=1 << 20)
-    assert disk.error == "" and disk.write_speed > 0 and disk.free > 0
-    assert [*tmp_path.iterdir()] == []
+    assert rendezvous_port(Launch(2, 0, 4, 2), {"MASTER_PORT": "1234"}) is None  # on another machine
 
 
 def test_folders_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    assert measure_disk(tmp_path / "file" / "runs").error == f"{tmp_path / 'file'}: not a folder"
-    disk = measure_disk(Path("/proc/runs"), size=1)
-    assert disk.error and disk.write_speed is None
+    assert try_folder(tmp_path / "file" / "runs", False)["unwritable"] == f"{tmp_path / 'file'}: not a folder"
+    assert try_folder(Path("/proc/runs"), True)["unwritable"]
+    assert try_folder(tmp_path / "new", False) == {"folder": str(tmp_path), "free": ANY, "mark": ""}
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
 LOG = """

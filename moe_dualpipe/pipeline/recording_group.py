@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...schedule.launches import CommLaunch, Group, Program, Wait
+from ..schedule.launches import CommLaunch, Group, Program, Wait
 
 _BACKEND = "recording"
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import StageOptions
 from moe_dualpipe.pipeline.pipeline import Pipeline
+from moe_dualpipe.pipeline.record_launches import record_launches, run_step, tiny_model, tokens_of
 from moe_dualpipe.schedule import NAMES, ScheduleError, build, validate
 from moe_dualpipe.schedule.launches import CommLaunch, check_launches
-from moe_dualpipe.tools.checks.record_launches import record_launches, run_step, tiny_model, tokens_of
 from tests.support.ranks import run_ranks
 
 
@@ -246,7 +246,7 @@ def test_the_command_reports_a_difference(capsys, monkeypatch):
     def with_a_fault(*arguments):
         return [program[rank == 1 :] for rank, program in enumerate(record_launches(*arguments))]
 
-    monkeypatch.setattr("moe_dualpipe.tools.checks.record_launches.record_launches", with_a_fault)
+    monkeypatch.setattr("moe_dualpipe.pipeline.record_launches.record_launches", with_a_fault)
     code = main(["schedule", "check", "1f1b", "--pp", "1", "--micro-batches", "1", "--ep", "2", "--num-layers", "2"])
     out, err = capsys.readouterr()
     assert (code, out) == (1, "")

@@ -12,21 +12,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...models import ModelConfig, StageOptions
-from ...overlap import Engine
-from ...overlap.labels import FORWARD, letter_of
-from ...overlap.segmented import run_on
-from ...pipeline.pipeline import Pipeline
-from ...runtime.background import Background
-from ...runtime.groups import create_group
-from ...runtime.p2p import Transfer
-from ...runtime.rank_step import RankStep
-from ...runtime.stage_sums import WeightGathers
-from ...runtime.zero import Shards
-from ...schedule import Action, Recv, Schedule, Send, members
-from ...schedule.comms import carried
-from ...schedule.launches import Program
-from ...schedule.walk import result_name
+from ..models import ModelConfig, StageOptions
+from ..overlap import Engine
+from ..overlap.labels import FORWARD, letter_of
+from ..overlap.segmented import run_on
+from ..runtime.background import Background
+from ..runtime.groups import create_group
+from ..runtime.p2p import Transfer
+from ..runtime.rank_step import RankStep
+from ..runtime.stage_sums import WeightGathers
+from ..runtime.zero import Shards
+from ..schedule import Action, Recv, Schedule, Send, members
+from ..schedule.comms import carried
+from ..schedule.launches import Program
+from ..schedule.walk import result_name
+from .pipeline import Pipeline
 from .recording_group import Recorder, recording_world
 
 LENGTH = 3  # tokens in a sequence

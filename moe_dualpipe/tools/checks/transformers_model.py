@@ -1,0 +1,143 @@
+"""`moe-dualpipe check parallel MODEL`: a model of Hugging Face transformers, divided by its own plans, against itself.
+
+transformers divides a model with the tensor-parallel and expert-parallel plans of its class. Here, the whole model runs
+in one process, and then divided over two, on the same tokens: losses, logits and gradients must agree. If they differ,
+the first module is named whose output, or whose gradient, differs.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...messages import describe, plural, printable
+from .compare import compare, find_faults
+from .ranks import Failure, run_tasks
+from .report import Check, Report
+from .run import Results
+from .subject import row_errors, without_dropout
+from .variants import OTHER_ROWS
+
+RANKS, _SEQUENCES = 2, 4
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "tp=2": {"tp_size": RANKS, "tp_plan": "auto"},
+    "tp=2 x ep=2": {"tp_size": RANKS, "tp_plan": "auto", "ep_size": RANKS},
+    "fsdp=2 x ep=2": {"fsdp_size": RANKS, "ep_size": RANKS},
+}
+"""The arguments of transformers' DistributedConfig."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """division: the name of one, or "" for the whole model. change: called with the model on each rank, for tests."""
+
+    model: str
+    tokens: Tensor
+    folder: Path
+    division: str = ""
+    change: Callable[[nn.Module], None] | None = None
+
+
+def check_transformers(
+    model: str, seq_len: int = 16, seed: int = 0, change: Callable[[nn.Module], None] | None = None
+) -> Report:  # fmt: skip
+    """Compare a model, a folder or a name on the hub, with itself. change: called with each divided model, for tests.
+
+    Raises ValueError if transformers 5 is not installed, or cannot load the model.
+    """
+    try:
+        from transformers import AutoConfig
+        from transformers.distributed import DistributedConfig  # noqa: F401 - transformers 5
+    except ImportError as error:
+        raise ValueError(f"needs transformers 5: pip install 'transformers>=5' ({describe(error)})") from None
+    try:
+        config: Any = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load {printable(model)}: {describe(error)}") from None
+    vocab = getattr(config.get_text_config(), "vocab_size", 2)
+    tokens = torch.randint(vocab, (_SEQUENCES, seq_len), generator=torch.Generator().manual_seed(seed))
+    sizes = f"{plural(_SEQUENCES, 'sequence')} of {plural(seq_len, 'token')}"
+    subject = f"{printable(model)}: {sizes}, compared with one process: relative differences, of their tolerances"
+    with tempfile.TemporaryDirectory() as folder:
+        whole = _Task(model, tokens, Path(folder))
+        (done,) = run_tasks(1, _run_whole, [whole])
+        if isinstance(done, Failure):
+            raise ValueError(f"cannot run {printable(model)} in one process: {done.message}")
+        tasks = [_Task(model, tokens, Path(folder), name, change) for name in DIVISIONS]
+        return Report(subject, tuple(map(_judge, DIVISIONS, run_tasks(RANKS, _run_divided, tasks))))
+
+
+def _judge(name: str, outcome: list[Any] | Failure) -> Check:
+    if isinstance(outcome, Failure):
+        return Check(name, "skipped", problem=f"transformers cannot run it here: {outcome.message}")
+    measured, faults = find_faults([compared for compared, _ in outcome], OTHER_ROWS)
+    first = next((where for _, where in outcome if where), "")
+    return Check(name, "failed" if faults else "passed", measured, first or "; ".join([*faults.values()][:2]))
+
+
+def _load(task: _Task) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    divided = {"distributed_config": DistributedConfig(**DIVISIONS[task.division])} if task.division else {}
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, **divided).train()
+    without_dropout(model)
+    if task.change is not None:
+        task.change(model)
+    return model
+
+
+def _run(task: _Task, sequences: list[int]) -> tuple[Results, dict[str, Tensor]]:
+    """The results, and what each module returned and got as the gradient, in their order."""
+    model, seen = _load(task), dict[str, Tensor]()
+    for name, module in model.named_modules():
+        module.register_forward_hook(partial(_see, seen, name, len(sequences)))
+    tokens = task.tokens[sequences]
+    logits = model(tokens).logits
+    losses = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    losses.mean().backward()
+    by_sequence = losses.detach().double().view(len(tokens), -1)
+    gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return Results(
+        weights={name: _whole(p.detach()) for name, p in model.named_parameters()},
+        logits={(0, s): logits[i].detach() for i, s in enumerate(sequences)},
+        losses={(0, s): by_sequence[i] for i, s in enumerate(sequences)}, gradients=gradients,
+    ), seen  # fmt: skip
+
+
+def _see(seen: dict[str, Tensor], name: str, batch: int, *called: Any) -> None:
+    """A forward hook, which torch calls with the module, its inputs and its output."""
+    y = called[-1][0] if isinstance(called[-1], tuple) else called[-1]
+    if isinstance(y, Tensor) and y.ndim == 3 and len(y) == batch and not hasattr(y, "full_tensor"):
+        seen[f"the output of {name}"] = y.detach()
+        if y.requires_grad:
+            y.register_hook(lambda grad: seen.update({f"the gradient of the output of {name}": grad}))
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def _run_whole(task: _Task) -> None:
+    torch.save(_run(task, [*range(_SEQUENCES)]), task.folder / "whole.pt")
+
+
+def _run_divided(task: _Task) -> Any:
+    """This rank's differences, and the first module that differs."""
+    every = RANKS if "fsdp_size" in DIVISIONS[task.division] else 1
+    sequences = [*range(dist.get_rank() if every > 1 else 0, _SEQUENCES, every)]
+    results, seen = _run(task, sequences)
+    expected, whole = torch.load(task.folder / "whole.pt", weights_only=False)
+    for name, wanted in whole.items():
+        wanted = wanted[sequences] * (every if "gradient" in name else 1)  # the mean is over fewer sequences
+        if name in seen and seen[name].shape == wanted.shape:
+            error = float(row_errors(seen[name], wanted).max())
+            if error > OTHER_ROWS.tokens:
+                return compare(results, expected), f"the first difference is in {name}: {error:.2g}"
+    return compare(results, expected), ""
