@@ -1,0 +1,245 @@
+"""Divide the window of a device into times that add up to it: at each moment it did exactly one thing.
+
+    computation             a kernel computes; the detail is its category
+    slowed computation      the part of it by which kernels take longer because others run beside them
+    copies                  no kernel computes, and a copy or fill runs, by direction, peer and size
+    exposed communication   only a transfer runs; the detail is the transfer, and the computation that comes after it
+    waiting for a rank      the part of an exposed transfer until the last rank has joined it
+    idle: ...               nothing runs, by what the host did: it launched, synchronized, allocated memory, loaded
+                            data, saved a checkpoint, was in the optimizer, or ran Python. "queued": the host had
+                            launched what comes next. "not recorded": the trace does not say.
+
+A moment belongs to the first of these that applies, and of several events of one kind to the one that started first. So
+no time counts twice: every other report sums up entries of this account.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ...overlap.labels import OPTIMIZER as OPTIMIZER_PART
+from .categories import category_of
+from .communication import NAMES, Names
+from .intervals import Intervals, intervals_of, length_before, union
+from .kernel_names import short_name
+from .phases import Phases
+from .trace import DeviceEvent, Trace
+
+COMPUTATION, SLOWED, COPY = "computation", "slowed computation", "copies"
+TRANSFER, WAITING = "exposed communication", "waiting for a rank"
+SYNCHRONIZING, ALLOCATING, LOADER, CHECKPOINT, OPTIMIZER, LAUNCHING, PYTHON, QUEUED, UNKNOWN = IDLE = tuple(
+    f"idle: {what}" for what in (
+        "synchronizing", "allocating", "data loader", "checkpoint", "optimizer", "launching", "Python", "queued",
+        "not recorded",
+    )
+)  # fmt: skip
+KINDS = (COMPUTATION, SLOWED, COPY, TRANSFER, WAITING, *IDLE)
+LOST = KINDS[1:]
+"""What is not computation at full speed."""
+
+_CALLS = (
+    (SYNCHRONIZING, re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)")),
+    (ALLOCATING, re.compile(r"^(?:cuda|hip)(?:Malloc|Free|Host(?:Alloc|Register))|^cuMem(?:Create|Map|Alloc|Free)")),
+)
+_ANNOTATIONS = (
+    (LOADER, re.compile(r"DataLoader|data_?load|next_?batch|load batch", re.IGNORECASE)),
+    (CHECKPOINT, re.compile(r"checkpoint|state_dict|\bsav(?:e|ing)\b|torch\.save", re.IGNORECASE)),
+    (OPTIMIZER, re.compile(rf"^Optimizer\.|^{OPTIMIZER_PART}$")),
+)
+_NEARBY = 64
+"""The next annotation is searched among this many events."""
+
+Key = tuple[str, str]
+"""A kind and a detail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a device did from one moment to another, in microseconds of the trace."""
+
+    start_us: float
+    end_us: float
+    kind: str
+    """One of KINDS."""
+    detail: str = ""
+
+    @property
+    def us(self) -> float:
+        return self.end_us - self.start_us
+
+    @property
+    def key(self) -> Key:
+        return self.kind, self.detail
+
+
+class _Layer(NamedTuple):
+    """Intervals that do not overlap, sorted, each with the number of its owner."""
+
+    times: Intervals
+    owner: np.ndarray
+
+    def at(self, times: np.ndarray) -> np.ndarray:
+        """The owner at each time; -1 for none."""
+        found = np.searchsorted(self.times[:, 0], times, side="right") - 1
+        inside = (found >= 0) & (times < self.times[found, 1]) if len(self.times) else np.zeros(len(times), bool)
+        return np.where(inside, self.owner[found] if len(self.owner) else -1, -1)
+
+
+def _layer(spans: Iterable[tuple[float, float, int]]) -> _Layer:
+    """spans: start, end and owner. A moment belongs to the span that started first."""
+    columns = np.array(sorted(spans), np.float64).reshape(-1, 3)
+    times, owner = columns[:, :2].copy(), columns[:, 2].astype(np.int64)
+    reach = np.maximum.accumulate(times[:, 1])
+    times[1:, 0] = np.maximum(times[1:, 0], reach[:-1])
+    kept = times[:, 1] > times[:, 0]
+    return _Layer(times[kept], owner[kept])
+
+
+def account(trace: Trace, names: Names = NAMES, phases: Phases | None = None) -> list[Entry]:
+    """Return the entries of one device, sorted and without gaps from its first to its last event.
+
+    trace: from `host_as_device`, with the events of this device only.
+    """
+    events = sorted((e for e in trace.device_events if e.end > e.start), key=lambda event: event.start)
+    if not events:
+        return []
+    kinds = [names.kind_of(event) for event in events]
+    phases = phases or Phases(trace, names)
+    keys: dict[Key, int] = {}
+
+    def layer(kind: str, key_of: Callable[[DeviceEvent], Key]) -> _Layer:
+        chosen = (event for event, own in zip(events, kinds, strict=True) if own == kind)
+        return _layer((event.start, event.end, keys.setdefault(key_of(event), len(keys))) for event in chosen)
+
+    layers = [
+        layer("compute", lambda event: (COMPUTATION, category_of(event, "compute"))),
+        layer("copy", lambda event: (COPY, copy_name(event))),
+        layer("comm", lambda event: (TRANSFER, phases.name_of(event))),
+        *(_layer((start, end, keys.setdefault(key, len(keys))) for start, end, key in spans)
+          for spans in _host_spans(trace, events)),
+    ]  # fmt: skip
+    edges = np.unique(np.concatenate([one.times.ravel() for one in layers]))
+    start, end = events[0].start, max(event.end for event in events)
+    edges = edges[(edges >= start) & (edges <= end)]
+    otherwise = keys.setdefault((PYTHON if any(map(trace.launch_of, events)) else UNKNOWN, ""), len(keys))
+    owner = np.full(len(edges) - 1, otherwise)
+    for one in reversed(layers):
+        found = one.at(edges[:-1])
+        owner = np.where(found >= 0, found, owner)
+    first = np.flatnonzero(np.diff(owner, prepend=-1))
+    pieces = zip(edges[first].tolist(), [*edges[first[1:]].tolist(), end], owner[first].tolist(), strict=True)
+    computing = [event for event, kind in zip(events, kinds, strict=True) if kind == "compute"]
+    return list(_named(pieces, [*keys], computing, phases))
+
+
+def _host_spans(trace: Trace, events: Sequence[DeviceEvent]) -> Iterator[list[tuple[float, float, Key]]]:
+    """What the host did, the most important first: start, end, and what an entry of this time is."""
+    if events[0].device == "cpu":
+        yield [(wait.start, wait.end, (SYNCHRONIZING, wait.name)) for wait in trace.waits]
+        return
+    busy = union(intervals_of(events))
+    first_of: dict[float, DeviceEvent] = {}
+    for event in events:
+        first_of.setdefault(event.start, event)
+    gaps = zip(busy[:-1, 1].tolist(), busy[1:, 0].tolist(), strict=True)
+    launched = [(end, start, trace.launch_of(first_of[start])) for end, start in gaps]
+    yield [(max(end, call.end), start, (QUEUED, "")) for end, start, call in launched if call and call.end < start]
+    yield [(end, start, (UNKNOWN, "")) for end, start, call in launched if call is None]
+    threads = {call.thread for _, call in trace.launches_of_work()}
+    calls = [call for call in (*trace.launches.values(), *trace.syncs) if call.thread in threads]
+    annotations = [one for one in trace.annotations if one.thread in threads]
+    for kind, name in _CALLS:
+        yield [(call.start, call.end, (kind, call.name)) for call in calls if name.search(call.name)]
+    for kind, name in _ANNOTATIONS:
+        yield [(one.start, one.end, (kind, short_name(one.name))) for one in annotations if name.search(one.name)]
+    yield [(call.start, call.end, (LAUNCHING, "")) for call in calls]
+
+
+def _named(
+    pieces: Iterable[tuple[float, float, int]], keys: Sequence[Key], computing: Sequence[DeviceEvent], phases: Phases
+) -> Iterator[Entry]:
+    """The entries of pieces. Of a transfer and of idle time, the detail says what was computed next."""
+    starts = [event.start for event in computing]
+    at = 0
+    known: dict[tuple[int, str], str] = {}
+    for start, end, owner in pieces:
+        kind, detail = keys[owner]
+        if kind == TRANSFER or not detail:
+            while at < len(starts) and starts[at] < end:
+                at += 1
+            key = at, detail
+            following = known.get(key) or known.setdefault(key, _next(phases, computing[at : at + _NEARBY], detail))
+            detail = f"{detail} before {following}".strip()
+        yield Entry(start, end, kind, detail)
+
+
+def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
+    """The next phase with computation, other than that of the transfer, whose computation only unpacks rows."""
+    named = (phases.name_of(event) for event in events if phases.is_named(event))
+    return next((name for name in named if name != during), short_name(events[0].name) if events else "the end")
+
+
+def copy_name(event: DeviceEvent) -> str:
+    """A copy by direction, peer and size: "Memcpy DtoH (Device -> Pageable), 8 B"."""
+    size = event.bytes
+    unit, divisor = next(((u, d) for u, d in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= d), ("B", 1))
+    return f"{event.name}, {size / divisor:,.3g} {unit}" if size else event.name
+
+
+def relabeled(entries: Iterable[Entry], spans: Iterable[Entry], kinds: Sequence[str]) -> list[Entry]:
+    """The account with the entries of these kinds cut at `spans`, and relabeled inside of them.
+
+    spans: sorted, without overlap.
+    """
+    later = iter(spans)
+    span = next(later, None)
+    found = []
+    for entry in entries:
+        start = entry.start_us
+        while span is not None and span.end_us <= start:
+            span = next(later, None)
+        while entry.kind in kinds and span is not None and span.start_us < entry.end_us:
+            if span.start_us > start:
+                found.append(replace(entry, start_us=start, end_us=span.start_us))
+            end = min(span.end_us, entry.end_us)
+            found.append(replace(span, start_us=max(start, span.start_us), end_us=end))
+            start = end
+            if span.end_us > entry.end_us:
+                break
+            span = next(later, None)
+        if start < entry.end_us:
+            found.append(replace(entry, start_us=start) if start > entry.start_us else entry)
+    return found
+
+
+def between(entries: Iterable[Entry], starts: np.ndarray, ends: np.ndarray) -> dict[Key, np.ndarray]:
+    """The time of each kind and detail in each of several spans. In the window, they add up to the span."""
+    spans: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+    for entry in entries:
+        spans[entry.key].append((entry.start_us, entry.end_us))
+    lengths = {key: length_before(np.array(own)) for key, own in spans.items()}
+    return {key: before(ends) - before(starts) for key, before in lengths.items()}
+
+
+class Total(NamedTuple):
+    """All entries of one kind, or of one kind and detail."""
+
+    kind: str
+    detail: str
+    times: int
+    us: float
+
+
+def totals(entries: Iterable[Entry], details: bool = True) -> list[Total]:
+    """The sums by kind and detail, longest first; without details by kind, in their order."""
+    found: dict[Key, tuple[int, float]] = {}
+    for entry in entries:
+        key = entry.kind, entry.detail if details else ""
+        times, us = found.get(key, (0, 0.0))
+        found[key] = times + 1, us + entry.us
+    rows = [Total(*key, *sums) for key, sums in found.items()]
+    return sorted(rows, key=lambda row: -row.us if details else KINDS.index(row.kind))
