@@ -16,7 +16,7 @@ from moe_dualpipe.tools.profiler.doctor.case import Case, Change
 from moe_dualpipe.tools.profiler.doctor.replay import replay
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.reports.verdicts import verdicts_text
+
 
 from .faults import FAULTS, PAIRS, Fault, Job, run, write_traces
 from .faults.jobs import HEALTHY
@@ -129,7 +129,7 @@ def main() -> None:
                 found = verdicts_of(make(**more), Path(folder))
                 print(f"healthy {healthy:24}", ", ".join(f"{v.kind} of {rank}" for rank, v in found) or "nothing")
                 if options.only:
-                    print(verdicts_text([v for _, v in found]))
+                    pass
         for fault in FAULTS.values():
             if name not in ("", fault.name) or options.pairs:
                 continue

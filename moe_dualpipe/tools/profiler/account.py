@@ -1,6 +1,6 @@
 """Divide the window of a device into times that add up to it: at each moment it did exactly one thing.
 
-    computation             a kernel computes; the detail is its category
+    computation             a kernel computes; the detail is its category, and the part of the program
     slowed computation      the part of it by which kernels take longer because others run beside them
     copies                  no kernel computes, and a copy or fill runs, by direction, peer and size
     exposed communication   only a transfer runs; the detail is the transfer, and the computation that comes after it
@@ -17,14 +17,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...overlap.labels import OPTIMIZER as OPTIMIZER_PART
 from .categories import category_of
 from .communication import NAMES, Names
-from .intervals import Intervals, intervals_of, length_before, union
+from .intervals import Intervals, as_intervals, difference, intervals_of, length_before, union
 from .kernel_names import short_name
 from .phases import Phases
 from .trace import DeviceEvent, Trace
@@ -50,6 +51,7 @@ _ANNOTATIONS = (
     (CHECKPOINT, re.compile(r"checkpoint|state_dict|\bsav(?:e|ing)\b|torch\.save", re.IGNORECASE)),
     (OPTIMIZER, re.compile(rf"^Optimizer\.|^{OPTIMIZER_PART}$")),
 )
+_NUMBER = re.compile(r"\b\d+\b")
 _NEARBY = 64
 """The next annotation is searched among this many events."""
 
@@ -99,34 +101,40 @@ def _layer(spans: Iterable[tuple[float, float, int]]) -> _Layer:
     return _Layer(times[kept], owner[kept])
 
 
-def account(trace: Trace, names: Names = NAMES, phases: Phases | None = None) -> list[Entry]:
-    """Return the entries of one device, sorted and without gaps from its first to its last event.
+def account(
+    trace: Trace, names: Names = NAMES, phases: Phases | None = None, span: tuple[float, float] | None = None
+) -> list[Entry]:  # fmt: skip
+    """Return the entries of one device, sorted and without gaps from its first to its last event, or in `span`.
 
     trace: from `host_as_device`, with the events of this device only.
     """
     events = sorted((e for e in trace.device_events if e.end > e.start), key=lambda event: event.start)
     if not events:
         return []
+    start, end = span or (events[0].start, max(event.end for event in events))
     kinds = [names.kind_of(event) for event in events]
     phases = phases or Phases(trace, names)
     keys: dict[Key, int] = {}
 
-    def layer(kind: str, key_of: Callable[[DeviceEvent], Key]) -> _Layer:
-        chosen = (event for event, own in zip(events, kinds, strict=True) if own == kind)
-        return _layer((event.start, event.end, keys.setdefault(key_of(event), len(keys))) for event in chosen)
+    def number(kind: str, detail: str) -> int:
+        return keys.setdefault((kind, detail), len(keys))
+
+    def computation(event: DeviceEvent) -> str:
+        place = f" in {folded(phases.phase_of(event))}" if phases.is_named(event) else ""
+        return f"{category_of(event, 'compute')}{place}"
 
     layers = [
-        layer("compute", lambda event: (COMPUTATION, category_of(event, "compute"))),
-        layer("copy", lambda event: (COPY, copy_name(event))),
-        layer("comm", lambda event: (TRANSFER, phases.name_of(event))),
-        *(_layer((start, end, keys.setdefault(key, len(keys))) for start, end, key in spans)
-          for spans in _host_spans(trace, events)),
+        _layer((event.start, event.end, number(kind, detail(event)))
+               for event, own in zip(events, kinds, strict=True) if own == wanted)
+        for wanted, kind, detail in (
+            ("compute", COMPUTATION, computation), ("copy", COPY, copy_name),
+            ("comm", TRANSFER, lambda event: folded(phases.name_of(event))),
+        )
     ]  # fmt: skip
-    edges = np.unique(np.concatenate([one.times.ravel() for one in layers]))
-    start, end = events[0].start, max(event.end for event in events)
+    layers += [_layer((*times, number(*key)) for *times, key in spans) for spans in _idle(trace, events, start, end)]
+    edges = np.unique(np.concatenate([[start, end], *(one.times.ravel() for one in layers)]))
     edges = edges[(edges >= start) & (edges <= end)]
-    otherwise = keys.setdefault((PYTHON if any(map(trace.launch_of, events)) else UNKNOWN, ""), len(keys))
-    owner = np.full(len(edges) - 1, otherwise)
+    owner = np.full(len(edges) - 1, number(PYTHON if any(map(trace.launch_of, events)) else UNKNOWN, ""))
     for one in reversed(layers):
         found = one.at(edges[:-1])
         owner = np.where(found >= 0, found, owner)
@@ -136,27 +144,36 @@ def account(trace: Trace, names: Names = NAMES, phases: Phases | None = None) ->
     return list(_named(pieces, [*keys], computing, phases))
 
 
-def _host_spans(trace: Trace, events: Sequence[DeviceEvent]) -> Iterator[list[tuple[float, float, Key]]]:
-    """What the host did, the most important first: start, end, and what an entry of this time is."""
+Spans = list[tuple[float, float, Key]]
+
+
+def _idle(trace: Trace, events: Sequence[DeviceEvent], start: float, end: float) -> Iterator[Spans]:
+    """What the time without events is, the most important first: start, end, and kind and detail."""
     if events[0].device == "cpu":
         yield [(wait.start, wait.end, (SYNCHRONIZING, wait.name)) for wait in trace.waits]
         return
-    busy = union(intervals_of(events))
-    first_of: dict[float, DeviceEvent] = {}
-    for event in events:
-        first_of.setdefault(event.start, event)
-    gaps = zip(busy[:-1, 1].tolist(), busy[1:, 0].tolist(), strict=True)
-    launched = [(end, start, trace.launch_of(first_of[start])) for end, start in gaps]
-    yield [(max(end, call.end), start, (QUEUED, "")) for end, start, call in launched if call and call.end < start]
-    yield [(end, start, (UNKNOWN, "")) for end, start, call in launched if call is None]
+    gaps = difference(np.array([[start, end]]), union(intervals_of(events)))
+    starts = [event.start for event in events]
+    following = np.searchsorted(starts, gaps[:, 1]).tolist()
+    before = ((gap, events[at]) for gap, at in zip(gaps.tolist(), following, strict=True) if at < len(events))
+    launched = [(*gap, trace.launch_of(event)) for gap, event in before]
+    yield [(max(begin, call.end), end, (QUEUED, "")) for begin, end, call in launched if call and call.end < end]
+    yield [(begin, end, (UNKNOWN, "")) for begin, end, call in launched if call is None]
+    yield from host_spans(trace).values()
+
+
+def host_spans(trace: Trace) -> dict[str, Spans]:
+    """What the threads did that launch work, by kind: the most important first. The rest of their time is PYTHON."""
     threads = {call.thread for _, call in trace.launches_of_work()}
     calls = [call for call in (*trace.launches.values(), *trace.syncs) if call.thread in threads]
     annotations = [one for one in trace.annotations if one.thread in threads]
+    found: dict[str, Spans] = {}
     for kind, name in _CALLS:
-        yield [(call.start, call.end, (kind, call.name)) for call in calls if name.search(call.name)]
+        found[kind] = [(call.start, call.end, (kind, call.name)) for call in calls if name.search(call.name)]
     for kind, name in _ANNOTATIONS:
-        yield [(one.start, one.end, (kind, short_name(one.name))) for one in annotations if name.search(one.name)]
-    yield [(call.start, call.end, (LAUNCHING, "")) for call in calls]
+        inside = [one for one in annotations if name.search(one.name)]
+        found[kind] = [(one.start, one.end, (kind, folded(short_name(one.name)))) for one in inside]
+    return found | {LAUNCHING: [(call.start, call.end, (LAUNCHING, "")) for call in calls]}
 
 
 def _named(
@@ -179,8 +196,13 @@ def _named(
 
 def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
     """The next phase with computation, other than that of the transfer, whose computation only unpacks rows."""
-    named = (phases.name_of(event) for event in events if phases.is_named(event))
+    named = (folded(phases.name_of(event)) for event in events if phases.is_named(event))
     return next((name for name in named if name != during), short_name(events[0].name) if events else "the end")
+
+
+def folded(name: str) -> str:
+    """A name without the numbers that count: "token 12" -> "token *"."""
+    return _NUMBER.sub("*", name)
 
 
 def copy_name(event: DeviceEvent) -> str:
@@ -191,7 +213,7 @@ def copy_name(event: DeviceEvent) -> str:
 
 
 def relabeled(entries: Iterable[Entry], spans: Iterable[Entry], kinds: Sequence[str]) -> list[Entry]:
-    """The account with the entries of these kinds cut at `spans`, and relabeled inside of them.
+    """The account with the entries of these kinds cut at `spans`, which give them another kind and prefix the detail.
 
     spans: sorted, without overlap.
     """
@@ -206,7 +228,8 @@ def relabeled(entries: Iterable[Entry], spans: Iterable[Entry], kinds: Sequence[
             if span.start_us > start:
                 found.append(replace(entry, start_us=start, end_us=span.start_us))
             end = min(span.end_us, entry.end_us)
-            found.append(replace(span, start_us=max(start, span.start_us), end_us=end))
+            detail = ", ".join(filter(None, (span.detail, entry.detail)))
+            found.append(Entry(max(start, span.start_us), end, span.kind, detail))
             start = end
             if span.end_us > entry.end_us:
                 break
@@ -216,11 +239,18 @@ def relabeled(entries: Iterable[Entry], spans: Iterable[Entry], kinds: Sequence[
     return found
 
 
-def between(entries: Iterable[Entry], starts: np.ndarray, ends: np.ndarray) -> dict[Key, np.ndarray]:
-    """The time of each kind and detail in each of several spans. In the window, they add up to the span."""
-    spans: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+def spans_of(entries: Iterable[Entry], *kinds: str) -> Intervals:
+    """The moments of some kinds of entries."""
+    return union(as_intervals((entry.start_us, entry.end_us) for entry in entries if entry.kind in kinds))
+
+
+def between(
+    entries: Iterable[Entry], starts: np.ndarray, ends: np.ndarray, key: Callable[[Entry], Any] = attrgetter("kind")
+) -> dict[Any, np.ndarray]:  # fmt: skip
+    """The time of each kind, or of all entries with the same key, in each of several spans of the window."""
+    spans: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for entry in entries:
-        spans[entry.key].append((entry.start_us, entry.end_us))
+        spans[key(entry)].append((entry.start_us, entry.end_us))
     lengths = {key: length_before(np.array(own)) for key, own in spans.items()}
     return {key: before(ends) - before(starts) for key, before in lengths.items()}
 

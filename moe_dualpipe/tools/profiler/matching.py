@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ...messages import list_ranks, plural
-from .attribution import Partition
 from .collectives import group_name, group_size, kind_of_collective
 from .intervals import EMPTY, Intervals
 from .trace import DeviceEvent
@@ -44,8 +43,6 @@ class RankTransfers:
     """Ranks of each process group, by its name."""
     exposed: Intervals = field(default_factory=lambda: EMPTY)
     """All its exposed communication."""
-    work: Partition | None = None
-    """What it computed when, which shows why it was late. None: not collected."""
 
 
 class Meeting(NamedTuple):

@@ -125,7 +125,9 @@ def test_relabeled_entries_change_inside_the_spans_alone(seed):
     assert all(a.end_us == b.start_us for a, b in pairwise(found))
     for moment in np.arange(entries[0].start_us, entries[-1].end_us) + 0.5:
         before, span = entry_at(entries, moment), entry_at(spans, moment)
-        assert entry_at(found, moment).key == (span if span and before.kind == TRANSFER else before).key
+        assert entry_at(found, moment).key == (
+            (span.kind, f"{span.detail}, x") if span and before.kind == TRANSFER else before.key
+        )
 
 
 def test_between_adds_up_to_each_span():

@@ -10,7 +10,7 @@ import numpy as np
 from ..intervals import EMPTY, Intervals, difference, length_before, union
 from .dependencies import Nodes, graph_of, latency_of, previous_on_stream, ready_times
 from .replay import Floats, Graph, Ints, Mask
-from .verdict import Verdict
+from .verdict import CAUSES, Verdict
 from .view import COMM, COMPUTE, COPY, View
 
 Change = Callable[[Graph], Graph]
@@ -21,6 +21,8 @@ class Finding(NamedTuple):
     """A cause, and the change that removes it. None: the gain cannot be predicted."""
 
     verdict: Verdict
+    spans: Intervals
+    """When it costs time."""
     change: Change | None
     stays: Change | None = None
     """What the cause does to a graph without other causes. None: the recorded graph has all that it does."""
@@ -97,6 +99,11 @@ class Case:
         before = length_before(self.gaps)
         return before(np.maximum(start, end)) - before(start)
 
+    @cached_property
+    def idle(self) -> Intervals:
+        """When nothing ran."""
+        return difference(self.gaps, self.transferring)
+
     def place(self, event: int) -> str:
         """The annotation of an event's launch; otherwise its collective or its own name."""
         view = self.view
@@ -107,6 +114,25 @@ class Case:
             group = collective.description or collective.group
             return f"{collective.name} in {group}" if group else collective.name
         return view.events[event].name
+
+    def finding(
+        self, key: str, events: Sequence[int] | Ints, start: Floats, end: Floats, evidence: Sequence[str],
+        change: Change | None, *, costs: Floats | None = None, cost_us: float | None = None,
+        places: Sequence[str] | None = None, stays: Change | None = None,
+    ) -> Finding:  # fmt: skip
+        """A finding about `events`, each of which lost the time from start to end.
+
+        key: in CAUSES. costs: by default, what was not computed meanwhile. places: by default those of the events.
+        """
+        costs = self.without_computation(start, end) if costs is None else costs
+        worst = int(np.argmax(costs))
+        places = places if places is not None else [self.place(int(event)) for event in events]
+        title, remedy = CAUSES[key]
+        verdict = Verdict(
+            key.partition("/")[0], title, tuple(evidence), remedy, most_costly(places, costs),
+            float(start[worst]), float(end[worst]), float(costs.sum()) if cost_us is None else cost_us,
+        )  # fmt: skip
+        return Finding(verdict, union(np.stack([start, end], axis=1)), change, stays)
 
 
 def case_of(view: View) -> Case:
@@ -133,11 +159,6 @@ def shorter(nodes: Ints, us: Floats) -> Change:
         return replace(graph, duration=duration)
 
     return change
-
-
-def worst_of(cost: Floats) -> int:
-    """The index of the largest cost."""
-    return int(np.argmax(cost))
 
 
 def most_costly(names: Sequence[str], costs: Iterable[float]) -> str:

@@ -14,9 +14,8 @@ import numpy as np
 
 from .....messages import plural
 from ...intervals import length_before, union
-from ..case import Case, Finding, most_costly, shorter, worst_of
+from ..case import Case, Finding, shorter
 from ..replay import Floats, Times
-from ..verdict import Verdict
 from ..view import COMPUTE
 from .transfers import LONG, kind_key
 
@@ -145,21 +144,13 @@ def _line_of_most(share: Floats, speed: Floats, least: float) -> Floats:
 
 
 def _finding(case: Case, slowdown: Slowdown) -> Finding:
-    is_comm, excess = slowdown.is_comm, slowdown.excess_us
-    worst = worst_of(excess)
-    what = "transfers" if is_comm else "kernels"
-    beside = "computation" if is_comm else "communication"
+    excess = slowdown.excess_us
+    what, beside = ("transfers", "computation") if slowdown.is_comm else ("kernels", "communication")
     evidence = (
         f"{what.capitalize()} take {slowdown.ratio:.2f} times as long beside {beside} as alone, as measured on "
         f"{slowdown.events:,} {what} of {plural(slowdown.keys, 'kind')} that ran both ways.",
         f"In total, this adds {excess.sum():,.0f} us to the {what} beside {beside}.",
     )
-    verdict = Verdict(
-        slowdown.kind,
-        f"{what.capitalize()} are slower beside {beside} than alone.", evidence,
-        "Give communication more SMs, or a higher stream priority." if is_comm else
-        "Use fewer SMs for communication (NCCL_MAX_CTAS, or the number of SMs of DeepEP), or copy engines.",
-        most_costly([case.place(event) for event in range(len(excess))], excess),
-        float(case.view.start[worst]), float(case.view.end[worst]), float(excess.sum()),
-    )  # fmt: skip
-    return Finding(verdict, shorter(case.nodes.event, excess))
+    events, end = np.arange(len(excess)), case.view.end
+    change = shorter(case.nodes.event, excess)
+    return case.finding(slowdown.kind, events, end - excess, end, evidence, change, costs=excess)

@@ -13,10 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from ...intervals import length_before, union
-from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
+from ..case import Case, Change, Finding, without_waits
 from ..inputs import LATE, NEAR, same_chunk
 from ..replay import ASSUMED, DATA, ORDER, Floats, Graph, Ints, Mask, order_of
-from ..verdict import Verdict
 from ..view import COMM
 
 LEAST = 3
@@ -100,8 +99,6 @@ def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     if len(events) < LEAST:
         return []
     view, delays = case.view, _delays(case, events)
-    worst = worst_of(delays)
-    start = float(view.start[events[worst]])
     setting = "" if view.queues is None else f" CUDA_DEVICE_MAX_CONNECTIONS is {view.queues}."
     evidence = (
         f"{len(events):,} kernels were ready, but waited until unrelated work on another stream ended: "
@@ -109,13 +106,9 @@ def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
         f"They had been launched, their streams were free, and their input was ready. All work of these streams "
         f"started in the order in which it was launched.{setting}",
     )
-    verdict = Verdict(
-        "few-queues", "Streams wait for each other without a dependency: they share a hardware queue.", evidence,
-        "Unset CUDA_DEVICE_MAX_CONNECTIONS or raise it (the default is 8), or use fewer streams.",
-        most_costly([case.place(event) for event in events.tolist()], delays),
-        start - float(delays[worst]), start, float(delays.sum()),
-    )  # fmt: skip
-    return [Finding(verdict, without_waits(_chosen(case, waits)), _in_queues(case, waits))]
+    change, stays = without_waits(_chosen(case, waits)), _in_queues(case, waits)
+    start, end = view.start[events] - delays, np.where(case.is_comm, view.end, view.start)[events]
+    return [case.finding("few-queues", events, start, end, evidence, change, costs=delays, stays=stays)]
 
 
 def _in_queues(case: Case, waits: Ints) -> Change:
@@ -149,31 +142,27 @@ def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     costs = np.concatenate([_delays(case, events), waited])
     if not len(every):
         return []
-    why = "Until then, work ran that was launched earlier and that they do not need."
-    verdict = late_launch(case, every, costs, why)
     drop = without_waits(_chosen(case, waits))
     source_of = _assumed_inputs(case)
     behind = [event for event in events.tolist() if event in source_of and view.launch[event] >= 0]
     moved = {event: source_of[event] for event in behind} | dict(zip(late.tolist(), inputs.tolist(), strict=True))
     earlier = _launched_with(case, moved)
-    return [Finding(verdict, lambda graph: earlier(drop(graph)))]
+    why = "Until then, work ran that was launched earlier and that they do not need."
+    return [late_launch(case, every, costs, why, lambda graph: earlier(drop(graph)))]
 
 
-def late_launch(case: Case, transfers: Ints, waited: Floats, why: str) -> Verdict:
-    """The verdict on transfers that started so many microseconds after their input was there."""
-    worst = worst_of(waited)
-    start = float(case.view.start[transfers[worst]])
+def late_launch(case: Case, transfers: Ints, waited: Floats, why: str, change: Change) -> Finding:
+    """The finding about transfers that started so many microseconds after their input was there."""
+    worst, view = int(np.argmax(waited)), case.view
+    before = np.flatnonzero((view.launch < view.launch[transfers[worst]]) & (view.launch >= 0) & ~case.is_comm)
+    behind = f" It was launched behind {case.place(before[np.argmax(view.launch[before])])}." if len(before) else ""
     evidence = (
         f"The input of {len(transfers):,} transfers was ready, but they started later: {waited.sum():,.0f} us in "
-        f"total, {waited[worst]:,.0f} us at most.",
+        f"total, {waited[worst]:,.0f} us at most ({case.place(transfers[worst])}).{behind}",
         why,
     )
-    return Verdict(
-        "late-launch", "Transfers are launched late, although their input is ready.", evidence,
-        "Launch each transfer directly after the computation that produces its input.",
-        most_costly([case.place(event) for event in transfers.tolist()], waited),
-        start - float(waited[worst]), start, float(waited.sum()),
-    )  # fmt: skip
+    start, end = view.start[transfers], view.end[transfers]
+    return case.finding("late-launch", transfers, start - waited, end, evidence, change, costs=waited)
 
 
 def _chosen(case: Case, waits: Ints) -> Mask:

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..case import Case, Change, Finding, most_costly, worst_of
+from ..case import Case, Change, Finding
 from ..inputs import LATE, NEAR
 from ..replay import ASSUMED, DATA, Floats, Graph, Ints
-from ..verdict import Verdict
 
 LEAST = 3
 
@@ -34,26 +33,18 @@ def find(case: Case) -> list[Finding]:
     events, waited = events[waited > LATE], waited[waited > LATE]
     if len(events) < LEAST:
         return []
-    worst = worst_of(waited)
+    worst = int(np.argmax(waited))
     first, second = (case.place(int(e)) for e in (case.previous[events[worst]], events[worst]))
     known = all(case.view.events[event].collective is not None for event in events.tolist())
-    assumption = (
-        "The gain assumes that the groups do not share links." if known else
-        "The gain assumes that both share the bandwidth while they run at once."
-    )  # fmt: skip
-    start = float(view.start[events[worst]])
+    assumption = "do not share links." if known else "share the bandwidth while they run at once."
     evidence = (
         f"{len(events):,} transfers waited for the transfer before them on their stream: {waited.sum():,.0f} us in "
         f"total, {waited[worst]:,.0f} us at most ({second} waited for {first}).",
-        f"They had been launched, and their input was ready. {assumption}",
+        f"They had been launched, and their input was ready. The gain assumes that the groups {assumption}",
     )
-    verdict = Verdict(
-        "shared-stream", "Transfers of different groups share a stream and wait for each other.", evidence,
-        "Give each group a communicator and a stream of its own.",
-        most_costly([case.place(event) for event in events.tolist()], waited),
-        start - float(waited[worst]), start, float(waited.sum()),
-    )  # fmt: skip
-    return [Finding(verdict, _apart(case, groups, events, waited, known))]
+    change = _apart(case, groups, events, waited, known)
+    start, end = view.start[events], view.end[events]
+    return [case.finding("shared-stream", events, start - waited, end, evidence, change, costs=waited)]
 
 
 def _group(case: Case, event: int) -> str:
