@@ -78,31 +78,39 @@ def conclude(
         of_transfers = transfers.find(case, names, joined, slowed_us)
         found.append(numbered([*one.host, *one.others, *of_transfers, *contention.find(case, own)]))
     repairs = Repairs(cases, met, slowdowns, found)
+    kept = [_kept(one, repairs, rank, found[rank]) for rank, one in enumerate(known)]
+    mended = [repairs.times(rank, causes) for rank, causes in enumerate(kept)]
+    for rank, (case, times) in enumerate(zip(cases, mended, strict=True)):
+        rest = numbered(exposed.find_nothing_else(case, times, LEAST_SHARE * case.window_us))
+        found[rank] |= rest
+        kept[rank] += rest
     ranks = iter(range(len(known)))
     return [
         Diagnosis((), tuple(entries), tuple(_lost(entries, EMPTY)))
-        if one is None else _diagnosis(one, repairs, rank := next(ranks), found[rank], entries)
+        if one is None else _diagnosis(one, repairs, rank := next(ranks), kept[rank], mended[rank], entries)
         for one, entries in zip(examined, accounts, strict=True)
     ]  # fmt: skip
 
 
 def _diagnosis(
-    one: Examined, repairs: Repairs, rank: int, found: Mapping[Cause, Finding], entries: Sequence[Entry]
+    one: Examined, repairs: Repairs, rank: int, kept: Sequence[Cause], mended: Times, entries: Sequence[Entry]
 ) -> Diagnosis:  # fmt: skip
-    case = repairs.cases[rank]
-    origin = case.view.origin
+    case, found = repairs.cases[rank], repairs.found[rank]
     slowed = [finding.spans for (kind, _), finding in found.items() if kind == "starved-computation"]
-    spans = [Entry(start + origin, end + origin, SLOWED) for start, end in union(np.concatenate([EMPTY, *slowed]))]
-    entries = relabeled(entries, spans, [COMPUTATION])
-    kept, mended = _ranked(one, repairs, rank, found)
-    lost, every = spans_of(entries, *LOST) - origin, spans_of(entries, *LOST[1:]) - origin
+    spans = union(np.concatenate([EMPTY, *slowed])) + case.view.origin
+    entries = relabeled(entries, [Entry(start, end, SLOWED) for start, end in spans.tolist()], [COMPUTATION])
+    lost, every = (spans_of(entries, *kinds) - case.view.origin for kinds in (LOST, LOST[1:]))
     verdicts = []
-    for finding in kept:
-        of = lost if finding.verdict.kind == "starved-computation" else every
-        share = union_length(intersection(of, finding.spans)) / case.window_us
-        verdicts.append(replace(finding.verdict, share=share, device=one.device))
-    explained = union(np.concatenate([_mended_gaps(case, mended), *(finding.spans for finding in kept)]))
-    return Diagnosis(tuple(verdicts), tuple(entries), tuple(_lost(entries, explained + origin)))
+    for cause in kept:
+        verdict, change = found[cause].verdict, found[cause].change
+        of = lost if verdict.kind == "starved-computation" else every
+        share = union_length(intersection(of, found[cause].spans)) / case.window_us
+        gain = repairs.gain_of(rank, [cause]) if change else None
+        fraction = None if gain is None else gain / case.window_us
+        verdicts.append(replace(verdict, share=share, gain_us=gain, gain_fraction=fraction, device=one.device))
+    verdicts.sort(key=lambda verdict: -(verdict.gain_us or 0.0))
+    explained = union(np.concatenate([_mended_gaps(case, mended), *(found[cause].spans for cause in kept)]))
+    return Diagnosis(tuple(verdicts), tuple(entries), tuple(_lost(entries, explained + case.view.origin)))
 
 
 def _lost(entries: Sequence[Entry], explained: Intervals) -> list[Total]:
@@ -130,31 +138,27 @@ def diagnose(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -
     return conclude([examine(trace, device, kind_of)], [()])[0].verdicts
 
 
-def _ranked(
-    one: Examined, repairs: Repairs, rank: int, found: Mapping[Cause, Finding]
-) -> tuple[list[Finding], Times]:  # fmt: skip
-    """The findings on one rank, with gains, and the times without them.
+def _kept(one: Examined, repairs: Repairs, rank: int, found: Mapping[Cause, Finding]) -> list[Cause]:
+    """The causes on one rank that cost enough.
 
     One cause may follow from another. Late launches of the host count only if they would also be late without the calls
     that wait for the device. A late launch of a transfer counts only if the transfer would also be late without all
     causes of the host and without shared queues.
     """
-    case = repairs.cases[rank]
-    least = LEAST_SHARE * case.window_us
+    least = LEAST_SHARE * repairs.cases[rank].window_us
     of_host = [*found][: len(one.host)]
-    kept: dict[Cause, Finding] = {}
+    kept: list[Cause] = []
     for cause, finding in found.items():
         before: list[Cause] = []
         if cause in of_host:
             before = of_host[: of_host.index(cause)]
         elif cause[0] == "late-launch":
             before = [other for other in kept if other in of_host or other[0] == "few-queues"]
-        gain = repairs.gain_of(rank, [cause]) if finding.change else 0.0
-        if gain < least or (before and repairs.gain_of(rank, [*before, cause]) - repairs.gain_of(rank, before) < least):
-            continue
-        verdict = replace(finding.verdict, gain_us=gain, gain_fraction=gain / case.window_us)
-        kept[cause] = finding._replace(verdict=verdict)
-    ranked = sorted(kept.values(), key=lambda finding: -(finding.verdict.gain_us or 0.0))
-    mended = repairs.times(rank, kept)
-    rest = [finding for finding in found.values() if not finding.change and finding.verdict.cost_us >= least]
-    return [*ranked, *exposed.find_nothing_else(case, mended, least), *rest], mended
+        gain = repairs.gain_of(rank, [cause]) if finding.change else finding.verdict.cost_us
+        if gain >= least and not (
+            before
+            and repairs.gain_of(rank, [*before, cause]) - repairs.gain_of(rank, before) < least
+            and finding.change
+        ):
+            kept.append(cause)
+    return kept

@@ -70,6 +70,9 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "sum-at-end": (
         "Gradients are summed after the backward, with nothing beside it.",
         "Sum them in buckets beside the backward: DistributedDataParallel, or a hook for each parameter."),
+    "sum-at-end/last bucket": (
+        "Nothing is computed beside the last sum of gradients.",
+        "Make the last bucket smaller (DistributedDataParallel: bucket_cap_mb), or send it in bfloat16."),
     "exposed-weights": (
         "Computation waits for weights or gradients that are gathered or scattered.",
         "Prefetch the next layer's weights (FSDP: forward_prefetch, backward_prefetch), or shard over fewer ranks."),

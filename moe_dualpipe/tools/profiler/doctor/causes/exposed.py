@@ -5,19 +5,20 @@ from collections import defaultdict
 
 import numpy as np
 
+from ...categories import category_of_kernel
 from ...collectives import kind_of_collective
 from ...intervals import Intervals, as_intervals, intersection, length_before, union, union_length
 from ..case import Case, Finding, shorter, without_waits
-from ..inputs import NEAR_ON_CPU
+from ..inputs import CLOCK, NEAR_ON_CPU
 from ..replay import DATA, Ints, Mask, Times
-from ..view import COMM
+from ..view import COMM, COMPUTE
 
 SOON = 30.0
 """Microseconds, at most, from the end of a transfer to the start of a computation that waited for it."""
+_BUCKETS = 0.5
+"""If a larger share of the sums of gradients is hidden, only the last of several buckets is exposed."""
 _POINT_TO_POINT = re.compile(r"(^|[:_ ])i?(send|recv)(\b|_|$)(?!.*all)", re.IGNORECASE)
-_SUMS, _WEIGHTS, _EXPERTS = ("all_reduce",), ("all_gather", "reduce_scatter"), ("all_to_all",)
-_FEW = 2
-"""Sums of gradients per step that are not buckets."""
+_WEIGHTS = "all_gather", "reduce_scatter"
 
 
 def is_point_to_point(case: Case, event: int) -> bool:
@@ -73,22 +74,33 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
             f"{len(events):,} transfers delay the next computation, which starts as soon as they end: {cost:,.0f} us.",
             "No computation was queued that does not depend on these transfers.",
         )
+        hidden = 1 - cost / case.view.duration[_of_kind(case, "all_reduce")].sum() if key == "sum-at-end" else 0.0
+        key = f"{key}/last bucket" if hidden > _BUCKETS else key
         independent = key in ("sum-at-end", "exposed-weights")  # of the computation before or after them
         change = shorter(case.nodes.event[events], costs) if independent else None
-        found.append(
-            case.finding(key, events, start, end, evidence, change, costs=costs, cost_us=cost)._replace(spans=waited)
-        )
+        finding = case.finding(key, events, start, end, evidence, change, costs=costs, cost_us=cost)
+        found.append(finding._replace(spans=waited))
     return found
 
 
+def _of_kind(case: Case, kind: str) -> Ints:
+    transfers = np.flatnonzero(case.is_comm)
+    return transfers[[kind_of_collective(case.view.events[event]) == kind for event in transfers.tolist()]]
+
+
 def _key(case: Case, event: int) -> str:
-    """The cause of an exposed transfer. Sums in buckets, but for the last one, have something beside them."""
-    kind = kind_of_collective(case.view.events[event])
-    if kind in _SUMS and not any(case.view.letters):
+    """The cause of an exposed transfer, which depends on what it is for."""
+    view, kind = case.view, kind_of_collective(case.view.events[event])
+    computing = np.flatnonzero(view.kind == COMPUTE)
+    after = int(np.searchsorted(view.start[computing], view.end[event] - CLOCK))
+    if kind == "all_reduce" and (
+        after == len(computing) or category_of_kernel(view.events[computing[after]].name) == "optimizer"
+    ):
         return "sum-at-end"
     if kind in _WEIGHTS:
         return "exposed-weights"
-    return "nothing-to-overlap/experts" if kind in _EXPERTS or any(case.view.letters) else "nothing-to-overlap"
+    experts = kind == "all_to_all" or view.letters[event] is not None
+    return "nothing-to-overlap/experts" if experts else "nothing-to-overlap"
 
 
 def _still_exposed(case: Case, transfers: Ints, mended: Times) -> float:

@@ -16,7 +16,7 @@ from ...intervals import EMPTY, Intervals, as_intervals, difference, intersectio
 from ...trace import Trace, innermost
 from ..case import Case, Change, Finding, most_costly, without_waits
 from ..inputs import LATE
-from ..replay import SYNC, Floats, Graph
+from ..replay import SYNC, Floats, Graph, Mask
 from ..view import COMM
 
 SHORT = 10.0
@@ -40,12 +40,8 @@ def find(case: Case, trace: Trace) -> list[Finding]:
 def _syncs(case: Case, trace: Trace, activities: Intervals) -> list[Finding]:
     """Calls in which the host waits for the device, outside of other activities."""
     view, waits = case.view, case.graph.waits
-    inside = length_before(activities)
-    node_of_call = {
-        int(node): i for i, (node, call) in enumerate(zip(case.nodes.call_end, view.calls, strict=True))
-        if np.ptp(inside(np.array([call.start, call.end]))) <= 0
-    }  # fmt: skip
-    unwanted = (waits.kind == SYNC) & np.isin(waits.target, [*node_of_call])
+    node_of_call = {int(node): i for i, node in enumerate(case.nodes.call_end)}
+    unwanted = (waits.kind == SYNC) & ~_waits_in(case, activities) & np.isin(waits.target, case.nodes.call_end)
     calls = [node_of_call[node] for node in waits.target[unwanted].tolist()]
     if not calls:
         return []
@@ -65,6 +61,13 @@ def _syncs(case: Case, trace: Trace, activities: Intervals) -> list[Finding]:
     )
     change = without_waits(unwanted)
     return [case.finding("host-sync", calls, awaited_end, following, evidence, change, places=places)]
+
+
+def _waits_in(case: Case, spans: Intervals) -> Mask:
+    """The waits of calls that are partly inside `spans`."""
+    times = np.array([[call.start, call.end] for call in case.view.calls]).reshape(-1, 2)
+    inside = np.diff(length_before(spans)(times), axis=1)[:, 0] > 0
+    return (case.graph.waits.kind == SYNC) & np.isin(case.graph.waits.target, case.nodes.call_end[inside])
 
 
 def _caught_up(case: Case, calls: Sequence[int], awaited_end: Floats) -> Floats:
@@ -93,7 +96,11 @@ def _activity(case: Case, kind: str, spans: Intervals) -> list[Finding]:
         f"Meanwhile, the device had nothing to do for {union_length(lost):,.0f} us.",
     )
     following = np.minimum(np.searchsorted(case.view.start, lost[:, 1]), len(case.view.start) - 1)
-    change = _host_without(case, spans)
+    faster, waits = _host_without(case, spans), without_waits(_waits_in(case, spans))
+
+    def change(graph: Graph) -> Graph:
+        return waits(faster(graph))
+
     return [case.finding(ACTIVITIES[kind], following, lost[:, 0], lost[:, 1], evidence, change)]
 
 

@@ -16,7 +16,7 @@ from ...intervals import length_before, union
 from ..case import Case, Change, Finding, without_waits
 from ..inputs import LATE, NEAR, same_chunk
 from ..replay import ASSUMED, DATA, ORDER, Floats, Graph, Ints, Mask, order_of
-from ..view import COMM
+from ..view import COMM, COMPUTE
 
 LEAST = 3
 """Minimum number of occurrences of a pattern."""
@@ -26,8 +26,11 @@ def find(case: Case) -> list[Finding]:
     """Find transfers, and computation beside transfers, that wait for unrelated work."""
     waits, (source, target) = _misordered(case)
     shared = _share_queues(case, source, target)
-    late = ~shared & case.is_comm[target]
-    return [*_few_queues(case, target[shared], waits[shared]), *_late(case, target[late], waits[late])]
+    late, early = ~shared & case.is_comm[target], ~shared & ~case.is_comm[target]
+    return [
+        *_few_queues(case, target[shared], waits[shared]), *_late(case, target[late], waits[late]),
+        *_early(case, source[early], target[early], waits[early]),
+    ]  # fmt: skip
 
 
 def _misordered(case: Case) -> tuple[Ints, tuple[Ints, Ints]]:
@@ -163,6 +166,33 @@ def late_launch(case: Case, transfers: Ints, waited: Floats, why: str, change: C
     )
     start, end = view.start[transfers], view.end[transfers]
     return case.finding("late-launch", transfers, start - waited, end, evidence, change, costs=waited)
+
+
+def _early(case: Case, source: Ints, target: Ints, waits: Ints) -> list[Finding]:
+    """Computation that waits for transfers of the other chunk. Without the cause, their own chunk waits for them."""
+    if not len(target):
+        return []
+    view, own_kind = case.view, case.view.kind == COMPUTE
+    delays = _delays(case, target)
+    own = [view.letters[transfer] for transfer in source.tolist()]
+    needing = np.array([
+        next((e for e in range(at, len(own_kind)) if own_kind[e] and view.letters[e] == letter), -1)
+        for letter, at in zip(own, target.tolist(), strict=True)
+    ])  # fmt: skip
+    evidence = (
+        f"{len(target):,} times, computation waited for a transfer of the other micro-batch: {delays.sum():,.0f} us in "
+        f"total, {delays.max():,.0f} us at most.",
+    )
+    drop, nodes = without_waits(_chosen(case, waits)), case.nodes.event
+    known = needing >= 0
+
+    def change(graph: Graph) -> Graph:
+        graph = drop(graph)
+        awaited = nodes[source[known]].tolist(), nodes[needing[known]].tolist()
+        return replace(graph, waits=graph.waits.add(*awaited, 0.0, DATA))
+
+    start = view.start[target]
+    return [case.finding("early-wait", target, start - delays, start, evidence, change, costs=delays)]
 
 
 def _chosen(case: Case, waits: Ints) -> Mask:

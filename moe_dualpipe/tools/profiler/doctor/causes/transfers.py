@@ -6,13 +6,14 @@ to the link (slow transfers). With the trace of one rank, the two cannot be told
 """
 
 from collections import defaultdict
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, pairwise
 
 import numpy as np
 
 from ...collectives import bytes_of
 from ..case import Case, Finding, shorter
-from ..replay import Floats, Ints
+from ..replay import Floats, Graph, Ints
 
 LEAST = 4
 """Minimum number of transfers of one kind and size, to compare them."""
@@ -22,6 +23,8 @@ OFTEN = 0.02
 """Waits below this share of the transfers' time are ordinary."""
 MOVES = 0.75
 """If no rank is waited for during this share of the waits, the late rank changes."""
+SOON = 50.0
+"""Microseconds between small transfers, at most, that could be one."""
 SMALL_BYTES, SMALL_US = 1 << 18, 100.0
 """A transfer is small if it has at most so many bytes; if these are unknown, if it takes less than so long."""
 
@@ -123,14 +126,24 @@ def _small(case: Case) -> list[Finding]:
 
     every = sorted(np.flatnonzero(case.is_comm).tolist(), key=lambda event: (case.view.stream[event], event))
     runs = [[*run] for key, run in groupby(every, key=place) if key[-1]]
-    further = np.array([event for run in runs if len(run) >= LEAST for event in run[1:]], np.int64)
+    pairs = [pair for run in runs for pair in pairwise(run)]
+    further = np.array([b for a, b in pairs if case.view.start[b] - case.view.end[a] <= SOON], np.int64)
     if not len(further):
         return []
     own, start, end = case.own_us[further], case.view.start[further], case.view.end[further]
-    latency = np.minimum(own, np.percentile(own, 5))
+    size = [bytes_of(case.view.events[event]) or 0 for event in every]
+    fastest = float(np.max(np.array(size) / np.maximum(case.own_us[every], 1e-3), initial=1e-9))
+    moving = np.array([bytes_of(case.view.events[event]) or 0 for event in further]) / fastest
     evidence = (
         f"{len(further):,} transfers follow another small one of the same kind. Each takes {np.median(own):,.1f} us "
         f"(median), {own.sum():,.0f} us in total.",
     )
-    change = shorter(case.nodes.event[further], latency)
+    nodes = case.nodes.event[further]
+    faster = shorter(nodes, own - np.minimum(moving, own))
+
+    def change(graph: Graph) -> Graph:
+        lag = graph.before_lag.copy()
+        lag[nodes] = np.minimum(lag[nodes], 0.0)
+        return faster(replace(graph, before_lag=lag))
+
     return [case.finding("small-messages", further, start, end, evidence, change)]
