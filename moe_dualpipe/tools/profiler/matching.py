@@ -2,8 +2,8 @@
 
 A collective belongs to a process group, so it is compared only among the ranks of that group: with tensor and data
 parallelism, each rank meets other ranks in each group. In a group, collectives with the same kind and sequence number
-are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, if all ranks
-recorded the same kinds in the same order. A send and a receive between the same two ranks also meet, the k-th with the
+are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, as long as
+all ranks recorded the same kinds in the same order; a remark says from where on they did not. A send and a receive between the same two ranks also meet, the k-th with the
 k-th: PyTorch numbers them on each rank by itself, over all peers (`seqP2P_` in ProcessGroupNCCL.cpp).
 
 Transfers without a recorded group are compared among all ranks, by the names of their kernels.
@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -164,11 +165,15 @@ def _match(
         return _by_key(group, {member: _numbered(events) for member, events in members.items()}), ""
     kinds = {member: [_kind(group, one.event) for one in events] for member, events in members.items()}
     (first, expected), *others = kinds.items()
-    if differing := [other for other, found in others if found != expected]:
-        names = _names(ranks, [first]), _names(ranks, differing[:1])
-        return [], f"{group}: {' and '.join(names)} recorded different collectives, without numbers"
-    keyed: dict[int, dict[object, _Recorded]] = {m: dict(enumerate(events)) for m, events in members.items()}
-    return _by_key(group, keyed), ""
+    alike, problem = len(expected), ""
+    for other, found in others:
+        same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(expected, found, strict=False))])
+        if found != expected and same <= alike:
+            names, alike = f"{_names(ranks, [first])} and {_names(ranks, [other])}", same
+            after = f" after the first {same:,}, which are compared in their order" if same else ""
+            problem = f"{group}{after}: {names} recorded different collectives, without numbers"
+    keyed: dict[int, dict[object, _Recorded]] = {m: dict(enumerate(events[:alike])) for m, events in members.items()}
+    return _by_key(group, keyed), problem
 
 
 def _kind(group: Group, event: DeviceEvent) -> str:

@@ -115,6 +115,15 @@ class Case:
             return f"{collective.name} in {group}" if group else collective.name
         return view.events[event].name
 
+    def launched_behind(self, event: int) -> str:
+        """A sentence that names the last computation that was launched before a transfer; "" if unknown."""
+        view = self.view
+        before = np.flatnonzero((view.launch < view.launch[event]) & (view.launch >= 0) & ~self.is_comm)
+        if not len(before):
+            return ""
+        place = self.place(int(before[np.argmax(view.launch[before])]))
+        return f" It was launched behind {place}: if it does not need that, launch it earlier."
+
     def finding(
         self, key: str, events: Sequence[int] | Ints, start: Floats, end: Floats, evidence: Sequence[str],
         change: Change | None, *, costs: Floats | None = None, cost_us: float | None = None,

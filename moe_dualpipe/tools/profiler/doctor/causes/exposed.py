@@ -70,8 +70,10 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
             continue
         inside = length_before(waited)
         costs = inside(end) - inside(start)
+        worst = int(events[np.argmax(costs)])
         evidence = (
             f"{len(events):,} transfers delay the next computation, which starts as soon as they end: {cost:,.0f} us.",
+            f"The longest wait is for {case.place(worst)}.{case.launched_behind(worst)}",
             "No computation was queued that does not depend on these transfers.",
         )
         hidden = 1 - cost / case.view.duration[_of_kind(case, "all_reduce")].sum() if key == "sum-at-end" else 0.0

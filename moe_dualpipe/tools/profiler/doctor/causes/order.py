@@ -157,11 +157,9 @@ def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
 def late_launch(case: Case, transfers: Ints, waited: Floats, why: str, change: Change) -> Finding:
     """The finding about transfers that started so many microseconds after their input was there."""
     worst, view = int(np.argmax(waited)), case.view
-    before = np.flatnonzero((view.launch < view.launch[transfers[worst]]) & (view.launch >= 0) & ~case.is_comm)
-    behind = f" It was launched behind {case.place(before[np.argmax(view.launch[before])])}." if len(before) else ""
     evidence = (
         f"The input of {len(transfers):,} transfers was ready, but they started later: {waited.sum():,.0f} us in "
-        f"total, {waited[worst]:,.0f} us at most ({case.place(transfers[worst])}).{behind}",
+        f"total, {waited[worst]:,.0f} us at most ({case.place(transfers[worst])}).{case.launched_behind(transfers[worst])}",
         why,
     )
     start, end = view.start[transfers], view.end[transfers]

@@ -25,6 +25,8 @@ MOVES = 0.75
 """If no rank is waited for during this share of the waits, the late rank changes."""
 SOON = 50.0
 """Microseconds between small transfers, at most, that could be one."""
+LEAST_RATE = 1e4
+"""Bytes per microsecond of a link, at least: what small transfers would take together."""
 SMALL_BYTES, SMALL_US = 1 << 18, 100.0
 """A transfer is small if it has at most so many bytes; if these are unknown, if it takes less than so long."""
 
@@ -131,19 +133,20 @@ def _small(case: Case) -> list[Finding]:
     if not len(further):
         return []
     own, start, end = case.own_us[further], case.view.start[further], case.view.end[further]
-    size = [bytes_of(case.view.events[event]) or 0 for event in every]
-    fastest = float(np.max(np.array(size) / np.maximum(case.own_us[every], 1e-3), initial=1e-9))
-    moving = np.array([bytes_of(case.view.events[event]) or 0 for event in further]) / fastest
+    moving = np.array([bytes_of(case.view.events[event]) or 0 for event in further]) / LEAST_RATE
     evidence = (
         f"{len(further):,} transfers follow another small one of the same kind. Each takes {np.median(own):,.1f} us "
         f"(median), {own.sum():,.0f} us in total.",
     )
-    nodes = case.nodes.event[further]
-    faster = shorter(nodes, own - np.minimum(moving, own))
+    launches = case.view.launch[further]
+    calls, nodes = case.nodes.call[launches[launches >= 0]], case.nodes.event[further]
 
     def change(graph: Graph) -> Graph:
-        lag = graph.before_lag.copy()
-        lag[nodes] = np.minimum(lag[nodes], 0.0)
-        return faster(replace(graph, before_lag=lag))
+        """Without the later calls, and what the host did for them."""
+        lag, duration = graph.before_lag.copy(), graph.duration.copy()
+        either = np.concatenate([nodes, calls])
+        lag[either] = np.minimum(lag[either], 0.0)
+        duration[nodes], duration[calls] = np.minimum(moving, duration[nodes]), 0.0
+        return replace(graph, before_lag=lag, duration=duration)
 
     return [case.finding("small-messages", further, start, end, evidence, change)]
