@@ -2,9 +2,10 @@
 
 A collective belongs to a process group, so it is compared only among the ranks of that group: with tensor and data
 parallelism, each rank meets other ranks in each group. In a group, collectives with the same kind and sequence number
-are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, as long as
-all ranks recorded the same kinds in the same order; a remark says from where on they did not. A send and a receive between the same two ranks also meet, the k-th with the
-k-th: PyTorch numbers them on each rank by itself, over all peers (`seqP2P_` in ProcessGroupNCCL.cpp).
+are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, or the k-th from
+the end, as long as their kinds agree; a remark says where they do not. A send and a receive between the same two ranks
+also meet, the k-th with the k-th: PyTorch numbers them on each rank by itself, over all peers (`seqP2P_` in
+ProcessGroupNCCL.cpp).
 
 Transfers without a recorded group are compared among all ranks, by the names of their kernels.
 """
@@ -163,17 +164,26 @@ def _match(
     collectives = [one.event.collective for events in members.values() for one in events]
     if not group.peers and all(found and found.sequence is not None for found in collectives):
         return _by_key(group, {member: _numbered(events) for member, events in members.items()}), ""
-    kinds = {member: [_kind(group, one.event) for one in events] for member, events in members.items()}
-    (first, expected), *others = kinds.items()
-    alike, problem = len(expected), ""
-    for other, found in others:
-        same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(expected, found, strict=False))])
-        if found != expected and same <= alike:
-            names, alike = f"{_names(ranks, [first])} and {_names(ranks, [other])}", same
-            after = f" after the first {same:,}, which are compared in their order" if same else ""
-            problem = f"{group}{after}: {names} recorded different collectives, without numbers"
-    keyed: dict[int, dict[object, _Recorded]] = {m: dict(enumerate(events[:alike])) for m, events in members.items()}
+    first = max(members, key=lambda member: len(members[member]))
+    keyed: dict[int, dict[object, _Recorded]] = {}
+    problem = ""
+    for member, events in members.items():
+        shift = _shift(members[first], events)
+        pairs = zip(members[first][shift:], events, strict=False)
+        alike = [*takewhile(lambda pair: _kind(group, pair[0].event) == _kind(group, pair[1].event), pairs)]
+        keyed[member] = {k + shift: one for k, (_, one) in enumerate(alike)}
+        if len(alike) < len(members[first]):
+            names = " and ".join(_names(ranks, [one]) for one in sorted((first, member)))
+            in_order = f" ({len(alike):,} of them are compared in their order)" if alike else ""
+            problem = f"{group}: {names} recorded different collectives, without numbers{in_order}"
     return _by_key(group, keyed), problem
+
+
+def _shift(longest: Sequence[_Recorded], events: Sequence[_Recorded]) -> int:
+    """How many collectives a rank missed at the beginning: none, or all that it missed. All ends are apart equally."""
+    shifts = sorted({0, len(longest) - len(events)})
+    ends = np.array([one.event.end for one in longest]), np.array([one.event.end for one in events])
+    return min(shifts, key=lambda shift: np.ptp(ends[0][shift : shift + len(events)] - ends[1]))
 
 
 def _kind(group: Group, event: DeviceEvent) -> str:

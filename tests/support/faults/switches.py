@@ -208,7 +208,7 @@ def moving(job: Job, strength: int) -> Job:
         for op in job.programs[rank]:
             layer += isinstance(op, Record) and op.mark.startswith("attn(B)")
             slow = isinstance(op, Kernel) and layer % len(job.programs) == rank
-            yield replace(op, us=op.us * (1 + 0.15 * strength)) if slow else op
+            yield replace(op, us=op.us * (1 + 0.25 * strength)) if slow else op
 
     return replace(job, programs={rank: tuple(ops(rank)) for rank in job.programs})
 
@@ -314,7 +314,7 @@ OTHERS = (
     Fault("copies", "copies", copies),
     Fault("memsets", "memsets", memsets),
     Fault("early wait", "early-wait", early_wait),
-    Fault("moving imbalance", "imbalance", moving, mended=lambda job, strength: _slower(job, 1 + 0.075 * strength)),
+    Fault("moving imbalance", "imbalance", moving, mended=lambda job, strength: _slower(job, 1 + 0.125 * strength)),
     Fault("small messages", "small-messages", small_messages, partial(data_parallel, transfer_us=40.0)),
     Fault(
         "sum at the end",

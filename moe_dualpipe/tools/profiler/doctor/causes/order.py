@@ -159,8 +159,8 @@ def late_launch(case: Case, transfers: Ints, waited: Floats, why: str, change: C
     worst, view = int(np.argmax(waited)), case.view
     evidence = (
         f"The input of {len(transfers):,} transfers was ready, but they started later: {waited.sum():,.0f} us in "
-        f"total, {waited[worst]:,.0f} us at most ({case.place(transfers[worst])}).{case.launched_behind(transfers[worst])}",
-        why,
+        f"total, {waited[worst]:,.0f} us at most ({case.place(transfers[worst])}).",
+        f"{why}{case.launched_behind(transfers[worst])}",
     )
     start, end = view.start[transfers], view.end[transfers]
     return case.finding("late-launch", transfers, start - waited, end, evidence, change, costs=waited)

@@ -13,7 +13,8 @@ import numpy as np
 
 from ...collectives import bytes_of
 from ..case import Case, Finding, shorter
-from ..replay import Floats, Graph, Ints
+from ..ranks import Joined
+from ..replay import Floats, Graph
 
 LEAST = 4
 """Minimum number of transfers of one kind and size, to compare them."""
@@ -32,15 +33,15 @@ SMALL_BYTES, SMALL_US = 1 << 18, 100.0
 
 
 def find(
-    case: Case, rank_names: dict[int, str] | None = None, last: Ints | None = None, slowed_us: Floats | float = 0.0
+    case: Case, rank_names: dict[int, str] | None = None, met: Joined | None = None, slowed_us: Floats | float = 0.0
 ) -> list[Finding]:  # fmt: skip
     """Find waits for other ranks, slow transfers, and small ones.
 
-    rank_names: names of the ranks by number. last: the number of the rank that joined each event last, or -1.
+    rank_names: names of the ranks by number. met: who joined last.
     slowed_us: how much longer each event took because of computation beside it.
     """
     joined, alone = case.comm_us is not None, case.own_us - slowed_us
-    waits = _imbalance(case, rank_names or {}, last) if joined and last is not None else []
+    waits = _imbalance(case, rank_names or {}, met) if met is not None else []
     return [*waits, *_long(case, alone, joined), *_small(case)]
 
 
@@ -67,21 +68,25 @@ def _usual(case: Case, own: Floats) -> Floats:
     return usual
 
 
-def _imbalance(case: Case, rank_names: dict[int, str], last: Ints) -> list[Finding]:
+def _imbalance(case: Case, rank_names: dict[int, str], met: Joined) -> list[Finding]:
     duration, own = case.view.duration, case.own_us
     waited = np.where(case.is_comm, duration - own, 0.0)
     if waited.sum() < OFTEN * duration[case.is_comm].sum():
         return []
-    weights = np.bincount(last[last >= 0], waited[last >= 0])
-    shares = {int(rank): float(weights[rank] / weights.sum()) for rank in np.argsort(-weights) if weights[rank] > 0}
-    named = [f"{share:.0%} of that was for {rank_names.get(rank, 'another rank')}" for rank, share in shares.items()]
+    own_waits, every_wait = (
+        np.bincount(met.last[met.last >= 0], us[met.last >= 0]) for us in (waited, met.waited_us)
+    )  # fmt: skip
+    named = [
+        f"{own_waits[rank] / own_waits.sum():.0%} of that was for {rank_names.get(rank, 'another rank')}"
+        for rank in np.argsort(-own_waits).tolist() if own_waits[rank] > 0
+    ]  # fmt: skip
     evidence = (
         f"This rank waited {waited.sum():,.0f} us in {int((waited > 0).sum()):,} transfers until the last rank joined, "
         f"{waited.max():,.0f} us at most.",
         f"{', '.join(named[:3])}.",
     )
     events, start = np.arange(len(waited)), case.view.start
-    key = "imbalance" if len(shares) == 1 or max(shares.values()) >= MOVES else "imbalance/moving"
+    key = "imbalance" if every_wait.max() >= MOVES * every_wait.sum() else "imbalance/moving"
     change = shorter(case.nodes.event, waited)
     return [case.finding(key, events, start, start + waited, evidence, change, costs=waited)]
 
