@@ -85,10 +85,10 @@ def _imbalance(case: Case, rank_names: dict[int, str], met: Joined) -> list[Find
         f"{waited.max():,.0f} us at most.",
         f"{', '.join(named[:3])}.",
     )
-    events, start = np.arange(len(waited)), case.view.start
+    events, end = np.arange(len(waited)), case.view.end
     key = "imbalance" if every_wait.max() >= MOVES * every_wait.sum() else "imbalance/moving"
     change = shorter(case.nodes.event, waited)
-    return [case.finding(key, events, start, start + waited, evidence, change, costs=waited)]
+    return [case.finding(key, events, end - waited, end, evidence, change, costs=waited)]
 
 
 def _long(case: Case, own: Floats, joined: bool) -> list[Finding]:
