@@ -145,7 +145,7 @@ def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:
         rows = collective_rows(known.transfers, known.exposed, met)
         divided = tuple(relabeled(device.analysis.account, waits, [TRANSFER]))
         complete.append(replace(device, analysis=replace(device.analysis, account=divided, collectives=rows)))
-    late = lateness(comparison, [device.analysis.account for device in complete]) if len(devices) > 1 else ()
+    late = lateness(comparison, names, [device.analysis.account for device in complete]) if len(devices) > 1 else ()
     return TraceFiles(complete, [comparison], late)
 
 

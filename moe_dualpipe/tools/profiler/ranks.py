@@ -74,11 +74,6 @@ class Comparison:
             "waits for them count as communication."
         )
 
-    def time_of(self, meeting: Meeting) -> float:
-        """When the first member joined, on the common clock."""
-        member = meeting.members[0]
-        return self.clocks[member].at(meeting.events[0].start - self.ranks[member].start_us)
-
     @cached_property
     def joined(self) -> list[dict[int, Meeting]]:
         """The meetings of each rank, by the position of its event in its `transfers`."""

@@ -1,14 +1,12 @@
 """Reports about ranks as text: their collectives and which of them were late, and why."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ....messages import list_ranks, plural, printable
 from ...drawing.tables import markdown
-from ..account import COMPUTATION
 from ..collectives import CollectiveRow
-from ..lateness import Lateness, Reason
+from ..lateness import Lateness
 
 if TYPE_CHECKING:
     from ..files import TraceFiles
@@ -62,47 +60,27 @@ def lateness_text(files: "TraceFiles") -> str:
     """Say which ranks made the others wait, how often and why; "" if no collectives could be compared."""
     if not any(files.lateness):
         return ""
-    windows = [device.analysis.window_us for device in files.devices]
     late = [
-        (name, one, window)
-        for name, one, window in zip(files.names, files.lateness, windows, strict=True)
-        if one is not None and one.exposed_us > LEAST_SHARE * window
+        (name, one, one.waited_us / device.analysis.window_us)
+        for name, one, device in zip(files.names, files.lateness, files.devices, strict=True)
+        if one is not None and one.waited_us > LEAST_SHARE * device.analysis.window_us
     ]
     if not late:
         return "No rank made the others wait, with nothing else to do, for more than 1% of the window."
-    late.sort(key=lambda item: -item[1].exposed_us)
-    lines = [_late(name, one, window) for name, one, window in late[:MAX_LATE]]
+    late.sort(key=lambda item: -item[1].waited_us)
+    lines = [_late(*item) for item in late[:MAX_LATE]]
     if rest := len(late) - MAX_LATE:
         lines += [f"{plural(rest, 'more rank')} made the others wait, for less time."] * (rest > 0)
     return "\n".join(lines)
 
 
-def _late(name: str, one: Lateness, window_us: float) -> str:
-    hidden = one.delayed_us - one.exposed_us >= 1
-    waited = f"{one.delayed_us:,.0f} us for it, {one.exposed_us:,.0f} us of that" if hidden else (
-        f"{one.exposed_us:,.0f} us for it")  # fmt: skip
-    lines = [
+def _late(name: str, one: Lateness, share: float) -> str:
+    more = [f"{reason.kind}, {printable(reason.detail, 80)} ({reason.us:,.0f} us)" for reason in one.reasons
+            if reason.us > _LEAST_REASON * one.waited_us]  # fmt: skip
+    why = f"It spent more time than they did on {'; '.join(more[:_MOST_REASONS])}." if more else (
+        "In total, nothing took it longer than them: the ranks are late in turn."
+    )  # fmt: skip
+    return (
         f"{name} was late: it joined {one.last:,} of {plural(one.joined, 'collective')} last. The others waited "
-        f"{waited} with nothing else to do ({one.exposed_us / window_us:.1%} of the window)."
-    ]
-    by_kind: dict[str, float] = defaultdict(float)
-    for reason in one.reasons:
-        by_kind[reason.kind] += reason.us
-    longer = {kind: us for kind, us in by_kind.items() if us > 0}
-    for kind in sorted(longer, key=lambda kind: -longer[kind]):
-        if (share := longer[kind] / sum(longer.values())) > _LEAST_REASON:
-            ratio = f", {one.compute_ratio:.2f} times the others'" if one.compute_ratio and kind == COMPUTATION else ""
-            found = [reason for reason in one.reasons if reason.kind == kind]
-            lines.append(f"{'Why' if share > 0.995 else f'Why, {share:.0%}'}: more {kind}{ratio}: {_shares(found)}.")
-    if len(lines) == 1:
-        lines.append("Why is unknown: nothing that it did before these collectives took longer than on the others.")
-    return "\n   ".join(lines)
-
-
-def _shares(reasons: Sequence[Reason]) -> str:
-    """The largest shares of what took longer: "GEMM in mlp(F) (70%), attention (20%)"; without a share if it is all."""
-    whole = sum(reason.us for reason in reasons if reason.us > 0)
-    shown = [(printable(one.detail, 60), one.us / whole) for one in reasons if one.us > _LEAST_REASON * whole]
-    if len(shown) == 1 and shown[0][1] > 0.995:
-        return shown[0][0]
-    return ", ".join(f"{name} ({share:.0%})" for name, share in shown[:_MOST_REASONS])
+        f"{one.waited_us:,.0f} us for it with nothing else to do ({share:.1%} of the window).\n   {why}"
+    )
