@@ -9,7 +9,7 @@ import numpy as np
 
 from ..intervals import EMPTY, Intervals, difference, length_before, union
 from .dependencies import Nodes, graph_of, latency_of, previous_on_stream, ready_times
-from .replay import Floats, Graph, Ints, Mask
+from .replay import ASSUMED, DATA, Floats, Graph, Ints, Mask
 from .verdict import CAUSES, Verdict
 from .view import COMM, COMPUTE, COPY, View
 
@@ -62,6 +62,20 @@ class Case:
     @cached_property
     def latency(self) -> float:
         return latency_of(self.view)
+
+    def inputs_ready(self, *kinds: int) -> Floats:
+        """When the inputs of each event were ready, as far as they are known; 0 without any."""
+        graph, waits = self.graph, self.graph.waits
+        chosen, ends = np.isin(waits.kind, kinds), np.zeros(len(graph.start))
+        np.maximum.at(ends, waits.target[chosen], (graph.start + graph.duration)[waits.source[chosen]])
+        return ends[self.nodes.event]
+
+    @cached_property
+    def could_start(self) -> Floats:
+        """When each event was launched and its inputs were ready, whatever else its stream had to do."""
+        calls = np.array([call.start for call in self.view.calls] or [0.0])
+        launched = np.where(self.view.launch >= 0, calls[self.view.launch] + self.latency, self.view.start)
+        return np.maximum(self.inputs_ready(DATA, ASSUMED), launched)
 
     @cached_property
     def own_us(self) -> Floats:

@@ -7,7 +7,6 @@ So events that overlap only partly count as well.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +27,6 @@ SPREAD_JOINED = 0.1
 """The same for transfers whose waits for other ranks are known and left out."""
 SLOWER = 1.1
 """Smaller ratios are ordinary variation."""
-TRIED = 16
-"""Number of events through which lines are tried."""
-NEAR_LINE = 0.1
-"""Events fit a line if their speed differs by less than this share."""
 CERTAIN = 5.0
 """The slowdown must be at least this many times its standard error."""
 
@@ -115,7 +110,7 @@ def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int]
     """
     if len(share) < LEAST or np.ptp(share) < least:
         return None
-    usual = LONG * speed > _line_of_most(share, speed, least)
+    usual = LONG * speed > np.median(speed)
     share, speed = share[usual], speed[usual]
     if len(share) < LEAST or np.ptp(share) < least:
         return None
@@ -127,20 +122,6 @@ def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int]
     rest = speed - alone - slope * share
     error = float(np.sqrt((rest**2).sum() / (len(share) - 2) / (centered**2).sum())) / alone
     return -slope / alone, max(error, 0.01), len(share)
-
-
-def _line_of_most(share: Floats, speed: Floats, least: float) -> Floats:
-    """The speeds by the line through two events that fits most events (as RANSAC does, Fischler and Bolles 1981)."""
-    by_share = np.argsort(share, kind="stable")
-    tried = by_share[np.linspace(0, len(by_share) - 1, min(TRIED, len(by_share))).astype(int)].tolist()
-    best, most = np.zeros(len(share)), -1
-    for one, other in combinations(tried, 2):
-        if share[other] - share[one] >= least / 2:
-            line = speed[one] + (speed[other] - speed[one]) * (share - share[one]) / (share[other] - share[one])
-            fitting = int((np.abs(speed - line) < NEAR_LINE * line).sum())
-            if fitting > most:
-                best, most = line, fitting
-    return best
 
 
 def _finding(case: Case, slowdown: Slowdown) -> Finding:

@@ -44,7 +44,7 @@ def _misordered(case: Case) -> tuple[Ints, tuple[Ints, Ints]]:
 
 def _delays(case: Case, events: Ints) -> Floats:
     """How long each event waited after it was launched, its stream was free, and its input was ready."""
-    return case.view.start[events] - np.maximum(case.ready[events], _inputs(case)[events])
+    return case.view.start[events] - np.maximum(case.ready, case.inputs_ready(ASSUMED))[events]
 
 
 def _share_queues(case: Case, source: Ints, target: Ints) -> Mask:
@@ -86,16 +86,6 @@ def _in_launch_order(case: Case, one: int, other: int) -> bool:
         if (starts[~mask] < latest[~mask] - LATE).any():
             return False
     return True
-
-
-def _inputs(case: Case) -> Floats:
-    """When the assumed input of each event was ready; 0 if none is known."""
-    waits = case.graph.waits
-    assumed = waits.kind == ASSUMED
-    ends = np.zeros(len(case.graph.start))
-    graph = case.graph
-    np.maximum.at(ends, waits.target[assumed], (graph.start + graph.duration)[waits.source[assumed]])
-    return ends[case.nodes.event]
 
 
 def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
