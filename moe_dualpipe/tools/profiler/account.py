@@ -194,6 +194,11 @@ def _named(
         yield Entry(start, end, kind, detail)
 
 
+def without_next(detail: str) -> str:
+    """A detail without what was computed next."""
+    return detail.partition("before ")[0].strip()
+
+
 def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
     """The next phase with computation, other than that of the transfer, whose computation only unpacks rows."""
     named = (folded(phases.name_of(event)) for event in events if phases.is_named(event))

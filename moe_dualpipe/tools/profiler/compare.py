@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from .account import Key, account, totals
+from .account import Key, account, without_next
 from .communication import NAMES, Names
 from .files import analyze_devices
 from .host import host_as_device
@@ -110,7 +110,9 @@ def _sums(trace: Trace, device: str, steps: Sequence[DeviceStep], names: Names) 
         for event in inside:
             known = kernels[event.name]
             kernels[event.name] = Kernels(known.count + 1, known.total_us + event.end - event.start)
-        divided = {(row.kind, row.detail): row.us for row in totals(account(part, names, span=(start, end)))}
+        divided: dict[Key, float] = defaultdict(float)
+        for entry in account(part, names, span=(start, end)):
+            divided[entry.kind, without_next(entry.detail)] += entry.us
         of_kind = [[event for event in events if names.kind_of(event) == kind] for kind in ("comm", "compute")]
         comm, computing = (union(intervals_of(own).clip(start, end)) for own in of_kind)
         hidden = intersection(comm, computing)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from .account import WAITING, Entry, Key, totals
+from .account import WAITING, Entry, Key, totals, without_next
 from .ranks import Comparison
 
 
@@ -56,13 +56,13 @@ def lateness(
     """Return how each rank delayed others. None for ranks without collectives that could be compared."""
     others = max(len(accounts) - 1, 1)
     waited: dict[str, float] = defaultdict(float)
-    sums: list[dict[Key, float]] = []
-    for entries in accounts:
-        own = totals(entries)
-        for total in own:
+    sums = [defaultdict[Key, float](float) for _ in accounts]
+    for own, entries in zip(sums, accounts, strict=True):
+        for total in totals(entries):
             if total.kind == WAITING:
                 waited[total.detail.partition(", ")[0]] += total.us / others
-        sums.append({(total.kind, total.detail): total.us for total in own if total.kind != WAITING})
+            else:
+                own[total.kind, without_next(total.detail)] += total.us
     mean: dict[Key, float] = defaultdict(float)
     for own in sums:
         for key, us in own.items():

@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import fields
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler import NAMES, analyze, read_trace
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
-from moe_dualpipe.tools.profiler.windows import StepTimes, parse_steps, step_times, window_of
+from moe_dualpipe.tools.profiler.windows import StepSpan, parse_steps, step_spans, window_of
 from tests.support.traces import annotation, kernel, launch, operator, write
 
 STEP = "ProfilerStep#"
@@ -45,10 +45,7 @@ def test_a_step_lasts_from_its_first_computation_to_that_of_the_next(tmp_path):
     """The host runs ahead: when the first step starts on the device, it has long launched all of them."""
     found = window(tmp_path, [*steps_on_host([5, 6, 7]), *lagging([0, 50, 90], [40, 30, 35])])
     assert [(s.number, s.start) for s in found.steps] == [(5, 1000), (6, 1050), (7, 1090)]
-    rows = step_times(found, NAMES)
-    assert rows == (
-        StepTimes(5, 0, 50, 40, 0, 0, 0), StepTimes(6, 50, 40, 30, 0, 0, 0), StepTimes(7, 90, 35, 35, 0, 0, 0),
-    )  # fmt: skip
+    assert step_spans(found) == (StepSpan(5, 1000, 1050), StepSpan(6, 1050, 1090), StepSpan(7, 1090, 1125))
     assert found.left_out == ""
 
 
@@ -62,8 +59,7 @@ def test_transfers_belong_to_the_step_that_launched_them_and_copies_to_that_in_w
     assert names_in(window(tmp_path, events, range(1))) == ["gemm", ALL_REDUCE, "Memcpy HtoD"]
     second = window(tmp_path, events, range(1, 2))
     assert names_in(second) == ["gemm", ALL_REDUCE]
-    (row,) = step_times(second, NAMES)
-    assert row == StepTimes(1, 0, 120, 90, 10, 10, 0)
+    assert [row.end - row.start for row in step_spans(second)] == [120]
     assert names_in(window(tmp_path, events, range(2, 3))) == ["gemm"]
     assert second.left_out == "analyzed: step 1 of steps 0 to 2"
 
@@ -81,7 +77,7 @@ def test_steps_of_the_process_that_uses_the_device(tmp_path):
     work = [kernel("gemm", 1000 + 70 * i, 60, device=1, correlation=20 + i) for i in (0, 1)]
     path = write(tmp_path / "t.json", [*steps_on_host([0, 1]), *lagging([0, 50], [40, 30]), *other, *launches, *work])
     files = analyze_files([path])
-    assert [[row.step for row in device.analysis.by_step] for device in files.devices] == [[0, 1], [5, 6]]
+    assert [[row.step for row in device.analysis.steps] for device in files.devices] == [[0, 1], [5, 6]]
 
 
 def test_what_is_outside_of_steps_is_left_out(tmp_path):
@@ -97,7 +93,7 @@ def test_what_is_outside_of_steps_is_left_out(tmp_path):
     )
     whole = window(tmp_path, events, "all")
     assert len(names_in(whole)) == 6 and whole.left_out == ""
-    assert [(row.start_us, row.time_us) for row in step_times(whole, NAMES)] == [(100, 50), (150, 150)]
+    assert [(row.end - row.start) for row in step_spans(whole)] == [50, 150]
 
 
 @pytest.mark.parametrize("lengths,first", [([151, 100, 90, 95], 1), ([149.5, 100, 90, 95], 0), ([500, 100], 0)])
@@ -114,17 +110,17 @@ def test_all_ranks_leave_out_the_same_steps(tmp_path):
         starts = [sum(lengths[:i]) for i in range(3)]
         write(tmp_path / f"{rank}.json", [*steps_on_host(range(3)), *lagging(starts, lengths)])
     files = analyze_files([tmp_path / "0.json", tmp_path / "1.json"])
-    assert [[step.step for step in device.analysis.by_step] for device in files.devices] == [[1, 2]] * 2
+    assert [[step.step for step in device.analysis.steps] for device in files.devices] == [[1, 2]] * 2
     assert files.devices[1].left_out == "analyzed: steps 1 to 2, without step 0 (--steps all includes them)"
     backwards = analyze_files([tmp_path / "1.json", tmp_path / "0.json"])
-    assert [len(device.analysis.by_step) for device in backwards.devices] == [3, 3]
+    assert [len(device.analysis.steps) for device in backwards.devices] == [3, 3]
 
 
 def test_steps_of_other_programs_leave_out_their_own_start_up(tmp_path):
     write(tmp_path / "0.json", [*steps_on_host([7, 8]), *lagging([0, 100], [90, 90])])
     write(tmp_path / "1.json", [*steps_on_host([0, 1, 2]), *lagging([0, 400, 500], [400, 100, 100])])
     files = analyze_files([tmp_path / "0.json", tmp_path / "1.json"])
-    assert [[step.step for step in device.analysis.by_step] for device in files.devices] == [[7, 8], [1, 2]]
+    assert [[step.step for step in device.analysis.steps] for device in files.devices] == [[7, 8], [1, 2]]
 
 
 def test_one_step_is_not_cut_out_of_its_recording(tmp_path):
@@ -198,16 +194,15 @@ def test_rows_add_up_to_the_whole(tmp_path, seed):
     for choice in (range(2, 7), range(3, 6), range(4, 5)):
         found = window(tmp_path, events, choice)
         (analysis,) = analyze(found.trace)
-        rows = step_times(found, NAMES)
-        assert [row.step for row in rows] == [*choice]
-        for field in fields(StepTimes)[3:]:
-            whole = getattr(analysis, field.name)
-            assert sum(getattr(row, field.name) for row in rows) == pytest.approx(whole, abs=1e-6)
+        rows = replace(analysis, steps=step_spans(found)).by_step
+        assert [row["step"] for row in rows] == [*choice]
+        for kind in {entry.kind for entry in analysis.account}:
+            assert sum(row["account"][kind] for row in rows) == pytest.approx(analysis.time_of(kind), abs=1e-6)
         start = min(event.start for event in found.trace.device_events)
         end = max(event.end for event in found.trace.device_events)
         until = found.steps[-1].end if choice[-1] < 6 else end
-        assert sum(row.time_us for row in rows) == pytest.approx(max(until, end) - start)
-        assert all(a.start_us + a.time_us == pytest.approx(b.start_us) for a, b in pairwise(rows))
+        assert sum(row["time_us"] for row in rows) == pytest.approx(max(until, end) - start)
+        assert all(a["start_us"] + a["time_us"] == pytest.approx(b["start_us"]) for a, b in pairwise(rows))
 
 
 def test_the_command(tmp_path, capsys):
