@@ -119,6 +119,11 @@ class Analysis:
         return self.time_of(TRANSFER, WAITING)
 
     @property
+    def overlapped_us(self) -> float:
+        """Communication beside kernels or copies."""
+        return self.comm_us - self.exposed_comm_us
+
+    @property
     def idle_us(self) -> float:
         """Nothing runs."""
         return self.time_of(*IDLE)
@@ -151,7 +156,10 @@ class Analysis:
         return {**asdict(replace(self, account=(), steps=())), **more, "account": sums}
 
 
-_COMPUTED = "window_us", "compute_us", "kernel_compute_us", "exposed_comm_us", "idle_us", "hidden_fraction", "by_step"
+_COMPUTED = (
+    "window_us", "compute_us", "kernel_compute_us", "overlapped_us", "exposed_comm_us", "idle_us", "hidden_fraction",
+    "by_step",
+)  # fmt: skip
 
 
 def analyze(trace: Trace, names: Names = NAMES, phases: Phases | None = None) -> tuple[Analysis, ...]:

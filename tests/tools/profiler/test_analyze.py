@@ -1,15 +1,13 @@
 """Analyses of constructed traces with known results, and of DeepSeek's published trace."""
 
-import gzip
 import json
 from pathlib import Path
 
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import NAMES, Names, TraceError, analyze, read_trace
+from moe_dualpipe.tools.profiler import NAMES, Names, analyze, read_trace
 from moe_dualpipe.tools.profiler.reports.overlap import analysis_text, hidden_sentence
-from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY
 from moe_dualpipe.tools.profiler.trace import DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
 
@@ -34,13 +32,11 @@ def test_overlapping_events_count_once(tmp_path):
         kernel("Memset (Device)", 1078, 4, cat="gpu_memset"), kernel("nvshmem_barrier", 1075, 15, stream=20),
     ])  # fmt: skip
     assert a.window_us == 90
-    assert a.busy_us == 60 + 20
     assert a.idle_us == 10
     assert a.compute_us == 40 + 12  # the memset ends 2 us after the last kernel
     assert a.kernel_compute_us == 40 + 10
-    assert a.copy_us == 4
+    assert a.time_of("copies") == 2
     assert a.comm_us == 30 + 15
-    assert a.overlapped_us == 10 + 7
     assert a.exposed_comm_us == 20 + 8
     assert a.hidden_kernels_us == 10 + 5
     assert a.hidden_fraction == 15 / 45
@@ -125,7 +121,7 @@ published = pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace 
 def test_the_published_trace():
     (a,) = analyze(read_trace(PUBLISHED))
     assert (a.window_us, a.compute_us, a.comm_us) == (129_012, 124_338, 113_440)
-    assert (a.overlapped_us, a.exposed_comm_us, a.num_comm) == (109_263, 4_177, 36)
+    assert (a.exposed_comm_us, a.num_comm, a.hidden_kernels_us) == (4_177, 36, 109_250)
     assert a.hidden_fraction == pytest.approx(0.963, abs=0.0005)
     per_layer = {p.name: (p.comm_us if "c" in p.name else p.compute_us) / 4000 for p in a.phases}
     assert {name: round(ms, 2) for name, ms in per_layer.items()} == {
@@ -147,104 +143,6 @@ def test_half_of_the_published_trace(tmp_path, capsys):
     assert "of the communication is hidden" in out
 
 
-# ---- Files ----
-
-
-def test_a_file_that_is_too_long_is_read_up_to_a_limit(tmp_path, monkeypatch, capsys):
-    path = write(tmp_path / "trace.json", [kernel("gemm", 10 * i, 5) for i in range(9)])
-    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.chrome.MOST_EVENTS", 4)
-    assert main(["profile", "analyze", str(path)]) == 0
-    out, err = capsys.readouterr()
-    assert err == f"{path}: the file is too long: only the first 4 events are analyzed\n"
-    assert "| window                      |           35 |" in out
-    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.chrome.MOST_EVENTS", 9)
-    assert not read_trace(path).truncated
-
-
-def test_objects_and_lists_compressed_or_not(tmp_path):
-    events = [kernel("gemm", 0, 10), kernel("ncclX", 5, 10), {"ph": "M", "name": "process_name"}]
-    expected = analysis_of(tmp_path, events)
-    for name, text in (
-        ("list.json", json.dumps(events)),
-        ("indented.json", json.dumps({"traceEvents": events}, indent=4)),
-    ):
-        (tmp_path / name).write_text(text)
-        assert analyze(read_trace(tmp_path / name)) == (expected,)
-        with gzip.open(tmp_path / f"{name}.gz", "wt") as file:
-            file.write(text)
-        assert analyze(read_trace(tmp_path / f"{name}.gz")) == (expected,)
-
-
-def test_the_chunk_size_does_not_matter(tmp_path, monkeypatch):
-    events = [annotation("ä" * 50, 0, 10), *(kernel(f"gemm{i}", i, 1, correlation=i) for i in range(40))]
-    path = write(tmp_path / "trace.json", events, padding="x" * 300)
-    expected = read_trace(path)
-    for size in (1, 7, 64):
-        monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.pieces.CHUNK", size)
-        assert read_trace(path) == expected
-
-
-def test_invalid_events_are_skipped(tmp_path):
-    odd = [
-        {},
-        {"ph": "X"},
-        {"ph": "X", "cat": "kernel", "ts": "then"},
-        {"ph": "X", "cat": "kernel", "args": None, "ts": 3},
-    ]
-    odd += [
-        {"ph": "X", "cat": "kernel", "ts": float("nan")}, {"ph": "X", "cat": "kernel", "ts": 1, "dur": float("inf")},
-        {"ph": "X", "cat": "kernel", "ts": 4, "pid": [1], "tid": {},
-         "args": {"grid": "wide", "correlation": [1], "stream": [7]}},
-        {"ph": "X", "cat": "kernel", "ts": 5, "args": "none"}, {"ph": "X", "cat": "cuda_runtime", "ts": 5, "args": []},
-    ]  # fmt: skip
-    trace = read_trace(
-        write(tmp_path / "trace.json", [*odd, kernel("gemm", 0, 10), {"ph": "i", "name": "now", "ts": 1}])
-    )
-    assert (trace.num_events, len(trace.device_events)) == (11, 4)
-    assert [work.end for work in trace.device_events] == [3, 4, 5, 10]
-    assert all(analysis.num_comm == 0 for analysis in analyze(trace))
-
-
-WANTED = "name a trace of torch.profiler (.json, .json.gz) or an export of Nsight Systems (.sqlite)"
-
-
-@pytest.mark.parametrize("content,problem", [
-    (b"", f"not a trace: the file is empty: {WANTED}"),
-    (gzip.compress(b"[{}]", mtime=0)[:10], f"not a trace: it is cut off before its first event: {WANTED}"),
-    (b"hello", f"not a trace: it begins with 'hello', not with an object or a list: {WANTED}"),
-    (b'{"a": [1, 2]}', f'not a trace: it has no list "traceEvents": {WANTED}'),
-    (b'{"traceEvents": [', "a trace without events: it is cut off before the first event"),
-    (b'{"traceEvents": []}', "a trace without events: nothing was recorded"),
-    (b'{"traceEvents": [1, 2]}', "not a trace: event 0 is 1, not an object"),
-    (b"[" * 200_000, "not a trace: its lists are nested too deeply"),
-    (b"\x89PNG\r\n\x1a\n\xff", f"not a trace: neither text nor gzip: {WANTED}"),
-    (b"\x1f\x8bnonsense", f"not a trace: neither text nor gzip: {WANTED}"),
-])  # fmt: skip
-def test_files_that_are_not_traces(tmp_path, content, problem, capsys):
-    path = tmp_path / "trace.json"
-    path.write_bytes(content)
-    with pytest.raises(TraceError) as error:
-        read_trace(path)
-    assert str(error.value) == f"{path}: {problem}"
-    assert main(["profile", "analyze", str(path)]) == 2
-    assert capsys.readouterr().err == f"moe-dualpipe: error: {path}: {problem}\n"
-
-
-def test_a_missing_file(tmp_path):
-    with pytest.raises(TraceError, match=r"no\.json: No such file or directory"):
-        read_trace(tmp_path / "no.json")
-    with pytest.raises(TraceError, match="Is a directory"):
-        read_trace(tmp_path)
-
-
-def test_invalid_json_after_some_events(tmp_path, monkeypatch):
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps([kernel("gemm", 0, 10)])[:-1] + ", {broken" + "x" * 5000)
-    monkeypatch.setattr("moe_dualpipe.tools.profiler.reading.chrome.LONGEST_EVENT", 1000)
-    with pytest.raises(TraceError, match=r"not a trace: .* in event 1"):
-        read_trace(path)
-
-
 # ---- The command ----
 
 
@@ -256,25 +154,13 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     assert main(["profile", "analyze", *paths, "--phases", "--kernels", "1"]) == 0
     expected = analysis_text(analysis, phases=True, kernels=1)
     out = capsys.readouterr().out
-    assert out.startswith("\n\n".join(f"{path}\n{expected}\n\n{HEALTHY}" for path in paths) + "\n\n|")
+    assert all(f"{path}\n{expected}\n\n" in out for path in paths)
     heading, _, *rows = next(part for part in out.split("\n\n") if "waited for others" in part).splitlines()
     assert heading.split("|")[2].strip() == "window, us"
     for row, path in zip(rows, paths, strict=True):
         assert [cell.strip() for cell in row.split("|")[1:-1]] == [
             f"{path}, device 0", "40", "30", "20", "10", "50.0%", "0",
         ]  # fmt: skip
-    assert expected.splitlines()[:9] == [
-        "|                             | device 0, us | of the window |",
-        "|-----------------------------|-------------:|--------------:|",
-        "| window                      |           40 |        100.0% |",
-        "| busy                        |           40 |        100.0% |",
-        "| computation                 |           30 |         75.0% |",
-        "| communication               |           20 |         50.0% |",
-        "| - hidden behind computation |           10 |         25.0% |",
-        "| - exposed                   |           10 |         25.0% |",
-        "| idle                        |            0 |          0.0% |",
-    ]
-    assert "| dispatch(F)             | the end |     1 | 10 |                - |" in expected
     assert "| dispatch(F) |     1 |                    0 |            20 |      10 |" in expected
     assert "| gemm   | compute |     1 |       30 |      1 |" in expected
     assert expected.endswith("50.0% of the communication is hidden (1 kernel, on up to 8 thread blocks).")
@@ -282,10 +168,10 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     assert main(["profile", "analyze", paths[1], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["trace"] == paths[1] and found["truncated"] is False
-    assert {key: found[key] for key in ("window_us", "busy_us", "compute_us", "comm_us", "hidden_fraction")} == {
-        "window_us": 40, "busy_us": 40, "compute_us": 30, "comm_us": 20, "hidden_fraction": 0.5,
+    assert {key: found[key] for key in ("window_us", "compute_us", "comm_us", "hidden_fraction")} == {
+        "window_us": 40, "compute_us": 30, "comm_us": 20, "hidden_fraction": 0.5,
     }  # fmt: skip
-    assert (found["overlapped_us"], found["exposed_comm_us"]) == (10, 10)
+    assert found["exposed_comm_us"] == 10 and sum(row["us"] for row in found["account"]) == 40
     assert found["phases"] == [{
         "name": "dispatch(F)", "times": 1, "compute_us": 0, "comm_us": 20, "copy_us": 0, "exposed_comm_us": 10,
     }]  # fmt: skip

@@ -208,7 +208,7 @@ def test_a_transfer_belongs_to_the_annotation_around_its_call(tmp_path):
     assert [(p.name, p.compute_us, p.comm_us, p.exposed_comm_us) for p in analysis.phases] == [
         ("dispatch(F)", 9, 40, 12), ("mlp(F)", 30, 0, 0),
     ]  # fmt: skip
-    assert (analysis.num_comm, analysis.comm_us, analysis.overlapped_us) == (1, 40, 28)
+    assert (analysis.num_comm, analysis.comm_us, analysis.hidden_kernels_us) == (1, 40, 28)
 
 
 def test_annotations_that_match_the_pattern_are_transfers(tmp_path):

@@ -63,7 +63,7 @@ def _detail_rows(comparison: Comparison) -> list[list[str]]:
     found = [*comparison.account.items()]
     rows = [["the largest differences", "A", "B", "B - A", "change"]]
     for (kind, detail), us in found[:_MOST_DETAILS]:
-        rows.append([printable(f"{kind}: {detail}", 80), *_times(*us)])
+        rows.append([printable(", ".join(filter(None, (kind, detail))), 80), *_times(*us)])
     if rest := [us for _, us in found[_MOST_DETAILS:]]:
         rows.append([f"{len(rest)} more", *_times(*map(sum, zip(*rest, strict=True)))])
     return rows

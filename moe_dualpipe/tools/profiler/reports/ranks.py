@@ -75,8 +75,10 @@ def lateness_text(files: "TraceFiles") -> str:
 
 
 def _late(name: str, one: Lateness, share: float) -> str:
-    more = [f"{reason.kind}, {printable(reason.detail, 80)} ({reason.us:,.0f} us)" for reason in one.reasons
-            if reason.us > _LEAST_REASON * one.waited_us]  # fmt: skip
+    more = [
+        f"{', '.join(filter(None, (reason.kind, printable(reason.detail, 80))))} ({reason.us:,.0f} us)"
+        for reason in one.reasons if reason.us > _LEAST_REASON * one.waited_us
+    ]  # fmt: skip
     why = f"It spent more time than they did on {'; '.join(more[:_MOST_REASONS])}." if more else (
         "In total, nothing took it longer than them: the ranks are late in turn."
     )  # fmt: skip

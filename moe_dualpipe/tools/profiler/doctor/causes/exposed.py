@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import numpy as np
 
+from .....messages import plural
 from ...categories import category_of_kernel
 from ...collectives import kind_of_collective
 from ...intervals import Intervals, as_intervals, intersection, length_before, union, union_length
@@ -72,7 +73,7 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
         costs = inside(end) - inside(start)
         worst = int(events[np.argmax(costs)])
         evidence = (
-            f"{len(events):,} transfers delay the next computation, which starts as soon as they end: {cost:,.0f} us.",
+            f"The next computation starts as soon as {plural(len(events), 'transfer')} ended: {cost:,.0f} us.",
             f"The longest wait is for {case.place(worst)}.{case.launched_behind(worst)}",
             "No computation was queued that does not depend on these transfers.",
         )
