@@ -168,7 +168,7 @@ def _match(
     keyed: dict[int, dict[object, _Recorded]] = {}
     problem = ""
     for member, events in members.items():
-        shift = _shift(members[first], events)
+        shift = _shift(members[first], events, ranks[first], ranks[member])
         pairs = zip(members[first][shift:], events, strict=False)
         alike = [*takewhile(lambda pair: _kind(group, pair[0].event) == _kind(group, pair[1].event), pairs)]
         keyed[member] = {k + shift: one for k, (_, one) in enumerate(alike)}
@@ -179,11 +179,16 @@ def _match(
     return _by_key(group, keyed), problem
 
 
-def _shift(longest: Sequence[_Recorded], events: Sequence[_Recorded]) -> int:
-    """How many collectives a rank missed at the beginning: none, or all that it missed. All ends are apart equally."""
-    shifts = sorted({0, len(longest) - len(events)})
-    ends = np.array([one.event.end for one in longest]), np.array([one.event.end for one in events])
-    return min(shifts, key=lambda shift: np.ptp(ends[0][shift : shift + len(events)] - ends[1]))
+def _shift(longest: Sequence[_Recorded], events: Sequence[_Recorded], one: RankTransfers, other: RankTransfers) -> int:
+    """How many collectives a rank missed at the beginning: none, or all that it missed. All ends are apart equally; on
+    one host, they are the same."""
+    ends, own = (np.array([item.event.end for item in items]) for items in (longest, events))
+
+    def apart(shift: int) -> float:
+        difference = ends[shift : shift + len(own)] - own + one.base_us - other.base_us
+        return float(np.abs(difference).max() if one.host and one.host == other.host else np.ptp(difference))
+
+    return min(sorted({0, len(longest) - len(events)}), key=apart)
 
 
 def _kind(group: Group, event: DeviceEvent) -> str:

@@ -221,30 +221,3 @@ def test_a_slowdown_within_the_spread_of_the_durations_is_uncertain(alone, besid
     case = case_of(view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of))
     found = contention.slowdown_of(case, False, np.array([0.0] * 4 + [*beside]))
     assert (found and found.ratio) == (ratio and pytest.approx(ratio, rel=0.01))
-
-
-def test_transfers_of_unknown_groups_share_the_bandwidth(tmp_path):
-    """Sums of 300 us before dispatches of 200 us. If they run at once, each takes 200 us longer."""
-    ops = [
-        op for i in range(8) for op in (
-            Kernel("a", 300), Record(f"a {i}"),
-            *(Collective(f"{name} {i}", "all_to_allv", name, (0,), us, 1000, "ep", f"a {i}", name)
-              for name, us in (("sum", 300), ("dispatch", 200))),
-            Await(f"done dispatch {i}"), Kernel("b", 300),
-        )
-    ]  # fmt: skip
-    groups = dict.fromkeys(("sum", "dispatch"), ((0,),))
-    [path] = write_traces(run(Job({0: tuple(ops)}, MACHINE, groups)), tmp_path)
-
-    def gain():
-        [device] = analyze_files([path], pictures=False).devices
-        return next(verdict.gain_us for verdict in device.analysis.verdicts if verdict.kind == "shared-stream")
-
-    assert gain() == pytest.approx(8 * 300, rel=0.01)
-    whole = json.loads(path.read_text())
-    for event in whole["traceEvents"]:
-        for name in [*event.get("args", {})]:
-            if name.startswith(("Collective", "Process")):
-                del event["args"][name]
-    path.write_text(json.dumps(whole))
-    assert gain() == pytest.approx(8 * 100, rel=0.03)

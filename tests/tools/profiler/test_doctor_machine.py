@@ -83,7 +83,7 @@ def test_healthy_jobs_hide_their_communication_and_their_hosts_are_ahead(name, t
             assert trace.launches[event.correlation].end < event.start
 
 
-@pytest.mark.parametrize("name", [fault.name for fault in FAULTS.values() if fault.known])
+@pytest.mark.parametrize("name", [fault.name for fault in FAULTS.values() if fault.mended])
 def test_every_fault_costs_time_and_a_stronger_one_more(name):
     healthy = FAULTS[name].healthy()
     weak, strong = (run(FAULTS[name].apply(healthy, strength)).window_us for strength in (1, 2))

@@ -108,4 +108,4 @@ def test_nothing_to_overlap_if_the_next_kernel_was_queued(launched_us, named, tm
         events += [launch(i + 1, end + launched_us), kernel("a", end + 10, 300, correlation=i + 1)]
         events.append(kernel("ncclDevKernel", end + 310, 100, stream=8))
     case = case_of(view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of))
-    assert len(find_nothing_else(case, case.graph.recorded)) == named
+    assert len(find_nothing_else(case, case.graph.recorded, 500.0)) == named
