@@ -79,6 +79,9 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "nothing-to-overlap/experts": (
         "There is no independent computation to run beside the transfers of experts.",
         "Interleave a second micro-batch (DualPipe, two-batch overlap), or send less."),
+    "nothing-to-overlap/interleaved": (
+        "The computation beside the transfers of experts is too short.",
+        "Move work beside them, such as weight gradients or shared experts, send less, or use a faster link."),
     "nothing-to-overlap": (
         "There is no independent computation to run beside the transfers.",
         "Send less, or start the transfers in parts, each as soon as its input is ready."),

@@ -103,7 +103,8 @@ def _key(case: Case, event: int) -> str:
     if kind in _WEIGHTS:
         return "exposed-weights"
     experts = kind == "all_to_all" or view.letters[event] is not None
-    return "nothing-to-overlap/experts" if experts else "nothing-to-overlap"
+    interleaved = {"F", "B"} <= {*view.letters}
+    return "nothing-to-overlap" + ("" if not experts else "/interleaved" if interleaved else "/experts")
 
 
 def _still_exposed(case: Case, transfers: Ints, mended: Times) -> float:
