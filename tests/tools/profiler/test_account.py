@@ -144,3 +144,13 @@ def test_totals_add_up_and_kinds_keep_their_order():
     assert sum(row.us for row in by_detail) == sum(row.us for row in by_kind) == window
     assert [row.kind for row in by_kind] == sorted({entry.kind for entry in entries}, key=KINDS.index)
     assert {SLOWED, *IDLE} < {*LOST} and COMPUTATION not in LOST
+
+
+def test_the_computation_after_a_transfer_is_not_its_unpacking():
+    trace = Trace(annotations=[HostEvent("dispatch(F) 3", 0, 9, MAIN), HostEvent("mlp(F)", 10, 19, MAIN)])
+    for number, (name, start, end) in enumerate([("nccl", 20, 40), ("unpack", 40, 42), ("gemm", 42, 50)]):
+        trace.device_events.append(DeviceEvent(name, "kernel", start, end, "0", name[0], number, 1))
+        trace.launches[number] = HostEvent("cudaLaunchKernel", 2 + 5 * number, 4 + 5 * number, MAIN)
+    assert [entry.detail for entry in account(trace)] == [
+        "dispatch(F) * before mlp(F)", "other in dispatch(F) *", "GEMM in mlp(F)",
+    ]  # fmt: skip

@@ -10,7 +10,7 @@ from ...categories import category_of_kernel
 from ...collectives import kind_of_collective
 from ...intervals import Intervals, as_intervals, intersection, length_before, union, union_length
 from ..case import Case, Finding, shorter, without_waits
-from ..inputs import CLOCK, NEAR_ON_CPU
+from ..inputs import CLOCK
 from ..replay import DATA, Ints, Mask, Times
 from ..view import COMM, COMPUTE
 
@@ -18,6 +18,8 @@ SOON = 30.0
 """Microseconds, at most, from the end of a transfer to the start of a computation that waited for it."""
 _BUCKETS = 0.5
 """If a larger share of the sums of gradients is hidden, only the last of several buckets is exposed."""
+_INTERLEAVED = 0.3
+"""If a larger share of the communication is hidden, two micro-batches run beside each other."""
 _POINT_TO_POINT = re.compile(r"(^|[:_ ])i?(send|recv)(\b|_|$)(?!.*all)", re.IGNORECASE)
 _WEIGHTS = "all_gather", "reduce_scatter"
 
@@ -103,7 +105,8 @@ def _key(case: Case, event: int) -> str:
     if kind in _WEIGHTS:
         return "exposed-weights"
     experts = kind == "all_to_all" or view.letters[event] is not None
-    interleaved = {"F", "B"} <= {*view.letters}
+    hidden = union_length(intersection(case.transferring, case.computing))
+    interleaved = {"F", "B"} <= {*view.letters} and hidden > _INTERLEAVED * union_length(case.transferring)
     return "nothing-to-overlap" + ("" if not experts else "/interleaved" if interleaved else "/experts")
 
 
@@ -117,16 +120,18 @@ def _still_exposed(case: Case, transfers: Ints, mended: Times) -> float:
 def _alone(case: Case) -> tuple[Ints, Intervals]:
     """Gaps that last until a transfer ends and a queued computation starts, or to the end, and the transfers in them.
 
-    On a CPU, nothing is queued: a thread that could go on did not wait.
+    On a CPU, nothing is queued, but waits are known, and a thread takes time to go on.
     """
     view = case.view
     computing = np.flatnonzero(view.kind != COMM)
     transfers = np.array([i for i in np.flatnonzero(case.is_comm).tolist() if not is_point_to_point(case, i)], np.int64)
     starts, ends = view.start[computing], np.sort(view.end[transfers])
-    found, soon = [], NEAR_ON_CPU if view.is_cpu else SOON
+    waits = [(call.start, call.end) for call in view.calls if call.sync and view.is_cpu]
+    found, waited = [], length_before(union(as_intervals(waits)))
     for start, end in case.gaps.tolist():
         last = int(np.searchsorted(ends, end + 1.0, side="right")) - 1
         after = int(np.searchsorted(starts, end))
+        soon = end - start if np.ptp(waited(np.array([start, end]))) > 0.5 * (end - start) else SOON
         if last < 0 or not max(start, end - soon) <= ends[last]:
             continue
         launch = view.launch[computing[after]] if after < len(computing) else -1
