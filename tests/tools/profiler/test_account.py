@@ -152,5 +152,5 @@ def test_the_computation_after_a_transfer_is_not_its_unpacking():
         trace.device_events.append(DeviceEvent(name, "kernel", start, end, "0", name[0], number, 1))
         trace.launches[number] = HostEvent("cudaLaunchKernel", 2 + 5 * number, 4 + 5 * number, MAIN)
     assert [entry.detail for entry in account(trace)] == [
-        "dispatch(F) * before mlp(F)", "other in dispatch(F) *", "GEMM in mlp(F)",
+        "dispatch(F) * before mlp(F)", "data movement in dispatch(F) *", "GEMM in mlp(F)",
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from moe_dualpipe.tools.profiler import NAMES, read_trace
 from moe_dualpipe.tools.profiler.doctor.case import shorter
 from moe_dualpipe.tools.profiler.doctor.diagnose import diagnose, examine
 from moe_dualpipe.tools.profiler.doctor.replay import replay
-from moe_dualpipe.tools.profiler.doctor.threads import AT_ONCE, BLOCKED
+from moe_dualpipe.tools.profiler.doctor.threads import BLOCKED
 from moe_dualpipe.tools.profiler.doctor.view import COMM
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
@@ -233,29 +233,6 @@ def test_a_wait_is_for_what_its_annotation_started(tmp_path):
     assert waits(case) == [
         ("wait for sizes", 500, 1100), ("wait for dispatch(F)", 1500, 2200), ("wait for dispatch(F)", 2200, 5200),
     ]  # fmt: skip
-
-
-def test_waits_without_a_name(tmp_path):
-    """One in the segment that started the transfer, one elsewhere, and a gap of the thread; another gap is no wait."""
-    events = [
-        annotation("attn(F)", 0, 3000), operator("aten::mm", 0, 400), annotation("link::carry", 500, 10),
-        annotation("link:carry", 500, 1000, thread=2), annotation("link::wait", 600, 950),
-        annotation("dispatch(F)", 3000, 100), annotation("link::carry", 3010, 10),
-        annotation("link:carry", 3010, 990, thread=2), annotation("mlp(F)", 3200, 2000),
-        operator("aten::mm", 3200, 100), annotation("link::wait", 3400, 620),
-        annotation("combine(F)", 5200, 100), annotation("link::carry", 5210, 10),
-        annotation("link:carry", 5210, 2000, thread=2), operator("aten::mm", 7250, 500),
-        operator("aten::mm", 9000, 500),
-    ]  # fmt: skip
-    case = case_of_events(events, tmp_path)
-    assert waits(case) == [(AT_ONCE, 500, 1500), (BLOCKED, 3010, 4000), (BLOCKED, 5210, 7210)]
-    assert case.view.kind.tolist().count(COMM) == 3
-
-
-def test_a_transfer_may_say_its_group(tmp_path):
-    trace = read_trace(written([Compute("attn(F)"), Start("dispatch(F)", group="of experts")], tmp_path))
-    transfer = host_as_device(trace, NAMES).device_events[-1]
-    assert (transfer.name, transfer.collective and transfer.collective.group) == ("link:carry", "of experts")
 
 
 def test_transfers_of_two_groups_are_matched_with_their_calls(tmp_path):

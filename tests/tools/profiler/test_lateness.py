@@ -86,6 +86,7 @@ def test_random_programs(seed, tmp_path):
         assert sum(entry.us for entry in waiting) == pytest.approx(done.waited[rank], abs=0.01)
         assert not any(entry.detail.startswith(f"rank {rank},") for entry in waiting)
         assert device.analysis.time_of(TRANSFER) == pytest.approx(5 * 60, abs=0.1)
+        assert device.analysis.exposed_comm_us == pytest.approx(5 * 60 + done.waited[rank], abs=0.1)
         assert device.analysis.time_of(TRANSFER, WAITING, COMPUTATION, *IDLE) == pytest.approx(
             device.analysis.window_us
         )

@@ -13,7 +13,7 @@ from moe_dualpipe.tools.profiler import NAMES, analyze, read_trace
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
 from moe_dualpipe.tools.profiler.windows import StepSpan, parse_steps, step_spans, window_of
-from tests.support.traces import annotation, kernel, launch, operator, write
+from tests.support.traces import annotation, kernel, launch, write
 
 STEP = "ProfilerStep#"
 ALL_REDUCE = "ncclDevKernel_AllReduce"
@@ -70,16 +70,6 @@ def test_early_work_on_a_side_stream_does_not_start_a_step(tmp_path):
     assert [(s.number, s.start) for s in found.steps] == [(0, 1000), (1, 1050)]
 
 
-def test_steps_of_the_process_that_uses_the_device(tmp_path):
-    """Two processes in one file: their steps overlap, and each device has those of its own."""
-    other = [event | {"pid": 8} for event in steps_on_host([5, 6], first=150)]
-    launches = [launch(20 + i, 160 + 100 * i) | {"pid": 8} for i in (0, 1)]
-    work = [kernel("gemm", 1000 + 70 * i, 60, device=1, correlation=20 + i) for i in (0, 1)]
-    path = write(tmp_path / "t.json", [*steps_on_host([0, 1]), *lagging([0, 50], [40, 30]), *other, *launches, *work])
-    files = analyze_files([path])
-    assert [[row.step for row in device.analysis.steps] for device in files.devices] == [[0, 1], [5, 6]]
-
-
 def test_what_is_outside_of_steps_is_left_out(tmp_path):
     events = [
         *steps_on_host([3, 4]), *lagging([0, 50], [40, 40]),
@@ -116,13 +106,6 @@ def test_all_ranks_leave_out_the_same_steps(tmp_path):
     assert [len(device.analysis.steps) for device in backwards.devices] == [3, 3]
 
 
-def test_steps_of_other_programs_leave_out_their_own_start_up(tmp_path):
-    write(tmp_path / "0.json", [*steps_on_host([7, 8]), *lagging([0, 100], [90, 90])])
-    write(tmp_path / "1.json", [*steps_on_host([0, 1, 2]), *lagging([0, 400, 500], [400, 100, 100])])
-    files = analyze_files([tmp_path / "0.json", tmp_path / "1.json"])
-    assert [[step.step for step in device.analysis.steps] for device in files.devices] == [[7, 8], [1, 2]]
-
-
 def test_one_step_is_not_cut_out_of_its_recording(tmp_path):
     found = window(tmp_path, [*steps_on_host([1]), *lagging([0], [40]), kernel("early", 900, 30)])
     assert names_in(found) == ["gemm", "early"] and len(found.steps) == 1
@@ -149,11 +132,6 @@ def test_annotations_that_are_not_steps(tmp_path, names):
     assert len(window(tmp_path, [*marks, *lagging([0, 50], [40, 30])]).steps) == (names[0] == f"{STEP}1")
 
 
-def test_steps_inside_each_other_are_no_steps(tmp_path):
-    marks = [annotation("step 1", 100, 300), annotation("step 2", 200, 100)]
-    assert window(tmp_path, [*marks, *lagging([0, 50], [40, 30])]).steps == []
-
-
 def test_launches_annotations_and_waits_of_other_steps_are_left_out(tmp_path):
     sync = launch(50, 150, name="cudaDeviceSynchronize")
     events = [
@@ -166,16 +144,6 @@ def test_launches_annotations_and_waits_of_other_steps_are_left_out(tmp_path):
     assert [event.start for event in found.annotations] == [200] and [s.name for s in found.steps] == [f"{STEP}1"]
     assert len(window(tmp_path, events, range(1)).trace.syncs) == 1
     assert len(window(tmp_path, events, range(1)).trace.memory) == 1
-
-
-def test_steps_of_a_cpu(tmp_path):
-    events = [
-        *(annotation(f"step {n}", 100 * n, 100) for n in range(3)),
-        *(operator("aten::mm", 100 * n + 20, 60) for n in range(3)), operator("aten::mm", 320, 10),
-    ]  # fmt: skip
-    found = window(tmp_path, events)
-    assert [(s.number, s.start) for s in found.steps] == [(0, 20), (1, 120), (2, 220)]
-    assert "without 1 event outside of the steps" in found.left_out
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -231,13 +199,6 @@ def test_wrong_steps(tmp_path, capsys, text, message):
     assert main(["profile", "analyze", str(path), f"--steps={text}"]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
-
-
-def test_no_steps_recorded(tmp_path, capsys):
-    path = write(tmp_path / "t.json", lagging([0], [10]))
-    assert main(["profile", "analyze", str(path), "--steps", "1:2"]) == 2
-    assert "no steps are recorded" in capsys.readouterr().err
-    assert main(["profile", "analyze", str(path), "--steps", "all"]) == 0
 
 
 def test_choices():
