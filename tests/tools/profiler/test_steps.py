@@ -12,7 +12,7 @@ from moe_dualpipe.schedule.walk import Span
 from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, StepBreakdown, measured_costs, step_breakdowns
 from moe_dualpipe.tools.profiler.reports.pipeline import pipeline_objects, pipeline_text
-from moe_dualpipe.tools.profiler.steps import Step, only_expert_transfers, recorded_steps
+from moe_dualpipe.tools.profiler.steps import only_expert_transfers, recorded_steps
 from tests.support.traces import annotation, kernel, launch, write
 
 COSTS = Costs(F=20, B=50, W=15, FB=60)
@@ -125,10 +125,6 @@ def test_costs_of_each_stage_are_means():
     assert measured_costs(schedule, spans) == Costs(F=(6, 2), B=(15, 17 / 3))
 
 
-def spans_of(name, ranks, micro_batches, costs):
-    return [span for row in simulate(build(name, ranks, micro_batches), costs).spans for span in row]
-
-
 def test_times_of_all_ranks_count_from_a_barrier(tmp_path):
     timeline = simulate(build("1f1b", 4, 4), COSTS)
     ahead = [0, 0, 700, 700]
@@ -151,23 +147,6 @@ def test_a_recording_without_all_actions_is_an_error(tmp_path):
     (tmp_path / "t.json").write_text(json.dumps(events))
     with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
         recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0])
-
-
-def stretched():
-    """A step whose actions start at 1.5 times the simulated times. Rank 1 has no optimizer."""
-    timeline = simulate(build("1f1b", 2, 2), Costs(F=(10, 20), B=(20, 50)))
-    spans = [
-        tuple(Span(s.action, 1500 * s.start, 1500 * s.start + 1000 * s.duration) for s in row) for row in timeline.spans
-    ]
-    end = max(row[-1].end for row in spans)
-    parts = [
-        {"gradients": (spans[0][-1].end - 10_000, end + 4_000), "optimizer": (end + 5_000, end + 7_000)},
-        {"gradients": (spans[1][-1].end, spans[1][-1].end + 1_000)},
-    ]
-    return RecordedPipeline(
-        timeline.schedule,
-        [[Step(12, -3_000 - rank, end + 9_000 + rank, spans[rank], 2_000, parts[rank])] for rank in range(2)],
-    )
 
 
 def test_only_dispatch_and_combine_transfers_remain(tmp_path):
