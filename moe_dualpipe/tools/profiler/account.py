@@ -131,7 +131,10 @@ def account(
             ("comm", TRANSFER, lambda event: folded(phases.name_of(event))),
         )
     ]  # fmt: skip
-    layers += [_layer((*times, number(*key)) for *times, key in spans) for spans in _idle(trace, events, start, end)]
+    layers += [
+        _layer((begin, until, number(*key)) for begin, until, key in spans)
+        for spans in _idle(trace, events, start, end)
+    ]
     edges = np.unique(np.concatenate([[start, end], *(one.times.ravel() for one in layers)]))
     edges = edges[(edges >= start) & (edges <= end)]
     owner = np.full(len(edges) - 1, number(PYTHON if any(map(trace.launch_of, events)) else UNKNOWN, ""))

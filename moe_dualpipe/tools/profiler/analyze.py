@@ -142,7 +142,8 @@ class Analysis:
     def by_step(self) -> list[dict[str, Any]]:
         """The account of each step, by kind."""
         first = self.account[0].start_us if self.account else 0.0
-        times = between(self.account, *np.array([(one.start, one.end) for one in self.steps]).reshape(-1, 2).T)
+        starts, ends = (np.array([getattr(one, edge) for one in self.steps]) for edge in ("start", "end"))
+        times = between(self.account, starts, ends)
         return [
             {"step": one.step, "start_us": one.start - first, "time_us": one.end - one.start,
              "account": {kind: float(us[i]) for kind, us in times.items()}}

@@ -121,8 +121,8 @@ def _sums(trace: Trace, device: str, steps: Sequence[DeviceStep], names: Names) 
     whole = sums(min(event.start for event in events), max(event.end for event in events), 1)
     if not steps:
         return 0, whole, None
-    ends = (_reached(trace, events, time) for time in (steps[0].launched[0], steps[-1].launched[1]))
-    return len(steps), whole, sums(*ends, len(steps))
+    begin, end = (_reached(trace, events, time) for time in (steps[0].launched[0], steps[-1].launched[1]))
+    return len(steps), whole, sums(begin, end, len(steps))
 
 
 def _reached(trace: Trace, events: Sequence[DeviceEvent], time: float) -> float:
