@@ -153,8 +153,8 @@ class Analysis:
     def as_object(self) -> dict[str, Any]:
         """A JSON object."""
         more = {name: getattr(self, name) for name in _COMPUTED}
-        sums = [total._asdict() for total in totals(self.account)]
-        return {**asdict(replace(self, account=(), steps=())), **more, "account": sums}
+        sums, left = ([one._asdict() for one in rows] for rows in (totals(self.account), self.unexplained))
+        return {**asdict(replace(self, account=(), steps=())), **more, "account": sums, "unexplained": left}
 
 
 _COMPUTED = (

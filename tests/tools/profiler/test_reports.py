@@ -90,6 +90,8 @@ def test_nothing_found_is_never_printed_beside_lost_time(tmp_path_factory, lost)
     (analysis,) = analyze(read_trace(write(tmp_path_factory.mktemp("t") / "t.json", [kernel("gemm", 0, 1000)])))
     left = tuple(sorted((Total(kind, f"place {us}", 1, float(us)) for kind, us in lost), key=lambda one: -one.us))
     text = verdicts_text(replace(analysis, unexplained=left))
+    shown = replace(analysis, unexplained=left).as_object()["unexplained"]
+    assert shown == [{"kind": one.kind, "detail": one.detail, "times": 1, "us": one.us} for one in left]
     if sum(one.us for one in left) < 10:
         assert text == HEALTHY
     else:
