@@ -42,7 +42,7 @@ def test_a_slow_rank_is_named(tmp_path):
     """A healthy rank can be late because other programs use its core, but by far less."""
     run_ranks(2, _record, tmp_path)
     slow, healthy = (diagnosed(recordings(tmp_path, fault, 0))[1] for fault in (True, False))
-    assert (slow[0].kind, "rank 1" in slow[0].remedy) == ("imbalance", True)
+    assert (slow[0].kind, "rank 1" in " ".join(slow[0].evidence)) == ("imbalance", True)
     assert all((verdict.gain_us or 0) < slow[0].gain_us / 4 for verdict in healthy)
 
 

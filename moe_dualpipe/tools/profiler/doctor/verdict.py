@@ -109,10 +109,10 @@ class Verdict:
     end_us: float
     cost_us: float
     """Time of the window that shows the cause."""
-    share: float = 0.0
-    """The entries of the account that it explains, as a share of the window."""
     gain_us: float | None = None
     """How much shorter the window would be without it, by a replay of the recorded dependencies. None: unknown."""
     gain_fraction: float | None = None
     """`gain_us` as a share of the window."""
     device: str = ""
+    share: float = 0.0
+    """The entries of the account that it explains, as a share of the window."""
