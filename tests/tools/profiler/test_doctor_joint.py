@@ -126,6 +126,15 @@ def test_the_kernels_beside_transfers_change_with_them(one, tmp_path):
     assert gain == pytest.approx(run(both).window_us - run(base).window_us, rel=0.1)
 
 
+def test_a_shared_queue_keeps_its_order_without_the_waits_of_the_host(tmp_path):
+    base = moe_training(layers=4).on(queues=1)
+    both = FAULTS["host sync"].apply(base, 2)
+    gains = {verdict.kind: verdict.gain_us for _, verdict in verdicts_of(both, tmp_path)}
+    true = run(both).window_us - run(base).window_us
+    assert gains.get("host-sync", 0.0) == pytest.approx(true, abs=0.01 * run(both).window_us)
+    assert gains["few-queues"] > 5 * true
+
+
 def test_three_streams_of_which_two_pairs_share_a_queue_share_one(tmp_path):
     def program(_, i):
         return (
