@@ -93,7 +93,7 @@ def row(fault: str, others: Sequence[str], recorded: Recorded) -> list[str]:
     windows = {faulty: [window / 1e3 for window, _ in rounds] for faulty, rounds in found.items()}
     by_round = [faulty - healthy for faulty, healthy in zip(windows[True], windows[False], strict=True)]
     ratios = [gain / own for gain, own in zip(predicted, by_round, strict=True) if gain is not None and own > 0]
-    known = {FAULTS[other] for other in others}
+    known = {FAULTS[other] for other in others} | {"nothing-to-overlap"}  # which is true of some healthy runs
     wrongs = [verdict.kind for _, verdicts in found[False] for verdict in verdicts if verdict.kind not in known]
     return [
         fault, ", ".join(others) or "-", kind, f"{sum(map(bool, named))} of {len(named)}",

@@ -8,9 +8,8 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..messages import printable
-from ..tools.profiler.compare import Comparison
+from ..tools.profiler.compare import Comparison, read_recording
 from ..tools.profiler.reading.paths import trace_paths
-from ..tools.profiler.recordings import read_recording
 from ..tools.profiler.reports.comparison import compare_text
 from ..tools.profiler.windows import parse_steps
 from .profile import TraceOptions

@@ -1,15 +1,15 @@
-"""Compute from a trace how much communication was hidden behind computation.
+"""Compute from a trace how much communication was hidden behind computation, and where the rest of the time went.
 
 Names tell which device events are communication and which are copies (communication.py). In a trace without device
 events, the CPU is the device (see host.py). Times are lengths of unions of intervals, so two kernels that run at the
 same moment count once. Communication is hidden while a kernel computes on the same device, and exposed while neither a
 kernel nor a copy runs. Copies compute nothing, but they are work that the device had to do: time beside them is neither
-hidden nor exposed.
+hidden nor exposed. All other times are sums of the account (account.py).
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -17,15 +17,28 @@ import numpy as np
 
 from ...messages import printable
 from ...overlap.labels import without_wait
+from .account import (
+    COMPUTATION,
+    COPY,
+    IDLE,
+    SLOWED,
+    TRANSFER,
+    WAITING,
+    Entry,
+    Total,
+    account,
+    between,
+    spans_of,
+    totals,
+)  # fmt: skip
 from .collectives import CollectiveRow
 from .communication import NAMES, Names
 from .doctor.verdict import Verdict
-from .gaps import Wait, find_waits
 from .host import host_as_device
-from .intervals import EMPTY, Intervals, difference, intersection, intervals_of, total_time, union, union_length
+from .intervals import Intervals, intersection, intervals_of, total_time, union, union_length
 from .phases import Phases
 from .trace import DeviceEvent, Trace
-from .windows import StepTimes
+from .windows import StepSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,54 +71,96 @@ class Analysis:
     """The result for one device. Times are in microseconds."""
 
     device: str
-    window_us: float
-    """From the start of the first event to the end of the last one."""
-    busy_us: float
-    compute_us: float
-    """Kernels and copies; on a CPU, operators."""
-    kernel_compute_us: float
-    """Kernels that compute: `compute_us` without the time in which only copies or fills run."""
+    account: tuple[Entry, ...]
+    """All times of the window: each moment has exactly one entry."""
     comm_us: float
-    copy_us: float
-    """Copies and fills."""
-    overlapped_us: float
-    """Communication beside kernels or copies."""
     hidden_kernels_us: float
     """Communication beside kernels, which is what counts as hidden."""
-    exposed_comm_us: float
-    """Communication beside neither kernels nor copies."""
-    idle_us: float
-    """Nothing runs."""
     num_comm: int
     comm_blocks: int | None
     """Thread blocks of the largest communication kernel: an upper limit on the SMs that it uses. None: not recorded."""
     num_sms: int | None
     """SMs of the GPU. None: not recorded."""
     phases: tuple[Phase, ...]
-    waits: tuple[Wait, ...]
-    """All time in which no kernel computes: `window_us` - `kernel_compute_us` in total."""
     streams: dict[str, float]
     """Busy time of each stream; on a CPU, of each thread."""
     kernels: tuple[Kernel, ...]
     """Sorted by total time, longest first."""
     verdicts: tuple[Verdict, ...] = ()
     """Causes of lost time, filled by `analyze_files`."""
+    unexplained: tuple[Total, ...] = ()
+    """Lost time that no cause explains, largest first. Filled by `analyze_files`."""
     collectives: tuple[CollectiveRow, ...] = ()
     """Sorted by total time, longest first. Filled by `analyze_files`, which compares ranks."""
-    by_step: tuple[StepTimes, ...] = ()
-    """The times of each step, filled by `analyze_files`."""
+    steps: tuple[StepSpan, ...] = ()
+    """When each step was, filled by `analyze_files`."""
 
     @property
     def name(self) -> str:
         return "cpu" if self.device == "cpu" else f"device {printable(self.device, 60)}"
 
     @property
+    def window_us(self) -> float:
+        """From the start of the first event to the end of the last one."""
+        return self.account[-1].end_us - self.account[0].start_us if self.account else 0.0
+
+    def time_of(self, *kinds: str) -> float:
+        """The time of some kinds of entries."""
+        return sum(entry.us for entry in self.account if entry.kind in kinds)
+
+    @property
+    def kernel_compute_us(self) -> float:
+        """The time in which a kernel computes."""
+        return self.time_of(COMPUTATION, SLOWED)
+
+    @property
+    def exposed_comm_us(self) -> float:
+        """Communication beside neither kernels nor copies."""
+        return self.time_of(TRANSFER, WAITING)
+
+    @property
+    def overlapped_us(self) -> float:
+        """Communication beside kernels or copies."""
+        return self.comm_us - self.exposed_comm_us
+
+    @property
+    def idle_us(self) -> float:
+        """Nothing runs."""
+        return self.time_of(*IDLE)
+
+    @property
+    def compute_us(self) -> float:
+        """Kernels and copies; on a CPU, operators."""
+        return self.time_of(COMPUTATION, SLOWED, COPY)
+
+    @property
     def hidden_fraction(self) -> float | None:
         """Share of the communication that is hidden behind kernels; None without communication."""
         return self.hidden_kernels_us / self.comm_us if self.comm_us else None
 
+    @property
+    def by_step(self) -> list[dict[str, Any]]:
+        """The account of each step, by kind."""
+        first = self.account[0].start_us if self.account else 0.0
+        starts, ends = (np.array([getattr(one, edge) for one in self.steps]) for edge in ("start", "end"))
+        times = between(self.account, starts, ends)
+        return [
+            {"step": one.step, "start_us": one.start - first, "time_us": one.end - one.start,
+             "account": {kind: float(us[i]) for kind, us in times.items()}}
+            for i, one in enumerate(self.steps)
+        ]  # fmt: skip
+
     def as_object(self) -> dict[str, Any]:
-        return {**asdict(self), "hidden_fraction": self.hidden_fraction}
+        """A JSON object."""
+        more = {name: getattr(self, name) for name in _COMPUTED}
+        sums, left = ([one._asdict() for one in rows] for rows in (totals(self.account), self.unexplained))
+        return {**asdict(replace(self, account=(), steps=())), **more, "account": sums, "unexplained": left}
+
+
+_COMPUTED = (
+    "window_us", "compute_us", "kernel_compute_us", "overlapped_us", "exposed_comm_us", "idle_us", "hidden_fraction",
+    "by_step",
+)  # fmt: skip
 
 
 def analyze(trace: Trace, names: Names = NAMES, phases: Phases | None = None) -> tuple[Analysis, ...]:
@@ -118,24 +173,15 @@ def analyze(trace: Trace, names: Names = NAMES, phases: Phases | None = None) ->
 
 def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Names, phases: Phases) -> Analysis:
     by_kind = {"compute": [], "comm": [], "copy": []} | _group(events, names.kind_of)
-    compute = union(intervals_of([*by_kind["compute"], *by_kind["copy"]]))
-    kernels, comm, copies = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm", "copy"))
-    busy = union(intervals_of(events))
-    exposed = difference(comm, compute)
-    extent = np.array([[busy[0, 0], busy[-1, 1]]]) if len(busy) else EMPTY
-    window = union_length(extent)
+    kernels, comm = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm"))
+    divided = tuple(account(replace(trace, device_events=[*events]), names, phases))
     streams = _group(events, attrgetter("stream"))
     return Analysis(
-        device=device, window_us=window, busy_us=union_length(busy), idle_us=window - union_length(busy),
-        compute_us=union_length(compute), kernel_compute_us=union_length(kernels), comm_us=union_length(comm),
-        copy_us=union_length(copies),
-        overlapped_us=union_length(intersection(comm, compute)),
+        device=device, account=divided, comm_us=union_length(comm),
         hidden_kernels_us=union_length(intersection(comm, kernels)),
-        exposed_comm_us=union_length(exposed),
         num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None,
         comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0) or None,
-        phases=_phases(by_kind, trace, phases, exposed),
-        waits=find_waits(trace, phases, difference(extent, kernels), *by_kind.values()),
+        phases=_phases(by_kind, trace, phases, spans_of(divided, TRANSFER)),
         streams={stream: union_length(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
         kernels=_kernels(by_kind),
     )  # fmt: skip

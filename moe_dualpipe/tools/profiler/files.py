@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from ...messages import plural, printable
+from .account import TRANSFER, WAITING, relabeled, spans_of
 from .analyze import Analysis, analyze
-from .attribution import work_of
 from .collectives import Met, collective_rows
 from .communication import NAMES, Names
 from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
-from .intervals import difference, intervals_of, union
 from .lanes import Lanes, device_lanes
-from .lateness import Lateness, Reason, lateness, partitions
+from .lateness import Lateness, lateness, waits_for_ranks
 from .matching import RankTransfers
 from .phases import Phases
 from .ranks import Comparison, RankSkew, compare_traces
 from .reading import read_trace
 from .reading.remarks import damage, refuse_launches_alone, remarks
 from .trace import Trace, TraceError
-from .windows import Choice, step_times, window_of
+from .windows import Choice, step_spans, window_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class TracedDevice:
     @property
     def steps(self) -> range | None:
         """The numbers of the analyzed steps, from the first to the last; None without steps."""
-        found = self.analysis.by_step
+        found = self.analysis.steps
         return range(found[0].step, found[-1].step + 1) if found else None
 
 
@@ -111,13 +110,7 @@ class TraceFiles:
     def _ranks_objects(self, position: int) -> dict[str, Any]:
         """What a comparison tells about one device: null if it was not examined or is unknown."""
         late = self.lateness[position] if self.lateness else None
-        reasons = [self._label_object(reason) for reason in late.reasons] if late else []
-        return {"lateness": {**asdict(late), "reasons": reasons} if late else None}
-
-    def _label_object(self, one: Reason) -> dict[str, Any]:
-        category, phase, missing = one.label
-        return {"category": category, "phase": phase, "us": one.us,
-                "waits_for": None if missing is None else self.names[missing]}  # fmt: skip
+        return {"lateness": {**asdict(late), "reasons": [one._asdict() for one in late.reasons]} if late else None}
 
 
 def analyze_files(
@@ -129,15 +122,14 @@ def analyze_files(
     """
     examined: list[Examined | None] = []
     devices: list[TracedDevice] = []
-    several = len(paths) > 1
     for path in paths:
         like = devices[0].steps if devices else None
-        devices += analyze_devices(path, read_trace(path), names, pictures, examined, several, steps, like)
+        devices += analyze_devices(path, read_trace(path), names, pictures, examined, steps, like)
     found = compare_devices(devices)
-    verdicts = conclude(examined, found.comparisons[0].meetings)
+    accounts = [device.analysis.account for device in found.devices]
     complete = [
-        replace(device, analysis=replace(device.analysis, verdicts=own))
-        for device, own in zip(found.devices, verdicts, strict=True)
+        replace(device, analysis=replace(device.analysis, **one._asdict()))
+        for device, one in zip(found.devices, conclude(examined, accounts, found.comparisons[0].meetings), strict=True)
     ]
     return replace(found, devices=complete)
 
@@ -145,27 +137,27 @@ def analyze_files(
 def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:
     """Compare the devices as ranks, and complete their analyses with the collectives."""
     comparison = compare_traces([device.transfers for device in devices])
+    names = TraceFiles(devices, []).names
     complete = []
-    for device, meetings in zip(devices, comparison.joined, strict=True):
+    for device, meetings, waits in zip(devices, comparison.joined, waits_for_ranks(comparison, names), strict=True):
         known = device.transfers
         met = {index: Met(meeting.shortest_us, meeting.complete) for index, meeting in meetings.items()}
         rows = collective_rows(known.transfers, known.exposed, met)
-        complete.append(replace(device, analysis=replace(device.analysis, collectives=rows)))
-    if len(devices) < 2 or (work := partitions(comparison)) is None:
-        return TraceFiles(complete, [comparison])
-    return TraceFiles(complete, [comparison], lateness(comparison, work))
+        divided = tuple(relabeled(device.analysis.account, waits, [TRANSFER]))
+        complete.append(replace(device, analysis=replace(device.analysis, account=divided, collectives=rows)))
+    late = lateness(comparison, names, [device.analysis.account for device in complete]) if len(devices) > 1 else ()
+    return TraceFiles(complete, [comparison], late)
 
 
 def analyze_devices(
     path: Path, trace: Trace, names: Names = NAMES, pictures: bool = True,
-    examined: list[Examined | None] | None = None, work: bool = False,
+    examined: list[Examined | None] | None = None,
     steps: Choice = "all", like: range | None = None,
 ) -> list[TracedDevice]:  # fmt: skip
     """Analyze the devices of a trace that was read from `path`. Raises TraceError if it has no device events.
 
     examined: a list to which to add what the search for causes finds on each device (doctor/diagnose.py).
-    work: also collect what tells why a rank is late. steps, like: which steps to analyze (windows.py); ValueError if
-    they are not recorded.
+    steps, like: which steps to analyze (windows.py); ValueError if they are not recorded.
     """
     refuse_launches_alone(path, trace)
     trace = host_as_device(trace, names)
@@ -181,15 +173,13 @@ def analyze_devices(
         part, events = window.trace, window.trace.device_events
         phases = Phases(part, names)
         (analysis,) = analyze(part, names, phases)
-        analysis = replace(analysis, by_step=step_times(window, names))
+        analysis = replace(analysis, steps=step_spans(window))
         like = like or window.numbers
         comm = [event for event in events if names.kind_of(event) == "comm"]
-        others = [event for event in events if names.kind_of(event) != "comm"]
-        exposed = difference(union(intervals_of(comm)), union(intervals_of(others)))
+        exposed = spans_of(analysis.account, TRANSFER, WAITING)
         start = min(event.start for event in events)
         job = trace.rank, trace.world_size, trace.groups
-        divided = work_of(part, events, names, phases) if work or len(names_of_devices) > 1 else None
-        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, exposed, divided)
+        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job, exposed)
         lanes = device_lanes(part, device, names) if pictures else None
         if examined is not None:
             rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"

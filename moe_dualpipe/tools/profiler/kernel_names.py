@@ -11,13 +11,12 @@ import re
 from functools import lru_cache
 
 from ...messages import printable
+from .communication import function_name
 
 ELLIPSIS = "…"
 _WRAPPERS = re.compile(r"(?i)(device_|global_?)?kernel\d?|enable_sm\w+|_?Kernel|launch_kernel|invoke\w*|entry")
 """Functions that say nothing: what they run is their first template argument."""
 _AUTOGRAD = "autograd::engine::evaluate_function: "
-_MANGLED = re.compile(r"_ZN?K?(?=\d)|_ZN?K?L(?=\d)")
-_ANONYMOUS = re.compile(r"\(anonymous namespace\)|<unnamed>|\{lambda[^}]*\}(?:::operator\(\))?|_GLOBAL__N_\w*")
 _LONGEST = 4000  # longer names are cut: they need not be parsed
 
 
@@ -25,10 +24,11 @@ _LONGEST = 4000  # longer names are cut: they need not be parsed
 def short_name(name: str) -> str:
     """Return a short name of a kernel or an operator; its beginning if it has no known form."""
     text = name[:_LONGEST].strip().removeprefix(_AUTOGRAD).removesuffix(".kd")
-    if found := _MANGLED.match(text):
-        text = _demangled(text[found.end() :]) or text
-    elif "(" in text or "<" in text or text.startswith("void "):
-        text = _function(text)
+    if text.startswith(("_Z", "void ")) or "(" in text or "<" in text:
+        *spaces, own = function_name(text).split("::")
+        _, _, arguments = text.partition("<")
+        inside = re.split(r"[,>]", short_name(arguments))[0].strip() if arguments and _WRAPPERS.fullmatch(own) else ""
+        text = inside if len(inside) > 8 else "::".join([*spaces[-1:], own]) if _WRAPPERS.fullmatch(own) else own
     return printable(text or name, 200)
 
 
@@ -37,64 +37,3 @@ def shortened(text: str, letters: int) -> str:
     if len(text) <= letters:
         return text
     return text[: letters - 1] + ELLIPSIS if letters >= 3 else ""
-
-
-def _function(text: str) -> str:
-    """The name of a demangled function: what stands before its template arguments and parameters."""
-    text = _ANONYMOUS.sub("_", text)
-    head, inside = _split(text)
-    if "::" not in head and not head.startswith("void "):
-        return head
-    *spaces, own = head.split(" ")[-1].split("::")
-    if not inside or not _WRAPPERS.fullmatch(own):
-        return own
-    argument = _function(_first_argument(inside))
-    if len(argument) > 8:
-        return argument
-    return f"{spaces[-1]}::{own}" if spaces else own
-
-
-def _split(text: str) -> tuple[str, str]:
-    """Return what stands before the last component's brackets, and the inside of its angle brackets."""
-    depth, head, inside, opened = 0, [], "", 0
-    for at, letter in enumerate(text):
-        if letter == "<":
-            if not depth:
-                opened, inside = at + 1, ""
-            depth += 1
-        elif letter == ">" and depth:
-            depth -= 1
-            if not depth:
-                inside = text[opened:at]
-        elif depth:
-            continue
-        elif letter == "(":
-            break
-        else:
-            if letter == ":":  # a template before "::" is a namespace's or a class's
-                inside = ""
-            head.append(letter)
-    if depth:  # the name was cut off
-        inside = text[opened:]
-    return "".join(head).strip(), inside
-
-
-def _first_argument(text: str) -> str:
-    depth = 0
-    for at, letter in enumerate(text):
-        depth += (letter in "<(") - (letter in ">)")
-        if letter == "," and not depth:
-            return text[:at].strip()
-    return text.strip()
-
-
-def _demangled(text: str) -> str:
-    """The last of the names, each after its length, in the text of a mangled name."""
-    name, at = "", 0
-    while found := re.compile(r"L?(\d{1,4})").match(text, at):
-        begin = found.end()
-        end = begin + int(found[1])
-        if end > len(text):
-            break
-        name, at = text[begin:end], end
-    return name

@@ -2,9 +2,10 @@
 
 A collective belongs to a process group, so it is compared only among the ranks of that group: with tensor and data
 parallelism, each rank meets other ranks in each group. In a group, collectives with the same kind and sequence number
-are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, if all ranks
-recorded the same kinds in the same order. A send and a receive between the same two ranks also meet, the k-th with the
-k-th: PyTorch numbers them on each rank by itself, over all peers (`seqP2P_` in ProcessGroupNCCL.cpp).
+are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, or the k-th from
+the end, as long as their kinds agree; a remark says where they do not. A send and a receive between the same two ranks
+also meet, the k-th with the k-th: PyTorch numbers them on each rank by itself, over all peers (`seqP2P_` in
+ProcessGroupNCCL.cpp).
 
 Transfers without a recorded group are compared among all ranks, by the names of their kernels.
 """
@@ -13,12 +14,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 
 from ...messages import list_ranks, plural
-from .attribution import Partition
 from .collectives import group_name, group_size, kind_of_collective
 from .intervals import EMPTY, Intervals
 from .trace import DeviceEvent
@@ -44,8 +45,6 @@ class RankTransfers:
     """Ranks of each process group, by its name."""
     exposed: Intervals = field(default_factory=lambda: EMPTY)
     """All its exposed communication."""
-    work: Partition | None = None
-    """What it computed when, which shows why it was late. None: not collected."""
 
 
 class Meeting(NamedTuple):
@@ -165,13 +164,31 @@ def _match(
     collectives = [one.event.collective for events in members.values() for one in events]
     if not group.peers and all(found and found.sequence is not None for found in collectives):
         return _by_key(group, {member: _numbered(events) for member, events in members.items()}), ""
-    kinds = {member: [_kind(group, one.event) for one in events] for member, events in members.items()}
-    (first, expected), *others = kinds.items()
-    if differing := [other for other, found in others if found != expected]:
-        names = _names(ranks, [first]), _names(ranks, differing[:1])
-        return [], f"{group}: {' and '.join(names)} recorded different collectives, without numbers"
-    keyed: dict[int, dict[object, _Recorded]] = {m: dict(enumerate(events)) for m, events in members.items()}
-    return _by_key(group, keyed), ""
+    first = max(members, key=lambda member: len(members[member]))
+    keyed: dict[int, dict[object, _Recorded]] = {}
+    problem = ""
+    for member, events in members.items():
+        shift = _shift(members[first], events, ranks[first], ranks[member])
+        pairs = zip(members[first][shift:], events, strict=False)
+        alike = [*takewhile(lambda pair: _kind(group, pair[0].event) == _kind(group, pair[1].event), pairs)]
+        keyed[member] = {k + shift: one for k, (_, one) in enumerate(alike)}
+        if len(alike) < len(members[first]):
+            names = " and ".join(_names(ranks, [one]) for one in sorted((first, member)))
+            in_order = f" ({len(alike):,} of them are compared in their order)" if alike else ""
+            problem = f"{group}: {names} recorded different collectives, without numbers{in_order}"
+    return _by_key(group, keyed), problem
+
+
+def _shift(longest: Sequence[_Recorded], events: Sequence[_Recorded], one: RankTransfers, other: RankTransfers) -> int:
+    """How many collectives a rank missed at the beginning: none, or all that it missed. All ends are apart equally; on
+    one host, they are the same."""
+    ends, own = (np.array([item.event.end for item in items]) for items in (longest, events))
+
+    def apart(shift: int) -> float:
+        difference = ends[shift : shift + len(own)] - own + one.base_us - other.base_us
+        return float(np.abs(difference).max() if one.host and one.host == other.host else np.ptp(difference))
+
+    return min(sorted({0, len(longest) - len(events)}), key=apart)
 
 
 def _kind(group: Group, event: DeviceEvent) -> str:

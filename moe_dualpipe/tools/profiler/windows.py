@@ -12,18 +12,14 @@ single step is analyzed as a whole.
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from typing import Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...messages import plural, quoted
 from .communication import Names
-from .intervals import difference, intersection, intervals_of, length_before, union
 from .trace import DeviceEvent, HostEvent, Trace
 
 START_UP = 1.5
@@ -31,23 +27,16 @@ _CLOCK = 1.0  # microseconds
 _NAME = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _])?step|iter(?:ation)?)[ _#:=*]*(\d{1,9})$", re.IGNORECASE)
 _RANGE = re.compile(r"(\d{0,9}):(\d{0,9})|(\d{1,9})")
 
-Floats = NDArray[np.float64]
 Choice = range | Literal["all", "default"]
 """Numbers of steps. all: everything, also what is outside of steps. default: without start-up."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """One step on one device. Times are in microseconds."""
+class StepSpan(NamedTuple):
+    """A step on a device, from its first computation to that of the next one, in microseconds of the trace."""
 
     step: int
-    start_us: float
-    """From the start of the device's first event."""
-    time_us: float
-    kernel_compute_us: float
-    comm_us: float
-    exposed_comm_us: float
-    hidden_kernels_us: float
+    start: float
+    end: float
 
 
 class DeviceStep(NamedTuple):
@@ -134,32 +123,15 @@ def window_of(trace: Trace, device: str, choice: Choice, names: Names, like: ran
     return Window(within, chosen, False, f"{what}, without {' and '.join(without)} (--steps all includes them)")
 
 
-def step_times(window: Window, names: Names) -> tuple[StepTimes, ...]:
-    """Return the times of each step, whose sums are those of the window if nothing outside of steps is in it.
-
-    A step lasts until the next one starts, also if that is not in the window.
-    """
-    by_kind: dict[str, list[DeviceEvent]] = defaultdict(list)
-    for event in window.trace.device_events:
-        by_kind[names.kind_of(event)].append(event)
-    kernels, comm = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm"))
-    work = union(intervals_of([*by_kind["compute"], *by_kind["copy"]]))
-    lengths = [length_before(part) for part in (kernels, comm, difference(comm, work), intersection(comm, kernels))]
+def step_spans(window: Window) -> tuple[StepSpan, ...]:
+    """Return when each step was. Together they are the window, if nothing outside of steps is in it."""
     first = min((event.start for event in window.trace.device_events), default=0.0)
     last = max((event.end for event in window.trace.device_events), default=0.0)
     edges = [(step.start, last if step.end == inf else step.end) for step in window.steps]
     if edges and not window.has_outside:  # transfers can start before their step and end after it
         edges[0] = (first, edges[0][1])
         edges[-1] = (edges[-1][0], max(edges[-1][1], last))
-    return tuple(
-        StepTimes(step.number, start - first, end - start, *(_between(before, start, end) for before in lengths))
-        for step, (start, end) in zip(window.steps, edges, strict=True)
-    )
-
-
-def _between(before: Callable[[Floats], Floats], start: float, end: float) -> float:
-    at_start, at_end = before(np.array([start, end])).tolist()
-    return at_end - at_start
+    return tuple(StepSpan(step.number, *edge) for step, edge in zip(window.steps, edges, strict=True))
 
 
 def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostEvent]]:

@@ -4,6 +4,7 @@
                       all-to-all for dispatch and combine, and sums of gradients over a group of their own
     data_parallel     a dense backward whose gradients are summed in buckets
     pipeline          two stages that exchange activations and gradients one micro-batch ahead
+    sharded           the same with sharded weights, gathered one layer ahead, and sums of gradients that are scattered
     decode            one token after another on one GPU, each one CUDA graph of short kernels
     single_gpu        forwards and backwards on one GPU, without communication
 
@@ -147,9 +148,10 @@ def sequential_moe(job: Job, strength: int) -> Job:
 
 def data_parallel(
     seed: int = 0, ranks: int = 2, layers: int = 16, steps: int = 2, jitter: float = 0.03, transfer_us: float = 700.0,
-    foreign: bool = True,
+    foreign: bool = True, at_end: bool = False,
 ) -> Job:  # fmt: skip
-    """A bucket is two layers. The last bucket is summed beside the backward of the embedding."""
+    """A bucket is two layers. The last bucket is summed beside the backward of the embedding. at_end: all are summed at
+    once, after the backward."""
     group = tuple(range(ranks))
     programs = {}
     for rank in range(ranks):
@@ -160,15 +162,55 @@ def data_parallel(
                     w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
                 for layer in reversed(range(layers)):
                     w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
-                    if layer % 2 == 0:
+                    if layer % 2 == 0 and not at_end:
                         w.ops.append(Record(mark := f"bucket {step}.{layer}"))
                         w.transfer("sum", "all_reduce", "data_parallel", group, transfer_us, "sums",
                                    key=mark, after=mark)  # fmt: skip
                 w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
+                if at_end:
+                    w.ops.append(Record(mark := f"bucket {step}.0"))
+                    w.transfer("sum", "all_reduce", "data_parallel", group, transfer_us * layers / 2, "sums",
+                               key=mark, after=mark)  # fmt: skip
                 w.ops.append(Await(f"done bucket {step}.0 of {group}"))
                 w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
         programs[rank] = tuple(w.ops)
     return Job(programs, groups={"data_parallel": (group,)}, seed=seed, foreign=foreign)
+
+
+def sharded(
+    seed: int = 0, layers: int = 12, steps: int = 2, jitter: float = 0.03, transfer_us: float = 90.0,
+    foreign: bool = True, prefetch: bool = True,
+) -> Job:  # fmt: skip
+    group = (0, 1)
+    programs = {}
+    for rank in group:
+        w = Writer(rank, seed, jitter, foreign)
+
+        def send(kind: str, stream: str, key: str, writer: Writer = w) -> None:
+            writer.ops.append(Record(f"before {key}"))
+            writer.transfer(kind, kind, "shards", group, transfer_us, stream, key=key, after=f"before {key}")
+
+        for step in range(steps):
+            passes = [("forward", layer) for layer in range(layers)]
+            passes += [("backward", layer) for layer in reversed(range(layers))]
+            with w.range(f"ProfilerStep#{step}", "step"):
+                send("_allgather_base", "weights", f"weights {step}.0")
+                for i, (name, layer) in enumerate(passes):
+                    if not prefetch and i:
+                        send("_allgather_base", "weights", f"weights {step}.{i}")
+                    w.ops.append(Await(f"done weights {step}.{i} of {group}"))
+                    if prefetch and i + 1 < len(passes):
+                        send("_allgather_base", "weights", f"weights {step}.{i + 1}")
+                    forward = name == "forward"
+                    w.segment(name, f"Block_{layer}", 300 if forward else 600, ATTENTION if forward else
+                              ATTENTION_BACKWARD, 264 if forward else 330)  # fmt: skip
+                    if not forward:
+                        send("_reduce_scatter_base", "gradients", f"gradients {step}.{i}")
+                w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
+                w.ops.append(Await(f"done gradients {step}.{len(passes) - 1} of {group}"))
+                w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
+        programs[rank] = tuple(w.ops)
+    return Job(programs, groups={"shards": (group,)}, seed=seed, foreign=foreign)
 
 
 def pipeline(
@@ -213,7 +255,10 @@ def decode(seed: int = 0, tokens: int = 12, layers: int = 16, jitter: float = 0.
     return Job({0: tuple(w.ops)}, seed=seed)
 
 
-def single_gpu(seed: int = 0, layers: int = 24, steps: int = 2, jitter: float = 0.03, foreign: bool = True) -> Job:
+def single_gpu(
+    seed: int = 0, layers: int = 24, steps: int = 2, jitter: float = 0.03, foreign: bool = True, small: str = "",
+) -> Job:  # fmt: skip
+    """small: the optimizer has many small kernels, which are launched "together" or "alone"."""
     w = Writer(0, seed, jitter, foreign)
     for step in range(steps):
         with w.range(f"ProfilerStep#{step}", "step"):
@@ -221,10 +266,16 @@ def single_gpu(seed: int = 0, layers: int = 24, steps: int = 2, jitter: float = 
                 w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
             for layer in reversed(range(layers)):
                 w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
-            w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
+            kernels = tuple(Kernel(OPTIMIZER[0][0], 2.0, grid=1) for _ in range(2500))
+            with w.range("Optimizer.step#AdamW.step"):
+                if small:
+                    w.ops += kernels if small == "alone" else [Graph(kernels)]
+                else:
+                    w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
     return Job({0: tuple(w.ops)}, seed=seed, foreign=foreign)
 
 
 HEALTHY = {
-    "moe": moe_training, "data parallel": data_parallel, "pipeline": pipeline, "decode": decode, "one GPU": single_gpu,
+    "moe": moe_training, "data parallel": data_parallel, "sharded": sharded, "pipeline": pipeline, "decode": decode,
+    "one GPU": single_gpu,
 }  # fmt: skip

@@ -18,6 +18,7 @@ from .program import (
     COMPUTE,
     Await,
     Begin,
+    Call,
     Collective,
     End,
     Graph,
@@ -178,6 +179,11 @@ class _Run:
                     for name in ("aten::_local_scalar_dense", "aten::item"):
                         host.append(HostSpan("operator", name, began, self.now))
 
+                case Call(name, us, waits):
+                    if waits:
+                        yield self.devices[rank].last[self.devices[rank].number(COMPUTE)]
+                    yield us
+                    host.append(HostSpan("runtime", name, began, self.now, next(self.correlations)))
                 case Poll(stream):
                     yield self.devices[rank].last[self.devices[rank].number(stream)]
                     yield 10.0

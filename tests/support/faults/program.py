@@ -82,6 +82,15 @@ class Poll:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the runtime that launches nothing. waits: first for the last work of the computation."""
+
+    name: str
+    us: float
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Python:
     """Time of the host between calls."""
 
@@ -101,7 +110,7 @@ class End:
     pass
 
 
-Op = Kernel | Collective | Graph | Record | Await | Item | Poll | Python | Begin | End
+Op = Kernel | Collective | Graph | Record | Await | Item | Poll | Call | Python | Begin | End
 
 
 @dataclass(frozen=True, slots=True)

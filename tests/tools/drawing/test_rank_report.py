@@ -6,7 +6,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler.files import analyze_files
-from tests.support.rank_programs import Compute, Idle, Join, execute, write_ranks
+from tests.support.rank_programs import Compute, Join, execute, write_ranks
 from tests.support.traces import kernel, write
 
 STEP = [
@@ -82,10 +82,13 @@ def test_names_from_a_trace_stay_in_their_cell(tmp_path, capsys):
 
 def test_what_could_not_be_compared_is_said(tmp_path, capsys):
     """Rank 0 recorded one collective of tp less, and rank 3 has no trace."""
-    done = execute(STEP * 2, 4, numbered=False)
+    done = execute(STEP * 3, 4, numbered=False)
     del done.events[0][1], done.launches[0][1]
     text = analyzed(capsys, *write_ranks(done, tmp_path, [0, 1, 2]))
-    problem = "Not compared: tp of ranks 0, 1: rank 0 and rank 1 recorded different collectives, without numbers."
+    problem = (
+        "Not compared: tp of ranks 0, 1: rank 0 and rank 1 recorded different collectives, without numbers "
+        "(2 of them are compared in their order)."
+    )
     missing = "1 of 4 ranks have no trace here (rank 3): waits for them count as communication."
     assert f"\n\n{problem}\n\n{missing}\n" in text
     found = analyze_files([*map(tmp_path.joinpath, ("rank0.json", "rank1.json", "rank2.json"))])
@@ -105,72 +108,24 @@ def test_sizes(number, text):
 # ---- Who was late ----
 
 
-def after(text, first):
-    """The text from `first` to the next empty line."""
-    return text[text.index(first) :].partition("\n\n")[0].rstrip()
-
-
-def test_late_ranks_and_their_reasons_are_sentences(tmp_path, capsys):
+def test_lateness_as_sentences_and_in_json(tmp_path, capsys):
     """Rank 1 is late for tp, so rank 0 is late for dp, and rank 1 too. Window: 900 us."""
-    text = analyzed(capsys, *write_ranks(execute(STEP * 3, 4), tmp_path))
-    assert after(text, "rank 1 was late") == (
-        "rank 1 was late: it joined 6 of 6 collectives last. The others waited 180 us for it with nothing else to do "
-        "(20.0% of the window).\n"
-        "   Why: its computation took longer, 1.21 times the others': GEMM, most of it in attn.\n"
-        "rank 0 was late: it joined 3 of 6 collectives last. The others waited 90 us for it with nothing else to do "
-        "(10.0% of the window).\n"
-        "   Why: it had itself waited longer before, for rank 1."
+    paths = write_ranks(execute(STEP * 3, 4), tmp_path)
+    text = analyzed(capsys, *paths)
+    assert (
+        "rank 1 was late: it joined 6 of 6 collectives last. The others waited 60 us for it with nothing else" in text
     )
-
-
-@pytest.mark.parametrize("late,reason", [
-    (Idle({0: 0, 1: 40}), "its device had nothing to do, because its host launched work later than the others."),
-    (Compute({0: 10, 1: 50}, "flash_fwd"), "its computation took longer, 1.67 times the others': attention."),
-])  # fmt: skip
-def test_other_reasons(tmp_path, capsys, late, reason):
-    done = execute([Compute(50, "gemm"), late, Join("allreduce", "dp", (0, 1), 10)] * 3, 2)
-    text = analyzed(capsys, *write_ranks(done, tmp_path))
-    assert f"\n   Why: {reason}\n" in text
-
-
-def test_several_reasons_have_shares(tmp_path, capsys):
-    """Attention takes rank 1 2 x 40 us longer, GEMMs 2 x 20, and its host 2 x 20. Rank 0 copies beside its waits: the
-    first of these copies, of 60 us, counts before the second sum. So 60 of 100 us are computation."""
-    program = [Compute({0: 50, 1: 90}, "flash", "attn"), Compute({0: 50, 1: 70}, "gemm", "mlp"), Idle({0: 0, 1: 20})]
-    done = execute([*program, Join("allreduce", "dp", (0, 1), 10)] * 2, 2)
-    for event in [event for event in done.events[0] if event.collective]:
-        done.events[0].append(event._replace(name="copy_", end=event.start + 60, collective=None))
-        done.launches[0].append((-1.0, ""))
-    text = analyzed(capsys, *write_ranks(done, tmp_path))
-    assert after(text, "rank 1 was late") == (
-        "rank 1 was late: it joined 2 of 2 collectives last. The others waited 160 us for it, 40 us of that with "
-        "nothing else to do (10.5% of the window).\n"
-        "   Why, 60%: its computation took longer, 1.23 times the others': attention (67%), GEMM (33%), most of it "
-        "in attn (67%), mlp (33%).\n"
-        "   Why, 40%: its device had nothing to do, because its host launched work later than the others."
-    )
-
-
-def test_ranks_in_step_are_said_to_be(tmp_path, capsys):
-    text = analyzed(capsys, *write_ranks(execute([Compute(50), Join("allreduce", "dp", (0, 1))] * 3, 2), tmp_path))
-    assert "No rank made the others wait, with nothing else to do, for more than 1% of the window." in text
-
-
-def test_lateness_in_json(tmp_path, capsys):
-    found = json.loads(analyzed(capsys, *write_ranks(execute(STEP * 3, 4), tmp_path), "--json"))
-    assert found[0]["lateness"] == {
-        "joined": 6, "last": 3, "delayed_us": 90, "exposed_us": 90, "compute_ratio": 1,
-        "reasons": [{"category": "waiting", "phase": "", "us": 90, "waits_for": "rank 1"}],
-    }  # fmt: skip
-    (alone,) = write_ranks(execute(STEP, 4), tmp_path, [0])
-    one = json.loads(analyzed(capsys, alone, "--json"))
-    assert one["lateness"] is None
+    assert "   It spent more time than they did on computation, GEMM in attn (90 us)." in text
+    late = json.loads(analyzed(capsys, *paths, "--json"))[1]["lateness"]
+    assert (late["joined"], late["last"], late["waited_us"]) == (6, 6, pytest.approx(60))
+    assert late["reasons"][0] == {"kind": "computation", "detail": "GEMM in attn", "us": pytest.approx(90)}
+    assert json.loads(analyzed(capsys, paths[0], "--json"))["lateness"] is None
 
 
 def test_only_the_latest_ranks_are_explained(tmp_path, capsys):
     """In pairs, ranks 0, 2, ..., 10 are late for the other one."""
     pairs = [(rank, rank + 1) for rank in range(0, 12, 2)]
-    program = [Compute({rank: 100 + 10 * (rank % 2 == 0) * (rank + 1) for rank in range(12)})]
+    program = [Compute({rank: 100 + 50 * (rank % 2 == 0) * (rank + 1) for rank in range(12)})]
     program += [Join("allreduce", "dp", ranks, 10) for ranks in pairs]
     text = analyzed(capsys, *write_ranks(execute(program * 3, 12), tmp_path))
     assert [line.split()[1] for line in text.splitlines() if " was late: " in line] == ["10", "8", "6", "4"]
@@ -180,7 +135,7 @@ def test_only_the_latest_ranks_are_explained(tmp_path, capsys):
 def test_names_of_phases_stay_on_their_line(tmp_path, capsys):
     program = [Compute({0: 10, 1: 90}, phase="a\n# b | c"), Join("allreduce", "dp", (0, 1), phase="\x1b[31m")]
     text = analyzed(capsys, *write_ranks(execute(program * 3, 2), tmp_path))
-    assert "GEMM, most of it in a\\n# b | c." in text and "\x1b" not in text
+    assert "GEMM in a\\n# b | c (" in text and "\x1b" not in text
 
 
 def test_large_groups_are_counted(tmp_path, capsys):

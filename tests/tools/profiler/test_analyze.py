@@ -8,7 +8,6 @@ import pytest
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler import NAMES, Names, analyze, read_trace
 from moe_dualpipe.tools.profiler.reports.overlap import analysis_text, hidden_sentence
-from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY
 from moe_dualpipe.tools.profiler.trace import DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
 
@@ -33,13 +32,11 @@ def test_overlapping_events_count_once(tmp_path):
         kernel("Memset (Device)", 1078, 4, cat="gpu_memset"), kernel("nvshmem_barrier", 1075, 15, stream=20),
     ])  # fmt: skip
     assert a.window_us == 90
-    assert a.busy_us == 60 + 20
     assert a.idle_us == 10
     assert a.compute_us == 40 + 12  # the memset ends 2 us after the last kernel
     assert a.kernel_compute_us == 40 + 10
-    assert a.copy_us == 4
+    assert a.time_of("copies") == 2
     assert a.comm_us == 30 + 15
-    assert a.overlapped_us == 10 + 7
     assert a.exposed_comm_us == 20 + 8
     assert a.hidden_kernels_us == 10 + 5
     assert a.hidden_fraction == 15 / 45
@@ -124,7 +121,7 @@ published = pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace 
 def test_the_published_trace():
     (a,) = analyze(read_trace(PUBLISHED))
     assert (a.window_us, a.compute_us, a.comm_us) == (129_012, 124_338, 113_440)
-    assert (a.overlapped_us, a.exposed_comm_us, a.num_comm) == (109_263, 4_177, 36)
+    assert (a.exposed_comm_us, a.num_comm, a.hidden_kernels_us) == (4_177, 36, 109_250)
     assert a.hidden_fraction == pytest.approx(0.963, abs=0.0005)
     per_layer = {p.name: (p.comm_us if "c" in p.name else p.compute_us) / 4000 for p in a.phases}
     assert {name: round(ms, 2) for name, ms in per_layer.items()} == {
@@ -157,25 +154,13 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     assert main(["profile", "analyze", *paths, "--phases", "--kernels", "1"]) == 0
     expected = analysis_text(analysis, phases=True, kernels=1)
     out = capsys.readouterr().out
-    assert out.startswith("\n\n".join(f"{path}\n{expected}\n\n{HEALTHY}" for path in paths) + "\n\n|")
+    assert all(f"{path}\n{expected}\n\n" in out for path in paths)
     heading, _, *rows = next(part for part in out.split("\n\n") if "waited for others" in part).splitlines()
     assert heading.split("|")[2].strip() == "window, us"
     for row, path in zip(rows, paths, strict=True):
         assert [cell.strip() for cell in row.split("|")[1:-1]] == [
             f"{path}, device 0", "40", "30", "20", "10", "50.0%", "0",
         ]  # fmt: skip
-    assert expected.splitlines()[:9] == [
-        "|                             | device 0, us | of the window |",
-        "|-----------------------------|-------------:|--------------:|",
-        "| window                      |           40 |        100.0% |",
-        "| busy                        |           40 |        100.0% |",
-        "| computation                 |           30 |         75.0% |",
-        "| communication               |           20 |         50.0% |",
-        "| - hidden behind computation |           10 |         25.0% |",
-        "| - exposed                   |           10 |         25.0% |",
-        "| idle                        |            0 |          0.0% |",
-    ]
-    assert "| dispatch(F)             | the end |     1 | 10 |                - |" in expected
     assert "| dispatch(F) |     1 |                    0 |            20 |      10 |" in expected
     assert "| gemm   | compute |     1 |       30 |      1 |" in expected
     assert expected.endswith("50.0% of the communication is hidden (1 kernel, on up to 8 thread blocks).")
@@ -183,10 +168,10 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     assert main(["profile", "analyze", paths[1], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["trace"] == paths[1] and found["truncated"] is False
-    assert {key: found[key] for key in ("window_us", "busy_us", "compute_us", "comm_us", "hidden_fraction")} == {
-        "window_us": 40, "busy_us": 40, "compute_us": 30, "comm_us": 20, "hidden_fraction": 0.5,
+    assert {key: found[key] for key in ("window_us", "compute_us", "comm_us", "hidden_fraction")} == {
+        "window_us": 40, "compute_us": 30, "comm_us": 20, "hidden_fraction": 0.5,
     }  # fmt: skip
-    assert (found["overlapped_us"], found["exposed_comm_us"]) == (10, 10)
+    assert found["exposed_comm_us"] == 10 and sum(row["us"] for row in found["account"]) == 40
     assert found["phases"] == [{
         "name": "dispatch(F)", "times": 1, "compute_us": 0, "comm_us": 20, "copy_us": 0, "exposed_comm_us": 10,
     }]  # fmt: skip

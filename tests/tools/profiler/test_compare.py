@@ -1,15 +1,14 @@
-"""Two recordings compared: where the time of a step went, what explains the difference, and the causes."""
+"""Two recordings compared: the account of a step twice, whose differences add up."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler.compare import Comparison
+from moe_dualpipe.tools.profiler.account import COMPUTATION, COPY, IDLE, LAUNCHING, PYTHON, TRANSFER
+from moe_dualpipe.tools.profiler.compare import Comparison, Kernels, read_recording
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
-from moe_dualpipe.tools.profiler.recordings import Work, read_recording
 from moe_dualpipe.tools.profiler.reports.comparison import compare_text
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
@@ -23,8 +22,8 @@ STEP = [  # name, start, duration, stream: 10 us idle, 5 us of the copy, 25 of t
 GPU = {"deviceProperties": [{"id": 0, "name": "H100", "numSms": 132}]}
 
 
-def events_of(steps, works=STEP, length=100, lag=0.0, named="ProfilerStep#{}", device=0, first=0):
-    """Events of `steps` equal steps of the host. lag: how much later than its launch a device runs everything."""
+def events_of(steps, works=STEP, length=100, lag=0.0, named="ProfilerStep#{}", first=0):
+    """Events of equal steps of the host. lag: how much later than its launch a device runs everything."""
     events = []
     for step in range(steps):
         at = step * length
@@ -32,15 +31,13 @@ def events_of(steps, works=STEP, length=100, lag=0.0, named="ProfilerStep#{}", d
             events.append(annotation(named.format(step + first), at, length))
         for name, start, duration, stream in works:
             correlation = len(events) + 1
-            begin = at + max(start - 5, 0)
             category = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
-            events.append(launch(correlation, begin, duration=1))
-            events.append(kernel(name, at + start + lag, duration, stream, correlation, device, cat=category))
+            events.append(launch(correlation, at + max(start - 5, 0), duration=1))
+            events.append(kernel(name, at + start + lag, duration, stream, correlation, cat=category))
     return events
 
 
-def record(path, *args, **options):
-    more = options.pop("more", GPU)
+def record(path, *args, more=GPU, **options):
     return write(path, events_of(*args, **options), **more)
 
 
@@ -48,229 +45,131 @@ def compare(a, b):
     return Comparison(*(read_recording(str(path), trace_paths([path])) for path in (a, b)))
 
 
-def step_us(comparison, side=0):
-    return {part.name: (part.a, part.b)[side].step_us for part in comparison.parts}
+def times(comparison, side=0):
+    """The time of each kind, of computation of each category."""
+    found = {}
+    for (kind, detail), us in comparison.account.items():
+        key = detail if kind == COMPUTATION else kind
+        found[key] = found.get(key, 0.0) + us[side]
+    return found
 
 
-def test_the_work_of_a_step_adds_up(tmp_path):
+def idle(comparison, side=0):
+    return sum(us for kind, us in times(comparison, side).items() if kind in IDLE)
+
+
+def test_the_account_of_a_step_adds_up(tmp_path):
     """A GEMM and attention at once: the moment belongs to the GEMM, which started first. Nothing is in flight in the
     first 10 us; the host launches the GEMM from 5 to 6."""
     found = compare(record(tmp_path / "a.json", 3), record(tmp_path / "b.json", 3))
     sums, _ = found.sums
     assert found.by_step and sums.step_us == 100
-    assert step_us(found) == {
-        "GEMM": 40, "attention": 10, "communication": 25, "copy": 5, "elementwise": 10, "not launched": 6, "idle": 4,
+    spent = times(found)
+    assert idle(found) == 10 and spent[PYTHON] == 5 and spent[LAUNCHING] == 1
+    assert {key: us for key, us in spent.items() if key not in IDLE} == {
+        "GEMM": 40, "attention": 10, TRANSFER: 25, COPY: 5, "elementwise": 10,
     }  # fmt: skip
-    assert sum(step_us(found).values()) == sums.step_us
-    parts = {part.name: part.a for part in found.parts}
-    assert (parts["attention"].count, parts["attention"].total_us) == (1, 20)
     assert (sums.comm_us, sums.hidden_us) == (40, 15)
-    assert [(one.name, one.a) for one in found.transfers] == [("all_reduce", Work(1, 40, 25))]
+    assert sums.kernels[ATTENTION] == Kernels(1, 20)
 
 
-def test_recordings_of_different_lengths_are_compared_by_step(tmp_path):
-    found = compare(record(tmp_path / "a.json", 2), record(tmp_path / "b.json", 7))
-    assert (found.a.steps, found.b.steps, found.difference_us) == (2, 7, 0)
-    assert {part.us for part in found.parts} == {0}
+@pytest.mark.parametrize("works", [STEP, STEP[:3]])
+@pytest.mark.parametrize("named", ["ProfilerStep#{}", "step {}"])
+def test_recordings_of_different_lengths_are_compared_by_step(works, named, tmp_path):
+    """The ends of the first and the last step count, too: with three kernels, the host is idle at the end of a step."""
+    found = compare(record(tmp_path / "a.json", 1, works, named=named), record(tmp_path / "b.json", 7, works))
+    assert (found.a.steps, found.b.steps, found.difference_us) == (1, 7, 0)
+    assert {round(b - a, 6) for a, b in found.account.values()} == {0}
     assert "A step takes the same time in A and B, within 0.5%: 100 us and 100 us." in compare_text(found)
-
-
-def test_the_ends_of_the_first_and_the_last_step_count_too(tmp_path):
-    """The host launches nothing in the last 15 us of a step and until the 6th us of the next one."""
-    found = compare(record(tmp_path / "a.json", 1, STEP[:3]), record(tmp_path / "b.json", 5, STEP[:3]))
-    assert step_us(found, 0)["not launched"] == 21 and step_us(found, 0)["idle"] == 4
-    assert {part.us for part in found.parts} == {0}
 
 
 def test_a_device_that_runs_behind_its_host(tmp_path):
     """300 us after the launches, the device begins. It ends 300 us after the last step of the host."""
     a = record(tmp_path / "a.json", 4, lag=300.0)
-    found = compare(a, a)
-    start_up = [annotation("ProfilerStep#9", -100, 100)]
+    assert compare(a, a).sums[0].step_us == (400 + 300) / 4  # the time until the first kernel counts
     launched_before = [launch(900, -50), kernel(GEMM, -20, 320, 7, 900)]
-    b = write(tmp_path / "b.json", [*start_up[:0], *launched_before, *events_of(4, lag=300.0)])
-    assert found.sums[0].step_us == (400 + 300) / 4  # the time until the first kernel counts
+    b = write(tmp_path / "b.json", [*launched_before, *events_of(4, lag=300.0)])
     assert compare(b, b).sums[0].step_us == 100  # it was the time of work that was launched before
-    assert step_us(compare(b, b))["idle"] == 10  # all was launched long before
-    c = write(tmp_path / "unrecorded.json", [kernel(GEMM, 5, 295), *events_of(4, lag=300.0)])
+    c = write(tmp_path / "c.json", [kernel(GEMM, 5, 295), *events_of(4, lag=300.0)])
     assert compare(c, c).sums[0].step_us == 100  # also if the recording began after that launch
-    d = write(tmp_path / "without.json", [*events_of(4), kernel(GEMM, 20, 150, 9)])
-    assert compare(d, d).sums[0].step_us == 400 / 4  # one of many that were not recorded
-    assert step_us(compare(record(tmp_path / "c.json", 4), a))["not launched"] == 6
+    d = write(tmp_path / "d.json", [*events_of(4), kernel(GEMM, 20, 150, 9)])
+    assert compare(d, d).sums[0].step_us == 100  # one of many that were not recorded
 
 
-def test_a_slow_first_step_is_left_out(tmp_path, capsys):
+def test_a_slow_first_step_is_left_out_of_all_ranks(tmp_path, capsys):
+    (folder := tmp_path / "ranks").mkdir()
     slow = [annotation("ProfilerStep#4", -1000, 1000), launch(999, -900), kernel(GEMM, -890, 880, 7, 999)]
-    a = write(tmp_path / "a.json", [*slow, *events_of(3, first=5)])
-    found = compare(a, record(tmp_path / "b.json", 3))
-    assert (found.a.steps, found.difference_us, found.a.whole.step_us) == (3, 0, 890 + 300)
-    assert {(part.us, part.b.count - part.a.count) for part in found.parts} == {(0, 0)}
+    a = write(folder / "rank0.json", [*slow, *events_of(3, first=5)], distributedInfo={"rank": 0})
+    write(folder / "rank1.json", [launch(999, 1), kernel(ADD, 3, 5, 7, 999), *events_of(4, first=4)],
+          distributedInfo={"rank": 1})  # fmt: skip
+    b = record(tmp_path / "b.json", 3)
+    for one in (a, folder):
+        found = compare(one, b)
+        assert (found.a.steps, found.difference_us) == (3, 0)
     assert main(["profile", "compare", str(a), str(a)]) == 0
-    assert "a.json: analyzed: steps 5 to 7, without step 4, which took " in capsys.readouterr().err
+    assert "rank0.json: analyzed: steps 5 to 7, without step 4, which took " in capsys.readouterr().err
     assert main(["profile", "compare", str(a), str(a), "--steps", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["a"]["steps"] == 1
-    two = compare(write(tmp_path / "c.json", [*slow, *events_of(1, first=5)]), a)
-    assert two.a.steps == 2  # which of two is the slow one is not known
-
-
-def test_steps_of_this_project_count_too(tmp_path):
-    found = compare(record(tmp_path / "a.json", 4, named="step {}"), record(tmp_path / "b.json", 2))
-    assert found.by_step and found.a.steps == 4 and found.difference_us == 0
 
 
 def test_without_steps_whole_recordings_are_compared(tmp_path):
     a, b = record(tmp_path / "a.json", 4, named=""), record(tmp_path / "b.json", 2)
     found = compare(a, b)
-    assert not found.by_step and found.difference_us == -200
+    assert not found.by_step and found.difference_us == -200 == -compare(b, a).difference_us
     assert found.sums[0].step_us == 390  # from the first kernel to the last
-    text = compare_text(found)
-    assert "No steps are recorded in A: whole recordings are compared." in text
-    assert not compare(b, a).by_step and compare(b, a).difference_us == 200
+    assert "No steps are recorded in A: whole recordings are compared." in compare_text(found)
 
 
-def test_all_ranks_leave_out_the_same_steps(tmp_path):
-    """Only the first step of rank 0 is slow. That of rank 1 has more work."""
+def test_several_devices_are_averaged_and_what_is_unlike_is_said(tmp_path):
     (folder := tmp_path / "ranks").mkdir()
-    slow = [annotation("ProfilerStep#4", -1000, 1000), launch(999, -900), kernel(GEMM, -890, 880, 7, 999)]
-    write(folder / "rank0.json", [*slow, *events_of(3, first=5)], distributedInfo={"rank": 0})
-    more = [launch(999, 1), kernel(ADD, 3, 5, 7, 999)]
-    write(folder / "rank1.json", [*more, *events_of(4, first=4)], distributedInfo={"rank": 1})
-    found = compare(folder, record(tmp_path / "b.json", 3))
-    assert found.a.steps == 3
-    assert {(part.us, part.a.count == part.b.count) for part in found.parts} == {(0, True)}
-
-
-def test_several_devices_are_averaged(tmp_path):
-    (folder := tmp_path / "ranks").mkdir()
-    (mixed := tmp_path / "mixed").mkdir()
-    record(mixed / "rank0.json", 2)
-    record(mixed / "rank1.json", 2, named="")
-    assert compare(mixed, mixed).a.steps == 0 and not compare(mixed, mixed).by_step
     slower = [(name, start, duration + 20 * (name == ADD), stream) for name, start, duration, stream in STEP]
     record(folder / "rank0.json", 2, more={**GPU, "distributedInfo": {"rank": 0, "world_size": 2}})
-    record(folder / "rank1.json", 3, slower, length=120, more={**GPU, "distributedInfo": {"rank": 1, "world_size": 2}})
-    found = compare(record(tmp_path / "a.json", 2), folder)
-    assert (found.b.devices, found.b.steps, found.difference_us) == (2, 2, pytest.approx(10))
-    assert step_us(found, 1)["elementwise"] == pytest.approx(20)
-    assert "A has 1 and B has 2 devices: all numbers are means over devices." in compare_text(found)
-
-
-def test_what_explains_the_difference_comes_first(tmp_path):
-    """The GEMM is 60 us longer, three additions replace one, attention is gone."""
-    works = [(GEMM, 10, 100, 7), (ADD, 110, 10, 7), (ADD, 120, 10, 7), (ADD, 130, 10, 7), (REDUCE, 45, 40, 8)]
-    found = compare(record(tmp_path / "a.json", 2), record(tmp_path / "b.json", 2, works, length=140))
-    assert found.difference_us == 40
-    assert [(part.name, part.us) for part in found.parts[:3]] == [
-        ("GEMM", 60), ("communication", -25), ("elementwise", 20),
+    record(folder / "rank1.json", 2, slower, 120, more={**GPU, "distributedInfo": {"rank": 1, "world_size": 2}})
+    other = {"deviceProperties": [{"id": 0, "name": "A100"}], "distributedInfo": {"rank": 0, "world_size": 8}}
+    found = compare(folder, record(tmp_path / "b.json", 2, more=other))
+    assert found.difference_us == -10 and times(found)["elementwise"] == 20
+    assert found.unlike == [
+        "Different GPUs: H100 in A, A100 in B.", "A has 2 and B has 1 devices: all numbers are means over devices.",
+        "The job of A has 2 ranks, that of B 8.",
     ]  # fmt: skip
-    lines = compare_text(found).splitlines()
-    assert "A step of B takes 40 us more (40.0%) than of A: 140 us instead of 100 us." in lines
-    rows = [line.split("|")[1].strip() for line in lines if line.startswith("| - ")]
-    assert rows[:5] == ["- GEMM", "- exposed communication", "- elementwise", "- attention", "- copies"]
-    back = Comparison(found.b, found.a)
-    assert [part.us for part in back.parts] == [-part.us for part in found.parts]
 
 
 def test_operators_of_a_cpu(tmp_path):
-    files = []
-    for count in (1, 3):
-        work = [operator("aten::mm", 10 + 20 * n, 20) for n in range(count)]
-        files.append(write(tmp_path / f"{count}.json", [annotation("ProfilerStep#0", 0, 100), *work], **GPU))
-    text = compare_text(compare(*files))
-    assert "1 device (CPU), 1 step" in text  # the GPU of the machine did nothing
-    assert re.search(r"- GEMM +\| +20 \| +60 \| +\+40 \| \+200.0% \| +1 \| +3 \|", text)
-    assert "operators in A" in text and "kernel" not in text and "not launched" not in text
+    events = [event for i in range(3) for event in (
+        annotation(f"ProfilerStep#{i}", 100 * i, 100), operator("aten::mm", 100 * i, 60))]  # fmt: skip
+    found = compare(*[write(tmp_path / "a.json", events)] * 2)
+    assert found.a.on_cpu and times(found)["GEMM"] == 60
+    assert "| operator" in compare_text(found) and "A: " in compare_text(found)
 
 
-def test_steps_that_take_the_same_time(tmp_path):
-    """20 us move from GEMM to attention."""
-    a = [(GEMM, 0, 40, 7), (ATTENTION, 40, 20, 7), (ADD, 90, 10, 7)]
-    b = [(GEMM, 0, 20, 7), (ATTENTION, 20, 40, 7), (ADD, 90, 10.3, 7)]
-    text = compare_text(compare(record(tmp_path / "a.json", 2, a), record(tmp_path / "b.json", 2, b)))
-    assert "A step takes the same time in A and B, within 0.5%" in text
-    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| - ")][:2] == [
-        "- GEMM", "- attention",
-    ]  # fmt: skip
+@pytest.mark.parametrize("fault", ["slow host", "slow link", "copies"])
+def test_the_difference_of_a_known_fault_adds_up(fault, tmp_path):
+    healthy = moe_training(layers=3)
+    paths = [tmp_path / "before", tmp_path / "after"]
+    for job, folder in zip((healthy, FAULTS[fault].apply(healthy, 2)), paths, strict=True):
+        write_traces(run(job), folder)
+    found = compare(*paths)
+    assert found.difference_us > 0
+    assert sum(b - a for a, b in found.account.values()) == pytest.approx(found.difference_us)
+    text = compare_text(found).splitlines()
+    rows = [row.replace(",", "").split("|") for row in text if row.startswith(("| - ", "| step"))]
+    step, *kinds = (float(row[4]) for row in rows)
+    assert sum(kinds) == pytest.approx(step, abs=len(kinds))
+    start = next(i for i, row in enumerate(text) if "the largest differences" in row) + 2
+    details = [float(row.replace(",", "").split("|")[4]) for row in text[start : text.index("", start)]]
+    assert sum(details) == pytest.approx(step, abs=len(details))
 
 
-def test_transfers_of_an_unknown_kind_are_named_after_their_function(tmp_path):
-    """Two of its instances are one row. What no step contains has no row."""
-    works = [(GEMM, 10, 40, 7), *((f"void deep_ep::intranode::dispatch<{i}>(int*)", 20, 9, 20 + i) for i in (8, 9))]
-    early = kernel("void deep_ep::intranode::combine<1>(int*)", 0, 5, 9)
-    a = write(tmp_path / "a.json", [early, *events_of(3, works, first=1)])
-    found = compare(a, a)
-    assert [(one.name, one.a.count) for one in found.transfers] == [("deep_ep::intranode::dispatch", 2)]
-    assert "combine" not in compare_text(found)
-
-
-def test_recordings_of_other_machines_and_models_are_named(tmp_path):
-    job = {"distributedInfo": {"rank": 0, "world_size": 8}}
-    a = record(tmp_path / "a.json", 2, more={**GPU, **job})
-    v100 = {"deviceProperties": [{"id": 0, "name": "V100\x1b[31m"}], "distributedInfo": {"rank": 0, "world_size": 2}}
-    other = [("volta_sgemm_32x128_nn", 0, 90, 7), (ADD, 90, 10, 7)]
-    found = compare(a, record(tmp_path / "b.json", 2, other, more=v100))
-    assert found.unlike == [
-        "Different GPUs: H100 in A, V100\x1b[31m in B.", "The job of A has 8 ranks, that of B 2.",
-    ]  # fmt: skip
-    assert "\x1b" not in compare_text(found) and "V100" in compare_text(found)
-    assert compare(a, a).unlike == []
-
-
-def test_the_command_prints_text_or_json(tmp_path, capsys):
-    a, b = record(tmp_path / "a.json", 2), record(tmp_path / "b.json", 2, STEP[:3], length=90)
-    assert main(["profile", "compare", str(a), str(b)]) == 0
-    text = capsys.readouterr().out
-    assert text == compare_text(compare(a, b)) + "\n"
-    assert main(["profile", "compare", str(a), str(b), "--json"]) == 0
+def test_the_json(tmp_path, capsys):
+    a, b = str(record(tmp_path / "a.json", 3)), str(record(tmp_path / "b.json", 3, STEP[:-1]))
+    assert main(["profile", "compare", a, b, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {*found} == {"by_step", "a", "b", "difference_us", "unlike", "parts", "transfers"}
-    assert found["a"] == {
-        "name": str(a), "devices": 1, "gpus": ["H100"], "world_size": None, "steps": 2, "step_us": 100.0,
-        "comm_us": 40.0, "hidden_kernels_us": 15.0,
-    }  # fmt: skip
-    assert found["difference_us"] == sum(part["difference_us"] for part in found["parts"]) == -10
-    (attention,) = (part for part in found["parts"] if part["name"] == "attention")
-    assert attention["a"] == {"count": 1.0, "total_us": 20.0, "step_us": 10.0}
-    assert [one["name"] for one in attention["kernels"]] == [ATTENTION]
+    assert {*found} == {"by_step", "a", "b", "difference_us", "unlike", "account", "kernels"}
+    assert sum(row["difference_us"] for row in found["account"]) == pytest.approx(found["difference_us"])
+    [add] = [one for one in found["kernels"] if one["name"] == ADD]
+    assert add == {"name": ADD, "a": {"count": 1, "total_us": 10}, "b": {"count": 0, "total_us": 0}}
 
 
-def test_names_decide_what_communicates(tmp_path, capsys):
-    a = record(tmp_path / "a.json", 2)
-    for options, expected in ((["--comm", "flash"], 80), (["--compute", "nccl"], 0)):
-        assert main(["profile", "compare", str(a), str(a), "--json", *options]) == 0
-        assert json.loads(capsys.readouterr().out)["a"]["comm_us"] == min(expected, 45)
-
-
-def test_bad_input_is_one_line(tmp_path, capsys):
-    a = record(tmp_path / "a.json", 2)
-    (bad := tmp_path / "bad.json").write_text("{}")
-    (empty := tmp_path / "empty").mkdir()
-    cases = {
-        (a, tmp_path / "missing.json"): "missing.json", (bad, a): "bad.json", (a, empty): "no trace in this folder",
-        (a,): "error: missing B",
-           (a, a, "--comm", "("): "--comm",
-    }  # fmt: skip
-    for arguments, message in cases.items():
-        assert main(["profile", "compare", *map(str, arguments)]) == 2
-        out, err = capsys.readouterr()
-        assert not out and message in err and err.count("\n") == 1, (arguments, err)
-
-
-def test_damage_is_told(tmp_path, capsys):
-    a = record(tmp_path / "a.json", 2)
-    (cut := tmp_path / "cut.json").write_text(a.read_text()[:-150])
-    assert main(["profile", "compare", str(a), str(cut)]) == 0
-    assert "cut.json: the file is incomplete: " in capsys.readouterr().err
-    (odd := tmp_path / "odd.json").write_text(a.read_text().replace('"dur": 40', '"dur": inf', 1))
-    assert main(["profile", "compare", str(a), str(odd)]) == 0
-    assert "odd.json: 1 damaged event skipped" in capsys.readouterr().err
-
-
-def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_traces(run(FAULTS["slow host"].apply(moe_training(), 2)), tmp_path / "before")
-    write_traces(run(moe_training()), tmp_path / "after")
-    assert main(["profile", "compare", "before", "after"]) == 0
-    printed = capsys.readouterr().out
-    page = (Path(__file__).parents[3] / "docs" / "profiling.md").read_text()
-    assert f"$ moe-dualpipe profile compare before after\n{printed}" in page
+def test_a_missing_recording_is_one_line(tmp_path, capsys):
+    assert main(["profile", "compare", str(tmp_path / "a.json"), str(Path(__file__))]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

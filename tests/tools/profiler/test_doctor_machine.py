@@ -77,17 +77,18 @@ def test_healthy_jobs_hide_their_communication_and_their_hosts_are_ahead(name, t
         (analysis,) = analyze(trace)
         rank = recording.ranks[trace.rank]
         assert analysis.window_us == pytest.approx(rank.window_us, abs=0.01)
-        assert analysis.exposed_comm_us < 0.01 * analysis.window_us
+        assert analysis.exposed_comm_us < 0.015 * analysis.window_us
         assert max(span.end for span in rank.host) < 0.5 * rank.window_us
         for event in trace.device_events:
             assert trace.launches[event.correlation].end < event.start
 
 
-@pytest.mark.parametrize("name", [fault.name for fault in FAULTS.values() if fault.known])
+@pytest.mark.parametrize("name", [fault.name for fault in FAULTS.values() if fault.mended])
 def test_every_fault_costs_time_and_a_stronger_one_more(name):
-    healthy = FAULTS[name].healthy()
-    weak, strong = (run(FAULTS[name].apply(healthy, strength)).window_us for strength in (1, 2))
-    assert 1.02 * run(healthy).window_us < weak < 0.98 * strong
+    fault = FAULTS[name]
+    job = fault.healthy()
+    costs = [run(fault.apply(job, n)).window_us - run(fault.mended(job, n)).window_us for n in (1, 2)]
+    assert 0.01 * run(job).window_us < costs[0] < 0.9 * costs[1]
 
 
 @pytest.mark.parametrize("name", ["moe", "data parallel"])

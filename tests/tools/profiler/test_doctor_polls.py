@@ -6,11 +6,10 @@ from moe_dualpipe.tools.profiler import read_trace
 from moe_dualpipe.tools.profiler.communication import NAMES
 from moe_dualpipe.tools.profiler.doctor.case import Case, case_of, shorter
 from moe_dualpipe.tools.profiler.doctor.causes.exposed import find_nothing_else
-from moe_dualpipe.tools.profiler.doctor.diagnose import diagnose, examine
 from moe_dualpipe.tools.profiler.doctor.view import COMPUTE, POLL, view_of
 from tests.support.diagnosed import gain_of
 from tests.support.faults import run, write_traces
-from tests.support.faults.program import Await, Begin, Collective, End, Job, Kernel, Machine, Poll, Python, Record
+from tests.support.faults.program import Await, Collective, Job, Kernel, Machine, Poll, Python, Record
 from tests.support.traces import kernel, launch, write
 
 MACHINE = Machine(
@@ -71,34 +70,6 @@ def test_a_long_call_that_outlasts_its_own_copy_waits_for_it(tmp_path, us, ends,
     assert [call.sync for call in view.calls] == [waits]
 
 
-def test_a_kernel_that_waits_for_a_transfer_does_not_wait_for_its_launch(tmp_path):
-    """The host works for 600 us between layers, and for 100 us during a transfer that the next kernel needs."""
-    ops = []
-    for i in range(6):
-        sent = Collective(f"t {i}", "all_to_allv", "ep", (0,), 400, 1, "ep", f"a {i}")
-        ops += [Kernel("a", 20), Record(f"a {i}"), sent, Python(100), Await(f"done t {i}"), Kernel("b", 20)]
-        ops.append(Python(600))
-    made = run(Job({0: tuple(ops)}, MACHINE, {"ep": ((0,),)}))
-    kernels = [span for span in made.ranks[0].device if isinstance(span.op, Kernel)]
-    idle = sum(a.start - b.end for b, a in zip(kernels[1::2], kernels[2::2], strict=False))
-    trace = read_trace(*write_traces(made, tmp_path))
-    [verdict] = [one for one in diagnose(trace, "0", NAMES.kind_of) if one.kind == "host-bound"]
-    assert idle > 1000 and verdict.cost_us == pytest.approx(idle, rel=0.02)
-
-
-def test_a_launch_is_not_late_by_itself_if_the_host_is_late_for_all_work(tmp_path):
-    """A transfer that is launched 400 us after its input was there, by a host that takes 1,000 us for each layer."""
-    ops = []
-    for i in range(8):
-        sent = Collective(f"t {i}", "all_to_allv", "ep", (0,), 300, 1, "ep", f"F {i}", "combine(F)")
-        ops += [Begin("mlp(F)"), Kernel("a", 100), End(), Record(f"F {i}"), Begin("attn(B)"), Kernel("b", 300), End()]
-        ops += [Python(500), sent, Await(f"done t {i}"), Begin("attn(F)"), Kernel("c", 100), End(), Python(500)]
-    trace = read_trace(*write_traces(run(Job({0: tuple(ops)}, MACHINE, {"ep": ((0,),)})), tmp_path))
-    found = examine(trace, "0", NAMES.kind_of)
-    assert found is not None and "late-launch" in [finding.verdict.kind for finding in found.others]
-    assert [verdict.kind for verdict in diagnose(trace, "0", NAMES.kind_of)] == ["host-bound"]
-
-
 @pytest.mark.parametrize(("launched_us", "named"), [(-5, True), (5, False)])
 def test_nothing_to_overlap_if_the_next_kernel_was_queued(launched_us, named, tmp_path):
     """Kernels start 10 us after the end of a transfer. launched_us: from the end of the transfer."""
@@ -108,4 +79,4 @@ def test_nothing_to_overlap_if_the_next_kernel_was_queued(launched_us, named, tm
         events += [launch(i + 1, end + launched_us), kernel("a", end + 10, 300, correlation=i + 1)]
         events.append(kernel("ncclDevKernel", end + 310, 100, stream=8))
     case = case_of(view_of(read_trace(write(tmp_path / "t.json", events)), "0", NAMES.kind_of))
-    assert len(find_nothing_else(case, case.graph.recorded)) == named
+    assert len(find_nothing_else(case, case.graph.recorded, 500.0)) == named

@@ -9,7 +9,7 @@ from moe_dualpipe.tools.profiler import NAMES, read_trace
 from moe_dualpipe.tools.profiler.doctor.case import shorter
 from moe_dualpipe.tools.profiler.doctor.diagnose import diagnose, examine
 from moe_dualpipe.tools.profiler.doctor.replay import replay
-from moe_dualpipe.tools.profiler.doctor.threads import AT_ONCE, BLOCKED
+from moe_dualpipe.tools.profiler.doctor.threads import BLOCKED
 from moe_dualpipe.tools.profiler.doctor.view import COMM
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
@@ -176,7 +176,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("ops", [HEALTHY, layers(6, two_links), layers(1), [Compute("attn(F)"), Compute("mlp(F)")]])
 def test_a_healthy_run_has_no_verdict(ops, tmp_path):
-    assert verdicts_of(ops, tmp_path) == ()
+    assert [verdict.kind for verdict in verdicts_of(ops, tmp_path) if verdict.kind != "nothing-to-overlap"] == []
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -235,29 +235,6 @@ def test_a_wait_is_for_what_its_annotation_started(tmp_path):
     ]  # fmt: skip
 
 
-def test_waits_without_a_name(tmp_path):
-    """One in the segment that started the transfer, one elsewhere, and a gap of the thread; another gap is no wait."""
-    events = [
-        annotation("attn(F)", 0, 3000), operator("aten::mm", 0, 400), annotation("link::carry", 500, 10),
-        annotation("link:carry", 500, 1000, thread=2), annotation("link::wait", 600, 950),
-        annotation("dispatch(F)", 3000, 100), annotation("link::carry", 3010, 10),
-        annotation("link:carry", 3010, 990, thread=2), annotation("mlp(F)", 3200, 2000),
-        operator("aten::mm", 3200, 100), annotation("link::wait", 3400, 620),
-        annotation("combine(F)", 5200, 100), annotation("link::carry", 5210, 10),
-        annotation("link:carry", 5210, 2000, thread=2), operator("aten::mm", 7250, 500),
-        operator("aten::mm", 9000, 500),
-    ]  # fmt: skip
-    case = case_of_events(events, tmp_path)
-    assert waits(case) == [(AT_ONCE, 500, 1500), (BLOCKED, 3010, 4000), (BLOCKED, 5210, 7210)]
-    assert case.view.kind.tolist().count(COMM) == 3
-
-
-def test_a_transfer_may_say_its_group(tmp_path):
-    trace = read_trace(written([Compute("attn(F)"), Start("dispatch(F)", group="of experts")], tmp_path))
-    transfer = host_as_device(trace, NAMES).device_events[-1]
-    assert (transfer.name, transfer.collective and transfer.collective.group) == ("link:carry", "of experts")
-
-
 def test_transfers_of_two_groups_are_matched_with_their_calls(tmp_path):
     """That of y starts first: its link is free."""
     events = [
@@ -272,7 +249,8 @@ def test_transfers_of_two_groups_are_matched_with_their_calls(tmp_path):
 
 
 def test_a_transfer_that_waits_at_once_gains_nothing_from_an_earlier_start(tmp_path):
-    assert [verdict.kind for verdict in verdicts_of(late(layers(6, waits_at_once)), tmp_path)] == ["host-sync"]
+    found = [verdict.kind for verdict in verdicts_of(late(layers(6, waits_at_once)), tmp_path)]
+    assert found == ["host-sync", "nothing-to-overlap"]
 
 
 def reductions(name):
@@ -297,4 +275,5 @@ def test_a_number_that_a_segment_reads_at_once_is_named(tmp_path):
 def test_outside_of_segments_a_blocking_sum_is_only_a_wait(tmp_path):
     case = case_of_events(reductions("step"), tmp_path)
     assert [name for name, *_ in waits(case)] == [BLOCKED] * 4
-    assert analyze_files([tmp_path / "events.json"], pictures=False).devices[0].analysis.verdicts == ()
+    (verdict,) = analyze_files([tmp_path / "events.json"], pictures=False).devices[0].analysis.verdicts
+    assert (verdict.kind, verdict.cost_us) == ("nothing-to-overlap", 4 * 5000)

@@ -55,7 +55,9 @@ def test_exposed_time_is_that_of_the_analysis(drawn):
     trace = Trace(device_events=events, num_events=len(events))
     lanes, (analysis,) = device_lanes(trace, "0"), analyze(trace)
     assert sum(stop - start for start, stop in lanes.exposed.tolist()) == pytest.approx(analysis.exposed_comm_us)
-    assert sum(stop - start for start, stop in lanes.busy(lanes.lane >= 0).tolist()) == pytest.approx(analysis.busy_us)
+    assert sum(stop - start for start, stop in lanes.busy(lanes.lane >= 0).tolist()) == pytest.approx(
+        analysis.window_us - analysis.idle_us
+    )
 
 
 def test_streams_that_run_at_once_have_their_own_rows():

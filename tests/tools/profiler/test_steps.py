@@ -12,7 +12,7 @@ from moe_dualpipe.schedule.walk import Span
 from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, StepBreakdown, measured_costs, step_breakdowns
 from moe_dualpipe.tools.profiler.reports.pipeline import pipeline_objects, pipeline_text
-from moe_dualpipe.tools.profiler.steps import Step, only_expert_transfers, recorded_steps
+from moe_dualpipe.tools.profiler.steps import only_expert_transfers, recorded_steps
 from tests.support.traces import annotation, kernel, launch, write
 
 COSTS = Costs(F=20, B=50, W=15, FB=60)
@@ -125,25 +125,6 @@ def test_costs_of_each_stage_are_means():
     assert measured_costs(schedule, spans) == Costs(F=(6, 2), B=(15, 17 / 3))
 
 
-def test_costs_from_split_backwards_and_from_pairs_only():
-    zero_bubble = build("zb1p", 2, 4)
-    spans = [span for row in simulate(zero_bubble, Costs(F=2, B=(7, 5), W=(3, 2))).spans for span in row]
-    assert measured_costs(zero_bubble, spans) == Costs(F=(2, 2), B=(7, 5), W=(3, 2))
-    pairs = [span for span in spans_of("dualpipe", 2, 4, COSTS) if str(span.action).startswith("(")]
-    costs = measured_costs(build("dualpipe", 2, 4), pairs)
-    assert (costs.FB, costs.F, costs.B, costs.W) == ((60, 60), (20, 20), (40, 40), None)
-
-
-def test_weight_gradients_cost_less_than_their_backward():
-    spans = [*spans_of("zb1p", 2, 4, Costs(F=2, B=5, W=4)), *spans_of("1f1b", 2, 4, Costs(F=2, B=3))]
-    costs = measured_costs(build("zb1p", 2, 4), spans)
-    assert costs.B == (3, 3) and pytest.approx((2.7, 2.7)) == costs.W
-
-
-def spans_of(name, ranks, micro_batches, costs):
-    return [span for row in simulate(build(name, ranks, micro_batches), costs).spans for span in row]
-
-
 def test_times_of_all_ranks_count_from_a_barrier(tmp_path):
     timeline = simulate(build("1f1b", 4, 4), COSTS)
     ahead = [0, 0, 700, 700]
@@ -166,73 +147,6 @@ def test_a_recording_without_all_actions_is_an_error(tmp_path):
     (tmp_path / "t.json").write_text(json.dumps(events))
     with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
         recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0])
-
-
-def test_an_action_without_computation_is_an_error(tmp_path):
-    timeline = simulate(build("1f1b", 2, 3), COSTS)
-    events = [*events_of(timeline, 0)]
-    inside = next(event for event in events if event["name"] == "0F2")
-    start, end = inside["ts"], inside["ts"] + inside["dur"]
-    events = [e for e in events if e["name"] == "step 1" or e is inside or not start <= e["ts"] < end]
-    (tmp_path / "t.json").write_text(json.dumps(events))
-    with pytest.raises(TraceError, match="the recording of step 1 lacks actions of the schedule"):
-        recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0])
-
-
-def test_events_may_come_in_any_order(tmp_path):
-    timeline = simulate(build("1f1b", 2, 3), COSTS)
-    events = [*events_of(timeline, 0, 1), *events_of(timeline, 0, 2, begin=9000.0)]
-    found = []
-    for same in (events, events[::-1]):
-        (tmp_path / "t.json").write_text(json.dumps(same))
-        found.append(recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0]))
-    assert found[0] == found[1] and [step.number for step in found[0]] == [1, 2]
-
-
-def test_a_stage_without_a_kind_of_action_takes_the_mean_of_the_others():
-    uneven = Costs(F=(20, 22, 24, 29), B=(50, 52, 54, 56), W=(15, 16, 17, 18), FB=(60, 64, 68, 77))
-    spans = spans_of("dualpipe", 4, 10, uneven)
-    schedule = build("dualpipe", 4, 10)
-    measured = measured_costs(schedule, spans)
-    assert [measured.of(span.action) for span in spans] == pytest.approx([span.duration for span in spans])
-    without = [span for span in spans if not str(span.action).startswith("3F")]
-    assert measured_costs(schedule, without).F == (20, 22, 24, 22)
-
-
-def stretched():
-    """A step whose actions start at 1.5 times the simulated times. Rank 1 has no optimizer."""
-    timeline = simulate(build("1f1b", 2, 2), Costs(F=(10, 20), B=(20, 50)))
-    spans = [
-        tuple(Span(s.action, 1500 * s.start, 1500 * s.start + 1000 * s.duration) for s in row) for row in timeline.spans
-    ]
-    end = max(row[-1].end for row in spans)
-    parts = [
-        {"gradients": (spans[0][-1].end - 10_000, end + 4_000), "optimizer": (end + 5_000, end + 7_000)},
-        {"gradients": (spans[1][-1].end, spans[1][-1].end + 1_000)},
-    ]
-    return RecordedPipeline(
-        timeline.schedule,
-        [[Step(12, -3_000 - rank, end + 9_000 + rank, spans[rank], 2_000, parts[rank])] for rank in range(2)],
-    )
-
-
-def test_text_of_a_stretched_step():
-    pipeline = stretched()
-    headings, _, *rows, _, line = pipeline_text([pipeline]).splitlines()
-    table = [dict(zip(headings.split("|"), row.split("|"), strict=True)) for row in rows]
-    table = [{key.strip(): value.strip() for key, value in row.items() if key.strip()} for row in table]
-    same = {"step, ms": "257.0", "weights": "0.0", "pairs": "0.0", "idle inside": "2.0"}
-    assert table == [
-        same | {"forward": "20.0", "backward": "40.0", "bubble": "185.0", "predicted": "110.0", "gradients": "4.0",
-                "optimizer": "2.0", "rest": "6.0"},
-        same | {"forward": "40.0", "backward": "100.0", "bubble": "105.0", "predicted": "30.0", "gradients": "0.0",
-                "optimizer": "0.0", "rest": "12.0"},
-    ]  # fmt: skip
-    assert line == (
-        "1f1b: 245.0 ms, bubble 59.2%; predicted from the measured F 10 to 20, B 20 to 50 ms: 170.0 ms, bubble 41.2%"
-    )
-    (found,) = pipeline_objects([pipeline])
-    assert (found["step"], found["makespan_ms"], found["predicted_makespan_ms"]) == (12, 245, 170)
 
 
 def test_only_dispatch_and_combine_transfers_remain(tmp_path):
@@ -301,22 +215,3 @@ def test_on_a_gpu_an_action_runs_when_its_kernels_run(tmp_path):
     assert pipeline.timeline(0).bubble == pytest.approx([bubble / 1e3 for bubble in timeline.bubble])
     assert all(account.waiting == 0 for account in step_breakdowns(pipeline))
     assert [step.parts for (step,) in steps] == [{"gradients": (2000 + rank, 2300)} for rank in range(2)]
-
-
-def test_an_action_starts_after_the_side_stream_of_the_previous_one(tmp_path):
-    schedule = build("gpipe", 1, 2)
-    actions = schedule.actions[0]
-    events = [{"ph": "X", "cat": "user_annotation", "name": "step 1", "ts": 0, "dur": 500, "pid": 1, "tid": 1}]
-    for i, action in enumerate(actions):
-        events += [
-            {"ph": "X", "cat": "user_annotation", "name": str(action), "ts": 10 * i, "dur": 9, "pid": 1, "tid": 1},
-            {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": 10 * i + 1, "dur": 1, "pid": 1, "tid": 1,
-             "args": {"correlation": i}},
-            {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 100 * i, "dur": 100, "pid": 0, "tid": 7,
-             "args": {"correlation": i}},
-            {"ph": "X", "cat": "kernel", "name": "pack", "ts": 100 * i + 90, "dur": 30, "pid": 0, "tid": 9,
-             "args": {"correlation": i}},
-        ]  # fmt: skip
-    (tmp_path / "t.json").write_text(json.dumps(events))
-    (step,) = recorded_steps(read_trace(tmp_path / "t.json"), actions)
-    assert [(span.start, span.end) for span in step.spans] == [(0, 120), (120, 220), (220, 320), (320, 420)]

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..intervals import EMPTY, Intervals, difference, length_before, union
 from .dependencies import Nodes, graph_of, latency_of, previous_on_stream, ready_times
-from .replay import Floats, Graph, Ints, Mask
-from .verdict import Verdict
+from .replay import ASSUMED, DATA, Floats, Graph, Ints, Mask
+from .verdict import CAUSES, Verdict
 from .view import COMM, COMPUTE, COPY, View
 
 Change = Callable[[Graph], Graph]
@@ -21,6 +21,8 @@ class Finding(NamedTuple):
     """A cause, and the change that removes it. None: the gain cannot be predicted."""
 
     verdict: Verdict
+    spans: Intervals
+    """When it costs time."""
     change: Change | None
     stays: Change | None = None
     """What the cause does to a graph without other causes. None: the recorded graph has all that it does."""
@@ -61,6 +63,20 @@ class Case:
     def latency(self) -> float:
         return latency_of(self.view)
 
+    def inputs_ready(self, *kinds: int) -> Floats:
+        """When the inputs of each event were ready, as far as they are known; 0 without any."""
+        graph, waits = self.graph, self.graph.waits
+        chosen, ends = np.isin(waits.kind, kinds), np.zeros(len(graph.start))
+        np.maximum.at(ends, waits.target[chosen], (graph.start + graph.duration)[waits.source[chosen]])
+        return ends[self.nodes.event]
+
+    @cached_property
+    def could_start(self) -> Floats:
+        """When each event was launched and its inputs were ready, whatever else its stream had to do."""
+        calls = np.array([call.start for call in self.view.calls] or [0.0])
+        launched = np.where(self.view.launch >= 0, calls[self.view.launch] + self.latency, self.view.start)
+        return np.maximum(self.inputs_ready(DATA, ASSUMED), launched)
+
     @cached_property
     def own_us(self) -> Floats:
         """How long each event takes without waits for other ranks, as far as known."""
@@ -97,6 +113,11 @@ class Case:
         before = length_before(self.gaps)
         return before(np.maximum(start, end)) - before(start)
 
+    @cached_property
+    def idle(self) -> Intervals:
+        """When nothing ran."""
+        return difference(self.gaps, self.transferring)
+
     def place(self, event: int) -> str:
         """The annotation of an event's launch; otherwise its collective or its own name."""
         view = self.view
@@ -107,6 +128,34 @@ class Case:
             group = collective.description or collective.group
             return f"{collective.name} in {group}" if group else collective.name
         return view.events[event].name
+
+    def launched_behind(self, event: int) -> str:
+        """A sentence that names the last computation that was launched before a transfer; "" if unknown."""
+        view = self.view
+        before = np.flatnonzero((view.launch < view.launch[event]) & (view.launch >= 0) & ~self.is_comm)
+        if not len(before):
+            return ""
+        place = self.place(int(before[np.argmax(view.launch[before])]))
+        return f" It was launched behind {place}: if it does not need that, launch it earlier."
+
+    def finding(
+        self, key: str, events: Sequence[int] | Ints, start: Floats, end: Floats, evidence: Sequence[str],
+        change: Change | None, *, costs: Floats | None = None, cost_us: float | None = None,
+        places: Sequence[str] | None = None, stays: Change | None = None,
+    ) -> Finding:  # fmt: skip
+        """A finding about `events`, each of which lost the time from start to end.
+
+        key: in CAUSES. costs: by default, what was not computed meanwhile. places: by default those of the events.
+        """
+        costs = self.without_computation(start, end) if costs is None else costs
+        worst = int(np.argmax(costs))
+        places = places if places is not None else [self.place(int(event)) for event in events]
+        title, remedy = CAUSES[key]
+        verdict = Verdict(
+            key.partition("/")[0], title, tuple(evidence), remedy, most_costly(places, costs),
+            float(start[worst]), float(end[worst]), float(costs.sum()) if cost_us is None else cost_us,
+        )  # fmt: skip
+        return Finding(verdict, union(np.stack([start, end], axis=1)), change, stays)
 
 
 def case_of(view: View) -> Case:
@@ -133,11 +182,6 @@ def shorter(nodes: Ints, us: Floats) -> Change:
         return replace(graph, duration=duration)
 
     return change
-
-
-def worst_of(cost: Floats) -> int:
-    """The index of the largest cost."""
-    return int(np.argmax(cost))
 
 
 def most_costly(names: Sequence[str], costs: Iterable[float]) -> str:

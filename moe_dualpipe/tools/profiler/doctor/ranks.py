@@ -63,21 +63,29 @@ def largest(values: Sequence[Floats], meetings: Sequence[Met]) -> list[Floats]:
     return found
 
 
-def join(cases: Sequence[Case], meetings: Sequence[Met]) -> Iterator[tuple[Case, Ints | None]]:
-    """Yield each case with the durations of its transfers without waits, and the case that joined last in each event.
+class Joined(NamedTuple):
+    """Who joined each event of a case last: the number of that case, or -1; and the longest wait for it."""
+
+    last: Ints
+    waited_us: Floats
+
+
+def join(cases: Sequence[Case], meetings: Sequence[Met]) -> Iterator[tuple[Case, Joined | None]]:
+    """Yield each case with the durations of its transfers without waits, and who joined last.
 
     For a case without meetings, both are unknown (None).
     """
     times = [case.view.duration.copy() for case in cases]
-    last = [np.full(len(case.view.events), -1, np.int64) for case in cases]
+    joined = [Joined(np.full(len(case.view.events), -1, np.int64), np.zeros(len(case.view.events))) for case in cases]
     found = set[int]()
     for met in meetings:
         for number, events in zip(met.ranks_M.tolist(), met.events_Mn, strict=True):
             times[number][events] = met.own_us
-            last[number][events] = met.ranks_M[met.durations_Mn.argmin(axis=0)]
+            joined[number].last[events] = met.ranks_M[met.durations_Mn.argmin(axis=0)]
+            joined[number].waited_us[events] = met.durations_Mn.max(axis=0) - met.own_us
             found.add(number)
     for number, case in enumerate(cases):
         if number in found:
-            yield replace(case, comm_us=times[number]), last[number]
+            yield replace(case, comm_us=times[number]), joined[number]
         else:
             yield case, None

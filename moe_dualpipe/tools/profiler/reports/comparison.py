@@ -1,30 +1,32 @@
-"""What changed between two recordings: the difference of their steps, and tables that explain it."""
+"""What changed between two recordings: the difference of their steps, and the account that explains it."""
 
 from ....messages import plural, printable
 from ...drawing.tables import markdown
-from ..categories import COMMUNICATION, COPY
-from ..compare import Comparison
+from ..account import KINDS
+from ..compare import Comparison, Recording
 from ..kernel_names import short_name
-from ..recordings import IDLE_TIME, LATE_LAUNCHES, NO_WORK, Recording, Sums
 from .overlap import percent
 
-_NAMES = {
-    COMMUNICATION: "exposed communication", COPY: "copies", IDLE_TIME: "idle",
-    LATE_LAUNCHES: "idle, not launched yet",
-}  # fmt: skip
 _SAME = 0.005  # steps that differ by a smaller share take the same time
+_MOST_DETAILS, _MOST_KERNELS = 12, 8
 
 
 def compare_text(comparison: Comparison) -> str:
-    """Return the difference of the steps, and tables of the work, the largest difference first, and the transfers."""
-    sides = [_side(letter, one) for letter, one in zip("AB", (comparison.a, comparison.b), strict=True)]
+    """Return the difference of the steps, the account of both, the largest differences in it, and kernels."""
+    both = (comparison.a, comparison.b)
+    sides = [_side(letter, one) for letter, one in zip("AB", both, strict=True)]
     if not comparison.by_step:
-        unknown = [letter for letter, one in zip("AB", (comparison.a, comparison.b), strict=True) if not one.per_step]
+        unknown = [letter for letter, one in zip("AB", both, strict=True) if not one.per_step]
         sides.append(f"No steps are recorded in {' and '.join(unknown)}: whole recordings are compared.")
     parts = ["\n".join([*sides, *map(printable, comparison.unlike)]), _difference(comparison)]
-    parts += [markdown(_work_rows(comparison))]
-    if comparison.transfers:
-        parts += [markdown(_transfer_rows(comparison)), _hidden(comparison)]
+    parts += [
+        markdown(_account_rows(comparison)),
+        markdown(_detail_rows(comparison)),
+        markdown(_kernel_rows(comparison)),
+    ]
+    a, b = (sums.hidden_us / sums.comm_us if sums.comm_us else None for sums in comparison.sums)
+    if a is not None or b is not None:
+        parts.append(f"Of the communication, {percent(a)} is hidden behind computation in A, and {percent(b)} in B.")
     return "\n\n".join(parts)
 
 
@@ -44,24 +46,26 @@ def _difference(comparison: Comparison) -> str:
     return f"{what} of B takes {more} ({share:.1%}) than of A: {b:,.0f} us instead of {a:,.0f} us."
 
 
-def _noun(comparison: Comparison) -> str:
-    return "operator" if comparison.a.on_cpu and comparison.b.on_cpu else "kernel"
-
-
-def _number(count: float) -> str:
-    """A count per step: "12", or "12.5" if it is not the same in every step."""
-    return f"{count:,.0f}" if abs(count - round(count)) < 0.05 else f"{count:,.1f}"
-
-
-def _work_rows(comparison: Comparison) -> list[list[str]]:
+def _account_rows(comparison: Comparison) -> list[list[str]]:
+    """The kinds, which add up to the step."""
     a, b = comparison.sums
-    unit = "us per step" if comparison.by_step else "us"
-    rows = [[unit, "A", "B", "B - A", "change", f"{_noun(comparison)}s in A", "in B"]]
-    rows.append(["step" if comparison.by_step else "recording", *_times(a.step_us, b.step_us), "", ""])
-    for part in comparison.parts:
-        counts = ["", ""] if part.name in NO_WORK else [_number(one.count) for one in (part.a, part.b)]
-        name = f"- {_NAMES.get(part.name, part.name)}"
-        rows.append([name, *_times(part.a.step_us, part.b.step_us), *counts])
+    rows = [["us per step" if comparison.by_step else "us", "A", "B", "B - A", "change"]]
+    rows.append(["step" if comparison.by_step else "recording", *_times(a.step_us, b.step_us)])
+    for kind in KINDS:
+        sums = [sum(us[side] for key, us in comparison.account.items() if key[0] == kind) for side in (0, 1)]
+        if max(sums) >= 0.5:
+            rows.append([f"- {kind}", *_times(*sums)])
+    return rows
+
+
+def _detail_rows(comparison: Comparison) -> list[list[str]]:
+    """The largest differences, and what is left, so that they add up, too."""
+    found = [*comparison.account.items()]
+    rows = [["the largest differences", "A", "B", "B - A", "change"]]
+    for (kind, detail), us in found[:_MOST_DETAILS]:
+        rows.append([printable(", ".join(filter(None, (kind, detail))), 80), *_times(*us)])
+    if rest := [us for _, us in found[_MOST_DETAILS:]]:
+        rows.append([f"{len(rest)} more", *_times(*map(sum, zip(*rest, strict=True)))])
     return rows
 
 
@@ -70,20 +74,10 @@ def _times(a: float, b: float) -> list[str]:
     return [f"{a:,.0f}", f"{b:,.0f}", f"{b - a:+,.0f}", change]
 
 
-def _transfer_rows(comparison: Comparison) -> list[list[str]]:
-    rows = [["communication", "times in A", "in B", "us in A", "in B", "exposed in A", "in B"]]
-    for kind in comparison.transfers:
-        cells = [_number(kind.a.count), _number(kind.b.count)]
-        for key in ("total_us", "step_us"):
-            cells += [f"{getattr(one, key):,.0f}" for one in (kind.a, kind.b)]
-        rows.append([short_name(kind.name), *cells])
+def _kernel_rows(comparison: Comparison) -> list[list[str]]:
+    noun = "operator" if comparison.a.on_cpu and comparison.b.on_cpu else "kernel"
+    rows = [[noun, "times in A", "in B", "us in A", "in B"]]
+    for name, (a, b) in [*comparison.kernels.items()][:_MOST_KERNELS]:
+        counts = (f"{one.count:,.1f}".removesuffix(".0") for one in (a, b))
+        rows.append([short_name(name), *counts, f"{a.total_us:,.0f}", f"{b.total_us:,.0f}"])
     return rows
-
-
-def _hidden_share(sums: Sums) -> float | None:
-    return sums.hidden_us / sums.comm_us if sums.comm_us else None
-
-
-def _hidden(comparison: Comparison) -> str:
-    a, b = (percent(_hidden_share(sums)) for sums in comparison.sums)
-    return f"Of the communication, {a} is hidden behind computation in A, and {b} in B."

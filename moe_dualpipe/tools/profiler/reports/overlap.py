@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from ....messages import plural, printable
 from ...drawing.tables import markdown
+from ..account import KINDS, LOST, totals
 from ..analyze import Analysis
-from ..gaps import Wait
 from .ranks import collectives_text, lateness_text
 from .verdicts import verdicts_text
 
@@ -15,21 +15,19 @@ if TYPE_CHECKING:
     from ..measure import Measurement
 
 MAX_STEPS = 20
-MAX_WAITS = 8  # rows of the table of waits; one more row sums up the rest
+MAX_DETAILS = 8  # lost times of which the account has a row of their own
 
 
 def analysis_text(
     analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False, collectives: bool = False
 ) -> str:
-    """Return the report of one device: busy times, the waits in which nothing computed, and the hidden share.
+    """Return the report of one device: its account, and the hidden share.
 
     phases, streams, collectives: add a table of each. kernels: add a table of this many kernels, those with the longest
     total time.
     """
-    tables = [overview_rows({analysis.name: analysis}, in_window=True)]
-    if analysis.waits:
-        tables.append(_wait_rows(analysis))
-    if len(analysis.by_step) > 1:
+    tables = [account_rows({analysis.name: analysis}, details=True)]
+    if len(analysis.steps) > 1:
         tables.append(_step_rows(analysis))
     if phases and analysis.phases:
         tables.append(_phase_rows(analysis))
@@ -45,30 +43,33 @@ def analysis_text(
     return "\n\n".join([*texts, hidden_sentence(analysis)])
 
 
-def overview_rows(analyses: dict[str, Analysis], in_window: bool = False) -> list[list[str]]:
-    """Return table rows with one column of busy times per analysis. Rows of copies appear only if there are any.
+def account_rows(analyses: dict[str, Analysis], details: bool = False) -> list[list[str]]:
+    """Return table rows with one column of times per analysis, which add up to its window.
 
-    in_window: add a column with these times as shares of the window. `analyses` must then have one entry.
+    details: also the largest lost times, and all times as shares of the window. `analyses` must then have one entry.
     """
-    rows = [["", *(f"{name}, us" for name in analyses), *(["of the window"] * in_window)]]
-    for what, key in (
-        ("window", "window_us"), ("busy", "busy_us"), ("computation", "kernel_compute_us"), ("copies", "copy_us"),
-        ("communication", "comm_us"), ("- hidden behind computation", "hidden_kernels_us"),
-        ("- beside copies only", ""), ("- exposed", "exposed_comm_us"), ("idle", "idle_us"),
-    ):  # fmt: skip
-        times = [getattr(analysis, key) if key else _beside_copies_us(analysis) for analysis in analyses.values()]
-        if "copies" in what and not any(time >= 0.5 for time in times):
+    rows = [["", *(f"{name}, us" for name in analyses), *(["of the window"] * details)]]
+    whole = max((analysis.window_us for analysis in analyses.values()), default=0.0)
+
+    def add(what: str, times: Sequence[float]) -> None:
+        share = [f"{times[0] / whole:.1%}" if whole else "-"] * details
+        rows.append([what, *(f"{time:,.0f}" for time in times), *share])
+
+    sums = [{total.kind: total.us for total in totals(analysis.account, False)} for analysis in analyses.values()]
+    lost = [total for analysis in analyses.values() for total in totals(analysis.account) if total.kind in LOST]
+    add("window", [analysis.window_us for analysis in analyses.values()])
+    for kind in KINDS:
+        times = [found.get(kind, 0.0) for found in sums]
+        if max(times, default=0.0) < 0.5:
             continue
-        rows.append([what, *(f"{time:,.0f}" for time in times)])
-        if in_window:
-            (analysis,) = analyses.values()
-            rows[-1].append(f"{times[0] / analysis.window_us:.1%}" if analysis.window_us else "-")
+        add(kind, times)
+        for total in lost[:MAX_DETAILS] if details else ():
+            if total.kind == kind and total.us >= 0.5:
+                add(f"- {printable(total.detail, 80)}", [total.us])
+    if any(analysis.comm_us for analysis in analyses.values()):
+        add("communication, hidden and exposed", [analysis.comm_us for analysis in analyses.values()])
+        add("- hidden behind computation", [analysis.hidden_kernels_us for analysis in analyses.values()])
     return rows
-
-
-def _beside_copies_us(analysis: Analysis) -> float:
-    """Communication beside copies and no kernel."""
-    return analysis.overlapped_us - analysis.hidden_kernels_us
 
 
 def traces_text(
@@ -80,7 +81,7 @@ def traces_text(
         text = analysis_text(device.analysis, phases, kernels, streams, collectives)
         parts.append("\n".join(filter(None, [printable(device.path), device.left_out, text])))
         num_events = sum(kernel.times for kernel in device.analysis.kernels)
-        parts.append(verdicts_text(device.analysis.verdicts, num_events))
+        parts.append(verdicts_text(device.analysis, num_events))
     if len(files.devices) > 1:
         parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
         parts += [lateness_text(files)]
@@ -109,7 +110,7 @@ def measurement_text(measurement: "Measurement") -> str:
     parts = [
         f"{workload.description}; experts over {plural(ranks, 'rank')}"
         f"{', this is rank 0' if several else ''}\n{measurement.link}",
-        markdown(overview_rows(analyses)),
+        markdown(account_rows(analyses)),
         compare_phases(analyses, workload.layers * (1 if workload.mode == "train" else 2)),
         f"lower bound (computation or communication alone, whichever is longer): {bound:,.0f} us\n"
         f"overlapped: {overlapped.window_us / bound:.2f} of the bound, "
@@ -122,38 +123,16 @@ def measurement_text(measurement: "Measurement") -> str:
     return "\n\n".join(parts)
 
 
-def _wait_rows(analysis: Analysis) -> list[list[str]]:
-    cause = "not traced" if analysis.device == "cpu" else "not launched yet"
-    rows = [["nothing computed during", "until", "times", "us", cause]]
-    for wait in analysis.waits[:MAX_WAITS]:
-        names = [_short(wait.during or "(nothing)"), _short(wait.before or "the end")]
-        rows.append([*names, f"{wait.times:,}", f"{wait.total_us:,.0f}", _late([wait])])
-    if rest := analysis.waits[MAX_WAITS:]:
-        sums = sum(wait.times for wait in rest), sum(wait.total_us for wait in rest)
-        rows.append([f"{len(rest)} more", "", *(f"{number:,.0f}" for number in sums), _late(rest)])
-    return rows
-
-
-def _late(waits: Sequence[Wait]) -> str:
-    """The time before the host launched the next computation; "-" if unknown."""
-    known = [wait.host_us for wait in waits if wait.host_us is not None]
-    return f"{sum(known):,.0f}" if known else "-"
-
-
 def _step_rows(analysis: Analysis) -> list[list[str]]:
-    rows = [["step", "us", "computation", "communication", "exposed", "hidden"]]
-    for step in analysis.by_step[:MAX_STEPS]:
-        times = (step.time_us, step.kernel_compute_us, step.comm_us, step.exposed_comm_us)
-        hidden = percent(step.hidden_kernels_us / step.comm_us if step.comm_us else None)
-        rows.append([str(step.step), *(f"{time:,.0f}" for time in times), hidden])
-    if (more := len(analysis.by_step) - MAX_STEPS) > 0:
-        rows.append([f"{more} more", *[""] * 5])
+    steps = analysis.by_step
+    kinds = [kind for kind in KINDS if any(step["account"].get(kind, 0.0) >= 0.5 for step in steps)]
+    rows = [["step", "us", *kinds]]
+    for step in steps[:MAX_STEPS]:
+        times = (step["time_us"], *(step["account"][kind] for kind in kinds))
+        rows.append([str(step["step"]), *(f"{time:,.0f}" for time in times)])
+    if (more := len(steps) - MAX_STEPS) > 0:
+        rows.append([f"{more} more", *[""] * (len(kinds) + 1)])
     return rows
-
-
-def _short(name: str) -> str:
-    """Return at most 40 characters of `name`, without autograd's prefix."""
-    return name.removeprefix("autograd::engine::evaluate_function: ")[:40]
 
 
 def _phase_rows(analysis: Analysis) -> list[list[str]]:
@@ -191,6 +170,4 @@ def hidden_sentence(analysis: Analysis) -> str:
     kernels = plural(analysis.num_comm, "transfer" if analysis.device == "cpu" else "kernel")
     blocks = f", on up to {analysis.comm_blocks} thread blocks" if analysis.comm_blocks else ""
     blocks += f" of a GPU of {analysis.num_sms} SMs" if blocks and analysis.num_sms else ""
-    hidden, copies = percent(analysis.hidden_fraction), percent(_beside_copies_us(analysis) / analysis.comm_us)
-    beside = "" if copies == "0.0%" else f", and {copies} runs beside copies only"
-    return f"{hidden} of the communication is hidden{beside} ({kernels}{blocks})."
+    return f"{percent(analysis.hidden_fraction)} of the communication is hidden ({kernels}{blocks})."

@@ -1,14 +1,12 @@
 """Reports about ranks as text: their collectives and which of them were late, and why."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ....messages import list_ranks, plural, printable
 from ...drawing.tables import markdown
-from ..attribution import COMMUNICATION, IDLE, LATE_HOST, WAITING, Label
 from ..collectives import CollectiveRow
-from ..lateness import NOT_COMPUTING, Lateness, Reason
+from ..lateness import Lateness
 
 if TYPE_CHECKING:
     from ..files import TraceFiles
@@ -19,7 +17,6 @@ LEAST_SHARE = 0.01
 _MOST_RANKS = 8  # of a group whose ranks are listed
 _MOST_REASONS = 3  # of one kind
 _LEAST_REASON = 0.1  # share of all reasons
-_COMPUTING = "computing"
 
 
 def collectives_text(rows: Sequence[CollectiveRow]) -> str:
@@ -63,67 +60,29 @@ def lateness_text(files: "TraceFiles") -> str:
     """Say which ranks made the others wait, how often and why; "" if no collectives could be compared."""
     if not any(files.lateness):
         return ""
-    windows = [device.analysis.window_us for device in files.devices]
     late = [
-        (name, one, window)
-        for name, one, window in zip(files.names, files.lateness, windows, strict=True)
-        if one is not None and one.exposed_us > LEAST_SHARE * window
+        (name, one, one.waited_us / device.analysis.window_us)
+        for name, one, device in zip(files.names, files.lateness, files.devices, strict=True)
+        if one is not None and one.waited_us > LEAST_SHARE * device.analysis.window_us
     ]
     if not late:
         return "No rank made the others wait, with nothing else to do, for more than 1% of the window."
-    late.sort(key=lambda item: -item[1].exposed_us)
-    lines = [_late(name, files.names, one, window) for name, one, window in late[:MAX_LATE]]
+    late.sort(key=lambda item: -item[1].waited_us)
+    lines = [_late(*item) for item in late[:MAX_LATE]]
     if rest := len(late) - MAX_LATE:
         lines += [f"{plural(rest, 'more rank')} made the others wait, for less time."] * (rest > 0)
     return "\n".join(lines)
 
 
-def _late(name: str, names: Sequence[str], one: Lateness, window_us: float) -> str:
-    by_kind: dict[str, list[Reason]] = defaultdict(list)
-    for reason in one.reasons:
-        kind = reason.label.category
-        by_kind[kind if kind in NOT_COMPUTING else _COMPUTING].append(reason)
-    longer = {kind: us for kind, found in by_kind.items() if (us := sum(reason.us for reason in found)) > 0}
-    hidden = one.delayed_us - one.exposed_us >= 1
-    waited = f"{one.delayed_us:,.0f} us for it, {one.exposed_us:,.0f} us of that" if hidden else (
-        f"{one.exposed_us:,.0f} us for it")  # fmt: skip
-    lines = [
+def _late(name: str, one: Lateness, share: float) -> str:
+    more = [
+        f"{', '.join(filter(None, (reason.kind, printable(reason.detail, 80))))} ({reason.us:,.0f} us)"
+        for reason in one.reasons if reason.us > _LEAST_REASON * one.waited_us
+    ]  # fmt: skip
+    why = f"It spent more time than they did on {'; '.join(more[:_MOST_REASONS])}." if more else (
+        "In total, nothing took it longer than them: the ranks are late in turn."
+    )  # fmt: skip
+    return (
         f"{name} was late: it joined {one.last:,} of {plural(one.joined, 'collective')} last. The others waited "
-        f"{waited} with nothing else to do ({one.exposed_us / window_us:.1%} of the window)."
-    ]
-    for kind in sorted(longer, key=lambda kind: -longer[kind]):
-        if (share := longer[kind] / sum(longer.values())) > _LEAST_REASON:
-            text = _reason(kind, by_kind[kind], one.compute_ratio, names)
-            lines.append(f"{'Why' if share > 0.995 else f'Why, {share:.0%}'}: {text}")
-    if len(lines) == 1:
-        lines.append("Why is unknown: nothing that it did before these collectives took longer than on the others.")
-    return "\n   ".join(lines)
-
-
-def _reason(kind: str, found: Sequence[Reason], ratio: float | None, names: Sequence[str]) -> str:
-    if kind == LATE_HOST.category:
-        return "its device had nothing to do, because its host launched work later than the others."
-    if kind == IDLE.category:
-        return "it was idle for longer."
-    if kind == WAITING:
-        ranks = _shares(found, lambda label: "" if label.rank is None else names[label.rank])
-        return f"it had itself waited longer before, for {ranks or 'several ranks'}."
-    phases = _shares(found, lambda label: printable(label.phase, 60))
-    inside = f", most of it in {phases}" if phases else ""
-    if kind == COMMUNICATION:
-        return f"its exposed transfers took longer{inside}."
-    times = "" if ratio is None else f", {ratio:.2f} times the others'"
-    return f"its computation took longer{times}: {_shares(found, lambda label: label.category)}{inside}."
-
-
-def _shares(reasons: Sequence[Reason], key: Callable[[Label], str]) -> str:
-    """The largest shares of what took longer, by key: "GEMM (70%), attention (20%)"; without a share if it is all."""
-    sums: dict[str, float] = defaultdict(float)
-    for reason in reasons:
-        sums[key(reason.label)] += reason.us
-    whole = sum(us for us in sums.values() if us > 0)
-    shown = [(name, us / whole) for name, us in sums.items() if name and us > _LEAST_REASON * whole]
-    shown.sort(key=lambda item: -item[1])
-    if len(shown) == 1 and shown[0][1] > 0.995:
-        return shown[0][0]
-    return ", ".join(f"{name} ({share:.0%})" for name, share in shown[:_MOST_REASONS])
+        f"{one.waited_us:,.0f} us for it with nothing else to do ({share:.1%} of the window).\n   {why}"
+    )

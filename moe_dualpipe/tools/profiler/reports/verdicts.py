@@ -1,16 +1,17 @@
-"""The causes of lost time as plain sentences."""
-
-from collections.abc import Sequence
+"""The causes of lost time as plain sentences, and what they do not explain."""
 
 from ....messages import plural, printable
+from ..analyze import Analysis
 from ..doctor.verdict import Verdict
 from ..doctor.view import MOST_EVENTS
 
 MOST_VERDICTS = 8
-HEALTHY = "None of the known causes costs more than 1% of the window."
+LEAST_SHARE = 0.01
+"""Less is not called lost."""
+HEALTHY = "All that is not computation at full speed takes less than 1% of the window, or has the causes above."
 
 
-def verdicts_text(verdicts: Sequence[Verdict], num_events: int = 0) -> str:
+def verdicts_text(analysis: Analysis, num_events: int = 0) -> str:
     """Return a numbered list: what happens and where, the evidence, the predicted gain, and what to change.
 
     num_events: of the device. If these are more than are searched, it says so.
@@ -18,12 +19,22 @@ def verdicts_text(verdicts: Sequence[Verdict], num_events: int = 0) -> str:
     parts = []
     if num_events > MOST_EVENTS:
         parts.append(f"Causes were searched only in the first {MOST_EVENTS:,} of {num_events:,} events of the device.")
-    if not verdicts:
-        return "\n".join([*parts, HEALTHY])
+    verdicts = analysis.verdicts
     parts += [_verdict_text(number, verdict) for number, verdict in enumerate(verdicts[:MOST_VERDICTS], start=1)]
     if rest := len(verdicts) - MOST_VERDICTS:
         parts += [f"{plural(rest, 'smaller cause')} not shown."] * (rest > 0)
-    return "\n".join(parts)
+    return "\n".join([*parts, _unexplained(analysis)])
+
+
+def _unexplained(analysis: Analysis) -> str:
+    """What no cause explains, with its three largest places."""
+    left, whole = sum(total.us for total in analysis.unexplained), analysis.window_us
+    if left < LEAST_SHARE * whole:
+        return HEALTHY
+    places = [
+        f"{total.kind}, {printable(total.detail, 80)} ({total.us / whole:.1%})" for total in analysis.unexplained[:3]
+    ]
+    return f"Not explained: {left:,.0f} us ({left / whole:.1%} of the window). Most of it: {'; '.join(places)}."
 
 
 def _verdict_text(number: int, verdict: Verdict) -> str:
@@ -34,6 +45,9 @@ def _verdict_text(number: int, verdict: Verdict) -> str:
 
 
 def _gain(verdict: Verdict) -> str:
+    explained = f"It explains {verdict.share:.1%} of the window."
     if verdict.gain_us is None or verdict.gain_fraction is None:
-        return f"It costs {verdict.cost_us:,.0f} us; the gain cannot be predicted."
-    return f"Without it, the window would be {verdict.gain_us:,.0f} us ({verdict.gain_fraction:.1%}) shorter."
+        return f"{explained} The gain cannot be predicted."
+    return (
+        f"{explained} Without it, the window would be {verdict.gain_us:,.0f} us ({verdict.gain_fraction:.1%}) shorter."
+    )

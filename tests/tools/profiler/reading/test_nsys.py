@@ -43,7 +43,7 @@ def test_a_recording_gives_the_same_numbers_in_both_formats(tmp_path, capsys):
     export = write_export(
         tmp_path / "report.sqlite",
         **{KERNEL: [kernel(name, start, end, number, stream=stream) for name, start, end, number, stream in work],
-           MEMCPY: [copy(45_000, 46_500, 8, srcKind=2, dstKind=2)], RUNTIME: [call(*one) for one in calls],
+           MEMCPY: [copy(45_000, 46_500, 8, srcKind=2, dstKind=2, size=0)], RUNTIME: [call(*one) for one in calls],
            RANGES: [nvtx("forward", 500, 5_000), nvtx("optimizer", 35_500, 40_000, registered=True)]},
     )  # fmt: skip
     events = [

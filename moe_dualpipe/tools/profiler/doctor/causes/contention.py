@@ -7,16 +7,14 @@ So events that overlap only partly count as well.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
 from .....messages import plural
 from ...intervals import length_before, union
-from ..case import Case, Finding, most_costly, shorter, worst_of
+from ..case import Case, Finding, shorter
 from ..replay import Floats, Times
-from ..verdict import Verdict
 from ..view import COMPUTE
 from .transfers import LONG, kind_key
 
@@ -29,10 +27,6 @@ SPREAD_JOINED = 0.1
 """The same for transfers whose waits for other ranks are known and left out."""
 SLOWER = 1.1
 """Smaller ratios are ordinary variation."""
-TRIED = 16
-"""Number of events through which lines are tried."""
-NEAR_LINE = 0.1
-"""Events fit a line if their speed differs by less than this share."""
 CERTAIN = 5.0
 """The slowdown must be at least this many times its standard error."""
 
@@ -116,7 +110,7 @@ def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int]
     """
     if len(share) < LEAST or np.ptp(share) < least:
         return None
-    usual = LONG * speed > _line_of_most(share, speed, least)
+    usual = LONG * speed > np.median(speed)
     share, speed = share[usual], speed[usual]
     if len(share) < LEAST or np.ptp(share) < least:
         return None
@@ -130,36 +124,14 @@ def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int]
     return -slope / alone, max(error, 0.01), len(share)
 
 
-def _line_of_most(share: Floats, speed: Floats, least: float) -> Floats:
-    """The speeds by the line through two events that fits most events (as RANSAC does, Fischler and Bolles 1981)."""
-    by_share = np.argsort(share, kind="stable")
-    tried = by_share[np.linspace(0, len(by_share) - 1, min(TRIED, len(by_share))).astype(int)].tolist()
-    best, most = np.zeros(len(share)), -1
-    for one, other in combinations(tried, 2):
-        if share[other] - share[one] >= least / 2:
-            line = speed[one] + (speed[other] - speed[one]) * (share - share[one]) / (share[other] - share[one])
-            fitting = int((np.abs(speed - line) < NEAR_LINE * line).sum())
-            if fitting > most:
-                best, most = line, fitting
-    return best
-
-
 def _finding(case: Case, slowdown: Slowdown) -> Finding:
-    is_comm, excess = slowdown.is_comm, slowdown.excess_us
-    worst = worst_of(excess)
-    what = "transfers" if is_comm else "kernels"
-    beside = "computation" if is_comm else "communication"
+    excess = slowdown.excess_us
+    what, beside = ("transfers", "computation") if slowdown.is_comm else ("kernels", "communication")
     evidence = (
         f"{what.capitalize()} take {slowdown.ratio:.2f} times as long beside {beside} as alone, as measured on "
         f"{slowdown.events:,} {what} of {plural(slowdown.keys, 'kind')} that ran both ways.",
         f"In total, this adds {excess.sum():,.0f} us to the {what} beside {beside}.",
     )
-    verdict = Verdict(
-        slowdown.kind,
-        f"{what.capitalize()} are slower beside {beside} than alone.", evidence,
-        "Give communication more SMs, or a higher stream priority." if is_comm else
-        "Use fewer SMs for communication (NCCL_MAX_CTAS, or the number of SMs of DeepEP), or copy engines.",
-        most_costly([case.place(event) for event in range(len(excess))], excess),
-        float(case.view.start[worst]), float(case.view.end[worst]), float(excess.sum()),
-    )  # fmt: skip
-    return Finding(verdict, shorter(case.nodes.event, excess))
+    events, end = np.arange(len(excess)), case.view.end
+    change = shorter(case.nodes.event, excess)
+    return case.finding(slowdown.kind, events, end - excess, end, evidence, change, costs=excess)

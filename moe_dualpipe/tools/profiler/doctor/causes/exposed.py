@@ -1,21 +1,27 @@
-"""Exposed transfers: those of a pipeline, and those that have no independent computation to hide behind."""
+"""Exposed transfers: those of a pipeline, sums of gradients, weights, and others that have nothing to hide behind."""
 
 import re
+from collections import defaultdict
 
 import numpy as np
 
+from .....messages import plural
+from ...categories import category_of_kernel
+from ...collectives import kind_of_collective
 from ...intervals import Intervals, as_intervals, intersection, length_before, union, union_length
-from ..case import Case, Finding, most_costly, without_waits, worst_of
+from ..case import Case, Finding, shorter, without_waits
+from ..inputs import CLOCK
 from ..replay import DATA, Ints, Mask, Times
-from ..verdict import Verdict
-from ..view import COMM
+from ..view import COMM, COMPUTE
 
-LEAST = 3
-NOTHING_ELSE = 0.05
-"""Minimum share of the window that is exposed because there is nothing else to compute."""
 SOON = 30.0
 """Microseconds, at most, from the end of a transfer to the start of a computation that waited for it."""
+_BUCKETS = 0.5
+"""If a larger share of the sums of gradients is hidden, only the last of several buckets is exposed."""
+_INTERLEAVED = 0.3
+"""If a larger share of the communication is hidden, two micro-batches run beside each other."""
 _POINT_TO_POINT = re.compile(r"(^|[:_ ])i?(send|recv)(\b|_|$)(?!.*all)", re.IGNORECASE)
+_WEIGHTS = "all_gather", "reduce_scatter"
 
 
 def is_point_to_point(case: Case, event: int) -> bool:
@@ -29,23 +35,17 @@ def find_pipeline(case: Case) -> list[Finding]:
     """Sends and receives for which computation waits."""
     view = case.view
     chosen = np.array([bool(c) and is_point_to_point(case, i) for i, c in enumerate(case.is_comm)], bool)
-    if chosen.sum() < LEAST:
+    if not chosen.any():
         return []
-    spans = union(np.stack([view.start[chosen], view.end[chosen]], axis=1))
-    exposed = union_length(intersection(spans, case.gaps))
-    costs = case.without_computation(view.start, np.where(chosen, view.end, view.start))
-    worst = worst_of(costs)
+    events = np.flatnonzero(chosen)
+    start, end = view.start[events], view.end[events]
+    exposed = union_length(intersection(union(np.stack([start, end], axis=1)), case.gaps))
     evidence = (
-        f"During {int(chosen.sum()):,} sends and receives, nothing was computed for {exposed:,.0f} us.",
-        f"The longest wait is {costs[worst]:,.0f} us.",
+        f"During {len(events):,} sends and receives, nothing was computed for {exposed:,.0f} us.",
+        f"The longest wait is {case.without_computation(start, end).max():,.0f} us.",
     )
-    verdict = Verdict(
-        "exposed-pipeline", "Computation waits for sends and receives of the pipeline.", evidence,
-        "Post receives one micro-batch ahead, do not wait for sends, or use more micro-batches.",
-        most_costly([case.place(event) for event in range(len(costs))], costs),
-        float(view.start[worst]), float(view.end[worst]), exposed,
-    )  # fmt: skip
-    return [Finding(verdict, without_waits(_inputs_from(case, chosen)))]
+    change = without_waits(_inputs_from(case, chosen))
+    return [case.finding("exposed-pipeline", events, start, end, evidence, change, cost_us=exposed)]
 
 
 def _inputs_from(case: Case, chosen: Mask) -> Mask:
@@ -53,31 +53,61 @@ def _inputs_from(case: Case, chosen: Mask) -> Mask:
     return (waits.kind == DATA) & np.isin(waits.source, case.nodes.event[chosen])
 
 
-def find_nothing_else(case: Case, mended: Times) -> list[Finding]:
+def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Finding]:
     """Transfers for which the next computation waits while nothing else is queued.
 
-    mended: the times without all other causes. Transfers that are hidden then are not counted.
+    mended: the times without all other causes. Transfers that are hidden then are not counted. least_us: the smallest
+    cost.
     """
     alone, gaps = _alone(case)
-    if case.view.is_cpu or len(alone) < LEAST:  # nothing is ever queued on a CPU
-        return []
-    cost, exposed = (union_length(intersection(case.transferring, where)) for where in (gaps, case.gaps))
-    if min(cost, _still_exposed(case, alone, mended)) < NOTHING_ELSE * case.window_us:
-        return []
-    costs = case.without_computation(case.view.start[alone], case.view.end[alone])
-    start, end = gaps[worst_of(gaps[:, 1] - gaps[:, 0])].tolist()
-    evidence = (
-        f"{len(alone):,} transfers delay the next computation, which starts as soon as they end: {cost:,.0f} of the "
-        f"{exposed:,.0f} us of exposed communication.",
-        "No computation was queued that does not depend on these transfers.",
-    )
-    verdict = Verdict(
-        "nothing-to-overlap", "There is no independent computation to run beside the transfers.", evidence,
-        "Interleave a second micro-batch (DualPipe, two-batch overlap), send less, or start the transfers in parts, "
-        "each as soon as its input is ready.",
-        most_costly([case.place(event) for event in alone.tolist()], costs), start, end, cost,
-    )  # fmt: skip
-    return [Finding(verdict, None)]
+    by_key: dict[str, list[int]] = defaultdict(list)
+    for event in alone.tolist():
+        by_key[_key(case, event)].append(event)
+    found = []
+    for key, chosen in by_key.items():
+        events = np.array(chosen)
+        start, end = case.view.start[events], case.view.end[events]
+        waited = intersection(union(np.stack([start, end], axis=1)), gaps)
+        cost = union_length(waited)
+        if min(cost, _still_exposed(case, events, mended)) < least_us:
+            continue
+        inside = length_before(waited)
+        costs = inside(end) - inside(start)
+        worst = int(events[np.argmax(costs)])
+        evidence = (
+            f"The next computation starts as soon as {plural(len(events), 'transfer')} ended: {cost:,.0f} us.",
+            f"The longest wait is for {case.place(worst)}.{case.launched_behind(worst)}",
+            "No computation was queued that does not depend on these transfers.",
+        )
+        hidden = 1 - cost / case.view.duration[_of_kind(case, "all_reduce")].sum() if key == "sum-at-end" else 0.0
+        key = f"{key}/last bucket" if hidden > _BUCKETS else key
+        independent = key in ("sum-at-end", "exposed-weights")  # of the computation before or after them
+        change = shorter(case.nodes.event[events], costs) if independent else None
+        finding = case.finding(key, events, start, end, evidence, change, costs=costs, cost_us=cost)
+        found.append(finding._replace(spans=waited))
+    return found
+
+
+def _of_kind(case: Case, kind: str) -> Ints:
+    transfers = np.flatnonzero(case.is_comm)
+    return transfers[[kind_of_collective(case.view.events[event]) == kind for event in transfers.tolist()]]
+
+
+def _key(case: Case, event: int) -> str:
+    """The cause of an exposed transfer, which depends on what it is for."""
+    view, kind = case.view, kind_of_collective(case.view.events[event])
+    computing = np.flatnonzero(view.kind == COMPUTE)
+    after = int(np.searchsorted(view.start[computing], view.end[event] - CLOCK))
+    if kind == "all_reduce" and (
+        after == len(computing) or category_of_kernel(view.events[computing[after]].name) == "optimizer"
+    ):
+        return "sum-at-end"
+    if kind in _WEIGHTS:
+        return "exposed-weights"
+    experts = kind == "all_to_all" or view.letters[event] is not None
+    hidden = union_length(intersection(case.transferring, case.computing))
+    interleaved = {"F", "B"} <= {*view.letters} and hidden > _INTERLEAVED * union_length(case.transferring)
+    return "nothing-to-overlap" + ("" if not experts else "/interleaved" if interleaved else "/experts")
 
 
 def _still_exposed(case: Case, transfers: Ints, mended: Times) -> float:
@@ -88,18 +118,23 @@ def _still_exposed(case: Case, transfers: Ints, mended: Times) -> float:
 
 
 def _alone(case: Case) -> tuple[Ints, Intervals]:
-    """Gaps that last until a transfer ends and a queued computation starts, and the transfers in them."""
+    """Gaps that last until a transfer ends and a queued computation starts, or to the end, and the transfers in them.
+
+    On a CPU, nothing is queued, but waits are known, and a thread takes time to go on.
+    """
     view = case.view
     computing = np.flatnonzero(view.kind != COMM)
     transfers = np.array([i for i in np.flatnonzero(case.is_comm).tolist() if not is_point_to_point(case, i)], np.int64)
     starts, ends = view.start[computing], np.sort(view.end[transfers])
-    found = []
+    waits = [(call.start, call.end) for call in view.calls if call.sync and view.is_cpu]
+    found, waited = [], length_before(union(as_intervals(waits)))
     for start, end in case.gaps.tolist():
         last = int(np.searchsorted(ends, end + 1.0, side="right")) - 1
         after = int(np.searchsorted(starts, end))
-        if last < 0 or after == len(computing) or not max(start, end - SOON) <= ends[last]:
+        soon = end - start if np.ptp(waited(np.array([start, end]))) > 0.5 * (end - start) else SOON
+        if last < 0 or not max(start, end - soon) <= ends[last]:
             continue
-        launch = view.launch[computing[after]]
+        launch = view.launch[computing[after]] if after < len(computing) else -1
         if launch < 0 or view.calls[launch].start < ends[last]:
             found.append((start, end))
     gaps = as_intervals(found)

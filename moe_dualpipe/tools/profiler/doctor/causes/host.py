@@ -1,57 +1,73 @@
-"""The host: calls that wait for the device, and launches that come too late.
+"""The host: calls that wait for the device, activities that keep it from launching, and launches that come too late.
 
 After a call that waits for the device, nothing is queued, so the device idles until the host is ahead again. Without
 the wait, the host would have stayed ahead. Launches that would be late even then are late because the host itself is
-slow.
+slow, or because it did something else: allocated memory, loaded data, saved a checkpoint, or was in the optimizer.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ...intervals import intersection, union, union_length
-from ...trace import HostEvent, Trace
-from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
+from .....messages import plural
+from ...account import ALLOCATING, CHECKPOINT, LOADER, OPTIMIZER, host_spans
+from ...intervals import EMPTY, Intervals, as_intervals, difference, intersection, length_before, union, union_length
+from ...trace import Trace, innermost
+from ..case import Case, Change, Finding, most_costly, without_waits
 from ..inputs import LATE
-from ..replay import SYNC, Floats, Graph, Ints
-from ..verdict import Verdict
-from ..view import COMM, Call
+from ..replay import SYNC, Floats, Graph, Mask
+from ..view import COMM
 
 SHORT = 10.0
 """Microseconds: about the time that one launch takes."""
-_NESTED = 64  # operators around a call are searched among this many before it
+ACTIVITIES = {ALLOCATING: "allocator", LOADER: "data-loader", CHECKPOINT: "checkpoint", OPTIMIZER: "slow-optimizer"}
+"""The causes, by what the host did."""
 
 
-def find_syncs(case: Case, trace: Trace) -> list[Finding]:
-    """Calls in which the host waits for the device."""
+def find(case: Case, trace: Trace) -> list[Finding]:
+    """Find all causes of the host. Each may follow from those before it."""
+    spans = {
+        kind: union(as_intervals(row[:2] for row in rows)) - case.view.origin
+        for kind, rows in host_spans(trace).items() if kind in ACTIVITIES
+    }  # fmt: skip
+    activities = [finding for kind in ACTIVITIES for finding in _activity(case, kind, spans[kind])]
+    every = union(np.concatenate([EMPTY, *spans.values()]))
+    waiting = union(np.concatenate([spans[ALLOCATING], spans[LOADER], spans[CHECKPOINT]]))
+    return [*_syncs(case, trace, waiting), *activities, *_late_host(case, every), *_short_kernels(case)]
+
+
+def _syncs(case: Case, trace: Trace, activities: Intervals) -> list[Finding]:
+    """Calls in which the host waits for the device, outside of other activities."""
     view, waits = case.view, case.graph.waits
-    unwanted = waits.kind == SYNC
     node_of_call = {int(node): i for i, node in enumerate(case.nodes.call_end)}
-    calls = [node_of_call[node] for node in waits.target[unwanted].tolist() if node in node_of_call]
+    unwanted = (waits.kind == SYNC) & ~_waits_in(case, activities) & np.isin(waits.target, case.nodes.call_end)
+    calls = [node_of_call[node] for node in waits.target[unwanted].tolist()]
     if not calls:
         return []
     awaited_end = np.array([view.calls[call].end for call in calls]) - waits.lag[unwanted]
     following = _caught_up(case, calls, awaited_end)
     costs = case.without_computation(awaited_end, following)
-    names = _around([view.calls[call] for call in calls], trace.operators, trace.annotations, view.origin)
-    worst = worst_of(costs)
-    place = most_costly(names, costs)
-    what = most_costly([view.calls[call].name for call in calls], costs)
-    costly = int((costs > LATE).sum())
+    around = innermost(trace.annotations, [(view.calls[call].start + view.origin, call) for call in calls])
+    names = [view.calls[call].name for call in calls]
+    places = [
+        f"{name} in {around[call].name}" if call in around else name for call, name in zip(calls, names, strict=True)
+    ]
     waited = sum(view.calls[call].end - view.calls[call].start for call in calls)
     evidence = (
-        f"{what} and similar calls waited {len(calls):,} times, {waited:,.0f} us in total.",
-        f"After {costly:,} of these waits, nothing was computed until the host was ahead again: "
-        f"{costs.sum():,.0f} us in total, {costs[worst]:,.0f} us at most.",
+        f"{most_costly(names, costs)} and similar calls waited {len(calls):,} times, {waited:,.0f} us in total.",
+        f"After {int((costs > LATE).sum()):,} of these waits, nothing was computed until the host was ahead again: "
+        f"{costs.sum():,.0f} us in total, {costs.max():,.0f} us at most.",
     )
-    verdict = Verdict(
-        "host-sync", "The host waits for the device, so the queue is empty afterwards.", evidence,
-        "Leave the number on the device, read it later, or copy it into pinned memory without blocking.",
-        place, float(awaited_end[worst]), float(following[worst]), float(costs.sum()),
-    )  # fmt: skip
-    return [Finding(verdict, without_waits(unwanted))]
+    change = without_waits(unwanted)
+    return [case.finding("host-sync", calls, awaited_end, following, evidence, change, places=places)]
+
+
+def _waits_in(case: Case, spans: Intervals) -> Mask:
+    """The waits of calls that are partly inside `spans`."""
+    times = np.array([[call.start, call.end] for call in case.view.calls]).reshape(-1, 2)
+    inside = np.diff(length_before(spans)(times), axis=1)[:, 0] > 0
+    return (case.graph.waits.kind == SYNC) & np.isin(case.graph.waits.target, case.nodes.call_end[inside])
 
 
 def _caught_up(case: Case, calls: Sequence[int], awaited_end: Floats) -> Floats:
@@ -70,26 +86,25 @@ def _caught_up(case: Case, calls: Sequence[int], awaited_end: Floats) -> Floats:
     return found
 
 
-def _around(
-    calls: Sequence[Call], operators: Sequence[HostEvent], annotations: Sequence[HostEvent], origin: float
-) -> list[str]:
-    """The outermost operator around each call, and the innermost annotation around it."""
-    found = []
-    by_start = [sorted(events, key=lambda event: event.start) for events in (operators, annotations)]
-    starts = [[event.start for event in events] for events in by_start]
-    for call in calls:
-        time, names = call.start + origin, []
-        for events, times in zip(by_start, starts, strict=True):
-            at = bisect_right(times, time)
-            nested = [e for e in events[max(at - _NESTED, 0) : at] if e.end > time and e.thread == call.thread]
-            names.append(nested[0 if events is by_start[0] else -1].name if nested else "")
-        operator, annotation = names
-        inner = operator or call.name
-        found.append(f"{inner} in {annotation}" if annotation else inner)
-    return found
+def _activity(case: Case, kind: str, spans: Intervals) -> list[Finding]:
+    """An activity of the host during which the device had nothing to do."""
+    lost = intersection(spans, case.idle)
+    if not len(lost):
+        return []
+    evidence = (
+        f"The host did this {plural(len(spans), 'time')}, for {union_length(spans):,.0f} us in total.",
+        f"Meanwhile, the device had nothing to do for {union_length(lost):,.0f} us.",
+    )
+    following = np.minimum(np.searchsorted(case.view.start, lost[:, 1]), len(case.view.start) - 1)
+    faster, waits = _host_without(case, spans), without_waits(_waits_in(case, spans))
+
+    def change(graph: Graph) -> Graph:
+        return waits(faster(graph))
+
+    return [case.finding(ACTIVITIES[kind], following, lost[:, 0], lost[:, 1], evidence, change)]
 
 
-def find_late_host(case: Case) -> list[Finding]:
+def _late_host(case: Case, activities: Intervals) -> list[Finding]:
     """Work that starts late because the host had not launched it."""
     view = case.view
     known = np.flatnonzero((view.launch >= 0) & (view.kind != COMM))
@@ -104,7 +119,6 @@ def find_late_host(case: Case) -> list[Finding]:
     late[view.start[known] - launched > SHORT] = 0.0  # started long after the launch: it waited for something else
     costs = case.without_computation(free, free + late)
     cost = union_length(intersection(union(np.stack([free, free + late], axis=1)), case.gaps))
-    worst = worst_of(costs)
     bound = costs > LATE
     if not bound.any():
         return []
@@ -117,24 +131,44 @@ def find_late_host(case: Case) -> list[Finding]:
         f"{short.mean():.0%} of the kernels take less than {SHORT:.0f} us.",
         f"A kernel starts {case.latency:,.1f} us or more after its launch.",
     )
-    verdict = Verdict(
-        "host-bound", "The host launches work too late, and the device waits for it.", evidence,
-        "Launch fewer and larger kernels: fused kernels, torch.compile, CUDA graphs, or larger micro-batches.",
-        most_costly([case.place(event) for event in known.tolist()], costs),
-        float(free[worst]), float(free[worst] + late[worst]), cost,
-    )  # fmt: skip
-    return [Finding(verdict, _at_once(case))]
+    whole = np.array([[min(0.0, call_starts.min()) - 1.0, max(case.window_us, launched.max()) + 1.0]])
+    change = _host_without(case, difference(whole, activities))
+    return [case.finding("host-bound", known, free, free + late, evidence, change, costs=costs, cost_us=cost)]
 
 
-def _at_once(case: Case) -> Change:
-    """A change after which the host takes no time between waits."""
-    nodes: Ints = case.nodes.call
+def _host_without(case: Case, spans: Intervals) -> Change:
+    """A change after which the host takes no time in `spans`, but for its waits."""
+    nodes, calls = case.nodes.call, case.view.calls
+    own = [[call.start, call.end] for call in calls]
+    before = length_before(spans)
+    inside = np.diff(before(np.array(own).reshape(-1, 2)), axis=1)[:, 0]
 
     def change(graph: Graph) -> Graph:
         duration, lag = graph.duration.copy(), graph.before_lag.copy()
-        duration[nodes] = 0.0
+        duration[nodes] = np.maximum(duration[nodes] - inside, 0.0)
         has_before = nodes[graph.before[nodes] >= 0]
-        lag[has_before] = np.minimum(lag[has_before], 0.0)
+        start = graph.start[has_before]
+        idle = before(start) - before(start - np.maximum(lag[has_before], 0.0))
+        lag[has_before] -= idle
         return replace(graph, duration=duration, before_lag=lag)
 
     return change
+
+
+def _short_kernels(case: Case) -> list[Finding]:
+    """Gaps between kernels that were queued."""
+    view = case.view
+    ends = np.array([call.end for call in view.calls] or [0.0])
+    gaps = case.idle
+    following = np.searchsorted(view.start, gaps[:, 1])
+    queued = (view.launch[following] >= 0) & (ends[view.launch[following]] <= gaps[:, 0])
+    queued &= gaps[:, 1] - gaps[:, 0] <= SHORT
+    gaps, following = gaps[queued], following[queued]
+    if not len(gaps) or np.median(view.duration[following]) >= SHORT:
+        return []
+    length = gaps[:, 1] - gaps[:, 0]
+    evidence = (
+        f"{len(gaps):,} gaps of {np.median(length):,.1f} us (median), between kernels of "
+        f"{np.median(view.duration[following]):,.1f} us.",
+    )
+    return [case.finding("short-kernels", following, gaps[:, 0], gaps[:, 1], evidence, None)]

@@ -13,11 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from ...intervals import length_before, union
-from ..case import Case, Change, Finding, most_costly, without_waits, worst_of
+from ..case import Case, Change, Finding, without_waits
 from ..inputs import LATE, NEAR, same_chunk
 from ..replay import ASSUMED, DATA, ORDER, Floats, Graph, Ints, Mask, order_of
-from ..verdict import Verdict
-from ..view import COMM
+from ..view import COMM, COMPUTE
 
 LEAST = 3
 """Minimum number of occurrences of a pattern."""
@@ -27,8 +26,11 @@ def find(case: Case) -> list[Finding]:
     """Find transfers, and computation beside transfers, that wait for unrelated work."""
     waits, (source, target) = _misordered(case)
     shared = _share_queues(case, source, target)
-    late = ~shared & case.is_comm[target]
-    return [*_few_queues(case, target[shared], waits[shared]), *_late(case, target[late], waits[late])]
+    late, early = ~shared & case.is_comm[target], ~shared & ~case.is_comm[target]
+    return [
+        *_few_queues(case, target[shared], waits[shared]), *_late(case, target[late], waits[late]),
+        *_early(case, source[early], target[early], waits[early]),
+    ]  # fmt: skip
 
 
 def _misordered(case: Case) -> tuple[Ints, tuple[Ints, Ints]]:
@@ -42,7 +44,7 @@ def _misordered(case: Case) -> tuple[Ints, tuple[Ints, Ints]]:
 
 def _delays(case: Case, events: Ints) -> Floats:
     """How long each event waited after it was launched, its stream was free, and its input was ready."""
-    return case.view.start[events] - np.maximum(case.ready[events], _inputs(case)[events])
+    return case.view.start[events] - np.maximum(case.ready, case.inputs_ready(ASSUMED))[events]
 
 
 def _share_queues(case: Case, source: Ints, target: Ints) -> Mask:
@@ -86,22 +88,10 @@ def _in_launch_order(case: Case, one: int, other: int) -> bool:
     return True
 
 
-def _inputs(case: Case) -> Floats:
-    """When the assumed input of each event was ready; 0 if none is known."""
-    waits = case.graph.waits
-    assumed = waits.kind == ASSUMED
-    ends = np.zeros(len(case.graph.start))
-    graph = case.graph
-    np.maximum.at(ends, waits.target[assumed], (graph.start + graph.duration)[waits.source[assumed]])
-    return ends[case.nodes.event]
-
-
 def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     if len(events) < LEAST:
         return []
     view, delays = case.view, _delays(case, events)
-    worst = worst_of(delays)
-    start = float(view.start[events[worst]])
     setting = "" if view.queues is None else f" CUDA_DEVICE_MAX_CONNECTIONS is {view.queues}."
     evidence = (
         f"{len(events):,} kernels were ready, but waited until unrelated work on another stream ended: "
@@ -109,13 +99,9 @@ def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
         f"They had been launched, their streams were free, and their input was ready. All work of these streams "
         f"started in the order in which it was launched.{setting}",
     )
-    verdict = Verdict(
-        "few-queues", "Streams wait for each other without a dependency: they share a hardware queue.", evidence,
-        "Unset CUDA_DEVICE_MAX_CONNECTIONS or raise it (the default is 8), or use fewer streams.",
-        most_costly([case.place(event) for event in events.tolist()], delays),
-        start - float(delays[worst]), start, float(delays.sum()),
-    )  # fmt: skip
-    return [Finding(verdict, without_waits(_chosen(case, waits)), _in_queues(case, waits))]
+    change, stays = without_waits(_chosen(case, waits)), _in_queues(case, waits)
+    start, end = view.start[events] - delays, np.where(case.is_comm, view.end, view.start)[events]
+    return [case.finding("few-queues", events, start, end, evidence, change, costs=delays, stays=stays)]
 
 
 def _in_queues(case: Case, waits: Ints) -> Change:
@@ -149,31 +135,52 @@ def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     costs = np.concatenate([_delays(case, events), waited])
     if not len(every):
         return []
-    why = "Until then, work ran that was launched earlier and that they do not need."
-    verdict = late_launch(case, every, costs, why)
     drop = without_waits(_chosen(case, waits))
     source_of = _assumed_inputs(case)
     behind = [event for event in events.tolist() if event in source_of and view.launch[event] >= 0]
     moved = {event: source_of[event] for event in behind} | dict(zip(late.tolist(), inputs.tolist(), strict=True))
     earlier = _launched_with(case, moved)
-    return [Finding(verdict, lambda graph: earlier(drop(graph)))]
+    why = "Until then, work ran that was launched earlier and that they do not need."
+    return [late_launch(case, every, costs, why, lambda graph: earlier(drop(graph)))]
 
 
-def late_launch(case: Case, transfers: Ints, waited: Floats, why: str) -> Verdict:
-    """The verdict on transfers that started so many microseconds after their input was there."""
-    worst = worst_of(waited)
-    start = float(case.view.start[transfers[worst]])
+def late_launch(case: Case, transfers: Ints, waited: Floats, why: str, change: Change) -> Finding:
+    """The finding about transfers that started so many microseconds after their input was there."""
+    worst, view = int(np.argmax(waited)), case.view
     evidence = (
         f"The input of {len(transfers):,} transfers was ready, but they started later: {waited.sum():,.0f} us in "
-        f"total, {waited[worst]:,.0f} us at most.",
-        why,
+        f"total, {waited[worst]:,.0f} us at most ({case.place(transfers[worst])}).",
+        f"{why}{case.launched_behind(transfers[worst])}",
     )
-    return Verdict(
-        "late-launch", "Transfers are launched late, although their input is ready.", evidence,
-        "Launch each transfer directly after the computation that produces its input.",
-        most_costly([case.place(event) for event in transfers.tolist()], waited),
-        start - float(waited[worst]), start, float(waited.sum()),
-    )  # fmt: skip
+    start, end = view.start[transfers], view.end[transfers]
+    return case.finding("late-launch", transfers, start - waited, end, evidence, change, costs=waited)
+
+
+def _early(case: Case, source: Ints, target: Ints, waits: Ints) -> list[Finding]:
+    """Computation that waits for transfers of the other chunk. Without the cause, their own chunk waits for them."""
+    if not len(target):
+        return []
+    view, own_kind = case.view, case.view.kind == COMPUTE
+    delays = _delays(case, target)
+    own = [view.letters[transfer] for transfer in source.tolist()]
+    needing = np.array([
+        next((e for e in range(at, len(own_kind)) if own_kind[e] and view.letters[e] == letter), -1)
+        for letter, at in zip(own, target.tolist(), strict=True)
+    ])  # fmt: skip
+    evidence = (
+        f"{len(target):,} times, computation waited for a transfer of the other micro-batch: {delays.sum():,.0f} us in "
+        f"total, {delays.max():,.0f} us at most.",
+    )
+    drop, nodes = without_waits(_chosen(case, waits)), case.nodes.event
+    known = needing >= 0
+
+    def change(graph: Graph) -> Graph:
+        graph = drop(graph)
+        awaited = nodes[source[known]].tolist(), nodes[needing[known]].tolist()
+        return replace(graph, waits=graph.waits.add(*awaited, 0.0, DATA))
+
+    start = view.start[target]
+    return [case.finding("early-wait", target, start - delays, start, evidence, change, costs=delays)]
 
 
 def _chosen(case: Case, waits: Ints) -> Mask:

@@ -3,19 +3,17 @@
 torch.distributed gives each process group its own stream. Transfers of two groups share a stream if both use one
 communicator or one side stream. Then each waits for the other.
 
-Transfers of one group share their links, so more streams would not send more. So only transfers of different groups
-are separated. If groups are unknown, transfers of different annotations are, and each gets half of the bandwidth while
-both run.
+Transfers of one group share their links, so more streams would not send more. So only transfers of different recorded
+groups are separated.
 """
 
 from dataclasses import replace
 
 import numpy as np
 
-from ..case import Case, Change, Finding, most_costly, worst_of
+from ..case import Case, Change, Finding
 from ..inputs import LATE, NEAR
-from ..replay import ASSUMED, DATA, Floats, Graph, Ints
-from ..verdict import Verdict
+from ..replay import Graph, Ints
 
 LEAST = 3
 
@@ -23,58 +21,31 @@ LEAST = 3
 def find(case: Case) -> list[Finding]:
     """Find transfers that wait only for an unrelated transfer before them on their stream."""
     view = case.view
-    groups = [_group(case, event) for event in range(len(view.events))]
+    recorded = [event.collective for event in view.events]
+    groups = [f"{one.group} {one.ranks}" if one is not None and (one.group or one.ranks) else "" for one in recorded]
     waiting = [
         event for event in np.flatnonzero(case.is_comm & (case.previous >= 0)).tolist()
-        if case.is_comm[case.previous[event]] and groups[event] != groups[int(case.previous[event])]
+        if groups[event] and "" != groups[int(case.previous[event])] != groups[event]
         and view.start[event] - view.end[case.previous[event]] <= NEAR
     ]  # fmt: skip
     events = np.array(waiting, np.int64)
-    waited = view.end[case.previous[events]] - _could_start(case)[events] if len(events) else np.empty(0)
+    waited = view.end[case.previous[events]] - case.could_start[events]
     events, waited = events[waited > LATE], waited[waited > LATE]
     if len(events) < LEAST:
         return []
-    worst = worst_of(waited)
+    worst = int(np.argmax(waited))
     first, second = (case.place(int(e)) for e in (case.previous[events[worst]], events[worst]))
-    known = all(case.view.events[event].collective is not None for event in events.tolist())
-    assumption = (
-        "The gain assumes that the groups do not share links." if known else
-        "The gain assumes that both share the bandwidth while they run at once."
-    )  # fmt: skip
-    start = float(view.start[events[worst]])
     evidence = (
         f"{len(events):,} transfers waited for the transfer before them on their stream: {waited.sum():,.0f} us in "
         f"total, {waited[worst]:,.0f} us at most ({second} waited for {first}).",
-        f"They had been launched, and their input was ready. {assumption}",
+        "They had been launched, and their input was ready. The gain assumes that the groups do not share links.",
     )
-    verdict = Verdict(
-        "shared-stream", "Transfers of different groups share a stream and wait for each other.", evidence,
-        "Give each group a communicator and a stream of its own.",
-        most_costly([case.place(event) for event in events.tolist()], waited),
-        start - float(waited[worst]), start, float(waited.sum()),
-    )  # fmt: skip
-    return [Finding(verdict, _apart(case, groups, events, waited, known))]
+    change = _apart(case, groups, events)
+    start, end = view.start[events], view.end[events]
+    return [case.finding("shared-stream", events, start - waited, end, evidence, change, costs=waited)]
 
 
-def _group(case: Case, event: int) -> str:
-    collective = case.view.events[event].collective
-    if collective is not None and (collective.group or collective.ranks):
-        return f"{collective.group} {collective.ranks}"
-    return case.view.labels[event]
-
-
-def _could_start(case: Case) -> Floats:
-    """When each event was launched and its known and assumed inputs were ready, whatever else its stream had to do."""
-    view, graph, waits = case.view, case.graph, case.graph.waits
-    calls = np.array([call.start for call in view.calls] or [0.0])
-    ready = np.full(len(graph.start), -np.inf)
-    inputs = np.isin(waits.kind, (DATA, ASSUMED))
-    np.maximum.at(ready, waits.target[inputs], (graph.start + graph.duration)[waits.source[inputs]])
-    launched = np.where(view.launch >= 0, calls[view.launch] + case.latency, view.start)
-    return np.maximum(ready[case.nodes.event], launched)
-
-
-def _apart(case: Case, groups: list[str], events: Ints, waited: Floats, known: bool) -> Change:
+def _apart(case: Case, groups: list[str], events: Ints) -> Change:
     """A change after which transfers follow only those of their group. Other work on the stream goes with the next
     transfer."""
     view, nodes = case.view, case.nodes.event
@@ -93,15 +64,8 @@ def _apart(case: Case, groups: list[str], events: Ints, waited: Floats, known: b
         key = int(view.stream[event]), group_of[event]
         before[nodes[event]] = nodes[last[key]] if key in last else -1
         last[key] = event
-    longer = np.zeros(len(case.graph.start))
-    if not known:
-        first, second = nodes[case.previous[events]], nodes[events]
-        slowed = np.minimum(case.graph.duration[second], waited)
-        np.add.at(longer, first, slowed)
-        np.add.at(longer, second, slowed)
 
     def change(graph: Graph) -> Graph:
-        return replace(graph, before=np.where(before != case.graph.before, before, graph.before),
-                       duration=graph.duration + longer)  # fmt: skip
+        return replace(graph, before=np.where(before != case.graph.before, before, graph.before))
 
     return change

@@ -11,11 +11,10 @@ import numpy as np
 
 from .....messages import plural
 from .....overlap.labels import WEIGHTS, letter_of
-from ..case import Case, Finding, most_costly, without_waits, worst_of
+from ..case import Case, Finding, without_waits
 from ..inputs import same_chunk
 from ..replay import SYNC, Graph, Mask
 from ..threads import AT_ONCE
-from ..verdict import Verdict
 from ..view import COMM
 from .order import late_launch
 
@@ -37,19 +36,12 @@ def _early_waits(case: Case) -> list[Finding]:
     calls = [view.calls[call_of[node]] for node in waits.target[unwanted].tolist()]
     start, end = (np.array([getattr(call, edge) for call in calls]) for edge in ("start", "end"))
     costs = case.without_computation(start, end)
-    worst = worst_of(costs)
     evidence = (
         f"In {plural(len(calls), 'case')}, a segment waited for a transfer that it had just started: "
         f"{(end - start).sum():,.0f} us in total.",
-        f"Nothing was computed for {costs.sum():,.0f} us of that, for {costs[worst]:,.0f} us at most in one wait.",
+        f"Nothing was computed for {costs.sum():,.0f} us of that, for {costs.max():,.0f} us at most in one wait.",
     )
-    verdict = Verdict(
-        "host-sync", "Segments wait for transfers that they have just started.", evidence,
-        "Wait where the result is needed, and read numbers (.item()) after the step.",
-        most_costly([case.place(event) for event in events], costs),
-        float(start[worst]), float(end[worst]), float(costs.sum()),
-    )  # fmt: skip
-    return [Finding(verdict, without_waits(unwanted))]
+    return [case.finding("host-sync/thread", events, start, end, evidence, without_waits(unwanted))]
 
 
 def _waits_at_once(case: Case) -> tuple[list[int], Mask]:
@@ -81,7 +73,6 @@ def _late_starts(case: Case) -> list[Finding]:
         return []
     events = np.array([*late], np.int64)
     sources, own, waited = (np.array(column) for column in zip(*late.values(), strict=True))
-    verdict = late_launch(case, events, waited, "Meanwhile, their thread computed what they do not need.")
     nodes = case.nodes.event[events]
 
     def change(graph: Graph) -> Graph:
@@ -90,7 +81,7 @@ def _late_starts(case: Case) -> list[Finding]:
         lag[nodes] = graph.duration[launch[nodes]] + own
         return replace(graph, launch=launch, launch_lag=lag)
 
-    return [Finding(verdict, change)]
+    return [late_launch(case, events, waited, "Meanwhile, their thread computed what they do not need.", change)]
 
 
 def _input(case: Case, event: int) -> tuple[int, float]:

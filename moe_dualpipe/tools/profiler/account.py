@@ -1,0 +1,283 @@
+"""Divide the window of a device into times that add up to it: at each moment it did exactly one thing.
+
+    computation             a kernel computes; the detail is its category, and the part of the program
+    slowed computation      the part of it by which kernels take longer because others run beside them
+    copies                  no kernel computes, and a copy or fill runs, by direction, peer and size
+    exposed communication   only a transfer runs; the detail is the transfer, and the computation that comes after it
+    waiting for a rank      the part of an exposed transfer until the last rank has joined it
+    idle: ...               nothing runs, by what the host did: it launched, synchronized, allocated memory, loaded
+                            data, saved a checkpoint, was in the optimizer, or ran Python. "queued": the host had
+                            launched what comes next. "not recorded": the trace does not say.
+
+A moment belongs to the first of these that applies, and of several events of one kind to the one that started first. So
+no time counts twice: every other report sums up entries of this account.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...overlap.labels import OPTIMIZER as OPTIMIZER_PART
+from .categories import category_of
+from .communication import NAMES, Names
+from .intervals import Intervals, as_intervals, difference, intervals_of, length_before, union
+from .kernel_names import short_name
+from .phases import Phases
+from .trace import DeviceEvent, Trace
+
+COMPUTATION, SLOWED, COPY = "computation", "slowed computation", "copies"
+TRANSFER, WAITING = "exposed communication", "waiting for a rank"
+SYNCHRONIZING, ALLOCATING, LOADER, CHECKPOINT, OPTIMIZER, LAUNCHING, PYTHON, QUEUED, UNKNOWN = IDLE = tuple(
+    f"idle: {what}" for what in (
+        "synchronizing", "allocating", "data loader", "checkpoint", "optimizer", "launching", "Python", "queued",
+        "not recorded",
+    )
+)  # fmt: skip
+KINDS = (COMPUTATION, SLOWED, COPY, TRANSFER, WAITING, *IDLE)
+LOST = KINDS[1:]
+"""What is not computation at full speed."""
+
+_CALLS = (
+    (SYNCHRONIZING, re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)")),
+    (ALLOCATING, re.compile(r"^(?:cuda|hip)(?:Malloc|Free|Host(?:Alloc|Register))|^cuMem(?:Create|Map|Alloc|Free)")),
+)
+_ANNOTATIONS = (
+    (LOADER, re.compile(r"DataLoader|data_?load|next_?batch|load batch", re.IGNORECASE)),
+    (CHECKPOINT, re.compile(r"checkpoint|state_dict|\bsav(?:e|ing)\b|torch\.save", re.IGNORECASE)),
+    (OPTIMIZER, re.compile(rf"^Optimizer\.|^{OPTIMIZER_PART}$")),
+)
+_NUMBER = re.compile(r"\b\d+\b")
+_NEARBY = 64
+"""The next annotation is searched among this many events."""
+
+Key = tuple[str, str]
+"""A kind and a detail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a device did from one moment to another, in microseconds of the trace."""
+
+    start_us: float
+    end_us: float
+    kind: str
+    """One of KINDS."""
+    detail: str = ""
+
+    @property
+    def us(self) -> float:
+        return self.end_us - self.start_us
+
+    @property
+    def key(self) -> Key:
+        return self.kind, self.detail
+
+
+class _Layer(NamedTuple):
+    """Intervals that do not overlap, sorted, each with the number of its owner."""
+
+    times: Intervals
+    owner: np.ndarray
+
+    def at(self, times: np.ndarray) -> np.ndarray:
+        """The owner at each time; -1 for none."""
+        found = np.searchsorted(self.times[:, 0], times, side="right") - 1
+        inside = (found >= 0) & (times < self.times[found, 1]) if len(self.times) else np.zeros(len(times), bool)
+        return np.where(inside, self.owner[found] if len(self.owner) else -1, -1)
+
+
+def _layer(spans: Iterable[tuple[float, float, int]]) -> _Layer:
+    """spans: start, end and owner. A moment belongs to the span that started first."""
+    columns = np.array(sorted(spans), np.float64).reshape(-1, 3)
+    times, owner = columns[:, :2].copy(), columns[:, 2].astype(np.int64)
+    reach = np.maximum.accumulate(times[:, 1])
+    times[1:, 0] = np.maximum(times[1:, 0], reach[:-1])
+    kept = times[:, 1] > times[:, 0]
+    return _Layer(times[kept], owner[kept])
+
+
+def account(
+    trace: Trace, names: Names = NAMES, phases: Phases | None = None, span: tuple[float, float] | None = None
+) -> list[Entry]:  # fmt: skip
+    """Return the entries of one device, sorted and without gaps from its first to its last event, or in `span`.
+
+    trace: from `host_as_device`, with the events of this device only.
+    """
+    events = sorted((e for e in trace.device_events if e.end > e.start), key=lambda event: event.start)
+    if not events:
+        return []
+    start, end = span or (events[0].start, max(event.end for event in events))
+    kinds = [names.kind_of(event) for event in events]
+    phases = phases or Phases(trace, names)
+    keys: dict[Key, int] = {}
+
+    def number(kind: str, detail: str) -> int:
+        return keys.setdefault((kind, detail), len(keys))
+
+    def computation(event: DeviceEvent) -> str:
+        place = f" in {folded(phases.phase_of(event))}" if phases.is_named(event) else ""
+        return f"{category_of(event, 'compute')}{place}"
+
+    layers = [
+        _layer((event.start, event.end, number(kind, detail(event)))
+               for event, own in zip(events, kinds, strict=True) if own == wanted)
+        for wanted, kind, detail in (
+            ("compute", COMPUTATION, computation), ("copy", COPY, copy_name),
+            ("comm", TRANSFER, lambda event: folded(phases.name_of(event))),
+        )
+    ]  # fmt: skip
+    layers += [
+        _layer((begin, until, number(*key)) for begin, until, key in spans)
+        for spans in _idle(trace, events, start, end)
+    ]
+    edges = np.unique(np.concatenate([[start, end], *(one.times.ravel() for one in layers)]))
+    edges = edges[(edges >= start) & (edges <= end)]
+    owner = np.full(len(edges) - 1, number(PYTHON if any(map(trace.launch_of, events)) else UNKNOWN, ""))
+    for one in reversed(layers):
+        found = one.at(edges[:-1])
+        owner = np.where(found >= 0, found, owner)
+    first = np.flatnonzero(np.diff(owner, prepend=-1))
+    pieces = zip(edges[first].tolist(), [*edges[first[1:]].tolist(), end], owner[first].tolist(), strict=True)
+    computing = [event for event, kind in zip(events, kinds, strict=True) if kind == "compute"]
+    return list(_named(pieces, [*keys], computing, phases))
+
+
+Spans = list[tuple[float, float, Key]]
+
+
+def _idle(trace: Trace, events: Sequence[DeviceEvent], start: float, end: float) -> Iterator[Spans]:
+    """What the time without events is, the most important first: start, end, and kind and detail."""
+    if events[0].device == "cpu":
+        yield [(wait.start, wait.end, (SYNCHRONIZING, wait.name)) for wait in trace.waits]
+        return
+    gaps = difference(np.array([[start, end]]), union(intervals_of(events)))
+    starts = [event.start for event in events]
+    following = np.searchsorted(starts, gaps[:, 1]).tolist()
+    before = ((gap, events[at]) for gap, at in zip(gaps.tolist(), following, strict=True) if at < len(events))
+    launched = [(*gap, trace.launch_of(event)) for gap, event in before]
+    yield [(max(begin, call.end), end, (QUEUED, "")) for begin, end, call in launched if call and call.end < end]
+    yield [(begin, end, (UNKNOWN, "")) for begin, end, call in launched if call is None]
+    yield from host_spans(trace).values()
+
+
+def host_spans(trace: Trace) -> dict[str, Spans]:
+    """What the threads did that launch work, by kind: the most important first. The rest of their time is PYTHON."""
+    threads = {call.thread for _, call in trace.launches_of_work()}
+    calls = [call for call in (*trace.launches.values(), *trace.syncs) if call.thread in threads]
+    annotations = [one for one in trace.annotations if one.thread in threads]
+    found: dict[str, Spans] = {}
+    for kind, name in _CALLS:
+        found[kind] = [(call.start, call.end, (kind, call.name)) for call in calls if name.search(call.name)]
+    for kind, name in _ANNOTATIONS:
+        inside = [one for one in annotations if name.search(one.name)]
+        found[kind] = [(one.start, one.end, (kind, folded(short_name(one.name)))) for one in inside]
+    return found | {LAUNCHING: [(call.start, call.end, (LAUNCHING, "")) for call in calls]}
+
+
+def _named(
+    pieces: Iterable[tuple[float, float, int]], keys: Sequence[Key], computing: Sequence[DeviceEvent], phases: Phases
+) -> Iterator[Entry]:
+    """The entries of pieces. Of a transfer and of idle time, the detail says what was computed next."""
+    starts = [event.start for event in computing]
+    at = 0
+    known: dict[tuple[int, str], str] = {}
+    for start, end, owner in pieces:
+        kind, detail = keys[owner]
+        if kind == TRANSFER or not detail:
+            while at < len(starts) and starts[at] < end:
+                at += 1
+            key = at, detail
+            following = known.get(key) or known.setdefault(key, _next(phases, computing[at : at + _NEARBY], detail))
+            detail = f"{detail} before {following}".strip()
+        yield Entry(start, end, kind, detail)
+
+
+def without_next(detail: str) -> str:
+    """A detail without what was computed next."""
+    return detail.partition("before ")[0].strip()
+
+
+def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
+    """The next phase with computation, other than that of the transfer, whose computation only unpacks rows."""
+    named = (folded(phases.name_of(event)) for event in events if phases.is_named(event))
+    return next((name for name in named if name != during), short_name(events[0].name) if events else "the end")
+
+
+def folded(name: str) -> str:
+    """A name without the numbers that count: "token 12" -> "token *"."""
+    return _NUMBER.sub("*", name)
+
+
+def copy_name(event: DeviceEvent) -> str:
+    """A copy by direction, peer and size: "Memcpy DtoH (Device -> Pageable), 8 B"."""
+    size = event.bytes
+    unit, divisor = next(((u, d) for u, d in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= d), ("B", 1))
+    return f"{event.name}, {size / divisor:,.3g} {unit}" if size else event.name
+
+
+def relabeled(entries: Iterable[Entry], spans: Iterable[Entry], kinds: Sequence[str]) -> list[Entry]:
+    """The account with the entries of these kinds cut at `spans`, which give them another kind and prefix the detail.
+
+    spans: sorted, without overlap.
+    """
+    later = iter(spans)
+    span = next(later, None)
+    found = []
+    for entry in entries:
+        start = entry.start_us
+        while span is not None and span.end_us <= start:
+            span = next(later, None)
+        while entry.kind in kinds and span is not None and span.start_us < entry.end_us:
+            if span.start_us > start:
+                found.append(replace(entry, start_us=start, end_us=span.start_us))
+            end = min(span.end_us, entry.end_us)
+            detail = ", ".join(filter(None, (span.detail, entry.detail)))
+            found.append(Entry(max(start, span.start_us), end, span.kind, detail))
+            start = end
+            if span.end_us > entry.end_us:
+                break
+            span = next(later, None)
+        if start < entry.end_us:
+            found.append(replace(entry, start_us=start) if start > entry.start_us else entry)
+    return found
+
+
+def spans_of(entries: Iterable[Entry], *kinds: str) -> Intervals:
+    """The moments of some kinds of entries."""
+    return union(as_intervals((entry.start_us, entry.end_us) for entry in entries if entry.kind in kinds))
+
+
+def between(
+    entries: Iterable[Entry], starts: np.ndarray, ends: np.ndarray, key: Callable[[Entry], Any] = attrgetter("kind")
+) -> dict[Any, np.ndarray]:  # fmt: skip
+    """The time of each kind, or of all entries with the same key, in each of several spans of the window."""
+    spans: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for entry in entries:
+        spans[key(entry)].append((entry.start_us, entry.end_us))
+    lengths = {key: length_before(np.array(own)) for key, own in spans.items()}
+    return {key: before(ends) - before(starts) for key, before in lengths.items()}
+
+
+class Total(NamedTuple):
+    """All entries of one kind, or of one kind and detail."""
+
+    kind: str
+    detail: str
+    times: int
+    us: float
+
+
+def totals(entries: Iterable[Entry], details: bool = True) -> list[Total]:
+    """The sums by kind and detail, longest first; without details by kind, in their order."""
+    found: dict[Key, tuple[int, float]] = {}
+    for entry in entries:
+        key = entry.kind, entry.detail if details else ""
+        times, us = found.get(key, (0, 0.0))
+        found[key] = times + 1, us + entry.us
+    rows = [Total(*key, *sums) for key, sums in found.items()]
+    return sorted(rows, key=lambda row: -row.us if details else KINDS.index(row.kind))

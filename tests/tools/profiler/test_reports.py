@@ -1,0 +1,106 @@
+"""The report of one device: its account as a table that adds up, causes as sentences, and what they leave."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_dualpipe.tools.profiler import analyze, read_trace
+from moe_dualpipe.tools.profiler.account import KINDS, LOST, Total
+from moe_dualpipe.tools.profiler.doctor.verdict import CAUSES, Verdict
+from moe_dualpipe.tools.profiler.doctor.verdict import KINDS as CAUSE_KINDS
+from moe_dualpipe.tools.profiler.reports.overlap import account_rows, analysis_text
+from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY, MOST_VERDICTS, verdicts_text
+from moe_dualpipe.tools.profiler.windows import StepSpan
+from tests.support.traces import annotation, kernel, launch, write
+
+
+@pytest.fixture
+def analysis(tmp_path):
+    """Computation 0-30 and 75-100, a transfer 20-50, a copy 60-65, and the next launch from 68 to 70."""
+    events = [
+        annotation("mlp(F)", 66, 10), launch(1, 68, duration=2), launch(2, 52, duration=2), kernel("gemm", 0, 30),
+        kernel("nccl", 20, 30, stream=9), kernel("Memcpy DtoH", 60, 5, correlation=2, cat="gpu_memcpy"),
+        kernel("gemm", 75, 25, correlation=1),
+    ]  # fmt: skip
+    (found,) = analyze(read_trace(write(tmp_path / "t.json", events)))
+    return found
+
+
+def test_the_rows_of_the_account_add_up_to_the_window(analysis):
+    heading, window, *rows = account_rows({"it": analysis}, details=True)
+    assert heading == ["", "it, us", "of the window"] and window == ["window", "100", "100.0%"]
+    kinds = {name: float(us) for name, us, _ in rows if name in KINDS}
+    assert sum(kinds.values()) == 100
+    assert kinds == {
+        "computation": 55, "copies": 5, "exposed communication": 20, "idle: queued": 11, "idle: launching": 4,
+        "idle: Python": 5,
+    }  # fmt: skip
+    details = [(name, float(us)) for name, us, _ in rows if name.startswith("- ") and "hidden" not in name]
+    assert sum(us for _, us in details) == 45 and ("- nccl before mlp(F)", 20) in details
+    assert rows[-2][1:] == ["30", "30.0%"] and rows[-1] == ["- hidden behind computation", "10", "10.0%"]
+
+
+def test_two_runs_stand_beside_each_other(analysis):
+    rows = account_rows({"a": analysis, "b": replace(analysis, account=analysis.account[:2])})
+    assert rows[:3] == [["", "a, us", "b, us"], ["window", "100", "50"], ["computation", "55", "30"]]
+
+
+def test_the_rows_of_steps(analysis):
+    steps = tuple(StepSpan(number, 50.0 * number, 50.0 * number + 50) for number in range(2))
+    text = analysis_text(replace(analysis, steps=steps))
+    assert "| step | us | computation | copies | exposed communication |" in text
+    assert re.search(r"\| 1 +\| 50 \| +25 \| +5 \| +0 \|", text)
+    many = tuple(StepSpan(number, 2.0 * number, 2.0 * number + 2) for number in range(50))
+    assert "| 30 more |" in analysis_text(replace(analysis, steps=many))
+
+
+def verdict(**changes):
+    fields = {
+        "kind": "host-sync", "title": "The host waits.", "evidence": ("It waited twice.",), "remedy": "Read it later.",
+        "place": "item in attn(F)", "start_us": 0.0, "end_us": 1.0, "cost_us": 1234.5, "share": 0.05,
+    }  # fmt: skip
+    return Verdict(**(fields | changes))
+
+
+def test_a_cause_has_its_place_its_evidence_its_share_its_gain_and_what_to_change(analysis):
+    verdicts = verdict(gain_us=1000.4, gain_fraction=0.1), verdict(place="")
+    assert verdicts_text(replace(analysis, verdicts=verdicts)) == (
+        "1. The host waits (host-sync). Most of it: item in attn(F).\n   It waited twice.\n"
+        "   It explains 5.0% of the window. Without it, the window would be 1,000 us (10.0%) shorter. Read it later.\n"
+        "2. The host waits (host-sync).\n   It waited twice.\n"
+        f"   It explains 5.0% of the window. The gain cannot be predicted. Read it later.\n{HEALTHY}"
+    )
+
+
+def test_many_causes_and_long_traces(analysis):
+    texts = [verdicts_text(replace(analysis, verdicts=(verdict(),) * n)) for n in (MOST_VERDICTS, MOST_VERDICTS + 1)]
+    assert ["1 smaller cause not shown." in text for text in texts] == [False, True]
+    assert verdicts_text(analysis, 300_001).startswith(
+        "Causes were searched only in the first 300,000 of 300,001 events"
+    )
+    assert "\n2" not in verdicts_text(replace(analysis, verdicts=(verdict(place="a\n2. another", evidence=("b\n2",)),)))
+
+
+@given(st.lists(st.tuples(st.sampled_from(LOST), st.integers(1, 40)), max_size=6))
+def test_nothing_found_is_never_printed_beside_lost_time(tmp_path_factory, lost):
+    """More than 1% of the window without an explanation is printed with its three largest places."""
+    (analysis,) = analyze(read_trace(write(tmp_path_factory.mktemp("t") / "t.json", [kernel("gemm", 0, 1000)])))
+    left = tuple(sorted((Total(kind, f"place {us}", 1, float(us)) for kind, us in lost), key=lambda one: -one.us))
+    text = verdicts_text(replace(analysis, unexplained=left))
+    shown = replace(analysis, unexplained=left).as_object()["unexplained"]
+    assert shown == [{"kind": one.kind, "detail": one.detail, "times": 1, "us": one.us} for one in left]
+    if sum(one.us for one in left) < 10:
+        assert text == HEALTHY
+    else:
+        assert text.startswith("Not explained: ") and all(f"{one.kind}, {one.detail} (" in text for one in left[:3])
+
+
+def test_each_cause_says_what_happens_and_what_to_change():
+    for title, remedy in CAUSES.values():
+        assert title.endswith(".") and remedy.endswith(".") and title[0].isupper() and remedy[0].isupper()
+    dense = [key for key in CAUSES if key in ("sum-at-end", "sum-at-end/last bucket", "exposed-weights")]
+    assert len(dense) == 3 and not any("DualPipe" in CAUSES[key][1] for key in (*dense, "nothing-to-overlap"))
+    assert "DualPipe" in CAUSES["nothing-to-overlap/experts"][1] and len(CAUSE_KINDS) < len(CAUSES)
