@@ -125,6 +125,14 @@ def test_costs_of_each_stage_are_means():
     assert measured_costs(schedule, spans) == Costs(F=(6, 2), B=(15, 17 / 3))
 
 
+def test_measured_costs_give_the_measured_time_of_every_pair():
+    uneven = Costs(F=(20, 22, 24, 29), B=(50, 52, 54, 56), W=(15, 16, 17, 18), FB=(60, 64, 68, 77))
+    schedule = build("dualpipe", 4, 10)
+    spans = [span for row in simulate(schedule, uneven).spans for span in row]
+    measured = measured_costs(schedule, spans)
+    assert [measured.of(span.action) for span in spans] == pytest.approx([span.duration for span in spans])
+
+
 def test_times_of_all_ranks_count_from_a_barrier(tmp_path):
     timeline = simulate(build("1f1b", 4, 4), COSTS)
     ahead = [0, 0, 700, 700]

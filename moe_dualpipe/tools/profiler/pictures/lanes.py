@@ -51,7 +51,7 @@ def _picture(title: str, device: "TracedDevice", shift: float) -> Iterator[Pictu
     if device.lanes is not None:
         account = [
             Slice(entry.start_us - start, entry.end_us - start, entry.kind, {"detail": entry.detail})
-            for entry in getattr(found, "account", ())
+            for entry in found.account
         ]
         yield Picture(title + hidden_sentence(found), device.lanes, shift, found.verdicts, account)
 

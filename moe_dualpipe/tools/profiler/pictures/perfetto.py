@@ -17,7 +17,7 @@ import msgspec
 
 from ....messages import printable
 from ..intervals import difference
-from ..lanes import COMMUNICATION, COMPUTATION, COPIES, LANES, Lanes, runs
+from ..lanes import COMMUNICATION, LANES, Lanes, runs
 from ..reading.chrome import WRITTEN_BY
 from .picture import Picture, Slice
 
@@ -68,7 +68,7 @@ def without_overlap(slices: Iterable[Slice]) -> list[list[tuple[int, int, Slice]
 def _rows(picture: Picture) -> Iterator[tuple[str, Iterable[Slice]]]:
     """Yield the rows of a device: title and slices, from the start of its first event."""
     lanes = picture.lanes
-    yield "account", picture.account or _account(lanes)
+    yield "account", picture.account
     comm, exposed = lanes.busy(lanes.lane == COMMUNICATION), lanes.exposed
     hidden = _slices("hidden", difference(comm, exposed)), _slices("exposed", exposed)
     yield "communication", [one for slices in hidden for one in slices]
@@ -83,14 +83,6 @@ def _rows(picture: Picture) -> Iterator[tuple[str, Iterable[Slice]]]:
         yield f"{title}, phases", [Slice(r.start, r.end, lanes.phases[r.phase]) for r in parts if r.phase >= 0]
     for number, stream in enumerate(lanes.streams):
         yield f"stream {stream}", _work(lanes.select(lanes.stream == number))
-
-
-def _account(lanes: Lanes) -> list[Slice]:
-    """What the device did at each moment, if no account was made."""
-    computing = lanes.busy(lanes.lane == COMPUTATION)
-    copying = difference(lanes.busy(lanes.lane == COPIES), computing)
-    parts = {"computation": computing, "copies": copying, "exposed communication": lanes.exposed}
-    return [one for name, intervals in parts.items() for one in _slices(name, intervals)]
 
 
 def _slices(name: str, intervals: Any) -> list[Slice]:
