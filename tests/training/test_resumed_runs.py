@@ -99,8 +99,8 @@ def test_resuming_rejects_a_finished_run_and_a_broken_checkpoint(tmp_path):
     run_ranks(1, train, settings(tmp_path, steps=1))
     with pytest.raises(ValueError, match="is already at step 1: use a larger --steps"):
         make_run(settings(tmp_path, steps=1, resume=str(tmp_path)))
-    (tmp_path / "checkpoints" / "step-000001" / "tensors.json").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"step-000001: tensors.json has 0 bytes, expected [\d,]+"):
+    (tmp_path / "checkpoints" / "step-000001" / "rank-0-0.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-000001: rank-0-0.safetensors has 0 bytes, expected [\d,]+"):
         make_run(settings(tmp_path, resume=str(tmp_path)))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_dualpipe import training
-from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, read_tensor_metadata
+from moe_dualpipe.checkpoint import TensorFolder, find_checkpoint, list_checkpoints, load_checkpoint, read_manifest
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.data.stores import Url, local_path, read, staged_folder, url_of
 from moe_dualpipe.training import restart
@@ -32,7 +32,7 @@ def train(rank, config):
 
 def state_of(checkpoint):
     """All tensors of a checkpoint."""
-    saved = read_tensor_metadata(checkpoint)
+    saved = TensorFolder(checkpoint, read_manifest(checkpoint)).entries
     state = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items()}
     load_checkpoint(checkpoint, state)
     return state
@@ -145,7 +145,7 @@ def test_a_restart_finds_only_the_checkpoints_of_its_own_attempts(s3, monkeypatc
     """No clock matters: the launcher's file lists the ids of the checkpoints that were there before."""
 
     def put(step, id):
-        s3.put(f"run/checkpoints/step-00000{step}/run.json", Manifest(step, {}, {"tensors.json": none}, id).encode())
+        s3.put(f"run/checkpoints/step-00000{step}/run.json", Manifest(step, {}, {"tokenizer.json": none}, id).encode())
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     folder = staged_folder(Url(URL))
