@@ -132,7 +132,7 @@ def test_pickles_are_refused_and_not_opened(single):
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 def test_other_files_are_read_before_the_weights(single, name, monkeypatch):
     (single / name).write_bytes(b'{"a": ')
-    monkeypatch.setattr(PublishedModel, "read_into", lambda *_: pytest.fail("read a tensor"))
+    monkeypatch.setattr(PublishedModel, "read", lambda *_: pytest.fail("read a tensor"))
     with pytest.raises(ValueError, match=rf"cannot read .*{name}: Expecting value"):
         from_pretrained(single)
 
