@@ -38,7 +38,9 @@ def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Pat
     given = stores.local_path(path)
     if stores.exists(given / RUN_FILE) or STEP_FOLDER.fullmatch(given.name):
         if fault := _find_fault(given):
-            raise ValueError(f"{given} is broken: {fault}; {_suggest_other(given)}")
+            raise ValueError(
+                f"{given} is broken: {fault}; --resume with the folder of its run takes the newest intact one"
+            )
         return given
     faults = []
     for candidate in list_checkpoints(given / "checkpoints") or list_checkpoints(given):
@@ -58,13 +60,6 @@ def _find_fault(checkpoint: Path) -> str:
     except ValueError as error:
         return str(error).replace(f"{checkpoint}/", "")
     return ""
-
-
-def _suggest_other(broken: Path) -> str:
-    for other in list_checkpoints(broken.parent):
-        if other != broken and not _find_fault(other):
-            return f"the newest intact checkpoint of this run is {other}"
-    return "this run has no intact checkpoint"
 
 
 def _warn(text: str) -> None:

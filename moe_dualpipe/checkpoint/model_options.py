@@ -57,14 +57,15 @@ def with_named_layers(model: ModelConfig, named: Mapping[str, str | Factory | No
     return model
 
 
-def check_sizes(model: ModelConfig, shapes: Sequence[Sequence[int]]) -> None:
+def check_sizes(model: ModelConfig, shapes: Sequence[Sequence[int]], where: str) -> None:
     """Raise ValueError if the model has more layers, or many more parameters, than `shapes`, those of all its tensors.
 
     Of custom layers, only the user's code knows the sizes.
     """
-    layers = model.num_layers + model.mtp_layers
-    if layers > len(shapes):
-        raise ValueError(f"its model has {plural(layers, 'layer')}, but it has {plural(len(shapes), 'tensor')}")
     elements = sum(map(math.prod, shapes))
-    if (model.hidden_size * model.vocab_size if model.own_layers else shape_of(model).parameters) > 2 * elements:
-        raise ValueError(f"its model does not fit into the {elements:,} numbers of its tensors")
+    parameters = model.hidden_size * model.vocab_size if model.own_layers else shape_of(model).parameters
+    if model.num_layers + model.mtp_layers > len(shapes) or parameters > 2 * elements:
+        layers = plural(model.num_layers + model.mtp_layers, "layer")
+        raise ValueError(
+            f"cannot build the model of {where}: its {layers} do not fit into the {elements:,} numbers of its tensors"
+        )

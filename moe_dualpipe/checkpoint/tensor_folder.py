@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.stores import drop, exists, fetch, sizes_of, url_of
+from ..data.stores import drop, exists, fetch, url_of
 from ..data.strict_json import read_file
 from ..messages import plural, printable, quoted
 from .manifest import Manifest, reading, valid_file_name
 from .tensor_file import TensorEntry, open_file, read_header
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-_PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
 class TensorFolder:
@@ -45,7 +44,12 @@ class TensorFolder:
         elif exists(folder / INDEX_FILE):
             headers = _read_shards(folder / INDEX_FILE)
         else:
-            raise ValueError(_why_no_weights(folder))
+            shown = printable(folder)
+            way = f"AutoModelForCausalLM.from_pretrained({shown!r}).save_pretrained({shown + '-safetensors'!r})"
+            raise ValueError(
+                f"{shown} has neither {SINGLE_FILE} nor {INDEX_FILE}; pickles (.bin, .pt) can run code, so they are "
+                f"not read: convert them with the transformers library, {way}"
+            )
         copied = checkpoint and url_of(folder)  # files of a checkpoint on a store are copied, so their status differs
         self._statuses = {} if copied else {name: status for name, (status, _) in headers.items()}
         self.entries: Mapping[str, TensorEntry] = {
@@ -100,24 +104,9 @@ def _read_shards(index: Path) -> dict[str, tuple[Any, dict[str, TensorEntry]]]:
                 f"it lists {printable(missing[0], 60)}{more}, not found: download or copy the folder again"
             )
     shards = {name: read_header(index.with_name(name)) for name in names}
-    with reading(index):
-        for file, (_, entries) in shards.items():
-            for name in entries:
-                if (other := listed.get(name)) != file:
-                    raise ValueError(f"it lists {quoted(name, 60)} in {quoted(other, 60)}, but {file} has it")
-        for name, file in listed.items():
-            if name not in shards[file][1]:
-                raise ValueError(f"it lists {quoted(name, 60)} in {file}, which does not have it")
+    stored = {(name, file) for file, (_, entries) in shards.items() for name in entries}
+    if wrong := stored ^ {*listed.items()}:
+        name, file = min(wrong)
+        problem = "has it, but it is not listed there" if (name, file) in stored else "does not have it"
+        raise ValueError(f"cannot read {index}: of {quoted(name, 60)}, {file} {problem}")
     return shards
-
-
-def _why_no_weights(folder: Path) -> str:
-    with reading(folder):
-        found = [name for name in sizes_of(folder) if Path(name).suffix in {*_PICKLES, ".safetensors"}]
-    shown = printable(folder)
-    if found and not any(name.endswith(".safetensors") for name in found):
-        way = f"AutoModelForCausalLM.from_pretrained({shown!r}).save_pretrained({shown + '-safetensors'!r})"
-        risk = f"{shown} holds weights as pickles, which can run code ({printable(found[0], 60)})"
-        return f"{risk}: convert them to safetensors first: with the transformers library, {way}"
-    only = f", only {printable(found[0], 60)}" if found else ""
-    return f"{shown} has neither {SINGLE_FILE} nor {INDEX_FILE}{only}"

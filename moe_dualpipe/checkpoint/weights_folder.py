@@ -5,8 +5,7 @@ tensors that it holds.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,11 @@ class SavedModel:
 
     @property
     def config(self) -> ModelConfig:
-        """The model. Reads no weights. Raises ValueError if it cannot be built."""
-        with self._building():
+        """The model. Reads no weights. Raises ValueError if its options are invalid."""
+        try:
             return model_config(self._options)
+        except ValueError as error:
+            raise ValueError(f"cannot build the model of {printable(self._folder)}: {printable(error)}") from None
 
     def config_with(self, named: Mapping[str, OwnLayer]) -> ModelConfig:
         """The model with its custom layers, which must be named: a folder never decides which class is imported.
@@ -89,16 +90,8 @@ class SavedModel:
         more parameters than the folder.
         """
         config = self.config
-        with self._building():
-            check_sizes(config, [*self.shapes.values()])
+        check_sizes(config, [*self.shapes.values()], printable(self._folder))
         return with_named_layers(config, named, str(self._folder))
-
-    @contextmanager
-    def _building(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(f"cannot build the model of {printable(self._folder)}: {printable(error)}") from None
 
     def differences(self, model: ModelConfig) -> list[str]:
         return model_differences(self._options, model)

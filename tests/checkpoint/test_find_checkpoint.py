@@ -16,7 +16,7 @@ def test_find_returns_the_newest_complete_checkpoint(tmp_path):
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         write_manifest(folder)
         if complete is None:
-            (folder / "tensors.json").unlink()
+            (folder / "tokens.txt").unlink()
         elif not complete:
             (folder / "run.json").unlink()
     assert find_checkpoint(str(tmp_path)).name == "step-000020"

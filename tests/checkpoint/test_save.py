@@ -23,7 +23,7 @@ from moe_dualpipe.checkpoint import (
     tensor_file,
     verify_checkpoint,
 )
-from moe_dualpipe.checkpoint import destinations as places
+from moe_dualpipe.checkpoint import atomic_folder as places
 from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.models import ModelConfig
 from tests.support import ranks
