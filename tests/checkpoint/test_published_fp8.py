@@ -143,16 +143,3 @@ def test_invalid_fp8_is_refused(fault, tmp_path):
     change(folder, edit)
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder)
-
-
-@pytest.mark.parametrize("changes,message", [
-    ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported: only 'fp8'"),
-    ({"weight_block_size": [64, 128]}, r"weight_block_size \[64, 128\] is not supported"),
-    ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
-    (None, "needs a quantization_config of 'fp8'"),
-])  # fmt: skip
-def test_other_quantizations_are_refused(changes, message, tmp_path):
-    folder, _ = make_folder(tmp_path)
-    configure(folder, quantization_config=changes and QUANTIZATION | changes)
-    with pytest.raises(ValueError, match=message):
-        from_pretrained(folder)

@@ -141,12 +141,3 @@ def test_commands_read_runs_at_a_url_as_in_a_folder(folders, capsys):
     assert output("generate", "s3://bucket/none")[1].startswith(
         "moe-dualpipe: error: no checkpoint in s3://bucket/none"
     )
-
-
-def test_an_unreachable_store_is_one_line_of_a_command(run, capsys):
-    run.fault = lambda _: 403
-    assert main(["generate", RUN]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"moe-dualpipe: error: {RUN}: access denied") and printed.count("\n") == 1
-    with pytest.raises(StorageError):
-        find_checkpoint(RUN)

@@ -30,31 +30,6 @@ def test_every_dtype_and_shape_of_the_safetensors_library(tmp_path):
     assert folder.bytes_read == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_shards(tmp_path):
-    write_shards(tmp_path, {SECOND: {"b": B}, FIRST: {"a": A}})
-    folder = TensorFolder(tmp_path)
-    size = os.path.getsize(tmp_path / FIRST)
-    assert folder.entries["a"] == TensorEntry(torch.bfloat16, (4, 3), tmp_path / FIRST, size - A.nbytes)
-    assert same(folder.read("a"), A)
-    assert same(folder.read("b"), B)
-
-
-def test_a_model_saved_by_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
-    for size, files in (("1GB", 1), ("6KB", 3)):
-        model.save_pretrained(tmp_path / size, max_shard_size=size)
-        folder = TensorFolder(tmp_path / size)
-        assert len({entry.file for entry in folder.entries.values()}) >= files
-        weights = model.state_dict()
-        assert same(folder.read("model.embed_tokens.weight"), weights["model.embed_tokens.weight"])
-        assert sum(entry.nbytes for entry in folder.entries.values()) == sum(t.nbytes for t in model.parameters())
-
-
 def test_one_entry_of_the_first_dimension_reads_only_its_bytes(tmp_path):
     experts, scalar, empty = tensor_of(torch.bfloat16, 5, 3, 7), tensor_of(torch.float32), torch.zeros(3, 0)
     save_file({"experts": experts, "scalar": scalar, "empty": empty}, tmp_path / "model.safetensors")

@@ -60,19 +60,6 @@ def test_shards_equal_those_of_huggingface_hub(tmp_path):
         assert len(set(found[0]["weight_map"].values())) > 5 and shards.largest <= parse_size(size)
 
 
-def test_transformers_loads_shards(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2Config(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
-    model = transformers.Qwen2ForCausalLM(config)
-    config.save_pretrained(tmp_path)
-    assert len(write(tmp_path, model.state_dict(), "5KB").files) > 3
-    loaded = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(same(loaded[name], tensor) for name, tensor in model.state_dict().items())
-
-
 def test_a_tensor_larger_than_a_shard_is_alone(tmp_path):
     sizes = {"e": 3, "b": 50, "c": 4, "d": 6, "a": 1}
     shards = write(tmp_path, {name: tensor_of(torch.uint8, size) for name, size in sizes.items()}, 10)
@@ -100,43 +87,3 @@ def test_sizes():
     for text in ("5", "GB", "-1GB", "0KB", 0, -3, "1e3KB", "5 gallons", "nanGB", "9" * 99 + "GB", 1.5, None):
         with pytest.raises(ValueError, match="a shard size is a number of bytes, or a text such as 5GB: got "):
             parse_size(text)
-
-
-def write_on_full_disk(_rank, out):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))  # bytes of a file
-    try:
-        with new_folder(out) as unfinished:
-            write(unfinished, {"a": torch.zeros(100), "b": torch.zeros(5000)}, 10_000)
-    except OSError as error:
-        return str(error)
-
-
-def test_a_full_disk_leaves_nothing(tmp_path):
-    assert run_ranks(1, write_on_full_disk, tmp_path / "out") == ["[Errno 27] File too large"]
-    assert not [*tmp_path.iterdir()]
-
-
-WRITE_ALL = """
-import resource, sys
-from pathlib import Path
-import torch
-from moe_dualpipe.checkpoint.tensor_writer import Shards
-names = [str(i) for i in range(12)]
-shards = Shards({name: (torch.float32, (4, 2**20)) for name in names}, int(sys.argv[2]))
-torch.ones(1).contiguous()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-shards.write(Path(sys.argv[1]), ((name, torch.full((4, 2**20), float(name))) for name in names))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, len(shards.files), shards.largest)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("limit,files", [(2**30, 1), (2**26, 3)])
-def test_peak_is_that_of_one_file(tmp_path, limit, files):
-    command = [sys.executable, "-c", WRITE_ALL, str(tmp_path), str(limit)]  # 12 tensors of 16 MiB
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    kib, number, largest = map(int, out.split())
-    assert number == files
-    assert kib * 1024 < largest + 2**25
-    folder = TensorFolder(tmp_path)
-    assert all((folder.read(str(i), 3) == i).all() for i in range(12))
