@@ -102,9 +102,9 @@ def test_an_export_needs_a_file_and_three_tensors_and_an_import_the_model_and_on
 def test_exports_do_not_depend_on_the_division_of_the_run(tmp_path, model, divisions):
     run_ranks(2, train, settings(tmp_path / "run", model=model, steps=2, **SMALL))
     found, expected = find_checkpoint(str(tmp_path / "run")), None
-    for i, (ranks, changes) in enumerate(divisions):
+    for i, (size, changes) in enumerate(divisions):
         config = settings(tmp_path / f"run-{i}", model=model, resume=str(found), steps=4, **SMALL, **changes)
-        run_ranks(ranks, save_start, config, 2)
+        run_ranks(size, save_start, config, 2)
         assert export(tmp_path / f"run-{i}", tmp_path / f"out-{i}", "--max-shard-size", "60KB") == 0
         expected = expected or contents(tmp_path / f"out-{i}")
         assert contents(tmp_path / f"out-{i}") == expected

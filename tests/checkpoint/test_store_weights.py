@@ -9,7 +9,7 @@ from moe_dualpipe.checkpoint import find_checkpoint, open_model
 from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
 from moe_dualpipe.checkpoint.tensor_folder import TensorFolder
 from moe_dualpipe.cli import main
-from moe_dualpipe.data.stores import StorageError, Url, local_path, open_folder, staged_folder
+from moe_dualpipe.data.stores import Url, local_path, open_folder, staged_folder
 from tests.support.object_store import access, in_environment
 from tests.support.ranks import run_failing_ranks, run_ranks
 from tests.support.runs import MODEL, make_run, make_trainer, settings, train
