@@ -65,7 +65,9 @@ def write_folder(
             local.mkdir(parents=True)
 
     def send() -> None:
-        for path in sorted(local.iterdir()) if url is not None else ():
+        if url is None:
+            return
+        for path in sorted(local.iterdir()):
             stores.upload_file(path, url / path.name, patience, announce)
 
     def complete() -> None:

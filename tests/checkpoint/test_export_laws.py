@@ -95,7 +95,7 @@ def test_an_export_needs_a_file_and_three_tensors_and_an_import_the_model_and_on
 
 
 @pytest.mark.parametrize("model,divisions", [
-    (PLAIN, [(1, {"zero": False}), (2, {}), (4, {"pp": 2, "ep": 2, "schedule": "1f1b"}), (2, {"pp": 2, "schedule": "zbv"})]),
+    (PLAIN, [(1, {"zero": False}), (2, {}), (4, {"pp": 2, "ep": 2, "schedule": "1f1b"}), (2, {"schedule": "zbv"})]),
     (DEEPSEEK, [(1, {}), (2, {"pp": 1, "ep": 2, "zero": True}), (2, {"pp": 2})]),
 ], ids=["mixtral", "deepseek_v3"])  # fmt: skip
 @pytest.mark.long

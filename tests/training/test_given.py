@@ -163,7 +163,7 @@ def test_given_weights_that_do_not_fit(tmp_path):
         (without(weights, "head.weight"), "`weights` has no head.weight: it must have all weights of the model"),
         (without(weights, stacked), "`weights` has no layers.1.mlp.experts.down.0: it must have all"),
         (weights | {"extra.3": torch.ones(1), "extra.4": torch.ones(1)},
-         "`weights` has names that the model does not have: extra.3-4 (2 tensors)"),
+         "`weights` has names that the model does not have: extra.3 (and 1 like it)"),
         (weights | {"head.weight": torch.ones(3)}, "`weights`: head.weight has shape [3], expected [256, 32]"),
         (weights | {stacked: torch.ones(3, 2)},
          "`weights`: layers.1.mlp.experts.down must stack the 4 experts of the layer: got [3, 2]"),
