@@ -123,7 +123,6 @@ def fail_to_save(rank):
     assert not [*run.rglob(".step-*")]
 
 
-@pytest.mark.long
 def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all(run):
     run.fault = lambda request: 403 if request.method == "PUT" and "rank-1-0" in request.path else None
     run_ranks(2, in_environment, access(run), fail_to_save)

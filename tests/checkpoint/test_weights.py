@@ -285,6 +285,13 @@ def test_an_export_with_another_model_is_not_opened(given, options, message):
     assert message in str(error.value)
 
 
+def test_a_damaged_export_is_not_opened(given):
+    data = (given / WEIGHTS_FILE).read_bytes()
+    (given / WEIGHTS_FILE).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"given is broken: model\.safetensors does not match its checksum; export or"):
+        open_model(str(given))
+
+
 def test_what_does_not_fit_in_part_is_an_error(given, tmp_path):
     with pytest.raises(ValueError, match=r": head.weight has shape \[256, 32\], expected \[256, 31\]$"):
         load_weights(given, {"model.head.weight": torch.zeros(256, 31)}, partial=True)
