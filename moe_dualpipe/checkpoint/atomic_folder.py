@@ -73,7 +73,10 @@ def write_folder(
     def complete() -> None:
         for name, data in last(results).items():
             announce(f"writing {name}")
-            write_synced(local / name, data) if url is None else stores.write(url / name, data, patience)
+            if url is None:
+                write_synced(local / name, data)
+            else:
+                stores.write(url / name, data, patience)
         if url is None:
             announce("renaming its folder")
             replaced = hidden(final, "removed")
