@@ -101,3 +101,14 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path):
     assert torch.equal(model.logits(model(TOKENS_BS)), expected.logits(expected(TOKENS_BS)))
     save_pretrained(model, tmp_path / "again")  # by the name that transformers knows
     assert transformers_model(tmp_path / "again", torch.float32).config.eos_token_id == 7
+
+
+def test_buffers_that_no_file_has_start_from_0(tmp_path: Path):
+    save(random_model("glm4_moe"), tmp_path / "saved")
+    torch.use_deterministic_algorithms(True)  # fills new memory with large numbers
+    try:
+        model = from_pretrained(tmp_path / "saved")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = [buffer for name, buffer in model.named_buffers() if name not in model.state_dict()]
+    assert found and not any(buffer.any() for buffer in found)
