@@ -77,7 +77,7 @@ def test_shards_equal_those_of_huggingface_hub(tmp_path):
 def test_views_are_written_as_they_look_and_unknown_dtypes_are_refused(tmp_path):
     base = torch.randn(4, 6, requires_grad=True)
     views = {"t": base.T, "s": base[1:3, ::2], "e": base[:1].expand(3, 6), "first": base[0], "second": base[1]}
-    write_tensors(tmp_path / SINGLE, views | {"again": base.T})
+    write_tensors(tmp_path / SINGLE, views | {"again": base[0]})
     found = load_file(tmp_path / SINGLE)
     assert all(torch.equal(found[name], view) for name, view in views.items())
     with pytest.raises(ValueError, match=r"a safetensors file cannot store torch.complex128 of 'a'"):
