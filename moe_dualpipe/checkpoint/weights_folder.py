@@ -144,7 +144,6 @@ def start_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 def saved_model(folder: Path, named: Mapping[str, OwnLayer]) -> tuple[SavedModel, ModelConfig]:
     """A checkpoint or an export, and its model with its custom layers. named, and errors: as in `load_model`."""
     opened = SavedModel(folder)
-    _ = opened.checksum
     return opened, opened.config_with(named)
 
 

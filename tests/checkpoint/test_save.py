@@ -128,7 +128,8 @@ def kill_ten_times(results, run, scratch):
         pids = [fork(save_forever, scratch / f"store{kill}", rank, run, step + 1) for rank in (0, 1)]
         begun = wait_for(run / "checkpoints" / f".step-{step + 1:06d}.unfinished")
         one_save = wait_for(run / "checkpoints" / f"step-{step + 1:06d}") - begun
-        time.sleep(rng.uniform(0, 2 * one_save))
+        wait_for(run / "checkpoints" / f".step-{step + 2:06d}.unfinished")
+        time.sleep(rng.uniform(0, 1.2 * one_save))
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -274,7 +274,7 @@ def test_what_a_run_cannot_start_from_is_one_line(given, tmp_path, damage, probl
 
 @pytest.mark.parametrize("options,message", [
     ({"num_layers": 4000}, "its 4,001 layers do not fit into the "), ({"num_layers": "4"}, "num_layers must be of"),
-    ({"vocab_size": 128}, "has shape [256, 32], expected [128, 32]"),
+    ({"vocab_size": 128}, "has shape [256, 32], expected [128, 32]"), ({"expert_size": 2**16}, " do not fit into the "),
     ({"experts": "os:system"}, "has custom experts, 'os:system'"),
 ], ids=str)  # fmt: skip
 def test_an_export_with_another_model_is_not_opened(given, options, message):
