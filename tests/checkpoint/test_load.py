@@ -132,6 +132,16 @@ def test_a_file_that_holds_no_tensors_is_refused_and_runs_no_code(run, kind):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("name", ["../tokens.txt", "/etc/hostname", "..", "a/b"])
+def test_a_path_that_leaves_the_folder_is_refused(run, name):
+    (newest(run).parent / "tokens.txt").write_bytes(b"a b c")
+    old = read_manifest(newest(run))
+    files = {**old.files, name: FileChecksum.of(b"a b c")}
+    (newest(run) / "run.json").write_bytes(Manifest(old.step, old.model, files).encode())
+    with pytest.raises(ValueError, match=f"cannot read run.json: '{name}' is not a valid file name"):
+        find_checkpoint(str(newest(run)))
+
+
 # ---- Which checkpoint a run resumes from ----
 
 
