@@ -19,6 +19,7 @@ from moe_dualpipe.checkpoint import (
     load_model,
     manifest,
     read_manifest,
+    save_checkpoint,
     verify_checkpoint,
 )
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
@@ -191,6 +192,17 @@ def load_on_two_ranks(rank, folders):
 def test_a_load_that_fails_on_one_rank_fails_on_all(run):
     folders = [run / "checkpoints" / f"step-00000{step}" for step in (5, 9)]
     assert run_ranks(2, load_on_two_ranks, folders) == [5, 5]
+
+
+def save_under_older_names(_rank, run):
+    save_checkpoint(run, 3, {"model.old": torch.arange(3.0), "exp_avg.old": torch.arange(3.0) + 5}, ModelConfig())
+
+
+def test_tensors_are_found_under_their_names_in_older_checkpoints(tmp_path):
+    run_ranks(1, save_under_older_names, tmp_path)
+    state = {"model.new": torch.zeros(3), "exp_avg.new": torch.zeros(3)}
+    load_checkpoint(find_checkpoint(str(tmp_path)), state, {"new": "old", "other": "gone"})
+    assert state["model.new"].tolist() == [0, 1, 2] and state["exp_avg.new"].tolist() == [5, 6, 7]
 
 
 # ---- Refusals ----
