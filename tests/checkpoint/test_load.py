@@ -23,6 +23,7 @@ from moe_dualpipe.checkpoint import (
     verify_checkpoint,
 )
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
+from moe_dualpipe.checkpoint.start_model import start_model
 from moe_dualpipe.data import strict_json
 from moe_dualpipe.models import ModelConfig
 from tests.support.checkpoints import loaded_step, newest, state_of, write_manifest
@@ -159,6 +160,14 @@ def test_find_returns_the_newest_complete_checkpoint(tmp_path):
     direct.rename(tmp_path / "elsewhere")  # the folder itself may be a link
     direct.symlink_to(tmp_path / "elsewhere")
     assert find_checkpoint(str(direct)) == direct
+
+
+def test_a_resumed_run_without_options_has_the_model_of_its_newest_checkpoint(tmp_path):
+    for step in (9, 20):
+        write_manifest(tmp_path / "checkpoints" / f"step-{step:06d}", step, {"num_layers": step})
+    for given in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-000020"):
+        assert start_model(str(given), None) == ModelConfig(num_layers=20)
+    assert start_model(str(tmp_path / "nothing"), None) is start_model(None, None) is None
 
 
 @pytest.mark.parametrize("change,now,problem", [
