@@ -1,72 +1,124 @@
-"""Create a folder of weights completely or not at all.
+"""Create a folder completely or not at all: a checkpoint, or a folder of weights. Ranks write it together.
 
-Its files are written into a hidden folder, which is renamed when all of them are on disk. A store cannot rename a
-folder: there, config.json is uploaded last, and a folder without it holds no model.
+Its files are written into a hidden folder, which is renamed when all of them are on disk. An object store cannot
+rename: there, each rank uploads the files of a folder of its own, and a file by which the folder is recognized comes
+last. A file appears on a store at once and complete.
 """
 
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from ..data import stores
 from ..data.synced_files import sync, write_synced
+from ..expert_parallel.gather import gather_objects
 from ..messages import printable
-from ..runtime.shared_errors import errors_on_all_ranks
-from .destinations import hidden
+from ..runtime.shared_errors import Result
 from .folder_lock import LOCK_FILE, only_writer
-from .manifest import EXPORT_FILE, FileChecksum, encode_checksums
-from .save import UPLOAD
+from .tensor_file import Announce
 
 LAST_FILE = "config.json"
-"""What a folder of weights is recognized by, so it is uploaded last."""
+"""What a folder of weights is recognized by, so it is written last."""
+UPLOAD = stores.Patience(300.0)
+"""How long an upload is repeated while a store cannot be reached."""
 
 
-@contextmanager
-def new_folder(folder: Path, checksums: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder for files, which ranks share. Afterwards sync them, and rename it to `folder`. Collective.
+def announce_nothing(_operation: str) -> None:
+    pass
 
-    folder: may stand for a URL. Then each rank has a hidden folder of its own, and uploads its files.
-    checksums: also add checksums.json, which `verify_export` reads.
 
-    Raises ValueError on all ranks if there is something at `folder`, and the OSError or ValueError of any rank. After
-    an error, the hidden folder is removed. If the process is killed, it remains until the next call.
+def write_folder(
+    final: Path, write: Callable[[Path], Result], last: Callable[[list[Result]], Mapping[str, bytes]], *,
+    replace: bool = False, remnants: str = "", group: dist.ProcessGroup | None = None,
+    announce: Announce = announce_nothing, patience: stores.Patience = UPLOAD,
+) -> None:  # fmt: skip
+    """Create the folder `final`, which may stand for a URL. Collective over `group`.
+
+    write: called on each rank with the folder in which it writes and syncs its files. last: called on the first rank
+    with the results of all ranks; returns the files that it writes then, in order. The last one completes the folder.
+    replace: `final` may exist, and nobody else writes it; else it must not, and is locked. remnants: a glob of the
+    hidden folders of killed writers. patience: for uploads.
+
+    Raises ValueError if there is something at `final`, and what `write` raises; of several ranks, a ValueError or
+    OSError on all, which says which ranks failed. After an error, nothing is left of the folder on this machine. If
+    the process is killed, a hidden folder remains until the next call.
     """
-    rank, url = dist.get_rank() if dist.is_initialized() else 0, stores.url_of(folder)
-    unfinished = hidden(folder, "unfinished" if url is None else f"rank-{rank}")
-    lock = hidden(folder, "lock") if url is None else folder / LOCK_FILE
-    writes = rank == 0 or url is not None
+    rank, url = dist.get_rank(group) if dist.is_initialized() else 0, stores.url_of(final)
+    local = hidden(final, "unfinished" if url is None else f"rank-{rank}")
+    leads, writes = rank == 0, rank == 0 or url is not None
+
+    def create() -> None:
+        if leads and not replace:
+            stack.enter_context(only_writer(final, hidden(final, "lock") if url is None else final / LOCK_FILE))
+            if is_there(final):
+                raise ValueError(f"{printable(final)} already exists: choose another folder")
+        if writes:
+            announce("creating its folder")
+            stack.callback(remove, local, announce)
+            left = final.parent.glob(remnants + (local.suffix if url else "")) if remnants else ()
+            for remnant in (local, *left):
+                remove(remnant, announce)
+            local.mkdir(parents=True)
+
+    def send() -> None:
+        if url is None:
+            return
+        for path in sorted(local.iterdir()):
+            stores.upload_file(path, url / path.name, patience, announce)
+
+    def complete() -> None:
+        for name, data in last(results).items():
+            announce(f"writing {name}")
+            if url is None:
+                write_synced(local / name, data)
+            else:
+                stores.write(url / name, data, patience)
+        if url is None:
+            announce("renaming its folder")
+            replaced = hidden(final, "removed")
+            sync(local)
+            if final.exists():  # a rename cannot replace a folder that is not empty
+                final.rename(replaced)
+            local.rename(final)
+            sync(final.parent)
+            remove(replaced, announce)
+
     with ExitStack() as stack:
-        with errors_on_all_ranks():
-            if rank == 0:
-                stack.enter_context(only_writer(folder, lock))
-        with errors_on_all_ranks():
-            if is_there(folder):
-                raise ValueError(f"{printable(folder)} already exists: choose another folder")
-            if writes:
-                stack.callback(shutil.rmtree, unfinished, ignore_errors=True)
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir(parents=True)
-        with errors_on_all_ranks():
-            yield unfinished
-        with errors_on_all_ranks():
-            files = sorted(unfinished.iterdir()) if writes else []
-            for path in files:
-                sync(path)
-            if checksums and writes:
-                content = encode_checksums({path.name: FileChecksum.of_file(path) for path in files})
-                write_synced(unfinished / EXPORT_FILE, content)
-            if url is not None:
-                _upload(unfinished, url)
-        with errors_on_all_ranks():
-            if url is not None:
-                _upload(unfinished, url, last=True)
-            elif writes:
-                sync(unfinished)
-                unfinished.rename(folder)
-                sync(folder.parent)
+        on_all_ranks(create, group, announce)
+        results = on_all_ranks(lambda: write(local), group, announce)
+        on_all_ranks(send, group, announce)
+        on_all_ranks(lambda: complete() if leads else None, group, announce)
+
+
+def on_all_ranks(
+    action: Callable[[], Result], group: dist.ProcessGroup | None = None, announce: Announce = announce_nothing
+) -> list[Result]:
+    """Run `action` and return the results of all ranks. If it raised on any, raise on all. Collective.
+
+    With one rank, raises its error; with several, a ValueError or OSError that says which of them failed, and why.
+    """
+    mine: tuple[Any, str, bool] | None = None
+    failed = None
+    try:
+        mine = action(), "", False
+    except Exception as error:
+        mine, failed = (None, str(error) or type(error).__name__, isinstance(error, ValueError)), error
+    announce("")
+    outcomes = gather_objects(mine, group)
+    if failed and len(outcomes) == 1:
+        raise failed
+    if faults := [(f"rank {rank}: {text}", invalid) for rank, (_, text, invalid) in enumerate(outcomes) if text]:
+        raise (ValueError if faults[0][1] else OSError)("; ".join(text for text, _ in faults))
+    return [result for result, _, _ in outcomes]
+
+
+def hidden(folder: Path, suffix: str) -> Path:
+    """A name beside `folder` for something that is not, or no longer, complete."""
+    return folder.with_name(f".{folder.name}.{suffix}")
 
 
 def is_there(folder: Path) -> bool:
@@ -74,8 +126,10 @@ def is_there(folder: Path) -> bool:
     return stores.exists(folder if stores.url_of(folder) is None else folder / LAST_FILE)
 
 
-def _upload(local: Path, url: stores.Url, last: bool = False) -> None:
-    """Upload the files in `local`: config.json if `last`, or else the others."""
-    for path in sorted(local.iterdir()):
-        if (path.name == LAST_FILE) == last:
-            stores.upload_file(path, url / path.name, UPLOAD)
+def remove(folder: Path, announce: Announce = announce_nothing) -> None:
+    """Remove a folder file by file, as far as possible."""
+    for path in folder.glob("*"):
+        announce(f"removing {printable(path.name)}")
+        with suppress(OSError):
+            path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,31 +1,19 @@
-"""Where a checkpoint is written: a folder, which is renamed when it is complete, or an object store.
+"""The checkpoints of a run, in its folder or on an object store, and the other files that are uploaded with them.
 
-A store cannot rename. So each rank writes its files into a local folder and uploads them. Afterwards the first rank
-uploads the other files, and run.json as the last. A checkpoint on a store is complete, and is found, once it has
-run.json: a file appears there at once and complete. run.json is also what is removed first.
+A checkpoint on a store is complete, and is found, once it has run.json. So run.json is also what is removed first.
 """
 
-import dataclasses
 import re
-import shutil
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ..data import stores
-from ..data.synced_files import sync, write_synced
-from ..messages import printable
 from ..runtime.launch import Launch
-from .manifest import RUN_FILE, FileChecksum, Manifest
+from .atomic_folder import announce_nothing, hidden, remove
+from .manifest import RUN_FILE
+from .tensor_file import Announce
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
-Announce = Callable[[str], object]
-
-
-def destination_of(final: Path, rank: int, announce: Announce, patience: stores.Patience) -> "Destination":
-    """The destination of the checkpoint `final`. rank: of this process. patience: for uploads."""
-    url = stores.url_of(final)
-    return Destination(final, announce) if url is None else StoreDestination(final, url, rank, announce, patience)
 
 
 def run_of(checkpoint: str) -> str:
@@ -41,19 +29,9 @@ def run_of(checkpoint: str) -> str:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first, including broken ones; on a store, only complete ones."""
     url = stores.url_of(folder)
-    if url is None:
-        paths = [*folder.glob("step-*")]
-    else:
-        names = [name for name in _step_folders(url) if stores.info(url / name / RUN_FILE)]
-        paths = [folder / name for name in names]
-    found = [(int(match[1]), path) for path in paths if (match := STEP_FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def too_old(checkpoints: list[Path], newest: Path, keep: int) -> list[Path]:
-    """Those before `newest`, except the last `keep - 1`. Later ones belong to another run. keep: 0 keeps all."""
-    first = checkpoints.index(newest) if newest in checkpoints else len(checkpoints)  # the folder may be removed
-    return checkpoints[first + keep :] if keep else []
+    names = [path.name for path in folder.glob("step-*")] if url is None else _step_folders(url)
+    found = [(int(match[1]), folder / name) for name in names if (match := STEP_FOLDER.fullmatch(name))]
+    return [path for _, path in sorted(found, reverse=True) if url is None or stores.info(url / path.name / RUN_FILE)]
 
 
 def _step_folders(url: stores.Url) -> list[str]:
@@ -61,116 +39,26 @@ def _step_folders(url: stores.Url) -> list[str]:
     return [entry.name for entry in entries if entry.is_folder and STEP_FOLDER.fullmatch(entry.name)]
 
 
-class Destination:
-    """A checkpoint that is being written into a folder that all ranks share.
+def remove_old(newest: Path, keep: int, announce: Announce = announce_nothing) -> None:
+    """Remove the checkpoints before `newest`, except the last `keep - 1`, as far as possible; 0 keeps all.
 
-    folder: where this rank writes its files. leader: whether this is the first rank.
+    Later ones belong to another run. On a store, also removes what is left of checkpoints that were never complete.
     """
-
-    def __init__(self, final: Path, announce: Announce, suffix: str = "unfinished"):
-        self._final, self._announce = final, announce
-        self.folder = hidden(final, suffix)
-
-    def create(self, leader: bool) -> None:
-        """Make the folder. Raises OSError."""
-        if leader:
-            self._make_folder(".step-*")
-
-    def send(self, files: Mapping[str, FileChecksum]) -> Mapping[str, FileChecksum]:
-        """Pass on the files that this rank has written; returns them. Raises OSError."""
-        return files
-
-    def complete(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        """Write the last files, ending with run.json: the checkpoint is complete. Only the leader calls it."""
-        checksums = {**manifest.files, **{name: FileChecksum.of(data) for name, data in contents.items()}}
-        for name, data in {**contents, RUN_FILE: dataclasses.replace(manifest, files=checksums).encode()}.items():
-            self._announce(f"writing {name}")
-            self._write(name, data)
-        self._publish()
-
-    def discard(self, leader: bool) -> None:
-        """Remove what was written of a checkpoint that failed, as far as possible."""
-        if leader:
-            self._remove(self.folder)
-
-    def remove_old(self, keep: int) -> None:
-        """Remove the checkpoints before this one, except the last `keep - 1`; 0 keeps all. Only the leader calls it."""
-        for old in too_old(list_checkpoints(self._final.parent), self._final, keep):
-            removed = hidden(old, "removed")  # renamed first, so that its name never stands for part of a checkpoint
-            with suppress(OSError):
-                old.rename(removed)
-                self._remove(removed)
-
-    def _make_folder(self, remnants: str) -> None:
-        self._announce("creating its folder")
-        for remnant in self.folder.parent.glob(remnants):  # from a run that was killed
-            self._remove(remnant)
-        self.folder.mkdir(parents=True)
-
-    def _write(self, name: str, data: bytes) -> None:
-        write_synced(self.folder / name, data)
-
-    def _publish(self) -> None:
-        final, removed = self._final, hidden(self._final, "removed")
-        self._announce("renaming its folder")
-        sync(self.folder)
-        if final.exists():  # saved before: a rename cannot replace a folder that is not empty
-            final.rename(removed)
-        self.folder.rename(final)
-        self._remove(removed)
-        sync(final.parent)
-
-    def _remove(self, folder: Path) -> None:
-        """Remove a folder file by file, as far as possible."""
-        for path in folder.glob("*"):
-            self._announce(f"removing {printable(path.name)}")
-            with suppress(OSError):
-                path.unlink()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def hidden(folder: Path, suffix: str) -> Path:
-    """A name beside `folder` for something that is not, or no longer, complete."""
-    return folder.with_name(f".{folder.name}.{suffix}")
-
-
-class StoreDestination(Destination):
-    """A folder on a store, at `url`. `final`: the local path that stands for it. Each rank has a local folder."""
-
-    def __init__(self, final: Path, url: stores.Url, rank: int, announce: Announce, patience: stores.Patience):
-        super().__init__(final, announce, f"rank-{rank}")
-        self._url, self._patience = url, patience
-
-    def create(self, leader: bool) -> None:
-        self._make_folder(f".step-*{self.folder.suffix}")
-        if leader:  # a checkpoint of this step, if it was saved before, is replaced: it is incomplete from now on
-            stores.delete(self._url / RUN_FILE, self._patience)
-
-    def send(self, files: Mapping[str, FileChecksum]) -> Mapping[str, FileChecksum]:
-        for name in files:
-            stores.upload_file(self.folder / name, self._url / name, self._patience, self._announce)
-        self._remove(self.folder)
-        return files
-
-    def discard(self, leader: bool) -> None:
-        """What was uploaded stays: the next save removes it."""
-        self._remove(self.folder)
-
-    def remove_old(self, keep: int) -> None:
-        with suppress(OSError):
-            self._announce("removing old checkpoints")
-            complete = list_checkpoints(self._final.parent)
-            kept = {path.name for path in complete} - {path.name for path in too_old(complete, self._final, keep)}
-            for name in _step_folders(self._url.parent):
-                if name not in kept:  # also what is left of one that was never complete
-                    self._announce(f"removing {name}")
-                    stores.delete_folder(self._url.parent / name, first=RUN_FILE)
-
-    def _write(self, name: str, data: bytes) -> None:
-        stores.write(self._url / name, data, self._patience)
-
-    def _publish(self) -> None:
-        """A file appears there at once and complete, and run.json was the last."""
+    announce("removing old checkpoints")
+    with suppress(OSError):
+        complete, url = list_checkpoints(newest.parent), stores.url_of(newest.parent)
+        first = complete.index(newest) if newest in complete else len(complete)  # the folder may be removed
+        old = complete[first + keep :] if keep else []
+        if url is None:
+            for path in old:
+                removed = hidden(path, "removed")  # renamed first: its name never stands for part of a checkpoint
+                with suppress(OSError):
+                    path.rename(removed)
+                    remove(removed, announce)
+            return
+        for name in {*_step_folders(url)} - {path.name for path in complete if path not in old}:
+            announce(f"removing {name}")
+            stores.delete_folder(url / name, first=RUN_FILE)
 
 
 class RunUploads:
@@ -183,7 +71,7 @@ class RunUploads:
         self._run, self._patience = run, patience
         self._sent: dict[Path, tuple[int, int]] = {}
 
-    def send(self, announce: Announce = lambda _: None) -> None:
+    def send(self, announce: Announce = announce_nothing) -> None:
         """Raises StorageError. Does nothing for a local run."""
         url = stores.url_of(self._run)
         if url is None or Launch.from_environment().local_rank:
@@ -195,13 +83,6 @@ class RunUploads:
             status = path.stat()
             state = status.st_size, status.st_mtime_ns
             if self._sent.get(path) != state:
-                self._send(path, url / name.as_posix(), announce)
+                announce(f"uploading {path.name}")
+                stores.write(url / name.as_posix(), path.read_bytes(), self._patience)  # training adds records
                 self._sent[path] = state
-
-    def _send(self, path: Path, url: stores.Url, announce: Announce) -> None:
-        copy = hidden(path, "copy")  # training goes on, and adds records
-        try:
-            shutil.copyfile(path, copy)
-            stores.upload_file(copy, url, self._patience, announce)
-        finally:
-            copy.unlink(missing_ok=True)

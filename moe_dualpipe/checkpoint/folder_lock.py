@@ -9,7 +9,6 @@ replaces.
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import sys
@@ -55,25 +54,17 @@ def only_writer(folder: Path, lock_file: Path, wait: float = GRACE) -> Iterator[
         yield
 
 
+def _holder() -> bytes:
+    """What the holder of a lock writes into it: who it is, its machine, and what tells it from all others."""
+    return f"process {os.getpid()} on {socket.gethostname()}\n{_machine()}\n{uuid.uuid4().hex}\n".encode()
+
+
 def _in_use(folder: Path, written: bytes, note: str = "") -> FolderInUseError:
-    """written: what its holder wrote into the lock."""
-    holder = _parse(written)
-    who = f"process {printable(holder.get('pid', '?'), 20)} on {printable(holder.get('host', '?'), 60)}"
+    """written: by the holder."""
+    who = printable(written.decode(errors="replace").partition("\n")[0] or "another process", 100)
     return FolderInUseError(
         f"{printable(folder)} is being written by {who}{note}: wait until it ends, stop it, or use another folder"
     )
-
-
-def _parse(written: bytes) -> dict[str, Any]:
-    with suppress(ValueError):
-        if isinstance(found := json.loads(written), dict):
-            return found
-    return {}
-
-
-def _holder() -> bytes:
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(), "id": uuid.uuid4().hex}
-    return json.dumps(holder).encode()
 
 
 def _machine() -> str:
@@ -151,8 +142,8 @@ def _check_abandoned(url: stores.Url, found: stores.Entry, folder: Path) -> None
     now = stores.info(probe)
     stores.delete(probe)
     age = (now.modified - found.modified).total_seconds() if now and now.modified and found.modified else 0.0
-    holder = _parse(written)
-    died = holder.get("machine") == _machine() != "" and not Path(f"/proc/{holder.get('pid')}").exists()
+    who, machine, *_ = [*written.decode(errors="replace").split("\n"), ""]
+    died = machine == _machine() != "" and not Path("/proc", who.split()[1]).exists()
     if age < EXPIRES and not died:
         note = f" (seen {age:.0f} s ago; if it has died, try again in {EXPIRES - age:.0f} s)"
         raise _in_use(folder, written, note)

@@ -1,17 +1,16 @@
-"""The description of a checkpoint's files in JSON, and the check that the files match it.
+"""The list of a folder's files, with their sizes and checksums, and the check that the files match it.
 
-    run.json        step, model, size and CRC-32 of every other file, and a CRC-32 of all of these fields
-    tensors.json    global name -> dtype, shape and file (tensor_folder.py)
+    run.json          of a checkpoint: the step, the model, and size and CRC-32 of every other file
+    checksums.json    of an export (weights.py): size and CRC-32 of every other file
 
-Every field is checked when it is read. The checksums detect damage, not forgery: safety never depends on them.
-
-An export (weights.py) has size and CRC-32 of its files in checksums.json, protected in the same way.
+Each has a CRC-32 of its own fields. Every field is checked when it is read. The checksums detect damage, not forgery:
+safety never depends on them.
 """
 
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from ..data import stores
 from ..data.strict_json import check_regular, read_file
 from ..messages import printable, quoted
 
-RUN_FILE, TENSORS_FILE, EXPORT_FILE = "run.json", "tensors.json", "checksums.json"
+RUN_FILE, EXPORT_FILE = "run.json", "checksums.json"
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no path separator: stays in the checkpoint's folder
 _BLOCK = 2**22  # bytes read at a time
@@ -40,44 +39,31 @@ class FileChecksum:
 
     @classmethod
     def of_file(cls, path: Path) -> "FileChecksum":
-        return cls(path.stat().st_size, _crc32(path))
+        crc = 0
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                crc = zlib.crc32(block, crc)
+        return cls(path.stat().st_size, crc)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of run.json. Equal checksums mean equal checkpoints.
+    """The contents of run.json or checksums.json. Equal checksums mean equal files.
 
     id: differs for two checkpoints of the same step, also if they are equal.
     """
 
     step: int
-    model: dict[str, Any]
-    files: dict[str, FileChecksum]
+    model: Mapping[str, Any]
+    files: Mapping[str, FileChecksum]
     id: str = ""
 
     @property
     def checksum(self) -> int:
-        return _checksum(self._fields)
-
-    @property
-    def _fields(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value != ""}
+        return _checksum(asdict(self))
 
     def encode(self) -> bytes:
-        return _encode(self._fields)
-
-
-def encode_checksums(files: Mapping[str, FileChecksum]) -> bytes:
-    """The contents of checksums.json."""
-    return _encode(_export_fields(files))
-
-
-def _export_fields(files: Mapping[str, FileChecksum]) -> dict[str, Any]:
-    return {"files": {name: asdict(file) for name, file in files.items()}}
-
-
-def _encode(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps({**fields, "checksum": _checksum(fields)}, indent=2).encode()
+        return json.dumps({**asdict(self), "checksum": self.checksum}, indent=2).encode()
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
@@ -87,49 +73,35 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 # ---- Reading: no field is trusted ----
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Read run.json of a checkpoint. Raises ValueError if it is missing, invalid or damaged."""
-    with reading(path := checkpoint / RUN_FILE):
-        saved = read_file(path, follow_links=False)
-        if not isinstance(model := saved["model"], dict):
-            raise ValueError(f"its model is {quoted(model, 60)}")
-        manifest = Manifest(valid_count(saved["step"]), model, _files(saved), str(saved.get("id", "")))
-        _check(saved, manifest.checksum, manifest.files, TENSORS_FILE)
-    return manifest
+def read_manifest(folder: Path, name: str = RUN_FILE) -> Manifest:
+    """Read run.json or checksums.json. Raises ValueError if it is missing, invalid or damaged."""
+    with reading(path := folder / name):
+        saved = read_file(path, follow_links=name == EXPORT_FILE)
+        if saved.pop("checksum") != _checksum(saved):
+            raise ValueError("its checksum does not match")
+        if name == EXPORT_FILE:
+            saved = {"step": 0, "model": {}, **saved}
+        files = {
+            valid_file_name(file): FileChecksum(valid_count(entry["length"]), valid_count(entry["crc32"]))
+            for file, entry in saved["files"].items()
+        }
+        return Manifest(valid_count(saved["step"]), {**saved["model"]}, files, str(saved.get("id", "")))
 
 
-def verify_export(folder: Path, *required: str) -> int:
-    """Compare every file of an export with checksums.json, and return the checksum of that file.
+def verify_export(folder: Path) -> int:
+    """Compare every file of an export with checksums.json, and return a checksum of all.
 
     Returns 0 for a folder without checksums.json: an older export, or one from elsewhere. Raises ValueError, naming the
-    first file that differs, and if checksums.json is damaged or does not list all of `required`.
+    first file that differs, and if checksums.json is damaged.
     """
-    if not (path := folder / EXPORT_FILE).exists():
+    if not (folder / EXPORT_FILE).exists():
         return 0
-    with reading(path):
-        saved = read_file(path)
-        files = _files(saved)
-        checksum = _checksum(_export_fields(files))
-        _check(saved, checksum, files, *required)
-    for name, expected in files.items():
+    manifest = read_manifest(folder, EXPORT_FILE)
+    for name, expected in manifest.files.items():
         if stores.exists(folder / name):
             stores.fetch(folder / name, expected.crc32)
-    _verify_files(folder, files, follow_links=True)
-    return checksum
-
-
-def _files(saved: Mapping[str, Any]) -> dict[str, FileChecksum]:
-    entries = saved["files"].items()
-    return {
-        valid_file_name(name): FileChecksum(valid_count(e["length"]), valid_count(e["crc32"])) for name, e in entries
-    }
-
-
-def _check(saved: Mapping[str, Any], checksum: int, files: Collection[str], *required: str) -> None:
-    if saved["checksum"] != checksum:
-        raise ValueError("its checksum does not match")
-    if missing := [name for name in required if name not in files]:
-        raise ValueError(f"it does not list {missing[0]}")
+    _verify_files(folder, manifest.files, follow_links=True)
+    return manifest.checksum
 
 
 def verify_checkpoint(checkpoint: Path) -> Manifest:
@@ -149,34 +121,30 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
 def _verify_files(folder: Path, files: Mapping[str, FileChecksum], follow_links: bool) -> None:
     try:
         for name, expected in files.items():
-            if (length := size_of_file(folder, name, follow_links)) != expected.length:
+            path = folder / name
+            if (length := _size(path, follow_links)) != expected.length:
                 raise ValueError(f"{name} has {length:,} bytes, expected {expected.length:,}")
-            if not _only_on_store(folder / name) and _crc32(folder / name) != expected.crc32:
+            if (stores.url_of(path) is None or path.exists()) and FileChecksum.of_file(path) != expected:
                 raise ValueError(f"{name} does not match its checksum")
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from None
+
+
+def _size(path: Path, follow_links: bool) -> int:
+    """The size of a file. Raises ValueError if it is missing, not regular, or a link that could lead elsewhere."""
+    try:
+        size = stores.size_of(path)
+        return check_regular(path, follow_links).st_size if size is None else size
+    except FileNotFoundError:
+        raise ValueError(f"{path.name} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{path.name} is refused: {error}") from None
 
 
 def valid_file_name(value: Any) -> str:
     if not isinstance(value, str) or not _FILE_NAME.fullmatch(value) or not value.strip("."):
         raise ValueError(f"{quoted(value, 60)} is not a valid file name")
     return value
-
-
-def _only_on_store(path: Path) -> bool:
-    return stores.url_of(path) is not None and not path.exists()
-
-
-def size_of_file(folder: Path, name: str, follow_links: bool = False) -> int:
-    """The size of a file. Raises ValueError if it is missing, not regular, or a link that could lead elsewhere."""
-    try:
-        if (size := stores.size_of(folder / name)) is not None:
-            return size
-        return check_regular(folder / name, follow_links).st_size
-    except FileNotFoundError:
-        raise ValueError(f"{name} is missing") from None
-    except ValueError as error:
-        raise ValueError(f"{name} is refused: {error}") from None
 
 
 def valid_count(value: Any) -> int:
@@ -195,11 +163,3 @@ def reading(path: Path) -> Iterator[None]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else printable(error)
         raise ValueError(f"cannot read {path}: {reason}") from None
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-    return crc

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,9 +14,10 @@ from ..messages import printable
 from ..models import ModelConfig, MoE, TransformerStage, build_model
 from ..models.expert_slots import names_by_expert
 from ..runtime.launch import choose_device, count_gpus
-from .atomic_folder import new_folder
+from .atomic_folder import write_folder
 from .huggingface import from_pretrained
 from .load import find_checkpoint
+from .manifest import EXPORT_FILE, FileChecksum, Manifest
 from .tensor_file import write_tensors
 from .tensor_writer import as_dtype
 from .weights import CONFIG_FILE, MODEL_TYPE, PREFIX, WEIGHTS_FILE, OwnLayer, global_weights
@@ -61,7 +61,7 @@ def _find_folder(path: str, own_layers: Mapping[str, OwnLayer] | None) -> tuple[
 def find_model(path: str, own_layers: Mapping[str, OwnLayer] | None = None) -> tuple[Path, ModelConfig]:
     """The folder or checkpoint with a model, and its options. Arguments and errors are those of `open_model`."""
     folder, published = _find_folder(path, own_layers)
-    return folder, model_of(folder) if published else saved_model(folder, own_layers or {})
+    return folder, model_of(folder) if published else saved_model(folder, own_layers or {})[1]
 
 
 def load_spread_model(
@@ -104,12 +104,19 @@ def export_weights(checkpoint: Path, folder: Path, **own_layers: OwnLayer) -> in
     model = load_model(checkpoint, **own_layers)
     weights = global_weights(model)
     config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
+    files = {name: (checkpoint / name).read_bytes() for name in (TOKENIZER_FILE,) if (checkpoint / name).is_file()}
+    files[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
+
+    def write(unfinished: Path) -> dict[str, FileChecksum]:
+        write_tensors(unfinished / WEIGHTS_FILE, {name: as_dtype(name, t, t.dtype) for name, t in weights.items()})
+        return {WEIGHTS_FILE: FileChecksum.of_file(unfinished / WEIGHTS_FILE)}
+
+    def last(written: list[dict[str, FileChecksum]]) -> dict[str, bytes]:
+        checksums = written[0] | {name: FileChecksum.of(data) for name, data in files.items()}
+        return {EXPORT_FILE: Manifest(0, {}, checksums).encode(), **files}
+
     try:
-        with new_folder(folder, checksums=True) as unfinished:
-            write_tensors(unfinished / WEIGHTS_FILE, {name: as_dtype(name, t, t.dtype) for name, t in weights.items()})
-            (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-            if (tokenizer := checkpoint / TOKENIZER_FILE).is_file():
-                shutil.copyfile(tokenizer, unfinished / TOKENIZER_FILE)
+        write_folder(folder, write, last)
     except OSError as error:
         raise OSError(f"{printable(folder)} could not be written: {printable(error, 1000)}") from None
     return sum(tensor.numel() for tensor in weights.values())

@@ -12,6 +12,7 @@ from typing import Any
 from ..messages import plural, printable, quoted
 from ..models import ModelConfig
 from ..models.config import BUILT_IN
+from ..models.costs import shape_of
 from ..models.layer_class import Factory, name_of, same_layer
 
 
@@ -56,29 +57,15 @@ def with_named_layers(model: ModelConfig, named: Mapping[str, str | Factory | No
     return model
 
 
-def check_sizes(model: ModelConfig, shapes: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError if the model has more layers or parameters than `shapes`, those of all its tensors."""
-    layers = model.num_layers + model.mtp_layers
-    if layers > len(shapes):
-        raise ValueError(f"its model has {plural(layers, 'layer')}, but it has {plural(len(shapes), 'tensor')}")
+def check_sizes(model: ModelConfig, shapes: Sequence[Sequence[int]], where: str) -> None:
+    """Raise ValueError if the model has more layers, or many more parameters, than `shapes`, those of all its tensors.
+
+    Of custom layers, only the user's code knows the sizes.
+    """
     elements = sum(map(math.prod, shapes))
-    dense = sum(map(model.is_dense, range(layers)))
-    sparse = layers - dense
-    widths = [model.vocab_size, model.mtp_layers]
-    if model.block in BUILT_IN["block"]:
-        widths += _block_widths(model, dense, sparse)
-    if model.hidden_size * max(widths) > elements:
-        raise ValueError(f"its model does not fit into the {elements:,} numbers of its tensors")
-
-
-def _block_widths(model: ModelConfig, dense: int, sparse: int) -> list[int]:
-    """Numbers of the tensors of built-in blocks, in units of the hidden size."""
-    layers, widths = dense + sparse, [dense * model.dense_size, sparse * model.num_experts]
-    if model.experts == "swiglu":
-        widths.append(sparse * (model.num_experts + model.num_shared_experts) * model.expert_size)
-    if model.attention == "mla":
-        latents = model.q_rank + model.kv_rank + model.rope_dim + model.num_heads * model.value_dim
-        widths += [layers * latents, -(-layers * model.kv_rank * model.num_heads * model.head_dim // model.hidden_size)]
-    elif model.attention == "gqa":
-        widths.append(layers * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-    return widths
+    parameters = model.hidden_size * model.vocab_size if model.own_layers else shape_of(model).parameters
+    if model.num_layers + model.mtp_layers > len(shapes) or parameters > 2 * elements:
+        layers = plural(model.num_layers + model.mtp_layers, "layer")
+        raise ValueError(
+            f"cannot build the model of {where}: its {layers} do not fit into the {elements:,} numbers of its tensors"
+        )

@@ -1,7 +1,6 @@
 """Which weights a partial load found, and which it did not, in a few lines.
 
-A model has thousands of tensors whose names differ only in the number of the layer or expert. Such names are listed
-together, with the ranges of these numbers.
+A model has thousands of tensors whose names differ only in the number of the layer or expert. One name stands for all.
 """
 
 import re
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from ..messages import plural, printable
 
 _MAX_GROUPS = 20
-_NUMBER = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")  # a layer, an expert, or experts that share a tensor: 4-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +30,17 @@ class PartialLoad:
 
 
 def group_names(names: Iterable[str]) -> str:
-    """List names by group. Names in a group differ only in numbers, which are shown as ranges.
+    """List one name of each group, and the size of the group. Names in a group differ only in numbers.
 
-    Example: norm.weight, layers.0.up.2, layers.0.up.3, layers.2.up.2, layers.2.up.3
-    -> "layers.0,2.up.2-3 (4 tensors), norm.weight (1 tensor)"
+    Example: norm.weight, layers.0.up.2, layers.0.up.3, layers.2.up.2
+    -> "layers.0.up.2 (and 2 like it), norm.weight"
     """
-    groups: dict[tuple[str | None, ...], list[list[tuple[int, int]]]] = {}
+    groups: dict[str, list[str]] = {}
     for name in sorted(names):
-        parts = name.split(".")
-        numbers = [_NUMBER.fullmatch(part) for part in parts]
-        pattern = tuple(None if number else part for number, part in zip(numbers, parts, strict=True))
-        intervals = [(int(number[1]), int(number[2] or number[1])) for number in numbers if number]
-        groups.setdefault(pattern, []).append(intervals)
-    texts = [f"{_pattern_text(pattern, rows)} ({plural(len(rows), 'tensor')})" for pattern, rows in groups.items()]
+        groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    texts = [
+        printable(group[0]) + (f" (and {len(group) - 1:,} like it)" if len(group) > 1 else "")
+        for group in groups.values()
+    ]
     more = [f"and {plural(len(texts) - _MAX_GROUPS, 'more group')}"] if len(texts) > _MAX_GROUPS else []
     return ", ".join(texts[:_MAX_GROUPS] + more)
-
-
-def _pattern_text(pattern: Sequence[str | None], rows: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """The name of a group. Each row has the intervals of one of its tensors, one for each None of the pattern."""
-    columns = iter(zip(*rows, strict=True))
-    return printable(".".join(_ranges(next(columns)) if part is None else part for part in pattern), 200)
-
-
-def _ranges(intervals: Iterable[tuple[int, int]]) -> str:
-    """Merge intervals: (0, 0), (1, 1), (4, 7) -> "0-1,4-7"."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(set(intervals)):
-        if merged and start <= merged[-1][1] + 1:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return ",".join(f"{start}-{stop}" if stop != start else f"{start}" for start, stop in merged)

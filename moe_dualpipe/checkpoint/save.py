@@ -15,11 +15,10 @@ writes all of its tensors into one file, which it first serializes in memory. Th
 import dataclasses
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,23 +29,16 @@ from ..messages import printable
 from ..models import ModelConfig
 from ..overlap.waits import waits_for_ranks
 from ..runtime.groups import create_group
-from ..runtime.shared_errors import Result
-from .destinations import Destination, RunUploads, destination_of
-from .manifest import TENSORS_FILE, FileChecksum, Manifest
-from .tensor_file import Announce, TensorEntry, write_tensors
-from .tensor_folder import encode_tensors
+from .atomic_folder import UPLOAD, announce_nothing, on_all_ranks, write_folder
+from .destinations import RunUploads, remove_old
+from .manifest import RUN_FILE, FileChecksum, Manifest
+from .tensor_file import Announce, write_tensors
 from .tensor_writer import divide
 
 _WAIT_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for the disks of others, however slow they are."""
 _FILE_BYTES = 256 * 2**20
 """Bytes of a file. A larger tensor has a file of its own."""
-UPLOAD = stores.Patience(300.0)
-"""How long an upload is repeated while a store cannot be reached."""
-
-
-def _announce_nothing(_operation: str) -> None:
-    pass
 
 
 class SaveError(OSError):
@@ -67,7 +59,7 @@ class Saver:
 
     def __init__(
         self, run: Path, model: ModelConfig, keep: int, background: bool = True,
-        announce: Announce = _announce_nothing, patience: stores.Patience = UPLOAD,
+        announce: Announce = announce_nothing, patience: stores.Patience = UPLOAD,
     ):  # fmt: skip
         """background: if False, `start` waits for the save. announce: see `Announce`; called by a thread.
 
@@ -143,7 +135,7 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 def save_checkpoint(
     run: Path, step: int, state: Mapping[str, Tensor], model: ModelConfig, extra: Mapping[str, bytes] | None = None,
-    keep: int = 0, group: dist.ProcessGroup | None = None, announce: Announce = _announce_nothing,
+    keep: int = 0, group: dist.ProcessGroup | None = None, announce: Announce = announce_nothing,
     uploads: RunUploads | None = None, patience: stores.Patience = UPLOAD,
 ) -> Path:  # fmt: skip
     """Save `state` (global name -> tensor) as the checkpoint after `step` updates. Collective over `group`.
@@ -156,29 +148,41 @@ def save_checkpoint(
     is left of this one in a local folder.
     """
     final, rank = checkpoint_folder(run, step), dist.get_rank(group)
-    leader = rank == 0
-    destination = destination_of(final, rank, announce, patience)
-    try:
-        _run_on_all(lambda: destination.create(leader), group, announce)
-        owners = _owners(gather_objects({name: tensor.nbytes for name, tensor in state.items()}, group))
-        own = {name: tensor for name, tensor in state.items() if owners[name] == rank}
+
+    def write(folder: Path) -> dict[str, FileChecksum]:
+        names = [name for name in state if owners[name] == rank]
         files: dict[str, FileChecksum] = {}
-        entries: dict[str, TensorEntry] = {}
-        for written, stored in _run_on_all(lambda: _write(destination, own, rank, announce), group, announce):
+        for number, part in enumerate(divide({name: state[name].nbytes for name in names}, _FILE_BYTES)):
+            path = folder / f"rank-{rank}-{number}.safetensors"
+            write_tensors(path, {name: state[name] for name in part}, announce)
+            announce(f"checking {path.name}")
+            files[path.name] = FileChecksum.of_file(path)
+        return files
+
+    def last(ranks: list[dict[str, FileChecksum]]) -> dict[str, bytes]:
+        files = {name: FileChecksum.of(data) for name, data in more.items()}
+        for written in ranks:
             files |= written
-            entries |= stored
-        if uploads:
-            _run_on_all(lambda: uploads.send(announce), group, announce)
         manifest = Manifest(step, dataclasses.asdict(model), files, uuid.uuid4().hex)
-        more = {**(extra or {}), TENSORS_FILE: encode_tensors(entries)}
-        _run_on_all(lambda: destination.complete(manifest, more) if leader else None, group, announce)
-    except SaveError:
-        destination.discard(leader)
+        return {**more, RUN_FILE: manifest.encode()}
+
+    more = extra or {}
+    try:
+        if (url := stores.url_of(final)) is not None:  # a checkpoint of this step is incomplete from now on
+            on_all_ranks(lambda: None if rank else stores.delete(url / RUN_FILE, patience), group, announce)
+        owners = _owners(gather_objects({name: tensor.nbytes for name, tensor in state.items()}, group))
+        if uploads:
+            on_all_ranks(lambda: uploads.send(announce), group, announce)
+        write_folder(
+            final, write, last, replace=True, remnants=".step-*", group=group, announce=announce, patience=patience
+        )
+    except Exception as error:
+        raise SaveError(str(error) or type(error).__name__) from error
+    finally:
         announce("")
         dist.barrier(group)
-        raise
-    if leader:
-        destination.remove_old(keep)
+    if rank == 0:
+        remove_old(final, keep, announce)
     announce("")
     dist.barrier(group)
     return final
@@ -198,31 +202,3 @@ def _owners(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
         owner = owners[name] = min(holders[name], key=lambda rank: written[rank])
         written[owner] += sizes[owner][name]
     return owners
-
-
-def _write(
-    destination: Destination, state: Mapping[str, Tensor], rank: int, announce: Announce
-) -> tuple[Mapping[str, FileChecksum], dict[str, TensorEntry]]:
-    """Write the tensors of this rank. Returns its files, and where the tensors are."""
-    files: dict[str, FileChecksum] = {}
-    entries: dict[str, TensorEntry] = {}
-    for number, names in enumerate(divide({name: tensor.nbytes for name, tensor in state.items()}, _FILE_BYTES)):
-        path = destination.folder / f"rank-{rank}-{number}.safetensors"
-        entries |= write_tensors(path, {name: state[name] for name in names}, announce)
-        announce(f"checking {path.name}")
-        files[path.name] = FileChecksum.of_file(path)
-    return destination.send(files), entries
-
-
-def _run_on_all(action: Callable[[], Result], group: dist.ProcessGroup | None, announce: Announce) -> list[Result]:
-    """Run `action` and return the results of all ranks. Raises SaveError on all ranks if it raised on any."""
-    mine: tuple[Any, str]
-    try:
-        mine = action(), ""
-    except Exception as error:
-        mine = None, str(error) or type(error).__name__
-    announce("")
-    outcomes = gather_objects(mine, group)
-    if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error]:
-        raise SaveError("; ".join(failed))
-    return [result for result, _ in outcomes]

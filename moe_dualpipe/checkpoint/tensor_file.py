@@ -29,7 +29,7 @@ from ..data import DataFile
 from ..data.stores import RangedFile, url_of
 from ..data.synced_files import sync
 from ..messages import printable, quoted
-from .manifest import reading, valid_count
+from .manifest import reading
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -39,7 +39,6 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """The dtypes of the format, except those of less than a byte, F4 and F6."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -51,22 +50,12 @@ Announce = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor is stored. start: its first byte in `file`, once the header was read."""
+    """Where a tensor is stored. start: its first byte in `file`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
-    start: int = -1
-
-    @classmethod
-    def of(cls, dtype: Any, shape: Any, file: Path) -> "TensorEntry":
-        """dtype: its name in the format. Raises ValueError unless torch has such tensors."""
-        if (found := DTYPES.get(str(dtype))) is None:
-            raise ValueError(f"unknown dtype {quoted(dtype, 20)}; supported are {', '.join(DTYPES)}")
-        if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
-            raise ValueError(f"{quoted(shape, 60)} is not a shape")
-        valid_count(math.prod(max(valid_count(size), 1) for size in shape))  # torch computes strides in 64 bits
-        return cls(found, tuple(shape), file)
+    start: int
 
     @property
     def nbytes(self) -> int:
@@ -113,21 +102,24 @@ def _entries(local: Path, path: Path, size: int) -> dict[str, TensorEntry]:
         raise ValueError(
             f"it has {size:,} bytes, and is incomplete or not a safetensors file (the safetensors library: {reason})"
         ) from None
-    entries = {name: TensorEntry.of(dtype, shape, path) for name, (dtype, shape) in described.items()}
-    start = size - sum(entry.nbytes for entry in entries.values())  # no gaps: the library has checked it
-    for name, entry in entries.items():
-        entries[name] = TensorEntry(entry.dtype, entry.shape, path, start)
-        start += entry.nbytes
+    for name, (dtype, shape) in described.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"{quoted(name, 60)} has dtype {quoted(dtype, 20)}; supported are {', '.join(DTYPES)}")
+        if len(shape) > _MAX_DIMS or math.prod(max(length, 1) for length in shape) >= 2**62:
+            raise ValueError(f"{quoted(name, 60)} has shape {quoted(shape, 60)}, which torch cannot hold")
+    start = size - sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in described.values())  # no gaps
+    entries = {}
+    for name, (dtype, shape) in described.items():
+        entries[name] = TensorEntry(DTYPES[dtype], tuple(shape), path, start)
+        start += entries[name].nbytes
     return entries
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], announce: Announce = lambda _: None
-) -> dict[str, TensorEntry]:
-    """Write a new file and sync it. Returns its tensors. Raises OSError, and ValueError for dtypes without a name."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], announce: Announce = lambda _: None) -> None:
+    """Write a new file and sync it. Raises OSError, and ValueError for dtypes without a name."""
     parts, addresses = {}, set[int]()
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES:
+        if tensor.dtype not in DTYPES.values():
             raise ValueError(f"a safetensors file cannot store {tensor.dtype} of {quoted(name, 60)}")
         part = tensor.detach().cpu().contiguous()
         parts[name] = part.clone() if part.data_ptr() in addresses else part  # the library refuses two names of one
@@ -143,4 +135,3 @@ def write_tensors(
     path.chmod(mode)
     announce(f"syncing {path.name}")
     sync(path)
-    return read_header(path)[1]

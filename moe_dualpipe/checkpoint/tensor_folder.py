@@ -1,14 +1,13 @@
 """Read the tensors of a folder, one at a time: a checkpoint, an export, or a published model.
 
-A published model has all tensors in model.safetensors, or in shards that model.safetensors.index.json lists. Opening it
-reads only headers. A checkpoint lists its tensors in tensors.json, so a header is read with its first tensor. Tensors
-are read on demand, so the memory needed is that of one tensor.
+A published model has all tensors in model.safetensors, or in shards that model.safetensors.index.json lists. A
+checkpoint has them in the safetensors files that run.json lists. Opening a folder reads only headers. Tensors are read
+on demand, so the memory needed is that of one tensor.
 
 Folders are not trusted. The index may name only files in its own folder, and must agree with all headers. The files of
 a published model may be symbolic links, as in the cache of huggingface_hub. Pickles are refused.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,46 +15,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.stores import drop, exists, fetch, sizes_of
+from ..data.stores import drop, exists, fetch, url_of
 from ..data.strict_json import read_file
 from ..messages import plural, printable, quoted
-from .manifest import TENSORS_FILE, read_manifest, reading, size_of_file, valid_file_name
-from .tensor_file import DTYPE_NAMES, TensorEntry, open_file, read_header
+from .manifest import Manifest, reading, valid_file_name
+from .tensor_file import TensorEntry, open_file, read_header
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-_PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
 class TensorFolder:
-    """The tensors of a folder with model.safetensors, or else with shards and model.safetensors.index.json.
+    """The tensors of a folder with model.safetensors, or with shards and model.safetensors.index.json.
+
+    checkpoint: the contents of run.json, which lists the files of a checkpoint.
 
     entries: where each tensor is stored, by name. bytes_read: bytes of tensors read so far.
 
     Raises ValueError, in one line that names the file, if the folder has no such weights or a file is invalid.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, checkpoint: Manifest | None = None):
         self.folder, self.bytes_read = folder, 0
-        self._checksums: Mapping[str, int] = {}
-        if exists(folder / SINGLE_FILE):
-            files = {SINGLE_FILE: read_header(folder / SINGLE_FILE)}
+        self._checksums = {name: file.crc32 for name, file in checkpoint.files.items()} if checkpoint else {}
+        if checkpoint:
+            headers = {name: read_header(folder / name) for name in self._checksums if name.endswith(".safetensors")}
+        elif exists(folder / SINGLE_FILE):
+            headers = {SINGLE_FILE: read_header(folder / SINGLE_FILE)}
         elif exists(folder / INDEX_FILE):
-            files = _read_shards(folder / INDEX_FILE)
+            headers = _read_shards(folder / INDEX_FILE)
         else:
-            raise ValueError(_why_no_weights(folder))
-        self._headers = files
+            shown = printable(folder)
+            way = f"AutoModelForCausalLM.from_pretrained({shown!r}).save_pretrained({shown + '-safetensors'!r})"
+            raise ValueError(
+                f"{shown} has neither {SINGLE_FILE} nor {INDEX_FILE}; pickles (.bin, .pt) can run code, so they are "
+                f"not read: convert them with the transformers library, {way}"
+            )
+        copied = checkpoint and url_of(folder)  # files of a checkpoint on a store are copied, so their status differs
+        self._statuses = {} if copied else {name: status for name, (status, _) in headers.items()}
         self.entries: Mapping[str, TensorEntry] = {
-            name: entry for _, entries in files.values() for name, entry in entries.items()
+            name: entry for _, entries in headers.values() for name, entry in entries.items()
         }
-
-    @classmethod
-    def of_checkpoint(cls, checkpoint: Path) -> "TensorFolder":
-        """The tensors of a checkpoint. On a store, whole files are copied, and their checksums compared."""
-        found = cls.__new__(cls)
-        found.folder, found.bytes_read, found._headers = checkpoint, 0, {}
-        found._checksums = {name: file.crc32 for name, file in read_manifest(checkpoint).files.items()}
-        found.entries = read_tensor_metadata(checkpoint)
-        return found
 
     def by_position(self, names: Iterable[str]) -> list[str]:
         """Names in the order of the files and bytes, in which reading is fastest."""
@@ -70,59 +69,23 @@ class TensorFolder:
         """
         if (entry := self.entries.get(name)) is None:
             raise ValueError(f"{printable(self.folder)} has no tensor {quoted(name)}")
-        file = entry.file.name
-        if file in self._checksums:
-            fetch(entry.file, self._checksums[file])
-        if file not in self._headers:
-            self._headers[file] = read_header(entry.file)
-        status, stored = self._headers[file]
-        found = stored.get(name)
-        if found is None or (found.dtype, found.shape) != (entry.dtype, entry.shape):
-            raise ValueError(f"{printable(entry.file)} does not have {quoted(name)} as {TENSORS_FILE} describes it")
-        shape, start, size = found.shape, found.start, found.nbytes
+        shape, start, size = entry.shape, entry.start, entry.nbytes
         if index is not None:
             if not shape or not 0 <= index < shape[0]:
                 raise IndexError(f"{quoted(name)} of shape {[*shape]} has no entry {index}")
             size //= shape[0]
             shape, start = shape[1:], start + index * size
+        if (file := entry.file.name) in self._checksums:
+            fetch(entry.file, self._checksums[file])
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
-        with open_file(entry.file, status) as opened:
+        with open_file(entry.file, self._statuses.get(file)) as opened:
             opened.read_into(start, data.numpy().data)
         self.bytes_read += size
-        return data.view(found.dtype).reshape(shape)
+        return data.view(entry.dtype).reshape(shape)
 
     def close(self) -> None:
         """Remove the copies of files on a store."""
         drop(self.folder, {entry.file.name for entry in self.entries.values()})
-
-
-# ---- A checkpoint ----
-
-
-def encode_tensors(entries: Mapping[str, TensorEntry]) -> bytes:
-    """The contents of tensors.json."""
-    table = {
-        name: {"dtype": DTYPE_NAMES[e.dtype], "shape": [*e.shape], "file": e.file.name} for name, e in entries.items()
-    }
-    return json.dumps(table, indent=1).encode()
-
-
-def read_tensor_metadata(checkpoint: Path) -> dict[str, TensorEntry]:
-    """Read tensors.json of a checkpoint. Raises ValueError if an entry is not a tensor in this folder."""
-    entries, sizes = {}, dict[str, int]()
-    with reading(path := checkpoint / TENSORS_FILE):
-        for name, saved in read_file(path, follow_links=False).items():
-            file = valid_file_name(saved["file"])
-            entry = TensorEntry.of(saved["dtype"], saved["shape"], checkpoint / file)
-            if file not in sizes:
-                sizes[file] = size_of_file(checkpoint, file)
-            if entry.nbytes > sizes[file]:
-                raise ValueError(f"{quoted(name, 60)} has {entry.nbytes:,} bytes, but {file} has {sizes[file]:,}")
-            entries[name] = entry
-    return entries
-
-
-# ---- A published model ----
 
 
 def _read_shards(index: Path) -> dict[str, tuple[Any, dict[str, TensorEntry]]]:
@@ -141,24 +104,9 @@ def _read_shards(index: Path) -> dict[str, tuple[Any, dict[str, TensorEntry]]]:
                 f"it lists {printable(missing[0], 60)}{more}, not found: download or copy the folder again"
             )
     shards = {name: read_header(index.with_name(name)) for name in names}
-    with reading(index):
-        for file, (_, entries) in shards.items():
-            for name in entries:
-                if (other := listed.get(name)) != file:
-                    raise ValueError(f"it lists {quoted(name, 60)} in {quoted(other, 60)}, but {file} has it")
-        for name, file in listed.items():
-            if name not in shards[file][1]:
-                raise ValueError(f"it lists {quoted(name, 60)} in {file}, which does not have it")
+    stored = {(name, file) for file, (_, entries) in shards.items() for name in entries}
+    if wrong := stored ^ {*listed.items()}:
+        name, file = min(wrong)
+        problem = "has it, but it is not listed there" if (name, file) in stored else "does not have it"
+        raise ValueError(f"cannot read {index}: of {quoted(name, 60)}, {file} {problem}")
     return shards
-
-
-def _why_no_weights(folder: Path) -> str:
-    with reading(folder):
-        found = [name for name in sizes_of(folder) if Path(name).suffix in {*_PICKLES, ".safetensors"}]
-    shown = printable(folder)
-    if found and not any(name.endswith(".safetensors") for name in found):
-        way = f"AutoModelForCausalLM.from_pretrained({shown!r}).save_pretrained({shown + '-safetensors'!r})"
-        risk = f"{shown} holds weights as pickles, which can run code ({printable(found[0], 60)})"
-        return f"{risk}: convert them to safetensors first: with the transformers library, {way}"
-    only = f", only {printable(found[0], 60)}" if found else ""
-    return f"{shown} has neither {SINGLE_FILE} nor {INDEX_FILE}{only}"

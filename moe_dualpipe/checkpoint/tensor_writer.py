@@ -1,7 +1,6 @@
-"""Write the tensors of a Hugging Face checkpoint, one shard at a time.
+"""Divide the tensors of a Hugging Face checkpoint into files.
 
-Names, dtypes and shapes are known before the first tensor, so shards and index are planned first. A shard is written
-when all of its tensors are there, so the memory needed is that of one shard.
+Names, dtypes and shapes are known before the first tensor, so shards and index are planned first.
 
     model.safetensors                                       if all tensors fit into one shard
     model-00001-of-00003.safetensors, ...                   otherwise, divided as transformers does
@@ -11,15 +10,12 @@ when all of its tensors are there, so the memory needed is that of one shard.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..data.synced_files import write_synced
 from ..messages import quoted
-from .tensor_file import write_tensors
 from .tensor_folder import INDEX_FILE, SINGLE_FILE
 
 TensorSpec = tuple[torch.dtype, Sequence[int]]
@@ -43,26 +39,13 @@ class Shards:
         self.total = sum(sizes.values())
         self.largest = max(sum(sizes[name] for name in shard) for shard in shards)
 
-    def write(self, folder: Path, tensors: Iterable[tuple[str, Tensor]], share: tuple[int, int] = (0, 1)) -> None:
-        """Write into an existing folder. tensors: those of `share`, in the planned order.
-
-        share: (rank, size): of `size` writers, this one writes the shards rank, rank + size, ... The first also writes
-        the index. Raises OSError if a file cannot be written; incomplete files remain.
-        """
-        rest = iter(tensors)
-        for file, names in self.share(share).items():
-            held = dict(next(rest) for _ in names)
-            assert [*held] == [*names], "another tensor was planned"
-            write_tensors(folder / file, held)
-        if share[0] == 0 and len(self.files) > 1:
-            listed = {name: file for file, names in self.files.items() for name in names}
-            index = {"metadata": {"total_size": self.total}, "weight_map": listed}
-            write_synced(folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-
-    def share(self, share: tuple[int, int]) -> dict[str, list[str]]:
-        """The files of one of several writers."""
-        rank, size = share
-        return dict([*self.files.items()][rank::size])
+    def index(self) -> dict[str, bytes]:
+        """The file that says which shard has which tensor, by its name; {} with one shard."""
+        if len(self.files) == 1:
+            return {}
+        listed = {name: file for file, names in self.files.items() for name in names}
+        index = {"metadata": {"total_size": self.total}, "weight_map": listed}
+        return {INDEX_FILE: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
 
 
 def as_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

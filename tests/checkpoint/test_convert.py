@@ -44,7 +44,7 @@ def test_the_newest_intact_checkpoint_of_an_earlier_version_is_converted(tmp_pat
     for step in (3, 7):
         write_old(old / "checkpoints" / f"step-00000{step}", step)
     (old / "run.toml").write_text("steps = 9\ndata_cache_gb = 20.0\n")
-    advice = "is broken: an earlier version wrote it: convert it with examples/convert_checkpoint.py; this run has no"
+    advice = "is broken: an earlier version wrote it: convert it with examples/convert_checkpoint.py; --resume"
     with pytest.raises(ValueError, match=advice):
         find_checkpoint(str(old / "checkpoints" / "step-000007"))
     (old / "checkpoints" / "step-000007" / "__0_0.distcp").write_bytes(b"damaged")

@@ -87,22 +87,14 @@ def test_weights_are_rounded_once_to_the_chosen_dtype(byte_run, tmp_path, dtype)
     (["--architecture", "mixtral"], "mixtral cannot express num_dense_layers 1, only 0; dense_size 64, only 384;"),
     (["--architecture", "gpt5"], "architecture 'gpt5' is not supported: supported are mixtral, olmoe, "),
     (["--max-shard-size", "5 gallons"], "a shard size is a number of bytes, or a text such as 5GB: got '5 gallons'"),
+    (["--to", "moe-dualpipe", "--dtype", "bfloat16"], "--dtype needs --to huggingface"),
+    (["--to", "moe-dualpipe", "--max-shard-size", "1GB"], "--max-shard-size needs --to huggingface"),
 ])  # fmt: skip
 def test_invalid_options_write_nothing(byte_run, tmp_path, capsys, options, problem):
     assert export(byte_run, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
     assert not [*tmp_path.iterdir()]
-
-
-def test_options_of_the_other_format_are_refused(byte_run, tmp_path, capsys):
-    assert main(["export", str(byte_run), "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 2
-    assert "--dtype needs --to huggingface" in capsys.readouterr().err
-    assert main(["export", str(byte_run), "--out", str(tmp_path / "out"), "--max-shard-size", "1GB"]) == 2
-    assert "--max-shard-size needs --to huggingface" in capsys.readouterr().err
-    (tmp_path / "out").mkdir()
-    assert export(byte_run, tmp_path / "out") == 2
-    assert "out already exists: choose another folder" in capsys.readouterr().err
 
 
 def check_tokenizer(folder, tokenizer):

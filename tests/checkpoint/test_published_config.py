@@ -19,22 +19,6 @@ NO_EFFECT = {
     "router_aux_loss_coef", "use_cache", "pretraining_tp", "max_window_layers", "transformers_version", "architectures",
 }  # fmt: skip
 """Keys that do not describe the model."""
-PUBLISHED = {
-    "mixtral": {"router_aux_loss_coef": 0.02, "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True},
-    "olmoe": {"clip_qkv": None, "rope_scaling": None, "rope_theta": 10000.0, "pad_token_id": 1},
-    "qwen2_moe": {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "rope_theta": 1e6},
-    "qwen3_moe": {"max_window_layers": 48, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None},
-    "deepseek_v2": {
-        "aux_loss_alpha": 0.001, "auto_map": {"AutoConfig": "x.Y"}, "ep_size": 1, "moe_layer_freq": 1, "seq_aux": True,
-        "pretraining_tp": 1, "scoring_func": "softmax", "norm_topk_prob": False, "num_key_value_heads": 3,
-    },
-    "deepseek_v3": {
-        "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "seq_aux": True,
-        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "pretraining_tp": 1,
-    },
-    "glm4_moe": {"partial_rotary_factor": 0.5, "eos_token_id": [1, 2], "rope_scaling": None, "use_cache": True},
-}  # fmt: skip
-"""Keys of published config.json files that transformers does not write."""
 
 
 QUICK = {"deepseek_v3"}
@@ -191,16 +175,6 @@ def test_broken_values_are_refused_in_one_line(name):
                 assert str(error).isprintable() and len(str(error)) < 1000, what
 
 
-def test_published_keys_and_those_of_transformers_load(saved, change):
-    _, folder, config = saved
-    before = PublishedModel(folder)
-    published = PUBLISHED[config["model_type"]]
-    change({**config, **{key: value for key, value in published.items() if key != "rope_theta"}})
-    assert PublishedModel(folder).config == before.config
-    everything = random_model(next(name for name in CONFIGS if CONFIGS[name][0] in type(saved[0]).__name__)).config
-    read_config(json.loads(json.dumps(everything.to_dict(), default=str)))  # also its defaults, which are not written
-
-
 UNKNOWN = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0, "attention_sink": True, "attention_window": 128, "head_bias": True,
@@ -215,16 +189,13 @@ def test_unknown_keys_that_could_change_the_model_are_refused(saved, change, key
     change({**saved[2], key: UNKNOWN[key]})
     with pytest.raises(ValueError, match=key):
         PublishedModel(saved[1])
-    off = 1.0 if isinstance(UNKNOWN[key], float) and key.endswith(("multiplier", "scaling")) else None
-    change({**saved[2], key: off})
+    factor = key.endswith(("multiplier", "scaling"))
+    change({**saved[2], key: 1.0 if factor else None, "license": "mit", "id2label": {"0": "a"}, "pruned_heads": {}})
     PublishedModel(saved[1])
-
-
-def test_other_unknown_keys_have_no_effect(saved, change):
-    before = PublishedModel(saved[1]).config
-    change({**saved[2], "unsloth_version": "2025.1", "_name_or_path": "x/y", "license": "mit", "id2label": {"0": "a"},
-            "tokenizer_class": "T", "model_max_length": 5, "temperature": 0.7, "pruned_heads": {}})  # fmt: skip
-    assert PublishedModel(saved[1]).config == before
+    change({**saved[2], key: 0})  # multiplied by 0
+    if factor:
+        with pytest.raises(ValueError, match=key):
+            PublishedModel(saved[1])
 
 
 def test_huge_numbers_fail_at_once(saved, change):
@@ -264,16 +235,3 @@ def test_what_this_model_cannot_express_is_named(changes, problem):
     with pytest.raises(ValueError) as error:
         read_config({**random_model("olmoe").config.to_dict(), **changes})
     assert problem in str(error.value)
-
-
-@pytest.mark.parametrize("quantization,problem", [
-    ({"quant_method": "gptq", "bits": 4}, "quantization_config with quant_method 'gptq' is not supported: only 'fp8'"),
-    ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size [64, 64] is not supported"),
-    ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt 'e5m2' is not supported"),
-    ("fp8", "quantization_config must be an object: got 'fp8'"),
-])  # fmt: skip
-def test_other_quantizations_are_refused(saved, change, quantization, problem):
-    change({**saved[2], "quantization_config": quantization})
-    with pytest.raises(ValueError) as error:
-        PublishedModel(saved[1])
-    assert problem in str(error.value) and "config.json: " in str(error.value)

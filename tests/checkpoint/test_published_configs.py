@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from moe_dualpipe.checkpoint.huggingface import read_config, write_config
+from moe_dualpipe.checkpoint.huggingface import ARCHITECTURES, read_config, write_config
+from moe_dualpipe.checkpoint.huggingface.architectures import REQUIRED
 from moe_dualpipe.checkpoint.huggingface.config import architecture_of, differences
 from moe_dualpipe.models import preset
 from moe_dualpipe.tools.planner import shape_of
@@ -54,3 +55,13 @@ def test_what_is_written_is_what_was_published(name):
             assert written[key] == value, key
         else:
             assert {**written[key], **value} == written[key]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_what_transformers_leaves_out_has_its_default(kind):
+    """Every key with a default has the one that the class of transformers has."""
+    name = ARCHITECTURES[kind].class_name.replace("ForCausalLM", "Config")
+    theirs = getattr(pytest.importorskip("transformers"), name)()
+    for key in ARCHITECTURES[kind].keys:
+        if key.default is not REQUIRED and hasattr(theirs, key.key):
+            assert (getattr(theirs, key.key) or key.default) == key.default or key.null, key.key

@@ -133,26 +133,21 @@ FAULTS = {
     "shape": (lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(3, 2)}), r"must be float32 \[2, 3\], one scale"),
     "dtype": (lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(2, 3).bfloat16()}), "must be float32"),
     "without a weight": (lambda t: t.update({f"{NORM}_scale_inv": torch.ones(1)}), f"does not have: {NORM}_scale_inv"),
+    "gptq": ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported: only 'fp8'"),
+    "blocks": ({"weight_block_size": [64, 128]}, r"weight_block_size \[64, 128\] is not supported"),
+    "format": ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported"), "text": ("fp8", "must be an object: got 'fp8'"),
+    "unquantized": (None, "needs a quantization_config of 'fp8'"),
 }  # fmt: skip
+"""A change of the tensors or of the quantization, and the message."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_invalid_fp8_is_refused(fault, tmp_path):
+def test_invalid_fp8_and_other_quantizations_are_refused(fault, tmp_path):
     folder, _ = make_folder(tmp_path)
     edit, message = FAULTS[fault]
-    change(folder, edit)
-    with pytest.raises(ValueError, match=message):
-        from_pretrained(folder)
-
-
-@pytest.mark.parametrize("changes,message", [
-    ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported: only 'fp8'"),
-    ({"weight_block_size": [64, 128]}, r"weight_block_size \[64, 128\] is not supported"),
-    ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
-    (None, "needs a quantization_config of 'fp8'"),
-])  # fmt: skip
-def test_other_quantizations_are_refused(changes, message, tmp_path):
-    folder, _ = make_folder(tmp_path)
-    configure(folder, quantization_config=changes and QUANTIZATION | changes)
+    if callable(edit):
+        change(folder, edit)
+    else:
+        configure(folder, quantization_config=QUANTIZATION | edit if isinstance(edit, dict) else edit)
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder)

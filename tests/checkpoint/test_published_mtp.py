@@ -64,12 +64,13 @@ def test_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
         torch.testing.assert_close(ours[key].grad, grad, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
-def test_an_export_has_the_same_tensors_as_the_import(name, depth, tmp_path):
-    save_with_mtp(random_model(name, dtype=torch.bfloat16), tmp_path / "saved", depth)
+@pytest.mark.parametrize("name,depth,tied", [
+    *((name, 1, False) for name in NAMES), ("deepseek_v3", 2, False), ("deepseek_v3", 1, True), ("glm4_moe", 2, True),
+])  # fmt: skip
+def test_an_export_has_the_same_tensors_as_the_import(name, depth, tied, tmp_path):
+    save_with_mtp(random_model(name, dtype=torch.bfloat16, tie_word_embeddings=tied), tmp_path / "saved", depth)
     model = from_pretrained(tmp_path / "saved")
-    assert model.config.mtp_layers == depth
+    assert model.config.mtp_layers == depth and model.config.tied_embeddings == tied
     save_pretrained(model, tmp_path / "again")
     before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("saved", "again"))
     assert before.keys() == after.keys()
@@ -77,26 +78,26 @@ def test_an_export_has_the_same_tensors_as_the_import(name, depth, tmp_path):
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == depth
 
 
+def state_of(model, without=" "):
+    weights = global_weights(model).items()
+    return {f"model.{name}": tensor for name, tensor in weights if not name.startswith(without)}
+
+
 @pytest.mark.parametrize("name,original", [
     ("embed_tokens", "model.embed_tokens.weight"), ("shared_head.head", "lm_head.weight"),
 ])  # fmt: skip
-def test_copies_that_differ_are_refused(folder, name, original):
-    change(folder, lambda tensors: tensors[f"model.layers.3.{name}.weight"][5, 3].neg_())
-    with pytest.raises(ValueError, match=f"model.layers.3.{name}.weight differs from {original}"):
-        from_pretrained(folder)
-
-
-@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
-def test_a_run_compares_the_copies_of_modules_that_it_loads(folder, name):
+def test_a_rank_refuses_copies_that_differ_of_what_it_loads(folder, name, original):
     model = from_pretrained(folder)
     change(folder, lambda tensors: tensors[f"model.layers.3.{name}.weight"][5, 3].neg_())
-    state = {f"model.{name}": tensor for name, tensor in global_weights(model).items()}
-    with pytest.raises(ValueError, match=f"model.layers.3.{name}.weight differs from"):
-        load_weights(folder, state)
-    load_weights(folder, {name: tensor for name, tensor in state.items() if not name.startswith("model.mtp.")})
+    for load in (lambda: from_pretrained(folder), lambda: load_weights(folder, state_of(model))):
+        with pytest.raises(ValueError, match=f"model.layers.3.{name}.weight differs from {original}"):
+            load()
+    load_weights(folder, state_of(model, without="mtp."))
+    change(folder, lambda tensors: tensors.pop(f"model.layers.3.{name}.weight"))  # it may be missing
+    assert all(torch.equal(tensor, model.state_dict()[n]) for n, tensor in from_pretrained(folder).state_dict().items())
 
 
-def test_a_run_compares_a_tied_head_with_the_embedding(tmp_path):
+def test_a_tied_head_is_compared_with_the_embedding(tmp_path):
     folder = save(random_model("qwen2_moe"), tmp_path / "saved")
     change(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
     weight = torch.empty(37, 24)
@@ -105,35 +106,17 @@ def test_a_run_compares_a_tied_head_with_the_embedding(tmp_path):
     load_weights(folder, {"model.norm.weight": weight[0]})
 
 
-def test_copies_may_be_missing(folder):
-    expected = from_pretrained(folder).state_dict()
-    change(
-        folder,
-        lambda tensors: [tensors.pop(f"model.layers.3.{n}.weight") for n in ("embed_tokens", "shared_head.head")],
-    )
-    model = from_pretrained(folder)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_folder_without_mtp_tensors_loads_without_mtp(folder):
-    model = from_pretrained(folder)
-    change(folder, lambda tensors: [tensors.pop(key) for key in [*tensors] if key.startswith("model.layers.3.")])
-    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    without = from_pretrained(folder)
-    assert without.config == replace(model.config, mtp_layers=0)
-    assert torch.equal(without(TOKENS_BL), model.logits(model(TOKENS_BL)))
-
-
-def test_some_mtp_tensors_without_the_others_are_refused(folder):
+def test_a_folder_without_mtp_tensors_loads_without_mtp_but_not_with_some(folder):
+    model, published = from_pretrained(folder), PublishedModel(folder)
+    assert published.differences(replace(published.config, mtp_layers=0)) == []
+    assert published.differences(replace(published.config, mtp_layers=2)) == ["mtp_layers was 1, now 2"]
     change(folder, lambda tensors: tensors.pop("model.layers.3.hnorm.weight"))
     with pytest.raises(ValueError, match=r"lacks tensors of the model .*model\.layers\.3\.hnorm\.weight"):
         from_pretrained(folder)
     change(folder, lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"))
     with pytest.raises(ValueError, match=r"has tensors that the model .* does not have: .*model\.layers\.3"):
         from_pretrained(folder)
-
-
-def test_a_run_may_leave_out_the_mtp_modules(folder):
-    published = PublishedModel(folder)
-    assert published.differences(replace(published.config, mtp_layers=0)) == []
-    assert published.differences(replace(published.config, mtp_layers=2)) == ["mtp_layers was 1, now 2"]
+    change(folder, lambda tensors: [tensors.pop(key) for key in [*tensors] if key.startswith("model.layers.3.")])
+    without = from_pretrained(folder)
+    assert without.config == replace(model.config, mtp_layers=0)
+    assert torch.equal(without(TOKENS_BL), model.logits(model(TOKENS_BL)))

@@ -23,7 +23,7 @@ from moe_dualpipe.checkpoint import (
     tensor_file,
     verify_checkpoint,
 )
-from moe_dualpipe.checkpoint import destinations as places
+from moe_dualpipe.checkpoint import atomic_folder as places
 from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.models import ModelConfig
 from tests.support import ranks
@@ -54,37 +54,25 @@ def test_saving_removes_old_checkpoints_and_unfinished_folders(run):
 # ---- Failed and killed saves ----
 
 
-def fail_to_write_run_json(rank, run):
+def save_on_full_disks(rank, run):
+    """Let the disk of each rank be full in turn, at random places, and that of rank 0 also at run.json."""
+    rng, before = random.Random(1), checkpoint_names(run)
     with pytest.MonkeyPatch.context() as patch:
-        write_synced, before = places.write_synced, checkpoint_names(run)
-        dist.barrier()
+        disk, write_synced = FullDisk(patch), places.write_synced
+        disk.room = 10**9
 
         def full(path, data):
-            if path.name == "run.json":
+            if path.name == "run.json" and attempt == 0:
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
             write_synced(path, data)
 
         patch.setattr(places, "write_synced", full)
-        with pytest.raises(SaveError, match=r"rank 0: \[Errno 28\] No space left on device: .*run.json"):
-            save_checkpoint(run, 20, state_of(rank, 0), ModelConfig(), keep=1)
-    assert checkpoint_names(run) == before
-    dist.barrier()
-
-
-def save_on_full_disks(rank, run):
-    with pytest.MonkeyPatch.context() as patch:
-        fail_to_write_run_json(rank, run)
-        disk = FullDisk(patch)
-        rng = random.Random(1)
-        before = checkpoint_names(run)
-        dist.barrier()
-        for attempt in range(8):
-            full, room = rng.randrange(2), rng.randrange(40)
-            disk.room = room if rank == full else 10**9
-            reason = rf"rank {full}: \[Errno 28\] No space left on device$"
-            with pytest.raises(SaveError, match=reason):
+        for attempt in range(9):
+            full_rank, room = (0, 10**9) if attempt == 0 else (rng.randrange(2), rng.randrange(40))
+            disk.room = room if rank == full_rank else 10**9
+            with pytest.raises(SaveError, match=rf"^rank {full_rank}: \[Errno 28\] No space left on device"):
                 save_checkpoint(run, 20 + attempt, state_of(rank, 0), ModelConfig(), keep=1)
-            assert checkpoint_names(run) == before, (full, room)
+            assert checkpoint_names(run) == before, (full_rank, room)
             dist.barrier()
         disk.room = 10**9
         save_checkpoint(run, 40, state_of(rank, 40), ModelConfig(), keep=1)
@@ -140,7 +128,8 @@ def kill_ten_times(results, run, scratch):
         pids = [fork(save_forever, scratch / f"store{kill}", rank, run, step + 1) for rank in (0, 1)]
         begun = wait_for(run / "checkpoints" / f".step-{step + 1:06d}.unfinished")
         one_save = wait_for(run / "checkpoints" / f"step-{step + 1:06d}") - begun
-        time.sleep(rng.uniform(0, 2 * one_save))
+        wait_for(run / "checkpoints" / f".step-{step + 2:06d}.unfinished")
+        time.sleep(rng.uniform(0, 1.2 * one_save))
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -171,59 +160,44 @@ def test_killing_the_ranks_during_a_save_leaves_the_previous_checkpoint_intact(r
 # ---- The background saver ----
 
 
-def save_while_changing(rank, run, background):
-    """Change the state before the save can write it. Returns what was visible before the write, and the result."""
+def save_in_each_way(rank, run):
+    """Save in the background, with a state that changes before it can be written; at once; and on a full disk."""
     may_write, write = threading.Event(), save_module.save_checkpoint
-
-    def blocked(*arguments):
-        assert may_write.wait(60)
-        return write(*arguments)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_module, "save_checkpoint", blocked)
-        if not background:
-            may_write.set()
-        saver = Saver(run, ModelConfig(), keep=2, background=background)
+        patch.setattr(save_module, "save_checkpoint", lambda *arguments: may_write.wait(60) and write(*arguments))
+        saver = Saver(run / "background", ModelConfig(), keep=2)
         saver.start(4, state := state_of(rank, 4))
         for tensor in state.values():
             tensor.fill_(-7)
-        early = (saver.busy, checkpoint_names(run) if run.joinpath("checkpoints").exists() else [])
-        if background:
-            assert saver.poll() is None
+        early = saver.busy, saver.poll(), (run / "background").exists()
         dist.barrier()
         may_write.set()
         saved = saver.wait()
-        assert saver.wait() is None
+        assert early == (True, None, False) and saver.wait() is None
+        assert saved is not None and (saved.path.name, saved.error) == ("step-000004", "")
+        saver.start(5, state_of(rank, 5))
         saver.close()
-    assert saved is not None
-    return early, saved.path.name, saved.error
-
-
-def save_in_each_way(rank, run):
-    ends = [save_while_changing(rank, run / str(background), background) for background in (True, False)]
-    closed = Saver(run / "closed", ModelConfig(), keep=2)
-    closed.start(4, state_of(rank, 4))
-    closed.close()
+    at_once = Saver(run / "at once", ModelConfig(), keep=2, background=False)
+    at_once.start(4, state_of(rank, 4))
+    assert not at_once.busy and checkpoint_names(run / "at once") == ["step-000004"]
+    at_once.close()
     failing = Saver(run / "failing", ModelConfig(), keep=2)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as err:
         FullDisk(patch)
         failing.start(4, state_of(rank, 4))
         failing.close()
-    messages = ["No space left on device" in err.getvalue(), err.getvalue().count("could not be written")]
-    return *ends, checkpoint_names(run / "closed"), messages
+    return err.getvalue().count("could not be written: rank 0: [Errno 28] No space left on device")
 
 
 def test_a_save_holds_the_state_at_start_and_close_finishes_it(tmp_path):
-    background, synchronous = ((True, []), "step-000004", ""), ((False, ["step-000004"]), "step-000004", "")
-    first, second = run_ranks(2, save_in_each_way, tmp_path)
-    assert first == (background, synchronous, ["step-000004"], [True, 1])
-    assert second == (background, synchronous, ["step-000004"], [False, 0])
-    for way in ("True", "False", "closed"):
-        assert loaded_step(find_checkpoint(str(tmp_path / way))) == 4
+    assert run_ranks(2, save_in_each_way, tmp_path) == [1, 0]
+    assert loaded_step(find_checkpoint(str(tmp_path / "at once"))) == 4
+    for step in (4, 5):
+        assert loaded_step(tmp_path / "background" / "checkpoints" / f"step-{step:06d}") == step
 
 
 def save_in_small_files(rank, run):
-    """Return the operations that two saves announce, and which files the second one syncs."""
+    """Return the operations that a save announces, and the files and folders that it syncs, both in order."""
     operations, synced, fsync = [], [], os.fsync
 
     def sync(descriptor):
@@ -231,34 +205,29 @@ def save_in_small_files(rank, run):
         fsync(descriptor)
 
     state = {f"tensor{rank}.{i}": torch.arange(2500, dtype=torch.int32) for i in range(8)} | {"empty": torch.empty(0)}
-    save_checkpoint(run, 9, state, ModelConfig(), announce=operations.append)
-    operations.append("the second save")
+    save_checkpoint(run, 9, state, ModelConfig())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_module, "_FILE_BYTES", 25_000)
         patch.setattr(os, "fsync", sync)
         save_checkpoint(run, 10, state, ModelConfig(), keep=1, announce=operations.append)
-    i = operations.index("the second save")
-    return operations[:i], operations[i:], [name for name in synced if name.endswith(".safetensors")]
+    return operations, synced
 
 
-def test_tensors_are_written_in_files_of_limited_size_and_each_operation_is_announced(tmp_path):
-    of_leader = {"renaming its folder", "writing run.json", "writing tensors.json"}
-    for rank, (whole, small, synced) in enumerate(run_ranks(2, save_in_small_files, tmp_path)):
-        names = [f"rank-{rank}-{i}.safetensors" for i in range(4)]
-        assert synced == names
-        for operation in ("writing", "syncing", "checking"):
-            assert [text for text in small if text.startswith(f"{operation} rank-")] == [
-                f"{operation} {name}" for name in names
-            ]
-        assert whole[-1] == small[-1] == ""  # before the last barrier
-        assert of_leader & {*whole} == of_leader & {*small} == (of_leader if rank == 0 else set())
-        removed = {operation for operation in small if operation.startswith("removing")}
-        of_both = {"rank-0-0.safetensors", "rank-1-0.safetensors", "run.json", "tensors.json"}
-        assert removed == ({f"removing {file}" for file in of_both} if rank == 0 else set())
+def test_files_have_a_limited_size_and_each_operation_on_the_disk_is_announced(tmp_path):
+    files = [[f"rank-{rank}-{i}.safetensors" for i in range(4)] for rank in range(2)]
+    last = ["run.json", ".step-000010.unfinished", "checkpoints"]
+    for rank, (operations, synced) in enumerate(run_ranks(2, save_in_small_files, tmp_path)):
+        assert synced == files[rank] + (last if rank == 0 else [])
+        expected = [f"{operation} {name}" for name in files[rank] for operation in ("writing", "syncing", "checking")]
+        if rank == 0:
+            removed = sorted(f"removing rank-{other}-0.safetensors" for other in range(2))
+            expected = ["creating its folder", *expected, "writing run.json", "renaming its folder",
+                        "removing old checkpoints", *removed, "removing run.json"]  # fmt: skip
+        assert sorted(filter(None, operations)) == sorted(expected) and operations[-1] == ""  # before the last barrier
     loaded = {f"tensor{rank}.{i}": torch.zeros(2500, dtype=torch.int32) for rank in range(2) for i in range(8)}
-    load_checkpoint(find_checkpoint(str(tmp_path)), loaded | {"empty": torch.empty(0)})
+    load_checkpoint(found := find_checkpoint(str(tmp_path)), loaded | {"empty": torch.empty(0)})
     assert all(torch.equal(tensor, torch.arange(2500, dtype=torch.int32)) for tensor in loaded.values())
-    assert len({path.stat().st_mode & 0o777 for path in find_checkpoint(str(tmp_path)).iterdir()}) == 1
+    assert len({path.stat().st_mode & 0o777 for path in found.iterdir()}) == 1
 
 
 def test_a_tensor_is_written_by_the_rank_with_the_fewest_bytes_of_those_that_hold_it():

@@ -1,4 +1,4 @@
-"""Exported weights: their contents, starting a run from them, and errors if they do not fit."""
+"""Exported weights: what they hold, who can start from them, in whole or in part, and what is refused."""
 
 import dataclasses
 import json
@@ -19,15 +19,23 @@ from moe_dualpipe.checkpoint import (
     load_model,
     load_weights,
     model_folder,
+    open_model,
 )
+from moe_dualpipe.checkpoint.partial import group_names
 from moe_dualpipe.checkpoint.tensor_folder import TensorFolder
-from moe_dualpipe.checkpoint.weights import global_weights
+from moe_dualpipe.checkpoint.weights import WEIGHTS_FILE, global_weights
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import build_model
+from tests.support.mutations import check_message
 from tests.support.ranks import run_failing_ranks, run_ranks
-from tests.support.runs import MODEL, losses, make_run, make_trainer, records, settings, train
+from tests.support.runs import MODEL, losses, make_run, make_trainer, records, settings, train, train_and_listen
+from tests.support.special_experts import AdapterExperts, named
 
 BALANCED = dataclasses.replace(MODEL, router_bias=True, mtp_layers=1)
+ADAPTED = dataclasses.replace(BALANCED, experts=named(AdapterExperts))
+OWN = dataclasses.replace(MODEL, experts="tests.support.own_layers:ExpertList")
+LAYERS = {"experts": OWN.experts}
+FILES = ["checksums.json", "config.json", "model.safetensors"]
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +47,53 @@ def exported(tmp_path_factory):
     return base
 
 
-def test_an_export_holds_exactly_the_weights_of_the_checkpoint(exported, capsys):
-    model = load_model(find_checkpoint(str(exported / "run")))
-    expected = {name: tensor.shape for name, tensor in global_weights(model).items()}
-    given = load_file(exported / "given" / "model.safetensors")
-    assert {name: tensor.shape for name, tensor in given.items()} == expected
-    assert {"layers.1.mlp.experts.gate_up.3", "layers.1.mlp.router.bias_E", "mtp.0.join.weight"} <= set(given)
-    fresh = global_weights(build_model(BALANCED))
-    assert not torch.equal(given["layers.1.mlp.experts.gate_up.3"], fresh["layers.1.mlp.experts.gate_up.3"])
-    assert main(["export", str(exported / "run"), "--out", str(exported / "again")]) == 0
-    count = sum(tensor.numel() for tensor in given.values())
+@pytest.fixture
+def given(exported, tmp_path):
+    """A copy of the exported weights, to damage."""
+    return shutil.copytree(exported / "given", tmp_path / "given")
+
+
+def state_of(model):
+    return {f"model.{name}": tensor for name, tensor in global_weights(build_model(model)).items()}
+
+
+# ---- Laws ----
+
+
+def test_an_export_holds_exactly_the_weights_of_the_checkpoint(exported, tmp_path, capsys):
+    expected = global_weights(load_model(find_checkpoint(str(exported / "run"))))
+    found = load_file(exported / "given" / WEIGHTS_FILE)
+    assert found.keys() == expected.keys() > {"layers.1.mlp.experts.gate_up.3", "mtp.0.join.weight"}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    fresh = state_of(BALANCED)["model.layers.1.mlp.experts.gate_up.3"]
+    assert not torch.equal(found["layers.1.mlp.experts.gate_up.3"], fresh)
+    assert main(["export", str(exported / "run"), "--out", str(tmp_path / "again")]) == 0
+    count = sum(tensor.numel() for tensor in found.values())
     assert f": {count / 1e6:.2f} M parameters in fp32, " in capsys.readouterr().out
-    assert (exported / "again" / "config.json").read_text() == (exported / "given" / "config.json").read_text()
+    assert all((tmp_path / "again" / name).read_bytes() == (exported / "given" / name).read_bytes() for name in FILES)
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(exported, tmp_path, monkeypatch, capsys):
-    model = load_model(find_checkpoint(str(exported / "run")))
-    with torch.no_grad():
-        dict(model.named_parameters())["layers.2.attention.out.weight"][3, 4] = torch.nan
-    monkeypatch.setattr(model_folder, "load_model", lambda *_, **__: model)
-    assert main(["export", str(exported / "run"), "--out", str(tmp_path / "out")]) == 2
-    assert "layers.2.attention.out.weight holds a NaN or infinity: export an earlier" in capsys.readouterr().err
-    assert not [*tmp_path.iterdir()]
+def test_a_flip_of_any_bit_of_any_file_is_refused_with_the_name_of_the_file(given):
+    draw = random.Random(7)
+    assert sorted(path.name for path in given.iterdir()) == FILES
+    for path in given.iterdir():
+        intact = path.read_bytes()
+        for _ in range(100):
+            bit = draw.randrange(8 * len(intact))
+            path.write_bytes(intact[: bit // 8] + bytes([intact[bit // 8] ^ 1 << bit % 8]) + intact[bit // 8 + 1 :])
+            with pytest.raises(ValueError, match=f"given is broken: .*{path.name}.*; export or copy it again$"):
+                check_weights(given, BALANCED)
+        path.write_bytes(intact)
+    check_weights(given, BALANCED)
+
+
+def test_only_requested_weights_are_read(exported, monkeypatch):
+    read, read_tensor = [], TensorFolder.read
+    monkeypatch.setattr(TensorFolder, "read", lambda self, name: read.append(name) or read_tensor(self, name))
+    state = {"model.head.weight": torch.zeros(256, 32), "exp_avg.head.weight": torch.zeros(256, 32)}
+    load_weights(exported / "given", state)
+    assert read == ["head.weight"]
+    assert state["model.head.weight"].any() and not state["exp_avg.head.weight"].any()
 
 
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {"ep": 2, "zero": True})], ids=str)
@@ -73,160 +106,93 @@ def test_a_run_starts_from_exported_weights_with_the_same_validation_loss(export
     assert losses(records(out), "validation_loss")[0] == pytest.approx(ended, rel=1e-5)
 
 
-def plan_run(tmp_path, **changes):
-    return make_run(settings(tmp_path / "run", **{"model": MODEL, **changes}))
+def load_in_layouts(rank, configs):
+    """What every layout loaded, and the weights of this rank."""
+    trainers = [make_trainer(rank, config) for config in configs]
+    states = [{n: t for n, t in trainer.state().items() if n.startswith("model.")} for trainer in trainers]
+    # As arrays: the memory of a tensor would be shared with this process, which ends.
+    return [
+        (trainer.partial, {name: tensor.detach().numpy().copy() for name, tensor in state.items()})
+        for trainer, state in zip(trainers, states, strict=True)
+    ]
 
 
-def test_weights_of_another_model_and_other_files_are_rejected(exported, tmp_path):
-    with pytest.raises(ValueError, match=r"given holds another model: router_bias was True, now False; mtp_"):
-        plan_run(tmp_path, weights=str(exported / "given"))
-    with pytest.raises(
-        ValueError, match=r"--weights .* must hold config.json and model.safetensors: give a folder from moe-d"
-    ):
-        plan_run(tmp_path, weights=str(exported / "run"))
-    with pytest.raises(ValueError, match="--weights starts a new run and --resume continues an old one: use one"):
-        plan_run(tmp_path, weights=str(exported / "given"), resume=str(exported / "run"))
-    other = shutil.copytree(find_checkpoint(str(exported / "run")), tmp_path / "step-000003")
-    (other / "tokenizer.json").write_bytes(b'{"tokenizer": "ids", "vocab_size": 256}')
-    assert main(["export", str(other), "--out", str(tmp_path / "ids")]) == 0
-    with pytest.raises(
-        ValueError, match="ids was trained with another tokenizer: 256 token ids without a tokenizer; --"
-    ):
-        plan_run(tmp_path, weights=str(tmp_path / "ids"), model=BALANCED)
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "model.safetensors").write_bytes(b"")
-    for config in ('{"model_type": "qwen3_moe"}', "[]", "{", '{"hidden_size": 32}'):
-        (foreign / "config.json").write_text(config)
-        with pytest.raises(
-            ValueError,
-            match=r"cannot read .*config.json: |: it has no vocab_size|was not written by moe-dualpipe export",
-        ):
-            plan_run(tmp_path, weights=str(foreign))
+def test_every_layout_loads_in_part_and_lists_the_same(exported, tmp_path):
+    options = {"model": ADAPTED, "weights": str(exported / "given"), "weights_partial": True}
+    layouts = [{"ep": 2, "zero": True}, {"schedule": "dualpipe"}]
+    configs = [settings(tmp_path / str(i), **options, **layout) for i, layout in enumerate(layouts)]
+    expected = state_of(ADAPTED)
+    own = load_weights(exported / "given", expected, partial=True)
+    found = load_file(exported / "given" / WEIGHTS_FILE)
+    assert own.loaded == sorted(found) and own.ignored == []
+    assert {*own.missing} == {name.removeprefix("model.") for name in expected} - found.keys() != set()
+    for ranks in zip(*run_ranks(2, load_in_layouts, configs), strict=True):
+        whole = {}
+        for partial, state in ranks:
+            assert partial == own
+            for name, array in state.items():
+                assert (array == whole.setdefault(name, array)).all(), name  # replicas are equal
+        assert {*whole} == {*expected}
+        assert all((whole[name] == tensor.numpy()).all() for name, tensor in expected.items())
 
 
-def test_errors_name_missing_and_mismatched_tensors(exported, tmp_path):
-    state = {f"model.{name}": tensor for name, tensor in global_weights(build_model(BALANCED)).items()}
-    good = load_file(exported / "given" / "model.safetensors")
-    for change, problem in [
-        (lambda d: d.pop("head.weight"), "has no head.weight"),
-        (lambda d: d.update({"head.weight": torch.zeros(3)}), r": head.weight has shape \[3\], expected \[256, 32\]"),
-        (
-            lambda d: d.update({"head.weight": torch.zeros(1, 32)}),
-            r": head.weight has shape \[1, 32\], expected \[256, 32\]",
-        ),
-    ]:
-        tensors = dict(good)
-        change(tensors)
-        save_file(tensors, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match=problem):
-            load_weights(tmp_path, state)
-    data = (exported / "given" / "model.safetensors").read_bytes()
-    for broken in (data[: len(data) // 2], data[:4], b"", b"\xff" * 100, b"PK\x03\x04" + data):
-        (tmp_path / "model.safetensors").write_bytes(broken)
-        with pytest.raises(ValueError, match=r"cannot read .*model.safetensors: "):
-            load_weights(tmp_path, state)
+def test_weights_that_the_model_does_not_have_are_listed_and_not_used(exported):
+    state = state_of(dataclasses.replace(BALANCED, num_layers=3))
+    partial, found = load_weights(exported / "given", state, partial=True), load_file(exported / "given" / WEIGHTS_FILE)
+    assert partial.missing == [] and "layers.3.mlp.experts.gate_up.0 (and 3 like it)" in str(partial).splitlines()[1]
+    for name, tensor in found.items():
+        assert (name in partial.ignored) == name.startswith("layers.3.")
+        assert name not in partial.loaded or torch.equal(state[f"model.{name}"], tensor)
 
 
-def load_error(rank, config):
-    with pytest.raises(ValueError) as error:
-        make_trainer(rank, config)
-    return str(error.value)
+def test_all_folders_give_the_same_model_with_layers_that_must_be_named(tmp_path, capsys):
+    run_ranks(1, train, settings(tmp_path / "run", model=OWN, steps=1, seq_len=16, eval_sequences=1))
+    checkpoint = find_checkpoint(str(tmp_path / "run"))
+    export_weights(checkpoint, tmp_path / "exported", **LAYERS)
+    expected = load_model(checkpoint, **LAYERS).state_dict()
+    options = ["--prompt", "def ", "--sample-tokens", "8", "--device", "cpu", "--experts", OWN.experts]
+    for path in (tmp_path / "run", checkpoint, tmp_path / "exported"):
+        model, tokenizer = open_model(str(path), LAYERS)
+        assert str(tokenizer) == "bytes" and model.config.experts == OWN.experts
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+        assert main(["generate", str(path), *options]) == 0
+    assert len({*capsys.readouterr().out.split("def ")[1:]}) == 1
+    with pytest.raises(ValueError, match=r"has custom experts, .*: if you trust this code, use --experts tests\.supp"):
+        open_model(str(tmp_path / "exported"))
+    with pytest.raises(ValueError, match=r"has experts 'tests.*', not 'other:Layer': use --experts tests.*List if you"):
+        open_model(str(tmp_path / "exported"), {"experts": "other:Layer"})
 
 
-def test_a_weight_missing_on_one_rank_is_an_error_on_all(exported, tmp_path):
-    tensors = load_file(exported / "given" / "model.safetensors")
-    del tensors["layers.0.attention.qkv.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    shutil.copyfile(exported / "given" / "config.json", tmp_path / "config.json")
-    config = settings(tmp_path / "run", model=BALANCED, schedule="1f1b", weights=str(tmp_path))
-    first, second = run_ranks(2, load_error, config)
-    assert first == second
-    assert "model.safetensors has no layers.0.attention.qkv.weight" in first
+def test_the_model_is_on_the_device_in_its_dtype(exported, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    model, _ = open_model(str(exported / "given"), device="auto")
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.float32)}
+    with pytest.raises(ValueError, match="--device cuda: torch finds no GPU"):
+        open_model(str(exported / "given"), device="cuda")
 
 
-def test_weights_with_another_tokenizer_are_rejected(exported, tmp_path):
-    given = shutil.copytree(exported / "given", tmp_path / "given")
-    (given / "tokenizer.json").write_text('{"tokenizer": "ids", "vocab_size": 256}')
-    with pytest.raises(ValueError, match=r"given was trained with another tokenizer: 256 token ids wi"):
-        plan_run(tmp_path, model=BALANCED, weights=str(given))
+def test_low_rank_experts_start_from_a_trained_model(exported, tmp_path):
+    """Their additions are zero at first, so the loss is that of the trained model."""
+    options = {"weights": str(exported / "given"), "weights_partial": True, "eval_sequences": 8}
+    (printed,) = run_ranks(1, train_and_listen, settings(tmp_path / "run", model=ADAPTED, steps=1, **options))
+    assert f"of another model (experts was 'swiglu', now '{ADAPTED.experts}'): loaded " in printed
+    assert (
+        "\nnot in the file, start from their initial weights: layers.1.mlp.experts.adapters.0.0.weight (and" in printed
+    )
+    ended = losses(records(exported / "run"), "validation_loss")[3]
+    assert losses(records(tmp_path / "run"), "validation_loss")[0] == pytest.approx(ended, rel=1e-6)
 
 
-def test_only_requested_weights_are_read(exported, monkeypatch):
-    read, read_tensor = [], TensorFolder.read
-    monkeypatch.setattr(TensorFolder, "read", lambda self, name: read.append(name) or read_tensor(self, name))
-    state = {"model.head.weight": torch.zeros(256, 32), "exp_avg.head.weight": torch.zeros(256, 32)}
-    load_weights(exported / "given", state)
-    assert read == ["head.weight"]
-    assert state["model.head.weight"].any()
-    assert not state["exp_avg.head.weight"].any()
+@pytest.mark.parametrize("names,expected", [
+    (["norm.weight", "layers.0.up.2", "layers.10.up.3", "layers.2.up.2"], "layers.0.up.2 (and 2 like it), norm.weight"),
+    (["up.1\n", "up.."], r"up.., up.1\n"), ([], ""),
+    ([chr(97 + i) for i in range(23)], ", ".join(chr(97 + i) for i in range(20)) + ", and 3 more groups"),
+], ids=["groups", "names from a stranger", "none", "many"])  # fmt: skip
+def test_names_are_grouped(names, expected):
+    assert group_names(names) == expected
 
 
-def test_export_does_not_overwrite_and_requires_experts_to_be_named(exported, capsys):
-    assert main(["export", str(exported / "run"), "--out", str(exported / "given")]) == 2
-    assert "already exists: choose another folder" in capsys.readouterr().err
-    checkpoint = find_checkpoint(str(exported / "run"))
-    with pytest.raises(ValueError, match=r"has experts 'swiglu', not 'somebody.elses:Experts': leave out --experts$"):
-        load_model(checkpoint, "somebody.elses:Experts")
-    config = json.loads((exported / "given" / "config.json").read_text())
-    assert config["model_type"] == "moe-dualpipe"
-
-
-FILES = ["checksums.json", "config.json", "model.safetensors"]
-
-
-def test_a_flip_of_any_bit_of_any_file_is_refused_with_the_name_of_the_file(exported, tmp_path):
-    given = shutil.copytree(exported / "given", tmp_path / "given")
-    assert sorted(path.name for path in given.iterdir()) == FILES
-    draw = random.Random(7)
-    for path in given.iterdir():
-        intact = path.read_bytes()
-        for _ in range(100):
-            bit = draw.randrange(8 * len(intact))
-            path.write_bytes(intact[: bit // 8] + bytes([intact[bit // 8] ^ 1 << bit % 8]) + intact[bit // 8 + 1 :])
-            with pytest.raises(ValueError, match=f"given is broken: .*{path.name}.*; export or copy it again$"):
-                check_weights(given, BALANCED)
-        path.write_bytes(intact)
-    check_weights(given, BALANCED)
-
-
-def test_missing_and_shortened_files_are_refused(exported, tmp_path):
-    given = shutil.copytree(exported / "given", tmp_path / "given")
-    state = {"model.head.weight": torch.zeros(256, 32)}
-    weights = given / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(
-        ValueError, match=r"^\S*given is broken: model.safetensors has [\d,]+ bytes, expected [\d,]+; ex"
-    ):
-        load_weights(given, state)
-    weights.unlink()
-    for read in (lambda: check_weights(given, BALANCED), lambda: load_weights(given, state)):
-        with pytest.raises(ValueError, match=r"given is broken: model.safetensors is missing; export or copy it again"):
-            read()
-    assert not state["model.head.weight"].any()
-
-
-def test_exports_without_checksums_load_as_before(exported, tmp_path):
-    older = shutil.copytree(exported / "given", tmp_path / "older")
-    (older / "checksums.json").unlink()
-    check_weights(older, BALANCED)
-    state = {"model.head.weight": torch.zeros(256, 32)}
-    load_weights(older, state)
-    assert state["model.head.weight"].any()
-
-
-def load_from_own_folder(rank, folders):
-    with pytest.raises(ValueError) as error:
-        load_weights(folders[rank], {"model.head.weight": torch.zeros(256, 32)})
-    return str(error.value).replace(str(folders[rank]), "FOLDER")
-
-
-def test_ranks_with_different_exports_stop(exported, tmp_path):
-    run_ranks(1, train, settings(tmp_path / "run", model=BALANCED, steps=1))
-    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "other")]) == 0
-    errors = run_ranks(2, load_from_own_folder, [exported / "given", tmp_path / "other"])
-    expected = "the ranks found different weights at FOLDER: --weights needs a shared path, or equal copies"
-    assert errors == [expected] * 2
+# ---- All or nothing ----
 
 
 def export_to_full_disk(_rank, run, out):
@@ -235,20 +201,104 @@ def export_to_full_disk(_rank, run, out):
 
 
 def export_and_die(_rank, checkpoint, out, step):
-    def die(*_):
-        os._exit(9)
-
-    setattr(atomic_folder, step, die)
+    setattr(atomic_folder, step, lambda *_: os._exit(9))
     export_weights(checkpoint, out)
 
 
-def test_a_failed_export_leaves_nothing_under_its_name(exported, tmp_path):
-    out = tmp_path / "out"
+def test_a_failed_export_leaves_nothing_under_its_name(exported, tmp_path, monkeypatch, capsys):
+    out, checkpoint = tmp_path / "out", find_checkpoint(str(exported / "run"))
     assert run_ranks(1, export_to_full_disk, exported / "run", out) == [2]
     assert not [*tmp_path.iterdir()]
+    model = load_model(checkpoint)
+    with torch.no_grad():
+        dict(model.named_parameters())["layers.2.attention.out.weight"][3, 4] = torch.nan
+    with monkeypatch.context() as patch:
+        patch.setattr(model_folder, "load_model", lambda *_, **__: model)
+        assert main(["export", str(exported / "run"), "--out", str(out)]) == 2
+    assert "layers.2.attention.out.weight holds a NaN or infinity: export an earlier" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
     for step in ("write_synced", "sync"):
-        assert run_failing_ranks(1, export_and_die, find_checkpoint(str(exported / "run")), out, step) == [""]
+        assert run_failing_ranks(1, export_and_die, checkpoint, out, step) == [""]
         assert {path.name for path in tmp_path.iterdir()} == {".out.unfinished", ".out.lock"}
     assert main(["export", str(exported / "run"), "--out", str(out)]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert sorted(path.name for path in out.iterdir()) == FILES
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and sorted(p.name for p in out.iterdir()) == FILES
+    assert main(["export", str(exported / "run"), "--out", str(out)]) == 2
+    assert "already exists: choose another folder" in capsys.readouterr().err
+
+
+def load_from_own_folder(rank, folders):
+    with pytest.raises(ValueError) as error:
+        load_weights(folders[rank], {"model.head.weight": torch.zeros(256, 32)})
+    return str(error.value).replace(str(folders[rank]), "FOLDER")
+
+
+def test_ranks_with_different_exports_stop_and_a_weight_missing_on_one_fails_on_all(exported, tmp_path):
+    run_ranks(1, train, settings(tmp_path / "run", model=BALANCED, steps=1))
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "other")]) == 0
+    errors = run_ranks(2, load_from_own_folder, [exported / "given", tmp_path / "other"])
+    assert errors == ["the ranks found different weights at FOLDER: --weights needs a shared path, or equal copies"] * 2
+    tensors = load_file(exported / "given" / WEIGHTS_FILE)
+    del tensors["head.weight"]
+    save_file(tensors, tmp_path / "other" / WEIGHTS_FILE)
+    (tmp_path / "other" / "checksums.json").unlink()  # as of an older export
+    errors = run_ranks(2, load_from_own_folder, [tmp_path / "other"] * 2)
+    assert errors[0] == errors[1] and "FOLDER/model.safetensors has no head.weight: the model that was" in errors[0]
+
+
+# ---- Refusals ----
+
+
+def changed(given, **options):
+    (given / "checksums.json").unlink()
+    config = json.loads((given / "config.json").read_text())
+    (given / "config.json").write_text(json.dumps({**config, **options}))
+
+
+@pytest.mark.parametrize("damage,problem", [
+    (lambda given: changed(given, router_bias=False), "holds another model: router_bias was False, now True"),
+    (lambda given: changed(given, num_layers=4000), "holds another model: num_layers was 4000, now 4"),
+    (lambda given: changed(given, model_type=None), "was not written by moe-dualpipe export"),
+    (lambda given: changed(given, model_type="qwen3_moe"), "it has no num_hidden_layers"),
+    (lambda given: (given / "config.json").unlink(), "is broken: config.json is missing; export or copy it again"),
+    (lambda given: [path.unlink() for path in given.iterdir()], "must hold config.json and model.safetensors"),
+    (lambda given: (given / "tokenizer.json").write_text('{"tokenizer": "ids", "vocab_size": 256}'),
+     "was trained with another tokenizer: 256 token ids without a tokenizer"),
+], ids=str)  # fmt: skip
+def test_what_a_run_cannot_start_from_is_one_line(given, tmp_path, damage, problem):
+    damage(given)
+    with pytest.raises(ValueError) as error:
+        make_run(settings(tmp_path / "run", model=BALANCED, weights=str(given)))
+    check_message(error.value)
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("options,message", [
+    ({"num_layers": 4000}, "its 4,001 layers do not fit into the "), ({"num_layers": "4"}, "num_layers must be of"),
+    ({"vocab_size": 128}, "has shape [256, 32], expected [128, 32]"), ({"expert_size": 2**16}, " do not fit into the "),
+    ({"experts": "os:system"}, "has custom experts, 'os:system'"),
+], ids=str)  # fmt: skip
+def test_an_export_with_another_model_is_not_opened(given, options, message):
+    changed(given, **options)
+    with pytest.raises(ValueError) as error:
+        open_model(str(given))
+    check_message(error.value)
+    assert message in str(error.value)
+
+
+def test_a_damaged_export_is_not_opened(given):
+    data = (given / WEIGHTS_FILE).read_bytes()
+    (given / WEIGHTS_FILE).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"given is broken: model\.safetensors does not match its checksum; export or"):
+        open_model(str(given))
+
+
+def test_what_does_not_fit_in_part_is_an_error(given, tmp_path):
+    with pytest.raises(ValueError, match=r": head.weight has shape \[256, 32\], expected \[256, 31\]$"):
+        load_weights(given, {"model.head.weight": torch.zeros(256, 31)}, partial=True)
+    (given / "checksums.json").unlink()
+    save_file({"other.3": torch.zeros(2)}, given / WEIGHTS_FILE)
+    nothing = r"has no weight of the model: it has other.3; the model has head.weight$"
+    with pytest.raises(ValueError, match=nothing):
+        load_weights(given, {"model.head.weight": torch.zeros(256, 32)}, partial=True)
+    with pytest.raises(ValueError, match=r"^--weights-partial needs --weights, the folder to load from$"):
+        make_run(settings(tmp_path / "run", weights_partial=True))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from moe_dualpipe.checkpoint import find_checkpoint, load_checkpoint, read_tensor_metadata
+from moe_dualpipe.checkpoint import TensorFolder, find_checkpoint, load_checkpoint, read_manifest
 from moe_dualpipe.health.signals import STOP_SIGNALS
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.extensions import Update
@@ -51,7 +51,7 @@ def uninterrupted(setup: str) -> tuple[dict[int, float], dict[str, torch.Tensor]
 
 def tensors_of(checkpoint: str | Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
-    saved = read_tensor_metadata(Path(checkpoint))
+    saved = TensorFolder(Path(checkpoint), read_manifest(Path(checkpoint))).entries
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items()}
     load_checkpoint(Path(checkpoint), tensors)
     return tensors

@@ -13,8 +13,8 @@ from moe_dualpipe.models import ModelConfig
 def write_manifest(folder, step=3, model=None, id=""):
     """Write a checkpoint without tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tensors.json").write_bytes(b"{}")
-    files = {"tensors.json": FileChecksum.of(b"{}")}
+    (folder / "tokens.txt").write_bytes(b"{}")
+    files = {"tokens.txt": FileChecksum.of(b"{}")}
     (folder / "run.json").write_bytes(Manifest(step, model or {}, files, id).encode())
 
 

@@ -19,7 +19,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None, "attn_implementation": "sdpa", "experts_implementation": "eager",
 }  # fmt: skip
 _MLA = {
-    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "kv_lora_rank": 6, "num_key_value_heads": 3,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 5, "kv_lora_rank": 6, "num_key_value_heads": 3,
     "moe_intermediate_size": 9, "intermediate_size": 13, "first_k_dense_replace": 1,
 }  # fmt: skip
 _YARN = {
@@ -152,7 +152,8 @@ def save_with_mtp(model: Any, folder: Path, depth: int = 1, seed: int = 3) -> Mt
                 tensor.copy_((tensor.ndim == 1) + 0.3 * torch.randn(tensor.shape))
         for name, tensor in module.state_dict().items():
             tensors |= {f"{prefix}{one}": part.contiguous() for one, part in _as_published(name, tensor)}
-        tensors |= {f"{prefix}{name}": tensors[original].clone() for name, original in head.items()}
+        for name, original in head.items():  # a tied head is not saved
+            tensors[f"{prefix}{name}"] = tensors.get(original, tensors[head["embed_tokens.weight"]]).clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return mtp
 

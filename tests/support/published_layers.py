@@ -59,6 +59,7 @@ class Attention(nn.Module):
         length = x_BSD.shape[1]
         positions = torch.arange(length, device=x_BSD.device)[None]
         mask = torch.full((1, 1, length, length), torch.finfo(x_BSD.dtype).min, dtype=x_BSD.dtype).triu(1)
+        assert self.rotary is not None
         rotated = self.rotary(x_BSD, positions)
         y = self.inner(hidden_states=x_BSD, position_embeddings=rotated, attention_mask=mask.to(x_BSD.device))
         return y[0] if isinstance(y, tuple) else y

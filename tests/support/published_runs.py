@@ -39,8 +39,7 @@ def weights_by_global_name(stages: Iterable[nn.Module]) -> dict[str, torch.Tenso
 def read_stages(published: PublishedModel, stages: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
     """Read the weights of the stages of a rank, and nothing else. Returns views of them by global name."""
     weights = weights_by_global_name(stages)
-    for name, tensor in weights.items():
-        published.read_into(name, tensor)
+    published.read(weights)
     return weights
 
 

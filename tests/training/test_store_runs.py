@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, read_tensor_metadata
+from moe_dualpipe.checkpoint import TensorFolder, find_checkpoint, list_checkpoints, load_checkpoint, read_manifest
 from moe_dualpipe.data.stores import Url, local_path, read, url_of
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import read_records
@@ -27,7 +27,7 @@ def train(rank, config, stop=None):
 
 def state_of(checkpoint):
     """All tensors of a checkpoint."""
-    saved = read_tensor_metadata(checkpoint)
+    saved = TensorFolder(checkpoint, read_manifest(checkpoint)).entries
     state = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items()}
     load_checkpoint(checkpoint, state)
     return state

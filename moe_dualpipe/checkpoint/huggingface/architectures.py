@@ -7,7 +7,7 @@ Sources: config.json and model code of the published models, and the model code 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 REQUIRED = object()
@@ -18,13 +18,16 @@ REQUIRED = object()
 class Key:
     """A key of config.json, the option of `ModelConfig` with the same meaning, and its default in transformers.
 
-    also: another name of the key, which other versions of transformers write.
+    also: another name of the key, which other versions of transformers write. null: whether null means the default.
+    values: the value of the key for each value of the option; () if they are the same.
     """
 
     key: str
     option: str
     default: Any = REQUIRED
     also: str = ""
+    null: bool = False
+    values: tuple[tuple[Any, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +43,12 @@ class Architecture:
     options: Mapping[str, Any]
     keys: tuple[Key, ...]
     fixed: Mapping[str, Any]
-    dense: Literal["none", "first", "listed"] = "none"
-    """Dense layers: none, the first ones (first_k_dense_replace), or any (mlp_only_layers)."""
+    lists_dense: bool = False
+    """Whether any layers may be dense (mlp_only_layers, decoder_sparse_step)."""
     shared: Literal["none", "counted", "sized"] = "none"
     """Shared experts: none, their number (n_shared_experts), or their total width, with a gate."""
-    groups: Literal["none", "sum", "best"] = "none"
-    """Score of a group of experts: sum of its two best (DeepSeek-V3), or its best (DeepSeek-V2). none: no groups."""
-    head_norms: bool = False
-    """Whether use_qk_norm selects a norm of each head of queries and keys."""
-    mtp: bool = False
-    """Whether modules of multi-token prediction (MTP) follow the last layer."""
+    greedy: bool = False
+    """Whether topk_method says if groups of experts count."""
     interleaved: bool = False
     """Whether a rotation pairs channels (2i, 2i + 1), as DeepSeek does, unless rope_interleave is false."""
     mlp: str = "mlp"
@@ -57,8 +56,8 @@ class Architecture:
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """The names of the gate, up and down projections of an expert."""
     shared_name: str = "shared_experts"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults in transformers of keys that config.py reads itself."""
+    rope_theta: float = 10_000.0
+    """The default in transformers."""
 
 
 _COMMON = (
@@ -79,6 +78,11 @@ _MLA = {"attention": "mla", "router_dtype": "float32"}
 _BIASES = Key("attention_bias", "qkv_bias", False), Key("attention_bias", "out_bias", False)
 _FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "is_causal": True}
 _DEEPSEEK = {**_FIXED, "moe_layer_freq": 1}
+_FIRST_DENSE = Key("first_k_dense_replace", "num_dense_layers", 0, null=True)
+_SHARED = Key("n_shared_experts", "num_shared_experts")
+_MTP = Key("num_nextn_predict_layers", "mtp_layers", 0, null=True)
+_Q_RANK = Key("q_lora_rank", "q_rank", 0, null=True)
+_SIGMOID = {"router_score": "sigmoid", "router_bias": True, "router_dtype": "float32", "group_score": "best_two"}
 
 _ALL = (
     Architecture(
@@ -86,7 +90,7 @@ _ALL = (
         (*_COMMON, _EPSILON_5, Key("num_local_experts", "num_experts", also="num_experts"),
          Key("intermediate_size", "expert_size")),
         {**_FIXED, "sliding_window": None, "router_jitter_noise": 0.0}, mlp="block_sparse_moe",
-        matrices=("w1", "w3", "w2"), defaults={"rope_theta": 1e6},
+        matrices=("w1", "w3", "w2"), rope_theta=1e6,
     ),
     Architecture(
         "olmoe", "OlmoeForCausalLM", {"num_shared_experts": 0, "num_dense_layers": 0, "qk_norm": "full"},
@@ -97,38 +101,38 @@ _ALL = (
         "qwen2_moe", "Qwen2MoeForCausalLM", {},
         (*_COMMON, *_SIZES, _EPSILON_6, _NORMALIZE, _EXPERTS,
          Key("qkv_bias", "qkv_bias", True)),
-        {**_FIXED, "use_sliding_window": False}, dense="listed", shared="sized", shared_name="shared_expert",
+        {**_FIXED, "use_sliding_window": False}, lists_dense=True, shared="sized", shared_name="shared_expert",
     ),
     Architecture(
         "qwen3_moe", "Qwen3MoeForCausalLM", {"num_shared_experts": 0, "qk_norm": "head"},
         (*_COMMON, *_BIASES, *_SIZES, _EPSILON_6, _NORMALIZE, _EXPERTS),
-        {**_FIXED, "use_sliding_window": False}, dense="listed",
+        {**_FIXED, "use_sliding_window": False}, lists_dense=True,
     ),
     Architecture(
         "deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, "normalize_weights": False},
-        (*_COMMON, *_BIASES, *_SIZES, *_LATENT, _EPSILON_6,
+        (*_COMMON, *_BIASES, *_SIZES, *_LATENT, _Q_RANK, _EPSILON_6, _FIRST_DENSE, _SHARED,
          Key("n_routed_experts", "num_experts", also="num_experts"),
          Key("routed_scaling_factor", "routed_scale", 1.0)),
         # transformers ignores norm_topk_prob, but DeepSeek's own code does not: they agree only on False.
         # And it ignores rope_interleave: rotations are always interleaved.
         {**_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False, "rope_interleave": True},
-        dense="first", shared="counted", groups="best", interleaved=True,
+        shared="counted", greedy=True, interleaved=True,
     ),
     Architecture(
-        "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, "router_score": "sigmoid", "router_bias": True},
-        (*_COMMON, *_BIASES, *_SIZES, *_LATENT, _EPSILON_6, Key("norm_topk_prob", "normalize_weights", True),
-         _ROUTED, Key("routed_scaling_factor", "routed_scale", 2.5)),
-        {**_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}, dense="first", shared="counted",
-        groups="sum", mtp=True, interleaved=True,
+        "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, **_SIGMOID},
+        (*_COMMON, *_BIASES, *_SIZES, *_LATENT, _Q_RANK, _EPSILON_6, _FIRST_DENSE, _SHARED, _MTP, _ROUTED,
+         Key("norm_topk_prob", "normalize_weights", True), Key("routed_scaling_factor", "routed_scale", 2.5),
+         Key("n_group", "expert_groups"), Key("topk_group", "top_groups")),
+        {**_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}, shared="counted", interleaved=True,
     ),
     Architecture(
-        "glm4_moe", "Glm4MoeForCausalLM",
-        {"router_score": "sigmoid", "router_bias": True, "router_dtype": "float32"},
-        (*_COMMON, *_SIZES, _EPSILON_5, Key("norm_topk_prob", "normalize_weights", True),
-         _ROUTED, Key("routed_scaling_factor", "routed_scale", 1.0),
-         Key("attention_bias", "qkv_bias", False), Key("partial_rotary_factor", "rotary_fraction", 0.5)),
-        _FIXED, dense="first", shared="counted", groups="sum", head_norms=True, mtp=True,
-        defaults={"n_group": 1, "topk_group": 1},
+        "glm4_moe", "Glm4MoeForCausalLM", _SIGMOID,
+        (*_COMMON, *_SIZES, _EPSILON_5, _FIRST_DENSE, _SHARED, _MTP, _ROUTED,
+         Key("norm_topk_prob", "normalize_weights", True), Key("routed_scaling_factor", "routed_scale", 1.0),
+         Key("n_group", "expert_groups", 1), Key("topk_group", "top_groups", 1),
+         Key("attention_bias", "qkv_bias", False), Key("partial_rotary_factor", "rotary_fraction", 0.5),
+         Key("use_qk_norm", "qk_norm", False, values=((False, "none"), (True, "head")))),
+        _FIXED, shared="counted",
     ),
 )  # fmt: skip
 ARCHITECTURES: Mapping[str, Architecture] = {one.model_type: one for one in _ALL}

@@ -18,31 +18,28 @@ NAMES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
-LARGEST = 4 * 2**20  # bytes of one file; real chat templates and lists of special tokens are much smaller
-LARGEST_TOKENIZER = 2**28
+_LARGEST = 4 * 2**20  # bytes of one file; real chat templates and lists of special tokens are much smaller
+_LARGEST_TOKENIZER = 2**28
 
 
-def read_companions(folder: Path) -> dict[str, str]:
-    """The texts of the files of a published model, by file name. Raises ValueError for one that is not a text."""
-    return {name: _read(folder / name, LARGEST) for name in NAMES if (folder / name).is_file()}
+def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
+    """The texts of the files of a published model, by file name. Raises ValueError for one that is not a text.
 
-
-def read_tokenizer_text(folder: Path) -> dict[str, str]:
-    """tokenizer.json of a published model: its name -> its text; {} without one. Raises ValueError."""
-    path = folder / TOKENIZER_FILE
-    return {path.name: _read(path, LARGEST_TOKENIZER)} if path.is_file() else {}
-
-
-def _read(path: Path, largest: int) -> str:
-    try:
-        if path.stat().st_size > largest:
-            raise ValueError(f"it has more than {largest:,} bytes")
-        text = path.read_text("utf-8")
-        if path.suffix == ".json":
-            parse(text, allow_nan=True)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
-    return text
+    tokenizer: also tokenizer.json.
+    """
+    texts = {}
+    for name in (*NAMES, TOKENIZER_FILE) if tokenizer else NAMES:
+        if not (path := folder / name).is_file():
+            continue
+        try:
+            if path.stat().st_size > (largest := _LARGEST_TOKENIZER if name == TOKENIZER_FILE else _LARGEST):
+                raise ValueError(f"it has more than {largest:,} bytes")
+            texts[name] = path.read_text("utf-8")
+            if path.suffix == ".json":
+                parse(texts[name], allow_nan=True)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
+    return texts
 
 
 def companions_of(checkpoint: Path) -> dict[str, str]:

@@ -5,7 +5,7 @@ else. What is written is read again and compared, so one table serves both direc
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...messages import printable, quoted
@@ -45,29 +45,31 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         value = config.get(key.key, config.get(key.also, key.default) if key.also else key.default)
         if key.also in config and config.get(key.also) != value:
             raise ValueError(f"{key.key} {quoted(value, 60)} contradicts {key.also} {quoted(config[key.also], 60)}")
+        value = key.default if value is None and key.null else value
         if value is REQUIRED or value is None:
             raise ValueError(f"it has no {key.key}")
-        options[key.option] = value
+        meant = [option for published, option in key.values if published is value]
+        if key.values and not meant:
+            raise ValueError(f"{key.key} {quoted(value, 60)} is not supported")
+        options[key.option] = meant[0] if meant else value
     for key, only in architecture.fixed.items():
         value = config.get(key, only)
         if value != only:
             raise ValueError(f"{key} {quoted(value, 60)} is not supported: only {quoted(only, 60)}")
     _refuse_windows(config, architecture)
     if architecture.options.get("attention") == "mla":
-        options["q_rank"] = _number(config, "q_lora_rank", 0)
         _check_derived(config)
     else:
         options |= _heads(config, options)
     if architecture.interleaved:
         is_interleaved(config)
-    if architecture.head_norms:
-        options["qk_norm"] = "head" if _flag(config, "use_qk_norm", False) else "none"
     options |= _read_rope(config, architecture)
-    options |= _read_dense(config, architecture)
-    options |= _read_shared(config, architecture)
-    options |= _read_groups(config, architecture)
-    if architecture.mtp:
-        options["mtp_layers"] = _number(config, "num_nextn_predict_layers", 0)
+    if architecture.lists_dense:
+        options |= _read_dense(config)
+    if architecture.shared == "sized":
+        options |= _read_shared(config)
+    if architecture.greedy:
+        options |= _read_groups(config, architecture)
     config.refuse_others()
     check_types(options)
     return ModelConfig(**options)
@@ -148,28 +150,21 @@ def _number(config: Mapping[str, Any], key: str, default: Any = None) -> int:
     return value
 
 
-def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = config.get(key, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} must be true or false: got {quoted(value, 60)}")
-    return value
-
-
 def is_interleaved(config: Mapping[str, Any]) -> bool:
     """Whether a rotation pairs channels (2i, 2i + 1), in an architecture that supports both orders."""
-    return _flag(config, "rope_interleave", True)
+    value = config.get("rope_interleave", True)
+    if not isinstance(value, bool):
+        raise ValueError(f"rope_interleave must be true or false: got {quoted(value, 60)}")
+    return value
 
 
 def _refuse_windows(config: Mapping[str, Any], architecture: Architecture) -> None:
     if "use_sliding_window" in architecture.fixed:
         config.get("sliding_window")  # has no effect, because use_sliding_window is false
     kinds = config.get("layer_types")
-    if kinds is None:
-        return
-    if not isinstance(kinds, list):
-        raise ValueError(f"layer_types must be a list: got {quoted(kinds, 60)}")
-    if other := [kind for kind in kinds if kind != "full_attention"]:
-        raise ValueError(f"layer_types with {quoted(other[0], 60)} is not supported: only 'full_attention'")
+    others = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
+    if kinds is not None and others:
+        raise ValueError(f"layer_types with {quoted(others[0], 60)} is not supported: only 'full_attention'")
 
 
 def _check_derived(config: Mapping[str, Any]) -> None:
@@ -216,7 +211,7 @@ def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[st
     """transformers 5 writes `rope_parameters`; older versions and published models `rope_theta` and `rope_scaling`."""
     rope = _rope_object(config)
     theta, fraction = (_of_both(rope, config, key) for key in ("rope_theta", "partial_rotary_factor"))
-    options = {"rope_theta": architecture.defaults.get("rope_theta", 10_000.0) if theta is None else theta}
+    options = {"rope_theta": architecture.rope_theta if theta is None else theta}
     if any(key.option == "rotary_fraction" for key in architecture.keys):
         options |= {"rotary_fraction": fraction} if fraction is not None else {}
     elif fraction not in (None, 1, 1.0):
@@ -265,59 +260,42 @@ def _of_both(rope: Mapping[str, Any], config: Mapping[str, Any], key: str) -> An
     return outer if inner is None else inner
 
 
-def _read_dense(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    if architecture.dense == "none":
-        return {}
-    if architecture.dense == "first":
-        return {"num_dense_layers": _number(config, "first_k_dense_replace", 0)}
+def _read_dense(config: Mapping[str, Any]) -> dict[str, Any]:
     listed, step = config.get("mlp_only_layers"), _number(config, "decoder_sparse_step", 1)
     layers = _number(config, "num_hidden_layers")
     listed = [] if listed is None else listed
     if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
         raise ValueError(f"mlp_only_layers must be a list of layers from 0 to {layers - 1}: got {quoted(listed, 60)}")
-    if not 1 <= layers <= 10_000:
+    if layers > 10_000:  # refused later: this would be a long list
         return {}
     dense = {layer for layer in range(layers) if step == 0 or (layer + 1) % step} | {*listed}
     return {"num_dense_layers": 0, "dense_layers": tuple(sorted(dense))}
 
 
-def _read_shared(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    if architecture.shared == "none":
-        return {}
-    if architecture.shared == "counted":
-        count = _number(config, "n_shared_experts")
-    else:
-        key, width = "shared_expert_intermediate_size", _number(config, "moe_intermediate_size")
-        total = _number(config, key)
-        if not width or total % width:
-            raise ValueError(f"{key} must be a multiple of moe_intermediate_size: got {total} and {width}")
-        count = total // width
-    return {"num_shared_experts": count, "shared_gate": architecture.shared == "sized" and count > 0}
+def _read_shared(config: Mapping[str, Any]) -> dict[str, Any]:
+    key, width = "shared_expert_intermediate_size", _number(config, "moe_intermediate_size")
+    total = _number(config, key)
+    if not width or total % width:
+        raise ValueError(f"{key} must be a multiple of moe_intermediate_size: got {total} and {width}")
+    return {"num_shared_experts": total // width, "shared_gate": total > 0}
 
 
 def _read_groups(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    if architecture.groups == "none":
-        return {}
-    if architecture.groups == "best":
-        method = config.get("topk_method", "greedy")
-        if method == "greedy":
-            for key in ("n_group", "topk_group"):  # have no effect
-                _number(config, key, 0)
-            return {}
-        if method != "group_limited_greedy":
-            raise ValueError(f"topk_method {quoted(method, 60)} is not supported for {architecture.model_type}")
-    groups, top = (_number(config, key, architecture.defaults.get(key)) for key in ("n_group", "topk_group"))
-    return {"expert_groups": groups, "top_groups": top, "group_score": _SCORES[architecture.groups]}
-
-
-_SCORES = {"sum": "best_two", "best": "best"}
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method {quoted(method, 60)} is not supported for {architecture.model_type}")
+    default = 0 if method == "greedy" else None  # then they have no effect
+    groups, top = (_number(config, key, default) for key in ("n_group", "topk_group"))
+    return {} if method == "greedy" else {"expert_groups": groups, "top_groups": top, "group_score": "best"}
 
 
 def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     """config.json of `model`, without options that the architecture cannot express."""
+    model = dataclasses.replace(canonical(model), dense_size=model.dense_size)  # has no effect without dense layers
     config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
-    config |= {key.key: getattr(model, key.option) for key in architecture.keys}  # includes keys without effect
-    model = canonical(model)
+    for key in architecture.keys:
+        value = getattr(model, key.option)
+        config[key.key] = next((published for published, option in key.values if option == value), value)
     config |= architecture.fixed
     if model.attention == "mla":
         config |= {"q_lora_rank": model.q_rank or None, "num_key_value_heads": model.num_heads}
@@ -329,26 +307,12 @@ def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
         rope = {key: value for key, value, default in values if value != default or key.startswith("beta")}
         length = rope.pop(_LENGTHS, round(model.yarn_positions * model.yarn_factor))
         config |= {"rope_scaling": {"type": kind, "rope_type": kind, **rope}, _LENGTHS: length}
-    config |= _WRITE_DENSE[architecture.dense](model)
-    if architecture.shared == "counted":
-        config["n_shared_experts"] = model.num_shared_experts
+    if architecture.lists_dense:
+        listed = [*range(model.num_dense_layers), *model.dense_layers]
+        config |= {"mlp_only_layers": listed, "decoder_sparse_step": 1}
     if architecture.shared == "sized":
         config["shared_expert_intermediate_size"] = model.num_shared_experts * model.expert_size
-    if architecture.groups != "none":
-        config |= {"n_group": model.expert_groups, "topk_group": model.top_groups}
-    if architecture.groups == "best":
-        config["topk_method"] = "group_limited_greedy" if model.top_groups < model.expert_groups else "greedy"
-    if architecture.head_norms:
-        config["use_qk_norm"] = model.qk_norm == "head"
-    if architecture.mtp:
-        config["num_nextn_predict_layers"] = model.mtp_layers
+    if architecture.greedy:
+        method = "group_limited_greedy" if model.top_groups < model.expert_groups else "greedy"
+        config |= {"n_group": model.expert_groups, "topk_group": model.top_groups, "topk_method": method}
     return config
-
-
-_WRITE_DENSE: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
-    "none": lambda _: {},
-    "first": lambda model: {"first_k_dense_replace": model.num_dense_layers},
-    "listed": lambda model: {
-        "mlp_only_layers": [*range(model.num_dense_layers), *model.dense_layers], "decoder_sparse_step": 1,
-    },
-}  # fmt: skip

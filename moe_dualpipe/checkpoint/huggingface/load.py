@@ -9,7 +9,7 @@ from ...expert_parallel import ExpertParallel
 from ...messages import plural
 from ...models import StageOptions, TransformerStage, build_model
 from ..weights import global_weights
-from .companions import read_companions, read_tokenizer_text
+from .companions import read_companions
 from .published import PublishedModel
 
 
@@ -28,8 +28,7 @@ def from_pretrained(
     fit together (docs/checkpoints.md).
     """
     published = PublishedModel(Path(folder))
-    companions = {**read_companions(published.folder), **read_tokenizer_text(published.folder)}
-    published.check_copies()
+    companions = read_companions(published.folder, tokenizer=True)
     with torch.device("meta"):  # no memory, and no random numbers
         model = build_model(published.config, expert_parallel, options or StageOptions())
     model = model.to(dtype or published.dtype).to_empty(device="cpu")
@@ -38,7 +37,6 @@ def from_pretrained(
     weights = global_weights(model)
     if missing := sorted(weights.keys() - published.shapes.keys()):
         raise ValueError(f"{folder} lacks {plural(len(missing), 'tensor')} of the model, the first is {missing[0]}")
-    for name, tensor in weights.items():
-        published.read_into(name, tensor)
+    published.read(weights)
     model.companions = companions
     return model

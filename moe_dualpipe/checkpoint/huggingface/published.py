@@ -7,7 +7,7 @@ shape, and no others. So experts are never dropped silently.
 import dataclasses
 import math
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from torch import Tensor
 from ...data.strict_json import read_named
 from ...messages import plural, printable, quoted
 from ...models import ModelConfig
+from ...models.costs import shape_of
 from ..partial import group_names
+from ..tensor_file import TensorEntry
 from ..tensor_folder import TensorFolder
 from .architectures import Architecture
 from .config import architecture_of, differences, is_interleaved, read_config
@@ -80,25 +82,22 @@ class PublishedModel:
         return zlib.crc32(repr((sorted(self.source.items()), described)).encode())
 
     @torch.no_grad()
-    def read_into(self, name: str, tensor: Tensor) -> None:
-        """Read one tensor of the model, by global name, into `tensor`, which has the same shape."""
-        first = 0
-        for part in self.targets[name].parts:
-            rows = part.shape[0]
-            published = self._read(part.name, tensor.dtype, part.index)
-            tensor[first : first + rows].copy_(part.from_published(published))
-            first += rows
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read weights of the model, by global name, into tensors of the same shapes.
 
-    def check_copies(self, names: Collection[str] | None = None) -> None:
-        """Raise ValueError unless tensors that are copies of another one are equal to it. Reads them.
-
-        names: the weights that are loaded; None: all. The rank that loads the embedding compares a tied head with it,
-        and the rank that loads the projection of an MTP module compares the copies in that module.
+        Raises ValueError unless copies of a published tensor are equal to it. The rank that loads the embedding
+        compares a tied head with it, and the rank that loads the projection of an MTP module the copies in that module.
         """
+        for name, tensor in tensors.items():
+            first = 0
+            for part in self.targets[name].parts:
+                published = self._read(part.name, tensor.dtype, part.index)
+                tensor[first : first + part.shape[0]].copy_(part.from_published(published))
+                first += part.shape[0]
         users = {f"model.layers.{layer}.": f"mtp.{k}.join.weight" for k, layer in enumerate(self.config.mtp_blocks)}
         for name, original in self._copies.items():
             user = next((user for prefix, user in users.items() if name.startswith(prefix)), "embedding.weight")
-            if (names is None or user in names) and not self._equal(name, original):
+            if user in tensors and not self._equal(name, original):
                 raise ValueError(
                     f"{printable(self.folder)}: {name} differs from {original}, but this model has one tensor for both"
                 )
@@ -125,11 +124,8 @@ class PublishedModel:
         entries = self._tensors.entries
         stacked = sum(entry.shape[0] for entry in entries.values() if len(entry.shape) == 3)
         experts = len(config.routed_blocks()) * config.num_experts
-        rows = config.num_heads * config.head_dim
-        if config.attention == "mla":  # tensors.py makes a table of their order
-            rows += config.num_heads * config.rope_dim + config.kv_rank
         elements = sum(math.prod(entry.shape) for entry in entries.values())
-        if config.num_layers > len(entries) or experts > 2 * (len(entries) + stacked) or rows > elements:
+        if experts > 2 * (len(entries) + stacked) or shape_of(config).parameters > 2 * elements:
             raise ValueError(
                 f"{printable(self.folder)}: its config.json describes {plural(config.num_layers, 'layer')} of "
                 f"{plural(config.num_experts, 'expert')} and {plural(config.num_heads, 'head')}, far more than "
@@ -138,42 +134,43 @@ class PublishedModel:
 
     def _check(self) -> None:
         """Raise ValueError unless the tensors of the folder are those of the model."""
-        shapes, entries = published_shapes(self.layout), self._tensors.entries
-        others = {name: shapes[original] for name, original in self._copies.items()}
-        others |= {name: shape for name, shape in self.layout.unused().items() if name in entries}
-        where = printable(self.folder)
+        entries, where = self._tensors.entries, printable(self.folder)
+        shapes = published_shapes(self.layout)
         if missing := shapes.keys() - entries.keys():
             raise ValueError(
                 f"{where} lacks tensors of the model that its config.json describes: {group_names(missing)}"
             )
-        scales = {}
-        for name, shape in {**shapes, **others}.items():
-            if (found := entries[name]).shape != shape:
-                what = f"{printable(name, 100)} has shape {[*found.shape]}"
-                raise ValueError(f"{where}: {what}, but by config.json it must have {[*shape]}")
+        known = shapes | {name: shapes[original] for name, original in self._copies.items()}
+        known |= {name: shape for name, shape in self.layout.unused().items() if name in entries}
+        scales = set()
+        for name, shape in known.items():
+            found, what = entries[name], f"{where}: {printable(name, 100)}"
+            if found.shape != shape:
+                raise ValueError(f"{what} has shape {[*found.shape]}, but by config.json it must have {[*shape]}")
             fp8 = found.dtype.itemsize == 1 and found.dtype.is_floating_point
             if not found.dtype.is_floating_point or (fp8 and len(shape) == 1):
                 kind = "vectors" if fp8 else "weights"
-                raise ValueError(f"{where}: {printable(name, 100)} has dtype {found.dtype}, which is not for {kind}")
+                raise ValueError(f"{what} has dtype {found.dtype}, which is not for {kind}")
             if fp8:
-                blocks = (-(-size // BLOCK) for size in shape[-2:])
-                scales[f"{name}{_SCALE}"] = (*shape[:-2], *blocks)  # stacked experts have scales of their own
-        for name, shape in scales.items():
-            weight = name.removesuffix(_SCALE)
-            if (dtype := entries[weight].dtype) != torch.float8_e4m3fn or not self._fp8:
-                wrong = "needs a quantization_config of 'fp8' in config.json"
-                if dtype != torch.float8_e4m3fn:
-                    wrong = f"is not supported: only {torch.float8_e4m3fn}"
-                raise ValueError(f"{where}: {printable(weight, 100)} has dtype {dtype}, which {wrong}")
-            if name not in entries or entries[name].shape != shape or entries[name].dtype != torch.float32:
-                raise ValueError(
-                    f"{where}: {printable(name, 100)} must be float32 {[*shape]}, one scale for each block"
-                )
-        known = shapes.keys() | others.keys() | scales.keys()
-        if extra := {name for name in entries.keys() - known if not name.endswith(_DERIVED)}:
+                scales.add(self._check_fp8(name, found, what))
+        if extra := {name for name in entries.keys() - known.keys() - scales if not name.endswith(_DERIVED)}:
             raise ValueError(
                 f"{where} has tensors that the model of its config.json does not have: {group_names(extra)}"
             )
+
+    def _check_fp8(self, name: str, found: TensorEntry, what: str) -> str:
+        """Return the name of the scales of a weight in fp8. Raises ValueError if they do not fit it."""
+        if found.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"{what} has dtype {found.dtype}, which is not supported: only {torch.float8_e4m3fn}")
+        if not self._fp8:
+            raise ValueError(
+                f"{what} has dtype {found.dtype}, which needs a quantization_config of 'fp8' in config.json"
+            )
+        shape = *found.shape[:-2], *(-(-size // BLOCK) for size in found.shape[-2:])  # stacked experts have their own
+        scale = self._tensors.entries.get(f"{name}{_SCALE}")
+        if scale is None or (scale.shape, scale.dtype) != (shape, torch.float32):
+            raise ValueError(f"{what}{_SCALE} must be float32 {[*shape]}, one scale for each block")
+        return f"{name}{_SCALE}"
 
     @property
     def _copies(self) -> dict[str, str]:
@@ -210,13 +207,9 @@ def _is_fp8(quantization: Any) -> bool:
     """Whether matrices are in fp8, as DeepSeek publishes them. Raises ValueError for other quantizations."""
     if quantization is None:
         return False
-    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    if isinstance(quantization, Mapping):
-        wrong = [key for key, value in wanted.items() if quantization.get(key, "e4m3") != value]
-        if not wrong:
-            return True
-        key = wrong[0]
-        raise ValueError(
-            f"quantization_config with {key} {quoted(quantization.get(key), 60)} is not supported: only {wanted[key]!r}"
-        )
-    raise ValueError(f"quantization_config must be an object: got {quoted(quantization, 60)}")
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"quantization_config must be an object: got {quoted(quantization, 60)}")
+    for key, wanted in {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}.items():
+        if (value := quantization.get(key, "e4m3")) != wanted:
+            raise ValueError(f"quantization_config with {key} {quoted(value, 60)} is not supported: only {wanted!r}")
+    return True

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
-from ...data.synced_files import write_synced
 from ...messages import plural, printable
 from ...models import ModelConfig, TransformerStage
-from ..atomic_folder import new_folder
+from ..atomic_folder import write_folder
 from ..manifest import read_manifest
 from ..model_options import model_config
+from ..tensor_file import write_tensors
 from ..tensor_folder import TensorFolder
 from ..tensor_writer import Shards, as_dtype
 from ..weights import global_weights
@@ -80,15 +81,17 @@ class Export:
         Raises ValueError on all ranks if `folder` exists, or a tensor cannot be read or does not fit its dtype, and
         OSError if a file cannot be written. After an error, the unfinished folder is removed.
         """
-        share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        with new_folder(folder) as unfinished:
-            self._write_share(unfinished, max_shard_size, share)
-
-    def _write_share(self, folder: Path, max_shard_size: int | str, share: tuple[int, int]) -> None:
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         shards = self.shards(max_shard_size)
-        shards.write(folder, self._tensors({name for names in shards.share(share).values() for name in names}), share)
-        if share[0] == 0:
-            self._write_files(folder)
+        share = dict([*shards.files.items()][rank::size])
+
+        def write(unfinished: Path) -> None:
+            tensors = self._tensors({name for names in share.values() for name in names})
+            for file, names in share.items():
+                write_tensors(unfinished / file, dict(islice(tensors, len(names))))
+
+        config = (json.dumps(self.config, indent=2) + "\n").encode()
+        write_folder(folder, write, lambda _: {**shards.index(), **self.files, CONFIG_FILE: config})
 
     def _tensors(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
         """The published tensors with these names, in the planned order."""
@@ -107,11 +110,6 @@ class Export:
         for name, shape in self.layout.unused().items():
             if name in wanted:
                 yield name, torch.zeros(shape, dtype=self.dtype)
-
-    def _write_files(self, folder: Path) -> None:
-        config = (json.dumps(self.config, indent=2) + "\n").encode()
-        for name, content in {**self.files, CONFIG_FILE: config}.items():
-            write_synced(folder / name, content)
 
 
 def plan_export(
@@ -197,11 +195,12 @@ def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None, a
 
     Raises ValueError if the checkpoint is unreadable, or if no published architecture can express its model.
     """
+    manifest = read_manifest(checkpoint)
     try:
-        model = model_config(read_manifest(checkpoint).model)
+        model = model_config(manifest.model)
     except ValueError as error:
         raise ValueError(f"cannot read the model of {printable(checkpoint)}: {printable(error)}") from None
-    saved = TensorFolder.of_checkpoint(checkpoint)
+    saved = TensorFolder(checkpoint, manifest)
     plan = plan_export(
         model, lambda name: saved.read(f"model.{name}"), dtype=dtype, architecture=architecture,
         companions=companions_of(checkpoint), tokenizer=find_tokenizer(checkpoint),

@@ -1,14 +1,16 @@
-"""Which published tensors make up each tensor of this model, as a table that serves both directions.
+"""Which published tensors make up each tensor of this model, as tables that serve both directions.
 
 This model stacks matrices that are multiplied together: queries, keys and values; gate and up. Published models store
 each matrix separately, or stack the experts of a layer. So a tensor of this model is a list of `PublishedRows`, stacked
 along the first dimension. The rows may be in another order: DeepSeek rotates channels (2i, 2i + 1) together, and this
 model rotates channels (i, i + C/2).
 
-E experts, D model dim, F inner width, H heads.
+Each row of a table has three columns: which models have the tensor (all of these words hold, see `_words`), our name,
+and the published names, each with its shape in letters (`_sizes`). * stands for each expert in turn. Names in braces
+depend on the architecture.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -20,6 +22,52 @@ from ...models import ModelConfig
 from .architectures import Architecture
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_Rows = tuple[tuple[str, str, str], ...]
+_START: _Rows = (("", "embedding.weight", f"{EMBEDDING} VD"),)
+_END: _Rows = (("", "norm.weight", "model.norm.weight D"), ("untied", "head.weight", f"{HEAD} VD"))
+_BLOCK: _Rows = (
+    ("", "attention_norm.weight", "input_layernorm.weight D"),
+    ("gqa", "attention.qkv.weight",
+     "self_attn.q_proj.weight QD, self_attn.k_proj.weight KD, self_attn.v_proj.weight KD"),
+    ("gqa qkv_bias", "attention.qkv.bias", "self_attn.q_proj.bias Q, self_attn.k_proj.bias K, self_attn.v_proj.bias K"),
+    ("head_norms", "attention.q_norm.weight", "self_attn.q_norm.weight C"),
+    ("head_norms", "attention.k_norm.weight", "self_attn.k_norm.weight C"),
+    ("full_norms", "attention.q_norm.weight", "self_attn.q_norm.weight Q"),
+    ("full_norms", "attention.k_norm.weight", "self_attn.k_norm.weight K"),
+    ("mla q_latent", "attention.down.weight",
+     "self_attn.q_a_proj.weight AD, self_attn.kv_a_proj_with_mqa.weight PD"),
+    ("mla no_q_latent", "attention.down.weight",
+     "self_attn.q_proj.weight UD, self_attn.kv_a_proj_with_mqa.weight PD"),
+    ("mla q_latent qkv_bias", "attention.bias", "self_attn.q_a_proj.bias A, self_attn.kv_a_proj_with_mqa.bias P"),
+    ("mla no_q_latent qkv_bias", "attention.bias", "self_attn.kv_a_proj_with_mqa.bias P"),
+    ("mla q_latent", "attention.q_norm.weight", "self_attn.q_a_layernorm.weight A"),
+    ("mla q_latent", "attention.q_up.weight", "self_attn.q_b_proj.weight UA"),
+    ("mla", "attention.kv_norm.weight", "self_attn.kv_a_layernorm.weight B"),
+    ("mla", "attention.kv_up.weight", "self_attn.kv_b_proj.weight WB"),
+    ("", "attention.out.weight", "self_attn.o_proj.weight DO"),
+    ("out_bias", "attention.out.bias", "self_attn.o_proj.bias D"),
+    ("", "mlp_norm.weight", "post_attention_layernorm.weight D"),
+    ("dense", "mlp.gate_up.weight", "mlp.gate_proj.weight ID, mlp.up_proj.weight ID"),
+    ("dense", "mlp.down.weight", "mlp.down_proj.weight DI"),
+    ("routed", "mlp.router.logits.weight", "{mlp}.gate.weight ED"),
+    ("routed router_bias", "mlp.router.bias_E", "{mlp}.gate.e_score_correction_bias E"),
+    ("routed single", "mlp.experts.gate_up.*", "{mlp}.experts.*.{gate}.weight FD, {mlp}.experts.*.{up}.weight FD"),
+    ("routed single", "mlp.experts.down.*", "{mlp}.experts.*.{down}.weight DF"),
+    ("routed stacked", "mlp.experts.gate_up.*", "{mlp}.experts.gate_up_proj GD"),
+    ("routed stacked", "mlp.experts.down.*", "{mlp}.experts.down_proj DF"),
+)  # fmt: skip
+_SHARED: _Rows = (
+    ("routed shared", "mlp.shared.gate_up.weight",
+     "{mlp}.{shared}.gate_proj.weight SD, {mlp}.{shared}.up_proj.weight SD"),
+    ("routed shared", "mlp.shared.down.weight", "{mlp}.{shared}.down_proj.weight DS"),
+    ("routed shared_gate", "mlp.shared_gate.weight", "{mlp}.{shared}_gate.weight 1D"),
+)  # fmt: skip
+_MTP: _Rows = (
+    ("", "token_norm.weight", "enorm.weight D"), ("", "hidden_norm.weight", "hnorm.weight D"),
+    ("", "join.weight", "eh_proj.weight DJ"), ("", "norm.weight", "shared_head.norm.weight D"),
+)  # fmt: skip
+_ONE_FOR_ALL_EXPERTS = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +120,15 @@ class Layout:
 
     def targets(self) -> Iterator[Target]:
         """All tensors of the model, in the order of its layers."""
-        model, width = self.model, self.model.hidden_size
-        yield _one("embedding.weight", EMBEDDING, model.vocab_size, width)
-        for layer in range(model.num_layers):
-            yield from self._block(f"layers.{layer}", f"model.layers.{layer}", model.is_dense(layer))
-        yield _one("norm.weight", "model.norm.weight", width)
-        if not model.tied_embeddings:
-            yield _one("head.weight", HEAD, model.vocab_size, width)
-        for k, layer in enumerate(model.mtp_blocks):
-            ours, theirs = f"mtp.{k}", f"model.layers.{layer}"
-            yield _one(f"{ours}.token_norm.weight", f"{theirs}.enorm.weight", width)
-            yield _one(f"{ours}.hidden_norm.weight", f"{theirs}.hnorm.weight", width)
-            join = PublishedRows(f"{theirs}.eh_proj.weight", (width, 2 * width), swapped=True)
-            yield Target(f"{ours}.join.weight", (join,))
-            yield from self._block(f"{ours}.block", theirs, model.is_dense(layer))
-            yield _one(f"{ours}.norm.weight", f"{theirs}.shared_head.norm.weight", width)
+        yield from self._targets(_START, "", "", set())
+        for layer in range(self.model.num_layers):
+            words = self._words(layer)
+            yield from self._targets(_BLOCK + _SHARED, f"layers.{layer}.", f"model.layers.{layer}.", words)
+        yield from self._targets(_END, "", "", set() if self.model.tied_embeddings else {"untied"})
+        for k, layer in enumerate(self.model.mtp_blocks):
+            yield from self._targets(_MTP, f"mtp.{k}.", f"model.layers.{layer}.", set())
+            words = self._words(layer)
+            yield from self._targets(_BLOCK + _SHARED, f"mtp.{k}.block.", f"model.layers.{layer}.", words)
 
     def copies(self) -> dict[str, str]:
         """Published tensors that repeat another one: each MTP module has the embedding and the head once more.
@@ -105,104 +147,58 @@ class Layout:
 
         transformers writes them and expects them, but other programs do not.
         """
-        if self.architecture.shared == "none" or self.model.num_shared_experts:
-            return {}
-        found: dict[str, tuple[int, ...]] = {}
-        for layer in self.model.routed_blocks():
-            shared = f"model.layers.{layer}.mlp.{self.architecture.shared_name}"
-            names = f"{shared}.gate_proj", f"{shared}.up_proj", f"{shared}.down_proj"
-            empty = _swiglu("", names, self.model.hidden_size, 0)
-            found |= {part.name: part.shape for target in empty for part in target.parts}
-            if self.architecture.shared == "sized":
-                found[f"{shared}_gate.weight"] = (1, self.model.hidden_size)
-        return found
+        kind = self.architecture.shared
+        words = {"none": set(), "counted": {"routed", "shared"}, "sized": {"routed", "shared", "shared_gate"}}[kind]
+        blocks = [] if self.model.num_shared_experts else self.model.routed_blocks()
+        targets = (one for layer in blocks for one in self._targets(_SHARED, "", f"model.layers.{layer}.", words))
+        return {part.name: part.shape for target in targets for part in target.parts}
 
-    def _block(self, ours: str, theirs: str, dense: bool) -> Iterator[Target]:
-        width = self.model.hidden_size
-        yield _one(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", width)
-        mla = self.model.attention == "mla"
-        yield from (self._latent if mla else self._grouped)(f"{ours}.attention", f"{theirs}.self_attn")
-        if self.model.out_bias:
-            yield _one(f"{ours}.attention.out.bias", f"{theirs}.self_attn.o_proj.bias", width)
-        yield _one(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", width)
-        if dense:
-            names = f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj", f"{theirs}.mlp.down_proj"
-            yield from _swiglu(f"{ours}.mlp", names, width, self.model.dense_size)
-        else:
-            mlp = "mlp" if self.stacked else self.architecture.mlp
-            yield from self._experts(f"{ours}.mlp", f"{theirs}.{mlp}")
-
-    def _grouped(self, ours: str, theirs: str) -> Iterator[Target]:
+    def _words(self, layer: int) -> set[str]:
+        """The words of the first column of the tables that hold for a layer."""
         model = self.model
-        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        projections = ("q_proj", queries), ("k_proj", keys), ("v_proj", keys)
-        kinds = ("weight", "bias") if model.qkv_bias else ("weight",)
-        for kind in kinds:
-            columns = (model.hidden_size,) if kind == "weight" else ()
-            parts = (PublishedRows(f"{theirs}.{name}.{kind}", (rows, *columns)) for name, rows in projections)
-            yield Target(f"{ours}.qkv.{kind}", tuple(parts))
-        if model.qk_norm != "none":
-            norms = (model.head_dim,) * 2 if model.qk_norm == "head" else (queries, keys)
-            for name, size in zip(("q_norm", "k_norm"), norms, strict=True):
-                yield _one(f"{ours}.{name}.weight", f"{theirs}.{name}.weight", size)
-        yield _one(f"{ours}.out.weight", f"{theirs}.o_proj.weight", model.hidden_size, queries)
+        held = {
+            model.attention: True, f"{model.qk_norm}_norms": model.attention == "gqa", "q_latent": model.q_rank > 0,
+            "no_q_latent": model.q_rank == 0, "qkv_bias": model.qkv_bias, "out_bias": model.out_bias,
+            "dense": model.is_dense(layer), "routed": not model.is_dense(layer), "router_bias": model.router_bias,
+            "stacked": self.stacked, "single": not self.stacked, "shared": model.num_shared_experts > 0,
+            "shared_gate": model.shared_gate,
+        }  # fmt: skip
+        return {word for word, holds in held.items() if holds}
 
-    def _latent(self, ours: str, theirs: str) -> Iterator[Target]:
-        model, width, heads = self.model, self.model.hidden_size, self.model.num_heads
-        query_rows = heads * (model.head_dim + model.rope_dim)
-        query_order = self._order(heads, model.head_dim)
-        first = ("q_a_proj", model.q_rank, None) if model.q_rank else ("q_proj", query_rows, query_order)
-        latent = "kv_a_proj_with_mqa", model.kv_rank + model.rope_dim, self._order(1, model.kv_rank)
-        both, biased = (first, latent), (first, latent) if model.q_rank else (latent,)
-        parts = (PublishedRows(f"{theirs}.{name}.weight", (rows, width), order=order) for name, rows, order in both)
-        yield Target(f"{ours}.down.weight", tuple(parts))
-        if model.qkv_bias:
-            parts = (PublishedRows(f"{theirs}.{name}.bias", (rows,), order=order) for name, rows, order in biased)
-            yield Target(f"{ours}.bias", tuple(parts))
-        if model.q_rank:
-            yield _one(f"{ours}.q_norm.weight", f"{theirs}.q_a_layernorm.weight", model.q_rank)
-            up = PublishedRows(f"{theirs}.q_b_proj.weight", (query_rows, model.q_rank), order=query_order)
-            yield Target(f"{ours}.q_up.weight", (up,))
-        yield _one(f"{ours}.kv_norm.weight", f"{theirs}.kv_a_layernorm.weight", model.kv_rank)
-        rows = heads * (model.head_dim + model.value_dim)
-        yield _one(f"{ours}.kv_up.weight", f"{theirs}.kv_b_proj.weight", rows, model.kv_rank)
-        yield _one(f"{ours}.out.weight", f"{theirs}.o_proj.weight", width, heads * model.value_dim)
+    def _sizes(self) -> dict[str, int]:
+        """The letters of the tables."""
+        model, heads = self.model, self.model.num_heads
+        width = model.value_dim if model.attention == "mla" else model.head_dim
+        return {
+            "1": 1, "V": model.vocab_size, "D": model.hidden_size, "J": 2 * model.hidden_size, "I": model.dense_size,
+            "E": model.num_experts, "F": model.expert_size, "G": 2 * model.expert_size,
+            "S": model.num_shared_experts * model.expert_size, "C": model.head_dim, "Q": heads * model.head_dim,
+            "K": model.num_kv_heads * model.head_dim, "O": heads * width, "A": model.q_rank, "B": model.kv_rank,
+            "P": model.kv_rank + model.rope_dim, "U": heads * (model.head_dim + model.rope_dim),
+            "W": heads * (model.head_dim + model.value_dim),
+        }  # fmt: skip
 
-    def _order(self, heads: int, unrotated: int) -> Tensor | None:
-        return rotary_order(heads, unrotated, self.model.rope_dim) if self.interleaved else None
-
-    def _experts(self, ours: str, theirs: str) -> Iterator[Target]:
-        model, width, inner = self.model, self.model.hidden_size, self.model.expert_size
-        yield _one(f"{ours}.router.logits.weight", f"{theirs}.gate.weight", model.num_experts, width)
-        if model.router_bias:
-            yield _one(f"{ours}.router.bias_E", f"{theirs}.gate.e_score_correction_bias", model.num_experts)
-        for e in range(model.num_experts):
-            if self.stacked:
-                gate_up = PublishedRows(f"{theirs}.experts.gate_up_proj", (2 * inner, width), index=e)
-                yield Target(f"{ours}.experts.gate_up.{e}", (gate_up,))
-                down = PublishedRows(f"{theirs}.experts.down_proj", (width, inner), index=e)
-                yield Target(f"{ours}.experts.down.{e}", (down,))
-            else:
-                gate, up, down = (f"{theirs}.experts.{e}.{matrix}.weight" for matrix in self.architecture.matrices)
-                parts = PublishedRows(gate, (inner, width)), PublishedRows(up, (inner, width))
-                yield Target(f"{ours}.experts.gate_up.{e}", parts)
-                yield _one(f"{ours}.experts.down.{e}", down, width, inner)
-        if model.num_shared_experts:
-            shared = f"{theirs}.{self.architecture.shared_name}"
-            names = f"{shared}.gate_proj", f"{shared}.up_proj", f"{shared}.down_proj"
-            yield from _swiglu(f"{ours}.shared", names, width, model.num_shared_experts * inner)
-            if model.shared_gate:
-                yield _one(f"{ours}.shared_gate.weight", f"{shared}_gate.weight", 1, width)
-
-
-def _one(ours: str, theirs: str, *shape: int) -> Target:
-    return Target(ours, (PublishedRows(theirs, shape),))
-
-
-def _swiglu(ours: str, names: Sequence[str], width: int, inner: int) -> Iterator[Target]:
-    gate, up, down = (f"{name}.weight" for name in names)
-    yield Target(f"{ours}.gate_up.weight", (PublishedRows(gate, (inner, width)), PublishedRows(up, (inner, width))))
-    yield _one(f"{ours}.down.weight", down, width, inner)
+    def _targets(self, rows: _Rows, ours: str, theirs: str, words: set[str]) -> Iterator[Target]:
+        model, architecture, sizes = self.model, self.architecture, self._sizes()
+        gate, up, down = architecture.matrices
+        names = {"mlp": "mlp" if self.stacked else architecture.mlp, "shared": architecture.shared_name}
+        names |= {"gate": gate, "up": up, "down": down}
+        orders: dict[str, Tensor] = {}
+        if self.interleaved:
+            orders["U"] = rotary_order(model.num_heads, model.head_dim, model.rope_dim)
+            orders["P"] = rotary_order(1, model.kv_rank, model.rope_dim)
+        for needed, name, published in rows:
+            if not {*needed.split()} <= words:
+                continue
+            for expert in map(str, range(model.num_experts) if "*" in name else ("",)):
+                parts = []
+                for part in published.format(**names).replace("*", expert).split(", "):
+                    part, letters = part.split(" ")
+                    shape = tuple(sizes[letter] for letter in letters)
+                    index = int(expert) if part.endswith(_ONE_FOR_ALL_EXPERTS) else None
+                    order = orders.get(letters[0])
+                    parts.append(PublishedRows(theirs + part, shape, index, order, swapped=letters == "DJ"))
+                yield Target(ours + name.replace("*", expert), tuple(parts))
 
 
 @lru_cache(maxsize=16)

@@ -207,8 +207,9 @@ def moving(job: Job, strength: int) -> Job:
         layer = -1
         for op in job.programs[rank]:
             layer += isinstance(op, Record) and op.mark.startswith("attn(B)")
-            slow = isinstance(op, Kernel) and layer % len(job.programs) == rank
-            yield replace(op, us=op.us * (1 + 0.25 * strength)) if slow else op
+            if isinstance(op, Kernel) and layer % len(job.programs) == rank:
+                op = replace(op, us=op.us * (1 + 0.25 * strength))
+            yield op
 
     return replace(job, programs={rank: tuple(ops(rank)) for rank in job.programs})
 

@@ -86,8 +86,9 @@ def test_healthy_jobs_hide_their_communication_and_their_hosts_are_ahead(name, t
 @pytest.mark.parametrize("name", [fault.name for fault in FAULTS.values() if fault.mended])
 def test_every_fault_costs_time_and_a_stronger_one_more(name):
     fault = FAULTS[name]
-    job = fault.healthy()
-    costs = [run(fault.apply(job, n)).window_us - run(fault.mended(job, n)).window_us for n in (1, 2)]
+    job, mended = fault.healthy(), fault.mended
+    assert mended is not None
+    costs = [run(fault.apply(job, n)).window_us - run(mended(job, n)).window_us for n in (1, 2)]
     assert 0.01 * run(job).window_us < costs[0] < 0.9 * costs[1]
 
 
