@@ -158,12 +158,12 @@ def test_a_file_from_a_spreadsheet_without_a_suffix(capsys, tmp_path):
 @pytest.mark.parametrize("arguments,message", [
     ("", "missing command; choose from: train, schedule, profile, data, generate, eval, export, model, plan, "
      "check"),
-    ("schedule", "missing command; choose from: show, compare, check"),
+    ("schedule", "missing command; choose from: show, compare, fill, check"),
     ("profle", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, data, "
      "generate, eval, export, model, plan, check"),
     ("profle run --help", "unknown command 'profle'; did you mean 'profile'? Choose from: train, schedule, profile, "
      "data, generate, eval, export, model, plan, check"),
-    ("schedule shwo", "unknown command 'shwo'; did you mean 'show'? Choose from: show, compare, check"),
+    ("schedule shwo", "unknown command 'shwo'; did you mean 'show'? Choose from: show, compare, fill, check"),
     ("check layers", "unknown command 'layers'; choose from: parallel, cluster, experts, router, attention, block"),
     ("schedule show dualpipe --ranks 4", "unknown option --ranks; did you mean --pp?"),
     ("plan estimate --global-batch 8", "unknown option --global-batch; did you mean --batch-size?"),

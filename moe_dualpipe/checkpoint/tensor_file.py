@@ -26,7 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..data import DataFile
-from ..data.stores import RangedFile, url_of
+from ..data.files import FileStatus
+from ..data.stores import Entry, RangedFile, url_of
 from ..data.synced_files import sync
 from ..messages import printable, quoted
 from .manifest import reading
@@ -63,9 +64,13 @@ class TensorEntry:
 
 
 def open_file(path: Path, expected: Any = None) -> DataFile | RangedFile:
-    """A local file, or one on a store, of which only parts are read. expected: its status. Raises ValueError."""
-    ranged = url_of(path) is not None and not path.exists()
-    return RangedFile(path, expected) if ranged else DataFile(path, expected)
+    """A local file, or one on a store, of which only parts are read. Raises ValueError.
+
+    expected: its status. A file on a store that has been copied since has another status, and is not compared.
+    """
+    if url_of(path) is not None and not path.exists():
+        return RangedFile(path, expected if isinstance(expected, Entry) else None)
+    return DataFile(path, expected if isinstance(expected, FileStatus) else None)
 
 
 def read_header(path: Path) -> tuple[Any, dict[str, TensorEntry]]:

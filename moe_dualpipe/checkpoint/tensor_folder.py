@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.stores import drop, exists, fetch, url_of
+from ..data.stores import drop, exists, fetch
 from ..data.strict_json import read_file
 from ..messages import plural, printable, quoted
 from .manifest import Manifest, reading, valid_file_name
@@ -50,8 +50,7 @@ class TensorFolder:
                 f"{shown} has neither {SINGLE_FILE} nor {INDEX_FILE}; pickles (.bin, .pt) can run code, so they are "
                 f"not read: convert them with the transformers library, {way}"
             )
-        copied = checkpoint and url_of(folder)  # files of a checkpoint on a store are copied, so their status differs
-        self._statuses = {} if copied else {name: status for name, (status, _) in headers.items()}
+        self._statuses = {name: status for name, (status, _) in headers.items()}
         self.entries: Mapping[str, TensorEntry] = {
             name: entry for _, entries in headers.values() for name, entry in entries.items()
         }

@@ -18,7 +18,7 @@ from .build import (
     placement_of,
 )
 from .comms import add_comms, counterpart, receive_early
-from .fill import Memory, fill
+from .filled import Memory, fill
 from .grid import ScheduleError, grid
 from .placement import Placement
 from .schedule import Schedule, steps_from_csv

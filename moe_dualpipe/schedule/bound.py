@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from .fill import Memory
+from .filled import Memory
 from .placement import Placement
 from .simulate import Costs, at
 

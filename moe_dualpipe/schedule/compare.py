@@ -13,7 +13,7 @@ from typing import Any
 from ..messages import plural
 from .bound import least_time
 from .build import NAMES, build, check_chunks, placement_of, takes_chunks
-from .fill import Memory
+from .filled import Memory
 from .simulate import Costs, simulate
 from .timeline import Timeline
 

@@ -263,7 +263,7 @@ def changed(given, **options):
     (lambda given: [path.unlink() for path in given.iterdir()], "must hold config.json and model.safetensors"),
     (lambda given: (given / "tokenizer.json").write_text('{"tokenizer": "ids", "vocab_size": 256}'),
      "was trained with another tokenizer: 256 token ids without a tokenizer"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_what_a_run_cannot_start_from_is_one_line(given, tmp_path, damage, problem):
     damage(given)
     with pytest.raises(ValueError) as error:

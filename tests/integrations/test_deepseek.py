@@ -376,7 +376,7 @@ def step(size=4 * SIZE, **options):
 
 
 WRONG = [
-    (lambda: step(num_chunks=1), "got 1 for 1 rank; use 2"),
+    (lambda: step(num_chunks=1), "got 1 for 1 rank"),
     (lambda: step(criterion=None), "needs a criterion to train"),
     (lambda: step(2), "a batch of 2 cannot be divided evenly into 4 micro-batches"),
     (lambda: DualPipeV((PlainStage(),) * 3), "needs two modules on every rank: got 3"),  # type: ignore[arg-type]

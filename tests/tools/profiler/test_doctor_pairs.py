@@ -24,6 +24,8 @@ UNPREDICTED = UNSEEN | {
     ("one queue", "starved computation"),
 }
 """The same for the gain."""
+BESIDE = {"host-bound": ("slow-optimizer",)}
+"""What may be named as well: a slow host also launches the many small kernels of the optimizer late."""
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda fault: fault.name)
@@ -33,7 +35,7 @@ def test_two_faults_at_once(one, other, tmp_path):
         named = found.verdict is not None
         assert named or not found.costs or key in UNSEEN, found
         assert found.close(0.2, 0.01) or not named or key in UNPREDICTED, found
-    assert {*first.kinds} <= {one.kind, other.kind, "nothing-to-overlap"}
+    assert {*first.kinds} <= {one.kind, other.kind, "nothing-to-overlap", *BESIDE.get(one.kind, ())}
 
 
 @pytest.mark.long
@@ -43,7 +45,7 @@ def test_two_faults_at_once_in_other_jobs(size, strengths, tmp_path):
     """Nearly all faults are named, with the right gain, and nothing else is. 88 faults beside another one."""
     found = [pair(one, other, moe_training(1, **size), tmp_path, strengths) for one, other in PAIRS]
     for (first, _), (one, other) in zip(found, PAIRS, strict=True):
-        assert {*first.kinds} <= {one.kind, other.kind, "nothing-to-overlap"}
+        assert {*first.kinds} <= {one.kind, other.kind, "nothing-to-overlap", *BESIDE.get(one.kind, ())}
     every = [outcome for outcomes in found for outcome in outcomes]
     missed = [outcome for outcome in every if outcome.costs and not outcome.verdict]
     wrong = [outcome for outcome in every if outcome.verdict and not outcome.close(0.2, 0.01)]
