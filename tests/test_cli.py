@@ -12,7 +12,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.commands.train import main as train
-from moe_dualpipe.schedule import Costs, add_comms, build, simulate
+from moe_dualpipe.schedule import Costs, add_comms, build, fill, least_time, simulate
 from moe_dualpipe.schedule.compare import compare
 from moe_dualpipe.tools.drawing.tables import comparison_table
 from moe_dualpipe.tools.drawing.timeline_text import timeline_text
@@ -31,6 +31,23 @@ def test_show_prints_the_timeline(capsys):
     costs = ["--cost.F", "2", "--cost.B", "5", "--cost.W", "2", "--cost.FB", "6", "--cost.comm", "1"]
     timeline = simulate(build("dualpipe", 4, 10), Costs(2, 5, 2, 6, 1))
     assert run(capsys, *SHOW, *costs, "--width", 100) == (0, timeline_text(timeline, 100) + "\n", "")
+
+
+def test_fill_takes_the_costs_of_a_profiled_run_and_writes_what_train_runs(capsys, tmp_path):
+    cost = {"F": [24, 24], "B": [46, 46], "W": [16, 16], "FB": [59, 59], "comm": 0}
+    report, out = tmp_path / "run" / "profile" / "report.json", tmp_path / "mine.csv"
+    report.parent.mkdir(parents=True)
+    report.write_text(json.dumps({"pipelines": [{"costs_ms": cost}]}))
+    schedule, fill_it = build("dualpipe", 2, 4), ["schedule", "fill", "dualpipe", "--pp", 2, "--micro-batches", 4]
+    code, text, _ = run(capsys, *fill_it, "--costs", tmp_path / "run", "--out", out)
+    filled, c = fill(schedule, Costs(**cost)), Costs(**cost)
+    assert code == 0 and text.endswith(f"\n\n{out}\n") and out.read_text() == filled.to_csv()
+    steps = [simulate(schedule, c).makespan, simulate(filled, c).makespan, least_time(schedule.placement, 4, c)]
+    table = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [float(step) for _, step in table] == steps and steps[0] > steps[1] >= steps[2]
+    report.write_text('{"pipelines": []}')
+    code, text, error = run(capsys, *fill_it, "--costs", tmp_path / "run")
+    assert (code, text, error.count("\n")) == (2, "", 1) and "report.json has no costs of a pipeline" in error
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "csv"])

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from ..messages import check_range, plural, printable
+from ..data.strict_json import read_named
+from ..messages import check_range, describe, plural, printable
 from ..schedule import (
     NAMES,
     Costs,
@@ -72,45 +73,55 @@ class ShowSchedule(ChosenSchedule):
     """Number of columns, at least 40. None: the width of the terminal."""
 
     def run(self) -> None:
+        columns = self._columns()
+        schedule, _ = self.find()
+        timeline = simulate(schedule, self.cost)
+        if self.out is None:
+            print(timeline_text(timeline, columns))
+            return
+        save_timeline(timeline, self.out)
+        print(printable(self.out))
+
+    def _columns(self) -> int:
+        """The width of the text. Raises ValueError for an invalid --width or --out."""
         if self.out is not None:
             check_output(self.out, TIMELINE_SUFFIXES)
         if self.width:
             check_range("--width", self.width, 40, 10_000)
-        schedule, _ = self.find()
-        timeline = simulate(schedule, self.cost)
-        if self.out is not None:
-            save_timeline(timeline, self.out)
-            print(printable(self.out))
-            return
-        width = self.width or shutil.get_terminal_size().columns
-        print(timeline_text(timeline, width))
+        return self.width or shutil.get_terminal_size().columns
 
 
 @dataclass(frozen=True)
-class FillSchedule(ChosenSchedule):
-    """Move the weight gradients of a schedule to where its ranks wait, for measured costs, within the same memory."""
+class FillSchedule(ShowSchedule):
+    """Move the weight gradients of a schedule to where its ranks wait, for measured costs, within the same memory.
 
-    cost: Costs = field(default_factory=Costs)
-    """Durations for one micro-batch on one stage: one number for all stages, or one per stage."""
-    out: Path | None = None
-    """Save the result to this CSV file, for `train.py --schedule FILE`."""
-    width: int | None = None
-    """Number of columns, at least 40. None: the width of the terminal."""
+    `train.py --schedule FILE.csv` runs the result that --out saves.
+    """
+
+    costs: Path | None = None
+    """Folder of a run with --profile: its measured costs in milliseconds, in place of --cost."""
 
     def run(self) -> None:
-        if self.out is not None:
-            check_output(self.out, (".csv",))
-        if self.width:
-            check_range("--width", self.width, 40, 10_000)
-        schedule, _ = self.find()
-        filled = fill(schedule, self.cost)
-        before, after = simulate(schedule, self.cost), simulate(filled, self.cost)
-        least = least_time(schedule.placement, schedule.num_micro_batches, self.cost, Memory.of(schedule))
-        width = self.width or shutil.get_terminal_size().columns
-        print(f"{timeline_text(before, width)}\n\n{timeline_text(after, width)}\n\n{fill_table(before, after, least)}")
+        columns, (schedule, _) = self._columns(), self.find()
+        cost = self.cost if self.costs is None else _measured(self.costs)
+        filled = fill(schedule, cost)
+        before, after = simulate(schedule, cost), simulate(filled, cost)
+        least = least_time(schedule.placement, schedule.num_micro_batches, cost, Memory.of(schedule))
+        parts = timeline_text(before, columns), timeline_text(after, columns), fill_table(before, after, least)
+        print("\n\n".join(parts))
         if self.out is not None:
             save_timeline(after, self.out)
             print(f"\n{printable(self.out)}")
+
+
+def _measured(run: Path) -> Costs:
+    """The costs of the first pipeline of a run that was profiled."""
+    path = run / "profile" / "report.json"
+    report = read_named(path)
+    try:
+        return Costs(**report["pipelines"][0]["costs_ms"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{printable(path)} has no costs of a pipeline: {describe(error)}") from None
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ def fill(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Sche
     Raises ValueError for costs or a memory of other numbers of stages or ranks, and if neither the input nor the result
     fits in `memory`.
     """
+    costs.check_stages(schedule.num_stages)
     memory = memory or Memory.of(schedule)
     memory.check(schedule.placement)
     candidates = [schedule] if memory.holds(schedule) else []

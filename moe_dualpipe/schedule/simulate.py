@@ -35,8 +35,8 @@ class Costs:
     W: Cost | None = None
     """The weight gradient of a backward. None: B / 2."""
     FB: Cost | None = None
-    """An overlapped pair. A number per stage: a pair of that stage alone. A pair of two stages saves the mean of what
-    theirs save. None: F + B, no gain."""
+    """An overlapped pair. None: F + B, no gain.
+    A number per stage is for a pair of this stage alone. A pair of two stages saves the mean of what theirs save."""
     comm: float = 0
     """The transfer of a tensor to another rank. Transfers do not slow down compute or each other."""
 

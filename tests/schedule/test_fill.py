@@ -233,5 +233,8 @@ def test_what_does_not_fit_is_refused():
     for refused in (lambda m: fill(schedule, Costs(), m), lambda m: least_time(schedule.placement, 4, Costs(), m)):
         with pytest.raises(ValueError, match=r"^memory needs 2 limits and 2 sizes of stages: got \(3, 2, 2\)$"):
             refused(Memory((1, 1, 1), ones, ones))
-        with pytest.raises(ValueError, match="cost F has 3 numbers for 2 stages"):
-            fill(schedule, Costs(F=(1, 2, 3), B=4))
+    for number in (1, 3):
+        with pytest.raises(ValueError, match=rf"cost F has {number} numbers? for 2 stages"):
+            fill(schedule, Costs(F=(1,) * number, B=4))
+        with pytest.raises(ValueError, match=rf"cost F has {number} numbers? for 2 stages"):
+            least_time(schedule.placement, 4, Costs(F=(1,) * number, B=4))
