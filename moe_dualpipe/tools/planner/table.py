@@ -116,7 +116,7 @@ def search_report(found: Found, top: int) -> str:
         parts.append(f"and {len(found.ranked) - top} more (--top)")
     if found.best.load.overlap is None and any(one.load.layout.ep > 1 for one in found.ranked):
         parts.append(
-            "Only dualpipe and dualpipev hide transfers of experts behind computation, as in train.py.\n"
+            "Of these, only dualpipe and dualpipev hide transfers of experts behind computation.\n"
             "--overlap assumes it of all schedules, as in Megatron-LM."
         )
     parts.append(train_command(found.best.load))
