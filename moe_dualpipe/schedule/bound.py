@@ -81,8 +81,8 @@ def _least_on(
     stages = [stage for _, stage in held]
     total, most_held, most_deferred = each * len(stages), math.inf, math.inf
     if memory is not None:
-        most_held = memory.limit[rank] // min(memory.activations[stage] for stage in stages)
-        most_deferred = memory.limit[rank] // min(memory.deferred[stage] for stage in stages)
+        most_held = _most(memory.limit[rank], min(memory.activations[stage] for stage in stages))
+        most_deferred = _most(memory.limit[rank], min(memory.deferred[stage] for stage in stages))
     forwards = [0.0, *accumulate(sorted((at(costs.F, s) for s in stages for _ in range(each)), reverse=True))]
     weights = [0.0, *accumulate(sorted((costs.weight(s) for s in stages for _ in range(each)), reverse=True))]
     gain = max(0.0, *(at(costs.F, i) + at(costs.B, j) - costs.pair(i, j) for i in stages for j in stages))
@@ -94,3 +94,8 @@ def _least_on(
     waits = turn - start
     early = (u for u in range(total + 1) if u <= most_held and (u == 0 or forwards[u - 1] < waits))
     return min(turn + work - min(forwards[u], waits) + least_tail[u] for u in early)
+
+
+def _most(limit: float, size: int) -> float:
+    """How many of this size fit into the limit."""
+    return limit // size if size and limit < math.inf else math.inf

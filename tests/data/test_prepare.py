@@ -220,6 +220,21 @@ def test_a_damaged_shard_is_found(source, tmp_path, monkeypatch):
         run(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("method", [None, 77])
+def test_a_damaged_table_of_a_shard_is_found(source, tmp_path, monkeypatch, method):
+    """An empty file, and one whose zip names an unknown compression."""
+    monkeypatch.setattr(prepare, "join", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        run(source, tmp_path / "out")
+    monkeypatch.undo()
+    path = next((tmp_path / ".out.unfinished").rglob("documents.npz"))
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + 10] = method or 0
+    path.write_bytes(content if method else b"")
+    with pytest.raises(ValueError, match=f"{path.parent} is damaged: remove it, and repeat"):
+        run(source, tmp_path / "out")
+
+
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_of_equal_documents_only_the_first_is_written(source, tmp_path, workers):

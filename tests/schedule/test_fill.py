@@ -1,6 +1,7 @@
 """`fill` never makes a step longer or a rank fuller, and `least_time` is below every order."""
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -193,6 +194,16 @@ def _ascending(numbers):
 ])  # fmt: skip
 def test_the_bound_of_a_small_pipeline_is_its_shortest_order(placement, count, c):
     assert least_time(placement, count, c) == shortest(placement, count, c)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_without_a_limit_and_sizes_of_zero_do_not_raise_the_bound(name):
+    schedule, c = build(name, 4, 8), Costs(F=2, B=5, W=3)
+    ones, zeros = ((size,) * schedule.num_stages for size in (1, 0))
+    free = least_time(schedule.placement, 8, c)
+    for memory in (Memory((math.inf,) * 4, ones, ones), Memory((0,) * 4, zeros, zeros)):
+        assert least_time(schedule.placement, 8, c, memory) == free <= simulate(fill(schedule, c, memory), c).makespan
+    assert free <= least_time(schedule.placement, 8, c, Memory.of(schedule, deferred=zeros))
 
 
 # ---- Examples ----

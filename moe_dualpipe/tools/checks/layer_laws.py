@@ -183,7 +183,7 @@ def rows_are_independent(subject: Subject) -> str:
 
 
 def any_number_of_rows(subject: Subject) -> str:
-    """Results and all gradients are those of the rows alone, for all sizes, and with 17 experts."""
+    """Results and all gradients are those of the rows alone, for all sizes, and with 17 experts or more."""
     moved = (_moved(subject, part, may)[1] for _, part, may in subject.parts())
     if isinstance(subject, Router) and any(error > subject.limit for error in moved):
         raise Unchecked("choices depend on other tokens of the batch")
@@ -206,7 +206,8 @@ def any_number_of_rows(subject: Subject) -> str:
 
 def _with_many_experts(subject: Subject) -> list[Subject]:
     config = subject.config
-    return [subject.like(replace(config, num_experts=_MANY_EXPERTS))] * (config.num_experts < _MANY_EXPERTS)
+    number = _MANY_EXPERTS + -_MANY_EXPERTS % config.expert_groups  # groups are of one size
+    return [subject.like(replace(config, num_experts=number))] * (config.num_experts < number)
 
 
 def _missing_gradient(experts: Experts, case: Case, found: Results) -> str:
@@ -312,7 +313,7 @@ def _precision(
         return 0.0
     if subject.adds_losses and label != RESULT:  # one other choice changes the gradients of all weights
         return 0.0
-    got, wanted, unrounded = (t for t in tensors if t is not None)
+    got, wanted, unrounded = (torch.atleast_1d(t) for t in tensors if t is not None)
     alike = torch.ones_like(got[..., 0], dtype=torch.bool)
     for name in (name for name in found if name.startswith("decision") and label == RESULT):
         alike &= (found[name] == rounded[name]).all(-1) & (found[name] == exact[name]).all(-1)  # type: ignore[union-attr]

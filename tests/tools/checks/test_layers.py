@@ -608,6 +608,17 @@ class Shares(GELU):
         return super().expert(e, rows * self.scale)
 
 
+class Scaled(WithoutCache):
+    """With a parameter that is a single number."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x_BSD):
+        return self.scale * super().forward(x_BSD)
+
+
 class Tied(GELU):
     """Two products with one weight."""
 
@@ -669,8 +680,8 @@ CORRECT = [
     ("router", own_layers.PlainRouter, set()), ("router", TopK, set()), ("router", WithALoss, set()),
     ("router", Hash, {"split backward"}), ("router", Skips, set()), ("attention", "gqa", set()),
     ("attention", "mla", set()), ("attention", WithCache, set()), ("attention", WithoutCache, NO_MASK),
-    ("attention", WithDropout, NO_MASK), ("block", "prenorm", set()), ("block", ParallelBlock, NO_MASK),
-    ("block", own_layers.PlainBlock, NO_MASK),
+    ("attention", WithDropout, NO_MASK), ("attention", Scaled, NO_MASK), ("block", "prenorm", set()),
+    ("block", ParallelBlock, NO_MASK), ("block", own_layers.PlainBlock, NO_MASK),
 ]  # fmt: skip
 
 
@@ -750,6 +761,12 @@ def test_other_sizes():
     config = dataclasses.replace(SMALL, num_experts=3, hidden_size=10)
     assert check("experts", GELU, config=config).passed
     assert DIVIDED in by_status(check("experts", WRONG["TakesTheNext"][1], config=config), "failed")
+
+
+@pytest.mark.parametrize("kind,layer", [("router", "topk"), ("experts", "swiglu")])
+def test_experts_in_groups(kind, layer):
+    report = check(kind, layer, config=dataclasses.replace(SMALL, expert_groups=2, top_groups=1))
+    assert report.passed, str(report)
 
 
 # ---- the command ----
