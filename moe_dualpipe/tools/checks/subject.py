@@ -27,6 +27,8 @@ Results = dict[str, Tensor | None]
 RESULT, INPUT = "the result", "the gradient of the input"
 EQUAL, EQUAL_FP32 = 1e-9, 1e-3
 """The largest relative difference that rounding explains, of layers that compute in fp64, and in fp32 or less."""
+SMALL_GRADIENT = 1e-3
+"""Errors of smaller gradients are relative to this share of the largest one. Of a bias of keys, the exact one is 0."""
 _NOISE = 1e-9
 SIZES = (0, 1, 63, 65, 127, 128, 129, 700)
 """Numbers of rows on both sides of the sizes of blocks. Their sum is above 1,000."""
@@ -217,13 +219,15 @@ class Subject(ABC):
         when: in which case; hint: the way out. limit: the largest relative difference; -1 means rounding.
         """
         limit = self.limit if limit < 0 else limit
+        least = SMALL_GRADIENT * largest_gradient(expected)
         for label, wanted in expected.items():
             got = found.get(label)
             if (got is None or not got.any()) and (wanted is None or not wanted.any()):
                 continue
             if got is None or wanted is None or got.shape != wanted.shape:
                 raise Broken(f"{label} {'is missing' if got is None else 'has another shape'} {when}. {hint}")
-            name, error = label, relative(got, wanted) if wanted.is_floating_point() else float((got != wanted).any())
+            name = label
+            error = relative(got, wanted, least) if wanted.is_floating_point() else float((got != wanted).any())
             if label == RESULT:
                 row, error = worst_row(row_errors(got, wanted))
                 name = self.row_name(case, row) if error else ""
@@ -283,13 +287,19 @@ def row_errors(found: Tensor, expected: Tensor) -> Tensor:
     return torch.where(errors.isnan(), torch.inf, errors)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|. Infinite if the shapes differ, or a difference is not finite."""
+def largest_gradient(results: Results) -> float:
+    """The norm of the largest gradient."""
+    grads = (t for label, t in results.items() if label.startswith("the gradient") and t is not None)
+    return max((float(grad.double().norm()) for grad in grads), default=0.0)
+
+
+def relative(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """|found - expected| / |expected|, or / `least` if that is larger. Infinite for other shapes and if not finite."""
     if found.shape != expected.shape:
         return float("inf")
     if torch.equal(found, expected):
         return 0.0
-    ratio = float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
+    ratio = float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=max(least, 1e-300)))
     return ratio if ratio == ratio else float("inf")
 
 

@@ -619,6 +619,19 @@ class Scaled(WithoutCache):
         return self.scale * super().forward(x_BSD)
 
 
+class KeyBias(nn.Module):
+    """The gradient of the bias of the keys is 0, apart from rounding."""
+
+    def __init__(self, config):
+        super().__init__()
+        size, self.heads = config.hidden_size, config.num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(size, size) for _ in range(4))
+
+    def forward(self, x_BSD):
+        q, k, v = (part(x_BSD).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
 class Tied(GELU):
     """Two products with one weight."""
 
@@ -680,8 +693,9 @@ CORRECT = [
     ("router", own_layers.PlainRouter, set()), ("router", TopK, set()), ("router", WithALoss, set()),
     ("router", Hash, {"split backward"}), ("router", Skips, set()), ("attention", "gqa", set()),
     ("attention", "mla", set()), ("attention", WithCache, set()), ("attention", WithoutCache, NO_MASK),
-    ("attention", WithDropout, NO_MASK), ("attention", Scaled, NO_MASK), ("block", "prenorm", set()),
-    ("block", ParallelBlock, NO_MASK), ("block", own_layers.PlainBlock, NO_MASK),
+    ("attention", WithDropout, NO_MASK), ("attention", Scaled, NO_MASK),
+    ("attention", KeyBias, NO_MASK), ("block", "prenorm", set()), ("block", ParallelBlock, NO_MASK),
+    ("block", own_layers.PlainBlock, NO_MASK),
 ]  # fmt: skip
 
 
