@@ -24,7 +24,8 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
 
     With means, the computation time of the simulation equals that of the recording. If a stage has no action of a kind,
     its cost is the mean of the other stages. In a schedule of pairs only, F is a third of FB and B two thirds.
-    The pairs of a stage save the mean of what all pairs with this stage save. W is None (half of B) if no weight
+    The pairs of a stage save the mean of what all pairs with this stage save, but a pair is never shorter than its
+    longer member alone, which may have been one of the first actions, and slow. W is None (half of B) if no weight
     gradient was measured alone.
     """
     found: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in ("F", "B", "I", "W")}
@@ -60,7 +61,7 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
             saved[stage].append(forwards[i] + backwards[j] - duration)
     mean = statistics.fmean(itertools.chain.from_iterable(saved.values())) if pairs else 0
     alone = tuple(
-        f + b - statistics.fmean(saved.get(stage, [mean]))
+        max(f, b, f + b - statistics.fmean(saved.get(stage, [mean])))
         for stage, (f, b) in enumerate(zip(forwards, backwards, strict=True))
     )
     return Costs(forwards, backwards, weights, alone if pairs else None)

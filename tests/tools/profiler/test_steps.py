@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from moe_dualpipe.schedule import Costs, build, simulate
-from moe_dualpipe.schedule.actions import Backward, Forward
+from moe_dualpipe.schedule.actions import Backward, Forward, Overlap
 from moe_dualpipe.schedule.walk import Span
 from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, StepBreakdown, measured_costs, step_breakdowns
@@ -131,6 +131,17 @@ def test_measured_costs_give_the_measured_time_of_every_pair():
     spans = [span for row in simulate(schedule, uneven).spans for span in row]
     measured = measured_costs(schedule, spans)
     assert [measured.of(span.action) for span in spans] == pytest.approx([span.duration for span in spans])
+
+
+def test_pairs_that_are_shorter_than_their_members_alone_have_costs():
+    """The first actions of a short run are slow, and they are the ones that run alone."""
+    schedule = build("dualpipe", 2, 8)
+    slow = Costs(F=(30, 70), B=(50, 150), W=(20, 60), FB=(70, 160))
+    spans = [span for row in simulate(schedule, slow).spans for span in row]
+    spans = [Span(span.action, 0, 5) if isinstance(span.action, Overlap) else span for span in spans]
+    measured = measured_costs(schedule, spans)
+    assert (measured.FB, measured.F) == ((50, 150), (30, 70))
+    assert all(measured.of(span.action) > 0 for span in spans)
 
 
 def test_times_of_all_ranks_count_from_a_barrier(tmp_path):
