@@ -56,8 +56,8 @@ class Memory:
 
     def holds(self, schedule: Schedule) -> bool:
         """Whether no rank exceeds its limit."""
-        peaks = simulate(schedule, Costs()).peak_bytes(self.activations, self.deferred)
-        return all(peak <= limit for peak, limit in zip(peaks, self.limit, strict=True))
+        needed = Memory.of(schedule, self.activations, self.deferred).limit
+        return all(peak <= limit for peak, limit in zip(needed, self.limit, strict=True))
 
 
 def fill(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Schedule:

@@ -16,7 +16,7 @@ def is_file_name(name: str) -> bool:
 def read_schedule(path: Path) -> tuple[Schedule, int]:
     """Return the schedule in the file and the number of its transfers, both validated.
 
-    Raises ValueError, with the line and the cell, for a file that is no schedule; ScheduleError for one that may hang;
+    Raises ValueError, with the line and the cell, if the file is not a schedule; ScheduleError if it may hang;
     OSError for one that cannot be read.
     """
     try:

@@ -62,7 +62,7 @@ class Subject(ABC):
     row = "row"
     prefix = ""
     adds_losses = False
-    """Whether the backward of the result also runs that of losses, which are no part of the result."""
+    """Whether the backward of the result also runs that of auxiliary losses, which are not in the result."""
 
     def __init__(self, config: ModelConfig, device: str = "cpu"):
         self.config, self.device = config, device

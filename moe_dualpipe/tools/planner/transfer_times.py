@@ -82,7 +82,7 @@ def gather(device: Device, num_bytes: float, ranks: int, distance: int) -> float
     """Seconds of an all-gather or a reduce-scatter of `num_bytes` in all, over `ranks` ranks.
 
     distance: between two neighbors of the group in the numbering of ranks. A group that leaves a domain has as many
-    rings as ranks in it, each through the network card of another GPU, but is no faster than the domain.
+    rings as ranks in it, each through the network card of another GPU. It is at most as fast as the domain.
 
     Example: 16 neighbors, 8 in a domain: each card carries 1/8 of the bytes. With distance 8, each card carries all.
     """

@@ -5,7 +5,7 @@ and earlier transfers have ended. A wait moves the first clock to the end of its
 the least exposed time. A run has more: the host adds gaps between segments. docs/overlap.md derives what this means for
 one layer.
 
-The recording of a CPU has all of this. On a GPU it lacks the order in which streams wait, so there is no bound.
+The recording of a CPU has all of this. A recording of a GPU lacks the order in which streams wait, so it has no bound.
 """
 
 from collections import defaultdict, deque

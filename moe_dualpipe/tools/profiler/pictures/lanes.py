@@ -2,7 +2,7 @@
 
 palette.py says what the colors mean. An image has at most MAX_PICTURES devices; a note tells how many were left out.
 
-To zoom into a trace there is no page of our own: ui.perfetto.dev shows the same rows, names, details, causes and memory
+To zoom into a trace, use ui.perfetto.dev: it shows the same rows, names, details, causes and memory
 of any number of events, it searches and measures, and people know it. A page of our own was 1,200 lines and a second
 set of tests in a browser. Its only advantages were its colors and that it needed no network.
 """

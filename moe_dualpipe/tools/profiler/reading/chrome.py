@@ -35,7 +35,7 @@ from ..trace import Trace, TraceError
 WANTED = "name a trace of torch.profiler (.json, .json.gz) or an export of Nsight Systems (.sqlite)"
 CUT, DAMAGED_GZIP = "incomplete or not JSON", "its gzip data is damaged"
 WRITTEN_BY = {"writtenBy": "moe-dualpipe profile"}
-"""The value of "otherData" in the files for ui.perfetto.dev, which are no recordings."""
+"""The value of "otherData" in the files for ui.perfetto.dev. They are not recordings."""
 _CHUNK = 1 << 16
 
 
