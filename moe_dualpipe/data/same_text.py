@@ -13,8 +13,8 @@ from ..runtime.shared_errors import build_on_all_ranks
 from . import GivenBatches, TextData
 
 
-def check_same_text(text: TextData | GivenBatches) -> int:
-    """Return the fingerprint of `text`. Raises ValueError, on all ranks, unless all ranks have the same. Collective."""
+def check_same_text(text: TextData | GivenBatches) -> None:
+    """Raise ValueError, on all ranks, unless all ranks have the same text. Collective."""
     fingerprint = torch.tensor(build_on_all_ranks(text.fingerprint))
     gathered = [torch.empty_like(fingerprint) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, fingerprint)
@@ -32,4 +32,3 @@ def check_same_text(text: TextData | GivenBatches) -> int:
             f"--data is not the same on all ranks: {differ} read other text than rank 0; give every machine the same "
             "files"
         )
-    return fingerprints[0]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 from ..messages import nearest, plural, printable, with_suggestions, without_suggestions
@@ -46,27 +46,34 @@ def choose(
 
     strict: raise ValueError if what `config` asks for does not fit. Otherwise, choose the nearest layout that fits, by
     the ratios in which pp and ep change. problem: why a choice cannot run, such as too little memory; "" if it can.
-    Raises ValueError if nothing fits. Errors name what would fit; if memory is the reason, `problem` does.
+    Errors name the nearest layout that fits, or number of processes; if memory is the reason, `problem` does.
     """
     try:
         asked = _asked(config, processes)
     except ValueError as error:
-        why = without_suggestions(str(error))
-        if strict:
-            raise ValueError(with_suggestions(why, _what_fits(config, processes, problem))) from None
+        asked, why = None, without_suggestions(str(error))
     else:
-        if not (why := problem(asked)):
+        why = problem(asked)
+        if not why:
             return asked
-        if strict:
-            raise ValueError(why)
+    if strict and asked:
+        raise ValueError(why)
     found = _nearest_first(config, processes)
-    for one in found:
-        if not problem(one):
-            return replace(one, changed=why)
-    why = problem(found[0]) if found else why
-    number = None if found else nearest(processes, processes, lambda number: bool(_nearest_first(config, number)))
-    none = f"no layout fits {plural(processes, 'process', 'es')} ({why})"
-    raise ValueError(with_suggestions(none, [plural(number, "process", "es")] if number else []))
+    best = next((one for one in found if not problem(one)), None)
+    if best and not strict:
+        return replace(best, changed=why)
+    if best:
+        raise ValueError(with_suggestions(why, [_typed(config, best, processes)]))
+    if not strict:
+        why = f"no layout fits {plural(processes, 'process', 'es')} ({problem(found[0]) if found else why})"
+    number = None if found else nearest(processes, processes, lambda number: _fits(config, number))
+    raise ValueError(with_suggestions(why, [plural(number, "process", "es")] if number else []))
+
+
+def _fits(config: TrainConfig, processes: int) -> bool:
+    with suppress(ValueError):
+        return bool(_asked(config, processes))
+    return False
 
 
 def _asked(config: TrainConfig, processes: int) -> Choice:
@@ -82,27 +89,6 @@ def _asked(config: TrainConfig, processes: int) -> Choice:
         with suppress(ValueError):
             return _choice(config, layout, parallel.schedule, size)
     return _choice(config, layout, parallel.schedule, typed or 1)
-
-
-def _what_fits(config: TrainConfig, processes: int, problem: Callable[[Choice], str]) -> list[str]:
-    """What to type instead: the nearest options, the nearest batch and the nearest number of processes that work."""
-
-    def fits(processes: int, batch_size: int) -> bool:
-        with suppress(ValueError):
-            other = replace(config, batch=replace(config.batch, batch_size=batch_size))
-            return not problem(_asked(other, processes))
-        return False
-
-    parallel, batch = config.parallel, config.batch
-    found = (one for one in _nearest_first(config, processes) if not problem(one))
-    ways = [_typed(config, one, processes) for one in islice(found, 1)]
-    most = 4 * processes * (batch.micro_batch_size or DEFAULT_SIZE)
-    if size := nearest(batch.batch_size, most, lambda size: fits(processes, size)):
-        ways.append(f"--batch-size {size}")
-    most = processes + 4 * (parallel.pp or 1) * parallel.ep
-    if number := nearest(processes, most, lambda number: fits(number, batch.batch_size)):
-        ways.append(plural(number, "process", "es"))
-    return ways
 
 
 def _typed(config: TrainConfig, choice: Choice, processes: int) -> str:

@@ -81,7 +81,7 @@ def _due(every: int | None, done: int) -> bool:
 
 
 def _introduce(trainer: Trainer, console: Console) -> None:
-    for change in trainer.changes:
+    for change in trainer.run.changes:
         console.say(f"changed: {change}")
     state_mb = trainer.largest(trainer.optimizer.state_bytes / 2**20)
     console.introduce(*trainer.count_parameters(), state_mb)

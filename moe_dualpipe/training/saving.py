@@ -10,7 +10,6 @@ from ..data import stores, tokenizer_files
 from ..health.heartbeat import SAVING
 from ..messages import printable
 from .console import Console, RunFailed
-from .sources import sources_file
 from .step import Trainer
 
 
@@ -46,7 +45,6 @@ class Saving:
         with trainer.progress.during(SAVING):
             self._note(self.saver.wait())
             files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.companions)
-            files |= sources_file(trainer.sources)
             self.saver.start(step, trainer.state(), files | loads_file(*trainer.balance.take_loads()))
 
     def poll(self, wait: bool = False) -> None:

@@ -38,7 +38,6 @@ from .extensions.timings import Timings
 from .metrics import utilization
 from .preflight import Run
 from .setup import trusted_kernels
-from .sources import changed_sources, sources_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Trainer:
     pipeline: the model, divided over the ranks. optimizer: its state. config: the options. lr_factor: a factor on the
     learning rate, which a callback may change on all ranks; checkpoints do not store it. wait_for_weights: False lets
     `step` return before the other ranks' new weights have arrived: call `optimizer.wait` before you read weights.
-    extensions: what else a step does (extensions/). changes: how a resumed run differs from what it was, as texts.
+    extensions: what else a step does (extensions/).
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class Trainer:
             torch.cuda.set_device(self.device)
         kernels = build_on_all_ranks(lambda: trusted_kernels(run.config, run.kernels, run.device, run.dtype))
         self.run = replace(run, kernels=kernels)
-        self.sources = sources_of(self.config.model, self.text, check_same_text(self.text))
-        self.changes = [*run.changes, *changed_sources(run, self.sources)]
+        check_same_text(self.text)
         self.pipeline = self._build_pipeline()
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance

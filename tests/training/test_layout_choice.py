@@ -113,9 +113,7 @@ def test_a_micro_batch_has_2_sequences_or_1_if_the_schedule_needs_more_micro_bat
     for batch_size, size in ((16, 2), (8, 2), (4, 1), (6, 1), (24, 2)):
         found = choose(asking(pp=2, ep=1, batch_size=batch_size, micro_batch_size=None), 2)
         assert (found.micro_batch_size, found.micro_batches) == (size, batch_size // size)
-    with pytest.raises(
-        ValueError, match=r"got 2 for 2 ranks \(interleaved_overlap needs 2\); use --schedule 1f1b, or --batch-size 4$"
-    ):
+    with pytest.raises(ValueError, match=r"got 2 for 2 ranks \(interleaved_overlap needs 2\); use --schedule 1f1b$"):
         choose(asking(pp=2, ep=1, batch_size=2, micro_batch_size=None), 2)
 
 
@@ -131,7 +129,7 @@ def test_memory_decides_between_layouts_and_refuses_the_one_that_was_typed():
         ValueError, match=r"^no layout fits 2 processes \(pp \d needs more|^no layout .* --ep 2 does not"
     ):
         choose(asking(), 2, False, too_large)
-    with pytest.raises(ValueError, match=r"^no layout fits 5 processes \(--pp 2 does not .*\): use 6 processes$"):
+    with pytest.raises(ValueError, match=r"^no layout fits 5 processes \(--pp 2 does not .*\): use 4 processes$"):
         choose(asking(layers=4), 5, strict=False)
 
 

@@ -4,15 +4,11 @@ import contextlib
 import hashlib
 import io
 import json
-import shutil
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.training.sources import changed_sources
 from moe_dualpipe.training.step import Trainer
 from tests.support.runs import ROOT, SMALL, records, without_clocks
 
@@ -118,25 +114,6 @@ def test_what_is_given_beside_resume_is_printed_with_what_it_changes(tmp_path):
         f"changed: optim.beta2 0.95 -> 0.5{mathematics}",
     ]
     assert "changed:" not in run("--resume", tmp_path / "run", "--steps", 6).replace("changed: steps 5 -> 6", "")
-
-
-def test_another_text_and_a_changed_file_of_own_layers_are_noticed(tmp_path):
-    layer = tmp_path / "own.py"
-    shutil.copy(LAYERS / "squared_relu.py", layer)
-    experts = ("--experts", f"{layer}:SquaredReLUExperts")
-    run(*start(text_of(tmp_path / "text"), *experts), "--out", tmp_path / "run")
-    with layer.open("a") as file:
-        file.write("# changed\n")
-    printed = run("--resume", tmp_path / "run", "--steps", 5)
-    line = f"changed: the file of --experts {layer}:SquaredReLUExperts since the checkpoint; this may change the math"
-    assert line in printed and "--data" not in printed
-    (tmp_path / "text" / "b.md").write_text("other text " * 500)
-    printed = run("--resume", tmp_path / "run", "--steps", 6)
-    assert "changed: the text of --data since the checkpoint; this changes the data\n" in printed
-    assert "--experts" not in printed  # the checkpoint of step 5 was trained with the changed file
-    assert "changed: the" not in run("--resume", tmp_path / "run", "--steps", 7)
-    older: Any = SimpleNamespace(resume=tmp_path, changes=())  # a checkpoint without hashes
-    assert changed_sources(older, {"data": "1"}) == []
 
 
 def refusal(capfd, *arguments):
