@@ -206,11 +206,6 @@ _SPOKEN = (
     (r"Missing from .*?: (.*)", r"missing \1"),
 )
 """What tyro says, and how this project says it."""
-_RENAMED = {
-    "--ranks": "--pp", "--layers": "--num-layers", "--global-batch": "--batch-size", "--seq": "--seq-len",
-    "--micro-batch": "--micro-batch-size", "--precision": "--dtype", "--max-length": "--seq-len",
-}  # fmt: skip
-"""Options of earlier versions."""
 
 
 def _spoken(text: str) -> ValueError:
@@ -219,9 +214,6 @@ def _spoken(text: str) -> ValueError:
         return unknown_name(choice[2], choice[1], sorted({*names} - {"None"}) if "None" in names else names)
     if text.startswith("Missing from"):
         text = re.sub(r"(--\S+) [A-Z{]\S*", r"\1", text)  # without the types
-    old = re.search(r"Unrecognized options: (--[\w-]+)", text)
-    if old and old[1] in _RENAMED:
-        return ValueError(f"unknown option {old[1]}; did you mean {_RENAMED[old[1]]}?")
     for pattern, words in _SPOKEN:
         if found := re.fullmatch(pattern, text):
             return ValueError(found.expand(words))

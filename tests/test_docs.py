@@ -190,6 +190,7 @@ def test_readme_fits_on_a_few_screens():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+@pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}

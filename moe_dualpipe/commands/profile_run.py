@@ -1,18 +1,15 @@
 """`moe-dualpipe profile run`: measure the overlap on this machine."""
 
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
-
 from ..data import strict_json
 from ..expert_parallel import Link
 from ..messages import printable
 from ..models import PRESETS
-from ..runtime.launch import choose_device, count_gpus
+from ..runtime.launch import Launch, device_of
 from ..tools.drawing.output import make_folder
 from ..tools.profiler.measure import measure
 from ..tools.profiler.pair import Workload
@@ -62,19 +59,20 @@ class ProfileRun(DeviceOption, JsonOption):
             raise ValueError("--link-latency-us needs --link-gbps")
         if gbps is not None and self.replay != "none":
             raise ValueError("--replay sets the transfer times: leave out --link-gbps and --link-latency-us")
-        out = self.out or Path("runs") / f"profile-{self.mode}"
+        launch, out = Launch.from_environment(), self.out or Path("runs") / f"profile-{self.mode}"
         make_folder(out)
 
         link = None if gbps is None else Link(gbps / 8, self.link_latency_us)
         sizes = self.num_layers, self.seq_len or None, self.tokens or None
         try:
-            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, _device(self.device))
+            device = device_of(self.device, launch)
+            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, device)
             measurement = measure(workload, out, self.ep or None, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
             raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
-        if os.environ.get("RANK", "0") != "0":
+        if launch.rank:
             return
         (out / "report.json").write_text(strict_json.write(measurement.as_object(), indent=1) + "\n")
         files = [*measurement.recordings, "report.json"]
@@ -84,10 +82,3 @@ class ProfileRun(DeviceOption, JsonOption):
                 files.append(name)
         text = f"{measurement_text(measurement)}\n\nin {printable(out)}: {', '.join(sorted(files))}"
         self.show(measurement.as_object(), text)
-
-
-def _device(wanted: str) -> torch.device:
-    """The device of this process, also under torchrun."""
-    rank, processes = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    kind = choose_device(wanted, count_gpus(), processes or 1)
-    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)

@@ -2,8 +2,12 @@
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..messages import plural, quoted
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,14 @@ def count_gpus() -> int:
 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(CONNECTIONS))
     return torch.cuda.device_count()
+
+
+def device_of(wanted: str, launch: Launch) -> "torch.device":
+    """The device of this process for `wanted`; see `choose_device`."""
+    import torch
+
+    kind = choose_device(wanted, count_gpus(), launch.local_world_size)
+    return torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
 
 
 def choose_device(wanted: str, gpus: int, processes: int) -> str:

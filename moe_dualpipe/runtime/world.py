@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .groups import init_world
-from .launch import Launch, choose_device, count_gpus
+from .launch import Launch, device_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,8 @@ def join_world(device: str = "auto", timeout: float | None = None) -> Iterator[W
     Raises ValueError for a device that is not there, and for a process group that cannot use it.
     """
     launch = current_launch()
-    kind = choose_device(device, count_gpus(), launch.local_world_size)
-    own = torch.device("cuda", launch.local_rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
+    own = device_of(device, launch)
+    if own.type == "cuda":
         torch.cuda.set_device(own)
     with joined(own, launch, timeout):
         yield World(launch.rank, launch.world_size, own)

@@ -40,28 +40,31 @@ def check_options(config: TrainConfig) -> None:
     if isinstance(config.freeze, str):
         raise ValueError(f"--freeze must be a tuple of patterns: got {config.freeze!r}")
     config.sample.sampling()  # raises ValueError
-    optim, mtp_layers, seq_len = config.optim, config.model.mtp_layers, config.batch.seq_len
-    if config.parallel.move_experts_every and config.parallel.ep == 1:
-        raise ValueError("parallel.move_experts_every needs --ep 2 or more: with --ep 1, each rank has all experts")
-    if config.checkpoint.weights and config.checkpoint.resume:
-        raise ValueError("--weights starts a new run and --resume continues an old one: use one of them")
-    if config.checkpoint.weights_partial and not config.checkpoint.weights:
-        raise ValueError("--weights-partial needs --weights, the folder to load from")
-    for wanted, option, package in (
-        (config.metrics.tensorboard, "metrics.tensorboard", "tensorboard"), (config.metrics.wandb, "--wandb", "wandb"),
-    ):  # fmt: skip
-        if wanted:
-            check_installed(option, package)
-    if optim.schedule == "cosine" and optim.decay_steps:
-        what = f"optim.decay_steps {optim.decay_steps}"
-        raise ValueError(f"{what} is for --lr-schedule wsd: cosine decays in all steps")
-    decay = decay_steps(optim, config.steps)
-    if optim.schedule == "wsd" and optim.warmup_steps + decay > config.steps:
-        raise ValueError(
-            f"{optim.warmup_steps} warm-up and {decay} decay steps do not fit into --steps {config.steps}: "
-            "use fewer --warmup-steps or optim.decay_steps"
-        )
-    if seq_len <= mtp_layers:
-        raise ValueError(f"model.mtp_layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {seq_len}")
-    if config.batch.document_mask and mtp_layers:
-        raise ValueError(f"--document-mask needs model.mtp_layers 0: got {mtp_layers}")
+    for applies, reason in _contradictions(config):
+        if applies:
+            raise ValueError(reason)
+    if config.metrics.tensorboard:
+        check_installed("metrics.tensorboard", "tensorboard")
+    if config.metrics.wandb:
+        check_installed("--wandb", "wandb")
+
+
+def _contradictions(config: TrainConfig) -> tuple[tuple[object, str], ...]:
+    """Whether options contradict each other, and what to say then."""
+    optim, mtp_layers, seq_len, start = config.optim, config.model.mtp_layers, config.batch.seq_len, config.checkpoint
+    decay, wsd = decay_steps(optim, config.steps), optim.schedule == "wsd"
+    return (
+        (config.parallel.move_experts_every and config.parallel.ep == 1,
+         "parallel.move_experts_every needs --ep 2 or more: with --ep 1, each rank has all experts"),
+        (start.weights and start.resume,
+         "--weights starts a new run and --resume continues an old one: use one of them"),
+        (start.weights_partial and not start.weights, "--weights-partial needs --weights, the folder to load from"),
+        (optim.schedule == "cosine" and optim.decay_steps,
+         f"optim.decay_steps {optim.decay_steps} is for --lr-schedule wsd: cosine decays in all steps"),
+        (wsd and optim.warmup_steps + decay > config.steps,
+         f"{optim.warmup_steps} warm-up and {decay} decay steps do not fit into --steps {config.steps}: "
+         "use fewer --warmup-steps or optim.decay_steps"),
+        (seq_len <= mtp_layers,
+         f"model.mtp_layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {seq_len}"),
+        (config.batch.document_mask and mtp_layers, f"--document-mask needs model.mtp_layers 0: got {mtp_layers}"),
+    )  # fmt: skip

@@ -14,11 +14,12 @@ import torch
 
 from ..data import strict_json
 from ..data.synced_files import replace_file
+from ..errors import describe_user_error
 from ..health.report import warn
 from ..messages import plural, quoted
 from ..models import ModelConfig
 from ..models.costs import train_flops_per_token
-from .sinks import GuardedSink, Sink
+from .sinks import Sink
 
 FILE = "metrics.jsonl"
 SUMS = (
@@ -32,17 +33,14 @@ LATEST = ("step", "lr", "skipped", "peak_memory_mb")
 class Metrics:
     """Appends records to `<run>/metrics.jsonl`, and passes them on.
 
-    run: None writes no file. sinks: also get the records (sinks.py). first_step: removes the records of later steps,
-    which a resumed run repeats. Records that cannot be written wait in memory, and later calls try again; a failed
-    write never ends the run. A folder that is removed during the run is created again.
+    run: None writes no file. sinks: also get the records (sinks.py); their errors do not end the run. first_step:
+    removes the records of later steps, which a resumed run repeats. Records that cannot be written wait in memory, and
+    later calls try again; a failed write never ends the run. A folder that is removed during the run is created again.
     """
 
     def __init__(self, run: Path | None, first_step: int = 0, sinks: Sequence[Sink] = ()):
-        self._sinks, self._path, self._first_step = (
-            [GuardedSink(sink) for sink in sinks],
-            run and run / FILE,
-            first_step,
-        )
+        self._sinks, self._path, self._first_step = sinks, run and run / FILE, first_step
+        self._failed: list[Sink] = []
         self._waiting: list[bytes] = []
         self._prepared = self._warned = False
         self._append()
@@ -51,7 +49,7 @@ class Metrics:
         """Append a record, with the key `step`."""
         self._append((strict_json.write(record) + "\n").encode())  # NaN as null
         for sink in self._sinks:
-            sink.log(record)
+            self._tell(sink, "log", dict(record))
 
     def close(self) -> None:
         """Try one last time to write the waiting records, and warn if that fails."""
@@ -59,7 +57,17 @@ class Metrics:
         if self._path and (self._waiting or not self._prepared):
             warn(f"{self._path} lacks the last {plural(len(self._waiting), 'record')}")
         for sink in self._sinks:
-            sink.close()
+            self._tell(sink, "close")
+
+    def _tell(self, sink: Sink, method: str, *arguments: object) -> None:
+        """Call a method of a sink, if it has it. Its first error is printed; none is raised."""
+        try:
+            getattr(sink, method, lambda *_: None)(*arguments)
+        except Exception as error:
+            if sink not in self._failed:
+                self._failed.append(sink)
+                what = f"{type(sink).__name__} cannot {method}: {describe_user_error(error)}"
+                warn(f"{what}; the run continues, and does not repeat this warning")
 
     def _append(self, *records: bytes) -> None:
         """Write the waiting records, then these. After a failure, warn once."""

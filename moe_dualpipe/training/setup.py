@@ -1,8 +1,6 @@
 """What the options leave open: device, kernels, dtype, compilation, and the folder of the run."""
 
-import errno
 import itertools
-import os
 import warnings
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from ..kernels.fuse import missing_for_compile
 from ..kernels.options import RoutingOptions
 from ..messages import printable
 from ..models.auxiliary_losses import loss_factors
-from ..runtime.launch import Launch, choose_device, count_gpus
+from ..runtime.launch import Launch, device_of
 from . import restart
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
 
@@ -29,12 +27,11 @@ def choose_dtype(compute: ComputeConfig, kind: str) -> torch.dtype:
 
 def choose_kernels(compute: ComputeConfig, launch: Launch) -> tuple[torch.device, Kernels]:
     """The device of this process, and its kernels."""
-    kind = choose_device(compute.device, count_gpus(), launch.local_world_size)
-    device = torch.device("cuda", launch.local_rank) if kind == "cuda" else torch.device("cpu")
+    device = device_of(compute.device, launch)
     kernels = validate_kernels(compute.kernels)
     if kernels == "auto":
-        kernels = "triton" if kind == "cuda" else "reference"
-    elif kernels == "triton" and kind == "cpu":
+        kernels = "triton" if device.type == "cuda" else "reference"
+    elif kernels == "triton" and device.type == "cpu":
         raise ValueError("--kernels triton needs a GPU, and this run is on the CPU: use --kernels reference, or auto")
     return device, kernels
 
@@ -110,10 +107,6 @@ def run_folder(options: CheckpointConfig, name: str) -> Path:
     else:
         folders = (Path(f"runs/{name}" + (f"-{i}" if i > 1 else "")) for i in itertools.count(1))
         folder = next(one for one in folders if restart.is_own_folder(one) or not Path(one, "checkpoints").exists())
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        reason = os.strerror(errno.EEXIST if there == folder else errno.ENOTDIR)
-        raise ValueError(f"cannot create {printable(folder)}: {reason}")
     return folder
 
 

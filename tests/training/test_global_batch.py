@@ -149,17 +149,6 @@ def test_a_step_has_the_same_sequences_and_the_mean_loss_of_their_labels_in_ever
 MTP = dataclasses.replace(SHALLOW, mtp_layers=1)
 
 
-def labeled(seed):
-    """8 sequences; random ones of their labels are ignored, and all labels of at least one half or one sequence."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs, labels = (torch.randint(256, (8, 6), generator=generator) for _ in range(2))
-    labels[torch.rand(labels.shape, generator=generator) < torch.rand((), generator=generator)] = -100
-    without = slice(4 * (seed % 2), 4 * (seed % 2) + 4) if seed % 3 else seed % 8
-    labels[without] = -100
-    labels[(seed + 5) % 8 if seed % 3 else (seed + 1) % 8, 0] = 1
-    return inputs, labels
-
-
 def nothing_labeled(step):
     inputs, labels = uneven(step)
     return inputs, torch.full_like(labels, -100) if step == 1 else labels

@@ -47,7 +47,7 @@ def data(tmp_path):
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.quick("mtp", "buffers")
+@pytest.mark.quick("mtp")
 def test_a_feature_resumes_bit_for_bit_and_is_the_same_in_every_layout(tmp_path, data, name):
     first = settings(tmp_path / "first", data=data, **RUN, **FEATURES[name])
     half = str(tmp_path / "first" / "checkpoints" / "step-000002")

@@ -1,5 +1,7 @@
 """Training runs: metrics, and equal results in every parallel layout and with options that save time or memory."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ from tests.support.runs import (
     settings,
     train,
 )
+
+MTP = dataclasses.replace(SHALLOW, mtp_layers=1)
 
 
 def test_training_reduces_the_loss_and_records_metrics(tmp_path):
@@ -61,9 +65,10 @@ def test_replicas_that_differ_stop_the_run_at_the_next_check(tmp_path, changes, 
     assert run_ranks(2, drifting_run, config, when)[0] == recorded
 
 
-@pytest.mark.parametrize("changes", [{}, {"ep": 2}, {"pp": 1}], ids=str)
+@pytest.mark.parametrize("changes", [{"model": MTP, "schedule": "1f1b"}, {"ep": 2}, {"pp": 1}], ids=["mtp", "ep", "dp"])
 def test_parameters_are_counted_once(tmp_path, changes):
-    sizes = {name: p.numel() for name, p in build_model(SHALLOW).named_parameters()}
+    """Also if two ranks hold the embedding, as with MTP."""
+    sizes = {name: p.numel() for name, p in build_model(changes.get("model", SHALLOW)).named_parameters()}
     total = sum(sizes.values())
     idle = sum(size for name, size in sizes.items() if ".experts." in name) / 2  # two of four experts a token
     printed, nothing = run_ranks(2, introduction, settings(tmp_path, **changes))
