@@ -139,7 +139,8 @@ def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
         logits, bias = torch.empty(64, num_experts, dtype=dtype), torch.empty(num_experts)
         for score in get_args(Score):
             options = RoutingOptions(8, score, groups, max(1, groups // 2))
-            routing.top_k_experts(logits, bias, options)
+            for replay in (None, ids):
+                routing.top_k_experts(logits, bias, options, replay)
             routing.top_k_experts_backward(logits, ids, weights, options)
         tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), 64)(128)
         sorting.order_by_expert(ids, num_experts, 512, heights=(64, 128))

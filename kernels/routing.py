@@ -20,7 +20,9 @@ from .order import ExpertOrder
 # ---- choosing experts ----
 
 
-def route_reference(logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOptions) -> tuple[Tensor, Tensor]:
+def route_reference(
+    logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOptions, replay_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     scores_TE = logits_TE.softmax(-1) if options.score == "softmax" else logits_TE.sigmoid()
     choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
@@ -31,6 +33,8 @@ def route_reference(logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOp
         best_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(1, _top_k(groups_TG, options.top_groups), True)
         choice_TE = torch.where(best_TG[..., None], choice_TGP, -torch.inf).flatten(1)
     ids_TK = _top_k(choice_TE, options.k)
+    if replay_TK is not None:
+        ids_TK = torch.where(replay_TK[:, :1] < 0, ids_TK, replay_TK)
     weights_TK = scores_TE.gather(1, ids_TK)
     if options.normalize:
         # 1e-20 avoids a division by zero if all sigmoid scores underflow.
@@ -45,29 +49,31 @@ def _top_k(values: Tensor, k: int) -> Tensor:
 
 class _RouteFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOptions) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RoutingOptions, replay_TK: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from .gpu.routing import top_k_experts
 
-        weights_TK, ids_TK = top_k_experts(logits_TE, bias_E, options)
+        weights_TK, ids_TK = top_k_experts(logits_TE, bias_E, options, replay_TK)
         ctx.save_for_backward(logits_TE, ids_TK)
         ctx.options = options
         ctx.mark_non_differentiable(ids_TK)
         return weights_TK, ids_TK
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         from .gpu.routing import top_k_experts_backward
 
         forbid_double_backward()
         logits_TE, ids_TK = ctx.saved_tensors
         d_weights = aligned("d weights", grads[0].contiguous())
-        return top_k_experts_backward(logits_TE, ids_TK, d_weights, ctx.options), None, None
+        return top_k_experts_backward(logits_TE, ids_TK, d_weights, ctx.options), None, None, None
 
 
 def route(
     logits_TE: Tensor, k: int, *, score: Score = "softmax", bias_E: Tensor | None = None, num_groups: int = 1,
     top_groups: int = 1, normalize: bool = True, scale: float = 1.0, kernels: Kernels = "auto",
-    group_score: GroupScore = "best_two", compiled: bool = False,
+    group_score: GroupScore = "best_two", compiled: bool = False, replay_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose k experts for each token. Return weights [T, K] in fp32 or wider and ids [T, K] in int64, best first.
 
@@ -79,6 +85,7 @@ def route(
     2412.19437), or its best score, as in V2 (arXiv 2405.04434).
     normalize, scale: the weights are the chosen scores, divided by their sum over k if `normalize`, times `scale`.
     kernels: see backend.py. compiled: fuse with torch.compile (fuse.py), where Triton is not used.
+    replay_TK: ids [T, K] in int64 to take instead of the best, also of other groups; tokens whose first is -1 choose.
     Raises ValueError for invalid options or shapes.
 
     Example: logits [[0, 2, 1]], k=2, sigmoid: ids [[1, 2]], weights [[0.8808, 0.7311]] / 1.6119 = [[0.546, 0.454]].
@@ -89,10 +96,12 @@ def route(
     options.check(logits_TE.shape[1])
     if bias_E is not None and bias_E.shape != logits_TE.shape[1:]:
         raise ValueError(f"bias_E must be [{logits_TE.shape[1]}], one per expert: got {[*bias_E.shape]}")
+    if replay_TK is not None and replay_TK.shape != (len(logits_TE), k):
+        raise ValueError(f"replay_TK must be {[len(logits_TE), k]}, ids for each token: got {[*replay_TK.shape]}")
     if not use_triton(kernels, logits_TE, bias_E):
-        return fuse(route_reference, compiled)(logits_TE, bias_E, options)
+        return fuse(route_reference, compiled)(logits_TE, bias_E, options, replay_TK)
     bias_E = None if bias_E is None else aligned("bias_E", check_contiguous("bias_E", bias_E.detach()))
-    return _RouteFunction.apply(check_contiguous_rows("logits_TE", logits_TE), bias_E, options)  # type: ignore[return-value]
+    return _RouteFunction.apply(check_contiguous_rows("logits_TE", logits_TE), bias_E, options, replay_TK)  # type: ignore[return-value]
 
 
 # ---- sorting choices by expert or rank ----

@@ -77,14 +77,15 @@ class Block(BlockLayer):
         return (yield Compute("add", add_up, *parts))
 
     def parts(
-        self, *parts: Tensor | CommResult, cache: KVCache | None = None, mask_B1SS: Tensor | None = None
-    ) -> Segments:
+        self, *parts: Tensor | CommResult, cache: KVCache | None = None, mask_B1SS: Tensor | None = None,
+        rows_B: Tensor | None = None,
+    ) -> Segments:  # fmt: skip
         """The block's segments. They take and return the residual stream as parts; the stream is their sum.
 
         The next layer adds them up, so no segment waits for the last part earlier than necessary.
-        mask_B1SS: which positions each position attends to. None: itself and all before it.
+        mask_B1SS: which positions each position attends to. None: itself and all before it. rows_B: see `MoE.route`.
         """
-        attend = self.attend_and_route if isinstance(self.mlp, MoE) else self.attend
+        attend = partial(self.attend_and_route, rows_B=rows_B) if isinstance(self.mlp, MoE) else self.attend
         attend = partial(attend, cache=cache, mask_B1SS=mask_B1SS)
         sources = [own_source(layer) for layer in (self.attention, getattr(self.mlp, "router", None))]
         source = sources[0] or sources[1] if None in sources else None  # if both are the user's, either may have failed
@@ -107,11 +108,13 @@ class Block(BlockLayer):
         with recompute_saved(y_BSD, recompute_y):
             return x_BSD, attend(self.attention, self.layer, y_BSD, **context)
 
-    def attend_and_route(self, *parts: Tensor, **context: Any) -> tuple[Tensor, ...]:
+    def attend_and_route(
+        self, *parts: Tensor, rows_B: Tensor | None = None, **context: Any
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         attended = self.attended_parts(*parts, **context)
         h_BSD, x_BSD, recompute_x = normalize(self.mlp_norm, attended, self.recompute_attention_norms, self.compiled)
         with recompute_saved(x_BSD, recompute_x):
-            return h_BSD, *self.mlp.route(x_BSD)  # type: ignore[union-attr]
+            return h_BSD, *self.mlp.route(x_BSD, rows_B)  # type: ignore[union-attr]
 
     def dense_mlp(self, h_BSD: Tensor) -> Tensor:
         _, x_BSD, recompute_x = normalize(self.mlp_norm, (h_BSD,), self.recompute_mlp_norm, self.compiled)
@@ -127,14 +130,14 @@ def block_class(config: ModelConfig) -> LayerClass:
 
 def block_parts(
     block: nn.Module, layer: int, parts: tuple[Tensor | CommResult, ...], cache: KVCache | None = None,
-    mask_B1SS: Tensor | None = None,
+    mask_B1SS: Tensor | None = None, rows_B: Tensor | None = None,
 ) -> Segments:  # fmt: skip
     """The segments of any block. They take and return the residual stream as parts, as `Block.parts` does.
 
     Raises ValueError for a mask that the block does not take.
     """
     if isinstance(block, Block):
-        return (yield from block.parts(*parts, cache=cache, mask_B1SS=mask_B1SS))
+        return (yield from block.parts(*parts, cache=cache, mask_B1SS=mask_B1SS, rows_B=rows_B))
     x_BSD = yield Compute("add", add_up, *parts)
     run = getattr(block, "segments", None)
     context = accepted_context(block, run or block.forward, mask_B1SS, cache)

@@ -34,11 +34,16 @@ class MoE(Segmented):
     The initial weights of an expert depend only on `layer`, its id and the seed, not on its rank.
     `load_E` counts the tokens of each expert in training since the last `take_load`. `slots` has the ids by which
     `expert_parallel` knows the experts; None: their own ids.
+
+    Routes of a step, for R sequences of S positions: training writes `recorded_RSK`, and takes those of `replayed_RSK`
+    that are not -1.
     """
 
     compiled: bool = False
     load_E: Tensor
     slots: Slots | None = None
+    recorded_RSK: Tensor | None = None
+    replayed_RSK: Tensor | None = None
     router: Any
 
     def __init__(
@@ -67,9 +72,16 @@ class MoE(Segmented):
         parts = yield from self.exchange(x_TD, *decision)
         return (yield Compute("add", lambda *parts: functools.reduce(torch.add, parts).view(x.shape), *parts))
 
-    def route(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The tokens [T, D] of `x`, and the outputs of the router for them."""
-        return x.flatten(0, -2), *call_router(self.router, x, self.expert_parallel.num_experts)
+    def route(self, x: Tensor, rows_B: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The tokens [T, D] of `x`, and the outputs of the router for them.
+
+        rows_B: the numbers of the sequences of `x` [B, S, D], by which routes are recorded and replayed. None: neither.
+        """
+        replay = () if rows_B is None or self.replayed_RSK is None else (self.replayed_RSK[rows_B].flatten(0, 1),)
+        decision = call_router(self.router, x, self.expert_parallel.num_experts, *replay)
+        if rows_B is not None and self.recorded_RSK is not None:
+            self.recorded_RSK[rows_B] = decision[1].unflatten(0, x.shape[:2])
+        return x.flatten(0, -2), *decision
 
     def exchange(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, losses_L: Tensor | None = None,

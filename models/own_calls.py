@@ -26,12 +26,12 @@ def call_layer(part: str, layer: nn.Module, x: Tensor, *others: Any, **context: 
     return checked_output(part, layer, x, _call(part, layer, x, *others, **context))
 
 
-def call_router(router: nn.Module, x: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    """`router(x)`: weights and expert ids, both [T, K], and the losses of a router that returns them.
+def call_router(router: nn.Module, x: Tensor, num_experts: int, *replay_TK: Tensor) -> tuple[Tensor, ...]:
+    """`router(x, *replay_TK)`: weights and expert ids, both [T, K], and the losses of a router that returns them.
 
     Raises ValueError if the decision of a user's router breaks the contract of `RouterLayer`.
     """
-    decision = _call("router", router, x)
+    decision = _call("router", router, x, *replay_TK)
     if own_source(router) is not None:
         _check_decision(router, x, decision, num_experts)
     return decision

@@ -86,14 +86,15 @@ class Router(RouterLayer):
         self.register_buffer("bias_E", bias_E)
         self.factors = loss_factors(config)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, *replay_TK: Tensor) -> tuple[Tensor, ...]:
         """Return the weights [T, K], which carry the gradient, and the expert ids [T, K], best first.
 
+        replay_TK: ids to take instead of the router's choice; the first of a token is -1 where it has none.
         x: [..., S, D]. For the losses, the last two dimensions are one sequence. If losses and gradients are enabled,
         the backward of the weights runs that of the losses too, and a third output has the values of the losses [L].
         """
         logits_TE = self.logits(x.flatten(0, -2))
-        weights_TK, ids_TK = self.choose(logits_TE, self.bias_E)
+        weights_TK, ids_TK = self.choose(logits_TE, self.bias_E, *replay_TK)
         if not (self.factors and torch.is_grad_enabled()):
             return weights_TK, ids_TK
         length = x.shape[-2]
@@ -101,13 +102,15 @@ class Router(RouterLayer):
         weights_TK = attach(weights_TK, *(self.factors[name] * loss for name, loss in losses.items()))
         return weights_TK, ids_TK, torch.stack([loss.detach() for loss in losses.values()])
 
-    def choose(self, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    def choose(
+        self, logits_TE: Tensor, bias_E: Tensor | None, replay_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         config = self.config
         return route(
             logits_TE, config.experts_per_token, score=config.router_score, bias_E=bias_E,
             num_groups=config.expert_groups, top_groups=config.top_groups, normalize=config.normalize_weights,
             scale=config.routed_scale, kernels=self.kernels, group_score=config.group_score,
-            compiled=self.compiled,
+            compiled=self.compiled, replay_TK=replay_TK,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -138,7 +141,9 @@ class BalancedRouter(Router):
     A token's experts are in `top_groups` groups and as far apart as possible, so on as many ranks as possible.
     """
 
-    def choose(self, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    def choose(
+        self, logits_TE: Tensor, bias_E: Tensor | None, replay_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ids_TK = balanced_ids(self.config, len(logits_TE), logits_TE.device)
         others_TE = torch.ones_like(logits_TE, dtype=torch.bool).scatter_(1, ids_TK, False)
         return super().choose(logits_TE.masked_fill(others_TE, -torch.inf), None)

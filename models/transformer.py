@@ -42,7 +42,8 @@ class TransformerStage(Segmented):
     With a `cache` (kv_cache.py), x follows the cached positions and is added to the cache; only without gradients.
 
     With `options.document_end_id`, positions attend only within their document. Each stage but the last also returns
-    the document numbers [B, S], the second argument of the next stage. With a cache there is only one document.
+    the document numbers [B, S], the second argument of the next stage. With a cache there is only one document. With
+    `options.routes`, the first stage gets numbers as well: S times the number of the sequence in the step.
 
     Raises ValueError for `mtp_layers` with `document_end_id`.
     """
@@ -92,13 +93,20 @@ class TransformerStage(Segmented):
 
     def segments(self, x: Tensor, documents_BS: Tensor | None = None, cache: KVCache | None = None) -> Segments:
         if self.spec.embedding and self.options.document_end_id is not None and cache is None:
-            documents_BS = document_numbers(x, self.options.document_end_id)
-        mask_B1SS = document_mask(documents_BS) if documents_BS is not None else None
+            numbers_BS = document_numbers(x, self.options.document_end_id)
+            documents_BS = numbers_BS if documents_BS is None else documents_BS + numbers_BS
+        mask_B1SS = rows_B = None
+        if documents_BS is not None and self.options.document_end_id is not None:
+            mask_B1SS = document_mask(documents_BS)
+        if documents_BS is not None and self.options.routes and torch.is_grad_enabled():
+            rows_B = documents_BS[:, 0].long() // documents_BS.shape[1]  # the numbers of the sequences
         parts = (x,)
         if self.spec.embedding:
             parts = ((yield Compute("embed", self.embedding, x)),)
         for layer, block in zip(self.spec.layers, self.layers.values(), strict=True):
-            parts = yield from in_layer(layer, block_parts(block, layer, parts, cache, mask_B1SS), own_source(block))
+            parts = yield from in_layer(
+                layer, block_parts(block, layer, parts, cache, mask_B1SS, rows_B), own_source(block)
+            )
         output = yield Compute("head", self.finish, *parts) if self.spec.head else Compute("add", add_up, *parts)
         if cache is not None:
             cache.length += x.shape[1]

@@ -48,10 +48,10 @@ def _mask_groups(choice, column, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr
 
 @triton.jit(do_not_specialize=["T"])
 def top_k_experts_kernel(
-    logits, bias, weights, ids, T, scale, STRIDE: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+    logits, bias, replay, weights, ids, T, scale, STRIDE: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
     G: tl.constexpr, G_PADDED: tl.constexpr, PER_GROUP: tl.constexpr, PADDED: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr, BEST_TWO: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    REPLAY: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     # Both the columns of a group and the number of groups are padded to powers of two; ids stay in ascending order.
@@ -71,6 +71,10 @@ def top_k_experts_kernel(
     chosen = tl.zeros((BLOCK_T, K_PADDED), tl.float32)
     for k in range(K):
         best = tl.argmax(choice, 1)  # on a tie the lower id
+        if REPLAY:
+            first = tl.load(replay + t.to(tl.int64) * K, mask=t < T, other=-1)
+            given = tl.load(replay + t.to(tl.int64) * K + k, mask=t < T, other=0)
+            best = tl.where(first < 0, best, (given // PER_GROUP * PADDED + given % PER_GROUP).to(tl.int32))
         is_best = column[None, :] == best[:, None]
         value = tl.sum(tl.where(is_best, scores, 0.0), 1)
         chosen = tl.where(ks[None, :] == k, value[:, None], chosen)
@@ -120,8 +124,13 @@ def _block_t(columns: int) -> int:
     return max(1, min(64, 2048 // columns))
 
 
-def top_k_experts(logits: Tensor, bias: Tensor | None, options: RoutingOptions) -> tuple[Tensor, Tensor]:
-    """Return weights [T, K] in fp32 and ids [T, K] in int64 from logits [T, E] with contiguous rows."""
+def top_k_experts(
+    logits: Tensor, bias: Tensor | None, options: RoutingOptions, replay: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return weights [T, K] in fp32 and ids [T, K] in int64 from logits [T, E] with contiguous rows.
+
+    replay: contiguous ids [T, K] in int64 to take, for tokens whose first is not negative.
+    """
     (num_tokens, num_experts), k, groups = logits.shape, options.k, options.num_groups
     weights = torch.empty(num_tokens, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, k, dtype=torch.int64, device=logits.device)
@@ -130,9 +139,9 @@ def top_k_experts(logits: Tensor, bias: Tensor | None, options: RoutingOptions) 
     block_t = _block_t(padded * groups_padded)
     if num_tokens:
         top_k_experts_kernel[(ceil_div(num_tokens, block_t),)](
-            logits, bias, weights, ids, num_tokens, options.scale, logits.stride(0), k, next_power_of_2(k),
+            logits, bias, replay, weights, ids, num_tokens, options.scale, logits.stride(0), k, next_power_of_2(k),
             groups, groups_padded, per_group, padded, options.top_groups, options.score == "softmax", bias is not None,
-            options.normalize, options.group_score == "best_two", block_t,
+            options.normalize, options.group_score == "best_two", replay is not None, block_t,
         )  # fmt: skip
     return weights, ids
 

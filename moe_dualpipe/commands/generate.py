@@ -3,15 +3,19 @@
 Under torchrun, the experts are spread over the processes, and each process generates a part of the texts.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
 from tyro.conf import Positional, arg
 
 from ..checkpoint import open_model
+from ..checkpoint.routes import write_routes
 from ..data import Tokenizer
 from ..inference import Sampling, generate, printable_text
+from ..inference.generation import recorded_routes
 from ..inference.spread import open_spread
 from ..messages import check_range, typed_text
 from ..models import TransformerStage
@@ -48,6 +52,9 @@ class Generate(OwnLayerOptions, DeviceOption):
     copies: int = 0
     """With torchrun: number of copies of experts in each layer. Those with the most tokens in training get them."""
 
+    record_routes: Path | None = None
+    """Write the experts of each token to this file (docs/training.md)."""
+
     def run(self) -> None:
         check_ranges(self, 1, "seq_len")
         check_ranges(self, 1, "num", high=1000)
@@ -56,6 +63,8 @@ class Generate(OwnLayerOptions, DeviceOption):
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
         if self.copies and current_launch().world_size == 1:
             raise ValueError(f"--copies {self.copies} needs several processes: start them with torchrun")
+        if self.record_routes and current_launch().world_size > 1:
+            raise ValueError("--record-routes is for one process: start without torchrun")
         with join_world(self.device) as world:  # also of one process: a layer may communicate
             if world.size > 1:
                 tokens = -(-self.num // world.size) * max(self.seq_len, len(typed_text(self.prompt).encode()))
@@ -79,10 +88,16 @@ class Generate(OwnLayerOptions, DeviceOption):
             raise ValueError("--prompt is empty: use at least one character, or leave it out")
         number = -(-self.num // ranks)
         prompts = torch.tensor([prompt] * number, device=next(model.parameters()).device)
-        mine = generate(
-            model, prompts, self.sample_tokens, self.seq_len, sampling.temperature, sampling.top_k, sampling.top_p,
-            self.seed, end, (rank * number, self.num),
-        ).tolist()  # fmt: skip
+        if self.record_routes and (least := len(prompt) + self.sample_tokens) > self.seq_len:
+            raise ValueError(f"--record-routes needs --seq-len {least} or more, for the whole text: got {self.seq_len}")
+        with recorded_routes(model, number) if self.record_routes else nullcontext({}) as routes:
+            mine = generate(
+                model, prompts, self.sample_tokens, self.seq_len, sampling.temperature, sampling.top_k, sampling.top_p,
+                self.seed, end, (rank * number, self.num),
+            ).tolist()  # fmt: skip
+        if self.record_routes:
+            samples_N = torch.arange(number)
+            write_routes(self.record_routes, {layer: (samples_N, found) for layer, found in routes.items()})
         of_ranks = gather_objects(mine) if ranks > 1 else [mine]
         texts = [tokens for of_rank in of_ranks for tokens in of_rank][: self.num]
         return [tokenizer.decode(prompt + t[: t.index(end) if end in t else None]) for t in texts]

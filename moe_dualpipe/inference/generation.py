@@ -10,7 +10,8 @@ the same as with a forward of the whole text.
 B sequences, S positions, N tokens to generate, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -69,6 +70,26 @@ def generate(
 
     with eval_mode([model]):
         return decode(step, prompts, num_tokens, max_length, model.config.vocab_size, stop, stop_early=all_local)
+
+
+@contextmanager
+def recorded_routes(model: TransformerStage, num_texts: int) -> Iterator[dict[int, Tensor]]:
+    """Collect the experts of each position that `generate` reads in this context, by layer: [B, S, K], at its end.
+
+    The positions are those of the texts as long as they fit into `max_length`. The last token of a text is not read.
+    """
+    parts, routes = dict[int, list[Tensor]](), dict[int, Tensor]()
+    with ExitStack() as hooks:
+        for layer in (module for module in model.modules() if isinstance(module, MoE)):
+            seen = parts.setdefault(layer.layer, [])
+
+            def note(_router: object, _inputs: object, decision: tuple[Tensor, ...], seen: list[Tensor] = seen) -> None:
+                seen.append(decision[1].unflatten(0, (num_texts, -1)))
+
+            handle = layer.router.register_forward_hook(note)
+            hooks.callback(handle.remove)
+        yield routes
+    routes |= {layer: torch.cat(seen, 1) for layer, seen in parts.items() if seen}
 
 
 def decode(

@@ -92,7 +92,8 @@ class Pipeline:
         self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
         embedding = share_embedding(self.stages.values())
         hidden = TensorSpec((*micro_batch, model.hidden_size), dtype)
-        documents = [TensorSpec(micro_batch, torch.int32)] * (self.options.document_end_id is not None)
+        numbered = self.options.document_end_id is not None or self.options.routes
+        documents = [TensorSpec(micro_batch, torch.int32)] * numbered
         links = P2P.connect(
             self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout, directions=self.groups.links
         )
@@ -172,7 +173,9 @@ class Pipeline:
         size = self.micro_batch[0]
         for m, (x, y) in enumerate(zip(inputs_BS.split(size), labels_BS.split(size), strict=True)):
             if schedule.rank_of(0, m) == pp_rank:
-                inputs[m] = (x.to(self.device),)
+                numbers_BS = torch.arange(m * size, (m + 1) * size, dtype=torch.int32)[:, None] * x.shape[1]
+                numbers = [numbers_BS.expand(x.shape).to(self.device)] * self.options.routes
+                inputs[m] = (x.to(self.device), *numbers)
             if schedule.rank_of(last, m) == pp_rank:
                 labels[m] = (y.to(self.device), weights[m])
         criterion = weighted(self.stages[last].loss) if last in self.stages else None

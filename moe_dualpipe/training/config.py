@@ -103,6 +103,10 @@ class BatchConfig:
     """Restrict attention to tokens of the same document."""
     batch_size: int = 16
     """Sequences per step over all ranks. Step n reads the same sequences in every layout."""
+    record_routes: str | None = None
+    """Folder for the experts of every token of the run (docs/training.md)."""
+    replay_routes: str | None = None
+    """Train with the experts in this folder or file, instead of those that the router chooses."""
     micro_batch_size: int | None = None
     """Sequences per micro-batch. None: 2, or 1 if the schedule needs more micro-batches."""
 

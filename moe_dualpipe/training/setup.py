@@ -79,6 +79,10 @@ def check_cuda_graphs(config: TrainConfig, device: torch.device, kernels: Kernel
         (model.own_layers, f"cannot capture your own {', '.join(model.own_layers)}: use compute.cuda_graphs=false"),
         (losses, f"cannot count {' and '.join(losses)}: use factors of 0, or compute.cuda_graphs=false"),
         (model.mtp_layers, "cannot count the MTP loss: use model.mtp_layers=0, or compute.cuda_graphs=false"),
+        (
+            config.batch.record_routes or config.batch.replay_routes,
+            "cannot look up routes: record and replay without it",
+        ),
         (config.metrics.profile, "runs no schedule to profile: use --profile 0, or compute.cuda_graphs=false"),
     )
     for applies, reason in refused:

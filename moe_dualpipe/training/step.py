@@ -33,6 +33,7 @@ from .extensions.averaged_buffers import AveragedBuffers
 from .extensions.balance import Balancing
 from .extensions.expert_moves import ExpertMoves
 from .extensions.replica_checks import ReplicaChecks
+from .extensions.routes import Routes
 from .extensions.skipped_steps import SkippedSteps
 from .extensions.timings import Timings
 from .metrics import utilization
@@ -88,7 +89,7 @@ class Trainer:
         self.optimizer = self.pipeline.optimizer(self.config.optim, self.config.parallel.zero)
         batch, seed, last = self.config.batch, self.config.seed, self.config.steps
         self.read_ahead = build_on_all_ranks(
-            lambda: ReadAhead(self.text, seed, batch.batch_size, batch.seq_len, self._own, last)
+            lambda: ReadAhead(self.text, seed, batch.batch_size, batch.seq_len, self.own_sequences, last)
         )
         self.skipped = SkippedSteps(self.config.health.max_skipped, announce=self.layout.rank == 0)
         self.replica_checks = ReplicaChecks(self)
@@ -96,7 +97,8 @@ class Trainer:
         self.partial = self._load()
         factor = utilization(self.config.model, batch.seq_len, dist.get_world_size(), run.peak_flops)
         moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every and self.layout.ep > 1 else []
-        self.extensions += [Balancing(self), *moves, Timings(self, factor)]
+        routes = [Routes(self)] if self._with_routes else []
+        self.extensions += [Balancing(self), *moves, *routes, Timings(self, factor)]
         self.extensions += [built for build in extensions if (built := build(self)) is not None]
 
     def _build_pipeline(self) -> Pipeline:
@@ -104,8 +106,9 @@ class Trainer:
         parallel, compute = config.parallel, config.compute
         end_id = self.text.tokenizer.end_id if config.batch.document_mask else None
         options = StageOptions(
-            config.seed, compute.recompute, run.kernels, compute.fused_loss, end_id, compiled=run.compiled
-        )
+            config.seed, compute.recompute, run.kernels, compute.fused_loss, end_id, self._with_routes,
+            compiled=run.compiled,
+        )  # fmt: skip
         return Pipeline(
             config.model, self.schedule, (run.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
             ep=self.layout.ep, ep_backend=parallel.ep_backend, options=options, overlap=parallel.overlap,
@@ -183,7 +186,12 @@ class Trainer:
         )
 
     @property
-    def _own(self) -> range:
+    def _with_routes(self) -> bool:
+        batch = self.config.batch
+        return bool(batch.record_routes or batch.replay_routes)
+
+    @property
+    def own_sequences(self) -> range:
         """The sequences of a step that this data-parallel rank runs."""
         count = self.pipeline.num_sequences
         return range(self.layout.dp_rank * count, (self.layout.dp_rank + 1) * count)
