@@ -27,7 +27,7 @@ def write_routes(path: Path, layers: Mapping[int, tuple[Tensor, Tensor]]) -> Non
     """Write a file. layers: by their number, samples [N] and experts [N, S, K]. Raises OSError."""
     tensors = {}
     for layer, (samples_N, experts_NSK) in layers.items():
-        tensors[f"layers.{layer}.samples"] = samples_N.cpu().contiguous()
+        tensors[f"layers.{layer}.samples"] = samples_N.cpu().clone()  # layers may share it
         tensors[f"layers.{layer}.experts"] = experts_NSK.to("cpu", torch.int16).contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")

@@ -77,12 +77,14 @@ def test_other_routes_are_taken_where_they_are_known(tmp_path, recorded):
 
 def test_generate_records_what_the_router_chooses_for_the_text(tmp_path, capsys):
     folder, file = tmp_path / "run", tmp_path / "texts.safetensors"
-    run_ranks(1, train, settings(folder, steps=1))
+    run_ranks(1, train, settings(folder, steps=1, model=dataclasses.replace(MODEL, num_layers=3)))
     written = ["--prompt", "def ", "--sample-tokens", "5", "--num", "3", "--record-routes", str(file)]
     assert main(["generate", str(folder), *written]) == 0
     found = load_file(file)
     assert {name: (tensor.dtype, [*tensor.shape]) for name, tensor in found.items()} == {
-        "layers.1.experts": (torch.int16, [3, 8, 2]), "layers.1.samples": (torch.int64, [3]),
+        f"layers.{layer}.{name}": shape
+        for layer in (1, 2)
+        for name, shape in (("experts", (torch.int16, [3, 8, 2])), ("samples", (torch.int64, [3])))
     }  # fmt: skip
     assert found["layers.1.samples"].tolist() == [0, 1, 2]
     assert (found["layers.1.experts"][0, :4] == found["layers.1.experts"][2, :4]).all()  # of the same prompt
