@@ -19,12 +19,13 @@ class WeightGrads:
 
     max_deferred: maximum number of deferred keys, which bounds the memory of saved activations; None: no bound. At the
     maximum, `defer_to` first computes the gradients of the oldest key. Raises ValueError below 1.
+    late: in an overlapped pair, compute those of the MLP after the other chunk's MLP (overlap/engine.py).
     """
 
-    def __init__(self, max_deferred: int | None = None) -> None:
+    def __init__(self, max_deferred: int | None = None, late: bool = False) -> None:
         if max_deferred is not None and max_deferred < 1:
             raise ValueError(f"max_deferred must be at least 1, or None for no bound: got {max_deferred}")
-        self.max_deferred = max_deferred
+        self.max_deferred, self.late = max_deferred, late
         self._already_run: set[Hashable] = set()
         self._key: Hashable | None = None
         self.can_defer = True

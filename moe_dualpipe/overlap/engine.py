@@ -11,6 +11,9 @@ is computed. If a dispatch must read sizes on the host, mlp(B) is already in the
 its work is done. So a transfer starts as soon as its input exists, and then the other lane runs. If a transfer is
 complete at once, there is nothing to hide, and its lane continues. Both devices run computations in the same
 order, and transfers in the same order.
+
+With `WeightGrads.late`, mlp(W) runs after mlp(F), so that combine(F) starts earlier. This is faster where attention is
+short, or combine is long.
 """
 
 from collections.abc import Callable
@@ -59,19 +62,23 @@ class Engine:
         # Two streams: one chunk's rows are packed while the other's are in transfer.
         first.side, second.side = self.sides
         first.interleaved = second.interleaved = True
+        late = second.weight_grads is not None and second.weight_grads.late
         try:
             second.advance()
             second.launch()
             second.run_deferred()
             while first.active or second.active:
                 first.advance()
+                if late:
+                    second.run_deferred()
                 second.advance()
                 next_comm = first.next_comm or second.next_comm
                 if next_comm is not None and next_comm.weights_first:
                     second.run_deferred()
                 first.launch()
                 second.launch()
-                second.run_deferred()
+                if not (late and first.dispatching):
+                    second.run_deferred()
         except BaseException:
             second.drop_deferred()
             raise
@@ -123,6 +130,8 @@ class Lane:
         self.side, self.interleaved = engine.sides[0], False
         self.segments, self.active = segments, True
         self.next_comm: Comm | None = None
+        self.dispatching = False
+        """Whether the last transfer that was started leads to the experts."""
         self.result: Any = None
         self._reply: Any = None
         self._inputs_ready: Any = None
@@ -157,6 +166,7 @@ class Lane:
         if self.next_comm is None:
             return False
         comm, side, self.next_comm = self.next_comm, self.side, None
+        self.dispatching = not comm.weights_first
         with self.engine.annotate(text := label(comm.name, self.kind), comm.layer):
             transfer = side.start(comm, self._inputs_ready, self.interleaved) if side else comm.fn()
         self._reply = CommResult(partial(self._wait, transfer, WAIT_FOR + text, comm.layer))

@@ -55,6 +55,7 @@ class Pipeline:
     overlap: run the communication of one micro-batch during the computation of another, where the schedule pairs them
     and layers communicate. max_deferred: maximum number of chunks with deferred weight gradients. timeout: seconds that
     a collective operation waits. on_action: called with each action when it begins, and with None at the end of a step.
+    late_weights: in overlapped pairs, compute mlp(W) after mlp(F) (overlap/engine.py).
     sum_by_choice: add up the outputs of a token's experts in the order of its choices (expert_parallel/by_choice.py).
     cuda_graphs: run each micro-batch of a training step as a CUDA graph, without the schedule; only for what
     `check_cuda_graphs` (training/setup.py) allows. It may be changed later.
@@ -69,7 +70,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32, *, ep: int = 1, ep_backend: EpBackend = "auto",
         options: StageOptions | None = None, overlap: bool = True, max_deferred: int | None = None,
         timeout: float | None = None, on_action: Callable[[Action | None], None] | None = None,
-        cuda_graphs: bool = False, sum_by_choice: bool = False,
+        cuda_graphs: bool = False, sum_by_choice: bool = False, late_weights: bool = False,
     ):  # fmt: skip
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
         self.device, self.options, self._on_action = torch.device(device), options or StageOptions(), on_action
@@ -99,7 +100,7 @@ class Pipeline:
         )
         # Without transfers in the background, only a custom block can have communication to hide.
         overlap = overlap and (self.expert_parallel.in_background or "block" in model.own_layers)
-        self.executor = Executor(self.stages, links, WeightGrads(max_deferred), overlap, on_action)
+        self.executor = Executor(self.stages, links, WeightGrads(max_deferred, late_weights), overlap, on_action)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
         self.background, self.divided = Background(self.device), False
         self.order = StageOrder.of(schedule, self.stages)

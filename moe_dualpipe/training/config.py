@@ -54,6 +54,9 @@ class ParallelConfig:
     """Stages per rank, for interleaved schedules. None: the schedule's default."""
     overlap: bool = True
     """Overlap the communication of one micro-batch with the computation of another, if the schedule pairs them."""
+    wgrad: Literal["early", "late"] = "early"
+    """When an overlapped pair computes the weight gradients of a layer's MLP: early, as DeepSeek, or late, after the
+    other chunk's MLP. late is faster where attention is short or combine is long; the results are bit-identical."""
     max_deferred: int | None = None
     """Maximum number of chunks with deferred weight gradients; a limit saves activation memory. None: no limit."""
     zero: bool = True

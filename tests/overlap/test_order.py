@@ -5,8 +5,8 @@ import torch
 
 from moe_dualpipe.expert_parallel import Completed, Local, Loopback
 from moe_dualpipe.models.layers import Linear
-from moe_dualpipe.overlap import Comm, Compute, Engine
-from tests.support.pairs import OVERLAPPED, run_pair, stage, tokens
+from moe_dualpipe.overlap import Comm, Compute, Engine, WeightGrads, bind
+from tests.support.pairs import OVERLAPPED, assert_same, run_pair, stage, tokens
 from tests.support.segments import module_of
 
 LAYER = "attn(F) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(F) attn(B) attn(W) combine(F)"
@@ -38,6 +38,23 @@ def test_on_a_cpu_transfers_start_as_soon_as_their_input_exists():
     assert order(bare(2), bare(2), queued=False) == (
         f"add(B) combine(B) {EAGER_LAYER} combine(B) attn(W) {EAGER_LAYER} attn(W) add(F)"
     )
+
+
+@pytest.mark.parametrize("queued", [True, False])
+@pytest.mark.parametrize("layers", [(2, 2), (1, 3), (3, 1)])
+def test_late_weight_gradients_follow_the_other_chunks_mlp_and_have_the_same_bits(layers, queued):
+    logs, results = ([], []), []
+    for log, late in zip(logs, (False, True), strict=True):
+        first, second = (bare(count) for count in layers)
+        bind(second, WeightGrads(late=late))
+        x0, x1 = torch.randn(2, 1, 4, 16, generator=torch.Generator().manual_seed(1))
+        results.append(run_pair(first, second, x0, x1, True, queued, log))
+    early, late = (" ".join(log) for log in logs)
+    combine = "" if queued else " combine(F)"  # also started before mlp(W)
+    pairs = min(layers)
+    assert early.count(f"mlp(W) mlp(F){combine}") == late.count(f"mlp(F){combine} mlp(W)") == pairs
+    assert early.replace(f"mlp(W) mlp(F){combine}", f"mlp(F){combine} mlp(W)") == late
+    assert_same(results[1], results[0])
 
 
 def test_with_completed_transfers_the_backward_runs_first():
