@@ -1,4 +1,4 @@
-"""Divide the layers over stages so that all stages have about the same FLOPs."""
+"""Divide the layers over stages: as a list says, or so that all stages have about the same FLOPs."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -47,17 +47,30 @@ def check_stages(num_stages: int, num_layers: int) -> None:
         )
 
 
-def split(config: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
+def check_layers_of_stages(layers: Sequence[int], num_stages: int, num_layers: int) -> None:
+    """Raise ValueError unless `layers` has a number of layers for each stage, all together."""
+    given = f"parallel.layers {','.join(map(str, layers))}"
+    if len(layers) != num_stages:
+        raise ValueError(f"{given} is for {plural(len(layers), 'stage')}, and the schedule has {num_stages}")
+    if sum(layers) != num_layers or min(layers) < 1:
+        what = f"must be at least 1 each and sum to {num_layers}, the layers of the model"
+        raise ValueError(f"{given} {what}: got {sum(layers)}")
+
+
+def split(config: ModelConfig, num_stages: int, layers: Sequence[int] = ()) -> tuple[StageSpec, ...]:
     """Divide the blocks over `num_stages` stages so that the slowest stage is as fast as possible.
 
-    Raises ValueError if there are fewer blocks than stages.
+    layers: the number of blocks of each stage instead. Raises ValueError if there are fewer blocks than stages, and for
+    `layers` that do not fit.
     """
+    if layers:
+        check_layers_of_stages(layers, num_stages, config.num_layers)
     check_stages(num_stages, config.num_layers)
     shape = flops_shape(config)
     costs = [layer.flops(shape.hidden) for layer in shape.layers]
     # The head and the MTP modules are on the stage of the last block.
     costs[-1] += shape.head.flops + shape.mtp * shape.mtp_module_flops
-    ends = divide(costs, num_stages)
+    ends = tuple(accumulate(layers)) or divide(costs, num_stages)
     specs = []
     for start, end in zip((0, *ends), ends, strict=False):
         last, share = end == config.num_layers, sum(costs[start:end]) / sum(costs)

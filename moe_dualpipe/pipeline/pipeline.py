@@ -55,6 +55,7 @@ class Pipeline:
     overlap: run the communication of one micro-batch during the computation of another, where the schedule pairs them
     and layers communicate. max_deferred: maximum number of chunks with deferred weight gradients. timeout: seconds that
     a collective operation waits. on_action: called with each action when it begins, and with None at the end of a step.
+    layers: the number of layers of each stage; empty: about the same FLOPs in each.
     late_weights: in overlapped pairs, compute mlp(W) after mlp(F) (overlap/engine.py).
     sum_by_choice: add up the outputs of a token's experts in the order of its choices (expert_parallel/by_choice.py).
     cuda_graphs: run each micro-batch of a training step as a CUDA graph, without the schedule; only for what
@@ -71,8 +72,10 @@ class Pipeline:
         options: StageOptions | None = None, overlap: bool = True, max_deferred: int | None = None,
         timeout: float | None = None, on_action: Callable[[Action | None], None] | None = None,
         cuda_graphs: bool = False, sum_by_choice: bool = False, late_weights: bool = False,
+        layers: Sequence[int] = (),
     ):  # fmt: skip
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
+        self.specs = split(model, schedule.num_stages, layers)
         self.device, self.options, self._on_action = torch.device(device), options or StageOptions(), on_action
         self.layout = _layout(schedule, ep, model.num_experts)
         self.groups = build_groups(self.layout, schedule.placement, timeout, model.last_stage_embeds)
@@ -112,11 +115,11 @@ class Pipeline:
 
     def _build_stages(self, experts: ExpertParallel) -> dict[int, TransformerStage]:
         """The stages of this rank. Raises ValueError for layers that cannot be built."""
-        specs, stages, default = split(self.model, self.schedule.num_stages), {}, torch.get_default_dtype()
+        stages, default = {}, torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)  # in another default dtype of the program, other weights would be drawn
         try:
             for index in self.schedule.placement.stages[self.layout.pp_rank]:
-                stage = TransformerStage(self.model, specs[index], experts, self.options)
+                stage = TransformerStage(self.model, self.specs[index], experts, self.options)
                 stages[index] = stage.to(self.device, self.dtype)
         finally:
             torch.set_default_dtype(default)

@@ -50,6 +50,9 @@ class ParallelConfig:
     schedule: str = "auto"
     """Pipeline schedule (docs/schedules.md), or a CSV file. auto: dualpipe for an even number of pipeline ranks, else
     dualpipev."""
+    layers: str | None = None
+    """Number of layers of each stage, such as 4,4,3,3. auto: those of the least step time that fit into memory.
+    None: about the same FLOPs in each stage."""
     num_chunks: int | None = None
     """Stages per rank, for interleaved schedules. None: the schedule's default."""
     overlap: bool = True

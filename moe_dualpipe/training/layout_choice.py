@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from ..messages import nearest, plural, printable, with_suggestions, without_suggestions
-from ..models.partition import check_stages
+from ..messages import nearest, plural, printable, quoted, with_suggestions, without_suggestions
+from ..models.partition import check_layers_of_stages, check_stages
 from ..runtime.layout import Layout, check_ep, divisors, layouts
 from ..schedule import Schedule, build, check_numbers, default_schedule
 from ..schedule.schedule_file import is_file_name, read_schedule
@@ -58,6 +58,8 @@ def choose(
             return asked
     if strict and asked:
         raise ValueError(why)
+    if not strict:  # a list of layers is for the stages of one layout
+        config = replace(config, parallel=replace(config.parallel, layers=None))
     found = _nearest_first(config, processes)
     best = next((one for one in found if not problem(one)), None)
     if best and not strict:
@@ -125,8 +127,22 @@ def _choice(config: TrainConfig, layout: Layout, name: str, size: int) -> Choice
         each = f" on each of {dp} data-parallel ranks" if dp > 1 else ""
         raise ValueError(f"--micro-batch-size {size} does not divide {plural(own, 'sequence')}{each}")
     check_numbers_of = _check_file if is_file_name(name) else check_numbers
-    check_stages(check_numbers_of(name, pp, own // size, chunks), config.model.num_layers)
+    stages = check_numbers_of(name, pp, own // size, chunks)
+    check_stages(stages, config.model.num_layers)
+    if layers := listed_layers(config):
+        check_layers_of_stages(layers, stages, config.model.num_layers)
     return Choice(replace(layout, chunks=chunks), name, own // size, size)
+
+
+def listed_layers(config: TrainConfig) -> tuple[int, ...]:
+    """The numbers in `parallel.layers`; none if they are not listed there. Raises ValueError for other text."""
+    text = config.parallel.layers
+    if text in (None, "auto"):
+        return ()
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ValueError(f"parallel.layers must be auto or numbers such as 4,4,3,3: got {quoted(text, 60)}") from None
 
 
 def _check_file(name: str, pp: int, micro_batches: int, num_chunks: int | None) -> int:

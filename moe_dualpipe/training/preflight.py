@@ -37,7 +37,7 @@ from .agreement import Agreed, agree
 from .checks import check_options
 from .config import TrainConfig
 from .extensions import Build
-from .layout_choice import Choice, choose
+from .layout_choice import Choice, choose, listed_layers
 from .options import OPTIONS_FILE, Request, changes
 
 LAYOUT_KEYS = frozenset(
@@ -60,7 +60,8 @@ class Instruments:
 
     memory_problem: why a choice needs more than so many bytes on a rank; "" if it fits or is unknown. memory_line: what
     a step will need. first_nonfinite: where a non-finite loss or gradient comes from, found by
-    running the batches again. peak_flops: FLOP/s of a GPU, by its name and dtype. extensions: more of them.
+    running the batches again. peak_flops: FLOP/s of a GPU, by its name and dtype. extensions: more of them. layers:
+    the numbers of layers of the stages with the least step time.
     """
 
     memory_problem: Callable[..., str] = lambda *_: ""
@@ -68,6 +69,7 @@ class Instruments:
     first_nonfinite: Callable[[Any, Iterable[list[Tensor]], bool], str] = lambda *_: "its origin was not looked for"
     peak_flops: Callable[[str, torch.dtype], float | None] = lambda *_: None
     extensions: Sequence[Build] = ()
+    layers: Callable[..., tuple[int, ...]] = lambda *_: ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Run:
     kernels: Kernels
     compiled: bool
     folder: Path | None
+    layers: tuple[int, ...]
+    """The number of layers of each stage; empty: about the same FLOPs in each."""
     stages: Sequence[StageSpec]
     text: TextData | GivenBatches
     resume: Path | None
@@ -153,6 +157,7 @@ def prepare(
     if folder and not restarted:
         setup.check_new(folder, options)
     config, choice = _choose(request, launch, agreed, device, instruments)
+    layers = _layers(config, choice, agreed, device, instruments)
     compiled = setup.choose_compiled(config.compute.compile, device.type)
     if config.compute.cuda_graphs:
         setup.check_cuda_graphs(config, device, kernels, launch.world_size)
@@ -193,8 +198,9 @@ def prepare(
     changed = changes(request.saved, config) if resume and request.saved else []
     return Run(
         config, changed, choice, replace(choice.layout, rank=launch.rank), device, dtype, kernels, compiled, folder,
-        split(config.model, choice.schedule.num_stages), text, resume, None if resume else given.weights, differences,
-        first_step, restarted, _companions(resume, weights), from_command, instruments, agreed.store,
+        layers, split(config.model, choice.schedule.num_stages, layers), text, resume,
+        None if resume else given.weights, differences, first_step, restarted, _companions(resume, weights),
+        from_command, instruments, agreed.store,
         peak_flops=_peak_flops(config, device, dtype, instruments),
     )  # fmt: skip
 
@@ -222,6 +228,17 @@ def _choose(
     parallel = replace(config.parallel, pp=choice.layout.pp, ep=choice.layout.ep, schedule=choice.name)
     batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
     return replace(config, parallel=parallel, batch=batch), choice
+
+
+def _layers(
+    config: TrainConfig, choice: Choice, agreed: Agreed, device: torch.device, instruments: Instruments
+) -> tuple[int, ...]:  # fmt: skip
+    """The number of layers of each stage, if `parallel.layers` says so for this layout."""
+    if config.parallel.layers != "auto":
+        return () if choice.changed else listed_layers(config)
+    batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
+    dtype = setup.choose_dtype(config.compute, device.type)
+    return instruments.layers(replace(config, batch=batch), choice.schedule, choice.layout, dtype, device, agreed.free)
 
 
 def _peak_flops(

@@ -114,7 +114,7 @@ class Trainer:
             ep=self.layout.ep, ep_backend=parallel.ep_backend, options=options, overlap=parallel.overlap,
             max_deferred=parallel.max_deferred, timeout=config.health.timeout, on_action=self.progress.note,
             cuda_graphs=compute.cuda_graphs, sum_by_choice=parallel.expert_sums == "choice",
-            late_weights=parallel.wgrad == "late",
+            late_weights=parallel.wgrad == "late", layers=run.layers,
         )  # fmt: skip
 
     def _load(self) -> PartialLoad | None:

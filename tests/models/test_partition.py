@@ -22,6 +22,19 @@ def test_split_covers_all_layers_and_describes_stages():
         split(CONFIG, 5)
 
 
+def test_a_list_of_layers_is_followed_or_refused():
+    specs = split(CONFIG, 3, (1, 1, 2))
+    assert [[*spec.layers] for spec in specs] == [[0], [1], [2, 3]] and specs[2].head and specs[0].embedding
+    assert sum(spec.share for spec in specs) == pytest.approx(1)
+    for layers, problem in [
+        ((2, 2), "parallel.layers 2,2 is for 2 stages, and the schedule has 3"),
+        ((1, 1, 1), "parallel.layers 1,1,1 must be at least 1 each and sum to 4, the layers of the model: got 3"),
+        ((0, 2, 2), "parallel.layers 0,2,2 must be at least 1 each"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{problem}"):
+            split(CONFIG, 3, layers)
+
+
 def test_the_largest_model_is_divided_at_once():
     specs = split(with_choices(num_layers=10_000), 4)
     assert [len(spec.layers) for spec in specs] == [2500, 2500, 2500, 2500]

@@ -77,6 +77,9 @@ TYPED = [
     (8, "", "4 layers cannot be divided over 8 pipeline stages: use --pp 4"),
     (4, "--ep 4 --num-experts 6", "--ep 4 does not divide 6 experts: use --pp 1 --ep 2"),
     (4, "--pp 2 --ep 4", "--ep 4 does not divide 2 data-parallel ranks (4 processes / 2 pipeline ranks): use --pp 1"),
+    (2, "--set parallel.layers=1,2,1", "parallel.layers 1,2,1 is for 3 stages, and the schedule has 2"),
+    (2, "--set parallel.layers=1,2", "parallel.layers 1,2 must be at least 1 each and sum to 4, the layers of the mo"),
+    (2, "--set parallel.layers=some", "parallel.layers must be auto or numbers such as 4,4,3,3: got 'some'"),
     (4, "--pp 3", "--pp 3 does not divide 4 processes: use --pp 4"),
     (1, "--batch-size 1073741824 --micro-batch-size 1", "a schedule can have at most 524,288 chunks, one for each mi"),
 ]  # fmt: skip
