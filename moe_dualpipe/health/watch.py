@@ -12,7 +12,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -25,7 +25,7 @@ from .deadline import Deadline
 from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace, state_of
 from .program import program_name
 from .report import end_process, report_error
-from .stall import StallReport, describe_stall
+from .waits import describe_waits
 
 PATIENCE = 10.0
 """Seconds without a heartbeat until a rank counts as dead; at most half of the timeout."""
@@ -107,8 +107,6 @@ class Watchdog:
         # One client per thread. Not the default client: it blocks while a process group is created.
         clients = [dist.distributed_c10d._get_default_store().clone() for _ in range(2)]  # type: ignore[attr-defined]
         self._main_store, self._store = (dist.PrefixStore(prefix, client) for client in clients)
-        patience = max(timeout / 4 / self.interval, self.max_silent + 4)  # a rank that does not answer is found first
-        self._stall = StallReport(self._store, self.rank, self.size, patience, self._heartbeat)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
@@ -148,10 +146,9 @@ class Watchdog:
             # Before the first wait: other ranks need the process id if this rank dies early.
             self._send_heartbeat(ended=False)
             while not self._closing.wait(self.interval):
-                beat = self._send_heartbeat(ended=False)
+                self._send_heartbeat(ended=False)
                 if failure := self._published() or self._detect():
                     self._exit(self._publish(self._store, failure))
-                self._stall.check(beat)
                 self._answers.renew()
             self._send_heartbeat(ended=True)
         except RuntimeError as error:
@@ -245,8 +242,16 @@ class Watchdog:
             return Failure(rank, f"{'exited' if ended else 'hangs'} in {beat.state.position}, and others wait for it")
         positions = [f"rank {rank} is in {beat.state.position}" for rank, beat in (suspects or beats).items()]
         why = f" ({_first_line(self._lost_connection)})" if self._lost_connection is not None else ""
-        waits = "; ".join(describe_stall(read) or positions)
+        waits = "; ".join(_describe_stall(read) or positions)
         return Failure(None, f"the ranks wait for each other{why}: {waits}")
+
+
+def _describe_stall(beats: Mapping[int, Heartbeat | None]) -> list[str]:
+    """Who waits for whom. beats: the last heartbeat of each rank, or None."""
+    states = {rank: beat.state for rank, beat in beats.items() if beat is not None}
+    gone = {rank: "no sign of life" for rank in beats if rank not in states}
+    ended = {rank: f"has ended in {beat.state.position}" for rank, beat in beats.items() if beat and beat.ended}
+    return describe_waits(states, gone | ended)
 
 
 def _attempt_id() -> int:

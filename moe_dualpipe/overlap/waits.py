@@ -1,4 +1,4 @@
-"""Marks the functions that wait for other ranks: the report of a stalled run tells waiting from computing."""
+"""Marks the functions that wait for other ranks: the report of a hanging run tells waiting from computing."""
 
 from collections.abc import Callable, Iterable
 from types import CodeType

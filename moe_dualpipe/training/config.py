@@ -193,8 +193,7 @@ class HealthConfig:
     """When a run stops because something is wrong."""
 
     timeout: float = 600.0
-    """Seconds to wait for another rank before the run fails. A rank that dies is detected sooner.
-    After a quarter of this time, the run prints which ranks wait for which."""
+    """Seconds to wait for another rank before the run fails. A rank that dies is detected sooner."""
     check_memory: bool = True
     """Refuse to start if a step does not fit into free memory."""
     max_skipped: int = 10

@@ -1,4 +1,4 @@
-"""The deduction of who waits for whom, what a rank says that it does, and that a stall is reported once."""
+"""The deduction of who waits for whom, and what a rank says that it does."""
 
 import threading
 import time
@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moe_dualpipe.checkpoint.save import Saver
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.expert_parallel.shared.mailbox import Mailbox
-from moe_dualpipe.health.heartbeat import SAVING, CodePosition, Heartbeat, Progress, state_of
-from moe_dualpipe.health.stall import StallReport
+from moe_dualpipe.health.heartbeat import SAVING, CodePosition, Progress, state_of
 from moe_dualpipe.health.waits import RankState, describe_waits
 from moe_dualpipe.overlap import Comm, Engine
 from moe_dualpipe.runtime import P2P
@@ -227,70 +225,3 @@ def test_a_marked_wait_is_seen_whatever_it_calls(call):
 
 def test_a_function_does_not_wait_for_ranks_because_of_its_name():
     assert not position_during(lambda event: Blocks(event).wait()).waiting
-
-
-# ---- The report ----
-
-GRADIENTS = waiting("gradients of step 3", (10, 0))
-
-
-def beat(count, since, state):
-    return Heartbeat(count, since, state, False, False, "", 1)
-
-
-@pytest.fixture
-def reports():
-    """Reports of four ranks after 8 checks, with the heartbeats that they read."""
-    store, beats = dist.HashStore(), {}
-    return [StallReport(store, rank, 4, 8, beats.get) for rank in range(4)], beats
-
-
-def check_all(reports, beats, ranks, count, since, state=GRADIENTS):
-    for rank in ranks:
-        beats[rank] = beat(count + rank, since + rank, state)  # the threads have not started together
-    for rank in ranks:
-        reports[rank].check(beats[rank])
-
-
-def test_a_stall_is_reported_once_by_one_rank_and_the_next_one_again(reports, capfd):
-    reports, beats = reports
-    for since in (100, 120):
-        for count in range(since, since + 20):
-            beats[3] = beat(count, 80, BUSY)
-            check_all(reports, beats, (0, 1, 2), count, since)
-        assert [line.partition(": ")[2] for line in capfd.readouterr().err.splitlines()] == [
-            "ranks 0, 1, 2 wait for rank 3: gradients of step 3 (for 31 s)",
-            "rank 3: in step 3, 1F2 (own.py:5 in forward) for 31 s",
-        ]
-
-
-def test_nothing_is_printed_while_nobody_waits_or_before_the_time(reports, capfd):
-    reports, beats = reports
-    for count in range(100, 120):
-        check_all(reports, beats, range(4), count, since=100, state=BUSY)
-    for count in range(120, 128):
-        check_all(reports, beats, range(4), count, since=120)
-    assert capfd.readouterr().err == ""
-    check_all(reports, beats, range(4), 128, since=120)
-    assert "wait" in capfd.readouterr().err
-
-
-def test_ranks_that_have_ended_or_never_began_are_told_apart(reports, capfd):
-    reports, beats = reports
-    for count in range(100, 109):
-        beats[3] = replace(beat(count, 80, BUSY), ended=True)
-        check_all(reports, beats, (0, 1), count, since=100)
-    assert [line.partition(": ")[2] for line in capfd.readouterr().err.splitlines()] == [
-        "ranks 0, 1 wait for ranks 2, 3: gradients of step 3 (for 31 s)",
-        "rank 2: no sign of life",
-        "rank 3: has ended in step 3, 1F2 (own.py:5 in forward)",
-    ]
-
-
-def test_a_rank_that_has_moved_on_no_longer_reports(reports, capfd):
-    reports, beats = reports
-    check_all(reports, beats, (0,), 108, since=100)  # it is the one to report
-    for count in range(110, 120):
-        beats |= {rank: beat(count, count, BUSY) for rank in (0, 2, 3)}
-        check_all(reports, beats, (1,), count, since=110)
-    assert "rank 1 waits for ranks 0, 2, 3: gradients of step 3" in capfd.readouterr().err
