@@ -4,15 +4,13 @@ from ...models.costs import shape_of, train_flops_per_token
 from ...models.shape import Attention, Layer, ModelShape, Product
 from .activations import MicroBatch
 from .constants import Constant
-from .device import Device, device_names, load_device
-from .flops import peak_flops
+from .device import Device, device_names, load_device, peak_flops
 from .layout_search import Candidate, Found, search
-from .peak import PeakMemory, peak_memory, stages_of
+from .peak import PeakMemory, full_schedule, peak_memory, stages_of
 from .prediction import Estimate, estimate
 from .published_shapes import read_shape
 from .step import Step
 from .workload import Workload, layout_of
-from .workload_memory import full_schedule
 
 __all__ = [
     "Attention", "Candidate", "Constant", "Device", "Estimate", "Found", "Layer", "MicroBatch", "ModelShape",

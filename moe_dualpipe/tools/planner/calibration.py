@@ -26,8 +26,7 @@ from torch.utils.benchmark.utils.timer import timer as synchronized
 
 from ...data import strict_json
 from ...kernels.grouped_gemm import grouped_mm, grouped_wgrad
-from .device import FOLDER, KINDS, parse_device
-from .flops import known_device
+from .device import FOLDER, KINDS, known_device, parse_device
 from .segment_times import ATTENTION_BACKWARD
 
 EXPERTS, HEADS, HEAD_WIDTH = 8, 4, 64
@@ -64,7 +63,7 @@ def device_value(
     peak = known.get("peak", {}).get(precision) or fastest
     bandwidth = known.get("memory_bandwidth") or max(measured["copy"], measured["passes"])
     curves: dict[str, dict[str, Any]] = {
-        kind: dict(parse_device(known).curves[kind]) if known else {} for kind in KINDS
+        kind: dict(getattr(parse_device(known).efficiency, kind)) if known else {} for kind in KINDS
     }
     for kind in KINDS:
         curves[kind][precision] = [[flops, min(1.0, rate / peak)] for flops, rate in rates[kind]]

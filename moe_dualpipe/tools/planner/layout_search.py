@@ -16,11 +16,11 @@ from ...models.config import RECOMPUTE
 from ...runtime.layout import Layout, layouts
 from ...schedule import Costs, build, simulate
 from .constants import find_constant
+from .peak import memory_of
 from .prediction import Estimate
 from .segment_times import ALL
 from .step import Step, step_of
 from .workload import Workload, layout_of, layout_text
-from .workload_memory import memory_of
 
 SIMULATED = 40
 """Candidates that are simulated and returned, at most."""

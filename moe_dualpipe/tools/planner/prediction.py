@@ -14,11 +14,10 @@ from typing import Any
 
 from ...models.config import RECOMPUTE
 from .constants import Constant, find_constant
-from .peak import PeakMemory
+from .peak import PeakMemory, memory_of
 from .segment_times import EFFECTS, layer_factors
 from .step import Step, step_of
 from .workload import Workload
-from .workload_memory import memory_of
 
 MEMORY_ERROR = 0.1
 """Share by which memory may be mispredicted: published peaks are within it (tests/tools/planner/test_peak.py)."""

@@ -61,7 +61,7 @@ class Clock:
         precision = precision or self.precision
         share = 1.0
         if flops and ("attention" if kind.startswith("attention") else "products") in self.on:
-            share = self.device.efficiency(kind, precision, flops)
+            share = self.device.share(kind, precision, flops)
         return flops / ((self.device.peak[precision] or 0.0) * share)
 
     def products(self, tokens: float, products: Iterable[Product]) -> float:
@@ -74,7 +74,7 @@ class Clock:
         return min(self.product(flops, kind="grouped"), experts * self.product(flops / experts))
 
     def memory(self, num_bytes: float) -> float:
-        return num_bytes / (self.device.memory_bandwidth * self.device.memory_share) if "memory" in self.on else 0.0
+        return num_bytes / self.device.passes if "memory" in self.on else 0.0
 
     def launches(self, number: float) -> float:
         return number * self.device.launch if "launches" in self.on else 0.0
@@ -142,7 +142,7 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     products = attention.products(hidden)
     linear = clock.products(tokens, products)
     scores = tokens * attention.score_flops(load.seq)
-    kernel = load.device.flash2 if load.attention == "flash2" and "attention" in clock.on else 1.0
+    kernel = load.device.efficiency.flash2 if load.attention == "flash2" and "attention" in clock.on else 1.0
     forward, backward = (
         clock.product(scores * factor, clock.wide, f"attention_{name}") / kernel
         for name, factor in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))

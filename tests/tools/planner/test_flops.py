@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from moe_dualpipe.tools.planner.flops import peak_flops
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_dualpipe.models import ModelConfig, build_model, next_token_loss, preset
 from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.tools.planner import shape_of
-from moe_dualpipe.tools.planner.flops import peak_flops
 
 BATCH, LENGTH = 2, 7
 SIZES = {

@@ -5,6 +5,7 @@ import itertools
 import math
 
 import pytest
+from moe_dualpipe.tools.planner.workload_memory import memory_of
 
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.tools.planner import layout_search
@@ -23,7 +24,6 @@ from moe_dualpipe.tools.planner.layout_search import (
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.step import step_of
 from moe_dualpipe.tools.planner.workload import Workload, layout_of
-from moe_dualpipe.tools.planner.workload_memory import memory_of
 
 LOAD = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), layout_of(8), seq=2048, global_batch=64)
 LIMIT = USABLE * LOAD.device.memory_gb * 1e9

@@ -4,14 +4,14 @@ import dataclasses
 import random
 
 import pytest
+from moe_dualpipe.tools.planner.backward_memory import mlp_working
+from moe_dualpipe.tools.planner.workload_memory import full_schedule, memory_of
 
 from moe_dualpipe.expert_parallel.exchange import ROW_ALIGNMENT, buffer_rows, round_up
 from moe_dualpipe.tools.planner import MicroBatch, Workload, layout_of, load_device, peak_memory, read_shape
 from moe_dualpipe.tools.planner.activations import choices_received, deferred_bytes, rows_received, saved_bytes
-from moe_dualpipe.tools.planner.backward_memory import mlp_working
 from moe_dualpipe.tools.planner.measured_loads import MeasuredLoads
 from moe_dualpipe.tools.planner.peak import config_of, stages_of
-from moe_dualpipe.tools.planner.workload_memory import full_schedule, memory_of
 
 BASE = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256)
 LAYERS, EXPERTS, RANKS = 48, 128, 8

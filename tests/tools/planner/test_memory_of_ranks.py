@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from moe_dualpipe.tools.planner.parameters import parameter_sizes
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel import Loopback
@@ -13,7 +14,6 @@ from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage, split
 from moe_dualpipe.schedule import Forward, Part, build, members
 from moe_dualpipe.tools.planner.activations import MicroBatch, deferred_bytes, rows_received, saved_bytes
-from moe_dualpipe.tools.planner.parameters import parameter_sizes
 from moe_dualpipe.tools.planner.peak import peak_memory
 from moe_dualpipe.training.layout_choice import choose
 from tests.support.ranks import run_ranks

@@ -4,13 +4,13 @@ import dataclasses
 import random
 
 import pytest
+from moe_dualpipe.tools.planner.backward_memory import working_bytes
 
 from moe_dualpipe.models import ModelConfig, preset, split
 from moe_dualpipe.runtime.groups import end_holders
 from moe_dualpipe.schedule import NAMES, Backward, Forward, Part, build
 from moe_dualpipe.tools.planner import MicroBatch, full_schedule, peak_memory, read_shape, shape_of
 from moe_dualpipe.tools.planner.activations import deferred_bytes, saved_bytes
-from moe_dualpipe.tools.planner.backward_memory import working_bytes
 from moe_dualpipe.tools.planner.peak import StageBytes, config_of, peak_of_actions, stages_of
 from moe_dualpipe.tools.planner.published_shapes import published_models
 

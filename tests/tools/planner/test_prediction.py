@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from moe_dualpipe.tools.planner.workload_memory import memory_of
 
 from moe_dualpipe.tools.planner.constants import find_constant, read_constants
 from moe_dualpipe.tools.planner.device import load_device
@@ -12,7 +13,6 @@ from moe_dualpipe.tools.planner.prediction import CHANGES, MEMORY_ERROR, estimat
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.real_routing import load_factor
 from moe_dualpipe.tools.planner.workload import Workload, layout_of
-from moe_dualpipe.tools.planner.workload_memory import memory_of
 
 LOAD = Workload(
     read_shape("deepseek-v3"), load_device("h800"), layout_of(2048, 1, 16, 1, 64), global_batch=15360, precision="fp8",

@@ -5,12 +5,12 @@ import statistics
 from collections import defaultdict
 
 import pytest
+from moe_dualpipe.tools.planner.parameters import parameter_sizes
 
 from benchmarks.planner.__main__ import OWN
 from benchmarks.planner.rows import read_rows
 from moe_dualpipe.models import PRESETS, ModelConfig, split
 from moe_dualpipe.tools.planner import Attention, Layer, read_shape, shape_of
-from moe_dualpipe.tools.planner.parameters import parameter_sizes
 from moe_dualpipe.tools.planner.published_shapes import published_models
 
 AWKWARD = ModelConfig(

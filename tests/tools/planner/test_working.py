@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
+from moe_dualpipe.tools.planner.backward_memory import mlp_working, working_bytes
 
 from moe_dualpipe.models import ModelConfig, StageSpec
 from moe_dualpipe.tools.planner import MicroBatch
 from moe_dualpipe.tools.planner.activations import block_bytes, deferred_attention, deferred_mlp, saved_bytes
-from moe_dualpipe.tools.planner.backward_memory import mlp_working, working_bytes
 
 CONFIG = ModelConfig(
     vocab_size=37, hidden_size=20, num_layers=6, num_dense_layers=0, num_heads=6, num_kv_heads=3, head_dim=10,
