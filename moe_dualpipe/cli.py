@@ -46,7 +46,6 @@ COMMANDS = {
     "export": ("export:Export", "Write the weights of a run as safetensors"),
     "model list": ("model:ListModels", "List the named models and their sizes"),
     "model show": ("model:ShowModel", "Show the size of a model, and the memory of each pipeline rank"),
-    "model balance": ("balance:Balance", "Place experts by their measured load"),
     "plan estimate": ("plan:EstimateCommand", "Predict step time, memory and cost of a run"),
     "plan search": ("plan:SearchCommand", "Find the layout and the schedule with the shortest step"),
     "plan calibrate": ("plan_calibrate:CalibrateCommand", "Measure this machine for the planner"),

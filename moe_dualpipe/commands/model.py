@@ -7,7 +7,7 @@ from tyro.conf import Positional, arg
 
 from ..models import PRESETS, preset
 from ..tools.planner import shape_of
-from ..tools.planner.model_tables import size_summary, sizes_table
+from ..tools.planner.table import size_summary, sizes_table
 from .options import JsonOption, check_ranges
 
 

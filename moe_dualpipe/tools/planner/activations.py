@@ -1,4 +1,4 @@
-"""Bytes of a micro-batch on a stage: saved from forward to backward, from I to W of a split backward, and in a backward.
+"""Bytes of a micro-batch on a stage: from forward to backward, from I to W of a split backward, and in a backward.
 
 Activations are most of the memory of training. They depend on the model, on what is recomputed, and on how the experts
 are spread. The formulas here add up the sizes of the tensors that layers save, so no model is built.
@@ -223,8 +223,8 @@ def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int
 # ---- What a backward needs only while it runs ----
 #
 # A backward frees what the forward has saved, from the last block to the first. On the way it allocates gradients of
-# activations, and what it recomputes. The peak is at the loss, which needs two tensors as large as the logits; or in the
-# MLP or the attention of a block, if what they need is more than what the blocks after it have freed.
+# activations, and what it recomputes. The peak is at the loss, which needs two tensors as large as the logits; or in
+# the MLP or the attention of a block, if what they need is more than what the blocks after it have freed.
 #
 # The numbers of rows follow from the order of the operators of plain torch. Kernels that fuse operators need less.
 

@@ -91,19 +91,6 @@ def to_text(value: Any) -> str:
     return re.sub(r"\[\s+([^\[\],{}]+),\s+([^\[\],{}]+?)\s+\]", r"[\1, \2]", text) + "\n"
 
 
-def measured_text(value: Mapping[str, Any], precision: str) -> str:
-    """The speeds in a device file, one line each."""
-    curves = value["efficiency"]
-    lines = [f"{'peak':<19} {value['peak'][precision] / 1e9:,.1f} GFLOP/s in {precision}"]
-    for kind in KINDS:
-        points = "  ".join(f"{flops:.0e}: {share:.2f}" for flops, share in curves[kind][precision])
-        lines.append(f"{kind.replace('_', ' '):<19} {points}")
-    passes = value["memory_bandwidth"] * curves["memory"]
-    lines.append(f"{'memory':<19} {value['memory_bandwidth'] / 1e9:.1f} GB/s, element-wise {passes / 1e9:.1f} GB/s")
-    lines.append(f"{'launch':<19} {value['launch'] * 1e6:.1f} us")
-    return "\n".join(lines)
-
-
 # ---- Kernels ----
 
 

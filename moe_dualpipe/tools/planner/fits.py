@@ -2,8 +2,8 @@
 
 `peak_memory` predicts each pipeline rank from the options alone. So every rank of a run comes to the same answer before
 anything is allocated, without asking the others. Activations count at the lower end of their prediction, so that a run
-that fits is not refused. With Muon, the prediction is a lower bound. With layers of your own and with frozen parameters,
-it is unknown.
+that fits is not refused. With Muon, the prediction is a lower bound. With layers of your own and with frozen
+parameters, it is unknown.
 
 What to use instead changes neither the layout nor what is learned. `moe-dualpipe plan estimate` has the memory of other
 layouts.

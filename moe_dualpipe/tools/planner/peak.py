@@ -1,8 +1,8 @@
 """The peak memory of each pipeline rank, by parts, for any model and any layout.
 
 A `ModelConfig` is a model that this project trains. A `ModelShape` may be any model, also with tensor and context
-parallelism; for its activations (activations.py), it is converted to a `ModelConfig` with the same sizes. Parameters are
-computed from sizes, and ZeRO divides them evenly, but this project does not divide a tensor: the replica with the
+parallelism; for its activations (activations.py), it is converted to a `ModelConfig` with the same sizes. Parameters
+are computed from sizes, and ZeRO divides them evenly, but this project does not divide a tensor: the replica with the
 embedding or the head has all of it. The schedule decides how many micro-batches a rank holds.
 
 Not counted: communication buffers, and fragmentation of the allocator.
@@ -55,9 +55,10 @@ class PeakMemory:
 def memory_of(load: Workload) -> PeakMemory:
     """The memory of the fullest rank, by parts."""
     one = load.layout
+    fullest = load.loads.fullest(load.shape, one.ep, load.experts) if load.loads else 1.0
     batch = MicroBatch(
         load.micro_batch, load.seq, ep=one.ep * load.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
-        flash=load.attention != "plain", load=load.loads.fullest(load.shape, one.ep) if load.loads else 1.0,
+        flash=load.attention != "plain", load=fullest,
     )  # fmt: skip
     schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
     stages = stages_of(load.shape, load.placement.num_stages)

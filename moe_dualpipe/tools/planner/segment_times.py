@@ -16,7 +16,7 @@ from ...models.shape import Attention, Layer, Product
 from .constants import read_constants
 from .device import Device
 from .pair import LayerSeconds
-from .real_routing import load_factor
+from .routing import assumed_factor
 from .transfer_times import all_to_all, gather, rows_sent
 from .workload import Workload
 
@@ -82,11 +82,11 @@ class Clock:
 
 def layer_factors(load: Workload, on: Collection[str] = ALL) -> list[float]:
     """For each layer, the rows of the rank that gets the most, divided by the mean; 1 for layers without experts."""
-    if "imbalance" not in on or (load.loads is None and load.routing == "balanced"):
+    if "imbalance" not in on:
         return [1.0] * len(load.shape.layers)
     if load.loads is not None:
-        return load.loads.factors(load.shape, load.layout.ep)
-    return [load_factor(layer.experts, layer.top_k, load.layout.ep) for layer in load.shape.layers]
+        return load.loads.factors(load.shape, load.layout.ep, load.experts)
+    return [assumed_factor(one.experts, one.top_k, load.layout.ep, load.violation) for one in load.shape.layers]
 
 
 def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, factor: float = 1.0) -> LayerSeconds:
