@@ -3,18 +3,36 @@
 import dataclasses
 import json
 import random
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
+from moe_dualpipe.checkpoint.expert_loads import LOADS_FILE, loads_file
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order, place_experts
-from moe_dualpipe.tools.planner import MicroBatch, Workload, estimate, layout_of, load_device, peak_memory, read_shape
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.models.router import Router
+from moe_dualpipe.tools.planner import (
+    MicroBatch,
+    Workload,
+    estimate,
+    layout_of,
+    load_device,
+    peak_memory,
+    read_shape,
+    shape_of,
+)
+from moe_dualpipe.tools.planner.calibration import calibrate
+from moe_dualpipe.tools.planner.device import parse_device
 from moe_dualpipe.tools.planner.peak import config_of, full_schedule, memory_of, stages_of
 from moe_dualpipe.tools.planner.prediction import routings
 from moe_dualpipe.tools.planner.routing import MeasuredLoads, assumed_factor, fullest, read_placement
 from moe_dualpipe.tools.planner.segment_times import layer_factors
 from moe_dualpipe.tools.planner.step import step_of
+from tests.support.ranks import run_ranks
+from tests.support.runs import make_trainer, settings
 
 BASE = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256, host=0.0)
 LAYERS, EXPERTS, RANKS = 48, 128, 8
@@ -131,6 +149,46 @@ def test_the_table_compares_places_numbers_of_ranks_and_limits_of_the_router():
     names = [name for name, _ in routings(free)]
     assert names == ["as given", "in order, --ep 8", "in order, --ep 32", "tokens go to at most 1 node",
                      "all experts alike"]  # fmt: skip
+
+
+SMALL = ModelConfig(
+    vocab_size=256, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, num_dense_layers=0,
+    expert_size=512, num_experts=8, experts_per_token=2, router_bias=True,
+)  # fmt: skip
+BIASES = {1.0: [2, 0, 0, 0, 2, 0, 0, 0], 1.43: [2, 0, 0, 0, 0, 0, 0, 0], 2.0: [1, 1, 1, 1, 0, 0, 0, 0]}
+"""By the load of the fuller of two ranks, divided by the mean."""
+
+
+def seconds_and_loads(rank, config):
+    """For each of BIASES, CPU seconds of a step, which other programs hardly change, and the loads file."""
+    trainer, found = make_trainer(rank, config), []
+    routers = [part for stage in trainer.stages.values() for part in stage.modules() if isinstance(part, Router)]
+    for bias in BIASES.values():
+        for router in routers:
+            router.bias_E.copy_(torch.tensor(bias))
+        trainer.step(0)
+        trainer.balance.take_loads()
+        start = time.process_time()
+        for step in range(4):
+            trainer.step(step)
+        found.append(((time.process_time() - start) / 4, loads_file(*trainer.balance.take_loads())[LOADS_FILE]))
+    return found
+
+
+@pytest.mark.long
+def test_cpu_ranks_take_as_long_as_is_predicted_from_their_loads(tmp_path):
+    numbers = {"seq_len": 256, "micro_batch_size": 2, "batch_size": 4, "pp": 1, "ep": 2, "bias_rate": 0.0}
+    config = settings(tmp_path, model=SMALL, schedule="1f1b", kernels="reference", compile="off", **numbers)
+    ranks = run_ranks(2, seconds_and_loads, config, timeout=600)
+    device = parse_device(calibrate("machine", torch.device("cpu"), 2, 0.02))
+    even = Workload(shape_of(SMALL, "small"), device, layout_of(2, ep=2), 256, 2, 4, "fp32", schedule="1f1b")
+    for factor, (seconds, loads), (other, _) in zip(BIASES, *ranks, strict=True):
+        (tmp_path / "loads.json").write_bytes(loads)
+        found = estimate(dataclasses.replace(even, loads=MeasuredLoads.read(tmp_path / "loads.json")))
+        assert found.imbalance == pytest.approx(factor, rel=0.03)
+        predicted, measured = found.step.compute * found.constant.factor, max(seconds, other)
+        print(f"{factor:.2f} times the mean: predicted {predicted:.3f} s, measured {measured:.3f} s")
+        assert predicted == pytest.approx(measured, rel=0.1)
 
 
 # ---- Memory ----
