@@ -29,7 +29,8 @@ class Balance:
         self.rows = {block: row for row, block in enumerate(blocks)}  # custom blocks may have experts in any layer
         self.shape = len(blocks), model.num_experts
         self._since_save_LE = torch.zeros(self.shape, dtype=torch.int64)
-        self._maxima_L: list[Tensor] = []  # of each step since then: the largest load of an expert over the mean
+        self._maxima_L = torch.zeros(len(blocks), dtype=torch.float64)  # sums over the steps since then
+        self._steps = 0
 
     def loads(self, device: torch.device) -> Tensor:
         """Tokens per expert since the last call, summed over all ranks, [L, E]. Collective."""
@@ -40,7 +41,8 @@ class Balance:
         dist.all_reduce(load_LE)
         self._since_save_LE += load_LE
         if load_LE.any():
-            self._maxima_L.append(load_LE.max(1).values / load_LE.double().mean(1))
+            self._maxima_L += (load_LE.max(1).values / load_LE.double().mean(1)).nan_to_num(1.0)
+            self._steps += 1
         return load_LE
 
     def forget(self) -> None:
@@ -53,8 +55,9 @@ class Balance:
         """The layers with experts, their loads of all steps since the last call, [L, E], and the largest load of an
         expert divided by the mean of its layer, as a mean over these steps, [L]."""
         load_LE, self._since_save_LE = self._since_save_LE, torch.zeros_like(self._since_save_LE)
-        maxima_L, self._maxima_L = self._maxima_L, []
-        return [*self.rows], load_LE, torch.stack(maxima_L or [torch.ones(len(load_LE))]).nan_to_num(1.0).mean(0)
+        maxima_L = self._maxima_L / max(1, self._steps)
+        self._maxima_L, self._steps = torch.zeros_like(maxima_L), 0
+        return [*self.rows], load_LE, maxima_L
 
     def after_step(self, load_LE: Tensor, device: torch.device, move: bool = True) -> dict[str, float]:
         """Update the biases from `loads()` of this step. Returns the mean of each auxiliary loss. Collective.

@@ -1,6 +1,5 @@
 """Placement of experts: DeepSeek's published example, and the laws of any placement."""
 
-import operator
 import random
 from collections import Counter
 
@@ -92,8 +91,9 @@ def test_the_loads_of_a_run_are_in_its_checkpoints(tmp_path, capsys):
         layers, loads, maxima = read_loads(folder / "expert_loads.json")
         assert layers == [*range(config.model.num_dense_layers, config.model.num_layers)]
         assert [sum(load) for load in loads] == [steps * tokens * config.model.experts_per_token] * len(layers)
-        largest = [max(load) * len(load) / sum(load) for load in loads]  # of the sum; that of each step is larger
-        assert maxima == pytest.approx(largest) if steps == 1 else all(map(operator.gt, maxima, largest))
+        largest = [max(load) * len(load) / sum(load) for load in loads]  # of the sum
+        assert all(1.001 * mean >= one for mean, one in zip(maxima, largest, strict=True))
+        assert steps > 1 or maxima == pytest.approx(largest)
     (folder / "expert_loads.json").unlink()
     assert main([*["plan", "estimate", "--model", "tiny", "--gpu", "l4", "--gpus", "2", "--loads"], str(folder)]) == 2
     assert f"{folder} is broken: " in capsys.readouterr().err
