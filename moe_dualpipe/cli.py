@@ -9,7 +9,7 @@
     moe-dualpipe data prepare notes.jsonl --out corpus
     moe-dualpipe generate runs/tiny --prompt "def "
     moe-dualpipe eval runs/tiny --data notes.md
-    moe-dualpipe model show deepseek-v3 --pp 16 --ep 64
+    moe-dualpipe model show deepseek-v3
 
 Only the module of the chosen command is imported: importing torch takes seconds. Invalid options print one line and
 exit with code 2. An invalid schedule, an error in your own layer and a full disk exit with code 1.
@@ -45,8 +45,7 @@ COMMANDS = {
     "eval": ("eval:Eval", "Evaluate a model on text or tasks"),
     "export": ("export:Export", "Write the weights of a run as safetensors"),
     "model list": ("model:ListModels", "List the named models and their sizes"),
-    "model show": ("model:ShowModel", "Show the size of a model, and the memory of each pipeline rank"),
-    "model balance": ("balance:Balance", "Place experts by their measured load"),
+    "model show": ("model:ShowModel", "Show the parameters and FLOPs of a model"),
     "plan estimate": ("plan:EstimateCommand", "Predict step time, memory and cost of a run"),
     "plan search": ("plan:SearchCommand", "Find the layout and the schedule with the shortest step"),
     "plan calibrate": ("plan_calibrate:CalibrateCommand", "Measure this machine for the planner"),

@@ -14,7 +14,7 @@ COMMANDS = {
         ["--stages 2", "--micro-batches 4", "--num-chunks 2"],
         ["--cost.F", "--cost.B", "--cost.comm"],
     ),
-    "model show tiny": ([], ["--pp", "--ep", "--dp", "--seq-len", "--micro-batch-size", "--micro-batches"]),
+    "model show tiny": ([], ["--seq-len"]),
     "generate nowhere": (
         [],
         ["--sample-tokens", "--num", "--temperature", "--top-k", "--top-p", "--seq-len", "--seed"],

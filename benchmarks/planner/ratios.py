@@ -35,8 +35,8 @@ def pairs(points: Sequence[Point]) -> Iterator[tuple[str, Point, float, float]]:
 def _difference(a: Point, b: Point) -> str:
     """The only difference of two runs: "overlap", or the names of both schedules. Empty if there are others."""
     one, other = a.row.load, b.row.load
-    same = (one.micro_batch, one.global_batch, one.precision, one.ep_backend, one.routing, one.seq) == (
-        other.micro_batch, other.global_batch, other.precision, other.ep_backend, other.routing, other.seq,
+    same = (one.micro_batch, one.global_batch, one.precision, one.ep_backend, one.violation, one.seq) == (
+        other.micro_batch, other.global_batch, other.precision, other.ep_backend, other.violation, other.seq,
     )  # fmt: skip
     sizes = [(d.num_ranks, d.tp, d.pp, d.ep, d.cp) for d in (one.layout, other.layout)]
     if not same or sizes[0] != sizes[1] or a.row.software != b.row.software:

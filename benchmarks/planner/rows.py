@@ -16,6 +16,7 @@ from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.tools.planner.constants import family_of
 from moe_dualpipe.tools.planner.device import load_device
 from moe_dualpipe.tools.planner.published_shapes import read_shape
+from moe_dualpipe.tools.planner.routing import VIOLATION
 from moe_dualpipe.tools.planner.workload import Workload, layout_of
 
 MODELS = {"internal-352b": "megascale-352b", "llama3.1-70b": "llama3-70b", "llama3.1-8b": "llama3-8b",
@@ -56,7 +57,7 @@ class Row:
         """Rows of one configuration were run alike, by one software."""
         load = self.load
         numbers = load.seq, load.micro_batch, load.global_batch, load.shape.mtp
-        names = load.precision, load.schedule, load.recompute, load.ep_backend, load.overlaps, load.routing
+        names = load.precision, load.schedule, load.recompute, load.ep_backend, load.overlaps, load.violation
         return load.shape.name, load.device.name, load.layout, numbers, names, load.cuda_graphs, self.software
 
     @cached_property
@@ -114,7 +115,7 @@ def row_of(record: dict[str, Any]) -> Row | None:
     load = Workload(
         shape, device, layout, record["seq"], _micro_batch(record, layout), record["global_batch"],
         _precision(record["precision"]), _schedule(vpp, notes), _recompute(record), _backend(record, notes),
-        _overlap(notes), _routing(record, notes),
+        _overlap(notes), _violation(record, notes),
         attention=_attention(record), cuda_graphs=_cuda_graphs(notes),
     )  # fmt: skip
     return Row(record, load, _software(record, notes))
@@ -187,10 +188,10 @@ def _overlap(notes: str) -> bool:
     return "overlap" in notes or "dualpipe" in notes or notes.startswith("megascale")
 
 
-def _routing(record: dict[str, Any], notes: str) -> Any:
+def _violation(record: dict[str, Any], notes: str) -> float:
     """Training runs route as they do; benchmarks force balance."""
     real = "natural" in notes or "real routing" in notes or record["group"] in ("deepseek", "megascale-moe")
-    return "real" if real else "balanced"
+    return VIOLATION if real else 0.0
 
 
 def _software(record: dict[str, Any], notes: str) -> str:

@@ -12,14 +12,16 @@ from ..messages import printable
 from .load import find_checkpoint
 
 LOADS_FILE = "expert_loads.json"
-"""The file of a checkpoint with `layers`, the numbers of layers, and `loads`, [layers, experts]."""
+"""The file of a checkpoint with `layers`, the numbers of layers, `loads`, [layers, experts], the sum over steps, and
+`maxima`, [layers]: the largest load of an expert in a step divided by the mean, as a mean over steps."""
 
 
-def loads_file(layers: Sequence[int], load_LE: Tensor) -> dict[str, bytes]:
+def loads_file(layers: Sequence[int], load_LE: Tensor, maxima_L: Tensor) -> dict[str, bytes]:
     """The file, by its name; {} without layers or loads. load_LE: tokens per layer and expert, [L, E]."""
     if not load_LE.any():
         return {}
-    return {LOADS_FILE: strict_json.write({"layers": [*layers], "loads": load_LE.tolist()}).encode()}
+    value = {"layers": [*layers], "loads": load_LE.tolist(), "maxima": maxima_L.tolist()}
+    return {LOADS_FILE: strict_json.write(value).encode()}
 
 
 def find_loads(run_or_file: str) -> Path:
@@ -32,8 +34,10 @@ def find_loads(run_or_file: str) -> Path:
     return file
 
 
-def read_loads(path: Path) -> tuple[list[int], list[list[float]]]:
-    """The numbers of the layers, from 0 if the file has none, and their loads. Raises ValueError for a wrong file."""
+def read_loads(path: Path) -> tuple[list[int], list[list[float]], list[float]]:
+    """The numbers of the layers, from 0 if the file has none, their loads and their maxima; maxima of 1 if it has none.
+    Raises ValueError for a wrong file.
+    """
     found = strict_json.read_named(path)
     loads = found.get("loads") if isinstance(found, dict) else None
     rows: list[Any] = loads if isinstance(loads, list) else [None]
@@ -42,4 +46,7 @@ def read_loads(path: Path) -> tuple[list[int], list[list[float]]]:
     layers = found.get("layers", [*range(len(rows))])
     if not isinstance(layers, list) or len(layers) != len(rows) or any(type(layer) is not int for layer in layers):
         raise ValueError(f'"layers" in {printable(path)} must be a number for each list of "loads"')
-    return layers, rows
+    maxima = found.get("maxima", [1.0] * len(rows))
+    if not isinstance(maxima, list) or len(maxima) != len(rows) or any(type(one) not in (int, float) for one in maxima):
+        raise ValueError(f'"maxima" in {printable(path)} must be a number for each list of "loads"')
+    return layers, rows, maxima

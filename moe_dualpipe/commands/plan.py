@@ -1,24 +1,27 @@
 """`moe-dualpipe plan`: step time, memory and cost of a training run before it starts."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 
 from ..checkpoint.expert_loads import find_loads
+from ..expert_parallel.placement import Placement
 from ..messages import check_range
 from ..models.config import Recompute
 from ..runtime.layout import Layout
 from ..schedule import NAMES
 from ..tools.planner.device import Precision, load_device
 from ..tools.planner.layout_search import check_searched, search
-from ..tools.planner.measured_loads import MeasuredLoads
-from ..tools.planner.prediction import estimate
+from ..tools.planner.prediction import estimate, routings
 from ..tools.planner.published_shapes import read_shape
+from ..tools.planner.routing import VIOLATION, MeasuredLoads, read_placement
 from ..tools.planner.table import (
     estimate_report,
     measured_report,
-    routing_line,
+    routing_report,
+    routing_rows,
     search_report,
     search_rows,
     waterfall_table,
@@ -52,10 +55,10 @@ class Run(JsonOption):
     """Hide expert transfers in every schedule, as Megatron-LM can. Otherwise only in dualpipe and dualpipev."""
     no_overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Hide no expert transfers."""
-    routing: Literal["balanced", "real"] = "real"
-    """real: some experts get more tokens, as in trained models. balanced: all get the same number."""
+    max_vio: float = VIOLATION
+    """Tokens of the fullest expert of a layer, divided by the mean, minus 1. 0: all experts get the same number."""
     loads: Annotated[str | None, tyro.conf.arg(metavar="RUN|FILE")] = None
-    """Measured loads of experts, instead of --routing: a run, a checkpoint, or a file of `model balance`."""
+    """Measured loads of experts, instead of --max-vio: a run, a checkpoint, or a JSON file with "loads"."""
     mtp: int | None = None
     """Multi-token prediction (MTP) modules. None: as many as the model has."""
     attention: AttentionKernel = "fastest"
@@ -69,15 +72,14 @@ class Run(JsonOption):
         """What does not depend on the layout and the batch. Raises ValueError for invalid options."""
         check_ranges(self, 1, "gpus", "cp", "seq_len", "batch_size")
         check_ranges(self, 0, "mtp", high=16)
+        check_ranges(self, 0, "max_vio", high=1000)
         if self.overlap and self.no_overlap:
             raise ValueError("--overlap and --no-overlap contradict each other: use one of them")
-        if self.loads is not None and self.routing == "balanced":
-            raise ValueError("--loads and --routing balanced contradict each other: use one of them")
         shape = read_shape(self.model)
         return Workload(
             shape if self.mtp is None else replace(shape, mtp=self.mtp), load_device(self.gpu), Layout(),
             seq=self.seq_len, precision=self.dtype, ep_backend=self.ep_backend,
-            overlap=self.overlap if self.overlap or self.no_overlap else None, routing=self.routing,
+            overlap=self.overlap if self.overlap or self.no_overlap else None, violation=self.max_vio,
             attention=self.attention, cuda_graphs=self.cuda_graphs,
             loads=MeasuredLoads.read(find_loads(self.loads)) if self.loads else None,
             **options,
@@ -104,6 +106,9 @@ class EstimateCommand(Run):
     """What backward recomputes instead of saving it."""
     zero: bool = True
     """Divide the optimizer state over replicas (ZeRO-1)."""
+    placement: Annotated[str | None, tyro.conf.arg(metavar="moved|copied|FILE")] = None
+    """With --loads: where the experts are. moved: by their loads. copied: with a copy of one on each GPU. FILE: JSON
+    with "experts", the expert in each slot of each layer, as --json prints them. None: in order."""
     explain: bool = False
     """Also print what each effect adds to the step time."""
     measured: float | None = None
@@ -123,15 +128,30 @@ class EstimateCommand(Run):
             found = found.measured(self.measured)
         parts.append(estimate_report(found))
         if self.explain:
-            parts += [waterfall_table(found), routing_line(found.load)]
-        self.show(found.as_dict(), "\n\n".join(parts))
+            parts.append(waterfall_table(found))
+        if self.explain or self.loads:
+            parts.append(routing_report(found))
+        report, experts = found.as_dict(), found.load.experts
+        if self.loads:
+            report |= {"routing": routing_rows(found), "experts": experts and experts.experts}
+        self.show(report, "\n\n".join(parts))
 
     def divided(self, load: Workload) -> Workload:
         """`load` with this layout and batch. Raises ValueError if it cannot run."""
         layout = layout_of(self.gpus, self.tp, self.pp, self.vpp, self.ep, self.cp)
         load = replace(load, layout=layout, global_batch=self.batch_size, micro_batch=self.micro_batch_size)
         load.check()
-        return load
+        return replace(load, experts=self._experts(load)) if self.placement else load
+
+    def _experts(self, load: Workload) -> Placement:
+        if load.loads is None:
+            raise ValueError("--placement needs the measured loads of the experts: use --loads")
+        if self.placement in ("moved", "copied"):
+            ways = dict(routings(load))
+            found = ways["moved" if self.placement == "moved" else "moved, with 1 copy on each GPU"].experts
+            assert found is not None
+            return found
+        return read_placement(Path(self.placement), load.loads, self.ep)
 
 
 @dataclass(frozen=True, kw_only=True)

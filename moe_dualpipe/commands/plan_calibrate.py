@@ -11,7 +11,7 @@ from tyro.conf import arg
 from ..messages import printable
 from ..runtime.launch import choose_device, count_gpus
 from ..tools.drawing.output import check_output
-from ..tools.planner.calibration import calibrate, measured_text, to_text
+from ..tools.planner.calibration import calibrate, to_text
 from .options import DeviceOption, check_ranges
 
 
@@ -33,4 +33,4 @@ class CalibrateCommand(DeviceOption):
         devices = gpus if device == "cuda" else len(os.sched_getaffinity(0))
         value = calibrate(self.out.stem, torch.device(device), devices, self.seconds)
         self.out.write_text(to_text(value))
-        print(f"{measured_text(value, 'fp32' if device == 'cpu' else 'bf16')}\nwrote {printable(self.out)}")
+        print(f"wrote {printable(self.out)}")

@@ -48,8 +48,8 @@ def train(config: "TrainConfig | None" = None, *arguments: Any, **options: Any) 
 def instruments() -> "Instruments":
     """What the tools add to a run."""
     from ..tools.checks.nonfinite import first_nonfinite
+    from ..tools.planner.device import peak_flops
     from ..tools.planner.fits import memory_line, memory_problem
-    from ..tools.planner.flops import peak_flops
     from ..tools.profiler.profiled_steps import profiled_steps
     from ..training.preflight import Instruments
 

@@ -75,7 +75,7 @@ def _place(
         raise ValueError(f"the experts {config.experts!r} are built for their ids, so they cannot be copied")
     if not (file := folder / LOADS_FILE).is_file():
         raise ValueError(f"--copies needs the loads of a training run: {printable(folder)} has no {LOADS_FILE}")
-    layers, loads = read_loads(file)
+    layers, loads, _ = read_loads(file)
     if any(len(row) != experts for row in loads):
         raise ValueError(f"{printable(file)} is for another model: this one has {plural(experts, 'expert')}")
     return layers, loads, place_experts(loads, slots, ranks, nodes, config.expert_groups)

@@ -29,6 +29,8 @@ class Balance:
         self.rows = {block: row for row, block in enumerate(blocks)}  # custom blocks may have experts in any layer
         self.shape = len(blocks), model.num_experts
         self._since_save_LE = torch.zeros(self.shape, dtype=torch.int64)
+        self._maxima_L = torch.zeros(len(blocks), dtype=torch.float64)  # sums over the steps since then
+        self._steps = 0
 
     def loads(self, device: torch.device) -> Tensor:
         """Tokens per expert since the last call, summed over all ranks, [L, E]. Collective."""
@@ -38,6 +40,9 @@ class Balance:
         load_LE = load_LE.cpu()
         dist.all_reduce(load_LE)
         self._since_save_LE += load_LE
+        if load_LE.any():
+            self._maxima_L += (load_LE.max(1).values / load_LE.double().mean(1)).nan_to_num(1.0)
+            self._steps += 1
         return load_LE
 
     def forget(self) -> None:
@@ -46,10 +51,13 @@ class Balance:
             moe.take_load()
             moe.take_losses()
 
-    def take_loads(self) -> tuple[list[int], Tensor]:
-        """The layers with experts, and their loads of all steps since the last call, [L, E]."""
+    def take_loads(self) -> tuple[list[int], Tensor, Tensor]:
+        """The layers with experts, their loads of all steps since the last call, [L, E], and the largest load of an
+        expert divided by the mean of its layer, as a mean over these steps, [L]."""
         load_LE, self._since_save_LE = self._since_save_LE, torch.zeros_like(self._since_save_LE)
-        return [*self.rows], load_LE
+        maxima_L = self._maxima_L / max(1, self._steps)
+        self._maxima_L, self._steps = torch.zeros_like(maxima_L), 0
+        return [*self.rows], load_LE, maxima_L
 
     def after_step(self, load_LE: Tensor, device: torch.device, move: bool = True) -> dict[str, float]:
         """Update the biases from `loads()` of this step. Returns the mean of each auxiliary loss. Collective.

@@ -94,11 +94,3 @@ def assign_owners(sizes: Mapping[Key, int], num_owners: int) -> dict[Key, int]:
         load, owners[name] = loads[0]
         heapreplace(loads, (load + sizes[name], owners[name]))
     return owners
-
-
-def elements_per_owner(sizes: Mapping[str, int], num_owners: int) -> list[int]:
-    """The number of elements of each owner. Example for 2 owners: {"a": 5, "b": 3, "c": 3} -> [5, 6]."""
-    totals = [0] * num_owners
-    for name, owner in assign_owners(sizes, num_owners).items():
-        totals[owner] += sizes[name]
-    return totals

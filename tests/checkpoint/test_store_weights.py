@@ -127,7 +127,9 @@ def test_commands_read_runs_at_a_url_as_in_a_folder(folders, capsys):
         command, *options = words
         one, other = output(command, local, *options), output(command, RUN, *options)
         assert one[0] == other[0] == 0 and one[1].split('"tokens_per')[0] == other[1].split('"tokens_per')[0]
-    assert output("model", "balance", RUN, "--gpus", "2") == output("model", "balance", local, "--gpus", "2")
+    model = str(folders / "published")
+    plan = *["plan", "estimate", "--gpu", "l4", "--gpus", "2", "--ep", "2", "--model"], model, "--loads"
+    assert output(*plan, RUN) == output(*plan, local) and output(*plan, local)[0] == 0
     assert output("generate", "s3://bucket/none")[1].startswith(
         "moe-dualpipe: error: no checkpoint in s3://bucket/none"
     )

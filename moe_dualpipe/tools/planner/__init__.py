@@ -4,18 +4,16 @@ from ...models.costs import shape_of, train_flops_per_token
 from ...models.shape import Attention, Layer, ModelShape, Product
 from .activations import MicroBatch
 from .constants import Constant
-from .device import Device, device_names, load_device
-from .flops import peak_flops
-from .layout_search import Candidate, Found, search
-from .peak import PeakMemory, peak_memory, stages_of
+from .device import Device, device_names, load_device, peak_flops
+from .layout_search import search
+from .peak import PeakMemory, full_schedule, peak_memory, stages_of
 from .prediction import Estimate, estimate
 from .published_shapes import read_shape
 from .step import Step
 from .workload import Workload, layout_of
-from .workload_memory import full_schedule
 
 __all__ = [
-    "Attention", "Candidate", "Constant", "Device", "Estimate", "Found", "Layer", "MicroBatch", "ModelShape",
+    "Attention", "Constant", "Device", "Estimate", "Layer", "MicroBatch", "ModelShape",
     "PeakMemory", "Product", "Step", "Workload", "device_names", "estimate", "full_schedule",
     "layout_of", "load_device", "peak_flops", "peak_memory", "read_shape", "search", "shape_of", "stages_of",
     "train_flops_per_token",

@@ -26,8 +26,7 @@ from torch.utils.benchmark.utils.timer import timer as synchronized
 
 from ...data import strict_json
 from ...kernels.grouped_gemm import grouped_mm, grouped_wgrad
-from .device import FOLDER, KINDS, parse_device
-from .flops import known_device
+from .device import FOLDER, KINDS, known_device, parse_device
 from .segment_times import ATTENTION_BACKWARD
 
 EXPERTS, HEADS, HEAD_WIDTH = 8, 4, 64
@@ -64,7 +63,7 @@ def device_value(
     peak = known.get("peak", {}).get(precision) or fastest
     bandwidth = known.get("memory_bandwidth") or max(measured["copy"], measured["passes"])
     curves: dict[str, dict[str, Any]] = {
-        kind: dict(parse_device(known).curves[kind]) if known else {} for kind in KINDS
+        kind: dict(getattr(parse_device(known).efficiency, kind)) if known else {} for kind in KINDS
     }
     for kind in KINDS:
         curves[kind][precision] = [[flops, min(1.0, rate / peak)] for flops, rate in rates[kind]]
@@ -90,19 +89,6 @@ def to_text(value: Any) -> str:
     """JSON with each point of a curve on one line."""
     text = json.dumps(value, indent=1)
     return re.sub(r"\[\s+([^\[\],{}]+),\s+([^\[\],{}]+?)\s+\]", r"[\1, \2]", text) + "\n"
-
-
-def measured_text(value: Mapping[str, Any], precision: str) -> str:
-    """The speeds in a device file, one line each."""
-    curves = value["efficiency"]
-    lines = [f"{'peak':<19} {value['peak'][precision] / 1e9:,.1f} GFLOP/s in {precision}"]
-    for kind in KINDS:
-        points = "  ".join(f"{flops:.0e}: {share:.2f}" for flops, share in curves[kind][precision])
-        lines.append(f"{kind.replace('_', ' '):<19} {points}")
-    passes = value["memory_bandwidth"] * curves["memory"]
-    lines.append(f"{'memory':<19} {value['memory_bandwidth'] / 1e9:.1f} GB/s, element-wise {passes / 1e9:.1f} GB/s")
-    lines.append(f"{'launch':<19} {value['launch'] * 1e6:.1f} us")
-    return "\n".join(lines)
 
 
 # ---- Kernels ----

@@ -7,26 +7,30 @@ the file says which. Between two points, the share is interpolated linearly in l
 """
 
 import math
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+from msgspec import Meta
 
 from ...data import strict_json
 from ...messages import printable, quoted, unknown_name
 
 FOLDER = Path(__file__).parent / "devices"
 KINDS = ("product", "grouped", "attention_forward", "attention_backward")
-
-_OBJECT, _NUMBER, _COUNT = "an object", "a positive number", "a positive integer"
-_SHARE = "a number above 0 and at most 1"
-_CURVE = "a list of [FLOPs, share], with increasing FLOPs and shares above 0 and at most 1"
+PARTIAL = {"mig", "laptop", "d"}  # these words mark a slice of a device, or a smaller device of the same name
 
 Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
-Curve = tuple[tuple[float, float], ...]
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Curve = Annotated[tuple[tuple[Positive, Share], ...], Meta(min_length=1)]
 """Points (FLOPs of one launch, share of the peak), with increasing FLOPs."""
 
 
@@ -34,14 +38,34 @@ Curve = tuple[tuple[float, float], ...]
 class LinkSpec:
     """What connects the devices of a domain, or the domains."""
 
-    bandwidth: float
+    bandwidth: Positive
     """Bytes per second that one device sends, by the data sheet; as much is received at the same time."""
-    share: float
+    share: Share
     """Share of the bandwidth that collectives reach with large messages."""
-    latency: float
+    latency: Positive
     """Seconds that a collective takes with an empty message."""
-    gpus: int | None = None
+    gpus: Annotated[int, Meta(gt=0)] | None = None
     """Devices that the link connects. None: any number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What real kernels reach: curves by precision for each of KINDS, and shares."""
+
+    product: Mapping[str, Curve]
+    grouped: Mapping[str, Curve]
+    attention_forward: Mapping[str, Curve]
+    attention_backward: Mapping[str, Curve]
+    memory: Share
+    """Share of the memory bandwidth that element-wise kernels reach."""
+    flash2: Share = 1.0
+    """Speed of FlashAttention-2 relative to the attention curves."""
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            for name, curve in getattr(self, kind).items():
+                if any(a >= b for (a, _), (b, _) in pairwise(curve)):
+                    raise ValueError(f"{kind}.{name} must have increasing FLOPs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +73,25 @@ class Device:
     """One kind of GPU, or a core of a CPU, with its links. All rates are per device, in one direction."""
 
     name: str
-    memory_gb: float
+    memory_gb: Positive
     """Memory in 10^9 bytes."""
-    memory_bandwidth: float
+    memory_bandwidth: Positive
     """Bytes per second, read and written together."""
-    memory_share: float
-    """Share of `memory_bandwidth` that element-wise kernels reach."""
-    sms: int
+    sms: Annotated[int, Meta(gt=0)]
     """Streaming multiprocessors or compute units."""
-    peak: Mapping[str, float | None]
+    peak: Annotated[Mapping[str, Positive | None], Meta(min_length=1)]
     """FLOP/s of dense products by precision. None: the device does not compute in this precision."""
     domain: LinkSpec
     """Devices connected by NVLink or xGMI, or processes of one machine."""
     network: LinkSpec
     """What connects the domains."""
-    curves: Mapping[str, Mapping[str, Curve]]
-    """Curves by kind of kernel and precision."""
-    launch: float
+    efficiency: Efficiency
+    launch: Positive
     """Seconds from one short kernel to the next."""
-    flash2: float
-    """Speed of FlashAttention-2 relative to the attention curves."""
-    cpu: str
+    cpu: str = "x86"
     """The CPU beside a GPU, a key of the launch seconds in constants.json. Empty: the device is a CPU."""
-    sources: Mapping[str, str]
+    aliases: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
     """Where the numbers come from, by key."""
 
     @property
@@ -79,7 +99,12 @@ class Device:
         """The precision of what is never computed in 8 bits, such as attention: bf16, or fp32 on a CPU."""
         return "bf16" if self.peak.get("bf16") is not None else next(name for name, rate in self.peak.items() if rate)
 
-    def efficiency(self, kind: str, precision: str, flops: float) -> float:
+    @property
+    def passes(self) -> float:
+        """Bytes per second of element-wise kernels."""
+        return self.memory_bandwidth * self.efficiency.memory
+
+    def share(self, kind: str, precision: str, flops: float) -> float:
         """Share of the peak that a launch of `flops` FLOPs reaches.
 
         kind: one of KINDS. precision: a key of `peak`; attention without a curve for it runs in `wide`, and the share
@@ -87,7 +112,7 @@ class Device:
 
         Example: with the curve [[1e9, 0.2], [1e11, 0.6]], 1e10 FLOPs reach 0.4.
         """
-        curves = self.curves[kind]
+        curves = getattr(self.efficiency, kind)
         if kind.startswith("attention") and precision not in curves:
             precision = self.wide
         return _interpolate(curves[precision], flops)
@@ -102,15 +127,19 @@ def load_device(name: str | Path) -> Device:
     """Return the device of this name or alias, or the one in this file. Raises ValueError."""
     text = str(name)
     if "/" in text or text.endswith(".json"):
-        return _read(Path(name))
-    key = text.lower().replace("_", "-").replace(" ", "-")
-    if (FOLDER / f"{key}.json").is_file():
-        return _read(FOLDER / f"{key}.json")
-    aliases = _aliases()
-    if key not in aliases:
-        hint = "; or give a file, such as ./my_gpu.json"
-        raise ValueError(f"{unknown_name('device', text, device_names(), aliases)}{hint}")
-    return _read(FOLDER / f"{aliases[key]}.json")
+        path = Path(name)
+    else:
+        key = text.lower().replace("_", "-").replace(" ", "-")
+        known = {name: name for name in device_names()} | _aliases()
+        if key not in known:
+            hint = "; or give a file, such as ./my_gpu.json"
+            raise ValueError(f"{unknown_name('device', text, device_names(), _aliases())}{hint}")
+        path = FOLDER / f"{known[key]}.json"
+    value = strict_json.read_named(path)
+    try:
+        return parse_device(value)
+    except ValueError as error:
+        raise ValueError(f"{printable(path)} is not a device file: {error}") from None
 
 
 @cache
@@ -120,77 +149,48 @@ def _aliases() -> dict[str, str]:
     }
 
 
-def _read(path: Path) -> Device:
-    value = strict_json.read_named(path)
-    try:
-        return parse_device(value)
-    except ValueError as error:
-        raise ValueError(f"{printable(path)} is not a device file: {error}") from None
-
-
 def parse_device(value: Any) -> Device:
     """Return the device in the value of a JSON file. Raises ValueError, which names the key."""
-    get = partial(_get, value)
-    if not any(rate is not None for rate in get("peak", _OBJECT).values()):
+    try:
+        if isinstance(value, dict):
+            value = value | {"efficiency": _efficiency(value.get("efficiency"))}
+        device = msgspec.convert(value, Device)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    if not any(device.peak.values()):
         raise ValueError("peak has no precision with a number")
-    efficiency, like = get("efficiency", _OBJECT), None
-    if "like" in efficiency:
-        if efficiency["like"] not in device_names():
-            raise ValueError(f"efficiency.like must be a device of this package: got {quoted(efficiency['like'], 60)}")
-        like = load_device(efficiency["like"])
-    curves = {
-        kind: {name: _curve(value, f"efficiency.{kind}.{name}") for name in get(f"efficiency.{kind}", _OBJECT)}
-        for kind in KINDS
-        if kind in efficiency or not like
-    }
-    return Device(
-        name=get("name", "a text"), memory_gb=get("memory_gb"), memory_bandwidth=get("memory_bandwidth"),
-        memory_share=like.memory_share if like and "memory" not in efficiency else get("efficiency.memory", _SHARE),
-        sms=get("sms", _COUNT), peak={name: rate and get(f"peak.{name}") for name, rate in value["peak"].items()},
-        domain=_link(value, "domain", get("domain.gpus", _COUNT)), network=_link(value, "network"),
-        curves=dict(like.curves if like else {}) | curves, launch=get("launch"),
-        flash2=get("efficiency.flash2", _SHARE) if "flash2" in efficiency else like.flash2 if like else 1.0,
-        cpu=get("cpu", "a text") if "cpu" in value else "x86",
-        sources=get("sources", _OBJECT) if "sources" in value else {},
-    )  # fmt: skip
+    if device.domain.gpus is None:
+        raise ValueError("domain.gpus is missing: the number of devices that it connects")
+    return device
 
 
-def _link(value: Any, key: str, gpus: int | None = None) -> LinkSpec:
-    share = _get(value, f"{key}.share", _SHARE)
-    return LinkSpec(_get(value, f"{key}.bandwidth"), share, _get(value, f"{key}.latency"), gpus)
+def _efficiency(value: Any) -> Any:
+    """With what it lacks from the device that it is like."""
+    if not isinstance(value, dict) or "like" not in value:
+        return value
+    if value["like"] not in device_names():
+        raise ValueError(f"efficiency.like must be a device of this package: got {quoted(value['like'], 60)}")
+    return _efficiency(strict_json.read_file(FOLDER / f"{value['like']}.json")["efficiency"]) | value
 
 
-def _curve(value: Any, key: str) -> Curve:
-    points = _get(value, key, _CURVE)
-    return tuple((float(flops), float(share)) for flops, share in points)
+def known_device(device_name: str) -> str | None:
+    """The name of the file in devices/ for a device that CUDA calls `device_name`; None if there is none.
+
+    The device has all words of the file's name. The longest such name counts: an "H100 PCIe" is not an "H100".
+    """
+    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    named = [name for name in device_names() if words.issuperset(name.split("-"))]
+    return max(named, key=len) if named and not words & PARTIAL else None
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value > 0
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of a device for dense products of bfloat16 or float16, which are equally fast.
 
-
-def _is_curve(value: Any) -> bool:
-    points = value if isinstance(value, list) else []
-    if not points or not all(isinstance(p, list) and len(p) == 2 and all(map(_is_number, p)) for p in points):
-        return False
-    return all(a[0] < b[0] for a, b in pairwise(points)) and all(share <= 1 for _, share in points)
-
-
-_IS: dict[str, Callable[[Any], bool]] = {
-    _OBJECT: lambda value: isinstance(value, dict), "a text": lambda value: isinstance(value, str),
-    _NUMBER: _is_number, _SHARE: lambda value: _is_number(value) and value <= 1,
-    _COUNT: lambda value: _is_number(value) and value == int(value),
-    _CURVE: _is_curve,
-}  # fmt: skip
-
-
-def _get(value: Any, path: str, what: str = _NUMBER) -> Any:
-    """The entry at a path of keys, such as "domain.share". what: a key of `_IS`."""
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    if not _IS[what](value):
-        raise ValueError(f"{path} must be {what}: got {quoted(value, 60)}")
-    return value
+    device_name: the result of `torch.cuda.get_device_name()`. Returns None for unknown devices and other dtypes.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or (name := known_device(device_name)) is None:
+        return None
+    return load_device(name).peak.get("bf16")
 
 
 def _interpolate(curve: Curve, flops: float) -> float:

@@ -2,15 +2,15 @@
 
 `peak_memory` predicts each pipeline rank from the options alone. So every rank of a run comes to the same answer before
 anything is allocated, without asking the others. Activations count at the lower end of their prediction, so that a run
-that fits is not refused. With Muon and with frozen parameters, the prediction is a lower bound.
+that fits is not refused. With Muon, the prediction is a lower bound. With layers of your own and with frozen
+parameters, it is unknown.
 
-What to use instead changes neither the layout nor what is learned. `moe-dualpipe model show` has the memory of other
+What to use instead changes neither the layout nor what is learned. `moe-dualpipe plan estimate` has the memory of other
 layouts.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -33,11 +33,9 @@ MARGIN = 0.05
 def step_memory(
     config: "TrainConfig", schedule: Schedule, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[PeakMemory, ...]:
-    """What each pipeline rank needs at the peak of a step. Activations are 0 on a rank with frozen parameters, with
-    which less is saved.
-
-    Raises ValueError for custom attention and blocks, and for layers that cannot be built on the meta device.
-    """
+    """What each pipeline rank needs at the peak of a step. Raises ValueError if that is unknown."""
+    if config.freeze or {*config.model.own_layers} - {"router"}:
+        raise ValueError("memory is known only for built-in layers, and without frozen parameters")
     cpu, compute = device.type == "cpu", config.compute
     size = config.batch.batch_size // (layout.dp * schedule.num_micro_batches)
     plain = compute.kernels == "reference" or (compute.kernels == "auto" and cpu)
@@ -45,16 +43,10 @@ def step_memory(
         size, config.batch.seq_len, ep=layout.ep, recompute=compute.recompute, fused_loss=compute.fused_loss,
         plain=plain,
     )  # fmt: skip
-    ranks = peak_memory(
+    return peak_memory(
         config.model, schedule, batch, layout.dp, "fp32" if dtype.itemsize == 4 else "bf16", config.parallel.zero,
         gradient_copies=2 if cpu else 1, moments=1 if config.optim.name == "muon" else 2,
-        frozen=lambda name: any(fnmatchcase(name, pattern) for pattern in config.freeze),
     )  # fmt: skip
-    partly = [rank.gradients < 4 * (rank.dense_parameters + rank.expert_parameters) for rank in ranks]
-    return tuple(
-        replace(rank, activations=0, temporary=0) if frozen else rank
-        for rank, frozen in zip(ranks, partly, strict=True)
-    )
 
 
 def memory_line(

@@ -9,18 +9,17 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 
 from ...models.config import RECOMPUTE
 from ...runtime.layout import Layout, layouts
 from ...schedule import Costs, build, simulate
 from .constants import find_constant
+from .peak import memory_of
 from .prediction import Estimate
 from .segment_times import ALL
 from .step import Step, step_of
 from .workload import Workload, layout_of, layout_text
-from .workload_memory import memory_of
 
 SIMULATED = 40
 """Candidates that are simulated and returned, at most."""
@@ -29,33 +28,6 @@ CHUNKS = (2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
 USABLE = 0.92
 """Share of a GPU's memory for the tensors of the run; the rest is for the CUDA context, libraries and fragmentation."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way to run that fits. step: without the measured constant. memory_gb: of the fullest rank."""
-
-    load: Workload
-    step: Step
-    memory_gb: float
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds
-
-
-@dataclass(frozen=True)
-class Found:
-    """ranked: the fastest pairs of a layout and a schedule that fit. tried: how many ways were estimated."""
-
-    ranked: tuple[Candidate, ...]
-    tried: int
-    software: str | None
-
-    @property
-    def best(self) -> Estimate:
-        load = self.ranked[0].load
-        return Estimate(load, find_constant(load, self.software))
 
 
 def check_searched(load: Workload) -> None:
@@ -67,17 +39,17 @@ def check_searched(load: Workload) -> None:
         raise ValueError(f"{batch} cannot be divided into whole micro-batches in any layout of --gpus {one.num_ranks}")
 
 
-def search(load: Workload, software: str | None = None) -> Found:
-    """Find the fastest way to run `load` on its number of GPUs, by varying layout, schedule, micro-batch and
-    recomputation.
+def search(load: Workload, software: str | None = None) -> tuple[Estimate, ...]:
+    """The fastest pairs of a layout and a schedule that fit, each with its best micro-batch and recomputation, ranked
+    by the time of a step.
 
     Raises ValueError for options that no layout can run, and if nothing fits; the message names the smallest way.
     """
     check_searched(load)
-    find_constant(load, software, strict=True)
+    constant = find_constant(load, software, strict=True)
     limit = USABLE * load.device.memory_gb * 1e9
     ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
-    found: dict[tuple[Layout, str], Candidate] = {}
+    found: dict[tuple[Layout, str], Estimate] = {}
     leanest: dict[tuple[Layout, str], int] = {}
     for _, way in ways:
         key = dataclasses.replace(way.layout, chunks=None), way.schedule
@@ -86,12 +58,11 @@ def search(load: Workload, software: str | None = None) -> Found:
         exact_key = way.layout, way.schedule
         if exact_key not in leanest:
             leanest[exact_key] = memory_of(dataclasses.replace(way, micro_batch=1, recompute="full")).total
-        if leanest[exact_key] <= limit and (memory := memory_of(way).total) <= limit:
-            found[key] = Candidate(way, step_of(way), memory / 1e9)
+        if leanest[exact_key] <= limit and (candidate := Estimate(way, constant)).memory.total <= limit:
+            found[key] = candidate
     if not found:
         raise ValueError(_nothing_fits(load, leanest))
-    ranked = sorted(found.values(), key=lambda one: one.seconds)
-    return Found(tuple(ranked), len(ways), software)
+    return tuple(sorted(found.values(), key=lambda one: one.seconds))
 
 
 def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:
@@ -170,11 +141,12 @@ REASONS = {
 }  # fmt: skip
 
 
-def why_slower(candidate: Candidate, best: Candidate) -> str:
+def why_slower(candidate: Estimate, best: Estimate) -> str:
     """The part of the step that adds most to the time of the best candidate, with its extra seconds."""
     if candidate is best:
         return ""
-    more = {part: getattr(candidate.step, part) - getattr(best.step, part) for part in REASONS}
+    factor = best.constant.factor
+    more = {part: factor * (getattr(candidate.step, part) - getattr(best.step, part)) for part in REASONS}
     part = max(more, key=more.__getitem__)
     kinds = [RECOMPUTE.index(one.load.recompute) for one in (candidate, best)]
     recomputed = part == "compute" and kinds[0] > kinds[1]

@@ -1,14 +1,14 @@
 """The peak memory of each pipeline rank, by parts, for any model and any layout.
 
-A `ModelConfig` is a model that this project trains: its parameters are counted from the tensors of a run
-(parameters.py). A `ModelShape` may be any model, also with tensor and context parallelism. Its parameters are computed
-from its sizes, and ZeRO divides them evenly. For its activations (activations.py), it is converted to a `ModelConfig`
-with the same sizes. The schedule decides how many micro-batches a rank holds.
+A `ModelConfig` is a model that this project trains. A `ModelShape` may be any model, also with tensor and context
+parallelism; for its activations (activations.py), it is converted to a `ModelConfig` with the same sizes. Parameters
+are computed from sizes, and ZeRO divides them evenly, but this project does not divide a tensor: the replica with the
+embedding or the head has all of it. The schedule decides how many micro-batches a rank holds.
 
 Not counted: communication buffers, and fragmentation of the allocator.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -18,11 +18,10 @@ from ...models.costs import shape_of
 from ...models.partition import divide
 from ...models.shape import ModelShape
 from ...runtime.groups import end_holders
-from ...schedule import Action, Forward, Part, Placement, Schedule, members
-from .activations import MicroBatch, deferred_bytes, saved_bytes
-from .backward_memory import working_bytes
+from ...schedule import Action, Forward, Part, Schedule, build, members
+from .activations import MicroBatch, deferred_bytes, saved_bytes, working_bytes
 from .device import Precision
-from .parameters import RankParameters, built_parameters
+from .workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,38 @@ class PeakMemory:
         return {name: getattr(self, name) for name in names}
 
 
+def memory_of(load: Workload) -> PeakMemory:
+    """The memory of the fullest rank, by parts."""
+    one = load.layout
+    fullest = load.loads.fullest(load.shape, one.ep, load.experts) if load.loads else 1.0
+    batch = MicroBatch(
+        load.micro_batch, load.seq, ep=one.ep * load.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
+        flash=load.attention != "plain", load=fullest,
+    )  # fmt: skip
+    schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
+    stages = stages_of(load.shape, load.placement.num_stages)
+    ranks = peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages)
+    return max(ranks, key=lambda rank: rank.total)
+
+
+@lru_cache(maxsize=512)
+def full_schedule(name: str, pp: int, num_micro_batches: int, chunks: int | None = None) -> Schedule:
+    """A schedule of at most so many micro-batches, with the peak memory of that many: once the pipeline is full, a
+    rank holds no more. gpipe holds them all.
+    """
+    if name == "gpipe":
+        return build(name, pp, num_micro_batches)
+    for number in (num_micro_batches, 2 * pp):
+        try:
+            return build(name, pp, min(number, 3 * pp), chunks)
+        except ValueError:
+            continue  # it cannot run this number
+    return build(name, pp, 4 * pp, chunks)
+
+
 def peak_memory(
     model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: Precision = "bf16",
-    zero: bool = True, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0,
-    frozen: Callable[[str], bool] | None = None, moments: int = 2,
+    zero: bool = True, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0, moments: int = 2,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
     """The peak memory of each rank of a pipeline. The fullest is `max(..., key=lambda rank: rank.total)`.
 
@@ -65,8 +92,7 @@ def peak_memory(
     stages: the layers of each stage. None: as in this project, with about the same FLOPs each.
     gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
     project, 2 on CPUs, 0 if gradients are in one buffer.
-    frozen: of a `ModelConfig`, whether the parameter of this global name is not trained. moments: of the
-    optimizer for a parameter: 2 with AdamW.
+    moments: of the optimizer for a parameter: 2 with AdamW.
     For a `ModelShape`, a few bytes per token of norms and routers are not counted.
 
     Raises ValueError for a model with fewer layers than stages, and for a `ModelConfig` with tp, cp or unknown layers.
@@ -97,33 +123,23 @@ def peak_memory(
     state = 4 * moments + 4 * (element < 4)
     ranks = []
     for rank, held in enumerate(schedule.placement.stages):
-        if own:
-            mine = built_parameters(model, specs, schedule.placement, rank, dp, batch.ep, frozen)
-        else:
-            mine = shape_parameters(shape, blocks, schedule.placement, rank, dp, batch)
-        owned = max(mine.owned)
-        copies = 4 * gradient_copies * (dp * batch.cp * len(end_holders(schedule.placement)) > 1)
+        specs_held = [blocks[s] for s in held]
+        dense, experts, ends = rank_shares(shape, specs_held, batch)
+        holders, end_ranks = len(schedule.placement.holders(held[0])), len(end_holders(schedule.placement))
+        replicas = dp * batch.cp * holders, dp * batch.cp * batch.tp * holders // batch.ep, dp * batch.cp * end_ranks
+        total = owned = dense + experts + ends
+        if zero:
+            whole = shape.embedding * (own and any(s.embedding or s.head for s in specs_held))
+            owned = max(whole, sum(-(-n // by) for n, by in zip((dense, experts, ends), replicas, strict=True)))
+        copies = 4 * gradient_copies * (dp * batch.cp * end_ranks > 1)
         sums = {s: copies * sum(rank_shares(shape, [blocks[s]], batch)) for s in held}
         sizes = {s: stage_bytes(like[s])._replace(sums=sums[s]) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
-            (element + batch.fp8) * (mine.dense + mine.experts), 4 * mine.trained,
-            state * (owned if zero else mine.trained), activations,
-            temporary + message * max(links[s] for s in held), mine.dense, mine.experts,
+            (element + batch.fp8) * total, 4 * total, state * owned, activations,
+            temporary + message * max(links[s] for s in held), dense + ends, experts,
         ))  # fmt: skip
     return tuple(ranks)
-
-
-def shape_parameters(
-    shape: ModelShape, specs: Sequence[StageSpec], placement: Placement, rank: int, dp: int, batch: MicroBatch
-) -> RankParameters:
-    """Like `built_parameters`, for any model and layout; all owners have equal shares."""
-    stages = placement.stages[rank]
-    shares = rank_shares(shape, [specs[s] for s in stages], batch)
-    holders, ends = len(placement.holders(stages[0])), len(end_holders(placement))
-    replicas = dp * batch.cp * holders, dp * batch.cp * batch.tp * holders // batch.ep, dp * batch.cp * ends
-    owned = sum(-(-number // by) for number, by in zip(shares, replicas, strict=True))
-    return RankParameters(shares[0] + shares[2], shares[1], sum(shares), (owned,))
 
 
 class StageBytes(NamedTuple):

@@ -8,17 +8,19 @@ step replaces it.
 import math
 import statistics
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ...messages import plural
 from ...models.config import RECOMPUTE
 from .constants import Constant, find_constant
-from .peak import PeakMemory
+from .peak import PeakMemory, memory_of
+from .routing import VIOLATION
 from .segment_times import EFFECTS, layer_factors
 from .step import Step, step_of
 from .workload import Workload
-from .workload_memory import memory_of
 
 MEMORY_ERROR = 0.1
 """Share by which memory may be mispredicted: published peaks are within it (tests/tools/planner/test_peak.py)."""
@@ -34,8 +36,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "attention is FlashAttention-2 (--attention flash2)": {"attention": "flash2"},
     "attention writes its scores to memory (--attention plain)": {"attention": "plain"},
     "attention is the fastest kernel (--attention fastest)": {"attention": "fastest"},
-    "experts get uneven numbers of tokens (--routing real)": {"routing": "real"},
-    "experts get equal numbers of tokens (--routing balanced)": {"routing": "balanced"},
+    f"experts get uneven numbers of tokens (--max-vio {VIOLATION})": {"violation": VIOLATION},
+    "experts get equal numbers of tokens (--max-vio 0)": {"violation": 0.0},
     "whole blocks are computed again (--recompute full)": {"recompute": "full"},
     "nothing is computed again (--recompute none)": {"recompute": "none"},
     "each GPU updates all parameters (--no-zero)": {"zero": False},
@@ -151,6 +153,28 @@ class Estimate:
             "memory_gb": {name: size / 1e9 for name, size in self.memory.parts().items()},
             "expert_imbalance": self.imbalance, "waterfall_s": dict(self.waterfall()),
         }  # fmt: skip
+
+
+def routings(load: Workload) -> Iterator[tuple[str, Workload]]:
+    """The run with its experts in other places, over other numbers of ranks, and with other limits of the router."""
+    shape, one, domain = load.shape, load.layout, load.device.domain.gpus or load.layout.ep
+    nodes, groups = max(1, one.ep // domain), max(layer.groups for layer in shape.layers)
+    yield "as given", load
+    if load.loads:
+        number = len(load.loads.loads[0])
+        for more, name in enumerate(("moved", "moved, with 1 copy on each GPU", "moved, with 2 copies on each GPU")):
+            yield name, replace(load, experts=load.loads.placed(number + more * one.ep, one.ep, nodes, groups))
+    for ep in (one.ep // 2, 2 * one.ep):
+        other = replace(load, layout=replace(one, ep=ep), experts=None)
+        with suppress(ValueError):
+            other.check()
+            yield f"in order, --ep {ep}", other
+    if nodes > 1 and load.ep_backend != "all_to_all":
+        limit = (1, 1) if groups > 1 else (nodes, nodes // 2)
+        layers = tuple(replace(layer, groups=limit[0], top_groups=limit[1]) for layer in shape.layers)
+        name = "tokens go to any node" if groups > 1 else f"tokens go to at most {plural(nodes // 2, 'node')}"
+        yield name, replace(load, shape=replace(shape, layers=layers))
+    yield "all experts alike", replace(load, loads=None, experts=None, violation=0.0)
 
 
 def ideal_seconds(load: Workload) -> float:

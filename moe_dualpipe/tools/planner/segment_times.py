@@ -16,7 +16,7 @@ from ...models.shape import Attention, Layer, Product
 from .constants import read_constants
 from .device import Device
 from .pair import LayerSeconds
-from .real_routing import load_factor
+from .routing import assumed_factor
 from .transfer_times import all_to_all, gather, rows_sent
 from .workload import Workload
 
@@ -61,7 +61,7 @@ class Clock:
         precision = precision or self.precision
         share = 1.0
         if flops and ("attention" if kind.startswith("attention") else "products") in self.on:
-            share = self.device.efficiency(kind, precision, flops)
+            share = self.device.share(kind, precision, flops)
         return flops / ((self.device.peak[precision] or 0.0) * share)
 
     def products(self, tokens: float, products: Iterable[Product]) -> float:
@@ -74,7 +74,7 @@ class Clock:
         return min(self.product(flops, kind="grouped"), experts * self.product(flops / experts))
 
     def memory(self, num_bytes: float) -> float:
-        return num_bytes / (self.device.memory_bandwidth * self.device.memory_share) if "memory" in self.on else 0.0
+        return num_bytes / self.device.passes if "memory" in self.on else 0.0
 
     def launches(self, number: float) -> float:
         return number * self.device.launch if "launches" in self.on else 0.0
@@ -82,11 +82,11 @@ class Clock:
 
 def layer_factors(load: Workload, on: Collection[str] = ALL) -> list[float]:
     """For each layer, the rows of the rank that gets the most, divided by the mean; 1 for layers without experts."""
-    if "imbalance" not in on or (load.loads is None and load.routing == "balanced"):
+    if "imbalance" not in on:
         return [1.0] * len(load.shape.layers)
     if load.loads is not None:
-        return load.loads.factors(load.shape, load.layout.ep)
-    return [load_factor(layer.experts, layer.top_k, load.layout.ep) for layer in load.shape.layers]
+        return load.loads.factors(load.shape, load.layout.ep, load.experts)
+    return [assumed_factor(one.experts, one.top_k, load.layout.ep, load.violation) for one in load.shape.layers]
 
 
 def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, factor: float = 1.0) -> LayerSeconds:
@@ -142,7 +142,7 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     products = attention.products(hidden)
     linear = clock.products(tokens, products)
     scores = tokens * attention.score_flops(load.seq)
-    kernel = load.device.flash2 if load.attention == "flash2" and "attention" in clock.on else 1.0
+    kernel = load.device.efficiency.flash2 if load.attention == "flash2" and "attention" in clock.on else 1.0
     forward, backward = (
         clock.product(scores * factor, clock.wide, f"attention_{name}") / kernel
         for name, factor in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))

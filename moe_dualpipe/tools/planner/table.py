@@ -1,15 +1,15 @@
-"""Tables of `moe-dualpipe plan`: what is predicted, what a step is made of, and the ranking of layouts."""
+"""Tables of `moe-dualpipe plan` and `model`: predictions, what a step is made of, the ranking of layouts, and sizes."""
 
 import math
-import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...messages import plural, printable
+from ...models.shape import ModelShape
 from ..drawing.tables import markdown
-from .layout_search import Candidate, Found, why_slower
-from .prediction import Estimate
-from .real_routing import ZIPF
-from .segment_times import layer_factors
+from .layout_search import why_slower
+from .prediction import Estimate, routings
 from .train_command import missing, train_command
 from .workload import Workload, layout_text
 
@@ -87,71 +87,109 @@ def _digits(total: float, least: int) -> int:
     return max(least, 2 - math.floor(math.log10(total)))
 
 
-def routing_line(load: Workload) -> str:
-    """How uneven the loads of the experts are taken to be, in sentences."""
-    factors = [one for one, layer in zip(layer_factors(load), load.shape.layers, strict=True) if layer.experts]
-    if not factors:
+def routing_report(found: Estimate) -> str:
+    """How uneven the loads of the experts are taken to be, and the step with other places and numbers of ranks."""
+    load = found.load
+    if not any(layer.experts for layer in load.shape.layers):
         return "Routing: this model has no experts."
     if load.layout.ep == 1:
         return "Routing: each GPU has all experts, so all get the same number of tokens."
-    if load.loads is None and load.routing == "balanced":
-        return "Routing: balanced. All ranks get the same number of tokens."
-    low, mean, high = min(factors), statistics.fmean(factors), max(factors)
-    ranks = f"The fullest of {plural(load.layout.ep, 'rank')} gets {mean:.2f} times the mean"
-    if load.loads is None:
-        return f"Routing: assumed, Zipf's law with exponent {ZIPF}. {ranks}."
-    return (
-        f"Routing: loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}.\n"
-        f"{ranks}, and {low:.2f} to {high:.2f} by layer."
-    )
+    source = f"assumed, MaxVio {load.violation:g}"
+    if load.loads is not None:
+        source = f"loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}"
+    rows = [["experts", "fullest / mean", "step, s", "change"]]
+    for row in routing_rows(found):
+        change = row["step_time_s"] / found.seconds - 1
+        rows.append([row["experts"], f"{row['expert_imbalance']:.2f}", f"{row['step_time_s']:.3g}", f"{change:+.1%}"])
+    return f"Routing: {source}. Load of the fullest of {plural(load.layout.ep, 'rank')}:\n\n{markdown(rows)}"
 
 
-def search_report(found: Found, top: int) -> str:
+def routing_rows(found: Estimate) -> list[dict[str, Any]]:
+    """The JSON report of the same."""
+    ways = ((name, replace(found, load=load)) for name, load in routings(found.load))
+    return [{"experts": name, "expert_imbalance": way.imbalance, "step_time_s": way.seconds} for name, way in ways]
+
+
+def search_report(ranked: Sequence[Estimate], top: int) -> str:
     """The ranking, with the reason why each is slower than the best, and the command that runs the best."""
     heading = ["layout", "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU", "slower because of",
                "train.py"]  # fmt: skip
-    rows = [_row(found, one) for one in found.ranked[:top]]
-    parts = [estimate_report(found.best), markdown([heading, *rows])]
-    if len(found.ranked) > top:
-        parts.append(f"and {len(found.ranked) - top} more (--top)")
-    if found.best.load.overlap is None and any(one.load.layout.ep > 1 for one in found.ranked):
+    best, rows = ranked[0], [_row(one, ranked[0]) for one in ranked[:top]]
+    parts = [estimate_report(best), markdown([heading, *rows])]
+    if len(ranked) > top:
+        parts.append(f"and {len(ranked) - top} more (--top)")
+    if best.load.overlap is None and any(one.load.layout.ep > 1 for one in ranked):
         parts.append(
             "Of these, only dualpipe and dualpipev hide transfers of experts behind computation.\n"
             "--overlap assumes it of all schedules, as in Megatron-LM."
         )
-    parts.append(train_command(found.best.load))
-    first = next((one for one in found.ranked if not missing(one.load)), found.ranked[0])
-    if first is not found.ranked[0]:
-        seconds = f"{first.seconds * found.best.constant.factor:.3g} s"
-        parts[-1] += f". The fastest that it can run, {seconds}:\n\n{train_command(first.load)}"
+    parts.append(train_command(best.load))
+    first = next((one for one in ranked if not missing(one.load)), best)
+    if first is not best:
+        parts[-1] += f". The fastest that it can run, {first.seconds:.3g} s:\n\n{train_command(first.load)}"
     return "\n\n".join(parts)
 
 
-def _row(found: Found, one: Candidate) -> list[str]:
-    load, factor = one.load, found.best.constant.factor
-    tokens = load.tokens / (one.seconds * factor) / load.layout.num_ranks
+def _row(one: Estimate, best: Estimate) -> list[str]:
+    load = one.load
     return [
-        layout_text(load.layout), load.schedule, str(load.micro_batch), load.recompute,
-        f"{one.seconds * factor:.3g}", f"{one.memory_gb:.0f}", f"{tokens:,.0f}", why_slower(one, found.ranked[0]),
+        layout_text(load.layout), load.schedule, str(load.micro_batch), load.recompute, f"{one.seconds:.3g}",
+        f"{one.memory.total / 1e9:.0f}", f"{one.tokens_per_gpu:,.0f}", why_slower(one, best),
         f"no: {', '.join(lacks)}" if (lacks := missing(load)) else "yes",
     ]  # fmt: skip
 
 
-def search_rows(found: Found, top: int) -> dict[str, Any]:
+def search_rows(ranked: Sequence[Estimate], top: int) -> dict[str, Any]:
     """The JSON report."""
-    factor = found.best.constant.factor
     return {
-        "best": found.best.as_dict(),
-        "tried": found.tried,
+        "best": ranked[0].as_dict(),
         "ranked": [
             {
                 "tp": one.load.layout.tp, "pp": one.load.layout.pp, "vpp": one.load.layout.chunks or 1,
                 "ep": one.load.layout.ep, "cp": one.load.layout.cp, "schedule": one.load.schedule,
                 "micro_batch": one.load.micro_batch, "recompute": one.load.recompute,
-                "step_time_s": one.seconds * factor, "peak_memory_gb": one.memory_gb,
-                "slower_because": why_slower(one, found.ranked[0]), "train_lacks": missing(one.load),
+                "step_time_s": one.seconds, "peak_memory_gb": one.memory.total / 1e9,
+                "slower_because": why_slower(one, ranked[0]), "train_lacks": missing(one.load),
             }
-            for one in found.ranked[:top]
+            for one in ranked[:top]
         ],
-        "train_command": train_command(found.best.load),
+        "train_command": train_command(ranked[0].load),
     }  # fmt: skip
+
+
+# ---- Sizes of models ----
+
+
+def sizes_table(shapes: Sequence[ModelShape]) -> str:
+    """Return a table with one row per model."""
+    rows = [["preset", "layers", "experts", "per token", "shared", "vocabulary", "parameters", "active"]]
+    for shape in shapes:
+        counts = format_count(shape.parameters), format_count(shape.active_parameters)
+        rows.append([shape.name, str(len(shape.layers)), *map(str, _experts(shape)), f"{shape.vocab:,}", *counts])
+    return markdown(rows)
+
+
+def _experts(shape: ModelShape) -> tuple[int, int, int]:
+    """Experts of a layer, those of a token, and shared ones."""
+    last = shape.layers[-1]
+    return last.experts, last.top_k, last.shared_size // max(1, last.expert_size)
+
+
+def size_summary(shape: ModelShape, seq_len: int) -> str:
+    """Return layers, experts, parameters and FLOPs of one model in sentences."""
+    active, forward = shape.active_parameters, shape.forward_flops(seq_len)
+    experts, top_k, shared = _experts(shape)
+    dense = sum(not layer.experts for layer in shape.layers)
+    return (
+        f"{shape.name}: {len(shape.layers)} layers, {dense} of them dense; {experts} experts, "
+        f"{top_k} per token, and {shared} shared\n"
+        f"{format_count(shape.parameters)} parameters, {format_count(active)} active "
+        f"({format_count(active - shape.embedding)} without the embedding, which is only looked up)\n"
+        f"FLOPs per token at {seq_len:,} tokens: {forward / 1e9:,.2f} G forward, "
+        f"{shape.score_flops(seq_len) / forward:.0%} of it causal attention; "
+        f"{shape.train_flops(seq_len) / 1e9:,.2f} G in training"
+    )
+
+
+def format_count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ...expert_parallel.placement import Placement as Experts
 from ...messages import plural
 from ...models.config import Recompute
 from ...models.shape import ModelShape
@@ -14,10 +15,9 @@ from ...runtime.layout import Layout
 from ...schedule.build import check_micro_batches, placement_of, takes_chunks
 from ...schedule.placement import Placement
 from .device import Device, Precision
-from .measured_loads import MeasuredLoads
+from .routing import MeasuredLoads
 from .transfer_times import EpBackend
 
-Routing = Literal["balanced", "real"]
 AttentionKernel = Literal["fastest", "flash2", "plain"]
 CudaGraphs = Literal["none", "partial", "full"]
 PAIRED = ("dualpipe", "dualpipev", "1f1b_overlap", "interleaved_overlap")
@@ -50,8 +50,9 @@ class Workload:
     Megatron-LM. None: only in schedules whose actions are pairs (PAIRED), as in this project. zero: the optimizer state
     is divided over replicas. attention: fastest: the device's curves; flash2: PyTorch's FlashAttention-2; plain: scores
     are written to memory. cuda_graphs: what the CPU need not launch again for each micro-batch; partial: attention and
-    the router. loads: measured loads of experts, instead of `routing`. host: seconds of the CPU for a launch, instead
-    of those fitted to published runs.
+    the router. violation: MaxVio of the experts (routing.py); loads: measured loads instead. experts: their places on
+    the ranks of an expert group; None: in order. host: seconds of the CPU for a launch, instead of those fitted to
+    published runs.
     """
 
     shape: ModelShape
@@ -65,11 +66,12 @@ class Workload:
     recompute: Recompute = "none"
     ep_backend: EpBackend = "all_to_all"
     overlap: bool | None = None
-    routing: Routing = "balanced"
+    violation: float = 0.0
     zero: bool = True
     attention: AttentionKernel = "fastest"
     cuda_graphs: CudaGraphs = "none"
     loads: MeasuredLoads | None = None
+    experts: Experts | None = None
     host: float | None = None
 
     @cached_property

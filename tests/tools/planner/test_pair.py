@@ -66,13 +66,6 @@ def test_a_pair_is_between_its_longest_part_and_its_sum(seed):
     assert alone <= pair_seconds(forward, backward, slower=0.2) <= compute + transfers + 1e-9
 
 
-def test_the_example():
-    ones = LayerSeconds(*[1.0] * len(FIELDS))
-    assert pair_seconds([ones], [ones]) == 6
-    late = LayerSeconds(1, 1, 1, 1, 1, 1, dispatch_f=1, combine_f=5, combine_b=1, dispatch_b=1)
-    assert pair_seconds([late], [late]) == 4 + 5  # after mlp(F)
-
-
 def test_computation_beside_transfers_is_slower():
     ones = LayerSeconds(*[1.0] * len(FIELDS))
     assert pair_seconds([ones], [ones], slower=0.25) == 6 + 4 * 0.25  # all 4 transfers are hidden

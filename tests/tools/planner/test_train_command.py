@@ -46,18 +46,6 @@ def test_what_train_cannot_run_has_a_reason(load, said):
     assert text.startswith("train.py cannot run it: ") and said in text
 
 
-def test_options_that_differ_from_those_of_the_preset_are_in_the_command():
-    def parsed(load):
-        words = shlex.split(train_command(load))
-        return parse_arguments(words[words.index("train.py") + 1 :])
-
-    assert parsed(BASE).model.mtp_layers == 0
-    assert parsed(changed(shape=dataclasses.replace(BASE.shape, mtp=1))).model.mtp_layers == 1
-    assert parsed(changed(shape=dataclasses.replace(read_shape("deepseek-v3"), mtp=0))).model.mtp_layers == 0
-    assert parsed(changed(precision="fp32")).compute.dtype == "float32" != parsed(BASE).compute.dtype
-    assert train_command(changed({"ep": 1}, overlap=True)).startswith("torchrun")  # nothing to overlap
-
-
 @pytest.mark.parametrize("gpu,gpus,where", [
     ("h100", 8, "torchrun --nproc-per-node 8 "), ("h100", 12, "torchrun --nnodes 2 --nproc-per-node 6 "),
     ("gb200", 16, "torchrun --nnodes 4 --nproc-per-node 4 "), ("gh200", 8, "torchrun --nnodes 2 --nproc-per-node 4 "),

@@ -20,6 +20,7 @@ def changed(layout=None, **options):
 def test_the_numbers_of_a_layout():
     LOAD.check()
     one = LOAD.layout
+    changed({"pp": 50, "gpus": 100, "ep": 1, "tp": 1}, global_batch=100).check()  # 48 layers, and both ends
     assert (one.dp, LOAD.expert_replicas, LOAD.expert_tp) == (8, 2, 1)
     assert (LOAD.num_micro_batches, LOAD.tokens, LOAD.rank_tokens) == (32, 256 * 4096, 2048)
     alone = changed({"ep": 1})
@@ -50,6 +51,8 @@ BAD = {
                       "dualpipe needs an even number of micro-batches >= 2 x ranks: got 3 for 4 ranks"),
     "odd": ({}, {"schedule": "dualpipe", "global_batch": 808},
             "dualpipe needs an even number of micro-batches >= 2 x ranks: got 101 for 4 ranks"),
+    "stages": ({"pp": 51, "gpus": 102, "ep": 1, "tp": 1}, {"global_batch": 102}, "48 layers, too few for 51 pipeline"),
+    "dense": ({}, {"shape": read_shape("llama3-8b")}, "--ep 8: llama3-8b has no experts"),
     "one rank": ({"vpp": 2, "pp": 1}, {"schedule": "interleaved_1f1b"}, "--vpp 2 needs --pp of at least 2: got 1"),
 }  # fmt: skip
 
@@ -66,14 +69,3 @@ def test_multi_token_prediction_needs_further_tokens():
     with pytest.raises(ValueError, match="--seq-len 2 is too short for 2 modules of multi-token prediction"):
         changed(shape=shape, seq=2).check()
     changed({"tp": 1, "gpus": 32}, shape=shape, seq=3).check()
-
-
-def test_the_embedding_and_the_head_may_be_stages_of_their_own():
-    changed({"pp": 50, "gpus": 100, "ep": 1, "tp": 1}, global_batch=100).check()
-    with pytest.raises(ValueError, match="has 48 layers, too few for 51 pipeline stages"):
-        changed({"pp": 51, "gpus": 102, "ep": 1, "tp": 1}, global_batch=102).check()
-
-
-def test_a_dense_model_has_no_experts_to_divide():
-    with pytest.raises(ValueError, match="--ep 8: llama3-8b has no experts"):
-        changed(shape=read_shape("llama3-8b")).check()

@@ -1,0 +1,259 @@
+"""Loads of experts: the fullest rank of each step decides, wherever the experts are; memory is that of all steps."""
+
+import dataclasses
+import json
+import random
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from moe_dualpipe.checkpoint.expert_loads import LOADS_FILE, loads_file
+from moe_dualpipe.expert_parallel.placement import imbalance, in_order, place_experts
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.models.router import Router
+from moe_dualpipe.tools.planner import (
+    MicroBatch,
+    Workload,
+    estimate,
+    layout_of,
+    load_device,
+    peak_memory,
+    read_shape,
+    shape_of,
+)
+from moe_dualpipe.tools.planner.calibration import calibrate
+from moe_dualpipe.tools.planner.device import parse_device
+from moe_dualpipe.tools.planner.peak import config_of, full_schedule, memory_of, stages_of
+from moe_dualpipe.tools.planner.prediction import routings
+from moe_dualpipe.tools.planner.routing import MeasuredLoads, assumed_factor, fullest, read_placement
+from moe_dualpipe.tools.planner.segment_times import layer_factors
+from moe_dualpipe.tools.planner.step import step_of
+from tests.support.ranks import run_ranks
+from tests.support.runs import make_trainer, settings
+
+BASE = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256, host=0.0)
+LAYERS, EXPERTS, RANKS = 48, 128, 8
+V3 = Workload(
+    read_shape("deepseek-v3"), load_device("h800"), layout_of(64, pp=1, ep=64), global_batch=64, ep_backend="deepep"
+)
+CONFIG = config_of(BASE.shape)
+
+
+def with_loads(rows, load=BASE, layers=None, maxima=None, **options):
+    maxima = maxima or [1.0] * len(rows)
+    measured = MeasuredLoads("loads.json", tuple(layers or range(len(rows))), tuple(map(tuple, rows)), tuple(maxima))
+    return dataclasses.replace(load, loads=measured, **options)
+
+
+def uneven(seed=0, layers=LAYERS, experts=EXPERTS):
+    choose = random.Random(seed)
+    return [[choose.randint(1, 1000) for _ in range(experts)] for _ in range(layers)]
+
+
+@pytest.mark.parametrize("number", [7, 0.1, 10**12])
+@pytest.mark.parametrize("options", [{}, {"schedule": "dualpipe"}, {"schedule": "zb1p", "recompute": "full"}], ids=str)
+def test_equal_loads_are_exactly_the_balanced_estimate(number, options):
+    balanced = dataclasses.replace(BASE, **options)
+    equal = with_loads([[number] * EXPERTS] * LAYERS, balanced)
+    assert step_of(equal) == step_of(balanced) and memory_of(equal) == memory_of(balanced)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_changes_between_steps_a_factor_is_the_imbalance_of_the_placement(seed):
+    rng = random.Random(seed)
+    ep, each, copies = rng.choice([2, 3, 8]), rng.choice([2, 5]), rng.choice([0, 1, 2])
+    loads = uneven(seed, 3, ep * each)
+    for placement in (in_order(3, ep * each, ep), place_experts(loads, ep * (each + copies), ep)):
+        expected = imbalance(placement.gpu_loads(loads))
+        rows = zip(loads, placement.experts, strict=True)
+        assert [fullest(tuple(load_E), 1.0, slots, ep) for load_E, slots in rows] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tokens,skew", [(100, 0.0), (400, 0.4), (3000, 1.0)])
+def test_the_mean_over_steps_follows_from_the_sum_and_the_mean_of_the_largest_expert(tokens, skew):
+    """In random steps, the maximum of the sum is too small; what the file has gives the mean over steps for any number
+    of ranks and any placement."""
+    rng = np.random.default_rng(1)
+    share_E = np.exp(skew * rng.standard_normal(16))
+    steps_NE = rng.multinomial(tokens, share_E / share_E.sum(), size=400) * np.exp(0.2 * rng.standard_normal((400, 16)))
+    load_E = tuple(steps_NE.sum(0))
+    highest = (steps_NE.max(1) / steps_NE.mean(1)).mean()
+    for slots, ep in [(tuple(range(16)), 16), (tuple(range(16)), 4), (tuple(range(16)), 2),
+                      (place_experts([load_E], 16, 4).experts[0], 4)]:  # fmt: skip
+        ranks_NR = steps_NE[:, list(slots)].reshape(400, ep, -1).sum(2)
+        measured = (ranks_NR.max(1) / ranks_NR.mean(1)).mean()
+        assert fullest(load_E, highest, slots, ep) == pytest.approx(measured, rel=0.03)
+        assert fullest(load_E, 1.0, slots, ep) <= measured
+
+
+def test_assumed_loads_have_the_given_violation_and_are_more_even_over_fewer_ranks():
+    assert assumed_factor(64, 8, 1, 0.5) == assumed_factor(0, 0, 8, 0.5) == assumed_factor(64, 8, 16, 0.0) == 1.0
+    for violation in (0.1, 0.5, 2.0):
+        assert assumed_factor(64, 4, 64, violation) == pytest.approx(1 + violation, rel=2e-3)
+        factors = [assumed_factor(64, 4, ep, violation) for ep in (1, 2, 8, 32, 64)]
+        assert factors == sorted(factors) and len({*factors}) == 5
+    assert assumed_factor(4, 2, 4, 9.0) == pytest.approx(2.0, rel=2e-3)  # a token chooses an expert at most once
+
+
+def test_where_experts_are_within_a_rank_changes_nothing_but_between_ranks_it_does():
+    rows, choose, each = uneven(), random.Random(1), EXPERTS // RANKS
+    within = []
+    for row in rows:
+        parts = [choose.sample(row[start : start + each], each) for start in range(0, EXPERTS, each)]
+        choose.shuffle(parts)  # which rank is the fullest does not matter either
+        within.append([load for part in parts for load in part])
+    assert step_of(with_loads(within)).seconds == pytest.approx(step_of(with_loads(rows)).seconds, rel=1e-12)
+    assert step_of(with_loads([sorted(row) for row in rows])).seconds > step_of(with_loads(rows)).seconds
+
+
+def test_the_stage_with_the_uneven_layer_slows_the_pipeline_down():
+    """A layer on one stage costs more than its own time: all stages wait for the slowest."""
+    rows = [[10] * EXPERTS for _ in range(LAYERS)]
+    spread = [[*row] for row in rows]
+    for layer in range(4):
+        rows[layer][0] += 1280  # all on the first of 4 stages
+        spread[layer * 12][0] += 1280  # one on each
+    assert step_of(with_loads(rows)).seconds > step_of(with_loads(spread)).seconds > step_of(BASE).seconds
+
+
+def test_only_layers_with_experts_have_loads():
+    """DeepSeek-V3 has three dense layers: numbers of layers tell, or else the order."""
+    rows = [[1 + layer] + [1] * 255 for layer in range(58)]
+    by_number = layer_factors(with_loads(rows, V3, range(3, 61)))
+    assert by_number[:3] == [1.0] * 3
+    assert by_number[3:] == pytest.approx([(layer + 4) * 64 / (256 + layer) for layer in range(58)])
+    assert layer_factors(with_loads(rows, V3)) == by_number
+    assert layer_factors(with_loads([[9] * 256, *rows], V3, range(2, 61))) == by_number  # of another kind of model
+
+
+def test_the_table_compares_places_numbers_of_ranks_and_limits_of_the_router():
+    ways = dict(routings(with_loads(uneven(2, 1, 256) * 58, V3, range(3, 61), [4.0] * 58)))
+    assert [*ways] == [
+        "as given", "moved", "moved, with 1 copy on each GPU", "moved, with 2 copies on each GPU", "in order, --ep 32",
+        "tokens go to any node", "all experts alike",
+    ]  # fmt: skip
+    found = {name: (estimate(load).imbalance, step_of(load).seconds) for name, load in ways.items()}
+    moved = [found[name][0] for name in [*ways][:4]]
+    assert moved == sorted(moved, reverse=True) and moved[0] > 1.1 * moved[1] and found["all experts alike"][0] == 1
+    seconds = [found[name][1] for name in [*ways][:4]] + [found["all experts alike"][1]]
+    assert seconds == sorted(seconds, reverse=True)
+    assert found["tokens go to any node"][1] > found["as given"][1]
+    for row in ways["moved"].experts.experts:  # a group of experts stays on its node
+        assert all(len({expert // 32 for expert in row[node * 32 :][:32]}) == 1 for node in range(8))
+    copies = Counter(Counter(ways["moved, with 1 copy on each GPU"].experts.experts[0]).values())
+    assert sum(number * experts for number, experts in copies.items()) == 256 + 64
+    free = dataclasses.replace(BASE, layout=layout_of(32, ep=16), ep_backend="deepep")
+    names = [name for name, _ in routings(free)]
+    assert names == ["as given", "in order, --ep 8", "in order, --ep 32", "tokens go to at most 1 node",
+                     "all experts alike"]  # fmt: skip
+
+
+SMALL = ModelConfig(
+    vocab_size=256, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, num_dense_layers=0,
+    expert_size=512, num_experts=8, experts_per_token=2, router_bias=True,
+)  # fmt: skip
+BIASES = [2, 0, 0, 0, 2, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]
+"""Both ranks get as much; the first gets more; it gets all."""
+
+
+def seconds_and_loads(rank, config):
+    """For each of BIASES, CPU seconds of a step, which other programs hardly change, and the loads file."""
+    trainer, found = make_trainer(rank, config), []
+    routers = [part for stage in trainer.stages.values() for part in stage.modules() if isinstance(part, Router)]
+    for bias in BIASES:
+        for router in routers:
+            router.bias_E.copy_(torch.tensor(bias))
+        trainer.step(0)
+        trainer.balance.take_loads()
+        start = time.process_time()
+        for step in range(3):
+            trainer.step(step)
+        found.append(((time.process_time() - start) / 3, loads_file(*trainer.balance.take_loads())[LOADS_FILE]))
+    return found
+
+
+@pytest.mark.long
+def test_cpu_ranks_take_as_long_as_is_predicted_from_their_loads(tmp_path):
+    """Of a calibrated core. The constant is that of the even run, as with --measured."""
+    numbers = {"seq_len": 256, "micro_batch_size": 2, "batch_size": 8, "pp": 1, "ep": 2, "bias_rate": 0.0}
+    config = settings(tmp_path, model=SMALL, schedule="1f1b", kernels="reference", compile="off", **numbers)
+    ranks = run_ranks(2, seconds_and_loads, config, timeout=600)
+    device = parse_device(calibrate("machine", torch.device("cpu"), 2, 0.02))
+    load = Workload(shape_of(SMALL, "small"), device, layout_of(2, ep=2), 256, 2, 8, "fp32", schedule="1f1b")
+    even = estimate(load).measured(max(seconds for (seconds, _), *_ in ranks))
+    for (seconds, loads), (other, _) in zip(*ranks, strict=True):
+        (tmp_path / "loads.json").write_bytes(loads)
+        found = dataclasses.replace(
+            even, load=dataclasses.replace(load, loads=MeasuredLoads.read(tmp_path / "loads.json"))
+        )
+        predicted, measured = found.seconds, max(seconds, other)
+        print(f"{found.imbalance:.2f} times the mean: predicted {predicted:.3f} s, measured {measured:.3f} s")
+        assert predicted == pytest.approx(measured, rel=0.1)
+
+
+# ---- Memory ----
+
+
+def of_ranks(rows):
+    """For each layer, the load of each of 8 ranks, whose experts have equal shares."""
+    return with_loads([[load for load in row for _ in range(EXPERTS // RANKS)] for row in rows])
+
+
+def test_the_fullest_rank_is_the_one_that_gets_the_most_over_all_layers():
+    rows = uneven(0, LAYERS, RANKS)
+    most = max(sum(row[rank] * RANKS / sum(row) for row in rows) / LAYERS for rank in range(RANKS))
+    batch = MicroBatch(1, 4096, ep=RANKS, load=most)
+    schedule, stages = full_schedule("1f1b", 4, 32), stages_of(BASE.shape, 4)
+    expected = max(rank.total for rank in peak_memory(BASE.shape, schedule, batch, 8, stages=stages))
+    assert expected > memory_of(BASE).total and memory_of(of_ranks(rows)).total == pytest.approx(expected, rel=1e-9)
+    # Ranks that take turns are no fuller than others, although each layer has a fullest one.
+    turns = [[13 if rank == layer % RANKS else 10 for rank in range(RANKS)] for layer in range(LAYERS)]
+    assert memory_of(of_ranks(turns)).total == pytest.approx(memory_of(BASE).total, rel=1e-9)
+
+
+# ---- Files ----
+
+
+def test_a_placement_is_read_as_it_is_written(tmp_path):
+    loads = MeasuredLoads("loads.json", (0, 1), ((1, 2, 3, 4), (4, 3, 2, 9)), (1.0, 1.0))
+    placed = loads.placed(6, 2)
+    (tmp_path / "placed.json").write_text(json.dumps({"experts": placed.experts}))
+    assert read_placement(tmp_path / "placed.json", loads, 2) == placed
+    for experts, said in (
+        ([[0, 1, 2, 3]], '"experts", a list of slots for each of 2 layers'), ([[0, 1, 2, 3], [0, 1, 2, 2]], "all of 4"),
+        ([[0, 1, 2, 3, 3]] * 2, "--ep 2 does not divide the 5 slots"), (["0123"] * 2, "all of 4"), (7, '"experts"'),
+    ):  # fmt: skip
+        (tmp_path / "placed.json").write_text(json.dumps({"experts": experts}))
+        with pytest.raises(ValueError, match=said) as error:
+            read_placement(tmp_path / "placed.json", loads, 2)
+        assert "placed.json" in str(error.value) and "\n" not in str(error.value)
+
+
+WRONG = {
+    "experts": ([[1] * 64] * LAYERS, BASE, "has loads of 64 experts, and qwen3-30b-a3b has 128"),
+    "layers": ([[1] * EXPERTS] * 3, BASE, "has loads of 3 layers, and qwen3-30b-a3b has 48 layers with experts"),
+    "dense": ([[1] * 8], dataclasses.replace(BASE, shape=read_shape("llama3-8b"), layout=layout_of(32, 1, 4)),
+              "llama3-8b has no experts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, load, said", WRONG.values(), ids=WRONG)
+def test_loads_of_another_model_are_refused(rows, load, said):
+    with pytest.raises(ValueError, match=said) as error:
+        with_loads(rows, load).check()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text, said", [
+    ('{"loads": [[1, -2]]}', "finite numbers of at least 0"), ('{"loads": [[1, 2], [1]]}', "the same number"),
+    ('{"loads": [[1, 1e999]]}', "cannot read"), ('{"loads": []}', "at least one layer"), ("[1]", '"loads"'),
+    ('{"loads": [["1"]]}', '"loads"'), ('{"loads": [[1]], "maxima": [1, 2]}', '"maxima" in'),
+])  # fmt: skip
+def test_files_without_loads_are_refused(tmp_path, text, said):
+    (tmp_path / "loads.json").write_text(text)
+    with pytest.raises(ValueError, match=said) as error:
+        MeasuredLoads.read(tmp_path / "loads.json")
+    assert "loads.json" in str(error.value) and "\n" not in str(error.value)
