@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split
-from moe_dualpipe.models.attention import document_mask, document_numbers
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -28,16 +27,6 @@ def packed(rows=2):
     for row, order in zip(tokens, orders, strict=False):
         row[torch.tensor(order).cumsum(0)[:-1] - 1] = END
     return tokens, orders[:rows]
-
-
-def test_document_numbers_and_their_mask():
-    numbers = document_numbers(torch.tensor([[5, 0, 7, 0, 0, 8], [0, 1, 2, 3, 4, 0]]), 0)
-    assert numbers.tolist() == [[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1]]
-    assert numbers.dtype == torch.int32
-    mask = document_mask(numbers)
-    visible = [[i for i in range(6) if row[i]] for row in mask[0, 0]]
-    assert mask.shape == (2, 1, 6, 6)
-    assert visible == [[0], [0, 1], [2], [2, 3], [4], [5]]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -63,7 +52,8 @@ def test_a_document_in_a_window_gives_the_same_result_as_alone(attention, stages
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
-def test_without_document_end_id_attention_is_causal_and_has_no_mask(monkeypatch, attention):
+@pytest.mark.parametrize("end", [None, END])
+def test_only_documents_need_a_mask_and_all_layers_share_it(monkeypatch, attention, end):
     masks, attend = [], F.scaled_dot_product_attention
 
     def spy(q, k, v, mask=None, **options):
@@ -71,12 +61,9 @@ def test_without_document_end_id_attention_is_causal_and_has_no_mask(monkeypatch
         return attend(q, k, v, mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    build_model(VARIANTS[attention])(packed()[0])
-    assert masks == [(None, True)] * 4
-    masks.clear()
-    build_model(VARIANTS[attention], options=StageOptions(document_end_id=END))(packed()[0])
-    assert len({id(mask) for mask, _ in masks}) == 1  # made once for all layers
-    assert masks[0][0].dtype == torch.bool
+    build_model(VARIANTS[attention], options=StageOptions(document_end_id=end))(packed()[0])
+    assert len({id(mask) for mask, _ in masks}) == 1
+    assert {causal for _, causal in masks} == {end is None} and (masks[0][0] is None) == (end is None)
 
 
 def test_mtp_refuses_a_document_mask():
