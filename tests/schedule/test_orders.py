@@ -34,12 +34,6 @@ def test_dualpipe_orders_equal_deepseeks(name):
         assert hashlib.sha256(csv.encode()).hexdigest() == DEEPSEEK_ORDERS[size], size
 
 
-def test_forward_only():
-    forward = build("dualpipe", 2, 4).forward_only()
-    assert forward.name == "dualpipe, forward only"
-    assert forward.to_csv() == "0F0,1F2,0F1,1F3\n0F2,1F0,0F3,1F1\n"
-
-
 TORCHS = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -65,21 +59,18 @@ def torch_order(name, ranks, micro_batches, chunks, rank):
     return [str(action) for action in actions if action is not None and "REDUCE_GRAD" not in str(action)]
 
 
-@pytest.mark.parametrize("name,ranks,micro_batches", [size for size in SIZES if size[0] in TORCHS])
-def test_order_equals_torchs(name, ranks, micro_batches):
-    schedule = build(name, ranks, micro_batches)
+MORE_CHUNKS = [("interleaved_1f1b", ranks, 3 * ranks, chunks) for ranks, chunks in ((2, 3), (3, 2), (4, 4))]
+
+
+@pytest.mark.parametrize("size", [*(size for size in SIZES if size[0] in TORCHS), *MORE_CHUNKS], ids=str)
+def test_order_equals_torchs(size):
+    name, ranks, micro_batches, *_ = size
+    schedule = validate(build(*size))
     chunks = len(schedule.placement.stages[0])
     # The list (not the execution) of torch 2.13 numbers the forwards of the last rank of 1F1B from 1 instead of 0.
     ranks_to_compare = ranks - 1 if name == "1f1b" else ranks
     for rank, actions in enumerate(schedule.actions[:ranks_to_compare]):
         assert list(map(str, actions)) == torch_order(name, ranks, micro_batches, chunks, rank)
-
-
-@pytest.mark.parametrize("ranks,chunks", [(2, 3), (3, 2), (4, 4)])
-def test_interleaved_order_equals_torchs_with_any_number_of_chunks(ranks, chunks):
-    schedule = validate(build("interleaved_1f1b", ranks, 3 * ranks, num_chunks=chunks))
-    for rank, actions in enumerate(schedule.actions):
-        assert list(map(str, actions)) == torch_order("interleaved_1f1b", ranks, 3 * ranks, chunks, rank)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +102,10 @@ def test_small_orders(size, rows):
 
 
 def test_placements():
-    assert Placement.straight(3).stages == ((0,), (1,), (2,))
     assert Placement.interleaved(2, 3).stages == ((0, 2, 4), (1, 3, 5))
     assert Placement.vee(3).stages == ((0, 5), (1, 4), (2, 3))
     assert Placement.mirrored(4).stages == ((0, 3), (1, 2), (2, 1), (3, 0))
-    assert Placement.mirrored(4).holders(1) == (1, 2)
-    assert Placement.vee(3).holders(5) == (0,)
+    assert Placement.mirrored(4).holders(1) == (1, 2) and Placement.vee(3).holders(5) == (0,)
     mirrored = build("dualpipe", 4, 10)
     assert [mirrored.rank_of(0, micro_batch) for micro_batch in range(10)] == [0] * 5 + [3] * 5
 

@@ -9,21 +9,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.schedule import (
-    NAMES,
     Backward,
     Costs,
-    DeadlockError,
     Forward,
     Overlap,
     Part,
-    Placement,
     Span,
     Timeline,
     build,
     members,
     simulate,
 )
-from moe_dualpipe.schedule.walk import needs
 from tests.support.schedules import costs, sizes, small
 
 MANY = settings(max_examples=60, deadline=None)
@@ -129,42 +125,22 @@ def test_peak_activations_equal_the_papers(size):
 
 
 @MANY
-@given(sizes(["zb1p", "zbv"]))
-def test_activations_and_deferred_weight_gradients_never_exceed_1f1b(size):
-    name, p, _ = size
-    timeline = simulate(build(*size), Costs(2, 5, 2, 7))
-    for rank in range(p):
-        together = max(held.activations + held.deferred for held in timeline.held(rank))
-        assert together <= (p if name == "zb1p" else 2 * p)
-    if name == "zb1p":
-        assert timeline.peak_deferred == tuple(r + 1 for r in range(p))  # r deferred, and one between I and W
-
-
-@MANY
-@given(sizes(["zbv", "dualpipe", "dualpipev"]))
+@given(sizes(["zb1p", "zbv", "dualpipe", "dualpipev"]))
 def test_peak_deferred_weight_gradients(size):
     name, p, m = size
     assume(m >= 2 * p - 1)
-    most = {"zbv": 2 * p - 1, "dualpipe": p // 2, "dualpipev": p}[name]
+    most = {"zb1p": p, "zbv": 2 * p - 1, "dualpipe": p // 2, "dualpipev": p}[name]
     assert max(simulate(build(*size), Costs(2, 5, 2, 7)).peak_deferred) == most
-
-
-def test_held_after_each_change():
-    timeline = simulate(build("dualpipev", 1, 2), Costs(2, 5, 3, 6))
-    assert timeline.schedule.to_csv() == "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
-    assert [(held.time, held.activations, held.deferred) for held in timeline.held(0)] == [
-        (0, 1, 0), (2, 2, 0), (4, 3, 0), (11, 2, 0), (11, 3, 0), (17, 2, 0), (22, 1, 0), (24, 0, 1), (27, 0, 0),
-    ]  # fmt: skip
 
 
 def test_peak_bytes_count_each_stage_with_its_own_size():
     timeline = simulate(build("dualpipev", 1, 2), Costs(2, 5, 3, 6))
+    assert timeline.schedule.to_csv() == "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
     held = timeline.held(0, activations=[1, 10], deferred=[100, 1000])
-    assert [(h.activations, h.deferred) for h in held] == [
-        (1, 0), (11, 0), (12, 0), (2, 0), (12, 0), (11, 0), (1, 0), (0, 100), (0, 0),
+    assert [(h.time, h.activations, h.deferred) for h in held] == [
+        (0, 1, 0), (2, 11, 0), (4, 12, 0), (11, 2, 0), (11, 12, 0), (17, 11, 0), (22, 1, 0), (24, 0, 100), (27, 0, 0),
     ]  # fmt: skip
-    assert timeline.peak_bytes([1, 10], [100, 1000]) == (100,)
-    assert timeline.peak_bytes([1, 10], [5, 50]) == (12,)
+    assert [timeline.peak_bytes([1, 10], deferred) for deferred in ([100, 1000], [5, 50])] == [(100,), (12,)]
 
 
 # ---- General laws ----
@@ -231,11 +207,8 @@ def test_costs_of_actions():
     f, b = Forward(1, 0), Backward(0, 4)
     assert [c.of(a) for a in (f, b, Backward(0, 1, Part.INPUT), Backward(1, 1, Part.WEIGHT))] == [2, 5, 3, 3]
     assert c.of(Overlap(f, b)) == 2 + 5 - (0 + 1) / 2  # stage 0 saves nothing with itself, stage 1 saves 1
-    assert c.of(Overlap(Forward(1, 0), Backward(1, 4))) == 8
     assert Costs(F=(1, 2), B=(5, 7)).of(Overlap(f, b)) == 2 + 5
-    assert Costs(F=1, B=5).of(Backward(0, 0, Part.WEIGHT)) == 2.5
-    assert Costs(F=[1, 2], B=[5, 7]) == Costs(F=(1, 2), B=(5, 7))
-    assert type(Costs(F=1, B=4).of(Backward(0, 0, Part.WEIGHT))) is int
+    assert [Costs(F=1, B=B).of(Backward(0, 0, Part.WEIGHT)) for B in (4, 5)] == [2, 2.5]
 
 
 def test_costs_of_merged_and_split_stages():
@@ -246,44 +219,10 @@ def test_costs_of_merged_and_split_stages():
     assert Costs(F=2, FB=6).divided(8, 4) == Costs(F=4, B=4, FB=12)
 
 
-# ---- Timelines ----
-
-
-def test_a_timeline_may_start_at_any_time():
-    timeline = simulate(build("zb1p", 3, 5), Costs())
-    later = tuple(tuple(Span(s.action, s.start + 100, s.end + 100) for s in spans) for spans in timeline.spans)
-    moved = Timeline(timeline.schedule, later)
-    assert (moved.start, moved.makespan, moved.bubble) == (100, timeline.makespan, timeline.bubble)
-    upside_down = replace(timeline.schedule, placement=Placement(((2, 1, 0),)), actions=timeline.schedule.actions[::-1])
-    moved = Timeline(upside_down, later[::-1])  # rank 0 starts last
-    assert (moved.start, moved.makespan, moved.bubble) == (100, timeline.makespan, timeline.bubble)
-
-
 def test_the_examples_in_docstrings():
     for module in ("moe_dualpipe.schedule", "moe_dualpipe.schedule.simulate"):
         failed, tried = doctest.testmod(sys.modules[module])
         assert tried > 0 and failed == 0, module
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_walk_is_linear_in_the_number_of_actions(name, monkeypatch):
-    """The walk examines an action once, and at most once more for each result that it waited for."""
-    examined = 0
-
-    def counted(member, num_stages):
-        nonlocal examined
-        examined += 1
-        return needs(member, num_stages)
-
-    monkeypatch.setattr("moe_dualpipe.schedule.walk.needs", counted)
-    for ranks in (4, 16):
-        schedule = build(name, ranks, 4 * ranks)
-        wanted = sum(
-            1 + len(needs(h, schedule.num_stages)) for row in schedule.actions for a in row for h in members(a)
-        )
-        examined = 0
-        simulate(schedule, Costs(2, 5, 2, 6))
-        assert sum(len(members(action)) for row in schedule.actions for action in row) <= examined <= wanted
 
 
 # ---- Refusals ----
@@ -324,11 +263,3 @@ def test_costs_and_spans_that_cannot_be_are_refused(message):
     with pytest.raises(ValueError) as error:
         REFUSED[message]()
     assert str(error.value) == message
-
-
-def test_an_order_that_deadlocks_cannot_be_simulated():
-    schedule = build("1f1b", 2, 2)
-    first, second, *rest = schedule.actions[0]
-    with pytest.raises(DeadlockError) as error:
-        simulate(replace(schedule, actions=((*rest, first, second), schedule.actions[1])), Costs())
-    assert error.value.waiting == {0: 0, 1: 0}
