@@ -63,9 +63,9 @@ def log_probs(model, ids):
 def test_log_likelihoods_are_those_of_the_logits(harness, run):
     model, _ = open_model(run)
     pairs = [("def f", "(x)"), ("", "class"), ("a  ", "b"), ("   ", "b"), ("x" * 60, " = 1"), ("de", "f "), ("x", "")]
-    greedy = generate(model, torch.tensor([[*b"x ="]]), 1, LENGTH, temperature=0).item()
-    pairs.insert(0, ("x =", chr(greedy)))
-    assert 0 < greedy < 128
+    contexts = [first + "at" for first in "abcdefghijklmnop"]
+    nexts = [generate(model, torch.tensor([[*c.encode()]]), 1, LENGTH, temperature=0).item() for c in contexts]
+    pairs.insert(0, next((c, chr(token)) for c, token in zip(contexts, nexts, strict=True) if 0 < token < 128))
     lm = harness.MoEDualPipe(run, LENGTH, batch_size=2, device="cpu")
     found = lm.loglikelihood(requests(*pairs))
     assert found[0][1] is True and found[-1] == (0.0, True)  # of nothing
