@@ -87,7 +87,7 @@ def side(gpu):
     return gpu.Stream()
 
 
-def test_a_stream_reads_what_another_one_wrote(gpu, side):
+def test_a_stream_reads_or_changes_what_another_one_uses(gpu, side):
     x = torch.ones(3)
     early = gpu.current_stream().record_event()
     x.add_(1)
@@ -100,16 +100,9 @@ def test_a_stream_reads_what_another_one_wrote(gpu, side):
     side.wait_event(gpu.current_stream().record_event())
     with gpu.stream(side):
         x[1:].mul(2)
-
-
-def test_a_stream_changes_what_another_one_reads(gpu, side):
-    x = torch.ones(3)
-    side.wait_event(gpu.current_stream().record_event())
-    with gpu.stream(side):
-        x.view(1, 3).sum()
         done = side.record_event()
     x.sum()  # two streams may read
-    with pytest.raises(RaceError, match=r"add_ .* on compute changes what is used by sum .* on side 1"):
+    with pytest.raises(RaceError, match=r"add_ .* on compute changes what is used by mul .* on side 1"):
         x.view(-1).add_(1)
     gpu.current_stream().wait_event(done)
     x.add_(1)
@@ -119,19 +112,14 @@ def test_memory_is_reused_while_another_stream_uses_it(gpu, side):
     x = torch.ones(3)
     side.wait_event(gpu.current_stream().record_event())
     with gpu.stream(side):
-        y = x * 2
+        x.mul(2)
         done = side.record_event()
-    view = x.view(1, 3)
     del x
-    torch.zeros(2)  # the view still refers to it
-    del view
     z = torch.empty(5)
     with pytest.raises(RaceError, match=r"fill_ .* reuses memory of compute .* is used by mul .* on side"):
         z.fill_(0)
     gpu.current_stream().wait_event(done)
     z.fill_(0)
-    del y
-    torch.zeros(3)  # y belongs to the other stream
 
 
 def test_the_host_reads_before_the_copy_has_ended(gpu):
