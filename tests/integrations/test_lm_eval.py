@@ -5,10 +5,6 @@ The harness has many dependencies. Without it, these tests use a stand-in, and t
 
 import importlib
 import inspect
-import json
-import os
-import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -21,9 +17,8 @@ from moe_dualpipe.checkpoint import open_model
 from moe_dualpipe.inference import generate
 from tests.support import lm_eval_stand_in
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, settings, train
+from tests.support.runs import settings, train
 
-PAGE = (ROOT / "docs" / "evaluation.md").read_text()
 MODULE = "moe_dualpipe.integrations.lm_eval"
 installed = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
 LENGTH = 24
@@ -157,36 +152,3 @@ def test_the_stand_in_has_the_interface_of_the_harness():
         for name in names:
             both = [[*inspect.signature(getattr(one, name)).parameters] for one in (real, stand_in)]
             assert both[0] == both[1], name
-
-
-@installed
-def test_the_task_of_the_page_runs_from_the_command_line(run, tmp_path):
-    """Its accuracy is that of choosing the answer with the larger log-probability."""
-    (task,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    (rows,) = re.findall(r"```\n(\{\"question\".*?)```", PAGE, re.DOTALL)
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "colors.yaml").write_text(task)
-    questions = [json.loads(row) for row in rows.splitlines()]
-    questions += [{"question": f"{i} is", "choices": ["even", "odd"], "answer": i % 2} for i in range(6)]
-    (tmp_path / "colors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-
-    arguments = [sys.executable, "-m", "moe_dualpipe.cli", "eval", run, "--tasks", "colors", "--device", "cpu"]
-    environment = os.environ | {
-        "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    done = subprocess.run(
-        [*arguments, "--include-path", "tasks", "--seq-len", str(LENGTH), "--json"], cwd=tmp_path, env=environment,
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["colors"]
-    model, _ = open_model(run)
-    right = 0
-    for row in questions:
-        values = []
-        for choice in row["choices"]:
-            text = f"{row['question']} {choice}".encode()
-            values.append(log_probs(model, [*text])[0][-len(choice) - 1 :].sum().item())
-        right += values.index(max(values)) == row["answer"]
-    assert found["acc,none"] == pytest.approx(right / len(questions))

@@ -9,10 +9,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import BACKWARD_WEIGHT, OVERLAP_F_B, ScheduleDualPipeV, _Action
 
-from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.integrations.torch_pipelining import backward_weight, overlap_f_b, register
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss, split
-from tests.support.ranks import cosine_distance, run_ranks
+from tests.support.ranks import run_ranks
 
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -128,32 +127,6 @@ def trains_like_the_whole_model(rank, pp, fused_loss, scale_grads):
 def test_training_is_bit_equal_to_the_single_process_model(pp, deferred, scale_grads, fused_loss):
     """Also: a W computes what its I deferred, except in the first stage, where the whole backward is in W."""
     assert run_ranks(pp, trains_like_the_whole_model, pp, fused_loss, scale_grads) == deferred
-
-
-def expert_parallel_agrees(rank):
-    alone = [dist.new_group([r]) for r in range(2)][rank]
-    experts = AllToAll(CONFIG.num_experts, dist.group.WORLD)
-    modules = make_modules(0, 1, experts)
-    schedule = make_schedule(modules, alone)
-    register(schedule)
-    model = build_model(CONFIG, options=StageOptions(seed=SEED))
-    expected, losses = plain_step(model, 0, 1), []
-    x, y = batch(rank)
-    schedule.step(x, target=y, losses=losses)
-    torch.testing.assert_close(losses, expected[rank * MICRO_BATCHES :][:MICRO_BATCHES], rtol=1e-6, atol=0)
-    assert Counting.overlapped == 2 * MICRO_BATCHES - 3
-    whole = dict(model.named_parameters())
-    for key, p in ((key, p) for module in modules.values() for key, p in module.named_parameters()):
-        grad = whole[key].grad
-        if ".experts." in key:
-            grad = grad[experts.local_experts.start : experts.local_experts.stop]
-        else:
-            dist.all_reduce(p.grad)
-        assert cosine_distance(p.grad, grad) < 1e-11, key
-
-
-def test_expert_parallel_agrees():
-    run_ranks(2, expert_parallel_agrees)
 
 
 def wrong_usage(rank):

@@ -49,10 +49,6 @@ IN_MODEL = {
 }  # fmt: skip
 """For each part of the model, and each broken class: the function, the part that is named, and the message."""
 CASES = [(part, name, *expected) for part, classes in IN_MODEL.items() for name, expected in classes.items()]
-IN_CONSTRUCTOR = {
-    "Constructor": ("cannot build", "AttributeError: 'ModelConfig' object has no attribute 'no_such_size'"),
-    "Signature": ("__init__", "must accept Signature(config, num_local_experts)"),
-}
 
 
 def marked_line(name):
@@ -79,12 +75,3 @@ def test_an_error_in_a_layer_names_its_line(part, name, function, where, message
     assert message in line
     assert "\n" not in line
     assert any(note.startswith(f"in layer {layer}") for note in caught.value.__notes__)
-
-
-@pytest.mark.parametrize("name", IN_CONSTRUCTOR)
-def test_an_error_in_a_constructor_is_a_value_error_with_the_line(name):
-    first, second = IN_CONSTRUCTOR[name]
-    with pytest.raises(ValueError) as caught:
-        train_with(experts=f"tests.support.broken_layers:{name}")
-    message = str(caught.value)
-    assert f"{FILE.name}:{marked_line(name)}" in message and first in message and second in message

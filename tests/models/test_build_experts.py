@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
-from moe_dualpipe.models import MoE, build_model
 from moe_dualpipe.models.build_experts import ExpertBuilder
 from tests.support import custom_experts
 from tests.support.models import with_choices
@@ -61,33 +59,6 @@ def test_initial_weights_are_the_same_for_any_number_of_ranks(name, tensors, hid
     assert len(set(values)) == len(values)  # no two tensors are drawn with one seed
     other = named(builder(path, layer=2, hidden_size=hidden).build(range(E)))
     assert not any(torch.equal(tensor, other[key]) for key, tensor in whole.items())
-
-
-def test_layers_get_the_ids_of_their_experts_and_the_number_of_their_block():
-    config = with_choices(num_experts=E, experts="tests.support.custom_experts:Listed", mtp_layers=1)
-    for ranks in (1, 2, 4):
-        model = build_model(config, Loopback(E, ranks))
-        layers = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
-        assert [(layer.ids, layer.layer) for layer in layers] == [(range(E // ranks), block) for block in (1, 2, 3, 4)]
-        assert all(layer.local_experts == layer.ids for layer in layers)
-
-
-class OnlyLayer(nn.Module):
-    def __init__(self, _config, _num_local_experts, layer=None):
-        super().__init__()
-        self.got = layer
-
-
-class PassesAllOn(OnlyLayer):
-    """Its `**keywords` lead to a constructor that does not know all optional arguments."""
-
-    def __init__(self, *arguments, **keywords):
-        super().__init__(*arguments, **keywords)
-
-
-@pytest.mark.parametrize("name,got", [("OnlyLayer", 5), ("PassesAllOn", None)])
-def test_a_layer_gets_the_keywords_that_it_names(name, got):
-    assert builder(f"tests.models.test_build_experts:{name}", layer=5).build(range(2, 4)).got == got
 
 
 class Counting(nn.Module):

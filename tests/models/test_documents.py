@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split
 
@@ -49,21 +48,6 @@ def test_a_document_in_a_window_gives_the_same_result_as_alone(attention, stages
         ])  # fmt: skip
         torch.testing.assert_close(output, alone, atol=1e-12, rtol=1e-12)
         assert (plain(tokens) - output).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("attention", VARIANTS)
-@pytest.mark.parametrize("end", [None, END])
-def test_only_documents_need_a_mask_and_all_layers_share_it(monkeypatch, attention, end):
-    masks, attend = [], F.scaled_dot_product_attention
-
-    def spy(q, k, v, mask=None, **options):
-        masks.append((mask, options["is_causal"]))
-        return attend(q, k, v, mask, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    build_model(VARIANTS[attention], options=StageOptions(document_end_id=end))(packed()[0])
-    assert len({id(mask) for mask, _ in masks}) == 1
-    assert {causal for _, causal in masks} == {end is None} and (masks[0][0] is None) == (end is None)
 
 
 def test_mtp_refuses_a_document_mask():

@@ -10,7 +10,6 @@ from moe_dualpipe.models import (
     KVCache,
     ModelConfig,
     build_model,
-    filled_cache,
 )
 from moe_dualpipe.models.latent_attention import LatentAttention
 from tests.support.caches import (
@@ -102,13 +101,6 @@ def test_absorbed_attention_equals_expanded_attention(monkeypatch, q_rank, seque
 @pytest.mark.parametrize("length", [0, 5, 300])
 def test_a_filled_cache_works_as_a_past(length):
     check_that_a_filled_cache_works_as_a_past(CONFIG, length)
-
-
-def test_a_cache_of_other_attention_is_refused():
-    other = with_choices(attention="gqa", num_kv_heads=3, head_dim=10)
-    model, cache = build_model(CONFIG), filled_cache(other, range(3), 2, 5)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"of \[2, 3, 10\] \(.*\): got \[2, 1, 10\]"):
-        model(torch.zeros(2, 1, dtype=torch.int64), cache=cache)
 
 
 # ---- In a model ----

@@ -9,8 +9,7 @@ from torch import nn
 
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.inference import generate
-from moe_dualpipe.models import MoE, StageOptions, build_model, expert_function
-from moe_dualpipe.models.build_experts import ExpertBuilder
+from moe_dualpipe.models import MoE, StageOptions, build_model
 from moe_dualpipe.models.costs import flops_shape
 from tests.support import own_layers
 from tests.support.models import CONFIG, with_choices
@@ -94,26 +93,6 @@ def test_single_experts_and_functions_equal_a_loop_over_them(name):
     torch.testing.assert_close(layer(x), moe_oracle(swiglu, x), rtol=1e-10, atol=1e-12)
     layer(x).sum().backward()
     assert all(p.grad is not None for p in experts.parameters())
-
-
-@expert_function(up=("expert_size", "hidden_size"), down=("hidden_size", "expert_size"), bias=("hidden_size",))
-def with_bias(rows, up, down, bias):
-    return rows @ up.T @ down.T + bias
-
-
-def test_the_weights_of_an_expert_function_start_from_the_deviations_of_the_model():
-    config = with_choices(experts=with_bias, hidden_size=64, expert_size=48)
-    layer: Any = ExpertBuilder(config, 1, 0).build(range(5))
-    assert layer.up.std().item() == pytest.approx(config.init_std, rel=0.05)
-    assert layer.down.std().item() == pytest.approx(config.residual_std, rel=0.05)
-    assert not layer.bias.any()
-
-
-def test_a_router_gets_gradients_and_its_loads_are_counted():
-    mlp = model_of(router=own_layers.PlainRouter).layers["1"].mlp
-    mlp(torch.randn(12, CONFIG.hidden_size)).square().mean().backward()
-    assert mlp.router.layer == 1 and mlp.router.score.weight.grad.norm() > 0
-    assert mlp.take_load().sum() == 12 * CONFIG.experts_per_token
 
 
 def test_single_experts_have_the_flops_of_swiglu():

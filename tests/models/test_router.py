@@ -95,22 +95,6 @@ def test_a_bias_moves_by_its_rate_opposite_to_the_load():
     torch.testing.assert_close(router.bias_E, torch.tensor([0.15, -0.15, -0.25]))
 
 
-@pytest.mark.parametrize("choices", [{}, {"router_score": "sigmoid", "expert_groups": 4, "top_groups": 2}], ids=str)
-@pytest.mark.parametrize("rate,lowest,highest", [(0.0, 2.0, 8.0), (0.003, 1.0, 1.15)])
-def test_the_bias_balances_a_skewed_load(choices, rate, lowest, highest):
-    torch.manual_seed(3)
-    router = Router(with_choices(router_bias=True, **choices))
-    skew = torch.randn(D)  # a direction that all tokens share
-    loads = []
-    with torch.no_grad():
-        for _ in range(250):
-            ids = router(torch.randn(256, D) + 2 * skew)[1]
-            loads.append(load := torch.bincount(ids.flatten(), minlength=E))
-            router.move_bias(load, rate)
-    late = torch.stack(loads[-20:]).sum(0)
-    assert lowest < late.max() / late.float().mean() < highest
-
-
 # ---- The balanced router ----
 
 

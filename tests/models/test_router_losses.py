@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions, build_model, next_token_loss
 from moe_dualpipe.models.router import Router
 from tests.support.oracles import moe_oracle
-from tests.support.routers import CONFIG, KINDS, D, E, made, with_choices
+from tests.support.routers import CONFIG, KINDS, D, made, with_choices
 
 # ---- The losses ----
 
@@ -60,17 +59,6 @@ def test_losses_and_their_gradients_equal_loops_and_change_no_output(choices, dt
     without = Router(dataclasses.replace(config, sequence_loss=0.0, z_loss=0.0)).to(dtype)
     without.load_state_dict(router.state_dict())
     assert all(map(torch.equal, without(x), (weights, ids)))
-
-
-def test_the_second_last_dimension_is_the_sequence():
-    """An input [T, D] is one sequence."""
-    layer = MoE(CONFIG, Local(E), 1).double()
-    x = torch.randn(2, 3, 5, D, dtype=torch.float64)
-    for shape, sequences in [((2, 3, 5, D), 6), ((6, 5, D), 6), ((2, 15, D), 2), ((30, D), 1)]:
-        assert layer(x.view(shape)).shape == shape
-        losses, _ = layer.take_losses()
-        expected = loss_values(layer.router.logits(x).reshape(sequences, -1, E), CONFIG)
-        torch.testing.assert_close(losses, torch.stack(expected).detach(), rtol=1e-12, atol=0)
 
 
 # ---- In a model ----

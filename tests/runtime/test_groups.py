@@ -1,7 +1,7 @@
 """Ranks in pipeline, data and expert parallelism, their process groups with options, and the timeout of the world."""
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,10 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe.models import StageOptions
-from moe_dualpipe.models.experts import SwiGLUExperts
-from moe_dualpipe.overlap.engine import engine_for
-from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime.groups import (
     Groups,
     Nccl,
@@ -26,10 +22,8 @@ from moe_dualpipe.runtime.groups import (
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.runtime.p2p import P2P
-from moe_dualpipe.schedule import Placement, build
-from tests.support.own_layers import ParallelBlock
+from moe_dualpipe.schedule import Placement
 from tests.support.ranks import run_ranks
-from tests.support.runs import SHALLOW
 
 
 def test_expert_parallel_ranks_are_neighbors():
@@ -138,26 +132,6 @@ def test_products_leave_sms_to_dispatch_and_combine(monkeypatch):
         assert product_sms(Groups(experts=group), cuda) == expected
     assert product_sms(Groups(), cuda) is None  # without expert parallelism, there are no transfers
     assert product_sms(Groups(experts=group), torch.device("cpu")) is None
-
-
-@pytest.mark.parametrize("overlap,chosen,expected", [(True, None, 100), (False, None, None), (True, 7, 7)])
-def test_the_experts_of_a_pipeline_get_the_number_of_sms(overlap, chosen, expected, monkeypatch):
-    monkeypatch.setattr("moe_dualpipe.pipeline.pipeline.product_sms", lambda *_: 100)
-    options = StageOptions(num_sms=chosen)
-    pipeline = Pipeline(SHALLOW, build("dualpipev", 1, 2), (1, 4), overlap=overlap, options=options)
-    layers = [module for stage in pipeline.stages.values() for module in stage.modules()]
-    assert [layer.num_sms for layer in layers if isinstance(layer, SwiGLUExperts)] == [expected]
-    text = f"; products of experts use at most {expected} SMs, dispatch and combine 20" * overlap
-    assert pipeline.gpu_choices() == "attention: custom" + text  # no kernel of torch has run
-
-
-@pytest.mark.parametrize("block,expected", [("prenorm", False), (ParallelBlock, True)])
-def test_pairs_are_overlapped_only_if_layers_may_communicate(block, expected, monkeypatch):
-    log: list[str] = []
-    monkeypatch.setattr(engine_for(torch.device("cpu")), "log", log)
-    pipeline = Pipeline(replace(SHALLOW, block=block), build("dualpipev", 1, 4), (1, 4))
-    pipeline.step(torch.ones(4, 4, dtype=torch.int64), torch.ones(4, 4, dtype=torch.int64))
-    assert any(text.endswith("(W)") for text in log) == expected
 
 
 @pytest.mark.parametrize(("ranks", "lazy"), [(64, None), (65, "1")])

@@ -11,7 +11,7 @@ from torch import nn
 from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.pipeline.record_launches import record_launches, tiny_model
-from moe_dualpipe.runtime import background, zero
+from moe_dualpipe.runtime import zero
 from moe_dualpipe.runtime.background import Background, covered
 from moe_dualpipe.runtime.replicas import ReplicaSet, gradient_norm, sum_gradients
 from moe_dualpipe.runtime.stage_sums import GradientSums, StageOrder, WeightGathers, parts_of
@@ -173,18 +173,6 @@ def test_the_time_of_collectives_that_overlap_counts_once():
     assert covered([]) == 0
 
 
-def test_exposed_time_is_that_of_waits(monkeypatch):
-    clock = iter([0.0, 3.0, 10.0, 14.0])
-    monkeypatch.setattr(background, "perf_counter", lambda: next(clock))
-    one = Background(CPU)
-    done = torch.futures.Future()
-    done.set_result(None)
-    running = one.start(lambda: [SimpleNamespace(wait=lambda: None, get_future=lambda: done), None])  # type: ignore[list-item]
-    one.wait([running])  # started at 0, done at 3, waited for from 10 to 14
-    assert one.take_times() == background.Times(running=3.0, exposed=4.0)
-    assert one.take_times() == background.Times(0, 0)
-
-
 class TwoRanks:
     """Rank 0 of two that pass the same tensors, on a simulated GPU."""
 
@@ -206,7 +194,7 @@ class TwoRanks:
         return Work(queue(self.stream, "all_gather", [given], outputs), [*outputs, given])
 
 
-def on_a_gpu(monkeypatch):
+def test_on_a_gpu_the_streams_wait_for_each_other(monkeypatch):
     replace_devices(monkeypatch)
     with SimulatedGpu() as gpu:
         group = TwoRanks(gpu)
@@ -214,22 +202,17 @@ def on_a_gpu(monkeypatch):
         for name in ("reduce_scatter", "all_gather"):
             monkeypatch.setattr(dist, name, getattr(group, name))
         made = {name: nn.Parameter(torch.zeros(4)) for name in "ab"}
-        shards = [Shards(ReplicaSet(made, group), divide) for divide in (True, False)]  # type: ignore[arg-type]
-        found = []
-        for one in shards:
+        for divide, expected in ((False, [8.0, 20.0]), (True, [8.0, None])):
+            shards = Shards(ReplicaSet(made, group), divide)  # type: ignore[arg-type]
             for parameter in made.values():
                 parameter.grad = torch.ones(4)
-            sums = GradientSums([one], StageOrder({}), Background(CPU))
+            sums = GradientSums([shards], StageOrder({}), Background(CPU))
             sums.start_all()
             busy = [torch.ones(4) * i for i in range(9)]  # may reuse memory that is free
             sums.finish()
-            found.append([p.grad.sum().item() if p.grad is not None else None for p in made.values()])
+            assert [p.grad.sum().item() if p.grad is not None else None for p in made.values()] == expected
             del busy
-        gathers = WeightGathers(shards[:1], StageOrder({}), Background(CPU))
+        gathers = WeightGathers([shards], StageOrder({}), Background(CPU))
         gathers.start()
         gathers.wait(0)  # no stage holds these parameters, so each may use them
-        return found, [p.sum().item() for p in made.values()]
-
-
-def test_on_a_gpu_the_streams_wait_for_each_other(monkeypatch):
-    assert on_a_gpu(monkeypatch) == ([[8.0, None], [8.0, 20.0]], [0.0, 20.0])
+        assert [p.sum().item() for p in made.values()] == [0.0, 20.0]

@@ -89,22 +89,6 @@ def _times(cost, factor):
     return None if cost is None else tuple(factor * x for x in cost) if isinstance(cost, tuple) else factor * cost
 
 
-@MANY
-@given(sizes(["dualpipe", "chimera"], most_ranks=6), costs())
-def test_mirrored_ranks_stay_mirrored(size, c):
-    filled = fill(build(*size), c)
-    half, stages = filled.num_micro_batches // 2, filled.num_stages
-
-    def mirrored(action):
-        if isinstance(action, Overlap):
-            return Overlap(mirrored(action.forward), mirrored(action.backward))
-        kind = {} if isinstance(action, Forward) else {"part": action.part}
-        return type(action)(action.stage, (action.micro_batch + half) % (2 * half), **kind)
-
-    for rank, actions in enumerate(filled.actions):
-        assert tuple(map(mirrored, actions)) == filled.actions[stages - 1 - rank]
-
-
 @st.composite
 def random_orders(draw):
     """A schedule in which each rank runs any action that is ready, or a pair of two."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from moe_dualpipe.schedule import (
     NAMES,
     Forward,
-    Placement,
     add_comms,
     build,
     validate,
@@ -99,15 +98,6 @@ def test_order_equals_torchs(size):
 )
 def test_small_orders(size, rows):
     assert build(*size).to_csv().splitlines() == rows
-
-
-def test_placements():
-    assert Placement.interleaved(2, 3).stages == ((0, 2, 4), (1, 3, 5))
-    assert Placement.vee(3).stages == ((0, 5), (1, 4), (2, 3))
-    assert Placement.mirrored(4).stages == ((0, 3), (1, 2), (2, 1), (3, 0))
-    assert Placement.mirrored(4).holders(1) == (1, 2) and Placement.vee(3).holders(5) == (0,)
-    mirrored = build("dualpipe", 4, 10)
-    assert [mirrored.rank_of(0, micro_batch) for micro_batch in range(10)] == [0] * 5 + [3] * 5
 
 
 @pytest.mark.parametrize(

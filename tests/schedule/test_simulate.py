@@ -1,7 +1,5 @@
 """Simulated times equal the published formulas, or exact ones where those do not hold, and obey general laws."""
 
-import doctest
-import sys
 from dataclasses import replace
 
 import pytest
@@ -75,27 +73,6 @@ def test_bubble_of_dualpipe(size, c):
     if I == F and W <= F:
         assert timeline.bubble[depth - 1] == published
     assert (at_fold < published) == (others > 0 and I > F and others * max(0, W - I) < min(others * (I - F), F))
-
-
-@MANY
-@given(st.integers(1, 5), st.integers(1, 4), small, st.integers(0, 9))
-def test_bubble_of_chimera_grows_with_every_unit(half, units, F, more):
-    """(PP - 2) B for one unit. Each further unit adds (PP - 2)(B - F), because backwards take longer than forwards."""
-    ranks, B = 2 * half, F + more
-    assume(B > 0.5)
-    timeline = simulate(build("chimera", ranks, units * ranks), Costs(F, B))
-    assert timeline.bubble == ((ranks - 2) * (B + (units - 1) * (B - F)),) * ranks
-
-
-@MANY
-@given(sizes(["zbv"]), costs())
-def test_bubble_of_zbv(size, c):
-    """If F = I = W, ranks wait only for the first forward. The bubble is longer if W < F / 2: gaps remain."""
-    _, ranks, micro_batches = size
-    assume(micro_batches >= 2 * ranks - 1)
-    F, W = max(c.F, c.W), min(c.F, c.W)
-    timeline = simulate(build("zbv", ranks, micro_batches), Costs(F, F + W, W))
-    assert timeline.bubble == ((ranks - 1) * max(F, 2 * (F - W)),) * ranks
 
 
 # ---- Memory ----
@@ -209,20 +186,6 @@ def test_costs_of_actions():
     assert c.of(Overlap(f, b)) == 2 + 5 - (0 + 1) / 2  # stage 0 saves nothing with itself, stage 1 saves 1
     assert Costs(F=(1, 2), B=(5, 7)).of(Overlap(f, b)) == 2 + 5
     assert [Costs(F=1, B=B).of(Backward(0, 0, Part.WEIGHT)) for B in (4, 5)] == [2, 2.5]
-
-
-def test_costs_of_merged_and_split_stages():
-    c = Costs(F=(1, 2, 3, 4), B=(2, 4, 6, 8), W=1, comm=5)
-    assert c.divided(4, 2) == Costs(F=(3, 7), B=(6, 14), W=2, comm=5)
-    assert c.divided(4, 8) == Costs(F=(0.5, 0.5, 1, 1, 1.5, 1.5, 2, 2), B=(1, 1, 2, 2, 3, 3, 4, 4), W=0.5, comm=5)
-    assert c.divided(4, 4) == c
-    assert Costs(F=2, FB=6).divided(8, 4) == Costs(F=4, B=4, FB=12)
-
-
-def test_the_examples_in_docstrings():
-    for module in ("moe_dualpipe.schedule", "moe_dualpipe.schedule.simulate"):
-        failed, tried = doctest.testmod(sys.modules[module])
-        assert tried > 0 and failed == 0, module
 
 
 # ---- Refusals ----

@@ -59,17 +59,6 @@ def test_an_action_before_its_inputs_on_the_same_rank_is_refused(size):
     assert moved > schedule.num_micro_batches
 
 
-def test_a_deadlock_between_two_ranks_is_refused():
-    schedule = build("1f1b", 2, 3)
-    first = schedule.actions[0]
-    # Rank 0 waits for the gradient of micro-batch 0 before its forward, so rank 1 cannot compute that gradient.
-    backward = next(i for i, action in enumerate(first) if action == Backward(0, 0))
-    with pytest.raises(
-        ScheduleError, match="deadlocks: rank 0 needs 0F0 and 1B0 before 0B0; rank 1 needs 0F0 before 1F0"
-    ):
-        validate(with_row(schedule, 0, (first[backward], *first[:backward], *first[backward + 1 :])))
-
-
 def test_the_error_shows_the_grid_with_the_invalid_cells_marked():
     schedule = build("1f1b", 2, 2)
     with pytest.raises(ScheduleError) as error:
