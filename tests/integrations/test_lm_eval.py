@@ -4,7 +4,6 @@ The harness has many dependencies. Without it, these tests use a stand-in, and t
 """
 
 import importlib
-import inspect
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -135,20 +134,3 @@ def test_without_the_harness_the_command_says_how_to_install_it(run, monkeypatch
 
 
 # ---- With the real harness ----
-
-
-@installed
-def test_the_stand_in_has_the_interface_of_the_harness():
-    from lm_eval.api import model, registry  # type: ignore[import-not-found]
-
-    assert model.LM.__abstractmethods__ == lm_eval_stand_in.LM.__abstractmethods__
-    of_model = [*model.LM.__abstractmethods__, "create_from_arg_obj", "__init__"]
-    for real, names in (
-        (model.LM, of_model),
-        (model.CacheHook, ["add_partial"]),
-        (registry, ["register_model", "get_model"]),
-    ):
-        stand_in = lm_eval_stand_in if real is registry else getattr(lm_eval_stand_in, real.__name__)
-        for name in names:
-            both = [[*inspect.signature(getattr(one, name)).parameters] for one in (real, stand_in)]
-            assert both[0] == both[1], name

@@ -1,9 +1,5 @@
 """Custom expert layers: the ids they get, initial weights that do not depend on the number of ranks, and errors."""
 
-import gc
-import weakref
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
@@ -59,31 +55,6 @@ def test_initial_weights_are_the_same_for_any_number_of_ranks(name, tensors, hid
     assert len(set(values)) == len(values)  # no two tensors are drawn with one seed
     other = named(builder(path, layer=2, hidden_size=hidden).build(range(E)))
     assert not any(torch.equal(tensor, other[key]) for key, tensor in whole.items())
-
-
-class Counting(nn.Module):
-    """Knows the layers that exist, and the number of experts in each layer that was built."""
-
-    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
-    built: ClassVar[list[int]] = []
-    experts_alive: ClassVar[list[int]] = []
-
-    def __init__(self, _config, num_local_experts):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(num_local_experts, 3))
-        self.alive.add(self)
-        self.built.append(num_local_experts)
-        self.experts_alive.append(sum(len(layer.up) for layer in self.alive))
-
-
-def test_no_second_copy_of_the_experts_is_built():
-    for record in (Counting.built, Counting.experts_alive, Counting.alive):
-        record.clear()
-    gc.collect()
-    experts = builder("tests.models.test_build_experts:Counting").build(range(E))
-    assert Counting.built == [1, 2, E, *[1] * E]
-    assert max(Counting.experts_alive) <= E + 1
-    assert [*Counting.alive] == [experts]
 
 
 # ---- Layers whose initial weights would depend on the number of ranks ----

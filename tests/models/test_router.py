@@ -1,11 +1,12 @@
-"""The router's choices and weights against loops, and the bias that balances the load."""
+"""The router: choices and weights against loops, the bias that balances the load, and the losses of the router."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.models import ModelConfig, MoE
@@ -46,17 +47,6 @@ def test_the_router_equals_a_loop(choices):
         expected_ids, expected = decision_of(logits, bias, config)
         assert ids[t].tolist() == expected_ids
         assert weights[t].tolist() == pytest.approx(expected, rel=1e-12)
-
-
-def test_counts_accumulate_until_they_are_taken():
-    layer = MoE(CONFIG, Local(E), 1)
-    _, ids, losses = layer.router(torch.randn(11, D))
-    layer.count(ids, losses)
-    layer.count(ids, 2 * losses)
-    assert layer.take_load().tolist() == (2 * torch.bincount(ids.flatten(), minlength=E)).tolist()
-    total, decisions = layer.take_losses()
-    torch.testing.assert_close(total / decisions, 1.5 * losses)
-    assert layer.take_load().sum() == 0 and layer.take_losses() == (0.0, 0)
 
 
 @pytest.mark.parametrize("choices", [{}, {"router_score": "sigmoid", "expert_groups": 8, "top_groups": 4}], ids=str)
@@ -118,3 +108,65 @@ def test_a_balanced_router_ignores_the_bias_and_keeps_the_losses():
     torch.testing.assert_close(weights, router.logits(x).flatten(0, 1).gather(1, ids).softmax(-1))
     (0 * weights).sum().backward()
     assert router.logits.weight.grad.norm() > 0
+
+
+# ---- The losses ----
+
+
+def loss_values(logits_BSE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """The sequence-wise loss and the z-loss, without their factors, in a loop over sequences and tokens."""
+    balance, squares = [], []
+    k, num_experts = config.experts_per_token, config.num_experts
+    for logits_SE in logits_BSE:
+        chosen, totals = [0] * num_experts, [torch.zeros(())] * num_experts
+        for logits_E in logits_SE:
+            scores = [v.exp() if config.router_score == "softmax" else 1 / (1 + (-v).exp()) for v in logits_E]
+            for e in sorted(range(num_experts), key=lambda e: -scores[e].item())[:k]:
+                chosen[e] += 1
+            totals = [total + score / sum(scores) for total, score in zip(totals, scores, strict=True)]
+            squares.append(sum(v.exp() for v in logits_E).log() ** 2)
+        length = len(logits_SE)
+        pairs = zip(chosen, totals, strict=True)
+        balance.append(sum(num_experts / (k * length) * f * (p / length) for f, p in pairs))
+    return torch.stack(balance).mean(), torch.stack(squares).mean()
+
+
+@pytest.mark.parametrize("choices,dtype,of_losses,of_grads", [
+    *((choices, torch.float64, 1e-12, 1e-12) for choices in [*KINDS[:5], {"sequence_loss": 0.0}, {"z_loss": 0.0}]),
+    ({"sequence_loss": 0.5, "z_loss": 0.01}, torch.bfloat16, 1e-5, 2**-8),
+], ids=str)  # fmt: skip
+def test_losses_and_their_gradients_equal_loops_and_change_no_output(choices, dtype, of_losses, of_grads):
+    """In bf16, losses are computed in fp32, and the gradient of each logit is rounded once."""
+    config = with_choices(**choices)
+    router = made(Router(config)).to(dtype)
+    x = torch.randn(4, 33, D, dtype=dtype)
+    weights, ids, losses = router(x)
+    (0 * weights).sum().backward()
+    logits = router.logits(x).detach().double().requires_grad_()
+    factors = torch.tensor([config.sequence_loss, config.z_loss], dtype=torch.float64)
+    values = torch.stack(loss_values(logits, config))
+    (values * factors).sum().backward()
+    expected = values[factors > 0].detach().to(losses.dtype)
+    torch.testing.assert_close(losses, expected, rtol=of_losses, atol=0)
+    grad = torch.einsum("bse,bsd->ed", logits.grad, x.double())
+    assert (router.logits.weight.grad - grad).norm() <= of_grads * grad.norm()
+    assert losses.dtype == torch.promote_types(dtype, torch.float32)
+    without = Router(dataclasses.replace(config, sequence_loss=0.0, z_loss=0.0)).to(dtype)
+    without.load_state_dict(router.state_dict())
+    assert all(map(torch.equal, without(x), (weights, ids)))
+
+
+def test_a_layer_adds_up_loads_and_losses_until_they_are_taken():
+    """The second-last dimension is the sequence."""
+    layer = MoE(CONFIG, Local(E), 1).double()
+    for shape in ((2, 3, 5, D), (5, D)):
+        x, sequences = torch.randn(2, *shape, dtype=torch.float64), math.prod(shape[:-2])
+        logits = [layer.router.logits(each).detach().view(sequences, -1, E) for each in x]
+        expected = [loss_values(each, CONFIG) for each in logits]
+        ids = [layer.router(each)[1].flatten() for each in x]
+        assert [layer(each).shape for each in x] == [shape] * 2
+        assert torch.equal(layer.take_load(), torch.bincount(torch.cat(ids), minlength=E))
+        total, decisions = layer.take_losses()
+        assert decisions == 2
+        torch.testing.assert_close(total, torch.tensor(expected, dtype=torch.float64).sum(0), rtol=1e-12, atol=0)
+        assert layer.take_load().sum() == 0 and layer.take_losses() == (0.0, 0)

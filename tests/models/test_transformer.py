@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from moe_dualpipe.models import StageOptions, TransformerStage, build_model, split
-from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.recompute import add_up
 from tests.support.models import CONFIG, with_choices
 
@@ -42,14 +41,10 @@ def test_weights_depend_on_seed_and_name_only():
     assert len({tuple(matrix.flatten()[:3].tolist()) for matrix in matrices}) == len(matrices)
 
 
-def test_the_configuration_reaches_every_layer():
-    config = with_choices(norm_eps=0.5, rope_theta=7.0, num_shared_experts=2, hidden_size=64, dense_size=128)
-    model = build_model(config)
-    assert {norm.eps for norm in model.modules() if isinstance(norm, nn.RMSNorm)} == {0.5}
-    assert {layer.rotary.config.rope_theta for layer in model.modules() if isinstance(layer, Attention)} == {7.0}
-    assert model.get_parameter("layers.1.mlp.shared.down.weight").shape == (64, 2 * config.expert_size)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:  # projections into the residual stream start smaller
+def test_projections_into_the_residual_stream_start_smaller():
+    config = with_choices(num_shared_experts=2, hidden_size=64, dense_size=128)
+    for name, parameter in build_model(config).named_parameters():
+        if parameter.ndim > 1:
             smaller = (2 * config.num_layers) ** 0.5 if "out." in name or "down" in name else 1
             assert parameter.std().item() == pytest.approx(config.init_std / smaller, rel=0.2), name
 

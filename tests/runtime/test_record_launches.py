@@ -6,14 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.pipeline.pipeline import Pipeline
-from moe_dualpipe.pipeline.record_launches import record_launches, run_step, tiny_model, tokens_of
+from moe_dualpipe.pipeline.record_launches import record_launches, tiny_model
 from moe_dualpipe.schedule import NAMES, ScheduleError, build
 from moe_dualpipe.schedule.launches import CommLaunch, check_launches
-from tests.support.ranks import run_ranks
 
 
 def model_for(schedule, ep, seed, mtp_layers=0):
@@ -127,69 +124,6 @@ def test_pipelines_that_could_hang_are_found(change, start, marked):
     assert str(error.value).startswith(start)
     found = [line for line in str(error.value).splitlines() if line.startswith(">")]
     assert found == [] if marked is None else re.fullmatch(marked, *found)
-
-
-def shape(what):
-    """The dtype and shape in a description: "a, float32[2, 3]" -> "float32[2, 3]"."""
-    return re.search(r"\w+\[[\d, ]*\]$", what)[0]
-
-
-def launched(rank, schedule, ep):
-    """What a rank of a real run launches: the ranks of the group or the ends of the link, with dtype and shape."""
-    pipeline, seen = Pipeline(MODEL, schedule, (1, 3), ep=ep, ep_backend="all_to_all"), []
-
-    def record(ranks, tensor, sizes):
-        seen.append((tuple(ranks), f"{str(tensor.dtype).removeprefix('torch.')}{[*sizes]}"))
-
-    def transfer(launch, ends):
-        def call(tensor, peer, *arguments):
-            record(ends(peer), tensor, tensor.shape)
-            return launch(tensor, peer, *arguments)
-
-        return call
-
-    def collective(launch, first):
-        def call(tensor, *arguments, group=None, **options):
-            record(dist.get_process_group_ranks(group), tensor, tensor.shape[first:])
-            return launch(tensor, *arguments, group=group, **options)
-
-        return call
-
-    all_gather = dist.all_gather
-
-    def gather(outputs, tensor):
-        record(range(dist.get_world_size()), tensor, tensor.shape)
-        all_gather(outputs, tensor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "isend", transfer(dist.isend, lambda peer: (rank, peer)))
-        patch.setattr(dist, "irecv", transfer(dist.irecv, lambda peer: (peer, rank)))
-        patch.setattr(dist, "all_to_all_single", collective(dist.all_to_all_single, 1))
-        patch.setattr(dist, "all_reduce", collective(dist.all_reduce, 0))
-        patch.setattr(dist, "broadcast", collective(dist.broadcast, 0))
-        patch.setattr(dist, "all_gather", gather)
-        run_step(pipeline, tokens_of(MODEL, schedule, rank % ep))
-    return seen
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["dualpipe", "zbv", "1f1b"])
-def test_a_real_run_launches_what_is_recorded(name):
-    schedule = build(name, 2, 4)
-    programs = record_launches(MODEL, schedule, 2, queued=False)
-    expected = [[(s.group.ranks, shape(s.what)) for s in p if isinstance(s, CommLaunch)] for p in programs]
-    assert run_ranks(4, launched, schedule, 2) == expected
-
-
-def test_the_command_reports_a_difference(capsys, monkeypatch):
-    def with_a_fault(*arguments):
-        return [program[rank == 1 :] for rank, program in enumerate(record_launches(*arguments))]
-
-    monkeypatch.setattr("moe_dualpipe.pipeline.record_launches.record_launches", with_a_fault)
-    code = main(["schedule", "check", "1f1b", "--pp", "1", "--micro-batches", "1", "--ep", "2", "--num-layers", "2"])
-    out, err = capsys.readouterr()
-    assert (code, out) == (1, "") and not dist.is_initialized()
-    assert err.startswith("1f1b, as on a CPU: in the group experts of ranks 0, 1, the orders of launches differ\n")
 
 
 @pytest.mark.parametrize("options,message", [

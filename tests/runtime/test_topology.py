@@ -9,7 +9,7 @@ import torch.distributed as dist
 from moe_dualpipe.expert_parallel.gather import gather_objects
 from moe_dualpipe.runtime import topology
 from moe_dualpipe.runtime.groups import init_world
-from moe_dualpipe.runtime.topology import RankPlace, describe, find_domains, machine_limit, place, placement_order
+from moe_dualpipe.runtime.topology import RankPlace, find_domains, machine_limit, place, placement_order
 from moe_dualpipe.runtime.versions import OtherVersionsError
 from moe_dualpipe.training.options import Request
 from moe_dualpipe.training.preflight import prepare
@@ -70,15 +70,6 @@ def test_node_limited_routing(span, groups, top, limit):
     assert spread <= limit
     if groups % span == 0 or span % groups == 0:
         assert spread == limit
-
-
-def test_descriptions():
-    mixed = [places_of("aa"), places_of("bb"), places_of("aA"), places_of("ab")]
-    assert describe(mixed, [*range(8)]) == (
-        "8 ranks on 3 machines; 4 expert groups of 2 ranks: "
-        "2 within one machine, 1 across 2 machines of one domain, 1 across 2 machines"
-    )
-    assert describe([places_of("a"), places_of("b")], [0, 1]) == "2 ranks on 2 machines"
 
 
 # ---- real processes ----
