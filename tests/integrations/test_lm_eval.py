@@ -1,6 +1,6 @@
-"""The model in lm-evaluation-harness: log-likelihoods are those of the logits, and a task runs from the command line.
+"""The model in lm-evaluation-harness: log-likelihoods are those of the logits.
 
-The harness has many dependencies. Without it, these tests use a stand-in, and those that need the real one are skipped.
+The harness has many dependencies. Without it, these tests use a stand-in.
 """
 
 import importlib

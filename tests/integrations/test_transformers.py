@@ -121,11 +121,6 @@ def test_unsupported_experts(experts_class, config, reasons):
     assert str(raised.value) == f"{start}{name} ({reasons}): use 'grouped_mm' or 'eager'"
 
 
-def test_an_invalid_kernels_option():
-    with pytest.raises(ValueError, match="kernels must be one of auto, triton, reference: got 'cuda'"):
-        register("wrong", kernels="cuda")
-
-
 def test_the_page_prints_what_is_written_below_its_code(capsys):
     page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
     found = re.findall(r"```python\n((?:(?!```).)*)```\n\n```\n(.*?)```", page, re.DOTALL)

@@ -117,13 +117,3 @@ def test_on_hopper_the_order_applies_to_the_product_only(monkeypatch):
     assert log == [(sdpa.CUDNN_FIRST, True), "end"]
     assert torch.equal(torch.Tensor(y), expected(q, k, k, is_causal=True, enable_gqa=True))
     assert torch.equal(layer(q, k, k, is_causal=True, enable_gqa=True), y) and len(log) == 2
-
-
-def test_what_ran_is_recorded():
-    layer, q = ScaledDotProduct(), torch.randn(1, 2, 4, 8)
-    assert layer.ran == set()
-    layer(q, q, q, is_causal=True)
-    assert layer.ran == {"flash_attention"}
-    with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
-        layer(*[torch.randn(1, 2, 3, 4)] * 3)
-    assert layer.ran == {"flash_attention", "math"}

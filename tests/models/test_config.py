@@ -37,11 +37,6 @@ def test_invalid_values_are_refused(choices, problem):
         with_choices(**choices)
 
 
-def test_each_kind_of_attention_ignores_the_fields_of_the_other():
-    with_choices(attention="mla", num_heads=3, head_dim=5)
-    with_choices(rope_dim=5)
-
-
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
     assert preset("tiny") is PRESETS["tiny"]
     with pytest.raises(ValueError, match="unknown preset 'tinny'; did you mean 'tiny'"):

@@ -1,6 +1,5 @@
 """Ranks in pipeline, data and expert parallelism, their process groups with options, and the timeout of the world."""
 
-import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from moe_dualpipe.runtime.groups import (
     Groups,
     Nccl,
     build_groups,
-    init_world,
     product_sms,
     ranks_of,
     rendezvous,
@@ -132,12 +130,3 @@ def test_products_leave_sms_to_dispatch_and_combine(monkeypatch):
         assert product_sms(Groups(experts=group), cuda) == expected
     assert product_sms(Groups(), cuda) is None  # without expert parallelism, there are no transfers
     assert product_sms(Groups(experts=group), torch.device("cpu")) is None
-
-
-@pytest.mark.parametrize(("ranks", "lazy"), [(64, None), (65, "1")])
-def test_gloo_connects_large_worlds_lazily(monkeypatch, ranks, lazy):
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is restored
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
-    init_world(torch.device("cpu"), Launch(0, 0, ranks, 1))
-    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == lazy

@@ -1,11 +1,7 @@
-"""Free main memory, from files as Linux writes them, and what is chosen before CUDA starts."""
-
-import os
+"""Free main memory, from files as Linux writes them."""
 
 import pytest
-import torch
 
-from moe_dualpipe.runtime.launch import count_gpus
 from moe_dualpipe.runtime.memory import free_main_memory
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\nSwapFree: 100 kB\nHugePages_Total: 0\n"
@@ -48,18 +44,3 @@ def test_version_1(tmp_path, where):
 def test_unknown_memory(tmp_path):
     assert free(tmp_path, "0::/\n", {}, meminfo="MemTotal: 1000 kB\n") is None
     assert free_main_memory(tmp_path / "nowhere") is None
-
-
-VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-@pytest.mark.parametrize("chosen,expected", [(None, "32"), ("1", "1")])
-def test_a_gpu_gets_more_queues_than_a_rank_has_streams_unless_the_user_chose(chosen, expected, monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: (seen.append(os.environ.get(VARIABLE)), 3)[1])
-    monkeypatch.setenv(VARIABLE, chosen or "0")
-    if chosen is None:
-        monkeypatch.delenv(VARIABLE)
-    assert count_gpus() == 3
-    assert seen == [expected]  # it is set before CUDA may start
-    monkeypatch.setenv(VARIABLE, "")  # restored, whatever the function did
