@@ -82,7 +82,7 @@ class Stage:
         """Save what the backward of `micro_batch` needs; nothing if gradients are disabled."""
         if not torch.is_grad_enabled():
             return
-        outputs = () if loss is not None else tuple(output for output in outputs if output.is_floating_point())
+        outputs = () if loss is not None else tuple(o for o in outputs if o is not None and o.is_floating_point())
         roots = tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
         self.chunks[micro_batch] = Chunk(inputs, roots, outputs if micro_batch in self.overlapped else (), loss)
 

@@ -39,7 +39,7 @@ class Placed:
     """A launch with its new rank.
 
     store: where the ranks have met. description: a line about the expert groups. span: the largest number of
-    machines that one expert group covers. other_versions, odd_machines: how machines differ (`other_versions`).
+    machines that one expert group covers. other_versions: how machines differ (`other_versions`).
     """
 
     launch: Launch
@@ -47,7 +47,6 @@ class Placed:
     description: str = ""
     span: int = 1
     other_versions: str = ""
-    odd_machines: tuple[str, ...] = ()
 
 
 def place(
@@ -66,15 +65,15 @@ def place(
     store.set(own, json.dumps([socket.gethostname(), slurm_block(os.environ), own_versions()]))
     if launch.rank == 0:
         told = [json.loads(store.get(f"place/{rank}")) for rank in range(size)]
-        problem, odd = other_versions([(machine, versions) for machine, _, versions in told])
+        problem = other_versions([(machine, versions) for machine, _, versions in told])
         places = find_domains([(machine, block) for machine, block, _ in told], nodes_per_domain)
         order = [*range(size)] if problem else placement_order(places, ep)
         groups = [[places[rank] for rank in order[i : i + ep]] for i in range(0, size, ep)]
         text, span = describe(groups, order), max(len({p.machine for p in group}) for group in groups)
         for new, old in enumerate(order):
-            store.set(f"placed/{old}", json.dumps([new, text, span, problem, odd]))
-    new, text, span, problem, odd = json.loads(store.get(f"placed/{launch.rank}"))
-    return Placed(replace(launch, rank=new), store, text, span, problem, tuple(odd))
+            store.set(f"placed/{old}", json.dumps([new, text, span, problem]))
+    new, text, span, problem = json.loads(store.get(f"placed/{launch.rank}"))
+    return Placed(replace(launch, rank=new), store, text, span, problem)
 
 
 def slurm_block(environment: Any) -> str:

@@ -11,11 +11,7 @@ Versions = dict[str, str]
 
 
 class OtherVersionsError(RuntimeError):
-    """Some machines have other versions than most. machines: their names."""
-
-    def __init__(self, text: str, machines: Sequence[str] = ()):
-        super().__init__(text)
-        self.machines = tuple(machines)
+    """Some machines have other versions than most."""
 
 
 def own_versions() -> Versions:
@@ -23,20 +19,19 @@ def own_versions() -> Versions:
     return {"moe-dualpipe": __version__, "torch": str(torch.__version__)}
 
 
-def other_versions(told: Sequence[tuple[str, Versions]]) -> tuple[str, list[str]]:
-    """What to tell the user if machines differ, and those without the versions of most; "" and none if all agree.
+def other_versions(told: Sequence[tuple[str, Versions]]) -> str:
+    """What to tell the user if machines differ; "" if all agree.
 
     told: machine and versions of each rank. Of two kinds of equal number, that of the first rank counts as usual.
     """
     kinds = Counter(tuple(sorted(versions.items())) for _, versions in told)
     (usual, _), *others = kinds.most_common()
     if not others:
-        return "", []
+        return ""
     example = next(machine for machine, versions in told if versions == dict(usual))
     odd = {machine: versions for machine, versions in told if versions != dict(usual)}
     machine, versions = next(iter(odd.items()))
     differ = " and ".join(f"{name} {version}" for name, version in versions.items() if dict(usual).get(name) != version)
     instead = " and ".join(version for name, version in usual if versions.get(name) != version)
     more = f" (also others: {', '.join([*odd][1:4])})" if len(odd) > 1 else ""
-    text = f"{machine} has {differ}{more}, but {instead} is on most, such as {example}: install the same version"
-    return text, [*odd]
+    return f"{machine} has {differ}{more}, but {instead} is on most, such as {example}: install the same version"

@@ -171,7 +171,7 @@ def watched_world(plan: Run, launch: Launch) -> Iterator[tuple[Run, Progress]]:
     if placed.other_versions:
         if placed.store is not None:
             leave_store(placed.store, launch.rank, launch.world_size, min(PATIENCE, timeout / 2))
-        raise OtherVersionsError(placed.other_versions, placed.odd_machines)
+        raise OtherVersionsError(placed.other_versions)
     try:
         with watch_ranks(timeout, full_traceback=plan.config.health.traceback) as progress:
             yield plan.placed(placed), progress

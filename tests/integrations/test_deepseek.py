@@ -4,6 +4,8 @@ Each test is such a program: modules that use `WeightGradStore`, a criterion, in
 outputs compared with a single process. The expectations are DeepSeek's documented behavior.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,24 +99,21 @@ def criterion(output, target):
 def single_process(stages, x, target, num_chunks):
     losses, outputs = [], []
     for piece, wanted in zip(x.chunk(num_chunks), target.chunk(num_chunks), strict=True):
-        output = nn.Sequential(*stages)(piece)
-        loss = criterion(output, wanted)
-        loss.backward()
-        losses.append(loss.detach())
-        outputs.append(output.detach())
-    return torch.stack(losses), torch.cat(outputs)
+        outputs.append(nn.Sequential(*stages)(piece))
+        losses.append(criterion(outputs[-1], wanted))
+        losses[-1].backward()
+    return torch.stack(losses).detach(), torch.cat(outputs).detach()
 
 
 def dualpipe_program(rank, kind, num_chunks, rank_mapping, subgroup):
     """`rank_mapping[i]`: pipeline rank of group rank i. `subgroup`: use ranks 1.. of the world."""
     torch.manual_seed(5)
-    LOG.clear()
     group = dist.new_group(range(1, dist.get_world_size())) if subgroup else None
     if subgroup and rank == 0:
         return None
     size = dist.get_world_size() - subgroup
-    group_rank = rank - subgroup
-    pp_rank = rank_mapping[group_rank] if rank_mapping else group_rank
+    order = rank_mapping or [*range(size)]
+    pp_rank = order[rank - subgroup]
     set_p2p_tensor_shapes([(SIZE, WIDTH)])
     set_p2p_tensor_dtype(torch.float32)
     full = [kind() for _ in range(size)]
@@ -122,68 +121,54 @@ def dualpipe_program(rank, kind, num_chunks, rank_mapping, subgroup):
     loss_ref, output_ref = single_process(full, x, target, num_chunks)
     LOG.clear()
 
-    mine = [full[pp_rank], full[size - 1 - pp_rank]]
-    local = nn.Sequential(kind(), kind())
-    for module, source in zip(local, mine, strict=True):
-        module.load_state_dict(source.state_dict())
-    model = DualPipe(local, process_group=group, rank_mapping=rank_mapping)
+    held = {stage: copy.deepcopy(full[stage]) for stage in (pp_rank, size - 1 - pp_rank)}
+    model = DualPipe(nn.Sequential(*held.values()), process_group=group, rank_mapping=rank_mapping)
+    model.zero_grad()
     assert model.overlapped_forward_backward == (kind is OverlappedStage)
+    neighbors = {place: order.index(place) for place in range(size)}
+    assert (model.rank, model.first_rank, model.last_rank) == (pp_rank, neighbors[0], neighbors[size - 1])
+    assert (model.prev_rank, model.next_rank) == (neighbors.get(pp_rank - 1), neighbors.get(pp_rank + 1))
+    assert (model.is_middle_rank, model.is_in_second_half) == (
+        pp_rank in (size // 2 - 1, size // 2),
+        pp_rank >= size // 2,
+    )
 
-    first, last = pp_rank == 0, pp_rank == size - 1
-    own_x = x.chunk(2)[0] if first else x.chunk(2)[1] if last else None
-    own_target = target.chunk(2)[1] if first else target.chunk(2)[0] if last else None
-    loss, outputs = model.step(own_x, num_chunks=num_chunks, criterion=criterion, labels=(own_target,))
+    # The first rank has the first half of the inputs, and computes the losses of the second.
+    halves = {0: (0, 1), size - 1: (1, 0)}
+    own_x, own_target = (half.chunk(2)[i] for half, i in zip((x, target), halves.get(pp_rank, (0, 0)), strict=True))
+    if pp_rank not in halves:
+        own_x = own_target = None
+    options = {"num_chunks": num_chunks, "criterion": criterion, "labels": (own_target,)}
+    expected = [t.chunk(2)[halves[pp_rank][1]] for t in (loss_ref, output_ref)] if pp_rank in halves else [None, None]
+    loss, outputs = model.step(own_x, **options)
     assert outputs is None
-    if first or last:
-        assert torch.equal(loss, loss_ref.chunk(2)[1 if first else 0])
-        assert not loss.requires_grad
-    else:
-        assert loss is None
+    assert loss is expected[0] or (torch.equal(loss, expected[0]) and not loss.requires_grad)
     assert WeightGradStore.funcs_queue.empty()
-    log = list(LOG)
-
-    # Each stage lives on two mirrored ranks; together they saw all micro-batches.
-    for own, (other_stage, source) in zip(local, [(1, mine[0]), (0, mine[1])], strict=True):
-        mirror = rank_of(size - 1 - pp_rank, rank_mapping, size) + subgroup
-        for (name, p), reference in zip(own.named_parameters(), source.parameters(), strict=True):
-            theirs = torch.empty_like(p)
-            sent = dict(local[other_stage].named_parameters())[name].grad
-            if p.grad is None:
-                assert reference.grad is None
-                continue
-            exchange(sent, theirs, mirror, group)
-            assert cosine_distance(p.grad + theirs, reference.grad) < 1e-13, name
+    log = [*LOG]
+    for stage, source in enumerate(full):  # each stage is on two ranks; together they saw all micro-batches
+        for name, reference in source.named_parameters():
+            if reference.grad is not None:
+                grad = held[stage].get_parameter(name).grad if stage in held else torch.zeros_like(reference)
+                dist.all_reduce(grad, group=group)
+                assert cosine_distance(grad, reference.grad) < 1e-13, name
 
     model.zero_grad()
     with torch.no_grad():
-        loss, outputs = model.step(
-            own_x, num_chunks=num_chunks, criterion=criterion, labels=(own_target,), return_outputs=True
-        )
-    if first or last:
-        assert torch.equal(loss, loss_ref.chunk(2)[1 if first else 0])
-        assert torch.equal(outputs, output_ref.chunk(2)[1 if first else 0])
-    else:
-        assert (loss, outputs) == (None, None)
+        found = model.step(own_x, **options, return_outputs=True)
+    assert all(ours is wanted or torch.equal(ours, wanted) for ours, wanted in zip(found, expected, strict=True))
     assert all(p.grad is None for p in model.parameters())
     return log
 
 
-def rank_of(pp_rank, rank_mapping, size):
-    return (rank_mapping or list(range(size))).index(pp_rank)
-
-
-def exchange(sent, received, peer, group):
-    works = [dist.isend(sent.contiguous(), peer, group), dist.irecv(received, peer, group)]
-    for work in works:
-        work.wait()
-
-
-@pytest.mark.parametrize("kind", [PlainStage, StoreStage, OverlappedStage])
-@pytest.mark.parametrize("size,num_chunks", [(2, 4), (4, 10)])
-@pytest.mark.quick("2-4-PlainStage", "4-10-StoreStage", "4-10-OverlappedStage")
-def test_a_dualpipe_program(kind, size, num_chunks):
-    logs = run_ranks(size, dualpipe_program, kind, num_chunks, None, False)
-    for log, actions in zip(logs, build("dualpipe", size, num_chunks).actions, strict=True):
+@pytest.mark.parametrize("kind,size,num_chunks,rank_mapping,subgroup", [
+    (PlainStage, 4, 8, None, False), (StoreStage, 4, 10, [2, 0, 3, 1], False), (OverlappedStage, 2, 6, None, True),
+], ids=["plain", "store", "overlapped"])  # fmt: skip
+@pytest.mark.quick("store", "overlapped")
+def test_a_dualpipe_program(kind, size, num_chunks, rank_mapping, subgroup):
+    logs = run_ranks(size + subgroup, dualpipe_program, kind, num_chunks, rank_mapping, subgroup)
+    order = rank_mapping or range(size)
+    for log, place in zip(logs[subgroup:], order, strict=True):
+        actions = build("dualpipe", size, num_chunks).actions[place]
         pairs = [action for action in actions if isinstance(action, Overlap)]
         deferred = [action for action in actions if isinstance(action, Backward) and action.part is Part.INPUT]
         assert log.count("overlap") == (len(pairs) if kind is OverlappedStage else 0)
@@ -192,148 +177,74 @@ def test_a_dualpipe_program(kind, size, num_chunks):
             assert log.count("put") == 2 * len(deferred) > 0
 
 
-def test_a_dualpipe_program_with_rank_mapping():
-    run_ranks(4, dualpipe_program, StoreStage, 10, [2, 0, 3, 1], False)
-
-
-def test_a_dualpipe_program_on_a_process_subgroup():
-    assert run_ranks(3, dualpipe_program, OverlappedStage, 6, None, True)[0] is None
-
-
 class TwoTensorStage(nn.Module):
-    """Several inputs and outputs; one output is not always used."""
+    """Several inputs and outputs; one output is not always used. A None among the outputs is not sent."""
 
     def __init__(self):
         super().__init__()
         self.mix = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x, y):
-        return self.mix(x) + y, y.tanh()
+    def forward(self, x, y, nothing=None):
+        assert nothing is None
+        return self.mix(x) + y, y.tanh(), None
 
 
-def two_criterion(x, y, target, weight):
+def two_criterion(x, y, _nothing, target, weight):
     return (weight * (x - target).square()).mean() + y.mean()
 
 
 def dualpipev_program(rank, size, num_chunks):
+    """Micro-batches are along the second dimension."""
     torch.manual_seed(7)
-    set_p2p_tensor_shapes([(SIZE, WIDTH), (SIZE, WIDTH)])
+    set_p2p_tensor_shapes([(2, SIZE, WIDTH), (2, SIZE, WIDTH)])
     set_p2p_tensor_dtype(torch.float64)
     full = [TwoTensorStage().double() for _ in range(2 * size)]
-    x, y, target, weight = (torch.randn(num_chunks * SIZE, WIDTH, dtype=torch.float64) for _ in range(4))
-    losses = []
-    for pieces in zip(*(t.chunk(num_chunks) for t in (x, y, target, weight)), strict=True):
+    local = copy.deepcopy((full[rank], full[2 * size - 1 - rank]))
+    tensors = [torch.randn(2, num_chunks * SIZE, WIDTH, dtype=torch.float64) for _ in range(4)]
+    expected = []
+    for pieces in zip(*(t.chunk(num_chunks, 1) for t in tensors), strict=True):
         outputs = pieces[:2]
         for stage in full:
             outputs = stage(*outputs)
         loss = two_criterion(*outputs, *pieces[2:])
         loss.backward()
-        losses.append((loss.detach(), *(o.detach() for o in outputs)))
-    references = [[p.grad.clone() for p in full[s].parameters()] for s in (rank, 2 * size - 1 - rank)]
-    local = (full[rank], full[2 * size - 1 - rank])
-    for module in local:
-        module.zero_grad()
-
-    model = DualPipeV(local)
-    inputs, labels = ((x, y), (target, weight)) if rank == 0 else ((None, None), (None, None))
+        expected.append((loss.detach(), *(o.detach() for o in outputs[:2])))
+    model = DualPipeV(local, batch_dim=1)
+    inputs, labels = (tensors[:2], tensors[2:]) if rank == 0 else ((None, None), (None, None))
     loss, outputs = model.step(
         *inputs, num_chunks=num_chunks, criterion=two_criterion, labels=labels, return_outputs=True
     )
     if rank == 0:
-        assert torch.equal(loss, torch.stack([row[0] for row in losses]))
-        assert isinstance(outputs, tuple)
-        for i, output in enumerate(outputs):
-            assert torch.equal(output, torch.cat([row[1 + i] for row in losses]))
+        losses, *wanted = zip(*expected, strict=True)
+        assert torch.equal(loss, torch.stack(losses))
+        assert all(torch.equal(o, torch.cat(w, 1)) for o, w in zip(outputs[:2], wanted, strict=True))
+        assert outputs[2] is None
     else:
         assert (loss, outputs) == (None, None)
-    for module, expected in zip(local, references, strict=True):
-        for p, grad in zip(module.parameters(), expected, strict=True):
-            assert cosine_distance(p.grad, grad) < 1e-13
-    return [sorted(model.state_dict())[0], model.rank, model.is_first_rank, model.is_last_rank]
+    for module, stage in zip(local, (rank, 2 * size - 1 - rank), strict=True):
+        for p, q in zip(module.parameters(), full[stage].parameters(), strict=True):
+            assert cosine_distance(p.grad, q.grad) < 1e-13
+    return sorted(model.state_dict())[0], model.rank, model.is_first_rank, model.is_last_rank
 
 
-@pytest.mark.parametrize("size,num_chunks", [(1, 2), (2, 5), (3, 6)])
+@pytest.mark.parametrize("size,num_chunks", [(1, 2), (3, 7)])
 def test_a_dualpipev_program_with_several_inputs_and_labels(size, num_chunks):
     seen = run_ranks(size, dualpipev_program, size, num_chunks)
-    assert seen == [["module.0.mix.bias", rank, rank == 0, rank == size - 1] for rank in range(size)]
+    assert seen == [("module.0.mix.bias", rank, rank == 0, rank == size - 1) for rank in range(size)]
 
 
-class WithNone(nn.Module):
-    def forward(self, x, nothing=None):
-        assert nothing is None
-        return x + 1, None
+# ---- On one rank ----
 
 
-def inference_with_none(rank):
-    set_p2p_tensor_shapes([(SIZE, WIDTH)])
-    set_p2p_tensor_dtype(torch.float32)
-    model = DualPipeV((WithNone(), WithNone()))
-    x = torch.zeros(4 * SIZE, WIDTH) if rank == 0 else None
-    with torch.no_grad():
-        loss, outputs = model.step(x, num_chunks=4, return_outputs=True)
-    assert loss is None
-    if rank == 0:
-        assert torch.equal(outputs[0], torch.full((4 * SIZE, WIDTH), 4.0))
-        assert outputs[1] is None
-
-
-def test_a_none_among_the_outputs_is_not_sent():
-    run_ranks(2, inference_with_none)
-
-
-def changed_after_construction(_rank):
-    set_p2p_tensor_shapes([(SIZE, WIDTH)])
-    set_p2p_tensor_dtype(torch.float32)
-    model = DualPipeV((OverlappedStage(), OverlappedStage()))
-    assert (model.first_rank, model.last_rank, model.prev_rank, model.next_rank) == (0, 0, None, None)
-    x = torch.randn(4 * SIZE, WIDTH)
+def modules_and_flags_may_change_after_construction():
+    model, x = DualPipeV((OverlappedStage(), OverlappedStage())), torch.randn(4 * SIZE, WIDTH)
     LOG.clear()
     model.overlapped_forward_backward = False
     model.step(x, num_chunks=4, criterion=criterion, labels=x)  # a single tensor instead of a sequence
-    assert "overlap" not in LOG
-    assert not model.forward_only
+    assert "overlap" not in LOG and not model.forward_only
     model.module[0] = PlainStage()
     loss, _ = model.step(x, num_chunks=4, criterion=criterion, labels=[x])
-    expected = single_process(model.module, x, x, 4)[0]
-    assert torch.equal(loss, expected)
-
-
-def test_modules_and_flags_may_change_after_construction():
-    run_ranks(1, changed_after_construction)
-
-
-def neighbors(rank, order):
-    model = DualPipe((PlainStage(), PlainStage()), rank_mapping=order)
-    assert model.rank == order[rank]
-    assert model.is_middle_rank == (model.rank in (1, 2))
-    assert model.is_in_second_half == (model.rank >= 2)
-
-    def at(pp_rank):
-        return order.index(pp_rank) if 0 <= pp_rank < 4 else None
-
-    assert (model.first_rank, model.last_rank) == (at(0), at(3))
-    assert (model.prev_rank, model.next_rank) == (at(model.rank - 1), at(model.rank + 1))
-
-
-def test_neighbors_are_ranks_of_the_group():
-    run_ranks(4, neighbors, [2, 0, 3, 1])
-
-
-def other_batch_dim(rank):
-    set_p2p_tensor_shapes([(3, 2)])
-    set_p2p_tensor_dtype(torch.float32)
-    model = DualPipeV((nn.Tanh(), nn.Tanh()), batch_dim=1)
-    x = torch.randn(3, 8)
-    with torch.no_grad():
-        _, outputs = model.step(x if rank == 0 else None, num_chunks=4, return_outputs=True)
-    if rank == 0:
-        assert torch.equal(outputs, x.tanh().tanh().tanh().tanh())
-        with pytest.raises(ValueError, match="a batch of 9 cannot be divided evenly into 4 micro-batches"):
-            model.step(torch.randn(3, 9), num_chunks=4, criterion=torch.sum)
-
-
-def test_micro_batches_along_another_dimension():
-    run_ranks(2, other_batch_dim)
+    assert torch.equal(loss, single_process(model.module, x, x, 4)[0])
 
 
 class Exploding(StoreStage):
@@ -348,22 +259,14 @@ class Exploding(StoreStage):
             raise ArithmeticError("boom")
 
 
-def store_after_a_failure(_rank):
-    set_p2p_tensor_shapes([(SIZE, WIDTH)])
-    set_p2p_tensor_dtype(torch.float32)
+def the_store_is_empty_before_and_after_a_step_even_a_failed_one():
     x = torch.randn(2 * SIZE, WIDTH)
     WeightGradStore.put(lambda: pytest.fail("left by an earlier step"))
     WeightGradStore.flush()
     DualPipeV((StoreStage(), StoreStage())).step(x, num_chunks=2, criterion=criterion, labels=(x,))
     with pytest.raises(ArithmeticError, match="boom"):
         DualPipeV((Exploding(), Exploding())).step(x, num_chunks=2, criterion=criterion, labels=(x,))
-    assert not WeightGradStore.enabled
-    assert WeightGradStore.cache == []
-    assert WeightGradStore.funcs_queue.empty()
-
-
-def test_the_store_is_empty_before_and_after_a_step_even_a_failed_one():
-    run_ranks(1, store_after_a_failure)
+    assert not WeightGradStore.enabled and WeightGradStore.cache == [] and WeightGradStore.funcs_queue.empty()
 
 
 def plain_pair(**options):
@@ -386,7 +289,7 @@ WRONG = [
 ]
 
 
-def wrong_programs(_rank):
+def on_one_rank(_rank):
     set_p2p_tensor_shapes([(SIZE, WIDTH)])
     with pytest.raises(ValueError, match="call set_p2p_tensor_shapes and set_p2p_tensor_dtype"):
         step()
@@ -394,12 +297,12 @@ def wrong_programs(_rank):
     for program, message in WRONG:
         with pytest.raises(ValueError, match=message):
             program()
-    with torch.no_grad():
-        assert step(criterion=None, labels=None, return_outputs=True)[0] is None
+    modules_and_flags_may_change_after_construction()
+    the_store_is_empty_before_and_after_a_step_even_a_failed_one()
 
 
-def test_errors_of_wrong_programs_say_what_to_change():
-    run_ranks(1, wrong_programs)
+def test_errors_of_wrong_programs_say_what_to_change_and_no_step_depends_on_an_earlier_one():
+    run_ranks(1, on_one_rank)
 
 
 TINY = ModelConfig(
@@ -428,16 +331,14 @@ def our_transformer_in_dualpipe(rank, num_chunks, fused_loss):
     engine_for(torch.device("cpu")).log = None
     assert log.count("loss(F)") > 0 and log.count("mlp(W)") > 0
     assert torch.equal(loss, torch.stack(losses).detach().chunk(2)[1 - rank])
-    grads = {name: p.grad for name, p in model.named_parameters()}
     # Each stage is on both ranks, as the first module of the one and the second of the other.
     for order in (stages, stages[::-1]):
-        named = dict(sorted(order[rank].named_parameters()))
-        for name, p in named.items():
+        for name, p in sorted(order[rank].named_parameters()):
             dist.all_reduce(p.grad)
-            assert cosine_distance(p.grad, grads[name]) < 1e-13, name
+            assert cosine_distance(p.grad, model.get_parameter(name).grad) < 1e-13, name
 
 
 @pytest.mark.parametrize("num_chunks,fused_loss", [(4, False), (8, False), (8, True)])
-@pytest.mark.quick("4-False", "8-True")
+@pytest.mark.quick("8-True")
 def test_our_transformer_overlaps_under_deepseeks_interface(num_chunks, fused_loss):
     run_ranks(2, our_transformer_in_dualpipe, num_chunks, fused_loss)

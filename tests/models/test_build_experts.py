@@ -1,16 +1,10 @@
 """Custom expert layers: the ids they get, initial weights that do not depend on the number of ranks, and errors."""
 
-import gc
-import weakref
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.expert_parallel import Loopback
-from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors, older_names
-from moe_dualpipe.models import MoE, build_model
+from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models.build_experts import ExpertBuilder
 from tests.support import custom_experts
 from tests.support.models import with_choices
@@ -63,93 +57,6 @@ def test_initial_weights_are_the_same_for_any_number_of_ranks(name, tensors, hid
     assert not any(torch.equal(tensor, other[key]) for key, tensor in whole.items())
 
 
-def test_layers_get_the_ids_of_their_experts_and_the_number_of_their_block():
-    config = with_choices(num_experts=E, experts="tests.support.custom_experts:Listed", mtp_layers=1)
-    for ranks in (1, 2, 4):
-        model = build_model(config, Loopback(E, ranks))
-        layers = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
-        assert [(layer.ids, layer.layer) for layer in layers] == [(range(E // ranks), block) for block in (1, 2, 3, 4)]
-        assert all(layer.local_experts == layer.ids for layer in layers)
-
-
-class OnlyIds(nn.Module):
-    def __init__(self, _config, _num_local_experts, *, expert_ids):
-        super().__init__()
-        self.got = {"expert_ids": expert_ids}
-
-
-class OnlyLayer(nn.Module):
-    def __init__(self, _config, _num_local_experts, layer=None):
-        super().__init__()
-        self.got = {"layer": layer}
-
-
-class Neither(nn.Module):
-    def __init__(self, _config, _num_local_experts):
-        super().__init__()
-        self.got = {}
-
-
-class PassesAllOn(Neither):
-    """Its `**keywords` lead to a constructor that does not know the optional arguments."""
-
-    def __init__(self, *arguments, **keywords):
-        super().__init__(*arguments, **keywords)
-
-
-@pytest.mark.parametrize("name,keywords", [
-    ("OnlyIds", {"expert_ids"}), ("OnlyLayer", {"layer"}), ("Neither", set()), ("PassesAllOn", set()),
-])  # fmt: skip
-def test_a_layer_gets_the_keywords_that_it_names(name, keywords):
-    layer = builder(f"tests.models.test_build_experts:{name}", layer=5).build(range(2, 4))
-    assert layer.got == {
-        key: value for key, value in {"expert_ids": range(2, 4), "layer": 5}.items() if key in keywords
-    }
-
-
-class Counting(nn.Module):
-    """Knows the layers that exist, and the number of experts in each layer that was built."""
-
-    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
-    built: ClassVar[list[int]] = []
-    experts_alive: ClassVar[list[int]] = []
-
-    def __init__(self, _config, num_local_experts):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(num_local_experts, 3))
-        self.alive.add(self)
-        self.built.append(num_local_experts)
-        self.experts_alive.append(sum(len(layer.up) for layer in self.alive))
-
-
-def test_no_second_copy_of_the_experts_is_built():
-    for record in (Counting.built, Counting.experts_alive, Counting.alive):
-        record.clear()
-    gc.collect()
-    experts = builder("tests.models.test_build_experts:Counting").build(range(E))
-    assert Counting.built == [1, 2, E, *[1] * E]
-    assert max(Counting.experts_alive) <= E + 1
-    assert [*Counting.alive] == [experts]
-
-
-def test_what_all_experts_share_has_another_name_in_older_checkpoints():
-    layer = builder("tests.support.custom_experts:Stacked").build(range(4, 8))
-    assert older_names([layer]) == {"bias": "bias.4-7", "scale": "scale.4-7"}
-    assert {"bias", "scale"}.isdisjoint(expert_ids(layer))
-
-
-def test_on_the_meta_device_only_shapes_are_built():
-    state = torch.random.get_rng_state()
-    Counting.built.clear()
-    with torch.device("meta"):
-        layer = builder("tests.models.test_build_experts:Counting").build(range(E))
-        assert layer.up.is_meta
-        reset = builder("tests.support.custom_experts:WithReset").build(range(4))
-    assert Counting.built == [1, 2, E]
-    assert {held.layout for held in expert_ids(reset).values()} == {"stacked"}
-    assert torch.equal(state, torch.random.get_rng_state())
-
-
 # ---- Layers whose initial weights would depend on the number of ranks ----
 
 
@@ -165,25 +72,11 @@ class SecondDimensionWithReset(SecondDimension):
             self.up[:, e].normal_()
 
 
-class Unequal(nn.Module):
-    """The shape of an expert's bias depends on how many there are."""
-
-    def __init__(self, _config, num_local_experts, expert_ids):
-        super().__init__()
-        self.each = nn.ModuleList(nn.Linear(2, 2, bias=len(expert_ids) == 1) for _ in expert_ids)
-
-
 class OwnSeed(nn.Module):
     def __init__(self, _config, num_local_experts):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.up = nn.Parameter(torch.randn(num_local_experts, 3, generator=generator))
-
-
-class ByPosition(nn.Module):
-    def __init__(self, _config, num_local_experts):
-        super().__init__()
-        self.register_buffer("rank", torch.arange(num_local_experts))
 
 
 class ById(nn.Module):
@@ -194,9 +87,7 @@ class ById(nn.Module):
 
 @pytest.mark.parametrize("name,problem", [
     ("SecondDimension", r"up has shape \[3, 4\] in a layer with experts 4-7, and shape \[3, 1\] in one with expert 0 "),
-    ("Unequal", r"each.4.bias has no tensor in a layer with experts 4-7, and shape \[2\] in one with expert 4 alone:"),
     ("OwnSeed", r"up.4 and up.7 differ if the experts are built together, and are equal if each expert is built alon"),
-    ("ByPosition", r"rank.4 and rank.7 differ if the experts are built together, and are equal if each expert is bu"),
 ])  # fmt: skip
 def test_weights_that_cannot_be_drawn_expert_by_expert(name, problem):
     with pytest.raises(ValueError, match=f"the expert layer 'tests.models.test_build_experts:{name}': {problem}"):
@@ -218,13 +109,7 @@ class Tied(nn.ModuleList):
     def __init__(self, config, num_local_experts):
         up = nn.Linear(config.hidden_size, config.hidden_size)
         downs = [nn.Linear(config.hidden_size, config.hidden_size) for _ in range(num_local_experts)]
-        super().__init__(nn.Sequential(*[up] * self.shares, down, down) for down in downs)
-
-    shares = 1
-
-
-class TiedInside(Tied):
-    shares = 0
+        super().__init__(nn.Sequential(up, down, down) for down in downs)
 
 
 def test_experts_that_are_one_parameter_stay_on_one_rank():
@@ -235,4 +120,3 @@ def test_experts_that_are_one_parameter_stay_on_one_rank():
         "train its own copy: use --ep 1, or make it a parameter of the layer, outside of the list of experts$"
     )):  # fmt: skip
         of_class.build(range(4))
-    assert len([*builder("tests.models.test_build_experts:TiedInside").build(range(4)).parameters()]) == 2 * 4

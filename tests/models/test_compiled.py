@@ -7,18 +7,14 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 
-from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.kernels import fuse as fuse_module
 from moe_dualpipe.kernels.experts import swiglu
 from moe_dualpipe.kernels.fuse import fuse
-from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage, build_model
-from moe_dualpipe.models.attention import split_heads
+from moe_dualpipe.models import ModelConfig, StageOptions, build_model
 from moe_dualpipe.models.config import RECOMPUTE
-from moe_dualpipe.models.recompute import normalize_again
-from tests.support.pairs import CONFIG, assert_same, gradients, run_pair, tokens
+from tests.support.pairs import CONFIG, assert_same, gradients, tokens
 
 MLA = {"attention": "mla", "kv_rank": 6, "rope_dim": 4, "value_dim": 5}
 MODELS = {
@@ -66,42 +62,18 @@ def graphs():
 
 @pytest.mark.quick("gqa")
 @pytest.mark.parametrize("name", MODELS)
-def test_compiled_models_agree_with_eager_ones(name):
+def test_compiled_models_agree_with_eager_ones_and_nothing_is_compiled_after_the_first_step(name):
     forget()
-    config = MODELS[name]
+    config = dataclasses.replace(MODELS[name], num_layers=2)
     for ours, expected in zip(step(model(config)), step(model(config, compiled=False)), strict=True):
         assert (ours is None) == (expected is None)
         if expected is not None:
             assert torch.linalg.vector_norm(ours - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
-    assert graphs() >= 6
-
-
-def test_layers_share_graphs_and_nothing_is_compiled_after_the_first_step():
-    forget()
-    step(model(dataclasses.replace(CONFIG, num_layers=3)))
     first = graphs()
-    larger = model(dataclasses.replace(CONFIG, num_layers=6))
-    for seed in range(3):
+    larger = model(dataclasses.replace(config, num_layers=4))  # layers share graphs
+    for seed in range(2):
         step(larger, seed)
-    assert graphs() == first
-    step(larger, length=6)
-    assert graphs() > first  # so the counter counts
-
-
-@pytest.mark.quick("norms")
-@pytest.mark.parametrize("recompute", RECOMPUTE[1:])
-def test_recomputation_is_bit_equal(recompute):
-    assert_same(step(model(recompute=recompute)), step(model()))
-
-
-@pytest.mark.quick("norms")
-@pytest.mark.parametrize("recompute", ["none", "norms"])
-def test_overlapped_pairs_are_bit_equal_to_sequential_ones(recompute):
-    options = StageOptions(compiled=True, recompute=recompute)
-    spec = StageSpec(range(4), True, True, 1.0)
-    first, second = (TransformerStage(CONFIG, spec, Loopback(8, 4), options) for _ in range(2))
-    x0, x1 = tokens(3), tokens(4)
-    assert_same(run_pair(first, second, x0, x1, True), run_pair(first, second, x0, x1, False))
+    assert graphs() == first > 5
 
 
 def test_a_varying_number_of_rows_shares_one_graph():
@@ -111,28 +83,6 @@ def test_a_varying_number_of_rows_shares_one_graph():
         x = torch.randn(rows, 10, requires_grad=True)
         compiled(x).sum().backward()
     assert graphs() == 1
-
-
-def test_without_gradients_nothing_is_compiled():
-    forget()
-    with torch.no_grad():
-        model()(tokens(1))
-    assert graphs() == 0
-
-
-def test_compiled_functions_return_no_view_of_an_input():
-    """The backward of a view would be an eager operator outside of the graph."""
-    qkv_BSW = torch.randn(2, 5, 32, requires_grad=True)
-    cos_SC, sin_SC = torch.randn(2, 5, 4)
-    outputs = fuse(split_heads, True)(qkv_BSW, cos_SC, sin_SC, nn.Identity(), nn.Identity(), 4, 2, 4)
-    assert not any(t.untyped_storage().data_ptr() == qkv_BSW.untyped_storage().data_ptr() for t in outputs)
-
-
-def test_what_a_backward_recomputes_is_compiled_too():
-    forget()
-    with torch.no_grad():  # as when a saved tensor is unpacked
-        y = normalize_again(nn.RMSNorm(8), torch.randn(3, 8), compiled=True)
-    assert graphs() == 1 and not y.requires_grad
 
 
 @pytest.mark.long

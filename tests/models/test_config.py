@@ -1,5 +1,7 @@
 """Invalid configurations raise ValueError."""
 
+import math
+
 import pytest
 
 from moe_dualpipe.models import PRESETS, preset
@@ -23,16 +25,16 @@ from tests.support.models import with_choices
     ({"experts": "mine"}, "experts must be one of swiglu, FILE.py:CLASS or MODULE:CLASS: got 'mine'"),
     ({"router": 3}, "a layer must be a class, a function, or the name of one: got 3"),
     ({"expert_options": "rank=8"}, "expert_options need your own experts: got 'rank=8' with swiglu"),
+    ({"yarn_beta_fast": 0.5}, r"yarn_beta_fast must be at least yarn_beta_slow: got 0\.5 and 1\.0"),
+    ({"mtp_layers": -1}, "mtp_layers must be at least 0: got -1"),
+    ({"mtp_weight": math.nan}, "mtp_weight must be at least 0: got nan"),
+    ({"z_loss": -0.5}, "z_loss must be at least 0: got -0.5"),
+    ({"sequence_loss": math.nan}, "sequence_loss must be at least 0: got nan"),
     ({"block": "a:B", "block_options": "rank"}, "an option of a layer must be key=value: got 'rank'"),
 ])  # fmt: skip
 def test_invalid_values_are_refused(choices, problem):
     with pytest.raises(ValueError, match=problem):
         with_choices(**choices)
-
-
-def test_each_kind_of_attention_ignores_the_fields_of_the_other():
-    with_choices(attention="mla", num_heads=3, head_dim=5)
-    with_choices(rope_dim=5)
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name():

@@ -4,10 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split
-from moe_dualpipe.models.attention import document_mask, document_numbers
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -30,16 +28,6 @@ def packed(rows=2):
     return tokens, orders[:rows]
 
 
-def test_document_numbers_and_their_mask():
-    numbers = document_numbers(torch.tensor([[5, 0, 7, 0, 0, 8], [0, 1, 2, 3, 4, 0]]), 0)
-    assert numbers.tolist() == [[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1]]
-    assert numbers.dtype == torch.int32
-    mask = document_mask(numbers)
-    visible = [[i for i in range(6) if row[i]] for row in mask[0, 0]]
-    assert mask.shape == (2, 1, 6, 6)
-    assert visible == [[0], [0, 1], [2], [2, 3], [4], [5]]
-
-
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_a_document_in_a_window_gives_the_same_result_as_alone(attention, stages):
@@ -60,23 +48,6 @@ def test_a_document_in_a_window_gives_the_same_result_as_alone(attention, stages
         ])  # fmt: skip
         torch.testing.assert_close(output, alone, atol=1e-12, rtol=1e-12)
         assert (plain(tokens) - output).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("attention", VARIANTS)
-def test_without_document_end_id_attention_is_causal_and_has_no_mask(monkeypatch, attention):
-    masks, attend = [], F.scaled_dot_product_attention
-
-    def spy(q, k, v, mask=None, **options):
-        masks.append((mask, options["is_causal"]))
-        return attend(q, k, v, mask, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    build_model(VARIANTS[attention])(packed()[0])
-    assert masks == [(None, True)] * 4
-    masks.clear()
-    build_model(VARIANTS[attention], options=StageOptions(document_end_id=END))(packed()[0])
-    assert len({id(mask) for mask, _ in masks}) == 1  # made once for all layers
-    assert masks[0][0].dtype == torch.bool
 
 
 def test_mtp_refuses_a_document_mask():

@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from moe_dualpipe.inference import generate
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
-from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split, transformer
+from moe_dualpipe.models import ModelConfig, StageOptions, build_model, transformer
 from tests.support.ranks import cosine_distance
 from tests.support.tensors import OperationStats
 
@@ -59,27 +58,3 @@ def test_only_the_plain_loss_makes_a_tensor_of_the_size_of_the_logits(fused_loss
             model.loss(model(x), y)
     # Without logits, the largest tensor is the head's weight or its gradient.
     assert seen.max_numel == max(CONFIG.hidden_size, B * S * (not fused_loss)) * CONFIG.vocab_size
-
-
-def test_its_output_gives_the_same_logits_and_text():
-    plain, fused = (build_model(CONFIG, options=StageOptions(seed=3, fused_loss=on)) for on in (False, True))
-    assert plain.state_dict().keys() == fused.state_dict().keys()
-    x, _ = batch()
-    hidden, logits = fused(x), plain(x)
-    assert hidden.shape == (B, S, CONFIG.hidden_size)
-    assert torch.equal(fused.logits(hidden), logits)
-    assert torch.equal(plain.logits(logits), logits)
-    texts = [generate(model, x, 6, max_length=9).tolist() for model in (plain, fused)]
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("fused_loss", [True, False])
-def test_a_stage_without_the_head_refuses_logits_and_loss(fused_loss):
-    first = TransformerStage(CONFIG, split(CONFIG, 2)[0], options=StageOptions(fused_loss=fused_loss))
-    hidden = first(batch()[0])
-    assert hidden.shape == (B, S, CONFIG.hidden_size)
-    problem = r"only the last stage, which holds the head, has logits and a loss: this has embedding \+ layer 0"
-    with pytest.raises(ValueError, match=problem):
-        first.logits(hidden)
-    with pytest.raises(ValueError, match=problem):
-        first.loss(hidden, batch()[1])

@@ -5,15 +5,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from moe_dualpipe.models import (
     KVCache,
     ModelConfig,
     build_model,
-    filled_cache,
 )
-from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.latent_attention import LatentAttention
 from tests.support.caches import (
     check_that_a_cached_forward_is_the_forward,
@@ -89,14 +86,6 @@ def test_latent_attention_equals_a_loop(q_rank, qkv_bias):
     torch.testing.assert_close(layer(x), oracle(layer, x), atol=1e-12, rtol=1e-12)
 
 
-def test_angles_are_fp32_in_a_bf16_model():
-    layer = attention(torch.bfloat16)
-    x = torch.randn(1, 1000, D).bfloat16()
-    exact = attention(torch.float32)
-    exact.load_state_dict(layer.state_dict())
-    assert (layer(x).float() - exact(x.float())).norm() / exact(x.float()).norm() < 0.02
-
-
 # ---- With a cache ----
 
 
@@ -109,45 +98,9 @@ def test_absorbed_attention_equals_expanded_attention(monkeypatch, q_rank, seque
     check_that_a_cached_forward_is_the_forward(model, sequences)
 
 
-@torch.no_grad()
-def test_a_cache_holds_only_latents_and_shared_keys():
-    layer, x, cache = attention(), torch.randn(2, 5, D, dtype=torch.float64), KVCache()
-    layer(x, cache)
-    cache.length = 5
-    nothing = x.new_empty(2, 1, 0, R + P)
-    (stored,) = cache.append(0, nothing)
-    assert stored.shape == (2, 1, 5, R + P)
-    down = x @ layer.down.weight[-R - P :].T
-    for b in range(2):
-        for s in range(5):
-            expected = torch.cat([normalized(down[b, s, :R], layer.kv_norm), rotated(down[b, s, R:], s)])
-            torch.testing.assert_close(stored[b, 0, s], expected)
-
-
 @pytest.mark.parametrize("length", [0, 5, 300])
 def test_a_filled_cache_works_as_a_past(length):
     check_that_a_filled_cache_works_as_a_past(CONFIG, length)
 
 
-def test_a_cache_of_other_attention_is_refused():
-    other = with_choices(attention="gqa", num_kv_heads=3, head_dim=10)
-    model, cache = build_model(CONFIG), filled_cache(other, range(3), 2, 5)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"of \[2, 3, 10\] \(.*\): got \[2, 1, 10\]"):
-        model(torch.zeros(2, 1, dtype=torch.int64), cache=cache)
-
-
 # ---- In a model ----
-
-
-def test_the_configuration_selects_it_and_reaches_every_layer():
-    model = build_model(with_choices(norm_eps=0.5, latent_norm_eps=0.25, rope_theta=7.0, hidden_size=64, kv_rank=60))
-    layers = [m for m in model.modules() if isinstance(m, LatentAttention)]
-    assert [layer.layer for layer in layers] == [0, 1, 2]
-    assert {layer.rotary.config.rope_theta for layer in layers} == {7.0}
-    assert {norm.eps for norm in model.modules() if isinstance(norm, nn.RMSNorm)} == {0.5, 0.25}
-    for name, parameter in model.named_parameters():
-        if "attention." in name and parameter.ndim > 1:  # projections into the residual stream start smaller
-            std = CONFIG.init_std / (6**0.5 if "out." in name else 1)
-            assert parameter.std().item() == pytest.approx(std, rel=0.2), name
-    plain = build_model(with_choices(attention="gqa", num_kv_heads=1, head_dim=4))
-    assert [type(block.attention) for block in plain.layers.values()] == [Attention] * 3

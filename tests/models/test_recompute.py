@@ -5,9 +5,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_dualpipe.expert_parallel import Loopback
-from moe_dualpipe.models import StageOptions, next_token_loss
+from moe_dualpipe.models import next_token_loss
 from moe_dualpipe.models.recompute import recompute_saved
-from tests.support.pairs import CONFIG, saved_bytes, stage, tokens
+from tests.support.pairs import stage, tokens
 
 
 @pytest.mark.parametrize("recompute", ["none", "norms", "attention", "full"])
@@ -30,11 +30,6 @@ def test_normalized_copies_are_not_saved(recompute):
     loss.backward()
 
 
-def test_level_norms_saves_neither_copies_nor_tensors_of_norms():
-    copy = 4 * 32 * CONFIG.hidden_size * 4
-    assert saved_bytes("none") - saved_bytes("norms") > 10 * copy  # 8 norms: the tensors that they return and save
-
-
 @pytest.mark.parametrize("part", [lambda y: y[:1], lambda y: y.T, lambda y: y.view(2, 8)])
 def test_a_view_of_a_recomputed_tensor_is_saved_itself(part):
     y = torch.randn(4, 4)
@@ -43,8 +38,3 @@ def test_a_view_of_a_recomputed_tensor_is_saved_itself(part):
         out = part(y) * w
     out.sum().backward()
     assert torch.equal(w.grad, part(y))
-
-
-def test_an_unknown_recompute_level_is_an_error():
-    with pytest.raises(ValueError, match="recompute must be one of none, norms, attention, full: got 'some'"):
-        StageOptions(recompute="some")  # type: ignore[arg-type]

@@ -1,16 +1,13 @@
 """What the host queues for an overlapped pair on a simulated GPU: which operators, on which streams, in which order."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 
-from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.overlap.labels import SIZES_WAIT
 from tests.machines.simulated_gpu import SimulatedGpu
 from tests.support.pairs import OVERLAPPED, stage
 from tests.support.simulated_ranks import replace_devices
-from tests.support.simulated_runs import all_to_all, needs_triton
+from tests.support.simulated_runs import all_to_all
 
 
 @pytest.fixture(autouse=True)
@@ -63,12 +60,3 @@ def test_packing_does_not_wait_for_the_other_lanes_transfer():
     later = operators[operators.index(transfer) :]
     packed = [access for access in later if access.label == "dispatch(B)" and access.stream.name != "nccl"]
     assert not transfer.is_before(packed[0].clock)
-
-
-@needs_triton
-def test_a_modeled_link_carries_one_transfer_at_a_time():
-    operators, _ = run_pair(Loopback(8, 4, Link(gb_per_s=1.0)))
-    kernels = [access for access in operators if access.operator in ("push", "receive_rows", "receive_sums")]
-    assert [access.operator for access in kernels[:2]] == ["push", "receive_rows"]
-    assert {access.stream.name for access in kernels} == {"side 1", "side 2"}
-    assert all(one.is_before(other.clock) for one, other in pairwise(kernels))

@@ -1,77 +1,153 @@
-"""The tape: transfers and their backward, outputs, and how long tensors live."""
+"""The tape: any program of segments has the gradients of plain autograd, and waits once for each transfer."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_dualpipe.expert_parallel import Completed, Loopback
+from moe_dualpipe.expert_parallel import Completed
 from moe_dualpipe.models import next_token_loss
-from moe_dualpipe.overlap import Comm, Compute
+from moe_dualpipe.overlap import Comm, Compute, Engine, Segmented
 from tests.support.pairs import stage, tokens
 from tests.support.segments import module_of
 
+MOVES = ("move", "collective")
+
 
 class Waited:
-    """A transfer that records when it is waited for."""
+    """A transfer that records when it starts and when it is waited for."""
 
     def __init__(self, log, name, *tensors):
         self.log, self.name, self.tensors = log, name, tensors
+        log.append(name)
 
     def wait(self):
-        self.log.append(self.name)
+        self.log.append(f"{self.name} arrived")
         return self.tensors
 
 
-def test_the_arguments_of_a_comm_and_of_its_backward():
-    seen = []
-
-    def there(*tensors):
-        assert not any(t.requires_grad for t in tensors)
-        return Completed((tensors[0], tensors[0] + 1, torch.arange(3)))
-
-    def back(*grads):
-        seen.append([g if g is None else g.tolist() for g in grads])
-        return Completed((grads[0] + grads[1],))
-
-    def segments(self, x):
-        y = yield Compute("mul", lambda x: x * self.w, x)
-        arriving = yield Comm("three", there, back, y)
-        return (yield Compute("first", lambda a, _b, n: a * n, arriving))
-
-    module = module_of(segments, w=nn.Parameter(torch.ones(3)))
-    module(torch.ones(3)).sum().backward()
-    assert seen == [[[0, 1, 2], [0, 0, 0]]]  # zeros without a gradient; integer outputs have none
-    assert module.w.grad.tolist() == [0, 1, 2]
+class Held:
+    """What a transfer keeps for its backward, such as a route."""
 
 
-def test_the_result_of_a_comm_may_be_used_twice():
-    log = []
+class Program(Segmented):
+    """Each step is a kind of segment and the values that it reads; value 0 is the input.
 
-    def segments(self, x):
-        y = yield Compute("lin", self.lin, x)
-        z = yield Comm("double", lambda t: Waited(log, "F", 2 * t), lambda g: Waited(log, "B", 2 * g), y)
-        a = yield Compute("sin", torch.sin, z)
-        b = yield Compute("cos", torch.cos, z)
-        return (yield Compute("add", torch.add, a, b))
+    A transfer of x returns 2x, 3x and integers, of which later segments use some or none.
+    """
 
-    module = module_of(segments, lin=nn.Linear(3, 3))
-    x = torch.randn(2, 3)
-    module(x).sum().backward()
-    assert log == ["F", "B"]
-    ours, module.lin.weight.grad = module.lin.weight.grad, None
-    y = 2 * module.lin(x)
-    (y.sin() + y.cos()).sum().backward()
-    torch.testing.assert_close(ours, module.lin.weight.grad)
+    def __init__(self, steps, end):
+        super().__init__()
+        self.steps, self.end, self.log, self.held = steps, end, [], weakref.WeakSet()
+        self.weights = nn.Parameter(torch.rand(1 + len(steps), 3, dtype=torch.float64))
+
+    def compute(self, i, *args):
+        kind, reads = self.steps[i - 1] if i else ("scale", self.end)
+        given, values = iter(args), []
+        for read in reads:
+            values.append(next(given))
+            if read and self.steps[read - 1][0] in MOVES:
+                triple, number = next(given), next(given)
+                values.append(number if i % 2 else triple)
+        if kind == "mask":
+            return (values[0] > 0.5).double()
+        return torch.stack([value.double().sin() for value in values]).sum(0) * self.weights[i]
+
+    def there(self, x):
+        return 2 * x, 3 * x, torch.arange(3)
+
+    def back(self, i, _held, double, triple):
+        return Waited(self.log, f"{i} back", 2 * double + 3 * triple)
+
+    def segments(self, x, number):
+        values = [x]
+        for i, (kind, reads) in enumerate(self.steps, 1):
+            args = [values[read] for read in reads]
+            if kind in MOVES:
+                held = Held()
+                self.held.add(held)
+                fns = lambda x, i=i: Waited(self.log, f"{i} there", *self.there(x)), partial(self.back, i, held)
+                values.append((yield Comm("move", *fns, *args, collective=kind == "collective")))
+                del held, fns
+            else:
+                values.append((yield Compute("compute", partial(self.compute, i), *args)))
+        end = yield Compute("end", partial(self.compute, 0), *(values[read] for read in self.end))
+        return end, x, number, torch.arange(2)
+
+    def plain(self, x):
+        values = [(x,)]
+        for i, (kind, reads) in enumerate(self.steps, 1):
+            args = [t for read in reads for t in values[read]]
+            values.append(self.there(*args) if kind in MOVES else (self.compute(i, *args),))
+        return self.compute(0, *(t for read in self.end for t in values[read]))
+
+    def have_backward(self):
+        """The transfers that have one: collective ones, and those of values that need a gradient."""
+        needs = [True]
+        for kind, reads in self.steps:
+            needs.append(kind in ("compute", "collective") or (kind == "move" and needs[reads[0]]))
+        return [i for i, (kind, _) in enumerate(self.steps, 1) if kind in MOVES and needs[i]]
+
+
+def grads_of(*tensors):
+    """Their gradients, which are dropped; a transfer back gives zeros where autograd gives none."""
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+    for t in tensors:
+        t.grad = None
+    return grads
+
+
+@st.composite
+def programs(draw):
+    steps = []
+    for i in range(draw(st.integers(2, 8))):
+        kind = draw(st.sampled_from(["compute", "mask", *MOVES]))
+        single = [j for j in range(i + 1) if kind not in MOVES or j == 0 or steps[j - 1][0] not in MOVES]
+        reads = st.lists(st.sampled_from(single), min_size=1, max_size=1 if kind != "compute" else 3)
+        steps.append((kind, draw(reads)))
+    return Program(steps, draw(st.lists(st.integers(0, len(steps)), min_size=1, max_size=3)))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(programs(), programs(), st.sampled_from([None, False, True]))
+def test_any_program_has_the_gradients_of_plain_autograd_and_waits_once_for_each_transfer(one, other, queued):
+    """One after the other, or the backward of one beside the forward of the other, in the order of a CPU or a GPU."""
+    inputs = [torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    end, x, number, _ = one(inputs[0], 7)
+    loss = (end * x).sum()
+    assert number == 7
+    if queued is None:
+        loss.backward()
+        second = other(inputs[1], 7)[0].sum()
+    else:
+        engine, criterion = Engine(torch.device("cpu"), queued), lambda end, *_: end.sum()
+        second = Program.overlapped_forward_backward(
+            other, [inputs[1], 7], criterion, None, one, loss, None, None, engine=engine
+        )[1]
+    second.backward()
+    for program, x, result in ((one, inputs[0], loss), (other, inputs[1], second)):
+        ours = grads_of(x, program.weights)
+        expected = program.plain(x)
+        expected = (expected * x if program is one else expected).sum()
+        expected.backward()
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(ours, grads_of(x, program.weights))
+        assert not program.held  # although the loss still exists
+        for i, (kind, _) in enumerate(program.steps, 1):
+            names = [f"{i} there", f"{i} back"][: (kind in MOVES) + (i in program.have_backward())]
+            log = [text for text in program.log if text.startswith(f"{i} ")]
+            assert log == [text for name in names for text in (name, f"{name} arrived")]
 
 
 def test_gradients_are_waited_for_in_the_order_in_which_they_were_sent():
     log = []
 
     def comm(name, x):
-        return Comm(name, lambda t: Completed((t,)), lambda g: log.append(f"{name} sent") or Waited(log, name, g), x)
+        return Comm(name, lambda t: Completed((t,)), lambda g: Waited(log, name, g), x)
 
     def segments(self, x):
         y = yield Compute("mul", lambda x: x * self.w, x)
@@ -80,107 +156,32 @@ def test_gradients_are_waited_for_in_the_order_in_which_they_were_sent():
         return (yield Compute("add", torch.add, a, b))
 
     module_of(segments, w=nn.Parameter(torch.ones(3)))(torch.ones(3)).sum().backward()
-    assert log == ["b sent", "a sent", "b", "a"]
+    assert log == ["b", "a", "b arrived", "a arrived"]
 
 
-def test_an_unused_comm_is_waited_for_and_has_a_backward():
-    log = []
-
-    def segments(self, x):
-        y = yield Compute("lin", self.lin, x)
-        yield Comm("move", lambda t: Waited(log, "F", t), lambda g: Waited(log, "B", g), y)
-        return (yield Compute("sin", torch.sin, y))
-
-    module = module_of(segments, lin=nn.Linear(3, 3))
-    x = torch.randn(2, 3)
-    module(x).sum().backward()
-    assert log == ["F", "B"]
-    ours, module.lin.weight.grad = module.lin.weight.grad, None
-    module.lin(x).sin().sum().backward()
-    torch.testing.assert_close(ours, module.lin.weight.grad)
-
-
-@pytest.mark.parametrize("collective", [False, True])
-def test_only_a_collective_transfer_has_a_backward_if_no_input_of_this_rank_needs_a_gradient(collective):
-    """What precedes it may be trained on another rank, which waits for this one."""
-    log = []
-
-    def segments(self, x):
-        there, back = (lambda t, name=name: Waited(log, name, t) for name in ("there", "back"))
-        y = yield Comm("move", there, back, x, collective=collective)
-        return (yield Compute("mul", lambda y: y * self.w, y))
-
-    module_of(segments, w=nn.Parameter(torch.ones(3)))(torch.ones(3)).sum().backward()
-    assert log == ["there", *["back"] * collective]
+# ---- Refusals ----
 
 
 def test_a_backward_of_a_comm_that_returns_too_few_gradients_is_an_error():
     def segments(self, x):
         y = yield Compute("lin", self.lin, x)
-        return (
-            yield Compute(
-                "end",
-                torch.add,
-                (yield Comm("two", lambda *t: Completed(t), lambda *_: Completed(()), y, y)),
-            )
-        )
+        return (yield Comm("two", lambda *t: Completed(t), lambda *_: Completed(()), y, y))
 
     with pytest.raises(ValueError, match="the backward of a Comm returned 0 gradients for 2 inputs"):
-        module_of(segments, lin=nn.Linear(3, 3))(torch.ones(1, 3)).sum().backward()
+        sum(module_of(segments, lin=nn.Linear(3, 3))(torch.ones(1, 3))).sum().backward()
 
 
-def test_the_backward_frees_the_route():
-    class Thing: ...
+@pytest.mark.parametrize("wrap,name", [(lambda y: {"y": y}, "dict"), (lambda y: (y, [y]), "tuple")])
+def test_outputs_are_a_tensor_or_a_flat_tuple(wrap, name):
+    def segments(_self, x):
+        return wrap((yield Compute("sin", torch.sin, x)))
 
-    made = []
-
-    def segments(self, x):
-        thing = Thing()
-        made.append(weakref.ref(thing))
-        y = yield Compute("lin", self.lin, x)
-        z = yield Comm("move", lambda t: Completed((t,)), lambda g, _thing=thing: Completed((g,)), y)
-        return (yield Compute("sin", torch.sin, z))
-
-    loss = module_of(segments, lin=nn.Linear(3, 3))(torch.randn(2, 3)).sum()
-    loss.backward()
-    assert made[0]() is None  # although the loss still exists
-
-
-def test_outputs_are_a_tensor_or_a_flat_tuple_or_list():
-    def segments(self, x):
-        y = yield Compute("lin", self.lin, x)
-        return [y, y] if self.kind == "list" else {"y": y} if self.kind == "dict" else (y, [y])
-
-    module = module_of(segments, lin=nn.Linear(3, 3), kind="list")
-    a, b = module(torch.ones(2, 3))
-    (a + b).sum().backward()
-    assert module.lin.weight.grad.tolist() == [[4.0] * 3] * 3
-    for module.kind, name in (("dict", "dict"), ("nested", "tuple")):
-        with pytest.raises(TypeError, match=f"must return a tensor or a flat tuple: got {name}"):
-            module(torch.ones(2, 3))
+    with pytest.raises(TypeError, match=f"must return a tensor or a flat tuple: got {name}"):
+        module_of(segments)(torch.ones(2, 3))
 
 
 def test_a_second_backward_is_an_error():
-    model = stage()
-    loss = next_token_loss(model(tokens(1)), tokens(1))
+    loss = next_token_loss(stage()(tokens(1)), tokens(1))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="has already run"):
         loss.backward()
-
-
-def test_activations_that_no_backward_needs_are_freed_in_the_forward():
-    """The output of the experts is used only by the combine, and is not needed in backward."""
-    model = stage(2, 0, ep=Loopback(8, 4))
-    made = []
-    for block in model.layers.values():
-        run_experts = block.mlp.run_experts
-
-        def watched(*arguments, run_experts=run_experts, **named):
-            out = run_experts(*arguments, **named)
-            made.append(StorageWeakRef(out.untyped_storage()))
-            return out
-
-        block.mlp.run_experts = watched
-    loss = next_token_loss(model(tokens(1)), tokens(1))
-    assert [t.expired() for t in made] == [True, True]
-    loss.backward()

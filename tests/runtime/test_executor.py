@@ -1,8 +1,8 @@
 """The executor with small modules: what may be sent between stages, how long it is kept, and errors."""
 
 import contextlib
+import copy
 import gc
-import itertools
 import weakref
 from typing import Any
 
@@ -21,48 +21,47 @@ WIDTH, COUNT = 6, 4
 
 
 class Passing(nn.Module):
-    """Maps (values, integer positions) to the same kinds: positions have no gradient and must arrive unchanged.
+    """Maps (values, integer positions, values that later stages need not use) to the same kinds.
 
-    The values are not contiguous.
+    Positions have no gradient and must arrive unchanged. The values are not contiguous.
     """
 
-    def __init__(self, last: bool):
+    def __init__(self):
         super().__init__()
-        self.linear, self.last = nn.Linear(WIDTH, WIDTH), last
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, positions, ignored):
-        y = self.linear(x) * positions[:, None]
-        return y if self.last else (y.T.contiguous().T, positions, ignored * 1)
+        return (self.linear(x) * positions[:, None]).T.contiguous().T, positions, ignored * 1
+
+
+def criterion(y, *_):
+    return y.sum()
 
 
 def passing_step(rank, name, ranks):
     torch.manual_seed(1)
     schedule = build(name, ranks, 2 * ranks)
-    stages = [Passing(last=s == schedule.num_stages - 1) for s in range(schedule.num_stages)]
+    stages = [Passing() for _ in range(schedule.num_stages)]
+    own = {s: copy.deepcopy(stages[s]) for s in schedule.placement.stages[rank]}
     batch = [(torch.randn(COUNT, WIDTH), torch.arange(1, COUNT + 1), torch.ones(2)) for _ in range(2 * ranks)]
     expected = []
     for values in batch:
-        for stage in stages[:-1]:
+        for stage in stages:
             values = stage(*values)
-        output = stages[-1](*values)
-        output.sum().backward()
-        expected.append(output.detach())
-    grads = [[p.grad.clone() for p in stage.parameters()] for stage in stages]
-    for stage in stages:
-        stage.zero_grad()
-
+        criterion(*values).backward()
+        expected.append(values[0].detach())
     specs = [
         TensorSpec((COUNT, WIDTH), torch.float32), TensorSpec((COUNT,), torch.int64), TensorSpec((2,), torch.float32),
     ]  # fmt: skip
     p2p = P2P.connect(torch.distributed.group.WORLD if ranks > 1 else None, specs, torch.device("cpu"))
-    executor = Executor({s: stages[s] for s in schedule.placement.stages[rank]}, p2p)
+    executor = Executor(own, p2p)
     labels = dict.fromkeys(range(2 * ranks), ())
-    result = executor.step(schedule, dict(enumerate(batch)), labels, torch.sum, return_outputs=True)
-    for micro_batch, (output,) in result.outputs.items():
+    result = executor.step(schedule, dict(enumerate(batch)), labels, criterion, return_outputs=True)
+    for micro_batch, (output, *_) in result.outputs.items():
         torch.testing.assert_close(output, expected[micro_batch])
-    for s, stage in executor.modules.items():
-        for p, grad in zip(stage.parameters(), grads[s], strict=True):
-            torch.testing.assert_close(p.grad, grad)
+    for s, stage in own.items():
+        for p, q in zip(stage.parameters(), stages[s].parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
     return len(result.outputs)
 
 
@@ -91,11 +90,8 @@ class Counting(nn.Module):
 
 
 def test_a_step_frees_outputs_once_they_are_sent_and_everything_at_its_end():
-    schedule = build("dualpipev", 1, 6)
     stages = {0: Counting(), 1: Counting()}
-    executor = Executor(stages, P2P.connect(None, [], torch.device("cpu")))
-    inputs = {m: (torch.randn(3, WIDTH),) for m in range(6)}
-    executor.step(schedule, inputs, dict.fromkeys(range(6), ()), torch.sum)
+    step(stages, 6)
     gc.collect()
     assert [stage.alive() for stage in stages.values()] == [0, 0]
     assert len(stages[0].made) == 6
@@ -107,45 +103,40 @@ def one_rank(modules: Any = None):
     return Executor(modules, P2P.connect(None, [TensorSpec((2, WIDTH), torch.float32)], torch.device("cpu")))
 
 
+def step(stages, count, executor=None):
+    """A step of DualPipeV on one rank; the values of micro-batch m are m."""
+    inputs = {m: (torch.full((2, WIDTH), float(m)),) for m in range(count)}
+    return (executor or one_rank(stages)).step(build("dualpipev", 1, count), inputs, None, torch.sum)
+
+
 X = {0: (torch.ones(2, WIDTH),)}
 
 
-class Failing(nn.Module):
-    def forward(self, _):
-        raise ArithmeticError("boom")
+class Failing(nn.Linear):
+    """Fails once."""
 
-
-def test_an_error_in_a_stage_has_a_note_with_rank_and_action():
-    with pytest.raises(ArithmeticError, match="boom") as error:
-        one_rank({0: Failing()}).step(build("1f1b", 1, 1), X, {0: ()}, torch.sum)
-    where = "while rank 0 (pipeline rank 0) ran 0F0 (stage 0, micro-batch 0) of 1f1b"
-    assert error.value.__notes__ == [where]
-
-
-class Sometimes(nn.Linear):
-    """Fails on demand."""
-
-    fail = False
+    failed = False
 
     def forward(self, x):
-        if self.fail:
+        if not self.failed:
+            self.failed = True
             raise ArithmeticError("boom")
         return super().forward(x)
 
 
-def step_after_a_failed_one(_rank):
+def step_after_a_failed_one(rank):
     torch.manual_seed(3)
-    stages = [Sometimes(WIDTH, WIDTH) for _ in range(2)]
-    p2p = P2P.connect(torch.distributed.group.WORLD, [TensorSpec((2, WIDTH), torch.float32)], torch.device("cpu"))
-    executor = Executor({0: stages[0], 1: stages[1]}, p2p)
-    schedule = build("dualpipe", 2, 4)
+    stages = {s: Failing(WIDTH, WIDTH) for s in range(2)}
+    executor = one_rank(stages)
+    executor.p2p = P2P.connect(torch.distributed.group.WORLD, executor.p2p.specs, torch.device("cpu"))
     batch = {m: (torch.randn(2, WIDTH),) for m in range(4)}
-    labels = dict.fromkeys(range(4), ())
-    Sometimes.fail = True
-    with pytest.raises(ArithmeticError):
-        executor.step(schedule, batch, labels, torch.sum)  # leaves receives that get no message
-    Sometimes.fail = False
-    result = executor.step(schedule, batch, labels, torch.sum)
+    arguments = build("dualpipe", 2, 4), batch, dict.fromkeys(range(4), ()), torch.sum
+    with pytest.raises(ArithmeticError) as error:
+        executor.step(*arguments)  # leaves receives that get no message
+    assert error.value.__notes__[-1].startswith(f"while rank {rank} (pipeline rank {rank}) ran 0F")
+    for stage in stages.values():
+        stage.failed = True
+    result = executor.step(*arguments)
     for micro_batch, loss in result.losses.items():
         assert torch.equal(loss, stages[1](stages[0](*batch[micro_batch])).sum())
     return len(result.losses)
@@ -161,16 +152,6 @@ def test_on_a_gpu_no_step_runs_after_a_failed_one():
         raise ArithmeticError
     with pytest.raises(RuntimeError, match="an earlier step failed and left transfers unfinished"), p2p.step():
         pass
-
-
-def test_both_ends_of_a_message_use_the_group_of_its_direction(monkeypatch):
-    """On a GPU, there are two groups: messages of one wait for each other."""
-    monkeypatch.setattr(P2P, "_start", lambda _self, _operation, _tensors, peer, group: (peer, group))
-    links = [P2P((), torch.device("cpu"), rank, 3, (0, 1, 2), "up", "down") for rank in range(3)]
-    for sender, receiver in itertools.permutations(range(3), 2):
-        group = "up" if receiver > sender else "down"
-        assert links[sender].send([], receiver) == (receiver, group)
-        assert links[receiver].recv([], sender) == (sender, group)
 
 
 class Reusing(nn.Module):
@@ -224,15 +205,15 @@ class Recorder:
         return transfer.tensors
 
 
-class Logging(nn.Module):
+class Logging(nn.Linear):
     def __init__(self, log):
-        super().__init__()
-        self.linear, self.log = nn.Linear(WIDTH, WIDTH), log
+        super().__init__(WIDTH, WIDTH)
+        self.log = log
 
     def forward(self, x):
         self.log.append("forward")
         x.register_hook(lambda _: self.log.append("backward")) if x.requires_grad else None
-        return self.linear(x)
+        return super().forward(x)
 
 
 def test_receives_are_posted_one_compute_action_before_their_data_is_used():
@@ -262,16 +243,13 @@ class Deferring(nn.Module):
 def test_a_failed_step_drops_its_deferred_weight_gradients(monkeypatch):
     stages = {0: Deferring(), 1: Deferring()}
     executor = one_rank(stages)
-    schedule, inputs = build("dualpipev", 1, 2), {m: (torch.ones(2, WIDTH),) for m in range(2)}
-    labels = dict.fromkeys(inputs, ())
     with monkeypatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(executor.weight_grads, "run_deferred", {}.__getitem__)
-        executor.step(schedule, inputs, labels, torch.sum)
+        step(stages, 2, executor)
     assert len(executor.weight_grads) == 0
-    result = executor.step(schedule, inputs, labels, torch.sum, return_outputs=True)
-    assert not any(output.requires_grad for outputs in result.outputs.values() for output in outputs)
+    step(stages, 2, executor)
     again = one_rank(stages)
-    assert stages[0].weight_grads is again.weight_grads  # a second executor binds the layers to its own WeightGrads
+    assert stages[0].weight_grads is again.weight_grads  # a second executor binds the layers to its own
 
 
 class Checkpointed(nn.Module):
@@ -290,14 +268,24 @@ class Checkpointed(nn.Module):
         return x * (1 + self.weight)
 
 
-class OverlappedCheckpointed(Checkpointed):
+class Overlapping(nn.Module):
+    """Has the method that DeepSeek leaves to users. Calls `on_input_grads` `calls` times."""
+
+    calls = 1
+
     @classmethod
     def overlapped_forward_backward(
-        cls, module0, inputs0, criterion0, labels0, _module1, loss1, outputs1, output_grads1
+        cls, module0, inputs0, criterion0, labels0, _module1, loss1, outputs1, output_grads1, *, on_input_grads
     ):
+        assert type(module0) is type(_module1)
         outputs0 = module0(*inputs0)
         loss1.backward() if loss1 is not None else torch.autograd.backward(outputs1, output_grads1)
+        for _ in range(cls.calls):
+            on_input_grads()
         return outputs0, criterion0(outputs0, *labels0) if criterion0 else None
+
+
+class OverlappedCheckpointed(Overlapping, Checkpointed): ...
 
 
 @pytest.mark.parametrize("kind,never", [
@@ -307,59 +295,27 @@ class OverlappedCheckpointed(Checkpointed):
 def test_only_split_or_overlapped_backwards_may_defer_and_recomputation_is_told_the_same(kind, never):
     """1F0;1B0 is the only micro-batch of the second stage with neither in a pair."""
     stages = {0: kind(), 1: kind()}
-    one_rank(stages).step(
-        build("dualpipev", 1, 4), {m: (torch.full((2, WIDTH), float(m)),) for m in range(4)}, None, torch.sum
-    )
+    step(stages, 4)
     for stage, module in stages.items():
         assert module.seen == {m: [m not in never[stage]] * 2 for m in range(4)}
 
 
-class NeverOverlapped(nn.Linear):
-    @classmethod
-    def overlapped_forward_backward(cls, *_):
-        raise AssertionError("called for a pair of different classes")
+class OverlappedLinear(Overlapping, nn.Linear): ...
 
 
-@pytest.mark.parametrize("classes", [(NeverOverlapped, nn.Linear), (nn.Linear, NeverOverlapped)])
+@pytest.mark.parametrize("classes", [(OverlappedLinear, nn.Linear), (nn.Linear, OverlappedLinear)])
 def test_a_pair_of_different_classes_is_not_overlapped(classes):
     stages = {s: kind(WIDTH, WIDTH) for s, kind in enumerate(classes)}
-    inputs = {m: (torch.ones(2, WIDTH),) for m in range(3)}
-    one_rank(stages).step(build("dualpipev", 1, 3), inputs, None, torch.sum)
+    step(stages, 3)
     assert all(p.grad is not None for stage in stages.values() for p in stage.parameters())
-
-
-class Announcing(nn.Linear):
-    """Calls `on_input_grads` `calls` times."""
-
-    calls = 1
-
-    @classmethod
-    def overlapped_forward_backward(
-        cls, module0, inputs0, criterion0, labels0, _module1, loss1, outputs1, output_grads1, *, on_input_grads
-    ):
-        outputs0 = module0(*inputs0)
-        loss1.backward() if loss1 is not None else torch.autograd.backward(outputs1, output_grads1)
-        for _ in range(cls.calls):
-            on_input_grads()
-        return outputs0, criterion0(outputs0, *labels0) if criterion0 else None
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_on_input_grads_is_called_once(monkeypatch, calls):
-    monkeypatch.setattr(Announcing, "calls", calls)
-    stages = {s: Announcing(WIDTH, WIDTH) for s in range(2)}
-    inputs = {m: (torch.ones(2, WIDTH),) for m in range(3)}
-    if calls != 1:
-        with pytest.raises(RuntimeError, match=f"must call on_input_grads once: it made {calls} calls"):
-            one_rank(stages).step(build("dualpipev", 1, 3), inputs, None, torch.sum)
-        return
-    one_rank(stages).step(build("dualpipev", 1, 3), inputs, None, torch.sum)
-    gradients = [p.grad.clone() for stage in stages.values() for p in stage.parameters()]
-    for stage in stages.values():
-        stage.zero_grad()
-    for (x,) in inputs.values():
-        stages[1](stages[0](x)).sum().backward()
-    torch.testing.assert_close(gradients, [p.grad for stage in stages.values() for p in stage.parameters()])
+    monkeypatch.setattr(Overlapping, "calls", calls)
+    problem = pytest.raises(RuntimeError, match=f"must call on_input_grads once: it made {calls} calls")
+    with contextlib.nullcontext() if calls == 1 else problem:
+        step({s: OverlappedLinear(WIDTH, WIDTH) for s in range(2)}, 3)
 
 
 # ---- Refusals ----

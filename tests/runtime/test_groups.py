@@ -1,7 +1,6 @@
 """Ranks in pipeline, data and expert parallelism, their process groups with options, and the timeout of the world."""
 
-import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,17 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe.models import StageOptions
-from moe_dualpipe.models.experts import SwiGLUExperts
-from moe_dualpipe.overlap.engine import engine_for
-from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime.groups import (
     Groups,
     Nccl,
     build_groups,
-    create_group,
-    init_world,
-    leave_world,
     product_sms,
     ranks_of,
     rendezvous,
@@ -28,10 +20,8 @@ from moe_dualpipe.runtime.groups import (
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.runtime.p2p import P2P
-from moe_dualpipe.schedule import Placement, build
-from tests.support.own_layers import ParallelBlock
+from moe_dualpipe.schedule import Placement
 from tests.support.ranks import run_ranks
-from tests.support.runs import SHALLOW
 
 
 def test_expert_parallel_ranks_are_neighbors():
@@ -40,89 +30,48 @@ def test_expert_parallel_ranks_are_neighbors():
     assert all(x.world_rank(x.pp_rank, x.dp_rank) == x.rank for x in layouts)
 
 
-def check_links(rank):
-    """With NCCL, all ranks of a pipeline meet in its links, also if only some of them share an embedding."""
-    monkeypatch, new_group = pytest.MonkeyPatch(), dist.new_group
-    monkeypatch.setattr(Nccl, "options", lambda _: "options")
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **named: new_group(ranks, **named | {"pg_options": None}))
-    groups = build_groups(Layout(pp=4, dp=1, ep=1, rank=rank), Placement.mirrored(4), 20, shared_embedding=True)
+def membership(rank):
+    """The groups of two layouts. With NCCL, all ranks of a pipeline meet in its links, even if only some of them share
+    an embedding."""
+    new_group = dist.new_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Nccl, "options", lambda _: "options")
+        patch.setattr(dist, "new_group", lambda ranks, **named: new_group(ranks, **named | {"pg_options": None}))
+        groups = build_groups(Layout(pp=4, dp=1, ep=1, rank=rank), Placement.mirrored(4), 20, shared_embedding=True)
     assert len(groups.links) == 2 and ranks_of(groups.embedding) == ((0, 3) if rank in (0, 3) else ())
     for link in groups.links:
         dist.barrier(link)
-    monkeypatch.undo()
-
-
-def membership(rank):
-    check_links(rank)
     groups = build_groups(Layout(pp=1, dp=4, ep=2, rank=rank), Placement.straight(1))
-    members = torch.distributed.get_process_group_ranks
-    return members(groups.experts), members(groups.expert_replicas), members(groups.dense)
+    return [ranks_of(group) for group in (groups.experts, groups.expert_replicas, groups.dense)]
 
 
 def test_groups_of_expert_and_data_parallel_ranks():
-    everybody = [0, 1, 2, 3]
+    everybody = (0, 1, 2, 3)
     assert run_ranks(4, membership) == [
-        ([0, 1], [0, 2], everybody), ([0, 1], [1, 3], everybody),
-        ([2, 3], [0, 2], everybody), ([2, 3], [1, 3], everybody),
+        [(0, 1), (0, 2), everybody], [(0, 1), (1, 3), everybody],
+        [(2, 3), (0, 2), everybody], [(2, 3), (1, 3), everybody],
     ]  # fmt: skip
 
 
-def test_each_group_gets_the_timeout_and_whether_only_its_members_create_it(monkeypatch):
-    passed = []
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
-    monkeypatch.setattr(
-        dist,
-        "new_group",
-        lambda *_, timeout, use_local_synchronization, **__: passed.append((timeout, use_local_synchronization)),
-    )
-    build_groups(Layout(pp=2, dp=2, ep=2, rank=0), Placement.mirrored(2), 12.5)
-    create_group([0, 1], members_only=True)
-    assert passed == [(timedelta(seconds=12.5), False)] * 7 + [(None, True)]
-
-
-def test_each_restart_has_its_own_part_of_the_store(monkeypatch):
-    shared, stores = dist.HashStore(), []
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 2)]))
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: stores.append(store))
-    for restarts in (1, 2):
-        init_world(torch.device("cpu"), Launch(0, 0, 2, 2, restarts=restarts))
-    stores[0].set("address of rank 0", "of a dead process")
-    assert not stores[1].check(["address of rank 0"])
-
-
-def test_ranks_with_other_numbers_of_restarts_meet_in_a_store_of_their_own(monkeypatch):
-    """A machine that was added has no restarts. Its torchrun does not share a store."""
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_restart_has_its_own_part_of_a_store_of_all_attempts(monkeypatch, shared):
+    """A machine that was added has no restarts, and its torchrun does not share a store: it meets the others."""
     store = dist.HashStore()
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
-    old, new = (rendezvous(Launch(0, 0, 2, 1, restarts=restarts), 1.0) for restarts in (2, 0))
-    old.set("from", "old")
-    assert new.check(["from"])
-
-
-@pytest.mark.parametrize("rank,shared,asked", [(0, False, 3), (1, False, 1), (0, True, 0)])
-def test_the_first_rank_leaves_last_if_the_store_is_in_its_process(monkeypatch, rank, shared, asked):
-    calls = []
-
-    def add(_, number):
-        calls.append(number)
-        return len(calls)  # another rank leaves between two calls
-
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: SimpleNamespace(add=add))
-    leave_world(timeout=20)
-    assert calls == [1, 0, 0][:asked]
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    old, new = (rendezvous(Launch(0, 0, 2, 1, restarts=restarts), 1.0) for restarts in (2, 1))
+    old.set("address of rank 0", "of a dead process")
+    assert new.check(["address of rank 0"]) != shared
 
 
 @pytest.fixture
 def created(monkeypatch):
-    """The groups that a rank of a world with NCCL creates: ranks, backend, and options of NCCL."""
+    """The groups that a rank of a world with NCCL creates: ranks, options of NCCL, and timeout."""
     found = []
 
-    def new_group(ranks, backend=None, pg_options=None, **_):
-        found.append((ranks, backend, pg_options and (pg_options.is_high_priority_stream, vars(pg_options.config))))
+    def new_group(ranks, pg_options, timeout, backend=None, **_):
+        assert backend is None
+        found.append((ranks, (pg_options.is_high_priority_stream, vars(pg_options.config)), timeout))
         return FakeGroup(ranks)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=FakeOptions), raising=False)
@@ -157,57 +106,27 @@ PIPELINE_OPTIONS = True, {"min_ctas": 2, "max_ctas": 4}
 DEFAULT = False, {}
 
 
-def test_on_gpus_groups_have_the_options_of_their_purpose(created, monkeypatch):
-    groups = build_groups(Layout(pp=2, dp=2, ep=2, rank=0), Placement.mirrored(2))
+def test_on_gpus_groups_have_the_timeout_and_the_options_of_their_purpose(created, monkeypatch):
+    timeout = timedelta(seconds=12.5)
+    groups = build_groups(Layout(pp=2, dp=2, ep=2, rank=0), Placement.mirrored(2), 12.5)
     assert created == [
-        *[([0, 2], None, PIPELINE_OPTIONS), ([1, 3], None, PIPELINE_OPTIONS)] * 3,  # one for each direction of messages
-        ([0, 1], None, EXPERT_OPTIONS), ([2, 3], None, EXPERT_OPTIONS),
-        ([0, 1, 2, 3], None, DEFAULT), ([0, 2], None, DEFAULT), ([1, 3], None, DEFAULT),
+        # One for each direction of messages.
+        *[([0, 2], PIPELINE_OPTIONS, timeout), ([1, 3], PIPELINE_OPTIONS, timeout)] * 3,
+        ([0, 1], EXPERT_OPTIONS, timeout), ([2, 3], EXPERT_OPTIONS, timeout),
+        ([0, 1, 2, 3], DEFAULT, timeout), ([0, 2], DEFAULT, timeout), ([1, 3], DEFAULT, timeout),
     ]  # fmt: skip
-    created.clear()
     monkeypatch.setattr(P2P, "_open_links", lambda _: None)
     links = P2P.connect(groups.pipeline, [], torch.device("cuda"), directions=groups.links)
-    assert created == [] and (links.upward, links.downward) == groups.links
-    links = P2P.connect(groups.pipeline, [], torch.device("cuda"))
-    assert created == [([0, 2], None, PIPELINE_OPTIONS)] * 2
+    assert (links.upward, links.downward) == groups.links
+    P2P.connect(groups.pipeline, [], torch.device("cuda"))
+    assert created[11:] == [([0, 2], PIPELINE_OPTIONS, None)] * 2
 
 
 def test_products_leave_sms_to_dispatch_and_combine(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     cuda, group = torch.device("cuda"), cast(Any, FakeGroup([0, 1]))
-    assert product_sms(Groups(experts=group), cuda) == 112
+    for sms, expected in ((132, 112), (16, 1)):
+        gpu = SimpleNamespace(multi_processor_count=sms)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
+        assert product_sms(Groups(experts=group), cuda) == expected
     assert product_sms(Groups(), cuda) is None  # without expert parallelism, there are no transfers
     assert product_sms(Groups(experts=group), torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=16))
-    assert product_sms(Groups(experts=group), cuda) == 1
-
-
-@pytest.mark.parametrize("overlap,chosen,expected", [(True, None, 100), (False, None, None), (True, 7, 7)])
-def test_the_experts_of_a_pipeline_get_the_number_of_sms(overlap, chosen, expected, monkeypatch):
-    monkeypatch.setattr("moe_dualpipe.pipeline.pipeline.product_sms", lambda *_: 100)
-    options = StageOptions(num_sms=chosen)
-    pipeline = Pipeline(SHALLOW, build("dualpipev", 1, 2), (1, 4), overlap=overlap, options=options)
-    layers = [module for stage in pipeline.stages.values() for module in stage.modules()]
-    assert [layer.num_sms for layer in layers if isinstance(layer, SwiGLUExperts)] == [expected]
-    bound = f"; products of experts use at most {expected} SMs, dispatch and combine 20" * overlap
-    assert pipeline.gpu_choices() == "attention: custom" + bound  # no kernel of torch has run
-    pipeline.step(torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64))
-    assert pipeline.gpu_choices() == "attention: flash_attention" + bound
-
-
-@pytest.mark.parametrize("block,expected", [("prenorm", False), (ParallelBlock, True)])
-def test_pairs_are_overlapped_only_if_layers_may_communicate(block, expected, monkeypatch):
-    log: list[str] = []
-    monkeypatch.setattr(engine_for(torch.device("cpu")), "log", log)
-    pipeline = Pipeline(replace(SHALLOW, block=block), build("dualpipev", 1, 4), (1, 4))
-    pipeline.step(torch.ones(4, 4, dtype=torch.int64), torch.ones(4, 4, dtype=torch.int64))
-    assert any(text.endswith("(W)") for text in log) == expected
-
-
-@pytest.mark.parametrize(("ranks", "lazy"), [(64, None), (65, "1")])
-def test_gloo_connects_large_worlds_lazily(monkeypatch, ranks, lazy):
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is restored
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
-    init_world(torch.device("cpu"), Launch(0, 0, ranks, 1))
-    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == lazy

@@ -8,16 +8,12 @@ MEMINFO = "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\nSwapFree: 10
 KB = 1024
 
 
-def write(root, files):
-    for name, content in files.items():
-        path = root / name
+def free(tmp_path, cgroup, files, meminfo=MEMINFO):
+    of_proc = {"proc/self/cgroup": cgroup, "proc/meminfo": meminfo}
+    for name, content in (of_proc | {f"sys/{name}": text for name, text in files.items()}).items():
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(str(content))
-
-
-def free(tmp_path, cgroup, files, meminfo=MEMINFO):
-    write(tmp_path, {"proc/self/cgroup": cgroup, **({"proc/meminfo": meminfo} if meminfo else {})})
-    write(tmp_path / "sys", files)
     return free_main_memory(tmp_path / "proc", tmp_path / "sys")
 
 
@@ -46,6 +42,5 @@ def test_version_1(tmp_path, where):
 
 
 def test_unknown_memory(tmp_path):
-    assert free(tmp_path, "0::/\n", {}, meminfo=None) is None
     assert free(tmp_path, "0::/\n", {}, meminfo="MemTotal: 1000 kB\n") is None
     assert free_main_memory(tmp_path / "nowhere") is None

@@ -27,62 +27,40 @@ def grads(module):
 
 
 def loaded_and_not(rank, schedule, ep):
-    log, found = [], []
-    recv = P2P.recv
+    """The results of a step after the kernels were loaded, and of one without."""
+    log, found, recv, loss = [], [], P2P.recv, TransformerStage.loss
     P2P.recv = lambda self, specs, source: (log.append("recv"), recv(self, specs, source))[1]
+    TransformerStage.loss = lambda *arguments: (log.append("loss"), loss(*arguments))[1]
+    batch = torch.randint(SMALL.vocab_size, (4, 9), generator=torch.Generator().manual_seed(rank % ep))
+    size = torch.distributed.get_world_size() // ep
     for load in (True, False):
-        size = torch.distributed.get_world_size() // ep
         pipeline = Pipeline(SMALL, build(schedule, size, 4), (1, 8), ep=ep, options=StageOptions(recompute="full"))
+        for stage in pipeline.stages.values():
+            stage.register_forward_pre_hook(lambda *_: log.append("stage"))
+        pipeline._kernels_loaded = True
+        pipeline.step(batch[:, :-1], batch[:, 1:])  # gradients exist
+        recorded = [layer.take_losses() for layer in pipeline.balance.layers.values()]
+        assert any(decisions for _, decisions in recorded)
         before = state(pipeline)
+        log.clear()
         if load:
-            pipeline._kernels_loaded = False
-            for stage in pipeline.stages.values():
-                stage.register_forward_pre_hook(lambda *_: log.append("stage"))
-            pipeline.load_kernels()
+            pipeline._kernels_loaded = False  # as on a GPU
+            with torch.no_grad():
+                pipeline.load_kernels()
             assert all(map(torch.equal, state(pipeline), before))
-            pipeline._kernels_loaded = False  # as on a GPU, the first step loads the kernels
+            assert all(layer.take_losses() == (0.0, 0) for layer in pipeline.balance.layers.values())
+            # Each stage runs whole and split.
+            assert log.count("stage") == 2 * len(pipeline.stages) and "recv" not in log and log.count("loss") == 2
+            pipeline._kernels_loaded = False  # the first step loads the kernels
         torch.manual_seed(rank)
-        batch = torch.randint(SMALL.vocab_size, (4, 9), generator=torch.Generator().manual_seed(rank % ep))
         losses = pipeline.step(batch[:, :-1], batch[:, 1:])
+        assert ("recv" in log) == (size > 1) and pipeline._kernels_loaded
         found.append([*losses, *state(pipeline), pipeline.balance_experts(0.1)])
         everywhere = [x.item() for of_rank in gather_objects(losses) for x in of_rank]
-        assert len(everywhere) == 4 * ep
-        assert pipeline.mean_loss(losses) == pytest.approx(sum(everywhere) / len(everywhere), rel=1e-12)
-        if load:
-            loads = 2 * len(pipeline.stages)  # each stage runs whole and split
-            assert log[: 2 * loads] == ["stage"] * 2 * loads
-            assert ("recv" in log[2 * loads :]) == (size > 1)
+        assert pipeline.mean_loss(losses) == pytest.approx(sum(everywhere) / (4 * ep), rel=1e-12)
     return len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
 
 
-def test_kernels_are_loaded_before_the_first_receive_and_nothing_changes():
-    assert run_ranks(2, loaded_and_not, "dualpipe", 1) == [True] * 2
-
-
-def test_ranks_that_share_experts_load_together():
-    assert run_ranks(2, loaded_and_not, "dualpipev", 2) == [True] * 2
-
-
-def test_kernels_are_loaded_once_with_those_of_the_loss_even_if_gradients_exist_or_are_disabled(monkeypatch):
-    pipeline = Pipeline(SMALL, build("dualpipev", 1, 2), (1, 8))
-    batch = torch.randint(SMALL.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
-    pipeline.step(batch[:, :-1], batch[:, 1:])
-    layers = pipeline.balance.layers.values()
-    recorded = [layer.take_losses() for layer in layers]
-    assert recorded != [(0.0, 0)] * len(layers)
-    loss, load, calls, loads = TransformerStage.loss, pipeline.load_kernels, [], []
-    monkeypatch.setattr(TransformerStage, "loss", lambda *arguments: calls.append("loss") or loss(*arguments))
-
-    def load_and_check():
-        before = state(pipeline)
-        load()
-        assert all(map(torch.equal, state(pipeline), before))
-        assert [layer.take_losses() for layer in layers] == [(0.0, 0)] * len(layers)
-        loads.append(len(calls))
-
-    monkeypatch.setattr(pipeline, "load_kernels", load_and_check)
-    pipeline._kernels_loaded = False  # as on a GPU
-    with torch.no_grad():
-        for _ in range(2):
-            pipeline.step(batch[:, :-1], batch[:, 1:])
-    assert loads == [2]  # whole and split
+@pytest.mark.parametrize("schedule,ep", [("dualpipe", 1), ("dualpipev", 2)])
+def test_kernels_are_loaded_before_the_first_receive_and_nothing_changes(schedule, ep):
+    assert run_ranks(2, loaded_and_not, schedule, ep) == [True] * 2

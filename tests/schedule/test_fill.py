@@ -1,7 +1,5 @@
 """`fill` never makes a step longer or a rank fuller, and `least_time` is below every order."""
 
-import itertools
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -13,7 +11,6 @@ from moe_dualpipe.schedule import (
     NAMES,
     Backward,
     Costs,
-    DeadlockError,
     Forward,
     Memory,
     Overlap,
@@ -73,7 +70,8 @@ def parts(member):
 
 @MANY
 @given(problems())
-def test_a_filled_schedule_is_valid_fits_and_is_not_slower(problem):
+def test_a_filled_schedule_is_valid_fits_is_not_slower_and_stays_if_it_is_filled_again(problem):
+    """Scaled costs give the same order."""
     schedule, c, memory = problem
     filled = fill(schedule, c, memory)
     validate(filled)
@@ -83,36 +81,12 @@ def test_a_filled_schedule_is_valid_fits_and_is_not_slower(problem):
     assert Schedule.from_csv(filled.to_csv()) == filled
     pairs = [sum(isinstance(action, Overlap) for row in s.actions for action in row) for s in (schedule, filled)]
     assert pairs[0] <= pairs[1]
-
-
-@MANY
-@given(problems())
-def test_filling_again_changes_nothing_and_scaled_costs_give_the_same_order(problem):
-    schedule, c, memory = problem
-    filled = fill(schedule, c, memory)
-    assert fill(filled, c, memory) == filled
     scaled = Costs(*(_times(cost, 4) for cost in (c.F, c.B, c.W, c.FB, c.comm)))
-    assert fill(schedule, scaled, memory) == filled
+    assert filled == fill(filled, c, memory) == fill(schedule, scaled, memory)
 
 
 def _times(cost, factor):
     return None if cost is None else tuple(factor * x for x in cost) if isinstance(cost, tuple) else factor * cost
-
-
-@MANY
-@given(sizes(["dualpipe", "chimera"], most_ranks=6), costs())
-def test_mirrored_ranks_stay_mirrored(size, c):
-    filled = fill(build(*size), c)
-    half, stages = filled.num_micro_batches // 2, filled.num_stages
-
-    def mirrored(action):
-        if isinstance(action, Overlap):
-            return Overlap(mirrored(action.forward), mirrored(action.backward))
-        kind = {} if isinstance(action, Forward) else {"part": action.part}
-        return type(action)(action.stage, (action.micro_batch + half) % (2 * half), **kind)
-
-    for rank, actions in enumerate(filled.actions):
-        assert tuple(map(mirrored, actions)) == filled.actions[stages - 1 - rank]
 
 
 @st.composite
@@ -164,74 +138,21 @@ def test_no_order_is_below_the_bound(data):
     assert bound <= simulate(fill(schedule, c, memory), c).makespan
 
 
-def shortest(placement, count, c):
-    """The shortest step over all orders, by trying all."""
-    rows = []
-    for rank in range(placement.num_ranks):
-        own = [stage for stage, where in enumerate(placement.routes[0]) if where == rank]
-        micro_batches = [(Forward(stage, m), *parts(Backward(stage, m))) for stage in own for m in range(count)]
-        orders = itertools.permutations(itertools.chain.from_iterable(micro_batches))
-        rows.append([order for order in orders if all(_ascending(map(order.index, each)) for each in micro_batches)])
-    times = []
-    for actions in itertools.product(*rows):
-        try:
-            times.append(simulate(Schedule("any", placement, count, actions), c).makespan)
-        except DeadlockError:
-            continue
-    return min(times)
-
-
-def _ascending(numbers):
-    return all(a < b for a, b in itertools.pairwise(numbers))
-
-
-@pytest.mark.parametrize("placement,count,c", [
-    (Placement.straight(1), 2, Costs(F=3, B=5, W=2)),
-    (Placement.straight(2), 1, Costs(F=(3, 2), B=(5, 9), W=(2, 3), comm=1)),
-    (Placement.straight(2), 2, Costs(F=2, B=5, W=2)),
-    (Placement.straight(2), 2, Costs(F=(1, 4), B=(3, 7), W=(1, 2), comm=2)),
-    (Placement.interleaved(1, 2), 1, Costs(F=(3, 2), B=(5, 9), W=(2, 3))),
-])  # fmt: skip
-def test_the_bound_of_a_small_pipeline_is_its_shortest_order(placement, count, c):
-    assert least_time(placement, count, c) == shortest(placement, count, c)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_memory_without_a_limit_and_sizes_of_zero_do_not_raise_the_bound(name):
-    schedule, c = build(name, 4, 8), Costs(F=2, B=5, W=3)
-    ones, zeros = ((size,) * schedule.num_stages for size in (1, 0))
-    free = least_time(schedule.placement, 8, c)
-    for memory in (Memory((math.inf,) * 4, ones, ones), Memory((0,) * 4, zeros, zeros)):
-        assert least_time(schedule.placement, 8, c, memory) == free <= simulate(fill(schedule, c, memory), c).makespan
-    assert free <= least_time(schedule.placement, 8, c, Memory.of(schedule, deferred=zeros))
-
-
 # ---- Examples ----
-
-
-def test_dualpipes_weight_gradients_fill_its_waits():
-    """Units of a tenth of DeepSeek's attention: short F, and B of which half is W. Memory is DualPipe's own."""
-    schedule, c = build("dualpipe", 4, 8), Costs(F=24, B=46, W=16, FB=59)
-    filled = fill(schedule, c)
-    assert filled.name == "dualpipe+fill" and fill(filled, c).name == "dualpipe+fill"
-    times = (
-        least_time(schedule.placement, 8, c, Memory.of(schedule)),
-        simulate(filled, c).makespan,
-        simulate(schedule, c).makespan,
-    )
-    assert times == (546, 560, 578)
-    assert simulate(filled, c).peak_activations == simulate(schedule, c).peak_activations == (5, 5, 5, 5)
 
 
 @pytest.mark.parametrize(
     "deferred,comm,before,after", [(1, 0, 578, 560), (2, 0, 578, 560), (3, 0, 578, 578), (1, 20, 760, 728)]
 )
-def test_the_gain_with_little_room_and_with_slow_transfers(deferred, comm, before, after):
-    """deferred: what a deferred weight gradient needs, in activations. With recomputation it may be three of them."""
+def test_dualpipes_weight_gradients_fill_its_waits(deferred, comm, before, after):
+    """Units of a tenth of DeepSeek's attention: short F, and B of which half is W.
+
+    deferred: what a deferred weight gradient needs, in activations. With recomputation it may be three of them.
+    """
     schedule, c = build("dualpipe", 4, 8), Costs(F=24, B=46, W=16, FB=59, comm=comm)
     filled = fill(schedule, c, Memory.of(schedule, deferred=(deferred,) * 4))
     assert (simulate(schedule, c).makespan, simulate(filled, c).makespan) == (before, after)
-    assert (filled == schedule) == (deferred == 3)
+    assert least_time(schedule.placement, 8, replace(c, comm=0), Memory.of(schedule)) == 546
 
 
 # ---- Refusals ----
@@ -241,11 +162,7 @@ def test_what_does_not_fit_is_refused():
     schedule, ones = build("1f1b", 2, 4), (1, 1)
     with pytest.raises(ValueError, match=r"^1f1b does not fit: it needs \[2, 1\] on its ranks, and may use \[1, 1\]$"):
         fill(schedule, Costs(), Memory((1, 1), ones, ones))
-    for refused in (lambda m: fill(schedule, Costs(), m), lambda m: least_time(schedule.placement, 4, Costs(), m)):
-        with pytest.raises(ValueError, match=r"^memory needs 2 limits and 2 sizes of stages: got \(3, 2, 2\)$"):
-            refused(Memory((1, 1, 1), ones, ones))
-    for number in (1, 3):
-        with pytest.raises(ValueError, match=rf"cost F has {number} numbers? for 2 stages"):
-            fill(schedule, Costs(F=(1,) * number, B=4))
-        with pytest.raises(ValueError, match=rf"cost F has {number} numbers? for 2 stages"):
-            least_time(schedule.placement, 4, Costs(F=(1,) * number, B=4))
+    with pytest.raises(ValueError, match=r"^memory needs 2 limits and 2 sizes of stages: got \(3, 2, 2\)$"):
+        least_time(schedule.placement, 4, Costs(), Memory((1, 1, 1), ones, ones))
+    with pytest.raises(ValueError, match="cost F has 3 numbers for 2 stages"):
+        fill(schedule, Costs(F=(1,) * 3, B=4))

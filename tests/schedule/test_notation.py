@@ -74,14 +74,10 @@ def test_schedules_round_trip_through_csv(name, ranks, micro_batches):
     "0F0, ,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n",
     "\n0F0,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n,,,\n",
     '"0F0","0F1","0B0","0B1"\n1F0,1B0,1F1,1B1',
+    "0UNSHARD,0F0,0F1,,0B0,0B1,0RESHARD,0REDUCE_GRAD\n,1F0,1B0,1F1,1B1,1REDUCE_GRAD\n",  # torch's, of data parallelism
 ])  # fmt: skip
-def test_csv_from_a_spreadsheet(text):
+def test_csv_from_a_spreadsheet_or_torch(text):
     assert Schedule.from_csv(text) == build("1f1b", 2, 2)
-
-
-def test_csv_from_torch_with_data_parallel_actions():
-    text = "0UNSHARD,0F0,0F1,,0B0,0B1,0RESHARD,0REDUCE_GRAD\n,1F0,1B0,1F1,1B1,1REDUCE_GRAD\n"
-    assert Schedule.from_csv(text).actions == build("1f1b", 2, 2).actions
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""`build` returns the published orders, and refuses numbers that do not fit."""
+"""`build` returns the published orders, and refuses numbers that do not fit; and the orders of stages."""
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 from moe_dualpipe.schedule import (
     NAMES,
     Forward,
-    Placement,
     add_comms,
     build,
+    default_micro_batches,
+    members,
+    parse,
     validate,
 )
+from moe_dualpipe.schedule.stage_order import order_of_completion, order_of_use
 from tests.support.schedules import SIZES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,12 +36,6 @@ def test_dualpipe_orders_equal_deepseeks(name):
     for size in sizes:
         csv = build(name, *map(int, size.split()[1:])).to_csv()
         assert hashlib.sha256(csv.encode()).hexdigest() == DEEPSEEK_ORDERS[size], size
-
-
-def test_forward_only():
-    forward = build("dualpipe", 2, 4).forward_only()
-    assert forward.name == "dualpipe, forward only"
-    assert forward.to_csv() == "0F0,1F2,0F1,1F3\n0F2,1F0,0F3,1F1\n"
 
 
 TORCHS = {
@@ -65,21 +63,18 @@ def torch_order(name, ranks, micro_batches, chunks, rank):
     return [str(action) for action in actions if action is not None and "REDUCE_GRAD" not in str(action)]
 
 
-@pytest.mark.parametrize("name,ranks,micro_batches", [size for size in SIZES if size[0] in TORCHS])
-def test_order_equals_torchs(name, ranks, micro_batches):
-    schedule = build(name, ranks, micro_batches)
+MORE_CHUNKS = [("interleaved_1f1b", ranks, 3 * ranks, chunks) for ranks, chunks in ((2, 3), (3, 2), (4, 4))]
+
+
+@pytest.mark.parametrize("size", [*(size for size in SIZES if size[0] in TORCHS), *MORE_CHUNKS], ids=str)
+def test_order_equals_torchs(size):
+    name, ranks, micro_batches, *_ = size
+    schedule = validate(build(*size))
     chunks = len(schedule.placement.stages[0])
     # The list (not the execution) of torch 2.13 numbers the forwards of the last rank of 1F1B from 1 instead of 0.
     ranks_to_compare = ranks - 1 if name == "1f1b" else ranks
     for rank, actions in enumerate(schedule.actions[:ranks_to_compare]):
         assert list(map(str, actions)) == torch_order(name, ranks, micro_batches, chunks, rank)
-
-
-@pytest.mark.parametrize("ranks,chunks", [(2, 3), (3, 2), (4, 4)])
-def test_interleaved_order_equals_torchs_with_any_number_of_chunks(ranks, chunks):
-    schedule = validate(build("interleaved_1f1b", ranks, 3 * ranks, num_chunks=chunks))
-    for rank, actions in enumerate(schedule.actions):
-        assert list(map(str, actions)) == torch_order("interleaved_1f1b", ranks, 3 * ranks, chunks, rank)
 
 
 @pytest.mark.parametrize(
@@ -108,17 +103,6 @@ def test_interleaved_order_equals_torchs_with_any_number_of_chunks(ranks, chunks
 )
 def test_small_orders(size, rows):
     assert build(*size).to_csv().splitlines() == rows
-
-
-def test_placements():
-    assert Placement.straight(3).stages == ((0,), (1,), (2,))
-    assert Placement.interleaved(2, 3).stages == ((0, 2, 4), (1, 3, 5))
-    assert Placement.vee(3).stages == ((0, 5), (1, 4), (2, 3))
-    assert Placement.mirrored(4).stages == ((0, 3), (1, 2), (2, 1), (3, 0))
-    assert Placement.mirrored(4).holders(1) == (1, 2)
-    assert Placement.vee(3).holders(5) == (0,)
-    mirrored = build("dualpipe", 4, 10)
-    assert [mirrored.rank_of(0, micro_batch) for micro_batch in range(10)] == [0] * 5 + [3] * 5
 
 
 @pytest.mark.parametrize(
@@ -172,3 +156,27 @@ def test_any_numbers_give_a_valid_schedule_or_an_error_that_names_them(name, ran
         forward = schedule.forward_only()
         steps = [step for steps in add_comms(forward) for step in steps if isinstance(step, Forward)]
         assert len(steps) == len({*steps}) == schedule.num_stages * micro_batches
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_stage_has_the_place_of_its_slowest_holder(name):
+    schedule = build(name, 4, max(8, default_micro_batches(4)))
+    ends, starts = {}, {}
+    for actions in schedule.actions:
+        on_rank = [{member.stage for member in members(action)} for action in actions]
+        for stage in {stage for stages in on_rank for stage in stages}:
+            uses = [i for i, stages in enumerate(on_rank) if stage in stages]
+            ends.setdefault(stage, []).append(uses[-1] - len(actions))
+            starts.setdefault(stage, []).append(uses[0])
+    for order, places in ((order_of_completion(schedule), ends), (order_of_use(schedule), starts)):
+        slowest = [max(places[stage]) for stage in order]
+        assert sorted(order) == [*range(schedule.num_stages)] and slowest == sorted(slowest)
+
+
+def test_holders_that_differ_wait_for_the_slowest():
+    """In the schedules above, all holders of a stage have the same place."""
+    lists = ("1B0 0F0 0B0", "0B2 1F2 1B2 0F3")
+    actions = tuple(tuple(parse(text) for text in line.split()) for line in lists)
+    schedule = dataclasses.replace(build("dualpipe", 2, 4), actions=actions)
+    assert order_of_completion(schedule) == (1, 0)  # places from the end: 1 at -3 and -2, 0 at -1 and -4
+    assert order_of_use(schedule) == (0, 1)  # from the start: 0 at 1 and 0, 1 at 0 and 1; ties go to the lower stage

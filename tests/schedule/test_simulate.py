@@ -1,7 +1,7 @@
-"""Simulated times equal the published formulas, or exact ones where those do not hold, and obey general laws."""
+"""Simulated times equal the published formulas, or exact ones where those do not hold, and obey general laws. So does
+`compare`, which simulates all schedules for one model."""
 
-import doctest
-import sys
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,21 +9,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.schedule import (
-    NAMES,
     Backward,
     Costs,
-    DeadlockError,
     Forward,
     Overlap,
     Part,
-    Placement,
     Span,
     Timeline,
     build,
     members,
     simulate,
 )
-from moe_dualpipe.schedule.walk import needs
+from moe_dualpipe.schedule.compare import compare
 from tests.support.schedules import costs, sizes, small
 
 MANY = settings(max_examples=60, deadline=None)
@@ -81,27 +78,6 @@ def test_bubble_of_dualpipe(size, c):
     assert (at_fold < published) == (others > 0 and I > F and others * max(0, W - I) < min(others * (I - F), F))
 
 
-@MANY
-@given(st.integers(1, 5), st.integers(1, 4), small, st.integers(0, 9))
-def test_bubble_of_chimera_grows_with_every_unit(half, units, F, more):
-    """(PP - 2) B for one unit. Each further unit adds (PP - 2)(B - F), because backwards take longer than forwards."""
-    ranks, B = 2 * half, F + more
-    assume(B > 0.5)
-    timeline = simulate(build("chimera", ranks, units * ranks), Costs(F, B))
-    assert timeline.bubble == ((ranks - 2) * (B + (units - 1) * (B - F)),) * ranks
-
-
-@MANY
-@given(sizes(["zbv"]), costs())
-def test_bubble_of_zbv(size, c):
-    """If F = I = W, ranks wait only for the first forward. The bubble is longer if W < F / 2: gaps remain."""
-    _, ranks, micro_batches = size
-    assume(micro_batches >= 2 * ranks - 1)
-    F, W = max(c.F, c.W), min(c.F, c.W)
-    timeline = simulate(build("zbv", ranks, micro_batches), Costs(F, F + W, W))
-    assert timeline.bubble == ((ranks - 1) * max(F, 2 * (F - W)),) * ranks
-
-
 # ---- Memory ----
 
 
@@ -129,42 +105,22 @@ def test_peak_activations_equal_the_papers(size):
 
 
 @MANY
-@given(sizes(["zb1p", "zbv"]))
-def test_activations_and_deferred_weight_gradients_never_exceed_1f1b(size):
-    name, p, _ = size
-    timeline = simulate(build(*size), Costs(2, 5, 2, 7))
-    for rank in range(p):
-        together = max(held.activations + held.deferred for held in timeline.held(rank))
-        assert together <= (p if name == "zb1p" else 2 * p)
-    if name == "zb1p":
-        assert timeline.peak_deferred == tuple(r + 1 for r in range(p))  # r deferred, and one between I and W
-
-
-@MANY
-@given(sizes(["zbv", "dualpipe", "dualpipev"]))
+@given(sizes(["zb1p", "zbv", "dualpipe", "dualpipev"]))
 def test_peak_deferred_weight_gradients(size):
     name, p, m = size
     assume(m >= 2 * p - 1)
-    most = {"zbv": 2 * p - 1, "dualpipe": p // 2, "dualpipev": p}[name]
+    most = {"zb1p": p, "zbv": 2 * p - 1, "dualpipe": p // 2, "dualpipev": p}[name]
     assert max(simulate(build(*size), Costs(2, 5, 2, 7)).peak_deferred) == most
-
-
-def test_held_after_each_change():
-    timeline = simulate(build("dualpipev", 1, 2), Costs(2, 5, 3, 6))
-    assert timeline.schedule.to_csv() == "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
-    assert [(held.time, held.activations, held.deferred) for held in timeline.held(0)] == [
-        (0, 1, 0), (2, 2, 0), (4, 3, 0), (11, 2, 0), (11, 3, 0), (17, 2, 0), (22, 1, 0), (24, 0, 1), (27, 0, 0),
-    ]  # fmt: skip
 
 
 def test_peak_bytes_count_each_stage_with_its_own_size():
     timeline = simulate(build("dualpipev", 1, 2), Costs(2, 5, 3, 6))
+    assert timeline.schedule.to_csv() == "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
     held = timeline.held(0, activations=[1, 10], deferred=[100, 1000])
-    assert [(h.activations, h.deferred) for h in held] == [
-        (1, 0), (11, 0), (12, 0), (2, 0), (12, 0), (11, 0), (1, 0), (0, 100), (0, 0),
+    assert [(h.time, h.activations, h.deferred) for h in held] == [
+        (0, 1, 0), (2, 11, 0), (4, 12, 0), (11, 2, 0), (11, 12, 0), (17, 11, 0), (22, 1, 0), (24, 0, 100), (27, 0, 0),
     ]  # fmt: skip
-    assert timeline.peak_bytes([1, 10], [100, 1000]) == (100,)
-    assert timeline.peak_bytes([1, 10], [5, 50]) == (12,)
+    assert [timeline.peak_bytes([1, 10], deferred) for deferred in ([100, 1000], [5, 50])] == [(100,), (12,)]
 
 
 # ---- General laws ----
@@ -231,59 +187,8 @@ def test_costs_of_actions():
     f, b = Forward(1, 0), Backward(0, 4)
     assert [c.of(a) for a in (f, b, Backward(0, 1, Part.INPUT), Backward(1, 1, Part.WEIGHT))] == [2, 5, 3, 3]
     assert c.of(Overlap(f, b)) == 2 + 5 - (0 + 1) / 2  # stage 0 saves nothing with itself, stage 1 saves 1
-    assert c.of(Overlap(Forward(1, 0), Backward(1, 4))) == 8
     assert Costs(F=(1, 2), B=(5, 7)).of(Overlap(f, b)) == 2 + 5
-    assert Costs(F=1, B=5).of(Backward(0, 0, Part.WEIGHT)) == 2.5
-    assert Costs(F=[1, 2], B=[5, 7]) == Costs(F=(1, 2), B=(5, 7))
-    assert type(Costs(F=1, B=4).of(Backward(0, 0, Part.WEIGHT))) is int
-
-
-def test_costs_of_merged_and_split_stages():
-    c = Costs(F=(1, 2, 3, 4), B=(2, 4, 6, 8), W=1, comm=5)
-    assert c.divided(4, 2) == Costs(F=(3, 7), B=(6, 14), W=2, comm=5)
-    assert c.divided(4, 8) == Costs(F=(0.5, 0.5, 1, 1, 1.5, 1.5, 2, 2), B=(1, 1, 2, 2, 3, 3, 4, 4), W=0.5, comm=5)
-    assert c.divided(4, 4) == c
-    assert Costs(F=2, FB=6).divided(8, 4) == Costs(F=4, B=4, FB=12)
-
-
-# ---- Timelines ----
-
-
-def test_a_timeline_may_start_at_any_time():
-    timeline = simulate(build("zb1p", 3, 5), Costs())
-    later = tuple(tuple(Span(s.action, s.start + 100, s.end + 100) for s in spans) for spans in timeline.spans)
-    moved = Timeline(timeline.schedule, later)
-    assert (moved.start, moved.makespan, moved.bubble) == (100, timeline.makespan, timeline.bubble)
-    upside_down = replace(timeline.schedule, placement=Placement(((2, 1, 0),)), actions=timeline.schedule.actions[::-1])
-    moved = Timeline(upside_down, later[::-1])  # rank 0 starts last
-    assert (moved.start, moved.makespan, moved.bubble) == (100, timeline.makespan, timeline.bubble)
-
-
-def test_the_examples_in_docstrings():
-    for module in ("moe_dualpipe.schedule", "moe_dualpipe.schedule.simulate"):
-        failed, tried = doctest.testmod(sys.modules[module])
-        assert tried > 0 and failed == 0, module
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_walk_is_linear_in_the_number_of_actions(name, monkeypatch):
-    """The walk examines an action once, and at most once more for each result that it waited for."""
-    examined = 0
-
-    def counted(member, num_stages):
-        nonlocal examined
-        examined += 1
-        return needs(member, num_stages)
-
-    monkeypatch.setattr("moe_dualpipe.schedule.walk.needs", counted)
-    for ranks in (4, 16):
-        schedule = build(name, ranks, 4 * ranks)
-        wanted = sum(
-            1 + len(needs(h, schedule.num_stages)) for row in schedule.actions for a in row for h in members(a)
-        )
-        examined = 0
-        simulate(schedule, Costs(2, 5, 2, 6))
-        assert sum(len(members(action)) for row in schedule.actions for action in row) <= examined <= wanted
+    assert [Costs(F=1, B=B).of(Backward(0, 0, Part.WEIGHT)) for B in (4, 5)] == [2, 2.5]
 
 
 # ---- Refusals ----
@@ -326,9 +231,48 @@ def test_costs_and_spans_that_cannot_be_are_refused(message):
     assert str(error.value) == message
 
 
-def test_an_order_that_deadlocks_cannot_be_simulated():
-    schedule = build("1f1b", 2, 2)
-    first, second, *rest = schedule.actions[0]
-    with pytest.raises(DeadlockError) as error:
-        simulate(replace(schedule, actions=((*rest, first, second), schedule.actions[1])), Costs())
-    assert error.value.waiting == {0: 0, 1: 0}
+COSTS = Costs(F=2, B=5, W=2, FB=6)
+
+
+def test_schedules_with_eight_stages_equal_deepseeks_table():
+    """PP = 8 stages: 1F1B (PP-1)(F+B), ZB1P (PP-1)(F+B-2W), DualPipe(V) (PP/2-1)(FB+B-3W) where B = F + W."""
+    F, B, W, FB = 3, 5, 2, 7
+    entries = [e for e in compare(8, 32, Costs(F, B, W, FB)) if e.timeline.schedule.num_stages == 8]
+    rows = {e.name: [max(e.as_object()[key]) for key in ("bubble", "peak_activations", "parameters")] for e in entries}
+    expected = {
+        "1f1b": [7 * (F + B), 8, 1],
+        "zb1p": [7 * (F + B - 2 * W), 8, 1],
+        "dualpipe": [3 * (FB + B - 3 * W), 9, 2],
+        "dualpipev": [3 * (FB + B - 3 * W), 9, 2],
+    }
+    assert {name: rows[name] for name in expected} == expected
+
+
+def test_memory_is_counted_in_stages_of_the_model():
+    found = {(e.name, e.num_ranks): e.as_object() for e in compare(8, 32, COSTS)}
+    assert max(found["dualpipev", 8]["peak_activations"]) == 17 / 2
+    assert found["dualpipev", 8]["parameters"] == [1] * 8 and found["dualpipe", 4]["parameters"] == [4] * 4
+    assert max(found["1f1b", 4]["peak_activations"]) == 4 * 2
+    assert found["1f1b", 4]["step_time"] == simulate(build("1f1b", 4, 32), Costs(4, 10, 4)).makespan
+
+
+def test_per_stage_costs_are_merged_and_split_with_the_stages():
+    costs = Costs(F=(1, 1, 1, 5), B=(2, 2, 2, 10))
+    for entry in compare(4, 8, costs):
+        assert sum(entry.timeline.busy) == 8 * 24
+        assert json.dumps(entry.as_object())
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ((0, 8, COSTS), "a model has at least one stage: got 0; use 1 or more"),
+        ((8, 3, COSTS), "no schedule runs with fewer micro-batches than ranks: got 3 for 4 ranks; use at least 4"),
+        ((8, 32, COSTS, 1), "interleaved_1f1b needs at least 2 chunks per rank: got 1; use 2"),
+        ((8, 32, Costs(F=(1, 2))), "cost F has 2 numbers for 8 stages: give 1 or 8"),
+    ],
+)
+def test_invalid_numbers_are_refused(arguments, message):
+    with pytest.raises(ValueError) as error:
+        compare(*arguments)
+    assert message in str(error.value)

@@ -1,6 +1,5 @@
 """`validate` refuses invalid schedules, and its error shows where they are invalid."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -9,12 +8,12 @@ from moe_dualpipe.schedule import (
     Backward,
     Forward,
     Overlap,
-    Part,
     ScheduleError,
     build,
     members,
     validate,
 )
+from moe_dualpipe.schedule.walk import needs, produces
 
 MUTATED = [("1f1b", 3, 5), ("dualpipe", 4, 10), ("dualpipev", 2, 5), ("dualpipev", 1, 2)]
 
@@ -50,7 +49,7 @@ def test_an_action_before_its_inputs_on_the_same_rank_is_refused(size):
                     j
                     for j, earlier in enumerate(actions[:i])
                     for other in members(earlier)
-                    if is_input_on_the_rank(other, member)
+                    if produces(other) in needs(member, schedule.num_stages)
                 ]
                 if needed:
                     j = max(needed)
@@ -58,25 +57,6 @@ def test_an_action_before_its_inputs_on_the_same_rank_is_refused(size):
                         validate(with_row(schedule, rank, (*actions[:j], action, *actions[j:i], *actions[i + 1 :])))
                     moved += 1
     assert moved > schedule.num_micro_batches
-
-
-def is_input_on_the_rank(other, member):
-    if isinstance(member, Forward):
-        return isinstance(other, Forward) and other == Forward(member.stage - 1, member.micro_batch)
-    if member.part is Part.WEIGHT:
-        return other == Backward(member.stage, member.micro_batch, Part.INPUT)
-    return other == Forward(member.stage, member.micro_batch)
-
-
-def test_a_deadlock_between_two_ranks_is_refused():
-    schedule = build("1f1b", 2, 3)
-    first = schedule.actions[0]
-    # Rank 0 waits for the gradient of micro-batch 0 before its forward, so rank 1 cannot compute that gradient.
-    backward = next(i for i, action in enumerate(first) if action == Backward(0, 0))
-    with pytest.raises(
-        ScheduleError, match="deadlocks: rank 0 needs 0F0 and 1B0 before 0B0; rank 1 needs 0F0 before 1F0"
-    ):
-        validate(with_row(schedule, 0, (first[backward], *first[:backward], *first[backward + 1 :])))
 
 
 def test_the_error_shows_the_grid_with_the_invalid_cells_marked():
@@ -88,36 +68,15 @@ def test_the_error_shows_the_grid_with_the_invalid_cells_marked():
         "rank 0  0F0 0F1 0B0 0B1  ",
         "rank 1  1F0 1B0 1F1 >1B1< >1B1<",
     ]
-    with pytest.raises(ScheduleError) as error:
-        validate(with_row(schedule, 1, (*schedule.actions[1], Forward(1, 0))))
-    assert str(error.value).splitlines()[2] == "rank 1  >1F0< 1B0 1F1 1B1 >1F0<"
-    with pytest.raises(ScheduleError) as error:  # a missing action: the forward is marked
-        validate(with_row(schedule, 1, schedule.actions[1][:-1]))
-    assert str(error.value).splitlines()[2] == "rank 1  1F0 1B0 >1F1<"
-
-
-def test_a_deadlock_error_lists_results_that_no_rank_has_computed():
-    schedule = build("dualpipe", 4, 10)
-    first = schedule.actions[0]
-    with pytest.raises(ScheduleError) as error:
-        validate(with_row(schedule, 0, (*first[:3], first[4], first[3], *first[5:])))
-    assert "rank 0 needs 3F5 before 3I5" in str(error.value)
-    stuck = re.findall(r"rank (\d) needs (.*?) before (\S+)[;\n]", str(error.value))
-    assert len(stuck) == 4
-    ran = {name for line in str(error.value).splitlines()[1:] for name in line.partition(">")[0].split()[2:]}
-    assert not any(wanted in ran for _, needs, _ in stuck for wanted in needs.split(" and "))
 
 
 def test_a_long_grid_is_cut_to_the_columns_near_the_marked_cells():
     schedule = build("1f1b", 2, 30)
     row = schedule.actions[1]
-    with pytest.raises(ScheduleError) as error:
+    with pytest.raises(ScheduleError, match="2 forwards") as error:
         validate(with_row(schedule, 1, (*row[:40], Forward(1, 3), *row[40:])))
     lines = str(error.value).splitlines()
-    assert "2 forwards" in lines[0]
-    assert lines[1] == "steps 1 to 45 of 61:"  # the first 1F3 is at step 6
-    assert ">1F3<" in lines[3]
-    assert all(len(line.split()) == 2 + 45 for line in lines[2:])
+    assert lines[1] == "steps 1 to 45 of 61:" and ">1F3<" in lines[3]  # the first 1F3 is at step 6
 
 
 TWO = build("1f1b", 2, 2)

@@ -38,11 +38,6 @@ class Asserts(Sound):
         raise AssertionError(*filter(None, [message]))  # Asserts
 
 
-class Tuple(Sound):
-    def forward(self, x_MD, expert_offsets):  # Tuple
-        return super().forward(x_MD, expert_offsets), expert_offsets
-
-
 class Nothing(Sound):
     def forward(self, x_MD, expert_offsets):  # Nothing
         super().forward(x_MD, expert_offsets)
@@ -58,11 +53,6 @@ class Double(Sound):
         return super().forward(x_MD, expert_offsets).double()
 
 
-class Elsewhere(Sound):
-    def forward(self, x_MD, expert_offsets):  # Elsewhere
-        return super().forward(x_MD, expert_offsets).to("meta")
-
-
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(_ctx, x):
@@ -76,15 +66,6 @@ class _Fails(torch.autograd.Function):
 class InBackward(Sound):
     def forward(self, x_MD, expert_offsets):
         return _Fails.apply(super().forward(x_MD, expert_offsets))
-
-
-class InPlace(Sound):
-    """What backward needs is overwritten: torch raises the error, in backward, without a line of this file."""
-
-    def forward(self, x_MD, expert_offsets):  # InPlace
-        y_MD = super().forward(x_MD, expert_offsets).exp()
-        y_MD.square().sum()
-        return y_MD.mul_(2)
 
 
 class Hook(Sound):
@@ -110,16 +91,6 @@ class Reset(Sound):
         self.down[e].zero_()  # Reset
 
 
-class NotAModule:
-    def __init__(self, config, num_local_experts):  # NotAModule
-        pass
-
-
-def factory(config):  # factory
-    """An expert of torch's layers only: an error in it has no line of this file."""
-    return nn.Sequential(nn.Linear(config.hidden_size, 3), nn.Linear(4, config.hidden_size))
-
-
 class OneExpert(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -132,11 +103,6 @@ class OneExpert(nn.Module):
 @expert_function(up=("hidden_size", "hidden_size"))
 def function_fails(rows, up):
     return rows @ up[1:]  # function_fails
-
-
-@expert_function(up=("hidden_size", "hidden_size"))  # function_is_wrong
-def function_is_wrong(rows, up):
-    return (rows @ up).double()
 
 
 class SoundRouter(nn.Module):
@@ -154,11 +120,6 @@ class RouterFails(SoundRouter):
         return self.scores(x.flatten(0, -2)).topk(99)  # RouterFails
 
 
-class WeightsOnly(SoundRouter):
-    def forward(self, x):  # WeightsOnly
-        return super().forward(x)[0]
-
-
 class FewTokens(SoundRouter):
     def forward(self, x):  # FewTokens
         weights, ids = super().forward(x)
@@ -169,12 +130,6 @@ class FloatIds(SoundRouter):
     def forward(self, x):  # FloatIds
         weights, ids = super().forward(x)
         return weights, ids.float()
-
-
-class HalfWeights(SoundRouter):
-    def forward(self, x):  # HalfWeights
-        weights, ids = super().forward(x)
-        return weights.bfloat16(), ids
 
 
 class TooManyExperts(SoundRouter):
@@ -198,11 +153,6 @@ class SoundAttention(nn.Module):
         return self.values(x_BSD)
 
 
-class AttentionFails(SoundAttention):
-    def forward(self, x_BSD):
-        return self.values(x_BSD.transpose(1, 2))  # AttentionFails
-
-
 class AttentionFlattens(SoundAttention):
     def forward(self, x_BSD):  # AttentionFlattens
         return self.values(x_BSD).flatten(0, 1)
@@ -219,17 +169,6 @@ class BlockFails(SoundBlock):
     def segments(self, x_BSD):
         yield Compute("mlp", self.mlp, x_BSD)
         raise IndexError("between two segments")  # BlockFails
-
-
-class SegmentFails(SoundBlock):
-    def segments(self, x_BSD):  # SegmentFails
-        return (yield Compute("mlp", self.wrong, x_BSD))
-
-
-class BlockNarrows(SoundBlock):
-    def segments(self, x_BSD):  # BlockNarrows
-        y_BSD = yield Compute("mlp", self.mlp, x_BSD)
-        return (yield Compute("add", lambda y_BSD: y_BSD[..., 1:], y_BSD))
 
 
 class ForwardOfBlock(SoundBlock):

@@ -19,7 +19,8 @@ def moe_oracle(layer: MoE, x_TD: torch.Tensor) -> torch.Tensor:
         chosen = zip(weights[t], ids[t].tolist(), strict=True)
         y = sum(w * swiglu_oracle(x, layer.experts.gate_up[e], layer.experts.down[e]) for w, e in chosen)
         if layer.shared is not None:
-            y = y + swiglu_oracle(x, layer.shared.gate_up.weight, layer.shared.down.weight)
+            gate = 1.0 if layer.shared_gate is None else 1 / (1 + (-layer.shared_gate.weight[0] @ x).exp())
+            y = y + gate * swiglu_oracle(x, layer.shared.gate_up.weight, layer.shared.down.weight)
         rows.append(y)
     return torch.stack(rows)
 

@@ -9,13 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dualpipe.kernels.options import has_triton
 from moe_dualpipe.overlap import Engine, segmented, streams
 from tests.machines.simulated_gpu import Event, SimulatedGpu, SimulatedStream, annotation, current_gpu
 
@@ -57,59 +55,6 @@ class MirrorGroup:
         output.numpy()[:] = given.numpy()
         self.stream = self.stream or current_gpu().Stream(name="nccl")  # type: ignore[union-attr]
         return Work(queue(self.stream, "all_to_all", [given], [output]), [output, given])
-
-
-class MirroredWindows:
-    """Takes the place of the kernels of one-sided transfers, for rank 0 of ranks that all send the same rows.
-
-    Their windows are memory without a tensor; `state` stands for it.
-    """
-
-    def __init__(self) -> None:
-        self.messages: dict[tuple[int, int], list[np.ndarray | None]] = {}
-
-    def push(
-        self, windows: Any, operation: Any, x: Tensor, index: Tensor | None, offsets: Tensor,
-        weights: Tensor | None, ids: Tensor | None, pace: Any,
-    ) -> None:  # fmt: skip
-        _access("push", [x, index, offsets, weights, ids, windows.addresses_R], [windows.state, pace.sent])
-        number = int(offsets.numpy()[-1])
-        rows = slice(number) if index is None else index.numpy()[:number]
-        sent = [
-            None if t is None else t.numpy()[part] for t, part in ((x, rows), (weights, rows), (ids, slice(number)))
-        ]
-        self.messages[windows.state.data_ptr(), operation.slot] = [*sent, offsets.numpy().copy()]
-
-    def receive_rows(
-        self, windows: Any, operation: Any, x_ND: Tensor, offsets: Tensor, weights_NK: Tensor | None,
-        ids_NK: Tensor | None,
-    ) -> None:  # fmt: skip
-        _access("receive_rows", [windows.addresses_R], [windows.state, x_ND, offsets, weights_NK, ids_NK])
-        *fields, sent_offsets = self.messages.pop((windows.state.data_ptr(), operation.slot))
-        offsets.numpy()[:] = sent_offsets
-        for out, rows, other in zip((x_ND, weights_NK, ids_NK), fields, (np.nan, np.nan, -1), strict=True):
-            if out is not None:
-                assert rows is not None
-                out.numpy()[len(rows) :] = other
-                out.numpy()[: len(rows)] = rows
-
-    def receive_sums(
-        self, windows: Any, operation: Any, y_TD: Tensor, slots_TC: Tensor, offsets: Tensor, grads_TK: Tensor | None
-    ) -> None:
-        _access("receive_sums", [windows.addresses_R, slots_TC, offsets], [windows.state, y_TD, grads_TK])
-        rows, grads, *_ = self.messages.pop((windows.state.data_ptr(), operation.slot))
-        for out, field in ((y_TD, rows), (grads_TK, grads)):
-            if out is not None:
-                assert field is not None
-                out.numpy()[:] = 0
-                for slots_T in slots_TC.numpy().T:
-                    out.numpy()[slots_T >= 0] += field[slots_T[slots_T >= 0]]
-
-
-def _access(operator: str, reads: Sequence[Tensor | None], writes: Sequence[Tensor | None]) -> None:
-    gpu = current_gpu()
-    assert gpu is not None
-    gpu.access(operator, [t for t in reads if t is not None], [t for t in writes if t is not None])
 
 
 class Mailboxes:
@@ -184,11 +129,6 @@ def replace_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(streams, "streams_of", current_gpu)
     monkeypatch.setattr(segmented, "engine_for", engine_for)
-    if has_triton():
-        mirrored, kernels = MirroredWindows(), "moe_dualpipe.kernels.gpu"
-        monkeypatch.setattr(f"{kernels}.push.push", mirrored.push)
-        for name in ("receive_rows", "receive_sums"):
-            monkeypatch.setattr(f"{kernels}.receive.{name}", getattr(mirrored, name))
     for user in ("overlap.engine", "runtime.rank_step", "expert_parallel.exchange"):
         monkeypatch.setattr(f"moe_dualpipe.{user}.annotation", annotation)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)

@@ -4,11 +4,9 @@ import dataclasses
 from collections import deque
 from typing import Any
 
-import pytest
 import torch
 
 from moe_dualpipe.expert_parallel import AllToAll, Loopback
-from moe_dualpipe.kernels.options import has_triton
 from moe_dualpipe.models import StageOptions, TransformerStage, next_token_loss, split
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.schedule import build
@@ -17,7 +15,6 @@ from tests.support.pairs import CONFIG, OVERLAPPED, gradients, stage, tokens
 from tests.support.simulated_ranks import LinkGroup, Mailboxes, MirrorGroup, run_threads
 
 EXPERT_RANKS, MICRO_BATCHES = 4, 6
-needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 
 
 def all_to_all() -> AllToAll:
@@ -25,7 +22,7 @@ def all_to_all() -> AllToAll:
 
 
 def loopback() -> Loopback:
-    """Gives the same numbers as `all_to_all`, also without a GPU. On a simulated GPU, it needs triton."""
+    """Gives the same numbers as `all_to_all`, without a GPU."""
     return Loopback(CONFIG.num_experts, EXPERT_RANKS)
 
 
@@ -75,22 +72,22 @@ def run_actions(model: Any, actions: list[str], length: int) -> list[torch.Tenso
     return losses + gradients(model)
 
 
-def train_simulated(backend: Any = all_to_all, overlapped: bool = True) -> list[torch.Tensor]:
+def train_simulated(overlapped: bool) -> list[torch.Tensor]:
     with SimulatedGpu():
-        return train(stage(2, 0, backend()), overlapped)
+        return train(stage(2, 0, all_to_all()), overlapped)
 
 
 Results = tuple[dict[int, torch.Tensor], list[list[Any]]]
 
 
-def pipeline(name: str = "dualpipe", backend: Any = all_to_all, train: bool = True) -> Results:
+def pipeline(name: str = "dualpipe", train: bool = True) -> Results:
     """A step on two ranks. Returns losses by micro-batch, and gradients of each stage, summed over ranks."""
     mailboxes, schedule = Mailboxes(), build(name, 2, MICRO_BATCHES)
     last = schedule.num_stages - 1
     stages = [
         {s: all_stages[s] for s in held}
         for held in schedule.placement.stages
-        for all_stages in [_stages(backend(), schedule.num_stages)]
+        for all_stages in [_stages(all_to_all(), schedule.num_stages)]
     ]
 
     def run(rank: int, gpu: SimulatedGpu) -> dict[int, torch.Tensor]:
