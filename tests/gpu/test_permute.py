@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from moe_dualpipe.kernels.backend import use_triton
 from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
 from tests.support.kernels import DEVICE, DTYPES, RUNS, assert_as_good_as, error
@@ -82,45 +81,3 @@ def test_weights_and_gradients_may_have_any_layout():
         results.append([y, *(leaf.grad for leaf in leaves), given.grad])
         assert results[-1][2].dtype == torch.float16
     torch.testing.assert_close(*results)
-
-
-def test_tensors_on_a_gpu_that_is_not_current_raise(monkeypatch):
-    class OnSecondGPU:
-        device, is_cuda, dtype = torch.device("cuda:1"), True, torch.float32
-        is_floating_point = is_complex = staticmethod(lambda: True)
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for kernels in ("auto", "triton"):
-        with pytest.raises(ValueError, match=r"current GPU, cuda:0, but .* cuda:1: call torch\.cuda\.set_device\(1\)"):
-            use_triton(kernels, OnSecondGPU())
-    assert not use_triton("reference", OnSecondGPU())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert use_triton("auto", OnSecondGPU())
-    OnSecondGPU.dtype = torch.float64
-    assert not use_triton("auto", OnSecondGPU())
-
-
-ORDER = order_of(6, 2)
-ROWS = torch.zeros(6, 8, device=DEVICE)
-WIDE = torch.zeros(8, 6, device=DEVICE).T
-REFUSED = [
-    (lambda: permute(ROWS[:5], ORDER, "triton"), r"this order needs x \[6, D\]: got \[5, 8\]"),
-    (lambda: permute(WIDE, ORDER, "triton"), r"rows must be \[rows, columns\] with contiguous rows"),
-    (lambda: permute(ROWS.double(), ORDER, "triton"), r"bfloat16, float16 and float32: got torch\.float64"),
-    (lambda: permute(ROWS.to("meta"), ORDER, "triton"), "all tensors must be on one device"),
-    (
-        lambda: unpermute(ROWS[:1].repeat(len(ORDER.gather_idx_M), 1), ORDER, ROWS[:, :3].contiguous(), "triton"),
-        r"weights must be \[N, K\] = \[6, 2\]: got \[6, 3\]",
-    ),
-    (
-        lambda: gather(ROWS, ORDER.gather_idx_M[:6], WIDE, "triton"),
-        r"out must be \[rows, columns\] with contiguous rows",
-    ),
-]
-
-
-@pytest.mark.parametrize("call,message", REFUSED)
-def test_arguments_that_do_not_fit_are_refused_in_one_line(call, message):
-    with pytest.raises(ValueError, match=message) as error:
-        call()
-    assert "\n" not in str(error.value)

@@ -75,30 +75,21 @@ def test_the_shared_memory_of_a_gpu_is_the_largest_that_a_block_may_use(optin, e
     assert families.shared_memory_limit(cast(Any, "of another")) == expected
 
 
-def test_a_tuned_gpu_needs_no_family(user_table):
-    configs.save_table(user_table, [TunedKernel("up", "sm_130", 2, 512, 2048, A)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert configs.lookup("up", "sm_130", 2, 64, 64) == A
-
-
 def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(user_table):
-    assert configs.user_table_path() == user_table
-    entries = [
-        TunedKernel("up", "sm_90", 2, 512, 2048, A),
-        TunedKernel("up", "sm_90", 2, 4096, 2048, B),
-        TunedKernel("down", "sm_90", 4, 1, 1, C),
-    ]
-    configs.save_table(user_table, entries, gpu="a test")
-    assert configs.lookup("up", "sm_90", 2, 512, 2048) == A
-    assert configs.lookup("up", "sm_90", 2, 768, 2048) == A
-    assert configs.lookup("up", "sm_90", 2, 2048, 2048) == B
-    shipped = next(
-        e.config for e in configs.load_table(SHIPPED) if (e.kernel, e.arch, e.dtype_bytes) == ("down", "sm_90", 2)
-    )
+    config = dataclasses.replace(A, tma=True, group_m=3, maxnreg=96, per_sm=2)
+    entries = (
+        TunedKernel("up", "sm_90", 2, 512, 2048, A), TunedKernel("up", "sm_90", 2, 4096, 2048, B),
+        TunedKernel("down", "sm_90", 4, 1, 1, C), TunedKernel("wgrad", "sm_130", 2, 3, 5, config, 7),
+    )  # fmt: skip
+    shipped = configs.lookup("down", "sm_90", 2, 512, 2048)
+    configs.clear_caches()
+    configs.save_table(user_table, entries, gpu="a test", date="today")
+    assert configs.load_table(user_table) == entries and '"gpu": "a test"' in user_table.read_text()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a tuned GPU needs no family
+        assert configs.lookup("wgrad", "sm_130", 2, 64, 64) == config
+    assert [configs.lookup("up", "sm_90", 2, n, 2048) for n in (512, 768, 2048)] == [A, A, B]
     assert configs.lookup("down", "sm_90", 2, 512, 2048) == shipped  # the user's entry has another element size
-    configs.save_table(user_table, [TunedKernel("down", "sm_90", 2, 512, 2048, C)])
-    assert configs.lookup("down", "sm_90", 2, 512, 2048) == C
 
 
 @pytest.mark.usefixtures("user_table")
@@ -134,14 +125,6 @@ def test_rows_that_are_not_16_byte_multiples_use_the_any_entries():
     assert configs.lookup("wgrad", "sm_90", 2, 512, 2044) == odd
     assert configs.lookup("wgrad", "sm_90", 4, 512, 2044) != configs.lookup("any", "sm_90", 4, 512, 2044)
     assert configs.lookup("up", "sm_90", 2, 520, 2048) != odd
-
-
-def test_a_saved_table_can_be_loaded(user_table):
-    config = dataclasses.replace(A, tma=True, group_m=3, maxnreg=96, per_sm=2)
-    entries = (TunedKernel("wgrad", "gfx942", 2, 3, 5, config, 7),)
-    configs.save_table(user_table, entries, gpu="MI300X", date="today")
-    assert configs.load_table(user_table) == entries
-    assert '"gpu": "MI300X"' in user_table.read_text()
 
 
 @pytest.mark.parametrize("text,problem", [
