@@ -3,11 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import gpu_tests
-from benchmarks.gpu.context import Context
 from benchmarks.gpu.goals import GOALS, evaluate_goals
 from benchmarks.gpu.gpu_tests import is_acceptable, parse_pytest_result
 from benchmarks.gpu.shapes import GOAL_SHAPE
@@ -30,35 +27,6 @@ def test_outcome_from_pytests_exit_code_and_last_line(code, last, outcome):
     assert record["outcome"] == outcome
     assert is_acceptable(record, smoke=False) == (outcome == "passed")
     assert is_acceptable(record, smoke=True) == (outcome in ("passed", "none ran"))
-
-
-@pytest.mark.parametrize(
-    ("body", "outcome", "summary", "seconds"),
-    [
-        ("assert True", "passed", "2 passed in", 60),
-        ("assert n", "failed", "1 failed, 1 passed in", 60),
-        ("pytest.skip('no GPU')", "none ran", "2 skipped in", 60),
-        ("time.sleep(60) if n else None", "timed out", "stopped after 3 s", 3),
-    ],
-    ids=["passed", "failed", "none ran", "timed out"],
-)
-@pytest.mark.quick("failed", "none ran")
-def test_outcome_of_tests_run_in_a_subprocess(tmp_path, monkeypatch, body, outcome, summary, seconds):
-    folder = tmp_path / "tests" / "gpu"
-    folder.mkdir(parents=True)
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q --durations=8\n")
-    code = f"import time, pytest\n@pytest.mark.parametrize('n', [0, 1])\ndef test_it(n):\n    {body}\n"
-    (folder / "test_it.py").write_text(code)
-    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # starts faster
-    context = Context(
-        device=torch.device("cpu"), smoke=False, out=tmp_path, implementations=(), tuning_shapes=0, training_seconds=0,
-        deadline=seconds, now=lambda: 0.0,
-    )  # fmt: skip
-    record = {}
-    gpu_tests.run(context, record)
-    assert record["outcome"] == outcome
-    assert record["summary"].startswith(summary)
 
 
 @pytest.mark.parametrize(
