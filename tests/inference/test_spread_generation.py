@@ -69,13 +69,13 @@ def test_copies_on_one_rank_have_the_same_weights(run):
 
 def test_part_of_a_batch_draws_the_tokens_of_the_whole_batch():
     logits, sampling = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)), Sampling()
-    whole, parts = (torch.Generator().manual_seed(2) for _ in range(2)), torch.Generator().manual_seed(2)
-    first, other = whole
-    expected = [sampling.draw(logits, first).tolist() for _ in range(2)]
+    whole, rest, start = (torch.Generator().manual_seed(2) for _ in range(3))
     padded = torch.cat([logits[3:], torch.zeros(1, 40)])
-    assert [sampling.draw(padded, other, (3, 5)).tolist() for _ in range(2)] == [[*one[3:], 0] for one in expected]
-    assert [sampling.draw(logits[:3], parts, (0, 5)).tolist() for _ in range(2)] == [one[:3] for one in expected]
-    assert sampling.draw(logits[:1], parts, (6, 5)).tolist() == [0]
+    for _ in range(2):
+        expected = sampling.draw(logits, whole).tolist()
+        assert sampling.draw(padded, rest, (3, 5)).tolist() == [*expected[3:], 0]
+        assert sampling.draw(logits[:3], start, (0, 5)).tolist() == expected[:3]
+    assert sampling.draw(logits[:1], start, (6, 5)).tolist() == [0]
 
 
 def test_what_cannot_be_copied_is_refused_in_one_line(run, tmp_path, capsys):
