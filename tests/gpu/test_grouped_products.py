@@ -20,7 +20,7 @@ from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 from tests.machines.interpreter import record_writes
-from tests.support.kernels import DEVICE, DTYPES, RUNS, all_kernels, assert_as_good_as, offsets_of, record_programs
+from tests.support.kernels import DEVICE, DTYPES, all_kernels, check, offsets_of, record_programs, run
 
 pytestmark = pytest.mark.usefixtures("guards")
 
@@ -33,24 +33,6 @@ both_paths = pytest.mark.parametrize("config", [POINTERS, TMA], ids=["pointers",
 
 def normal(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def run(function, config, kernels, *tensors, wide=False):
-    """The outputs of `function(*leaves, kernels)`, and the gradients of all inputs."""
-    leaves = [(t.double() if wide else t.clone()).requires_grad_() for t in tensors]
-    with all_kernels(config):
-        y, dy = function(*leaves, kernels)
-        y.backward(dy.to(y.dtype))
-    return [y, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-
-def check(function, config, dtype, *tensors):
-    """The kernels are as close to fp64 as plain torch in the same dtype, and have the same bits each time."""
-    results = [run(function, config, kernels, *tensors, wide=wide) for wide, kernels in RUNS]
-    for i, (exact, reference, ours, *again) in enumerate(zip(*results, strict=True)):
-        assert_as_good_as(ours, reference, exact, dtype, f"result {i}")
-        assert ours.dtype == reference.dtype and all(torch.equal(ours, other) for other in again)
-    return results[2]
 
 
 # (rows per expert, input width, output width), among them: empty experts at both ends, one expert with all rows, no
@@ -71,7 +53,8 @@ SIZES = [
 def test_grouped_linear_and_its_gradients(counts, inputs, outputs, dtype, config):
     dy, offsets = normal(sum(counts), outputs, dtype=dtype), offsets_of(counts)
     x, w = normal(sum(counts), inputs, dtype=dtype), normal(len(counts), outputs, inputs, dtype=dtype)
-    *_, dw = check(lambda x, w, kernels: (grouped_linear(x, w, offsets, kernels=kernels), dy), config, dtype, x, w)
+    product = lambda x, w, kernels: (grouped_linear(x, w, offsets, kernels=kernels), dy)  # noqa: E731
+    *_, dw = check(product, config, dtype, x, w)[2]
     for e, count in enumerate(counts):
         assert count or not dw[e].any()  # zeros for experts without rows
 
@@ -122,7 +105,7 @@ def test_experts_and_all_gradients(name, dtype, config, weighting):
         given = weights if weighting != "none" else None
         return experts(x, gate_up, down, order, given, weight_inside=weighting == "inside", kernels=kernels), dy
 
-    assert len(check(function, config, dtype, *tensors)) == (4 if weighting == "none" else 5)
+    assert len(check(function, config, dtype, *tensors)[2]) == (4 if weighting == "none" else 5)
 
 
 @pytest.mark.parametrize("bound", [False, True])
