@@ -93,16 +93,14 @@ def test_the_command_tunes_every_kernel(tmp_path):
     assert {entry.config.block_m for entry in entries} <= {tile[0] for tile in SMOKE_TILES}
 
 
-def test_invalid_options_print_one_line_and_exit_with_2(capsys):
-    for arguments, message in (
-        (["--smoke"], "--smoke needs --out"),
-        (["--smoke", "--shapes", "1,2,3"], "--shapes needs five integers each, T,D,F,E,K: got '1,2,3'"),
-        (["--smoke", "--shapes", "8,8,8,2,3"], "K at most E"),
-        (["--smoke", "--shapes", "8,8,12,2,1"], "--shapes: D and F must be multiples of 8"),
-    ):
-        assert tune.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
-    options = tune.parse(["--smoke", "--shapes", "5,16,8,2,1"])
-    assert tune.shapes_of(options) == (Shape(5, 16, 8, 2, 1),)
+@pytest.mark.parametrize("arguments,message", [
+    ([], "--smoke needs --out"),
+    (["--shapes", "1,2,3"], "--shapes needs five integers each, T,D,F,E,K: got '1,2,3'"),
+    (["--shapes", "8,8,8,2,3"], "K at most E"),
+    (["--shapes", "8,8,12,2,1"], "--shapes: D and F must be multiples of 8"),
+])  # fmt: skip
+def test_invalid_options_print_one_line_and_exit_with_2(capsys, arguments, message):
+    assert tune.main(["--smoke", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert tune.shapes_of(tune.parse(["--smoke", "--shapes", "5,16,8,2,1"])) == (Shape(5, 16, 8, 2, 1),)

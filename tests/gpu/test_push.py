@@ -49,20 +49,17 @@ def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_s
         past_T = torch.arange(tokens) >= filled[:, None]
         assert (group.windows(rank, 0)[past_T.to(DEVICE)] == UNTOUCHED).all()
         assert (group.windows(rank, 1) == UNTOUCHED).all()
-        capacity = ranks * tokens
-        out, own = torch.full((capacity, words), torch.nan, device=DEVICE), torch.full((capacity, K), -7.0)
-        got, offsets = torch.empty(capacity, K, dtype=torch.int32), torch.empty(ranks + 1, dtype=torch.int32)
-        own, got, offsets = (t.to(DEVICE) for t in (own, got, offsets))
+        out = torch.full((ranks * tokens, words), torch.nan, device=DEVICE)
+        own, got = (t.to(DEVICE) for t in (torch.full((ranks * tokens, K), -7.0), torch.empty(ranks * tokens, K).int()))
+        offsets = torch.empty(ranks + 1, dtype=torch.int32, device=DEVICE)
         receive_rows(windows, operation(0), out, offsets, own, got)
-        total = int(filled.sum())
         assert offsets.diff().tolist() == filled.tolist()
-        expected = torch.cat([x[each] for x, each in zip(xs, sent, strict=True)])
-        assert torch.equal(out[:total].view(torch.int32), expected.view(torch.int32)) and out[total:].isnan().all()
-        expected = torch.cat([w[each] for w, each in zip(weights, sent, strict=True)])
-        assert torch.equal(own[:total], expected) and (own[total:] == -7).all()
-        local = torch.where(chosen, ids % per_rank, -1)
-        expected = torch.cat([each[index] for each, index in zip(local, sent, strict=True)])
-        assert torch.equal(got[:total], expected.int()) and (got[total:] == -1).all()
+        local = torch.where(chosen, ids % per_rank, -1).int()
+        total = int(filled.sum())
+        for received, given in ((out.view(torch.int32), xs.view(torch.int32)), (own, weights), (got, local)):
+            expected = torch.cat([of_rank[index] for of_rank, index in zip(given, sent, strict=True)])
+            assert torch.equal(received[:total], expected)
+        assert out[total:].isnan().all() and (own[total:] == -7).all() and (got[total:] == -1).all()
     assert not any(windows.state[0] for windows in group.each)
 
 
