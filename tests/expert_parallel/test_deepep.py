@@ -70,10 +70,10 @@ def through_autograd(ep, rank):
     return [y.detach(), x.grad, weights.grad, *received, torch.tensor([route.num_rows, route.num_choices])], route
 
 
-def all_transfers(ep, rank):
+def all_transfers(ep: Any, rank):
     """A second dispatch with weights and a combine with gradients, started before the first dispatch is waited for."""
     x, weights, ids = inputs(rank)
-    route = ep.prepare(ids)
+    route: Any = ep.prepare(ids)
     first, again = ep.dispatch(x, route), ep.dispatch(-x, route, weights.double())
     assert route.local_ids_NK is None
     x_ND, weights_NK = again.wait()

@@ -1,5 +1,7 @@
 """Experts in any slots, some in several: a layer with sums in the order of choices gives the same bits each time."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed import group
@@ -45,9 +47,9 @@ def build_backend(kind):
     return {"shared": Shared, "all_to_all": AllToAll}[kind](SLOTS, group.WORLD), 16, torch.float32
 
 
-def results(layer, rank, num_experts, mine):
+def results(layer: Any, rank, num_experts, mine):
     """Output, gradients of x and router, and those of all experts, added over copies and ranks."""
-    weight, scale = layer.router.logits.weight, layer.experts.get_parameter("scale")
+    weight, scale = layer.router.logits.weight, layer.experts.scale
     x = torch.randn(TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(rank)).to(weight.dtype)
     weight.grad = scale.grad = None
     y = layer(x.requires_grad_())

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -232,7 +233,7 @@ def test_accumulated_gradients_bypass_autograd_unless_there_are_hooks(kernels):
     x, gate_up, down, weights, order, _ = moe(9, 2, 3, 16, 8)
     leaves = [leaf.requires_grad_() for leaf in (gate_up, down)]
 
-    def backward():
+    def backward() -> list[Any]:
         gate_up.grad = down.grad = None
         layer((x, gate_up, down, weights), order, accumulate=True, kernels=kernels).sum().backward()
         rows = permute(x, order, kernels)

@@ -205,10 +205,9 @@ def _merge(recorders: list[_Recorder]) -> Recording:
         if len(ranks) > 1:
             raise HazardError(f"{_word_name(eps, word)} is written by ranks {sorted(ranks)}")
     cells, words = ({word: i for i, word in enumerate(sorted(each))} for each in (stored, writers))
-    recording = Recording(
-        [[] for _ in eps], *([_word_name(eps, word) for word in each] for each in (cells, words)),
-        sum(word < len(eps) * len(eps[0].own) for word in cells),
-    )  # fmt: skip
+    names = [[_word_name(eps, word) for word in each] for each in (cells, words)]
+    memory = len(eps) * len(eps[0].own)
+    recording = Recording([[] for _ in eps], names[0], names[1], sum(word < memory for word in cells))
     for rank, launches in enumerate(recording.ranks):
         for runs in zip(*(recorder.launches[rank] for recorder in recorders), strict=True):
             programs: list[dict[int | None, list[Event]]] = [{} for _ in runs[0][2]]
