@@ -78,6 +78,7 @@ def all_transfers(ep: Any, rank):
     assert route.local_ids_NK is None
     x_ND, weights_NK = again.wait()
     assert again.wait().x_ND is x_ND and first.wait().weights_NK is None
+    assert route.local_ids_NK is not None
     local = route.local_ids_NK >= 0
     grads = torch.where(local, torch.arange(TOP_K) + 1.5, 0).double()
     back = ep.combine(x_ND.T.contiguous().T, route, grads).wait()

@@ -51,7 +51,7 @@ def results(layer: Any, rank, num_experts, mine):
     """Output, gradients of x and router, and those of all experts, added over copies and ranks."""
     weight, scale = layer.router.logits.weight, layer.experts.scale
     x = torch.randn(TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(rank)).to(weight.dtype)
-    weight.grad = scale.grad = None
+    layer.zero_grad()
     y = layer(x.requires_grad_())
     y.backward(y.detach().flip(0))
     of_experts = torch.zeros(num_experts, scale.shape[1]).index_add(0, torch.tensor(mine), scale.grad.float())
