@@ -1,8 +1,4 @@
-"""Compiles the kernels with the shipped tile sizes for GPUs that this machine need not have.
-
-For Hopper (with TMA and wgmma) and AMD, which have compilers of their own, the tuned sizes, and for Hopper also matrix
-products of other sizes. `make codegen` compiles everything for all GPUs.
-"""
+"""Compiles kernels with the shipped tile sizes for GPUs that need not be here. `make codegen` compiles all."""
 
 import os
 import subprocess
@@ -13,36 +9,20 @@ import pytest
 
 pytest.importorskip("triton")
 
-GPUS = "sm_90", "gfx942"
 ROOT = Path(__file__).parents[2]
 OLDER = ROOT / ".venv" / "triton-3.6.0"  # `make codegen` installs it
 
+EXPERTS = """
+import torch
+from benchmarks.codegen import compiling, launch_experts
+from benchmarks.generated_code import describe
 
-def codegen(*arguments):
-    # In another process, because Triton interprets in this one.
-    command = [sys.executable, "-m", "benchmarks.codegen", *arguments]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """The output for both GPUs; one process imports Triton for them."""
-    done = codegen("--arch", *GPUS, "--dtype", "bf16", "--brief", *GPUS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 failed" in done.stdout
-    return [line.split() for line in done.stdout.splitlines()]
-
-
-@pytest.mark.timeout(600)  # the first of them compiles for both GPUs
-@pytest.mark.parametrize("arch", GPUS)
-def test_every_kernel_compiles_without_spills_and_warnings(compiled, arch):
-    lines = {words[0] for words in compiled if words[1] == arch}
-    assert {"swiglu_up", "swiglu_down_backward", "rows_times_weights", "weight_gradients"} <= lines
-    assert {"top_k_experts", "top_k_experts_backward", "count", "scatter", "tile_table"} <= lines
-    assert {"sum_rows", "gather_rows", "dot_rows", "sum_partials"} <= lines
-    assert arch == "gfx942" or {"push", "receive_rows", "receive_sums", "release"} <= lines
-
+with compiling("sm_90") as compiled:
+    launch_experts(512, 256, torch.bfloat16)
+found = [describe(built, "sm_90", "bf16") for built in compiled]
+assert not [c for c in found if c.problems], found
+assert {"swiglu_up", "swiglu_down_backward", "rows_times_weights", "weight_gradients"} <= {c.kernel for c in found}
+"""
 
 DESCRIBED = """
 import torch
@@ -108,35 +88,43 @@ print(triton.__version__, *describe(compiled[-1], "sm_90", "bf16").problems, sep
 """
 
 
-def run_script(script, *arguments, path=()):
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [*map(str, path), str(ROOT), os.environ.get("PYTHONPATH")])
-    )
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+def run(*arguments, interpret="0", path=()):
+    """In another process, because Triton interprets in this one."""
+    folders = [*map(str, path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "TRITON_INTERPRET": interpret, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.parametrize("script", [EXPERTS, pytest.param(DESCRIBED, marks=pytest.mark.long)], ids=["experts", "all"])
+def test_spills_excess_shared_memory_and_lost_pipelines_are_reported(script):
+    done = run("-c", script)
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.long
-def test_spills_excess_shared_memory_and_lost_pipelines_are_reported():
-    run_script(DESCRIBED)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])  # they have compilers of their own
+def test_every_kernel_compiles_without_spills_and_warnings(arch):
+    done = run("-m", "benchmarks.codegen", "--arch", arch, "--dtype", "bf16", "--brief", arch)
+    assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
+    compiled = {line.split()[0] for line in done.stdout.splitlines()}
+    assert {"swiglu_up", "swiglu_down_backward", "rows_times_weights", "weight_gradients"} <= compiled
+    assert {"top_k_experts", "top_k_experts_backward", "count", "scatter", "tile_table"} <= compiled
+    assert {"sum_rows", "gather_rows", "dot_rows", "sum_partials"} <= compiled
+    assert arch == "gfx942" or {"push", "receive_rows", "receive_sums", "release"} <= compiled
 
 
 @pytest.mark.long
 def test_a_flattened_kernel_without_pipeline_fails(tmp_path):
     """Triton 3.6 does not pipeline loads through pointers in a flattened loop, and says nothing."""
-    older = [OLDER] if OLDER.exists() else []
-    version, *problems = run_script(FLATTENED, tmp_path, path=older).strip().split("; ")
+    done = run("-c", FLATTENED, tmp_path, path=[OLDER] if OLDER.exists() else [])
+    version, *problems = done.stdout.strip().split("; ")
     lost = ["4 synchronous loads in the loop", "the loop waits for all wgmma"]
     assert problems == (lost if version.startswith("3.6.") else [])
 
 
 @pytest.mark.long
 def test_the_command_fails_if_the_interpreter_is_enabled():
-    command = [sys.executable, "-m", "benchmarks.codegen"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 2
-    assert "TRITON_INTERPRET is set, which disables compilation: unset it" in done.stderr
+    done = run("-m", "benchmarks.codegen", interpret="1")
+    assert done.returncode == 2 and "TRITON_INTERPRET is set, which disables compilation: unset it" in done.stderr

@@ -1,20 +1,10 @@
 """The checks of compiled products, on short texts in the form of PTX and SASS."""
 
-from types import SimpleNamespace
-
 import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import generated_code
-from benchmarks.generated_code import (
-    Built,
-    describe,
-    pipeline_problems,
-    product_loop,
-    signal_problems,
-    spill_problems,
-)
+from benchmarks.generated_code import pipeline_problems, product_loop, signal_problems
 
 PIPELINED = """
 	ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ];
@@ -59,33 +49,6 @@ def test_a_pipelined_loop_has_asynchronous_loads_and_one_group_of_products_in_fl
     lost = half.replace("cp.async", "st")
     assert pipeline_problems(lost, wgmma=True)[0] == "no asynchronous loads in the loop"
     assert "no asynchronous loads in the loop" in pipeline_problems("", wgmma=False)
-
-
-def kernel(shared, maxnreg, ptx=PIPELINED):
-    metadata = SimpleNamespace(shared=shared, num_warps=8, maxnreg=maxnreg)
-    return SimpleNamespace(metadata=metadata, asm={"cubin": b"", "ptx": ptx})
-
-
-def test_spills_are_allowed_outside_the_loop_if_two_blocks_fit(monkeypatch):
-    sass = "STL [R1], R2 ;\n.L_x_1:\n{}HGMMA R24 ;\n BRA `(.L_x_1) ;\nLDL R2, [R1] ;"
-    monkeypatch.setattr(generated_code, "_sass", lambda _cubin: sass.format(""))
-    fits = (232_448 + 1024) // 2 - 1024
-    assert spill_problems(kernel(fits, 128), "sm_90", 128, 84) == []
-    assert spill_problems(kernel(fits, None), "sm_90", 255, 0) == []
-    assert spill_problems(kernel(fits, None), "sm_90", 128, 84) == ["84 bytes spilled"]
-    for shared, registers in ((fits + 1, 128), (fits, 129)):
-        found = spill_problems(kernel(shared, 136), "sm_90", registers, 84)
-        assert found == ["84 bytes spilled, but two blocks do not fit"]
-    monkeypatch.setattr(generated_code, "_sass", lambda _cubin: sass.format(" LDL.64 R2, [R1] ;\n"))
-    assert spill_problems(kernel(fits, 128), "sm_90", 128, 84) == ["84 bytes spilled, some in the loop"]
-
-
-def test_loops_of_rows_that_are_not_16_byte_multiples_need_no_pipeline():
-    log = "Used 96 registers, 0 bytes spill stores, 0 bytes spill loads"
-    lost = Built("rows_times_weights", kernel(1024, None, PIPELINED.replace(*WIDE)), log)
-    assert describe(lost, "sm_90", "bf16", (1000, 200)).problems == ("1 synchronous loads in the loop",)
-    assert describe(lost, "sm_90", "bf16", (1001, 200)).problems == ()
-    assert describe(lost._replace(name="gather_rows"), "sm_90", "bf16").problems == ()
 
 
 SIGNALS = """

@@ -1,5 +1,7 @@
 """What the GPU suite counts, and how it times."""
 
+import itertools
+
 import torch
 
 from benchmarks.gpu.measure import Clock, Quartiles, rate_statistics, time_interleaved
@@ -15,45 +17,25 @@ def test_flops_and_saved_bytes_at_the_goal_shape():
     assert SHAPES[1].saved_bytes() == 28 * 1024  # the Qwen3-30B-A3B layer: 28 KiB
 
 
-# ---- Timing ----
+def test_cases_are_interleaved_the_first_call_of_each_turn_is_not_timed_and_one_that_raises_does_not_stop_the_others():
+    calls, clock = [], Clock(torch.device("cpu"))
+    clock.mark = itertools.count().__next__  # every mark is one second after the previous one
 
-
-class TickingClock(Clock):
-    """Every mark is one second after the previous one."""
-
-    def __init__(self):
-        super().__init__(torch.device("cpu"))
-        self.now = 0.0
-
-    def mark(self):
-        self.now += 1
-        return self.now
-
-
-def test_cases_are_interleaved_and_the_first_call_of_each_turn_is_not_timed():
-    calls = []
-
-    def case(name, phases):
+    def case(name, phases, fails=False):
         def run(end_phase):
             calls.append(name)
+            if fails:
+                raise ValueError("first line\nsecond line")
             for _ in range(phases):
                 end_phase()
 
         return run
 
-    times = time_interleaved(TickingClock(), {"a": case("a", 1), "b": case("b", 3)}, rounds=2, repeats=2)
-    assert "".join(calls) == "aaabbb" * 2
+    cases = {"a": case("a", 1), "b": case("b", 3), "bad": case("-", 1, fails=True)}
+    times = time_interleaved(clock, cases, rounds=2, repeats=2)
+    assert "".join(calls).replace("-", "") == "aaabbb" * 2
     assert times.seconds == {"a": [[1.0] * 4], "b": [[1.0] * 4] * 3}
-    assert times.failures == {}
-
-
-def test_a_case_that_raises_does_not_stop_the_others():
-    def bad(_lap):
-        raise ValueError("first line\nsecond line")
-
-    times = time_interleaved(TickingClock(), {"bad": bad, "good": lambda end_phase: end_phase()}, rounds=3, repeats=1)
     assert times.failures == {"bad": "ValueError: first line"}
-    assert times.seconds == {"good": [[1.0] * 3]}
 
 
 def test_quartiles_and_rates():

@@ -1,4 +1,4 @@
-"""The choice of a backend: the same on all ranks of a group, with a reason, or one line that says what is wrong."""
+"""The choice of a backend: the same on all ranks of a group, tried before it is used, with a reason or one line."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,114 +6,160 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import group
+from torch.distributed import DistError, group
 
-from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback, Shared, choose_backend
-from moe_dualpipe.expert_parallel.choose import Facts, decide
+from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback, Shared, choose, choose_backend
+from moe_dualpipe.expert_parallel.choose import Choice, Facts, decide
 from moe_dualpipe.expert_parallel.deepep import DeepEP
+from moe_dualpipe.expert_parallel.protocol import Combined, Completed
 from moe_dualpipe.expert_parallel.symmetric import Symmetric
+from moe_dualpipe.expert_parallel.trial import try_backend
 from moe_dualpipe.models import preset
 from moe_dualpipe.pipeline.pipeline import Pipeline
+from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
-from tests.support.runs import losses, records, settings, train_and_listen
+from tests.support.runs import losses, make_trainer, records, settings, train_and_listen
 
 CPU = Facts("cpu", "one")
 GPUS = [Facts("cuda", "one", gpu, frozenset("abc") - {gpu}) for gpu in "abc"]
 ELSEWHERE = replace(CPU, machine="another")
 NO_PEERS = replace(GPUS[2], peers=frozenset("a"))
-LACKING = replace(GPUS[1], missing=(("symmetric", "no module s"), ("deepep", "no package d")))
+OTHER_MACHINE = [GPUS[0], replace(NO_PEERS, machine="another")]
+LACKING = replace(GPUS[1], missing=(("symmetric", "no module s"), ("deepep", "no d: choose --ep-backend all_to_all")))
 SEVERAL = "the ranks that share experts are on several machines"
 NO_ACCESS = "the GPUs cannot access each other's memory"
+ACCESS = "its GPUs access each other's memory"
+# Of a name and the facts of each rank: the backend and the reason, or what is wrong and the way out.
+DECISIONS = [
+    ("auto", [CPU, CPU], ("shared", "CPU ranks of one machine; copies leave nothing to overlap")),
+    ("auto", [CPU, CPU, ELSEWHERE], ("all_to_all", SEVERAL)),
+    ("auto", GPUS, ("symmetric", ACCESS)),
+    ("auto", [GPUS[0], GPUS[0]], ("symmetric", ACCESS)),
+    ("auto", [*GPUS[:2], NO_PEERS], ("all_to_all", NO_ACCESS)),
+    ("auto", [GPUS[0], replace(GPUS[1], machine="another")], ("all_to_all", SEVERAL)),
+    ("auto", [GPUS[0], LACKING], ("all_to_all", "no module s")),
+    ("all_to_all", OTHER_MACHINE, ("all_to_all", "as requested")),
+    ("deepep", OTHER_MACHINE, ("deepep", "as requested")),
+    ("shared", GPUS, "it is for CPUs; use auto or all_to_all"),
+    ("shared", [CPU, ELSEWHERE], f"{SEVERAL}; use auto or all_to_all"),
+    ("symmetric", [CPU, CPU], "it needs GPUs; use auto or all_to_all"),
+    ("symmetric", [*GPUS[:2], NO_PEERS], f"{NO_ACCESS}; use auto or all_to_all"),
+    ("symmetric", [GPUS[0], LACKING], "no module s; use auto or all_to_all"),
+    ("deepep", [CPU, CPU], "it needs GPUs; use auto or all_to_all"),
+    ("deepep", [GPUS[0], LACKING], "no d: choose --ep-backend all_to_all"),
+]
 
 
-@pytest.mark.parametrize(
-    ("facts", "name", "reason"),
-    [
-        ([CPU, CPU], "shared", "CPU ranks of one machine; copies leave nothing to overlap"),
-        ([CPU, CPU, ELSEWHERE], "all_to_all", SEVERAL),
-        (GPUS, "symmetric", "its GPUs access each other's memory"),
-        ([GPUS[0], GPUS[0]], "symmetric", "its GPUs access each other's memory"),
-        ([*GPUS[:2], NO_PEERS], "all_to_all", NO_ACCESS),
-        ([GPUS[0], replace(GPUS[1], machine="another")], "all_to_all", SEVERAL),
-        ([GPUS[0], LACKING], "all_to_all", "no module s"),
-    ],
-)
-def test_auto_takes_the_fastest_backend_that_all_ranks_can_use(facts, name, reason):
-    assert decide("auto", facts) == (name, reason)
+@pytest.mark.parametrize("name,facts,expected", DECISIONS)
+def test_auto_takes_the_fastest_backend_that_all_ranks_can_use_and_others_are_refused(name, facts, expected):
+    if isinstance(expected, tuple):
+        assert decide(name, facts) == expected
+    else:
+        with pytest.raises(ValueError) as error:
+            decide(name, facts)
+        assert str(error.value) == f"--ep-backend {name} cannot be used: {expected}"
 
 
-@pytest.mark.parametrize(
-    ("name", "facts", "fault"),
-    [
-        ("shared", GPUS, "it is for CPUs"),
-        ("shared", [CPU, ELSEWHERE], SEVERAL),
-        ("symmetric", [CPU, CPU], "it needs GPUs"),
-        ("symmetric", [*GPUS[:2], NO_PEERS], NO_ACCESS),
-        ("symmetric", [GPUS[0], LACKING], "no module s"),
-        ("deepep", [CPU, CPU], "it needs GPUs"),
-        ("deepep", [GPUS[0], LACKING], "no package d"),
-    ],
-)
-def test_a_backend_that_cannot_be_used_is_refused_in_one_line(name, facts, fault):
-    with pytest.raises(ValueError) as error:
-        decide(name, facts)
-    assert str(error.value) == f"--ep-backend {name} cannot be used: {fault}; use auto or all_to_all"
+# ---- the trial ----
 
 
-def test_the_way_out_is_said_once():
-    missing = replace(GPUS[0], missing=(("deepep", "not installed: choose --ep-backend all_to_all"),))
-    with pytest.raises(ValueError, match=r"cannot be used: not installed: choose --ep-backend all_to_all$"):
-        decide("deepep", [GPUS[0], missing])
+class Doubles(AllToAll):
+    """On rank 1, the gradients of routing weights are wrong."""
+
+    def combine(self, y_ND, route, weight_grads_NK=None):
+        y_TD, grads_TK = super().combine(y_ND, route, weight_grads_NK).wait()
+        if grads_TK is not None and torch.distributed.get_rank() == 1:
+            grads_TK = 2 * grads_TK
+        return Completed(Combined(y_TD, grads_TK))
 
 
-@pytest.mark.parametrize("name", ["all_to_all", "deepep"])
-def test_a_backend_on_request_needs_no_more_than_it_uses(name):
-    other_machine = [GPUS[0], replace(NO_PEERS, machine="another")]
-    assert decide(name, other_machine) == (name, "as requested")
+class Fails(AllToAll):
+    """On rank 1, a transfer that runs on a GPU has failed."""
+
+    def check(self):
+        if torch.distributed.get_rank() == 1:
+            raise DistError("no answer from rank 0\nand more")
 
 
-@pytest.mark.parametrize("name", ["all_to_all", "shared", "symmetric", "deepep", "modeled"])
-def test_experts_that_cannot_be_divided_evenly_are_refused(name):
-    group = SimpleNamespace(size=lambda: 3, rank=lambda: 0)
-    sizes = {"max_tokens": 1, "hidden_size": 8}
-    build = {
-        "all_to_all": AllToAll, "shared": Shared, "modeled": lambda experts, group: Loopback(experts, group.size()),
-        "symmetric": partial(Symmetric, top_k=1, **sizes), "deepep": partial(DeepEP, **sizes),
-    }[name]  # fmt: skip
-    with pytest.raises(ValueError, match="8 experts cannot be divided evenly over 3 ranks"):
-        build(8, group)
+def fails_to_build(num_experts, the_group, *_arguments, **_options):
+    if torch.distributed.get_rank() == 0:
+        raise RuntimeError("no access")
+    return AllToAll(num_experts, the_group)
+
+
+FAULTS = {
+    Doubles: "its results differ from those of all_to_all", Fails: "DistError: no answer from rank 0",
+    fails_to_build: "RuntimeError: no access",
+}  # fmt: skip
+DEVICE, EXPERTS = torch.device("cpu"), 4
+SIZES = {"max_tokens": 8, "hidden_size": 4, "top_k": 2, "dtype": torch.bfloat16}
+
+
+def chosen(name, ranks):
+    return choose_backend(name, EXPERTS, ranks, DEVICE, **SIZES)
 
 
 def choices(_rank):
-    sizes = {"max_tokens": 8, "hidden_size": 4, "top_k": 2}
-    cpu = torch.device("cpu")
-    chosen = [choose_backend(name, 4, group.WORLD, cpu, **sizes) for name in ("auto", "shared", "all_to_all")]
-    assert [type(choice.backend) for choice in chosen] == [Shared, Shared, AllToAll]
-    assert [choice.in_background for choice in chosen] == [False, False, True]
-    assert str(chosen[0]) == "dispatch and combine: shared (CPU ranks of one machine; copies leave nothing to overlap)"
-    with pytest.raises(ValueError, match="--ep-backend deepep cannot be used: it needs GPUs"):
-        choose_backend("deepep", 4, group.WORLD, cpu, **sizes)
+    """A backend that fails on one rank is refused on all, and auto goes on with all_to_all and says why."""
+    for name, cls, in_background in (
+        ("auto", Shared, False),
+        ("shared", Shared, False),
+        ("all_to_all", AllToAll, True),
+    ):
+        choice = chosen(name, group.WORLD)
+        assert type(choice.backend) is cls and choice.in_background == in_background
+    assert str(chosen("auto", group.WORLD)).startswith("dispatch and combine: shared (CPU ranks of one machine;")
     for name in ("auto", "all_to_all"):
-        assert isinstance(choose_backend(name, 4, None, cpu, **sizes).backend, Local)
-    with pytest.raises(ValueError, match="--ep-backend shared needs --ep 2 or more"):
-        choose_backend("shared", 4, None, cpu, **sizes)
-    with pytest.raises(ValueError, match=r"--ep-backend must be one of auto, all_to_all, .*: got 'nccl'"):
-        choose_backend("nccl", 4, group.WORLD, cpu, **sizes)
+        assert isinstance(chosen(name, None).backend, Local)
+    for name, ranks, message in (
+        ("deepep", group.WORLD, "--ep-backend deepep cannot be used: it needs GPUs"),
+        ("shared", None, "--ep-backend shared needs --ep 2 or more"),
+        ("nccl", group.WORLD, r"--ep-backend must be one of auto, all_to_all, .*: got 'nccl'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chosen(name, ranks)
+    model = replace(preset("tiny"), num_layers=2)
+    for backend, overlapped in (("all_to_all", True), ("shared", False)):  # only if transfers run in the background
+        pipeline = Pipeline(model, build("dualpipev", 1, 2), (1, 8), ep=2, ep_backend=backend)
+        assert pipeline.executor.overlap == overlapped
+    patch = pytest.MonkeyPatch()
+    patch.setattr(choose, "decide", lambda _name, _facts: ("symmetric", "because"))
+    for make, fault in ((AllToAll, None), *FAULTS.items()):
+        patch.setattr(choose, "_load", lambda _name, make=make: lambda *a, **_options: make(*a))
+        built = try_backend(
+            partial(make, EXPERTS, group.WORLD), AllToAll(EXPERTS, group.WORLD), group.WORLD, DEVICE, **SIZES
+        )
+        choice = chosen("auto", group.WORLD)
+        if fault is None:
+            assert isinstance(built[0], AllToAll) and (choice.name, choice.reason) == ("symmetric", "because")
+            continue
+        assert built == (None, fault)
+        assert (choice.name, choice.reason) == ("all_to_all", f"symmetric failed its trial: {fault}")
+        with pytest.raises(ValueError) as error:
+            chosen("symmetric", group.WORLD)
+        assert str(error.value) == f"--ep-backend symmetric cannot be used: {fault}; use auto or all_to_all"
 
 
-def test_the_chosen_backend_is_built():
+def test_the_chosen_backend_is_tried_on_all_ranks():
     run_ranks(2, choices)
 
 
-def overlapped(_rank, backend):
-    model = replace(preset("tiny"), num_layers=2)
-    return Pipeline(model, build("dualpipev", 1, 2), (1, 8), ep=2, ep_backend=backend).executor.overlap
+class Late:
+    def check(self):
+        raise DistError("late")
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("all_to_all", True), ("shared", False)])
-def test_pairs_are_overlapped_only_if_transfers_run_in_the_background(backend, expected):
-    assert run_ranks(2, overlapped, backend) == [expected, expected]
+def test_a_step_reports_transfers_that_failed(tmp_path):
+    Choice(Late(), "all_to_all", "").check()  # only transfers that fail on a GPU are checked
+    with join_world("cpu"):
+        trainer = make_trainer(0, settings(tmp_path, seq_len=8, steps=1))
+        trainer.pipeline.expert_parallel = Choice(Late(), "symmetric", "")
+        with pytest.raises(DistError, match="late"):
+            trainer.step(0)
+
+
+# ---- runs ----
 
 
 def test_a_run_gives_the_same_losses_with_another_backend_and_resumes_with_another(tmp_path):
@@ -126,6 +172,13 @@ def test_a_run_gives_the_same_losses_with_another_backend_and_resumes_with_anoth
     expected = run("a", "all_to_all", steps=3)
     first = run("b", "shared", steps=2)
     checkpoint = str(tmp_path / "b" / "checkpoints" / "step-000002")
-    resumed = run("c", "all_to_all", steps=3, resume=checkpoint)
-    assert len(expected) == 3
-    assert first | resumed == expected
+    assert len(expected) == 3 and first | run("c", "all_to_all", steps=3, resume=checkpoint) == expected
+
+
+@pytest.mark.parametrize("build_backend", [
+    AllToAll, Shared, lambda experts, group: Loopback(experts, group.size()),
+    partial(Symmetric, top_k=1, max_tokens=1, hidden_size=8), partial(DeepEP, max_tokens=1, hidden_size=8),
+], ids=["all_to_all", "shared", "modeled", "symmetric", "deepep"])  # fmt: skip
+def test_experts_that_cannot_be_divided_evenly_are_refused(build_backend):
+    with pytest.raises(ValueError, match="8 experts cannot be divided evenly over 3 ranks"):
+        build_backend(8, SimpleNamespace(size=lambda: 3, rank=lambda: 0))

@@ -5,7 +5,6 @@ import gc
 import inspect
 import json
 import operator
-import sys
 import types
 import weakref
 from pathlib import Path
@@ -29,13 +28,9 @@ EXPERTS, WIDTH, TOP_K = 8, 256, 3
 SIGNATURES = json.loads((Path(deepep.__file__).parent / "signatures.json").read_text())
 
 
-def build(api, ranks=None, **options):
+def build(api, ranks=None, **options) -> Any:
     sizes: Any = {"max_tokens": 30, "hidden_size": WIDTH, "api": api}
     return DeepEP(EXPERTS, ranks or group.WORLD, **(sizes | options))
-
-
-def transfers(ep) -> Any:
-    return ep.transfers
 
 
 def one_of(ranks) -> Any:
@@ -75,22 +70,19 @@ def through_autograd(ep, rank):
     return [y.detach(), x.grad, weights.grad, *received, torch.tensor([route.num_rows, route.num_choices])], route
 
 
-def all_transfers(ep, rank):
+def all_transfers(ep: Any, rank):
     """A second dispatch with weights and a combine with gradients, started before the first dispatch is waited for."""
     x, weights, ids = inputs(rank)
-    route = ep.prepare(ids)
-    first = ep.dispatch(x, route)
-    again = ep.dispatch(-x, route, weights.double())
+    route: Any = ep.prepare(ids)
+    first, again = ep.dispatch(x, route), ep.dispatch(-x, route, weights.double())
     assert route.local_ids_NK is None
-    x_ND = again.wait().x_ND
-    assert again.wait().x_ND is x_ND
-    assert first.wait().weights_NK is None
+    x_ND, weights_NK = again.wait()
+    assert again.wait().x_ND is x_ND and first.wait().weights_NK is None
     assert route.local_ids_NK is not None
     local = route.local_ids_NK >= 0
     grads = torch.where(local, torch.arange(TOP_K) + 1.5, 0).double()
     back = ep.combine(x_ND.T.contiguous().T, route, grads).wait()
     assert ep.combine(x_ND, route).wait().weight_grads_TK is None
-    weights_NK = again.wait().weights_NK
     return [first.wait().x_ND, x_ND, weights_NK * local, back.y_TD, back.weight_grads_TK]
 
 
@@ -105,43 +97,35 @@ def equals_all_to_all(rank):
             ours, route = through_autograd(ep, rank)
             assert route.exact and ours[-1].tolist() == [len(ours[3]), int((ours[4] >= 0).sum())]
             calls = ["layout"] * (api == "buffer") + ["dispatch", "combine", "cached dispatch", "combine"]
-            assert transfers(ep).buffer.calls == calls
+            assert ep.transfers.buffer.calls == calls
             for a, b in zip(ours + all_transfers(ep, rank), expected + expected_transfers, strict=True):
                 assert a.dtype == b.dtype and torch.equal(a, b), api
             # Without handles, weights are sent with ids.
             dispatches = ["dispatch", "dispatch" if api == "buffer" else "cached dispatch"]
-            assert transfers(ep).buffer.calls[len(calls) :][-4:] == [*dispatches, "combine", "combine"]
+            assert ep.transfers.buffer.calls[len(calls) :][-4:] == [*dispatches, "combine", "combine"]
+
+            check_waits_and_lifetimes(build(api, group.WORLD))
 
 
 def test_deepep_equals_all_to_all_with_empty_ranks_and_choices_of_no_expert():
     run_ranks(4, equals_all_to_all)
 
 
-# ---- asynchronous transfers ----
-
-
-def waits_and_lifetimes(_rank):
-    with installed(Buffer, ElasticBuffer):
-        for api in APIS:
-            ep = build(api)
-            ids = torch.tensor([[0, 7, -1], [3, 4, 1]])
-            route = ep.prepare(ids)
-            ids.zero_()  # a route does not refer to the ids that it was made of
-            x = torch.ones(2, WIDTH).bfloat16()
-            reference, first = weakref.ref(x), ep.dispatch(x, route, torch.ones(2, TOP_K))
-            del x
-            gc.collect()
-            assert reference() is not None
-            event = weakref.ref(route.backend_state.arriving)
-            x_ND, _ = first.wait()
-            assert reference() is None and event() is None
-            assert x_ND.float().sum() == len(x_ND) * WIDTH
-            y = ep.combine(x_ND, route).wait().y_TD
-            assert y[:, 0].tolist() == [2, 2]
-
-
-def test_inputs_live_until_a_transfer_is_waited_for():
-    run_ranks(2, waits_and_lifetimes)
+def check_waits_and_lifetimes(ep):
+    """The inputs of a transfer live until it is waited for."""
+    ids = torch.tensor([[0, 7, -1], [3, 4, 1]])
+    route = ep.prepare(ids)
+    ids.zero_()  # a route does not refer to the ids that it was made of
+    x = torch.ones(2, WIDTH).bfloat16()
+    reference, first = weakref.ref(x), ep.dispatch(x, route, torch.ones(2, TOP_K))
+    del x
+    gc.collect()
+    event = weakref.ref(route.backend_state.arriving)
+    assert reference() is not None
+    x_ND, _ = first.wait()
+    assert reference() is None and event() is None and x_ND.float().sum() == len(x_ND) * WIDTH
+    y = ep.combine(x_ND, route).wait().y_TD
+    assert y[:, 0].tolist() == [2, 3]  # sums over ranks
 
 
 # ---- options ----
@@ -162,13 +146,14 @@ def test_options_reach_deepep(options, expected):
     assert {name: operator.attrgetter(name)(made) for name in expected} == expected
 
 
-@pytest.mark.parametrize("classes,capability,chosen", [
-    ((Buffer, ElasticBuffer), (9, 0), ElasticBuffer), ((Buffer, ElasticBuffer), (10, 0), ElasticBuffer),
-    ((Buffer, ElasticBuffer), (8, 0), Buffer), ((Buffer,), (9, 0), Buffer),
-], ids=["both-hopper", "both-blackwell", "both-ampere", "first version"])  # fmt: skip
-def test_the_newest_usable_interface_is_chosen(classes, capability, chosen):
-    with installed(*classes, capability=capability):
-        assert type(transfers(build("auto", one_of(2))).buffer) is chosen
+def test_the_newest_usable_interface_is_chosen():
+    both = (Buffer, ElasticBuffer)
+    for classes, capability, chosen in (
+        (both, (9, 0), ElasticBuffer), (both, (10, 0), ElasticBuffer), (both, (8, 0), Buffer),
+        ((Buffer,), (9, 0), Buffer),
+    ):  # fmt: skip
+        with installed(*classes, capability=capability):
+            assert type(build("auto", one_of(2)).transfers.buffer) is chosen
 
 
 @pytest.mark.parametrize("name", SIGNATURES["signatures"])
@@ -198,18 +183,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("options,message", REFUSED.values(), ids=REFUSED)
-def test_options_that_deepep_does_not_support_raise(options, message):
-    options = {"api": "elastic", "ranks": one_of(2), "classes": (Buffer, ElasticBuffer)} | options
-    machine = {name: options.pop(name) for name in ("capability",) if name in options}
-    with (
-        installed(*options.pop("classes"), **machine),
-        mock.patch("torch.are_deterministic_algorithms_enabled", return_value=options.pop("filled", False)),
-        pytest.raises(ValueError, match=message),
-    ):
-        build(**options)
-
-
 TENSORS = {
     "device": ({"ids": torch.zeros(3, 2, dtype=torch.int64, device="meta")}, "on cpu: got meta; or choose"),
     "tokens": ({"ids": torch.zeros(31, 2).long()}, "memory is for 30 tokens of a rank: got 31; increase max_tokens"),
@@ -220,42 +193,45 @@ TENSORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tensors,message", TENSORS.values(), ids=TENSORS)
-def test_tensors_that_deepep_does_not_support_raise(tensors, message):
-    with installed(Buffer, ElasticBuffer), pytest.raises((ValueError, RuntimeError), match=message):
-        ep = build("elastic", one_of(2))
-        route = ep.prepare(tensors.get("ids", torch.zeros(30, 2).long()))
-        ep.combine(tensors["y"], route) if "y" in tensors else ep.dispatch(tensors["x"], route)
-    with installed(Buffer):  # DeepEP 1 has no limit of tokens
+@pytest.mark.parametrize("changes,message", [*REFUSED.values(), *TENSORS.values()], ids=[*REFUSED, *TENSORS])
+def test_options_and_tensors_that_deepep_does_not_support_raise(changes, message):
+    given = {"classes": (Buffer, ElasticBuffer), "capability": (9, 0), "filled": False} | changes
+    options = {name: changes[name] for name in changes.keys() - {"classes", "capability", "filled", "x", "y", "ids"}}
+    with (
+        installed(*given["classes"], capability=given["capability"]),
+        mock.patch("torch.are_deterministic_algorithms_enabled", return_value=given["filled"]),
+        pytest.raises((ValueError, RuntimeError), match=message) as error,
+    ):
+        ep = build(**{"api": "elastic", "ranks": one_of(2)} | options)
+        route = ep.prepare(given.get("ids", torch.zeros(30, 2).long()))
+        ep.combine(given["y"], route) if "y" in given else ep.dispatch(given["x"], route)
+    assert "\n" not in str(error.value)
+
+
+def test_deepep_1_has_no_limit_of_tokens():
+    with installed(Buffer):
         build("buffer", one_of(2)).prepare(torch.zeros(31, 2).long())
 
 
-def test_a_package_that_is_missing_or_broken_raises_one_line_with_the_way_out():
+def test_what_this_machine_lacks_is_said_in_one_line_with_the_way_out():
     way_out = r"install DeepEP \(https://\S+\), or choose --ep-backend all_to_all$"
-    with mock.patch.dict(sys.modules), pytest.raises(ValueError, match=f"deep_ep is not installed: {way_out}") as error:
-        sys.modules.pop("deep_ep", None)
-        with mock.patch.object(sys, "path", []):
-            load_library()
-    assert "\n" not in str(error.value)
-    failures = {
+    for message, failure in {
+        "deep_ep is not installed:": ModuleNotFoundError("No module", name="deep_ep"),
         "imported (wrong NCCL)": AssertionError("wrong NCCL"), "imported (no libcuda)": ImportError("no libcuda"),
         "the module deep_ep_cpp, which": ModuleNotFoundError("No module", name="deep_ep_cpp"),
-    }  # fmt: skip
-    for message, failure in failures.items():
+    }.items():  # fmt: skip
         with mock.patch("importlib.import_module", side_effect=failure), pytest.raises(ValueError, match=way_out) as e:
             load_library()
         assert message in str(e.value) and "\n" not in str(e.value)
-
-
-def test_a_machine_without_gpu_or_a_group_without_nccl_raises():
-    with contextlib.ExitStack() as stack:
-        available = stack.enter_context(mock.patch("torch.cuda.is_available", return_value=False))
-        name = stack.enter_context(mock.patch("torch.distributed.get_backend", return_value="gloo"))
-        stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
-        with pytest.raises(ValueError, match="CUDA, which is not available: run on GPUs, or choose --ep-backend"):
-            DeepEP(EXPERTS, one_of(2), max_tokens=1, hidden_size=WIDTH)
-        available.return_value = True
-        with pytest.raises(ValueError, match="needs a process group of NCCL: got gloo; or choose --ep-backend"):
-            inspect_machine(one_of(2))
-        name.return_value = "cpu:gloo,cuda:nccl"
-        assert inspect_machine(one_of(2)) == Machine("cuda", (9, 0))
+    for available, name, message in (
+        (False, "nccl", "CUDA, which is not available: run on GPUs, or choose --ep-backend"),
+        (True, "gloo", "needs a process group of NCCL: got gloo; or choose --ep-backend"),
+        (True, "cpu:gloo,cuda:nccl", None),
+    ):
+        with (
+            mock.patch("torch.cuda.is_available", return_value=available),
+            mock.patch("torch.distributed.get_backend", return_value=name),
+            mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+            pytest.raises(ValueError, match=message) if message else contextlib.nullcontext(),
+        ):
+            assert inspect_machine(one_of(2)) == Machine("cuda", (9, 0))

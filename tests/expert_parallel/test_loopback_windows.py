@@ -72,18 +72,10 @@ def test_results_are_those_of_loopback_on_a_cpu(ranks, dtype, sync, kind):
 # ---- Loopback with streams ----
 
 
-class Stream:
-    def record_event(self):
-        return "an event"
-
-    def wait_event(self, event):
-        assert event == "an event"
-
-
 @pytest.fixture
 def streams(monkeypatch):
     """Let Loopback find streams on CPUs."""
-    stream = Stream()
+    stream = types.SimpleNamespace(record_event=lambda: "an event", wait_event={"an event": None}.__getitem__)
     module = types.SimpleNamespace(current_stream=lambda _device: stream, is_current_stream_capturing=lambda: False)
     monkeypatch.setattr("moe_dualpipe.overlap.streams.streams_of", lambda _device: module)
 

@@ -49,12 +49,8 @@ def test_parameters_and_buffers_are_stacked_listed_or_shared():
         "mlp.stages.1.0.weight": ["mlp.stages.1.4.weight"], "mlp.stages.1.1.weight": ["mlp.stages.1.5.weight"],
         "mlp.mix.weight": ["mlp.mix.weight.4-5"], "head.weight": ["head.weight"],
     }  # fmt: skip
-
-
-def test_without_per_expert_the_sizes_decide():
     layer = Layer()
-    del layer.per_expert
+    del layer.per_expert  # then the sizes decide
     found = names(layer)
-    assert found["up"] == ["up.4", "up.5"]
-    assert found["each.1.bias"] == ["each.5.bias"]
+    assert (found["up"], found["each.1.bias"]) == (["up.4", "up.5"], ["each.5.bias"])
     assert found["mix.weight"] == ["mix.weight.4", "mix.weight.5"]  # a size that equals theirs by chance

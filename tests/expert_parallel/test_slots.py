@@ -1,55 +1,25 @@
-"""Copies of experts: every choice goes to a copy of its expert, and the copies get equal shares."""
+"""Experts in any slots, some in several: a layer with sums in the order of choices gives the same bits each time."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import group
 
-from moe_dualpipe.expert_parallel import AllToAll, ByChoice, Shared
+from moe_dualpipe.expert_parallel import AllToAll, ByChoice, Local, Shared
+from moe_dualpipe.expert_parallel.deepep import DeepEP
 from moe_dualpipe.expert_parallel.slots import find_slots
 from moe_dualpipe.models import MoE, StageOptions
 from moe_dualpipe.models.experts import ExpertLayer
+from tests.machines.deepep import Buffer, ElasticBuffer, installed
 from tests.support.models import with_choices
 from tests.support.ranks import run_ranks
+from tests.support.symmetric_ranks import build as build_symmetric
+from tests.support.symmetric_ranks import prepare
 
-PLACED = (0, 1, 2, 0, 3, 1, 0, 4)  # 5 experts in 8 slots; 0 has three copies, 1 has two
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_copies_get_equal_shares_and_a_rank_uses_its_own(ranks):
-    per_rank, counts = len(PLACED) // ranks, torch.zeros(len(PLACED), dtype=torch.int64)
-    ids = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:3] for i in range(240)])
-    for rank in range(ranks):
-        own = range(rank * per_rank, (rank + 1) * per_rank)
-        slots = find_slots(PLACED, own)
-        assert slots is not None
-        found = slots.of(ids)
-        assert torch.equal(torch.tensor(PLACED)[found], ids)
-        for expert in {PLACED[slot] for slot in own} - ({0} if ranks == 2 else {0, 1} if ranks == 1 else {9}):
-            assert {*found[ids == expert].tolist()} <= {*own}  # unless a rank has two copies of it
-        counts += torch.bincount(found.flatten(), minlength=len(PLACED))
-    for expert in range(5):
-        of_copies = [int(counts[slot]) for slot, placed in enumerate(PLACED) if placed == expert]
-        assert sum(of_copies) == ranks * int((ids == expert).sum())
-        assert max(of_copies) <= 1.25 * min(of_copies)
-
-
-def test_no_expert_stays_no_expert():
-    slots = find_slots(PLACED, range(6, 8))
-    assert slots is not None and slots.offset == 3
-    ids = torch.tensor([[0, -1, 1], [2, 1, -1], [3, 4, 0]])
-    assert slots.of(ids).tolist() == [[6, -1, 5], [2, 1, -1], [4, 7, 6]]
-    assert find_slots((0, 1, 2), range(3)) is None
-    moved = find_slots((2, 0, 1), range(1))
-    assert moved is not None and moved.of(torch.tensor([[-1, 2, 0, 1]])).tolist() == [[-1, 0, 1, 2]]
-
-
-def test_ranks_with_one_token_each_do_not_all_use_the_first_copy():
-    used = set()
-    for rank in range(4):
-        slots = find_slots((0, 0, 0, 0, 1, 1, 1, 1), range(rank * 2, rank * 2 + 2))
-        assert slots is not None
-        used.add(int(slots.of(torch.tensor([[0]]))))
-    assert len(used) == 4
+EXPERTS, SLOTS, TOKENS, K = 5, 8, 6, 3
+PLACED = (0, 1, 2, 0, 3, 1, 0, 4)  # 0 has three copies, 1 has two
+PLACES = [PLACED, (0, 1, 2, 3, 4, 0, 0, 0), (4, 3, 2, 1, 0, 0, 0, 3)]
 
 
 class Scales(ExpertLayer):
@@ -66,28 +36,102 @@ class Scales(ExpertLayer):
         return x_MD * self.scale.repeat_interleave(expert_offsets.diff().long(), 0)
 
 
-def copies_change_nothing(rank, backend):
-    config = with_choices(num_experts=5, experts_per_token=3, num_shared_experts=0, experts=f"{__name__}:Scales")
-    x = torch.randn(50, config.hidden_size, generator=torch.Generator().manual_seed(rank))
-    scales = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(9))
-    weight = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(8))
-    outputs = []
-    for placed in (PLACED, (0, 1, 2, 3, 4, 0, 0, 0), (4, 3, 2, 1, 0, 0, 0, 3)):
-        layer = MoE(config, ByChoice(backend(len(placed), group.WORLD)), 0, StageOptions(seed=1))
+def build_backend(kind):
+    """The backend, and the width and dtype of the tokens."""
+    if kind == "symmetric":
+        prepare(pytest.MonkeyPatch())
+        return build_symmetric(max_tokens=TOKENS * K, hidden_size=16, top_k=1), 16, torch.float32
+    if kind in ("buffer", "elastic"):  # stand-ins for both interfaces of DeepEP
+        sizes = {"max_tokens": TOKENS * K, "hidden_size": 256, "top_k": 1, "api": kind}
+        return DeepEP(SLOTS, group.WORLD, **sizes), 256, torch.bfloat16
+    return {"shared": Shared, "all_to_all": AllToAll}[kind](SLOTS, group.WORLD), 16, torch.float32
+
+
+def results(layer: Any, rank, num_experts, mine):
+    """Output, gradients of x and router, and those of all experts, added over copies and ranks."""
+    weight, scale = layer.router.logits.weight, layer.experts.scale
+    x = torch.randn(TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(rank)).to(weight.dtype)
+    layer.zero_grad()
+    y = layer(x.requires_grad_())
+    y.backward(y.detach().flip(0))
+    of_experts = torch.zeros(num_experts, scale.shape[1]).index_add(0, torch.tensor(mine), scale.grad.float())
+    return [y.detach(), x.grad, weight.grad, of_experts]
+
+
+def places_agree(rank, kinds, num_experts, places):
+    for kind in kinds:
+        with installed(Buffer, ElasticBuffer):
+            check_places(rank, *build_backend(kind), num_experts, places)
+
+
+def check_places(rank, backend, width, dtype, num_experts, places):
+    config = with_choices(
+        hidden_size=width, num_experts=num_experts, experts_per_token=K, num_shared_experts=0,
+        experts=f"{__name__}:Scales",
+    )  # fmt: skip
+    torch.manual_seed(0)  # for the routers
+    whole = MoE(config, Local(num_experts), 0, StageOptions(seed=1)).to(dtype)
+    layer, seen = MoE(config, ByChoice(backend), 0, StageOptions(seed=1)).to(dtype), []
+    layer.router.load_state_dict(whole.router.state_dict())
+    for placed in places:
         layer.place(placed)
         mine = [placed[slot] for slot in layer.expert_parallel.local_experts]
         with torch.no_grad():
-            layer.experts.get_parameter("scale").copy_(scales[mine])
-            layer.router.logits.weight.copy_(weight)
-            outputs.append(layer(x))
-    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
-    weights, ids = layer.router(x)
-    expected = torch.zeros_like(x)
-    for k in range(3):
-        expected = expected + weights[:, k : k + 1] * (x * scales[ids[:, k]])
-    torch.testing.assert_close(outputs[0], expected.detach())
+            layer.experts.get_parameter("scale").copy_(whole.experts.get_parameter("scale")[mine])
+        seen.append(results(layer, rank, num_experts, mine))
+    for found in seen:
+        torch.distributed.all_reduce(found[3])
+    expected = results(whole, rank, num_experts, range(num_experts))
+    torch.distributed.all_reduce(expected[3])
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    for found in seen:
+        exact = 3 if num_experts < SLOTS else 4  # copies have parts of a gradient
+        assert all(map(torch.equal, found[:exact], seen[0][:exact]))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
 
 
-@pytest.mark.parametrize("backend,ranks", [(AllToAll, 2), (Shared, 4)])
-def test_copies_change_no_bit(backend, ranks):
-    run_ranks(ranks, copies_change_nothing, backend)
+@pytest.mark.parametrize("num_experts,places", [
+    (EXPERTS, PLACES), (SLOTS, [[*range(8)], [3, 1, 4, 0, 5, 7, 2, 6], [7, 6, 5, 4, 3, 2, 1, 0]]),
+], ids=["copies", "permutations"])  # fmt: skip
+@pytest.mark.parametrize("kinds", ["shared all_to_all elastic", "buffer symmetric"])
+@pytest.mark.quick("shared all_to_all elastic-copies", "shared all_to_all elastic-permutations")
+def test_places_of_experts_and_copies_change_no_bit(kinds, num_experts, places):
+    run_ranks(2, places_agree, kinds.split(), num_experts, places)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_copies_get_equal_shares_and_a_rank_uses_its_own(ranks):
+    per_rank, counts = len(PLACED) // ranks, torch.zeros(len(PLACED), dtype=torch.int64)
+    ids = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:3] for i in range(240)])
+    for rank in range(ranks):
+        own = range(rank * per_rank, (rank + 1) * per_rank)
+        found = find_slots(PLACED, own).of(ids)
+        assert torch.equal(torch.tensor(PLACED)[found], ids)
+        for expert in {PLACED[slot] for slot in own} - ({0} if ranks == 2 else {0, 1} if ranks == 1 else {9}):
+            assert {*found[ids == expert].tolist()} <= {*own}  # unless a rank has two copies of it
+        counts += torch.bincount(found.flatten(), minlength=len(PLACED))
+    for expert in range(5):
+        of_copies = counts[torch.tensor(PLACED) == expert]
+        assert of_copies.sum() == ranks * (ids == expert).sum() and of_copies.max() <= 1.25 * of_copies.min()
+
+
+def test_examples():
+    slots = find_slots(PLACED, range(6, 8))
+    ids = torch.tensor([[0, -1, 1], [2, 1, -1], [3, 4, 0]])
+    assert slots.offset == 3 and slots.of(ids).tolist() == [[6, -1, 5], [2, 1, -1], [4, 7, 6]]
+    assert find_slots((0, 1, 2), range(3)) is None
+    assert find_slots((2, 0, 1), range(1)).of(torch.tensor([[-1, 2, 0, 1]])).tolist() == [[-1, 0, 1, 2]]
+    halves = (0, 0, 0, 0, 1, 1, 1, 1)  # ranks with one token each do not all use the first copy
+    assert len({int(find_slots(halves, range(r, r + 2)).of(torch.tensor([[0]]))) for r in (0, 2, 4, 6)}) == 4
+
+
+def test_choices_are_added_in_their_order_also_those_of_no_expert():
+    ep = ByChoice(Local(3))
+    route = ep.prepare(torch.tensor([[2, 0, 1], [0, 1, 2]]))
+    rows = torch.tensor([1e8, -1e8, 1, 1, 1e8, -1e8])[:, None]  # 1 + 1e8 is 1e8 in fp32
+    assert ep.combine(rows, route).wait().y_TD.flatten().tolist() == [1, 0]
+    route = ep.prepare(torch.tensor([[0, 2, -1], [-1, -1, -1], [1, 2, 1]]))
+    combined = ep.combine(torch.ones(9, 4), route, torch.arange(9.0)[:, None]).wait()
+    assert combined.y_TD.tolist() == [[3.0] * 4] * 3
+    assert combined.weight_grads_TK.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]

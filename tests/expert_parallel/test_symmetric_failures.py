@@ -26,6 +26,15 @@ def set_timeout(ep, seconds):
     ep.windows = dataclasses.replace(ep.windows, timeout=seconds)
 
 
+def fails(message, call, error=DistError):
+    with pytest.raises(error) as found:
+        call()
+    assert str(found.value).startswith(message)
+
+
+NO_ANSWER = "no answer from rank 1 for 0.01 s before"
+
+
 def capacity(rank):
     """Both ranks send to experts of rank 1: at first as many rows as it can receive, then one more."""
     ep = build(capacity=5)
@@ -33,39 +42,28 @@ def capacity(rank):
     if rank == 0:
         send(ep, [6, 7, 6]).wait()
         set_timeout(ep, 0.01)
-        with pytest.raises(DistError, match=r"no answer from rank 1 for 0\.01 s before its dispatch"):
-            send(ep, [0]).wait()
+        fails(f"{NO_ANSWER} it", lambda: send(ep, [0]).wait())
         return
     pending = send(ep, [4, 6, 5])
-    for _ in range(2):  # the same error again
-        with pytest.raises(RuntimeError) as error:
-            pending.wait()
-        assert str(error.value) == (
+    for again in (pending.wait, pending.wait, lambda: ep.prepare(torch.tensor([[0]])), ep.check):
+        fails(
             "rank 1 was sent 6 rows (3 from rank 0, 3 from rank 1), but its capacity is 5. Expert 6 was chosen most "
-            "often: 3 times. Increase capacity, or balance the load"
-        )
-    with pytest.raises(RuntimeError, match="Expert 6 was chosen most often"):
-        ep.prepare(torch.tensor([[0]]))
-    with pytest.raises(RuntimeError, match="Expert 6 was chosen most often"):
-        ep.check()
+            "often: 3 times. Increase capacity, or balance the load", again, RuntimeError,
+        )  # fmt: skip
 
 
 def missing(rank):
     """Rank 1 leaves out an operation, or does not wait for one."""
     ep = build(timeout=0.01)
     if rank == 0:
-        with pytest.raises(DistError) as error:
-            send(ep, [0]).wait()
-        assert str(error.value) == "no answer from rank 1 for 0.01 s before its dispatch (operation 0)"
+        fails(f"{NO_ANSWER} its dispatch (operation 0)", lambda: send(ep, [0]).wait())
     ep = build(slots=1)
     pending = send(ep, [0])
     torch.distributed.barrier()
     if rank == 0:
         pending.wait()
         set_timeout(ep, 0.01)
-        with pytest.raises(DistError) as error:
-            send(ep, [0])
-        assert str(error.value) == "no answer from rank 1 for 0.01 s before it freed a slot for dispatch (operation 1)"
+        fails(f"{NO_ANSWER} it freed a slot for dispatch (operation 1)", lambda: send(ep, [0]))
 
 
 def different(rank):
@@ -74,13 +72,12 @@ def different(rank):
     y = ep.dispatch(torch.ones(1, WIDTH), route).wait().x_ND
     mine, other = ("combine", "dispatch") if rank else ("dispatch", "combine")
     pending = ep.combine(y, route) if rank else ep.dispatch(torch.ones(1, WIDTH), route)
-    with pytest.raises(RuntimeError, match=rf"rank {rank} waits for its {mine} \(operation 1\), but rank {1 - rank} "
-                       rf"called {other}: all ranks must call the same operations in the same order"):  # fmt: skip
-        pending.wait()
+    said = f"rank {rank} waits for its {mine} (operation 1), but rank {1 - rank} called {other}"
+    fails(f"{said}: all ranks must call the same operations in the same order", pending.wait, RuntimeError)
     torch.distributed.barrier()
-    ep = build()
-    with pytest.raises(RuntimeError, match="called dispatch with other fields or rows of another size: "):
-        send(ep, [0], (torch.float32, torch.bfloat16)[rank]).wait()
+    pending = send(build(), [0], (torch.float32, torch.bfloat16)[rank])
+    said = f"rank {rank} waits for its dispatch (operation 0), but rank {1 - rank} called dispatch"
+    fails(f"{said} with other fields or rows of another size: ", pending.wait, RuntimeError)
     torch.distributed.barrier()
 
 
@@ -142,37 +139,31 @@ class Stream:
 def in_order(_rank):
     """Transfers of two streams run one after another, and only `check` waits for them."""
     prepare_rank(pytest.MonkeyPatch())
-    ep, log = build(), []
-    one, other = Stream("one", log), Stream("other", log)
-    current = [one]
-    captured = [False]
+    ep, log, captured = build(), [], [False]
+    current = one = Stream("one", log)
     module = types.SimpleNamespace(
-        current_stream=lambda _device: current[0], is_current_stream_capturing=lambda: captured[0]
+        current_stream=lambda _device: current, is_current_stream_capturing=lambda: captured[0]
     )  # fmt: skip
     pytest.MonkeyPatch().setattr("moe_dualpipe.overlap.streams.streams_of", lambda _device: module)
-    first = send(ep, [0])
-    current[0] = other
-    second = send(ep, [1])
-    assert log == ["one records", "other waits for the event of one", "other records"]
-    log.clear()
-    second.wait()
-    current[0] = one
-    first.wait()
-    assert log == [
-        "other waits for the event of other", "other records", "one waits for the event of other", "one records"
-    ]  # fmt: skip
+
+    def logged(call):
+        log.clear()
+        return call(), [*log]
+
+    first, at_first = logged(lambda: send(ep, [0]))
+    current = Stream("other", log)
+    second, then = logged(lambda: send(ep, [1]))
+    assert at_first + then == ["one records", "other waits for the event of one", "other records"]
+    assert logged(second.wait)[1] == ["other waits for the event of other", "other records"]
+    current = one
+    assert logged(first.wait)[1] == ["one waits for the event of other", "one records"]
     # A graph waits only for events in it, other work only for events outside, and nothing after `check`.
     for captured[0], before in ((True, []), (True, ["one waits for the event of one"]), (False, [])):
-        log.clear()
-        pending = send(ep, [0])
-        assert log == [*before, "one records"]
+        pending, found = logged(lambda: send(ep, [0]))
+        assert found == [*before, "one records"]
         pending.wait()
-    log.clear()
-    ep.check()
-    assert log == ["one waits for the event of one"]
-    log.clear()
-    send(ep, [0]).wait()
-    assert log == ["one records", "one waits for the event of one", "one records"]
+    assert logged(ep.check)[1] == ["one waits for the event of one"]
+    assert logged(lambda: send(ep, [0]).wait())[1] == ["one records", "one waits for the event of one", "one records"]
     ep.windows.state[:5] = torch.tensor([2, 0, 1, 1, 0])
     pending = send(ep, [0])  # it reports the failure to the host, which did not know it before
     for failing in (ep.check, pending.wait, lambda: send(ep, [0])):

@@ -1,7 +1,7 @@
 """No order of the programs of two ranks makes Symmetric read a message early, overwrite one that is read, or deadlock.
 
-The search uses events that the real kernels recorded (tests/machines/one_sided/record.py), not a model of them.
-If any fence of the kernels is removed or weakened, the search finds what goes wrong.
+The check uses events that the real kernels recorded (tests/machines/one_sided/record.py), not a model of them.
+If any fence of the kernels is removed or weakened, it finds what goes wrong.
 """
 
 import functools
@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.machines.one_sided.calls import calls_of_a_pair
 from tests.machines.one_sided.events import HazardError
 from tests.machines.one_sided.record import Call, record
 from tests.machines.one_sided.search import explore
@@ -52,7 +51,7 @@ FENCES_OF_FLAGS = {
 @pytest.mark.parametrize("sync", SYNC)
 def test_all_orders_are_safe_and_none_of_the_fences_is_superfluous(sync):
     recording = record_calls(sync)
-    assert explore(recording) > 1000
+    assert explore(recording) > 100
     expected = FENCES | (FENCES_OF_FLAGS if sync == "flags" else {})
     found = set()
     for name, weaker in weakened(recording):
@@ -77,7 +76,7 @@ EVERY_RANK = "    for r in range(R):\n"
 MISTAKES = {
     "the epoch is not stored": ("signals", {EPOCH: "            pass\n"}, OVERWRITTEN),
     "headers are written after the release": (
-        "push", {HEADERS: "", RELEASE: RELEASE + HEADERS}, "loads headers .* may be storing|finds nothing in headers"
+        "push", {HEADERS: "", RELEASE: RELEASE + HEADERS}, r"loads headers\S+ .* may be storing"
     ),
     "headers are written before the wait": (
         "push", {HEADERS: "", WAIT: HEADERS.replace("        ", "    ") + WAIT}, OVERWRITTEN
@@ -109,14 +108,6 @@ def test_mistakes_in_the_kernels_are_found(mistake, monkeypatch, tmp_path):
     sync = "barrier" if {RELEASE_AFTER, f"{FREE_AFTER}\n\n@"} & changes.keys() else "flags"
     with pytest.raises(HazardError, match=message):
         explore(record(sync, BRIEF, slots=1))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sync", SYNC)
-@pytest.mark.parametrize("layers,programs", [(1, 1), (2, 2), (1, 3)])
-def test_all_orders_are_safe_for_pairs_of_chunks(sync, layers, programs):
-    """A pair of chunks, with the forward of one before it and the backward of the other after it."""
-    assert explore(record(sync, calls_of_a_pair(layers), programs)) > 900
 
 
 def orders(done: tuple[Call, ...], starts: list[Call], slots: int) -> Iterator[list[Call]]:

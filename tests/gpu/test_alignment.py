@@ -20,10 +20,7 @@ from tests.support.kernels import DEVICE, offsets_of
 N, K, E, D, F = 5, 2, 3, 8, 16
 IDS = torch.tensor([[0, 2], [2, 0], [0, 2], [2, 0], [2, 0]], device=DEVICE)  # expert 1 has no rows
 INDICES = ("gather_idx_M", "choice_idx_M", "positions_NK", "expert_offsets")
-
-
-def rows(*shape):
-    return torch.randn(*shape, device=DEVICE)
+FEW, SUMMED = (torch.tensor(index, device=DEVICE) for index in ([4, 0, 4], [[1, 2], [0, -1]]))
 
 
 def order(place):
@@ -31,51 +28,50 @@ def order(place):
     return ExpertOrder(*(place(getattr(sorted_ids, name)) for name in INDICES))
 
 
-def gradients(y, *leaves, place):
-    return [y, *torch.autograd.grad(y, leaves, place(rows(*y.shape)))]
+def placed_experts(place, x, gate_up, down, weights):
+    for leaf in (gate_up, down):
+        leaf.grad = place(torch.ones_like(leaf))
+    return [experts(x, gate_up, down, order(place), weights, accumulate=True, kernels="triton")]
 
 
-def routed(place):
-    logits = place(rows(N, E)).requires_grad_()
-    weights, ids = route(logits, K, bias_E=place(rows(E)), kernels="triton")
-    return [ids, *gradients(weights, logits, place=place)]
+# What is called, with inputs of these shapes; results that have gradients are differentiated.
+OPERATORS = {
+    "route": (lambda _place, x, b: [*route(x, K, bias_E=b.detach(), kernels="triton")], [(N, E), (E,)]),
+    "unpermute": (lambda place, x, w: [unpermute(x, order(place), w, "triton")], [(N * K, D), (N, K)]),
+    "products": (
+        lambda place, x, w: [grouped_linear(x, w, place(offsets_of([2, 0, 3])), kernels="triton")], [(N, D), (E, F, D)],
+    ),
+    "experts": (placed_experts, [(N, D), (E, 2 * F, D), (E, D, F), (N, K)]),
+    "wgrad": (
+        lambda _place, dy, x, w: [
+            grouped_wgrad(dy.detach(), x.detach(), offsets_of([2, 0, 3]), add_to=w.detach(), kernels="triton")
+        ], [(N, F), (N, D), (E, F, D)],
+    ),
+    "gather": (
+        lambda place, x, out, w: [
+            gather(x.detach(), place(FEW), out.detach(), "triton"),
+            gather_sum(out.detach(), place(SUMMED), w.detach(), "triton"),
+        ], [(N, D), (3, D), (2, 2)],
+    ),
+    "orders": (
+        lambda place: [
+            getattr(sorted_ids, name)
+            for sorted_ids in (expert_order(place(IDS), E, kernels="triton"), rank_order(place(IDS), 2, 2, "triton"))
+            for name in INDICES
+        ], [],
+    ),
+}  # fmt: skip
 
 
-def unpermuted(place):
-    leaves = place(rows(N * K, D)).requires_grad_(), place(rows(N, K)).requires_grad_()
-    return gradients(unpermute(leaves[0], order(place), leaves[1], "triton"), *leaves, place=place)
-
-
-def multiplied(place):
-    leaves = place(rows(N, D)).requires_grad_(), place(rows(E, F, D)).requires_grad_()
-    return gradients(grouped_linear(*leaves, place(offsets_of([2, 0, 3])), kernels="triton"), *leaves, place=place)
-
-
-def through_experts(place):
-    leaves = [place(rows(*shape)).requires_grad_() for shape in ((N, D), (E, 2 * F, D), (E, D, F), (N, K))]
-    for leaf in leaves[1:3]:
-        leaf.grad = place(rows(*leaf.shape))
-    x, gate_up, down, weights = leaves
-    y = experts(x, gate_up, down, order(place), weights, accumulate=True, kernels="triton")
-    y.backward(place(rows(N, D)))
-    return [y, *(leaf.grad for leaf in leaves)]
-
-
-def added(place):
-    add_to = place(rows(E, F, D))
-    grouped_wgrad(place(rows(N, F)), place(rows(N, D)), offsets_of([2, 0, 3]), add_to=add_to, kernels="triton")
-    return [add_to]
-
-
-def gathered(place):
-    out = place(rows(3, D))
-    gather(place(rows(N, D)), place(torch.tensor([4, 0, 4], device=DEVICE)), out, "triton")
-    return [out, gather_sum(out, place(torch.tensor([[1, 2], [0, -1]], device=DEVICE)), place(rows(2, 2)), "triton")]
-
-
-def ordered(place):
-    orders = expert_order(place(IDS), E, kernels="triton"), rank_order(place(IDS), 2, 2, "triton")
-    return [getattr(sorted_ids, name) for sorted_ids in orders for name in INDICES]
+def results(name, place):
+    function, shapes = OPERATORS[name]
+    torch.manual_seed(1)
+    inputs = [place(torch.randn(shape, device=DEVICE)).requires_grad_() for shape in shapes]
+    found = function(place, *inputs)
+    for y in found:
+        if y.requires_grad:
+            y.backward(place(torch.randn(y.shape, device=DEVICE)))
+    return found + [leaf.grad for leaf in inputs if leaf.grad is not None]
 
 
 def shifted(t):
@@ -84,18 +80,15 @@ def shifted(t):
     return buffer[1:].view(t.shape).copy_(t)
 
 
-@pytest.mark.parametrize("operator", [routed, unpermuted, multiplied, through_experts, added, gathered, ordered])
-def test_tensors_may_begin_anywhere(operator, monkeypatch):
+@pytest.mark.parametrize("name", OPERATORS)
+def test_tensors_may_begin_anywhere(name, monkeypatch):
     monkeypatch.setattr(backend, "_copied", set())
-    torch.manual_seed(1)
-    expected = operator(lambda t: t)
-    torch.manual_seed(1)
+    expected = results(name, lambda t: t)
     with pytest.warns(UserWarning, match=r"is copied for the Triton kernels in each call: it begins . bytes after"):
-        results = operator(shifted)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+        assert all(map(torch.equal, results(name, shifted), expected))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        operator(shifted)  # warned once
+        results(name, shifted)  # warned once
 
 
 def test_every_table_of_tiles_begins_at_16_bytes():

@@ -5,7 +5,6 @@ from the same rows in a small tensor.
 """
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from tests.support.kernels import DEVICE, all_kernels
 
 WIDTH = 16
 FAR = 2**31 // WIDTH + 5  # number of rows of WIDTH elements
+EXPERTS = FAR // WIDTH + 1  # number of matrices of WIDTH x WIDTH elements
 CONFIG = TileConfig(16, 16, 16, 4, 1, 2)
 
 
@@ -39,7 +39,7 @@ class LastRows:
         return 1
 
 
-def at_the_end(num_rows, near):
+def end(num_rows, near):
     """A tensor of `num_rows` rows that ends with the rows `near`. The others are uninitialized."""
     t = torch.empty(num_rows, *near.shape[1:], dtype=near.dtype, device=DEVICE)
     t[num_rows - len(near) :] = near
@@ -50,101 +50,65 @@ def random(*shape):
     return torch.randn(*shape, device=DEVICE).half()
 
 
-@pytest.mark.parametrize("tma", [False, True])
-def test_rows_of_grouped_products(tma):
-    a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
-    with all_kernels(dataclasses.replace(CONFIG, tma=tma)):
-        for transposed in (False, True):
-            near, far = (
-                rows_times_weights("down", at_the_end(rows, a), w, LastRows(rows), transposed) for rows in (3, FAR)
-            )
-            assert torch.equal(far[-3:], near)
+def last(rows):
+    return torch.arange(rows - 3, rows, device=DEVICE)
 
 
-def test_gathered_rows_of_grouped_products():
-    a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
-    with all_kernels(CONFIG):
-        near, far = (
-            rows_times_weights(
-                "down", at_the_end(rows, a), w, LastRows(3), index=torch.arange(rows - 3, rows, device=DEVICE)
-            )
-            for rows in (3, FAR)
-        )
-    assert torch.equal(far, near)
+X, BOTH, SQUARE = random(3, WIDTH), random(1, 2 * WIDTH, WIDTH), random(1, WIDTH, WIDTH)
 
 
-def test_weights_of_the_last_expert():
-    experts = FAR // WIDTH + 1
-    a, w = random(3, WIDTH), random(1, WIDTH, WIDTH)
-
-    with all_kernels(CONFIG):
-        for transposed in (False, True):
-            near = rows_times_weights("down", a, w, LastRows(3), transposed)
-            far = rows_times_weights("down", a, at_the_end(experts, w), LastRows(3, experts - 1), transposed)
-            assert torch.equal(far, near)
-        both, index = random(1, 2 * WIDTH, WIDTH), torch.arange(3, device=DEVICE)
-        near = swiglu_up(a, index, both, LastRows(3), None, index)
-        far = swiglu_up(a, index, at_the_end(experts, both), LastRows(3, experts - 1), None, index)
-        assert all(torch.equal(*pair) for pair in zip(far, near, strict=True))
+def swiglu(rows):
+    index, weights = end(rows, last(rows)), end(rows, torch.tensor([0.5, 0.25, 2.0], device=DEVICE))
+    z, h = swiglu_up(end(rows, X), index, BOTH, LastRows(rows), weights, index)
+    dz, wh, sums = swiglu_down_backward(end(rows, X), index, SQUARE, z, LastRows(rows), weights, index)
+    return *(t[-3:] for t in (z, h, dz, wh)), sums[:, -3:]
 
 
-def test_rows_of_the_swiglu_products():
-    x, gate_up, down, weights = random(3, WIDTH), random(1, 2 * WIDTH, WIDTH), random(1, WIDTH, WIDTH), None
-    results = []
-    for rows in (3, FAR):
-        index = at_the_end(rows, torch.arange(rows - 3, rows, device=DEVICE))
-        choice = index
-        weights = at_the_end(rows, torch.tensor([0.5, 0.25, 2.0], device=DEVICE))
-        far_x = at_the_end(rows, x)
-        with all_kernels(CONFIG):
-            z, h = swiglu_up(far_x, index, gate_up, LastRows(rows), weights, choice)
-            dz, wh, sums = swiglu_down_backward(far_x, index, down, z, LastRows(rows), weights, choice)
-        results.append([z[-3:], h[-3:], dz[-3:], wh[-3:], sums[:, -3:]])
-    for near, far in zip(*results, strict=True):
-        assert torch.equal(far, near)
+def wgrads(rows):
+    far_a, far_b, index = end(rows, X), end(rows, SQUARE[0, :3]), last(rows)
+    zero, offsets = (torch.tensor([start, start + 3], device=DEVICE, dtype=torch.int32) for start in (0, rows - 3))
+    return (
+        weight_gradients(far_a, far_b, offsets, torch.float32),
+        weight_gradients(far_a, far_b[-3:], zero, torch.float32, index_a=index),
+        weight_gradients(far_a[-3:], far_b, zero, torch.float32, index_b=index),
+    )
 
 
-@pytest.mark.parametrize("tma", [False, True])
-def test_rows_of_weight_gradients(tma):
-    a, b = random(3, WIDTH), random(3, WIDTH)
-    results = []
-    for rows in (3, FAR):
-        far_a, far_b = at_the_end(rows, a), at_the_end(rows, b)
-        index = torch.arange(rows - 3, rows, device=DEVICE)
-        zero, last = (torch.tensor([start, start + 3], device=DEVICE, dtype=torch.int32) for start in (0, rows - 3))
-        with all_kernels(dataclasses.replace(CONFIG, tma=tma)):
-            results.append([
-                weight_gradients(far_a, far_b, last, torch.float32),
-                weight_gradients(far_a, far_b[-3:], zero, torch.float32, index_a=index),
-                weight_gradients(far_a[-3:], far_b, zero, torch.float32, index_b=index),
-            ])  # fmt: skip
-    for near, far in zip(*results, strict=True):
-        assert torch.equal(far, near)
+def weights_of_the_last(rows):
+    experts, index = EXPERTS if rows == FAR else 1, last(3)
+    one_tile, square, both = LastRows(3, experts - 1), end(experts, SQUARE), end(experts, BOTH)
+    products = (rows_times_weights("down", X, square, one_tile, transposed) for transposed in (False, True))
+    return *products, *swiglu_up(X, index, both, one_tile, None, index)
 
 
-def test_rows_that_are_gathered_and_summed():
-    rows = random(3, WIDTH)
-    far = at_the_end(FAR, rows)
-    index = torch.tensor([FAR - 1, FAR - 3], device=DEVICE)
-    for narrow in (index, index.int()):
-        assert torch.equal(gather_rows(far, narrow), rows[[2, 0]])
-    positions = torch.tensor([[FAR - 1, FAR - 2], [-1, FAR - 3]], device=DEVICE)
-    near = torch.tensor([[2, 1], [-1, 0]], device=DEVICE)
-    assert torch.equal(sum_rows(far, positions), sum_rows(rows, near))
-    assert torch.equal(dot_rows(rows[:2], far, positions), dot_rows(rows[:2], rows, near))
-    wide = torch.empty(2, 2**31 + WIDTH, dtype=torch.uint8, device=DEVICE)[:, :WIDTH]  # a row stride above 2^31
-    gather_rows(rows.view(torch.uint8)[:, :WIDTH], index - (FAR - 3), wide)
-    assert torch.equal(wide, rows.view(torch.uint8)[[2, 0], :WIDTH])
+def gathered(rows):
+    few, pairs = last(rows)[[2, 0]], torch.tensor([[2, 1], [-1, 0]], device=DEVICE)
+    positions, far = torch.where(pairs < 0, -1, pairs + rows - 3), end(rows, X)
+    found = gather_rows(far, few), gather_rows(far, few.int()), sum_rows(far, positions)
+    return *found, dot_rows(X[:2], far, positions)
 
 
-def test_large_row_strides():
-    rows = random(3, WIDTH)
-    far = torch.empty(3, 2**30 + WIDTH, dtype=rows.dtype, device=DEVICE)[:, :WIDTH]
-    far[:] = rows
+def long_rows(rows):
+    """Rows whose stride is large."""
+    far = torch.empty(3, (2**30 if rows == FAR else 0) + WIDTH, dtype=X.dtype, device=DEVICE)[:, :WIDTH]
+    far[:] = X
     positions = torch.tensor([[0, 1], [1, 2], [2, 0]], device=DEVICE)
-    assert torch.equal(dot_rows(far, far, positions), dot_rows(rows, rows, positions))
-    ours, expected = (top_k_experts(logits, None, RoutingOptions(2)) for logits in (far, rows))
-    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+    wide = torch.empty(2, (2**31 if rows == FAR else 0) + WIDTH, dtype=torch.uint8, device=DEVICE)[:, :WIDTH]
+    gather_rows(X.view(torch.uint8)[:, :WIDTH], torch.tensor([2, 0], device=DEVICE), wide)
+    return dot_rows(far, far, positions), *top_k_experts(far, None, RoutingOptions(2)), wide
+
+
+def products(rows):
+    found = [rows_times_weights("down", end(rows, X), SQUARE, LastRows(rows), way)[-3:] for way in (False, True)]
+    return *found, rows_times_weights("down", end(rows, X), SQUARE, LastRows(3), index=last(rows))
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("function", [products, swiglu, wgrads, weights_of_the_last, gathered, long_rows])
+def test_the_end_of_a_large_tensor_gives_the_results_of_a_small_one(function, tma):
+    with all_kernels(dataclasses.replace(CONFIG, tma=tma)):
+        near, far = (function(rows) for rows in (3, FAR))
+    assert all(map(torch.equal, near, far))
 
 
 def test_partial_sums():
@@ -152,7 +116,7 @@ def test_partial_sums():
     parts[:, -3:] = torch.arange(6.0, device=DEVICE).view(2, 3)
     positions = torch.tensor([[2**30 + 2, -1], [2**30, 2**30 + 1]], device=DEVICE)
     assert sum_partials(parts, positions).tolist() == [[7, 0], [3, 5]]
-    assert list(itertools.chain(*sum_partials(parts[:, -3:].contiguous(), positions - 2**30).tolist())) == [7, 0, 3, 5]
+    assert sum_partials(parts[:, -3:].contiguous(), positions - 2**30).tolist() == [[7, 0], [3, 5]]
 
 
 def test_the_matrix_of_an_expert_has_fewer_than_2_31_elements():

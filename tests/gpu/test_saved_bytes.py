@@ -80,11 +80,10 @@ def fused_norms(monkeypatch):
         monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight, self.eps))
 
 
-def forward(config, spec, recompute, ep=None, fused_loss=False):
+def forward(config, spec, recompute, fused_loss=False, ep=None):
     """Return (allocations of a forward, the stage, its input, its loss or output)."""
-    stage = TransformerStage(
-        config, spec, ep, options=StageOptions(recompute=recompute, kernels="triton", fused_loss=fused_loss)
-    ).to(DEVICE)
+    options = StageOptions(recompute=recompute, kernels="triton", fused_loss=fused_loss)
+    stage = TransformerStage(config, spec, ep, options=options).to(DEVICE)
     bind(stage, WeightGrads())
     x = torch.randint(V, (B, S)) if spec.embedding else torch.randn(B, S, D)
     x, labels = x.to(DEVICE).requires_grad_(not spec.embedding), torch.randint(V, (B, S)).to(DEVICE)
@@ -97,40 +96,25 @@ def forward(config, spec, recompute, ep=None, fused_loss=False):
     return allocations, stage, x, y
 
 
-def bytes_after_forward(config, spec, recompute, ep=None, fused_loss=False):
-    """Bytes that are alive after a forward."""
-    allocations, _stage, x, _y = forward(config, spec, recompute, ep, fused_loss)
-    return allocations.alive() + x.nbytes + 8 * B * S * spec.head  # labels
-
-
-def omitted_bytes(config, spec):
-    """Bytes that the formula omits: tables with one entry per expert, and the loss."""
+@pytest.mark.parametrize("spec,choices,recompute,fused_loss", [
+    (FIRST, {"num_shared_experts": 0}, "attention", False),
+    (FIRST, {"qk_norm": "full", "num_shared_experts": 2}, "norms", False),
+    (MIDDLE, LATENT | {"q_rank": 20}, "none", False),
+    (LAST, {"qk_norm": "head"}, "none", False),
+    (LAST, {}, "full", False),
+    (FIRST, OPTIONS, "none", False),
+    (LAST, OPTIONS, "attention", False),
+    (LAST, {"vocab_size": 200}, "full", True),  # no logits
+], ids=["attention", "norms", "mla", "last", "full", "options", "tied head", "fused loss"])  # fmt: skip
+@pytest.mark.quick("mla", "options", "fused loss")
+def test_bytes_saved_for_backward(spec, choices, recompute, fused_loss):
+    config = ModelConfig(**SIZES | choices)
+    allocations, _stage, x, _y = forward(config, spec, recompute, fused_loss)
+    measured = allocations.alive() + x.nbytes + 8 * B * S * spec.head  # labels
+    formula = saved_bytes(config, spec, MicroBatch(B, S, element=4, recompute=recompute, fused_loss=fused_loss))
+    # The formula omits tables with one entry per expert, and the loss.
     layers = sum(not config.is_dense(layer) for layer in spec.layers)
-    return layers * 64 * (config.num_experts + 1) + 16 * spec.head
-
-
-@pytest.mark.parametrize("spec,choices,recompute", [
-    (FIRST, {"num_shared_experts": 0}, "attention"),
-    (FIRST, {"qk_norm": "full", "num_shared_experts": 2}, "norms"),
-    (MIDDLE, LATENT | {"q_rank": 20}, "none"),
-    (LAST, {"qk_norm": "head"}, "none"),
-    (LAST, {}, "full"),
-    (FIRST, OPTIONS, "none"),
-    (LAST, OPTIONS, "attention"),
-], ids=["attention", "norms", "mla", "last", "full", "options", "tied head"])  # fmt: skip
-@pytest.mark.quick("mla", "last", "options")
-def test_bytes_saved_for_backward(spec, choices, recompute):
-    config = ModelConfig(**SIZES, **choices)
-    measured = bytes_after_forward(config, spec, recompute)
-    formula = saved_bytes(config, spec, MicroBatch(B, S, element=4, recompute=recompute))
-    assert 0 <= measured - formula <= omitted_bytes(config, spec)
-
-
-def test_a_fused_loss_saves_no_logits():
-    config = ModelConfig(**SIZES | {"vocab_size": 200})
-    measured = bytes_after_forward(config, LAST, "full", fused_loss=True)
-    formula = saved_bytes(config, LAST, MicroBatch(B, S, element=4, recompute="full", fused_loss=True))
-    assert 0 <= measured - formula <= omitted_bytes(config, LAST)
+    assert 0 <= measured - formula <= layers * 64 * (config.num_experts + 1) + 16 * spec.head
 
 
 class Receiving(Loopback):
@@ -146,19 +130,10 @@ class Receiving(Loopback):
 @pytest.mark.quick("none")
 def test_bytes_saved_with_expert_parallelism(recompute):
     config, spec = ModelConfig(**SIZES), MIDDLE
-    measured = bytes_after_forward(config, spec, recompute, Receiving(config.num_experts, 3, kernels="triton"))
+    ep = Receiving(config.num_experts, 3, kernels="triton")
+    allocations, _stage, x, _y = forward(config, spec, recompute, ep=ep)
     formula = saved_bytes(config, spec, MicroBatch(B, S, element=4, ep=3, recompute=recompute))
-    assert measured == pytest.approx(formula, rel=0.03)  # the number of sent rows is random
-
-
-def bytes_deferred(config, spec, recompute):
-    """Bytes that are alive after a backward with deferred weight gradients."""
-    allocations, stage, x, y = forward(config, spec, recompute)
-    with allocations, stage.weight_grads.defer_to("later"):
-        y.backward(torch.ones_like(y))
-    del y
-    known = [t.grad for t in (x, *stage.parameters()) if t.grad is not None]
-    return allocations.alive() - sum(grad.nbytes for grad in known)
+    assert allocations.alive() + x.nbytes == pytest.approx(formula, rel=0.03)  # the number of sent rows is random
 
 
 @pytest.mark.parametrize("spec,choices,recompute", [
@@ -167,7 +142,10 @@ def bytes_deferred(config, spec, recompute):
 @pytest.mark.long
 def test_bytes_saved_for_deferred_weight_gradients(spec, choices, recompute):
     config = ModelConfig(**SIZES | choices)
-    measured = bytes_deferred(config, spec, recompute)
-    assert measured == pytest.approx(
-        deferred_bytes(config, spec, MicroBatch(B, S, element=4, recompute=recompute)), rel=0.05
-    )
+    allocations, stage, x, y = forward(config, spec, recompute)
+    with allocations, stage.weight_grads.defer_to("later"):
+        y.backward(torch.ones_like(y))
+    del y
+    grads = sum(t.grad.nbytes for t in (x, *stage.parameters()) if t.grad is not None)
+    formula = deferred_bytes(config, spec, MicroBatch(B, S, element=4, recompute=recompute))
+    assert allocations.alive() - grads == pytest.approx(formula, rel=0.05)

@@ -30,44 +30,37 @@ def test_what_has_passed_is_not_run_again(monkeypatch):
         TEST.first_difference()
 
 
-def scaled(result, *_, **__):
-    return result * 1.01
-
-
-def first_scaled(results, *_, **__):
-    return scaled(results[0]), *results[1:]
-
-
-def ids_reversed(results, *_, **__):
-    return results[0], results[1].flip(1)
-
-
-def transposed_scaled(result, _name, _rows, _weights, _tiling, transposed=False, **__):
-    return scaled(result) if transposed else result
-
-
-def not_added(gradient, *arguments, **_):
-    *_, add_to = arguments
-    return gradient.sub_(1) if add_to is gradient else gradient  # it began as ones
-
-
-def nan(result, *_):
-    return result * torch.nan
+# How a wrong kernel spoils its result, given its arguments.
+SPOIL = {
+    "scaled": lambda result, *_: result * 1.01,
+    "first scaled": lambda results, *_: (results[0] * 1.01, *results[1:]),
+    "ids reversed": lambda results, *_: (results[0], results[1].flip(1)),
+    "transposed scaled": lambda result, *arguments: result * 1.01 if arguments[4:5] == (True,) else result,
+    "not added": lambda result, *arguments: result.sub_(1) if arguments[-1] is result else result,  # it began as ones
+    "nan": lambda result, *_: result * torch.nan,
+}
 
 
 @pytest.mark.parametrize(("module", "name", "spoil", "result"), [
-    (routing, "top_k_experts", first_scaled, "routing weight"),
-    (routing, "top_k_experts", ids_reversed, "choice of experts"),
-    (routing, "top_k_experts_backward", scaled, "gradient of the router's logits"),
-    (permute, "sum_rows", scaled, "output of the experts"),
-    (permute, "sum_partials", nan, "gradient of the routing weights"),
-    (gemm, "rows_times_weights", transposed_scaled, "gradient of x"),
-    (swiglu, "swiglu_down_backward", first_scaled, "gradient of x"),
-    (wgrad, "weight_gradients", not_added, "gradient of gate and up"),
+    (routing, "top_k_experts", "first scaled", "routing weight"),
+    (routing, "top_k_experts", "ids reversed", "choice of experts"),
+    (routing, "top_k_experts_backward", "scaled", "gradient of the router's logits"),
+    (permute, "sum_rows", "scaled", "output of the experts"),
+    (permute, "sum_partials", "nan", "gradient of the routing weights"),
+    (gemm, "rows_times_weights", "transposed scaled", "gradient of x"),
+    (swiglu, "swiglu_down_backward", "first scaled", "gradient of x"),
+    (wgrad, "weight_gradients", "not added", "gradient of gate and up"),
 ])  # fmt: skip
+@pytest.mark.quick(
+    *(f"moe_dualpipe.kernels.gpu.{case}" for case in (
+        "routing-top_k_experts-ids reversed-choice of experts", "permute-sum_rows-scaled-output of the experts",
+        "permute-sum_partials-nan-gradient of the routing weights",
+        "wgrad-weight_gradients-not added-gradient of gate and up",
+    )),
+)  # fmt: skip
 def test_a_wrong_result_is_found(module, name, spoil, result, monkeypatch):
     launch = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args, **options: spoil(launch(*args, **options), *args, **options))
+    monkeypatch.setattr(module, name, lambda *args, **options: SPOIL[spoil](launch(*args, **options), *args))
     found = TEST.first_difference()
     assert found.startswith(f"the Triton kernels compute a wrong {result} on ")
     assert TEST.first_difference() == found  # a failure is not remembered

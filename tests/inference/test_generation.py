@@ -8,7 +8,6 @@ from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Loopback
 from moe_dualpipe.inference import generate, prefill
-from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.models import (
     KVCache,
     ModelConfig,
@@ -84,31 +83,12 @@ def test_prompts_may_have_different_lengths(attention):
         assert got[expected.index(row)] == cut + [stop] * (6 - len(cut))
 
 
-@pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("attention", VARIANTS)
-def test_logits_equal_those_of_the_whole_text(monkeypatch, attention, sequences):
-    model = build_model(VARIANTS[attention])
-    prompts, seen = torch.randint(31, (sequences, 4)), []
-    draw = Sampling.draw
-    monkeypatch.setattr(Sampling, "draw", lambda self, logits, *more: seen.append(logits) or draw(self, logits, *more))
-    tokens = generate(model, prompts, 20, max_length=24)
-    with torch.no_grad():
-        logits = model(torch.cat([prompts, tokens], dim=1))[:, 3:-1]
-    torch.testing.assert_close(torch.stack(seen, dim=1), logits, atol=1e-5, rtol=1e-5)
-
-
-def test_each_token_takes_a_forward_of_one_position(monkeypatch):
-    model, shapes = build_model(CONFIG), []
+def test_each_token_takes_a_forward_of_one_position_and_the_same_seed_gives_the_same_text(monkeypatch):
+    model, shapes, prompts = build_model(CONFIG), [], torch.randint(31, (1, 5))
     segments = type(model).segments
     monkeypatch.setattr(type(model), "segments", lambda self, x, *c: shapes.append([*x.shape]) or segments(self, x, *c))
-    generate(model, torch.randint(31, (1, 5)), 8, max_length=9)
-    assert shapes == [[1, 5], *[[1, 1]] * 4, [1, 4], *[[1, 1]] * 2]
-
-
-def test_the_same_seed_gives_the_same_text():
-    model = build_model(CONFIG)
-    prompts = torch.randint(31, (2, 4))
     runs = [generate(model, prompts, 8, max_length=9, temperature=2.0, seed=seed).tolist() for seed in (1, 1, 2)]
+    assert shapes == [[1, 5], *[[1, 1]] * 4, [1, 4], *[[1, 1]] * 2] * 3
     assert runs[0] == runs[1] != runs[2]
 
 
@@ -116,19 +96,15 @@ def test_a_text_ends_at_its_stop_token():
     """Ended sequences are filled with the stop token; when all have ended, computation stops."""
     model, count = build_model(CONFIG), []
     prompts = torch.randint(31, (3, 4))
-    free = generate(model, prompts, 40, 50, temperature=2.0)
-    stop = int(free[1, 3])
+    stop = int(generate(model, prompts, 40, 50, temperature=2.0)[1, 3])
     prompts[0, 1] = stop  # a stop token in a prompt does not end the sequence
-    free = generate(model, prompts, 40, 50, temperature=2.0)
-    ended = generate(model, prompts, 40, 50, temperature=2.0, stop=stop)
-    for row, whole in zip(ended.tolist(), free.tolist(), strict=True):
+    free, ended = (generate(model, prompts, 40, 50, temperature=2.0, stop=s).tolist() for s in (None, stop))
+    for row, whole in zip(ended, free, strict=True):
         length = whole.index(stop) + 1 if stop in whole else len(whole)
         assert row == whole[:length] + [stop] * (40 - length)
-
+    first = int(generate(model, prompts[:1], 1, 50, temperature=0))
     model.register_forward_pre_hook(lambda *_: count.append(1))
-    one = generate(model, prompts[:1], 40, 50, temperature=0).tolist()[0]
-    count.clear()
-    assert generate(model, prompts[:1], 40, 50, temperature=0, stop=one[0]).tolist() == [[one[0]] * 40]
+    assert generate(model, prompts[:1], 40, 50, temperature=0, stop=first).tolist() == [[first] * 40]
     assert len(count) == 1
 
 
@@ -145,23 +121,6 @@ def generates_together(rank):
 
 def test_generate_over_expert_parallel_ranks():
     run_ranks(2, generates_together)
-
-
-def test_generate_refuses_partial_models_and_invalid_prompts():
-    middle = TransformerStage(dataclasses.replace(CONFIG), StageSpec(range(1, 3), False, False, 0.5))
-    with pytest.raises(ValueError, match="needs a whole model, from embedding to head: got a stage with layers 1-2"):
-        generate(middle, torch.zeros(1, 1, dtype=torch.int64), 1, 8)
-    model, prompts = build_model(CONFIG), torch.zeros(2, 3, dtype=torch.int64)
-    for empty in (prompts[:, :0], prompts[:0], prompts[0], [prompts[0], prompts[0, :0]]):
-        with pytest.raises(ValueError, match=r"prompts, each \[S\] with at least one token: got \["):
-            generate(model, empty, 1, 8)
-    for token in (31, -1):
-        with pytest.raises(ValueError, match=f"token ids must be from 0 to 30: got {token} in a prompt"):
-            generate(model, [prompts[0], prompts[0, :2] + token], 1, 8)
-    with pytest.raises(ValueError, match="num_tokens must be at least 0: got -1"):
-        generate(model, prompts, -1, 8)
-    with pytest.raises(ValueError, match="max_length must be at least 1: got 0"):
-        generate(model, prompts, 1, 0)
 
 
 # ---- The cache ----
@@ -186,20 +145,17 @@ def test_each_stage_has_its_cache():
 
 
 def test_two_interleaved_forwards_have_separate_caches():
-    model = build_model(CONFIG, Loopback(8, 4))
-    inputs = torch.randint(31, (2, 9)), torch.randint(31, (3, 8))
-    sizes = [4, 1, 3, 1], [2, 1, 1, 4]
-    caches, log = (KVCache(), KVCache()), []
-    engine_for(torch.device("cpu")).log = log
-    pairs = []
+    model, caches, pairs = build_model(CONFIG, Loopback(8, 4)), (KVCache(), KVCache()), []
+    inputs, sizes = (torch.randint(31, (2, 9)), torch.randint(31, (3, 8))), ([4, 1, 3, 1], [2, 1, 1, 4])
+    engine = engine_for(torch.device("cpu"))
+    log = engine.log = []
     for new in zip(*(x.split(s, dim=1) for x, s in zip(inputs, sizes, strict=True)), strict=True):
         with torch.no_grad():
             pairs.append(model.interleaved_forward(model, [new[0], None, caches[0]], model, [new[1], None, caches[1]]))
-    engine_for(torch.device("cpu")).log = None
+    engine.log = None
     assert "dispatch(F) embed(F) attn(F) mlp(F)" in " ".join(log)
-    for x, size, together, cache in zip(inputs, sizes, zip(*pairs, strict=True), caches, strict=True):
+    for x, size, together in zip(inputs, sizes, zip(*pairs, strict=True), strict=True):
         assert torch.equal(torch.cat(together, dim=1), piecewise(model, x, size, KVCache()))
-        assert cache.length == x.shape[1]
 
 
 def test_positions_can_be_dropped():
@@ -216,23 +172,34 @@ def test_a_filled_cache_works_as_a_past(length):
     check_that_a_filled_cache_works_as_a_past(CONFIG, length)
 
 
-def test_a_filled_cache_holds_random_normal_numbers():
-    cache, none = filled_cache(CONFIG, [2], 3, 500), torch.empty(3, 2, 0, 4)
-    with torch.no_grad():
-        keys, values = cache.append(2, none, none)
-    assert keys.shape == values.shape == (3, 2, 500, 4)
-    for numbers in (keys, values, keys - values):
-        assert abs(numbers.mean()) < 0.1 and 0.9 < numbers.std() < 1.6
+PROMPTS = torch.zeros(2, 3, dtype=torch.int64)
+REFUSED = [
+    *(({"prompts": empty}, r"prompts, each \[S\] with at least one token: got \[") for empty in (
+        PROMPTS[:, :0], PROMPTS[:0], PROMPTS[0], [PROMPTS[0], PROMPTS[0, :0]]
+    )),
+    *(({"prompts": [PROMPTS[0], PROMPTS[0, :2] + token]}, f"token ids must be from 0 to 30: got {token} in a prompt")
+      for token in (31, -1)),
+    ({"num_tokens": -1}, "num_tokens must be at least 0: got -1"),
+    ({"max_length": 0}, "max_length must be at least 1: got 0"),
+    ({"model": TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5))},
+     "needs a whole model, from embedding to head: got a stage with layers 1-2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes,message", REFUSED)
+def test_generate_refuses_partial_models_and_invalid_prompts(changes, message):
+    given = {"model": build_model(CONFIG), "prompts": PROMPTS, "num_tokens": 1, "max_length": 8}
+    with pytest.raises(ValueError, match=message):
+        generate(**given | changes)
 
 
 def test_a_cache_refuses_gradients_and_other_shapes():
-    model, x = build_model(CONFIG), torch.randint(31, (2, 3))
-    cache = filled_cache(CONFIG, range(3), 2, 5)
-    with pytest.raises(ValueError, match=r"has no gradients: call the stage under torch.no_grad\(\)"):
-        model(x, cache=cache)
-    with torch.no_grad():
-        with pytest.raises(ValueError, match=r"\[2, 2, 4\] \(sequences, heads, width\): got \[1, 2, 4\]"):
-            model(x[:1], cache=cache)
-        with pytest.raises(ValueError, match=r"5 positions of layers \[0, 1\]: got layer 2"):
-            model(x, cache=filled_cache(CONFIG, range(2), 2, 5))
+    model, cache = build_model(CONFIG), filled_cache(CONFIG, range(3), 2, 5)
+    for enabled, x, used, message in (
+        (True, PROMPTS, cache, r"has no gradients: call the stage under torch.no_grad\(\)"),
+        (False, PROMPTS[:1], cache, r"\[2, 2, 4\] \(sequences, heads, width\): got \[1, 2, 4\]"),
+        (False, PROMPTS, filled_cache(CONFIG, range(2), 2, 5), r"5 positions of layers \[0, 1\]: got layer 2"),
+    ):
+        with torch.set_grad_enabled(enabled), pytest.raises(ValueError, match=message):
+            model(x, cache=used)
     assert cache.length == 5

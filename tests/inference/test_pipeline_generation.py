@@ -42,11 +42,6 @@ def test_a_pipeline_generates_the_tokens_of_the_whole_model(fused_loss, ranks, n
     run_ranks(ranks, generates_like_the_whole_model, ranks, name, fused_loss)
 
 
-def test_a_pipeline_refuses_invalid_token_ids():
-    with pytest.raises(ValueError, match="token ids must be from 0 to 255: got 256 in a prompt"):
-        generate_through_pipeline(pipeline(1, "1f1b", 8), [torch.tensor([256])], 1, Sampling())
-
-
 @pytest.mark.long
 def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     """The command prints the sample that the pipeline generated at the end of the run."""
@@ -54,38 +49,31 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     how = ["--prompt", "de\u00e9", "--sample-tokens", "30", "--top-k", "5", "--seed", "4", "--seq-len", "32"]
     said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
     sample = said.partition("sample:\n")[2].partition("\nsaved ")[0]
-    assert main(["generate", str(tmp_path), *how]) == 0
-    text = capsys.readouterr().out
-    assert "".join(f"    | {line}\n" for line in text[:-1].split("\n")) == f"{sample}\n"
-    assert main(["generate", str(tmp_path / "checkpoints" / "step-000001"), *how]) == 0
-    assert capsys.readouterr().out != text
-    assert main(["generate", str(tmp_path), *how, "--num", "2"]) == 0
-    first, second = capsys.readouterr().out.removeprefix("--- 1 of 2\n").split("--- 2 of 2\n")
+    texts = []
+    for words in ([str(tmp_path)], [str(tmp_path / "checkpoints" / "step-000001")], [str(tmp_path), "--num", "2"]):
+        assert main(["generate", *words, *how]) == 0
+        texts.append(capsys.readouterr().out)
+    assert "".join(f"    | {line}\n" for line in texts[0][:-1].split("\n")) == f"{sample}\n"
+    assert texts[0] != texts[1]
+    first, second = texts[2].removeprefix("--- 1 of 2\n").split("--- 2 of 2\n")
     assert first.startswith("de\u00e9") and second.startswith("de\u00e9") and first != second
 
-    for wrong, message in (
-        (["--num", "0"], "--num must be at least 1: got 0"),
-        (["--prompt", ""], "--prompt is empty"),
-        (["--top-k", "-1"], "top_k must be at least 1: got -1"),
-        (["--sample-tokens", "-1"], "--sample-tokens must be at least 0: got -1"),
-    ):
-        assert main(["generate", str(tmp_path), *wrong]) == 2
+    saved = tmp_path / "checkpoints" / "step-000002"
+    manifest = read_manifest(saved)
+    for model, wrong, message in (
+        ({}, ["--num", "0"], "--num must be at least 1: got 0"),
+        ({}, ["--prompt", ""], "--prompt is empty"),
+        ({}, ["--top-k", "-1"], "top_k must be at least 1: got -1"),
+        ({}, ["--sample-tokens", "-1"], "--sample-tokens must be at least 0: got -1"),
+        ({"experts": "antigravity:Class"}, [],
+         "has custom experts, 'antigravity:Class': if you trust this code, use --experts antigravity:Class"),
+        ({"sides": 3}, [], "cannot build the model of"),
+    ):  # fmt: skip
+        (saved / "run.json").write_bytes(dataclasses.replace(manifest, model={**manifest.model, **model}).encode())
+        assert main(["generate", str(saved), *wrong]) == 2
         assert message in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "nothing")]) == 2
     assert "no checkpoint in" in capsys.readouterr().err
-    saved = tmp_path / "checkpoints" / "step-000002"
-    manifest = read_manifest(saved)
-    (saved / "run.json").write_bytes(
-        dataclasses.replace(manifest, model={**manifest.model, "experts": "antigravity:Class"}).encode()
-    )
-    assert main(["generate", str(saved)]) == 2
-    assert (
-        "has custom experts, 'antigravity:Class': if you trust this code, use --experts antigravity:Class"
-        in capsys.readouterr().err
-    )
-    (saved / "run.json").write_bytes(dataclasses.replace(manifest, model={"sides": 3}).encode())
-    assert main(["generate", str(saved)]) == 2
-    assert "cannot build the model of" in capsys.readouterr().err
 
 
 def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):

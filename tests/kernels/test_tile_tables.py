@@ -75,38 +75,21 @@ def test_the_shared_memory_of_a_gpu_is_the_largest_that_a_block_may_use(optin, e
     assert families.shared_memory_limit(cast(Any, "of another")) == expected
 
 
-def test_a_tuned_gpu_needs_no_family(user_table):
-    configs.save_table(user_table, [TunedKernel("up", "sm_130", 2, 512, 2048, A)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert configs.lookup("up", "sm_130", 2, 64, 64) == A
-
-
 def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(user_table):
-    assert configs.user_table_path() == user_table
-    entries = [
-        TunedKernel("up", "sm_90", 2, 512, 2048, A),
-        TunedKernel("up", "sm_90", 2, 4096, 2048, B),
-        TunedKernel("down", "sm_90", 4, 1, 1, C),
-    ]
-    configs.save_table(user_table, entries, gpu="a test")
-    assert configs.lookup("up", "sm_90", 2, 512, 2048) == A
-    assert configs.lookup("up", "sm_90", 2, 768, 2048) == A
-    assert configs.lookup("up", "sm_90", 2, 2048, 2048) == B
-    shipped = next(
-        e.config for e in configs.load_table(SHIPPED) if (e.kernel, e.arch, e.dtype_bytes) == ("down", "sm_90", 2)
-    )
+    config = dataclasses.replace(A, tma=True, group_m=3, maxnreg=96, per_sm=2)
+    entries = (
+        TunedKernel("up", "sm_90", 2, 512, 2048, A), TunedKernel("up", "sm_90", 2, 4096, 2048, B),
+        TunedKernel("down", "sm_90", 4, 1, 1, C), TunedKernel("wgrad", "sm_130", 2, 3, 5, config, 7),
+    )  # fmt: skip
+    shipped = configs.lookup("down", "sm_90", 2, 512, 2048)
+    configs.clear_caches()
+    configs.save_table(user_table, entries, gpu="a test", date="today")
+    assert configs.load_table(user_table) == entries and '"gpu": "a test"' in user_table.read_text()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a tuned GPU needs no family
+        assert configs.lookup("wgrad", "sm_130", 2, 64, 64) == config
+    assert [configs.lookup("up", "sm_90", 2, n, 2048) for n in (512, 768, 2048)] == [A, A, B]
     assert configs.lookup("down", "sm_90", 2, 512, 2048) == shipped  # the user's entry has another element size
-    configs.save_table(user_table, [TunedKernel("down", "sm_90", 2, 512, 2048, C)])
-    assert configs.lookup("down", "sm_90", 2, 512, 2048) == C
-
-
-@pytest.mark.usefixtures("user_table")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_103", "sm_120", "gfx942"])
-def test_tiles_are_lower_if_experts_have_few_rows(arch):
-    for kernel in ("up", "down", "down_backward", "up_backward"):
-        heights = [configs.lookup(kernel, arch, 2, 512, 2048, rows).block_m for rows in (0, 1, 64, 65, 5000)]
-        assert heights == [64, 64, 64, 128, 128]
 
 
 @pytest.mark.parametrize("rows,height", [(4, 16), (32, 32)])
@@ -128,20 +111,16 @@ def test_products_choose_tiles_by_their_mean_rows_per_expert(rows, height, user_
 
 
 @pytest.mark.usefixtures("user_table")
-def test_rows_that_are_not_16_byte_multiples_use_the_any_entries():
-    odd = configs.lookup("any", "sm_90", 2, 512, 2048)
-    assert configs.lookup("up", "sm_90", 2, 513, 2048) == odd
-    assert configs.lookup("wgrad", "sm_90", 2, 512, 2044) == odd
-    assert configs.lookup("wgrad", "sm_90", 4, 512, 2044) != configs.lookup("any", "sm_90", 4, 512, 2044)
-    assert configs.lookup("up", "sm_90", 2, 520, 2048) != odd
-
-
-def test_a_saved_table_can_be_loaded(user_table):
-    config = dataclasses.replace(A, tma=True, group_m=3, maxnreg=96, per_sm=2)
-    entries = (TunedKernel("wgrad", "gfx942", 2, 3, 5, config, 7),)
-    configs.save_table(user_table, entries, gpu="MI300X", date="today")
-    assert configs.load_table(user_table) == entries
-    assert '"gpu": "MI300X"' in user_table.read_text()
+def test_tiles_are_lower_if_experts_have_few_rows_and_rows_that_are_not_16_byte_multiples_use_the_any_entries():
+    for arch in ("sm_80", "sm_90", "sm_103", "sm_120", "gfx942"):
+        for kernel in ("up", "down", "down_backward", "up_backward"):
+            heights = [configs.lookup(kernel, arch, 2, 512, 2048, rows).block_m for rows in (0, 1, 64, 65, 5000)]
+            assert heights == [64, 64, 64, 128, 128]
+    for kernel, size, n, k, is_odd in (
+        ("up", 2, 513, 2048, True), ("wgrad", 2, 512, 2044, True), ("wgrad", 4, 512, 2044, False),
+        ("up", 2, 520, 2048, False),
+    ):  # fmt: skip
+        assert (configs.lookup(kernel, "sm_90", size, n, k) == configs.lookup("any", "sm_90", size, n, k)) == is_odd
 
 
 @pytest.mark.parametrize("text,problem", [
@@ -154,9 +133,8 @@ def test_a_saved_table_can_be_loaded(user_table):
 def test_an_invalid_table_raises(user_table, text, problem):
     user_table.parent.mkdir()
     user_table.write_text(text)
-    with pytest.raises(ValueError, match=problem) as error:
+    with pytest.raises(ValueError, match=f"{user_table}.*{problem}"):
         configs.lookup("up", "sm_90", 2, 512, 2048)
-    assert str(user_table) in str(error.value)
 
 
 def test_overrides_nest_and_end():
@@ -165,14 +143,10 @@ def test_overrides_nest_and_end():
         with configs.override_config("up", B):
             assert configs.lookup("up", "gfx942", 4, 7, 7) == B
         assert configs.lookup("up", "sm_90", 2, 512, 2048) == A
-    assert configs.lookup("up", "sm_90", 2, 512, 2048) == before
     with configs.override_config("any", B):  # for sizes that are not multiples of 16 bytes
         assert configs.lookup("up", "gfx942", 4, 7, 7) == B
         assert configs.lookup("up", "sm_90", 2, 512, 2048) == before
     with pytest.raises(ValueError, match="unknown kernel 'sideways'"), configs.override_config("sideways", A):
         pass
-
-
-def test_an_element_size_without_entries_raises():
     with pytest.raises(ValueError, match="no configuration of kernel 'up' for sm_90 with elements of 8 bytes"):
         configs.lookup("up", "sm_90", 8, 512, 2048)

@@ -1,8 +1,6 @@
-"""The manifests of Kubernetes and SkyPilot fit the schemas of their programs, and start valid commands."""
+"""The manifests of Kubernetes and SkyPilot start valid commands."""
 
-import json
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -15,55 +13,6 @@ from moe_dualpipe.training.options import parse_arguments
 ROOT = Path(__file__).parents[2]
 KUBERNETES = yaml.safe_load((ROOT / "examples" / "launch" / "kubernetes.yaml").read_text())
 SKYPILOT = yaml.safe_load((ROOT / "examples" / "launch" / "skypilot.yaml").read_text())
-TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
-
-
-def violations(value, schema, path=""):
-    """What is wrong with a value, by the keywords of JSON schema that the two schemas use."""
-    known = {"type", "enum", "pattern", "minimum", "required", "properties", "patternProperties", "items", "anyOf"}
-    assert schema.keys() <= known | {"additionalProperties"}, f"{path}: unknown keywords in the schema"
-    if options := schema.get("anyOf"):
-        tried = [violations(value, {**schema, **option, "anyOf": []}, path) for option in options]
-        return min(tried, key=len)
-    types = schema.get("type", [])
-    kinds = [TYPES[name] for name in ([types] if isinstance(types, str) else types) if name != "null"]
-    if kinds and not any(isinstance(value, kind) and isinstance(value, bool) <= (kind is bool) for kind in kinds):
-        return [f"{path} must be of type {types}: got {value!r}"]
-    found = []
-    if "enum" in schema and value not in schema["enum"]:
-        found.append(f"{path} must be one of {schema['enum']}: got {value!r}")
-    if "pattern" in schema and isinstance(value, str) and not re.search(schema["pattern"], value):
-        found.append(f"{path} must match {schema['pattern']}: got {value!r}")
-    if "minimum" in schema and value < schema["minimum"]:
-        found.append(f"{path} must be at least {schema['minimum']}: got {value}")
-    if isinstance(value, dict):
-        found += [f"{path}.{name} is missing" for name in schema.get("required", []) if name not in value]
-        others, patterns = schema.get("additionalProperties", True), schema.get("patternProperties", {})
-        for name, item in value.items():
-            fitting = [inner for pattern, inner in patterns.items() if re.search(pattern, name)]
-            inner = schema.get("properties", {}).get(name, fitting[0] if fitting else others)
-            if inner is False:
-                found.append(f"{path}.{name} is unknown")
-            elif inner is not True:
-                found += violations(item, inner, f"{path}.{name}")
-    if isinstance(value, list):
-        found += [
-            bad for i, item in enumerate(value) for bad in violations(item, schema.get("items", {}), f"{path}.{i}")
-        ]
-    return found
-
-
-def schema_of(name):
-    return json.loads(Path(__file__).with_name(f"{name}_schema.json").read_text())["schema"]
-
-
-@pytest.mark.parametrize("name,manifest", [("jobset", KUBERNETES), ("skypilot", SKYPILOT)])
-def test_a_manifest_fits_the_schema(name, manifest):
-    assert violations(manifest, schema_of(name)) == []
-
-
-def pod_of(manifest):
-    return manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
 def started(folder, script, variables):
@@ -90,7 +39,7 @@ def check_start(options, config, out, resumes):
 @pytest.mark.parametrize("resumes", [False, True])
 def test_the_command_in_a_pod(tmp_path, resumes):
     (job,) = KUBERNETES["spec"]["replicatedJobs"]
-    pod, machines = pod_of(KUBERNETES), job["template"]["spec"]["completions"]
+    pod, machines = job["template"]["spec"]["template"]["spec"], job["template"]["spec"]["completions"]
     (container,) = pod["containers"]
     variables = {entry["name"]: entry["value"] for entry in container["env"]}
     assert job["template"]["spec"]["parallelism"] == int(variables["MACHINES"]) == machines

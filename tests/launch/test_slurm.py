@@ -68,14 +68,13 @@ class Job:
         )  # fmt: skip
         return done.returncode, done.stdout
 
-    @property
-    def calls(self):
-        return [json.loads(line) for line in (self.folder / "srun.jsonl").read_text().splitlines()]
+    def lines(self, name):
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
 
     @property
-    def requeued(self):
-        path = self.folder / "scontrol.txt"
-        return path.read_text().splitlines() if path.exists() else []
+    def calls(self):
+        return [*map(json.loads, self.lines("srun.jsonl"))]
 
 
 def parsed(call):
@@ -90,7 +89,7 @@ def parsed(call):
 def test_the_check_and_the_run_start_on_all_machines(tmp_path):
     job = Job(tmp_path)
     code, output = job.run("--preset", "tiny", "--steps", 40, "--save-every", 20, DOES="true")
-    assert (code, output, job.requeued) == (0, "", [])
+    assert (code, output, job.lines("scontrol.txt")) == (0, "", [])
     check, run = job.calls
     for call, restarts in ((check, 0), (run, 1)):
         assert call["options"] == ["--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=300"]
@@ -128,7 +127,7 @@ def test_a_job_is_queued_again_if_its_run_has_saved_and_is_not_complete(tmp_path
     (tmp_path / "runs/moe/checkpoints/step-999999").mkdir(parents=True)
     code, output = job.run(DOES=does, STATE=state)
     assert code == int(does[-1])
-    assert job.requeued == (["requeue 7345"] if requeued else [])
+    assert job.lines("scontrol.txt") == (["requeue 7345"] if requeued else [])
     assert ("queued again, and will resume from runs/moe/checkpoints/step-1000000" in output) == requeued
 
 

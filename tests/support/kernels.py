@@ -55,11 +55,32 @@ class LinearExperts(nn.Module):
 
 @contextlib.contextmanager
 def all_kernels(config):
-    """Run every product with this configuration."""
+    """Run every product with this configuration; None: as it is."""
     with contextlib.ExitStack() as stack:
-        for kernel in configs.KERNEL_NAMES:
+        for kernel in configs.KERNEL_NAMES if config else ():
             stack.enter_context(configs.override_config(kernel, config))
         yield
+
+
+def run(function, config, kernels, *tensors, wide=False):
+    """The output of an operator, and the gradients of its inputs. `function(*leaves, kernels)` returns y and dy."""
+    leaves = [(t.double() if wide else t.clone()).requires_grad_() for t in tensors]
+    with all_kernels(config):
+        y, dy = function(*leaves, kernels)
+        y.backward(dy.to(y.dtype))
+    return [y, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def check(function, config, dtype, *tensors):
+    """The kernels are as close to fp64 as plain torch in the same dtype, and have the same bits each time.
+
+    Returns the results of `run`: in fp64, of plain torch, of the kernels.
+    """
+    results = [run(function, config, kernels, *tensors, wide=wide) for wide, kernels in RUNS]
+    for i, (exact, reference, ours, *again) in enumerate(zip(*results, strict=True)):
+        assert_as_good_as(ours, reference, exact, dtype, f"result {i}")
+        assert ours.dtype == reference.dtype and all(torch.equal(ours, other) for other in again)
+    return results
 
 
 class _Recorded:

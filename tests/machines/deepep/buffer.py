@@ -3,19 +3,17 @@
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from .common import (
     EventHandle,
     EventOverlap,
+    Sends,
     check_event,
     check_ids,
     check_rows,
     check_weights,
-    counts_in,
-    exchange,
-    localize,
     pending,
+    ranks_of,
 )
 
 
@@ -28,6 +26,11 @@ class Config(NamedTuple):
 
     def get_rdma_buffer_size_hint(self, hidden_bytes, num_ranks):
         return 0
+
+
+class Handle(NamedTuple):
+    sends: Sends
+    num_sms: int  # its channels are half as many
 
 
 class Buffer:
@@ -67,8 +70,7 @@ class Buffer:
         self.calls.append("layout")
         check_event(previous_event, async_finish, allocate_on_comm_stream, EventOverlap)
         check_ids(topk_idx)
-        ranks = torch.where(topk_idx >= 0, topk_idx // (num_experts // self.ranks), -1)
-        in_rank = torch.stack([(ranks == r).any(1) for r in range(self.ranks)], 1)
+        in_rank = ranks_of(topk_idx, num_experts, self.ranks)
         per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
         return in_rank.sum(0).int(), None, per_expert, in_rank, EventOverlap(EventHandle())
 
@@ -81,33 +83,24 @@ class Buffer:
         check_event(previous_event, async_finish, allocate_on_comm_stream, EventOverlap)
         assert expert_alignment == 1 and num_worst_tokens == 0
         if handle is not None:
-            assert topk_idx is None and topk_weights is None
+            assert topk_idx is None and topk_weights is None and handle.num_sms == config.num_sms
             self.calls.append("cached dispatch")
-            self._check_handle(handle, config)
-            is_token_in_rank, rows_in = handle[4], self._rows_in(handle)
-        else:
-            self.calls.append("dispatch")
-            rows_in = self._notify(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
-            assert (topk_idx is None) == (topk_weights is None)
-        assert is_token_in_rank.shape == (len(x), self.ranks) and is_token_in_rank.dtype == torch.bool
-        assert is_token_in_rank.is_contiguous()
-        token_S = torch.cat([r.nonzero()[:, 0] for r in is_token_in_rank.T])
-        rows_out = is_token_in_rank.sum(0).tolist()
-        x_ND = exchange(x[token_S], rows_out, rows_in, self.group)
-        if handle is not None:
-            (x_ND,), event = pending([x_ND])
+            (x_ND,), event = pending([handle.sends.there(x)])
             return x_ND, None, None, None, None, event
-        assert topk_idx is not None, "expert ids are needed here"
+        self.calls.append("dispatch")
+        for counts in (num_tokens_per_rank, num_tokens_per_expert):
+            assert counts.dtype == torch.int32 and counts.dim() == 1 and counts.is_contiguous()
+        assert is_token_in_rank.shape == (len(x), self.ranks) and is_token_in_rank.dtype == torch.bool
+        assert is_token_in_rank.is_contiguous() and num_tokens_per_rank.tolist() == is_token_in_rank.sum(0).tolist()
         check_ids(topk_idx)
         check_weights(topk_weights, len(x))
         assert topk_weights.shape == topk_idx.shape
-        local = len(num_tokens_per_expert) // self.ranks
-        ids_NK = localize(exchange(topk_idx[token_S], rows_out, rows_in, self.group), local, self.rank)
-        weights_NK = exchange(topk_weights[token_S], rows_out, rows_in, self.group) * (ids_NK >= 0)
+        sends, local = Sends(is_token_in_rank, self.group), len(num_tokens_per_expert) // self.ranks
+        ids_NK = sends.local_ids(topk_idx, local)
+        weights_NK = sends.there(topk_weights) * (ids_NK >= 0)
         received = torch.bincount(ids_NK[ids_NK >= 0], minlength=local).tolist()
-        handle = self._handle(token_S, rows_out, rows_in, is_token_in_rank, config)
-        (x_ND, ids_NK, weights_NK), event = pending([x_ND, ids_NK, weights_NK])
-        return x_ND, ids_NK, weights_NK, received, handle, event
+        (x_ND, ids_NK, weights_NK), event = pending([sends.there(x), ids_NK, weights_NK])
+        return x_ND, ids_NK, weights_NK, received, Handle(sends, config.num_sms), event
 
     def combine(
         self, x, handle, topk_weights=None, bias=None, config=None, previous_event=None, async_finish=False,
@@ -116,16 +109,11 @@ class Buffer:
         self.calls.append("combine")
         self._check_call(x, config, "combine")
         check_event(previous_event, async_finish, allocate_on_comm_stream, EventOverlap)
-        self._check_handle(handle, config)
-        assert bias is None
-        assert len(handle[3]) == len(x)
-        rows_in, rows_out = handle[4].sum(0).tolist(), self._rows_in(handle)
-        y_TD = self._sum(exchange(x, rows_out, rows_in, self.group).float(), handle).bfloat16()
-        grads_TK = None
+        assert bias is None and handle.num_sms == config.num_sms and sum(handle.sends.rows_in) == len(x)
         if topk_weights is not None:
             check_weights(topk_weights, len(x))
-            grads_TK = self._sum(exchange(topk_weights, rows_out, rows_in, self.group), handle)
-        (y_TD, grads_TK), event = pending([y_TD, grads_TK])
+        grads_TK = None if topk_weights is None else handle.sends.back(topk_weights)
+        (y_TD, grads_TK), event = pending([handle.sends.back(x).bfloat16(), grads_TK])
         return y_TD, grads_TK, event
 
     def _check_call(self, x, config, kind):
@@ -133,36 +121,3 @@ class Buffer:
         assert x.shape[1] * x.element_size() // 16 % 2 == 0
         assert config is not None and config.kind == kind and config.num_sms % 2 == 0
         assert config.get_nvl_buffer_size_hint(x.shape[1] * 2, self.ranks) <= self.num_nvl_bytes
-
-    def _check_handle(self, handle, config):
-        rank_prefix, channel_prefix, received_prefix, src_idx, in_rank, send_head = handle
-        assert rank_prefix.shape == (self.ranks, self.ranks) and src_idx.dim() == 1
-        assert channel_prefix.shape == received_prefix.shape == (self.ranks, config.num_sms // 2)
-        assert in_rank.shape == send_head.shape
-
-    def _notify(self, per_rank, per_expert, in_rank):
-        assert per_rank is not None and in_rank is not None and per_expert is not None
-        for counts in (per_rank, per_expert):
-            assert counts.dtype == torch.int32 and counts.dim() == 1 and counts.is_contiguous()
-        assert len(per_rank) == self.ranks and len(per_expert) % self.ranks == 0
-        assert per_rank.tolist() == in_rank.sum(0).tolist()
-        return counts_in(per_rank.tolist(), self.group)
-
-    def _handle(self, token_S, rows_out, rows_in, in_rank, config):
-        all_in = [torch.empty(self.ranks, dtype=torch.int64) for _ in rows_in]
-        dist.all_gather(all_in, torch.tensor(rows_in), group=self.group)
-        prefix = torch.stack(all_in, 1).cumsum(0).int()  # [source, destination]
-        channels = torch.zeros(self.ranks, config.num_sms // 2, dtype=torch.int32)
-        src_idx = exchange(token_S[:, None], rows_out, rows_in, self.group)[:, 0].int()
-        return prefix, channels, channels, src_idx, in_rank, torch.where(in_rank, in_rank.cumsum(0) - 1, -1).int()
-
-    def _rows_in(self, handle):
-        return handle[0][:, self.rank].diff(prepend=torch.zeros(1, dtype=torch.int32)).tolist()
-
-    def _sum(self, rows_SC, handle):
-        """The sum over ranks, in their order."""
-        total = torch.zeros(len(handle[4]), rows_SC.shape[1])
-        token_S = torch.cat([r.nonzero()[:, 0] for r in handle[4].T])
-        for row, token in zip(rows_SC, token_S.tolist(), strict=True):
-            total[token] += row
-        return total

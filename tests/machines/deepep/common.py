@@ -73,13 +73,35 @@ def exchange(rows: Tensor, rows_out: list[int], rows_in: list[int], group) -> Te
     return received.view(rows.dtype) if len(received) else rows.new_empty(0, rows.shape[1])
 
 
-def counts_in(counts_out: list[int], group) -> list[int]:
-    received = torch.empty(len(counts_out), dtype=torch.int64)
-    dist.all_to_all_single(received, torch.tensor(counts_out), group=group)
-    return received.tolist()
+def ranks_of(ids_TK: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """[T, R]: whether a rank has an expert of a token."""
+    ranks_TK = torch.where(ids_TK >= 0, ids_TK // (num_experts // num_ranks), -1)
+    return torch.stack([(ranks_TK == r).any(1) for r in range(num_ranks)], 1)
 
 
-def localize(ids_NK: Tensor, experts_per_rank: int, rank: int) -> Tensor:
-    """Ids of this rank's experts from 0; -1 for others."""
-    local = ids_NK - rank * experts_per_rank
-    return torch.where((ids_NK >= 0) & (local >= 0) & (local < experts_per_rank), local, -1)
+class Sends:
+    """The rows that go to each rank and come from it. token_S: of each row that is sent."""
+
+    def __init__(self, in_rank_TR: Tensor, group):
+        self.group, self.num_tokens, self.rows_out = group, len(in_rank_TR), in_rank_TR.sum(0).tolist()
+        self.token_S = torch.cat([r.nonzero()[:, 0] for r in in_rank_TR.T])
+        counts = torch.empty(len(self.rows_out), dtype=torch.int64)
+        dist.all_to_all_single(counts, torch.tensor(self.rows_out), group=group)
+        self.rows_in = counts.tolist()
+
+    def there(self, rows_TC: Tensor) -> Tensor:
+        return exchange(rows_TC[self.token_S], self.rows_out, self.rows_in, self.group)
+
+    def local_ids(self, ids_TK: Tensor, experts_per_rank: int) -> Tensor:
+        """The ids of received rows: those of this rank's experts from 0; -1 for others."""
+        ids_NK = self.there(ids_TK)
+        local = ids_NK - self.group.rank() * experts_per_rank
+        return torch.where((ids_NK >= 0) & (local >= 0) & (local < experts_per_rank), local, -1)
+
+    def back(self, rows_NC: Tensor) -> Tensor:
+        """The sum of a token's rows over ranks, in their order."""
+        total = torch.zeros(self.num_tokens, rows_NC.shape[1])
+        rows_SC = exchange(rows_NC, self.rows_in, self.rows_out, self.group).float()
+        for row, token in zip(rows_SC, self.token_S.tolist(), strict=True):
+            total[token] += row
+        return total

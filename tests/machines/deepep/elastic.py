@@ -2,38 +2,28 @@
 
 import torch
 
-from .common import (
-    EventHandle,
-    check_event,
-    check_ids,
-    check_rows,
-    check_weights,
-    counts_in,
-    exchange,
-    localize,
-    pending,
-)
+from .common import EventHandle, Sends, check_event, check_ids, check_rows, check_weights, pending, ranks_of
 
 AUTOMATIC_SMS = 6
 
 
 class EPHandle:
-    def __init__(self, num_experts, num_max_tokens_per_rank, num_sms, topk_idx, received, recv_src_metadata, rows):
-        self.num_experts, self.num_max_tokens_per_rank, self.num_sms = num_experts, num_max_tokens_per_rank, num_sms
-        self.topk_idx, self.num_recv_tokens_per_expert_list = topk_idx, received
-        self.recv_src_metadata, self.num_recv_tokens = recv_src_metadata, len(recv_src_metadata)
-        self.rows_out, self.rows_in = rows
-        self.before_sort = None
+    """source: of each received row, the rank and the token. arrived: in the order in which they come."""
+
+    def __init__(self, num_experts, num_sms, topk_idx, sends, received, arrived):
+        self.num_experts, self.num_sms, self.topk_idx, self.sends = num_experts, num_sms, topk_idx, sends
+        self.num_recv_tokens_per_expert_list = received
+        self.source = self.arrived = arrived
+        self.is_sorted = False
 
     def deterministic_sort(self, cached, tensors):
         """Sort by the source's rank and token. The handle itself is sorted with the first dispatch."""
-        if not cached:
-            self.before_sort = self.recv_src_metadata.clone()
-        assert self.before_sort is not None, "the first dispatch has not been waited for"
-        order = self.before_sort[:, 0].sort().indices
-        for tensor in [*tensors, *([] if cached else [self.recv_src_metadata])]:
+        assert self.is_sorted or not cached, "the first dispatch has not been waited for"
+        order = self.arrived[:, 0].sort().indices
+        for tensor in tensors:
             if tensor is not None:
                 tensor.copy_(tensor[order])
+        self.is_sorted, self.source = True, self.arrived[order]
 
 
 class ElasticBuffer:
@@ -77,10 +67,17 @@ class ElasticBuffer:
         if topk_weights is not None:
             check_weights(topk_weights, len(x))
         if not cached:
-            handle = self._notify(topk_idx, num_experts, num_sms, do_handle_copy)
             assert do_cpu_sync, "without it, the number of rows is that of the worst case"
-        received = self._send(x, topk_idx, topk_weights, handle)
-        (x_ND, ids_NK, weights_NK), event = pending(received)
+            sends, local = Sends(ranks_of(topk_idx, num_experts, self.ranks), self.group), num_experts // self.ranks
+            source = torch.arange(len(x))[:, None] + self.rank * self.num_max_tokens_per_rank
+            ids_NK = sends.local_ids(topk_idx, local)
+            received = torch.bincount(ids_NK[ids_NK >= 0], minlength=local).tolist()
+            ids = topk_idx.clone() if do_handle_copy else topk_idx
+            handle = EPHandle(num_experts, num_sms, ids, sends, received, arriving(sends.there(source), sends))
+        sends = handle.sends
+        weights_NK = None if topk_weights is None else arriving(sends.there(topk_weights), sends)
+        ids_NK = arriving(sends.local_ids(topk_idx, num_experts // self.ranks), sends)
+        (x_ND, ids_NK, weights_NK), event = pending([arriving(sends.there(x), sends), ids_NK, weights_NK])
         if self.deterministic:
             event.hook = lambda: handle.deterministic_sort(cached, [x_ND, ids_NK, weights_NK])
         return x_ND, ids_NK, weights_NK, handle, event
@@ -91,24 +88,13 @@ class ElasticBuffer:
     ):  # fmt: skip
         self.calls.append("combine")
         self._check_call(x, previous_event, async_with_compute_stream, allocate_on_comm_stream)
-        assert bias is None and len(x) == len(handle.recv_src_metadata)
-        order = handle.recv_src_metadata[:, 0].sort().indices
-        rows_SD = exchange(x[order], handle.rows_in, handle.rows_out, self.group).float()
-        ids_TK, ranks = handle.topk_idx, self._ranks(handle.topk_idx, handle.num_experts)
-        y_TD, grads_TK, grads_SK = torch.zeros(len(ids_TK), x.shape[1]), None, None
+        assert bias is None and len(x) == len(handle.source)
+        order, grads_TK = handle.source[:, 0].sort().indices, None
         if topk_weights is not None:
             check_weights(topk_weights, len(x))
-            assert topk_weights.shape[1] == ids_TK.shape[1]
-            grads_SK = exchange(topk_weights[order], handle.rows_in, handle.rows_out, self.group)
-            grads_TK = torch.zeros(ids_TK.shape)
-        slots = {key: slot for slot, key in enumerate(self._sent(ranks))}
-        for token, line in enumerate(ranks.tolist()):
-            for rank in dict.fromkeys(r for r in line if r >= 0):  # in the order of the choices
-                y_TD[token] += rows_SD[slots[rank, token]]
-            for k, rank in enumerate(line):
-                if grads_TK is not None and rank >= 0:
-                    grads_TK[token, k] = grads_SK[slots[rank, token], k]
-        (y, grads), event = pending([y_TD.bfloat16(), grads_TK])
+            assert topk_weights.shape[1] == handle.topk_idx.shape[1]
+            grads_TK = handle.sends.back(topk_weights[order])
+        (y, grads), event = pending([handle.sends.back(x[order]).bfloat16(), grads_TK])
         return y, grads, event
 
     def _check_call(self, x, previous_event, asynchronous, allocate_on_comm_stream):
@@ -116,38 +102,7 @@ class ElasticBuffer:
         assert x.shape[1] == self.hidden and x.shape[1] % 256 == 0
         check_event(previous_event, asynchronous, allocate_on_comm_stream, EventHandle)
 
-    def _ranks(self, ids_TK, num_experts):
-        return torch.where(ids_TK >= 0, ids_TK // (num_experts // self.ranks), -1)
 
-    def _sent(self, ranks_TK):
-        """(rank, token) of the rows to send, by rank."""
-        lines = ranks_TK.tolist()
-        return [(rank, token) for rank in range(self.ranks) for token, line in enumerate(lines) if rank in line]
-
-    def _notify(self, ids_TK, num_experts, num_sms, do_handle_copy):
-        sent = self._sent(self._ranks(ids_TK, num_experts))
-        rows_out = [sum(rank == r for rank, _ in sent) for r in range(self.ranks)]
-        rows = rows_out, counts_in(rows_out, self.group)
-        most = self.num_max_tokens_per_rank
-        source = torch.tensor([[self.rank * most + token] for _, token in sent], dtype=torch.int32).view(-1, 1)
-        metadata = exchange(source, *rows, self.group).repeat(1, 2 + ids_TK.shape[1])
-        ids_NK = self._localized(ids_TK, num_experts, rows)
-        received = torch.bincount(ids_NK[ids_NK >= 0], minlength=num_experts // self.ranks).tolist()
-        ids = ids_TK.clone() if do_handle_copy else ids_TK
-        return EPHandle(num_experts, most, num_sms, ids, received, self._arrived(metadata, rows[1]), rows)
-
-    def _localized(self, ids_TK, num_experts, rows):
-        token_S = torch.tensor([t for _, t in self._sent(self._ranks(ids_TK, num_experts))], dtype=torch.int64)
-        return localize(exchange(ids_TK[token_S], rows[0], rows[1], self.group), num_experts // self.ranks, self.rank)
-
-    def _send(self, x, ids_TK, weights_TK, handle):
-        rows = handle.rows_out, handle.rows_in
-        token_S = torch.tensor([t for _, t in self._sent(self._ranks(ids_TK, handle.num_experts))], dtype=torch.int64)
-        x_ND = exchange(x[token_S], *rows, self.group)
-        weights_NK = None if weights_TK is None else exchange(weights_TK[token_S], *rows, self.group)
-        tensors = x_ND, self._localized(ids_TK, handle.num_experts, rows), weights_NK
-        return [None if t is None else self._arrived(t, rows[1]) for t in tensors]
-
-    def _arrived(self, rows_NC, rows_in):
-        """Tokens take their places as they come: here, the last token of each rank is first."""
-        return torch.cat([part.flip(0) for part in rows_NC.split(rows_in)])
+def arriving(rows_NC, sends):
+    """Tokens take their places as they come: here, the last token of each rank is first."""
+    return torch.cat([part.flip(0) for part in rows_NC.split(sends.rows_in)])

@@ -12,7 +12,7 @@ class HazardError(Exception):
 
 
 class Access(NamedTuple):
-    """A load or store by all threads of a program. cells: numbers of what is accessed."""
+    """A load or store by all threads of a program. cells: numbers of the words."""
 
     store: bool
     cells: tuple[int, ...]

@@ -2,8 +2,6 @@
 
 The interpreter runs the programs of a kernel one after another. It runs everything once for each program that can be
 the last one. An order of the calls in which no kernel has to wait shows all that kernels do when they have waited.
-
-Words that are always accessed together are one cell.
 """
 
 import inspect
@@ -193,60 +191,43 @@ def _word_name(eps: list[OneSided], word: int) -> str:
 
 def _merge(recorders: list[_Recorder]) -> Recording:
     """Put together what programs did in different orders. Raises HazardError for words that no order can protect."""
-    eps = recorders[0].eps
-    cell_of, atomics = _find_cells(recorders)
-    for word, writers in atomics.items():
-        if word in cell_of:
+    eps, stored, writers = recorders[0].eps, set(), defaultdict(set)
+    for recorder in recorders:
+        for rank, launches in enumerate(recorder.launches):
+            for kind, event, *_ in (event for *_, traces in launches for trace in traces.values() for event in trace):
+                if kind == "atomic":
+                    writers[event.word].update([rank] * event.writes)
+                elif kind == "store":
+                    stored.update(event.tolist())
+    for word, ranks in writers.items():
+        if word in stored:
             raise HazardError(f"{_word_name(eps, word)} is accessed with and without atomic operations")
-        if len(writers) > 1:
-            raise HazardError(f"{_word_name(eps, word)} is written by ranks {sorted(writers)}")
-    numbers = {cell: i for i, cell in enumerate(sorted(set(cell_of.values())))}
-    words = {word: i for i, word in enumerate(sorted(atomics))}
-    ranks: list[list[Launch]] = []
-    for rank in range(len(eps)):
-        ranks.append([])
+        if len(ranks) > 1:
+            raise HazardError(f"{_word_name(eps, word)} is written by ranks {sorted(ranks)}")
+    cells, words = ({word: i for i, word in enumerate(sorted(each))} for each in (stored, writers))
+    names = [[_word_name(eps, word) for word in each] for each in (cells, words)]
+    memory = len(eps) * len(eps[0].own)
+    recording = Recording([[] for _ in eps], names[0], names[1], sum(word < memory for word in cells))
+    for rank, launches in enumerate(recording.ranks):
         for runs in zip(*(recorder.launches[rank] for recorder in recorders), strict=True):
             programs: list[dict[int | None, list[Event]]] = [{} for _ in runs[0][2]]
             for _, _, traces in runs:
                 for program, trace in traces.items():
-                    path, events = _events(trace, cell_of, numbers, words)
+                    path, events = _events(trace, cells, words)
                     assert programs[program].setdefault(path, events) == events
-            ranks[-1].append(Launch(runs[0][0], runs[0][1], tuple(programs)))
-    memory = len(eps) * len(eps[0].own)
-    names = [[_word_name(eps, word) for word in each] for each in (numbers, words)]
-    return Recording(ranks, names[0], names[1], sum(cell < memory for cell in numbers))
+            launches.append(Launch(runs[0][0], runs[0][1], tuple(programs)))
+    return recording
 
 
-def _find_cells(recorders: list[_Recorder]) -> tuple[dict[int, int], dict[int, set[int]]]:
-    """The first word of the cell of each word that is stored to, and the ranks that write each word of atomics."""
-    users: defaultdict[int, list[int]] = defaultdict(list)
-    stored: set[int] = set()
-    atomics: defaultdict[int, set[int]] = defaultdict(set)
-    number = 0
-    for recorder in recorders:
-        for rank, launches in enumerate(recorder.launches):
-            for event in (event for _, _, traces in launches for trace in traces.values() for event in trace):
-                number += 1
-                if event[0] == "atomic":
-                    atomics[event[1].word].update([rank] * event[1].writes)
-                elif event[0] != "barrier":
-                    for word in event[1].tolist():
-                        users[word].append(number)
-                    stored.update(event[1].tolist() if event[0] == "store" else [])
-    first: dict[tuple[int, ...], int] = {}
-    return {word: first.setdefault(tuple(users[word]), word) for word in sorted(stored)}, atomics
-
-
-def _events(trace: list, cell_of: dict[int, int], numbers: dict[int, int], words: dict[int, int]):
+def _events(trace: list, cells: dict[int, int], words: dict[int, int]):
     """The events of a program, and how many programs it found that had ended."""
     path, events = None, []
-    for kind, *more in trace:
+    for kind, event, *old in trace:
         if kind == "barrier":
-            events.append(*more)
+            events.append(event)
         elif kind == "atomic":
-            atomic, old = more
-            path = old if atomic.writes and not atomic.exchange else path
-            events.append(atomic._replace(word=words[atomic.word]))
-        elif cells := {numbers[cell_of[word]] for word in more[0].tolist() if word in cell_of}:
-            events.append(Access(kind == "store", tuple(sorted(cells))))
+            path = old[0] if event.writes and not event.exchange else path
+            events.append(event._replace(word=words[event.word]))
+        elif accessed := {cells[word] for word in event.tolist() if word in cells}:
+            events.append(Access(kind == "store", tuple(sorted(accessed))))
     return path, events
