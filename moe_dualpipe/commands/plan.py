@@ -151,7 +151,7 @@ class EstimateCommand(Run):
             found = ways["moved" if self.placement == "moved" else "moved, with 1 copy on each GPU"].experts
             assert found is not None
             return found
-        return read_placement(Path(self.placement), load.loads, self.ep)
+        return read_placement(Path(self.placement or ""), load.loads, self.ep)
 
 
 @dataclass(frozen=True, kw_only=True)

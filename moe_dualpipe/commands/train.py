@@ -50,7 +50,10 @@ def instruments() -> "Instruments":
     from ..tools.checks.nonfinite import first_nonfinite
     from ..tools.planner.device import peak_flops
     from ..tools.planner.fits import memory_line, memory_problem
+    from ..tools.planner.run_costs import costs_of_run, layers_of_run
     from ..tools.profiler.profiled_steps import profiled_steps
     from ..training.preflight import Instruments
 
-    return Instruments(memory_problem, memory_line, first_nonfinite, peak_flops, (profiled_steps,))
+    return Instruments(
+        memory_problem, memory_line, first_nonfinite, peak_flops, (profiled_steps,), layers_of_run, costs_of_run
+    )

@@ -49,7 +49,7 @@ class ParallelConfig:
     None: the block size of Slurm's topology, or 1."""
     schedule: str = "auto"
     """Pipeline schedule (docs/schedules.md), or a CSV file. auto: dualpipe for an even number of pipeline ranks, else
-    dualpipev."""
+    dualpipev. NAME+fill: with weight gradients where ranks wait."""
     layers: str | None = None
     """Number of layers of each stage, such as 4,4,3,3. auto: those of the least step time that fit into memory.
     None: about the same FLOPs in each stage."""

@@ -21,6 +21,9 @@ from .config import TrainConfig
 DEFAULT_SIZE = 2
 """Sequences of a micro-batch, unless the schedule needs more micro-batches."""
 
+FILL = "+fill"
+"""Follows the name of a schedule whose weight gradients move to where ranks wait (schedule/filled.py)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -36,7 +39,7 @@ class Choice:
     def schedule(self) -> Schedule:
         if is_file_name(self.name):
             return read_schedule(Path(self.name))[0]
-        return build(self.name, self.layout.pp, self.micro_batches, self.layout.chunks)
+        return build(self.name.removesuffix(FILL), self.layout.pp, self.micro_batches, self.layout.chunks)
 
 
 def choose(
@@ -120,14 +123,15 @@ def _nearest_first(config: TrainConfig, processes: int) -> list[Choice]:
 def _choice(config: TrainConfig, layout: Layout, name: str, size: int) -> Choice:
     """Raises ValueError for a batch that the layout cannot divide, or that the schedule cannot run."""
     total, pp, dp, chunks = config.batch.batch_size, layout.pp, layout.dp, config.parallel.num_chunks
-    name = default_schedule(pp) if name == "auto" else name
+    if name.removesuffix(FILL) == "auto":
+        name = default_schedule(pp) + name.removeprefix("auto")
     if total % dp:
         raise ValueError(f"--batch-size {total} cannot be divided over {plural(dp, 'data-parallel rank')}")
     if (own := total // dp) % size:
         each = f" on each of {dp} data-parallel ranks" if dp > 1 else ""
         raise ValueError(f"--micro-batch-size {size} does not divide {plural(own, 'sequence')}{each}")
     check_numbers_of = _check_file if is_file_name(name) else check_numbers
-    stages = check_numbers_of(name, pp, own // size, chunks)
+    stages = check_numbers_of(name.removesuffix(FILL), pp, own // size, chunks)
     check_stages(stages, config.model.num_layers)
     if layers := listed_layers(config):
         check_layers_of_stages(layers, stages, config.model.num_layers)

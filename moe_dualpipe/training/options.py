@@ -115,8 +115,10 @@ class Key:
         return _CHOICES.get(self.name, [*literal])
 
     def accepts(self, value: object) -> bool:
-        """Whether a value is one of the choices, or a file that may stand for one."""
-        return value in self.choices or (self.name == "parallel.schedule" and is_file_name(str(value)))
+        """Whether a value is one of the choices, or a file or a filled schedule that may stand for one."""
+        if self.name == "parallel.schedule":
+            return is_file_name(str(value)) or str(value).removesuffix("+fill") in self.choices
+        return value in self.choices
 
     @property
     def metavar(self) -> str:

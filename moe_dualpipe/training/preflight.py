@@ -31,13 +31,13 @@ from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
 from ..runtime.layout import Layout
 from ..runtime.topology import Placed, machine_limit
-from ..schedule import Schedule
+from ..schedule import Costs, Schedule, fill
 from . import metrics, restart, setup
 from .agreement import Agreed, agree
 from .checks import check_options
 from .config import TrainConfig
 from .extensions import Build
-from .layout_choice import Choice, choose, listed_layers
+from .layout_choice import FILL, Choice, choose, listed_layers
 from .options import OPTIONS_FILE, Request, changes
 
 LAYOUT_KEYS = frozenset(
@@ -61,7 +61,7 @@ class Instruments:
     memory_problem: why a choice needs more than so many bytes on a rank; "" if it fits or is unknown. memory_line: what
     a step will need. first_nonfinite: where a non-finite loss or gradient comes from, found by
     running the batches again. peak_flops: FLOP/s of a GPU, by its name and dtype. extensions: more of them. layers:
-    the numbers of layers of the stages with the least step time.
+    the numbers of layers of the stages with the least step time. costs: of the actions on each stage, for `+fill`.
     """
 
     memory_problem: Callable[..., str] = lambda *_: ""
@@ -70,6 +70,7 @@ class Instruments:
     peak_flops: Callable[[str, torch.dtype], float | None] = lambda *_: None
     extensions: Sequence[Build] = ()
     layers: Callable[..., tuple[int, ...]] = lambda *_: ()
+    costs: Callable[..., Costs] = lambda *_: Costs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,8 @@ class Run:
     instruments: Instruments
     store: dist.Store | None = None
     """Where the ranks have met."""
+    filled: Schedule | None = None
+    """The schedule, if its weight gradients were moved to where ranks wait."""
     machines: str = ""
     """Where the expert groups are, in one line. Empty on one machine."""
     peak_flops: float | None = None
@@ -113,7 +116,7 @@ class Run:
 
     @property
     def schedule(self) -> Schedule:
-        return self.choice.schedule
+        return self.filled or self.choice.schedule
 
     @property
     def micro_batch_size(self) -> int:
@@ -201,6 +204,7 @@ def prepare(
         layers, split(config.model, choice.schedule.num_stages, layers), text, resume,
         None if resume else given.weights, differences, first_step, restarted, _companions(resume, weights),
         from_command, instruments, agreed.store,
+        _filled(config, choice, layers, dtype, device, instruments),
         peak_flops=_peak_flops(config, device, dtype, instruments),
     )  # fmt: skip
 
@@ -239,6 +243,15 @@ def _layers(
     batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
     dtype = setup.choose_dtype(config.compute, device.type)
     return instruments.layers(replace(config, batch=batch), choice.schedule, choice.layout, dtype, device, agreed.free)
+
+
+def _filled(
+    config: TrainConfig, choice: Choice, layers: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    instruments: Instruments,
+) -> Schedule | None:  # fmt: skip
+    if not choice.name.endswith(FILL):
+        return None
+    return fill(choice.schedule, instruments.costs(config, choice.schedule, choice.layout, dtype, device, layers))
 
 
 def _peak_flops(

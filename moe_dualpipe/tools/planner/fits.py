@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...messages import with_suggestions
+from ...models import StageSpec, split
 from ...models.config import RECOMPUTE
 from ...runtime.layout import Layout
 from ...schedule import Schedule, build
+from ...training.layout_choice import listed_layers
 from .activations import MicroBatch
 from .peak import PeakMemory, peak_memory
 
@@ -45,8 +47,15 @@ def step_memory(
     )  # fmt: skip
     return peak_memory(
         config.model, schedule, batch, layout.dp, "fp32" if dtype.itemsize == 4 else "bf16", config.parallel.zero,
-        gradient_copies=2 if cpu else 1, moments=1 if config.optim.name == "muon" else 2,
+        stages=stages_of_run(config, schedule), gradient_copies=2 if cpu else 1,
+        moments=1 if config.optim.name == "muon" else 2,
     )  # fmt: skip
+
+
+def stages_of_run(config: "TrainConfig", schedule: Schedule) -> tuple[StageSpec, ...]:
+    """The layers of each stage, by the numbers in the options if they are for these stages."""
+    listed = listed_layers(config)
+    return split(config.model, schedule.num_stages, listed if len(listed) == schedule.num_stages else ())
 
 
 def memory_line(

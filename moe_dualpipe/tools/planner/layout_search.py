@@ -2,7 +2,8 @@
 
 There are thousands. First, all are ranked by a quick estimate, which assumes that all stages take the same time. From
 the fastest on, the first way of each layout and schedule that fits into memory is simulated with the actual cost of
-each stage, until there are SIMULATED of them.
+each stage, until there are SIMULATED of them. For the fastest of these, it is also tried how many layers each stage
+should have (uneven.py).
 """
 
 import dataclasses
@@ -19,10 +20,13 @@ from .peak import memory_of
 from .prediction import Estimate
 from .segment_times import ALL
 from .step import Step, step_of
+from .uneven import best_layers
 from .workload import Workload, layout_of, layout_text
 
 SIMULATED = 40
 """Candidates that are simulated and returned, at most."""
+UNEVEN = 5
+"""Candidates for which other numbers of layers are tried."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 CHUNKS = (2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -62,7 +66,10 @@ def search(load: Workload, software: str | None = None) -> tuple[Estimate, ...]:
             found[key] = candidate
     if not found:
         raise ValueError(_nothing_fits(load, leanest))
-    return tuple(sorted(found.values(), key=lambda one: one.seconds))
+    ranked = sorted(found.values(), key=lambda one: one.seconds)
+    ways = (dataclasses.replace(one.load, layers=best_layers(one.load, limit)) for one in ranked[:UNEVEN])
+    tried = [Estimate(way, constant) for way in ways]
+    return tuple(sorted([*tried, *ranked[UNEVEN:]], key=lambda one: one.seconds))
 
 
 def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:

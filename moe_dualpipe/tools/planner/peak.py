@@ -11,6 +11,7 @@ Not counted: communication buffers, and fragmentation of the allocator.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ...models import ModelConfig, StageSpec, split
@@ -54,6 +55,11 @@ class PeakMemory:
 
 def memory_of(load: Workload) -> PeakMemory:
     """The memory of the fullest rank, by parts."""
+    return max(memory_of_ranks(load), key=lambda rank: rank.total)
+
+
+def memory_of_ranks(load: Workload) -> tuple[PeakMemory, ...]:
+    """The memory of each pipeline rank."""
     one = load.layout
     fullest = load.loads.fullest(load.shape, one.ep, load.experts) if load.loads else 1.0
     batch = MicroBatch(
@@ -61,9 +67,8 @@ def memory_of(load: Workload) -> PeakMemory:
         flash=load.attention != "plain", load=fullest,
     )  # fmt: skip
     schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
-    stages = stages_of(load.shape, load.placement.num_stages)
-    ranks = peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages)
-    return max(ranks, key=lambda rank: rank.total)
+    stages = stages_of(load.shape, load.placement.num_stages, load.layers)
+    return peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages)
 
 
 @lru_cache(maxsize=512)
@@ -195,10 +200,12 @@ def rank_shares(shape: ModelShape, specs: Sequence[StageSpec], batch: MicroBatch
 
 
 @lru_cache(maxsize=1024)
-def stages_of(shape: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
-    """Equal numbers of layers on all stages if that is possible, as Megatron-LM divides, or if the embedding and the
-    head count as one layer each. Otherwise, the stage with the most FLOPs has as few as possible. The embedding and the
-    head may be a stage of their own. Modules of multi-token prediction are on the last stage.
+def stages_of(shape: ModelShape, num_stages: int, numbers: Sequence[int] = ()) -> tuple[StageSpec, ...]:
+    """The layers of each stage: as many as `numbers` says, if it is not empty.
+
+    Otherwise, equal numbers of layers on all stages if that is possible, as Megatron-LM divides, or if the embedding
+    and the head count as one layer each. If not, the stage with the most FLOPs has as few as possible. The embedding
+    and the head may be a stage of their own. Modules of multi-token prediction are on the last stage.
     """
     costs = [1, *(layer.flops(shape.hidden) for layer in shape.layers)]
     costs += [shape.head.flops + shape.mtp * shape.mtp_module_flops]
@@ -206,6 +213,8 @@ def stages_of(shape: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
     each, rest = divmod(layers + 2 * (not whole), num_stages)
     even = [each * stage + whole for stage in range(1, num_stages)]
     ends, specs = divide(costs, num_stages) if rest else (*even, layers + 2), []
+    if numbers:  # of layers, between the embedding and the head
+        ends = (*(1 + end for end in accumulate(numbers[:-1])), layers + 2)
     for start, end in zip((0, *ends), ends, strict=False):
         blocks = range(max(start - 1, 0), min(end - 1, layers) + shape.mtp * (end == len(costs)))
         specs.append(StageSpec(blocks, start == 0, end == len(costs), sum(costs[start:end]) / sum(costs)))

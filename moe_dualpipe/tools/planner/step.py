@@ -67,10 +67,7 @@ class _Stage:
 
 def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
     """Predict a step with the effects `on`."""
-    layers_and_factors = [*zip(load.shape.layers, layer_factors(load, on), strict=True)]
-    kinds = {kind: layer_seconds(load, kind[0], on, kind[1]) for kind in {*layers_and_factors}}
-    layers = [kinds[kind] for kind in layers_and_factors]
-    stages = _stages(load, layers, head_seconds(load, on))
+    stages = _stages(load, on)
     share = load.num_micro_batches / load.layout.pp
     compute = share * sum(s.forward + s.backward - s.transfers for s in stages)
     busy = share * sum(s.pair for s in stages)
@@ -87,40 +84,64 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
     )  # fmt: skip
 
 
-def _stages(load: Workload, layers: Sequence[LayerSeconds], head: LayerSeconds) -> list[_Stage]:
-    slower = min(1.0, TRANSFER_SHARE[load.ep_backend] / load.device.sms)
+def _stages(load: Workload, on: Collection[str] = ALL) -> list[_Stage]:
+    layers, head = _layers(load, on), head_seconds(load, on)
     stages = []
-    for spec in stages_of(load.shape, load.placement.num_stages):
+    for spec in stages_of(load.shape, load.placement.num_stages, load.layers):
         own = [layers[min(i, len(layers) - 1)] for i in spec.layers]
-        own += [head] * (1 + load.shape.mtp) if spec.head else []
-        forward = sum(one.compute_f + one.transfer_f for one in own)
-        backward = sum(one.compute_b + one.transfer_b for one in own)
-        gain = max(0.0, forward + backward - pair_seconds(own, own, slower)) if load.overlaps else 0.0
-        host = sum(one.host for one in own)
-        pair = max(forward + backward - OVERLAP * gain, 3 * host)
-        forward, backward = max(forward, host), max(backward, 2 * host)
-        transfers = sum(one.transfer_f + one.transfer_b for one in own)
-        stages.append(_Stage(forward, backward, sum(one.weights for one in own), pair, transfers))
+        stages.append(_stage(load, own + [head] * (1 + load.shape.mtp) * spec.head))
     return stages
+
+
+def _layers(load: Workload, on: Collection[str]) -> list[LayerSeconds]:
+    layers_and_factors = [*zip(load.shape.layers, layer_factors(load, on), strict=True)]
+    kinds = {kind: layer_seconds(load, kind[0], on, kind[1]) for kind in {*layers_and_factors}}
+    return [kinds[kind] for kind in layers_and_factors]
+
+
+def _stage(load: Workload, own: Sequence[LayerSeconds]) -> _Stage:
+    slower = min(1.0, TRANSFER_SHARE[load.ep_backend] / load.device.sms)
+    forward = sum(one.compute_f + one.transfer_f for one in own)
+    backward = sum(one.compute_b + one.transfer_b for one in own)
+    gain = max(0.0, forward + backward - pair_seconds(own, own, slower)) if load.overlaps else 0.0
+    host = sum(one.host for one in own)
+    pair = max(forward + backward - OVERLAP * gain, 3 * host)
+    transfers = sum(one.transfer_f + one.transfer_b for one in own)
+    forward, backward = max(forward, host), max(backward, 2 * host)
+    return _Stage(forward, backward, sum(one.weights for one in own), pair, transfers)
+
+
+def layer_costs(load: Workload) -> list[float]:
+    """Seconds of each layer for a micro-batch, forward and backward after overlap. The last one has the head, too."""
+    head = _stage(load, [head_seconds(load)] * (1 + load.shape.mtp)).pair
+    costs = [_stage(load, [layer]).pair for layer in _layers(load, ALL)]
+    return [*costs[:-1], costs[-1] + head]
+
+
+def stage_costs(load: Workload, stages: Sequence[_Stage] | None = None) -> Costs:
+    """Seconds of the actions of a pipeline on each stage."""
+    stages = stages or _stages(load)
+    stage_bytes = load.element * load.rank_tokens * load.shape.hidden
+    link = load.device.domain if load.layout.num_ranks <= (load.device.domain.gpus or 1) else load.device.network
+    # Schedules without pairs of their own: each backward runs beside the forward of a later micro-batch.
+    backwards = tuple(max(LEAST, s.backward - _gain(load, s)) for s in stages)
+    return Costs(
+        tuple(max(LEAST, s.forward) for s in stages), backwards,
+        tuple(min(max(LEAST / 2, s.weights), 0.9 * b) for s, b in zip(stages, backwards, strict=True)),
+        tuple(max(LEAST, s.pair) for s in stages), comm=seconds(link, stage_bytes) if load.layout.pp > 1 else 0.0,
+    )  # fmt: skip
+
+
+def _gain(load: Workload, stage: _Stage) -> float:
+    return 0.0 if load.schedule in PAIRED else stage.forward + stage.backward - stage.pair
 
 
 def _pipeline_seconds(load: Workload, stages: Sequence[_Stage], on: Collection[str]) -> float:
     """Seconds of the forwards and backwards of all micro-batches."""
-    n, pp, one = load.num_micro_batches, load.layout.pp, load.layout
     if "pipeline" not in on:
-        return n / pp * sum(stage.pair for stage in stages)
-    stage_bytes = load.element * load.rank_tokens * load.shape.hidden
-    link = load.device.domain if one.num_ranks <= (load.device.domain.gpus or 1) else load.device.network
-    send = seconds(link, stage_bytes) if pp > 1 else 0.0
-    # Schedules without pairs of their own: each backward runs beside the forward of a later micro-batch.
-    gain = [0.0 if load.schedule in PAIRED else s.forward + s.backward - s.pair for s in stages]
-    backwards = tuple(max(LEAST, s.backward - g) for s, g in zip(stages, gain, strict=True))
-    costs = Costs(
-        tuple(max(LEAST, s.forward) for s in stages), backwards,
-        tuple(min(max(LEAST / 2, s.weights), 0.9 * b) for s, b in zip(stages, backwards, strict=True)),
-        tuple(max(LEAST, s.pair) for s in stages), comm=send,
-    )  # fmt: skip
-    return simulate_step(load, n, costs) + max(gain)
+        return load.num_micro_batches / load.layout.pp * sum(stage.pair for stage in stages)
+    most = max(_gain(load, stage) for stage in stages)
+    return simulate_step(load, load.num_micro_batches, stage_costs(load, stages)) + most
 
 
 def simulate_step(load: Workload, num_micro_batches: int, costs: Costs) -> float:

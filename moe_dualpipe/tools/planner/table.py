@@ -11,6 +11,7 @@ from ..drawing.tables import markdown
 from .layout_search import why_slower
 from .prediction import Estimate, routings
 from .train_command import missing, train_command
+from .uneven import megatron_layout
 from .workload import Workload, layout_text
 
 
@@ -63,11 +64,12 @@ def describe(load: Workload) -> str:
     """The workload, on two lines."""
     one = load.layout
     overlap = f", {'with' if load.overlaps else 'no'} overlap" if one.ep > 1 else ""
+    stages = f", layers {','.join(map(str, load.layers))}" if load.layers else ""
     return (
         f"{load.shape.name} on {plural(one.num_ranks, 'GPU')} ({load.device.name}): {layout_text(one)}, "
         f"{load.schedule}\n"
         f"{plural(load.num_micro_batches, 'micro-batch', 'es')} of {load.micro_batch} x {load.seq} tokens, "
-        f"{load.precision}, recompute {load.recompute}{overlap}"
+        f"{load.precision}, recompute {load.recompute}{overlap}{stages}"
     )
 
 
@@ -123,6 +125,8 @@ def search_report(ranked: Sequence[Estimate], top: int) -> str:
             "Of these, only dualpipe and dualpipev hide transfers of experts behind computation.\n"
             "--overlap assumes it of all schedules, as in Megatron-LM."
         )
+    if best.load.layers:
+        parts.append(f"Its stages for Megatron-LM: --pipeline-model-parallel-layout '{megatron_layout(best.load)}'")
     parts.append(train_command(best.load))
     first = next((one for one in ranked if not missing(one.load)), best)
     if first is not best:
@@ -148,6 +152,7 @@ def search_rows(ranked: Sequence[Estimate], top: int) -> dict[str, Any]:
                 "tp": one.load.layout.tp, "pp": one.load.layout.pp, "vpp": one.load.layout.chunks or 1,
                 "ep": one.load.layout.ep, "cp": one.load.layout.cp, "schedule": one.load.schedule,
                 "micro_batch": one.load.micro_batch, "recompute": one.load.recompute,
+                "layers": one.load.layers,
                 "step_time_s": one.seconds, "peak_memory_gb": one.memory.total / 1e9,
                 "slower_because": why_slower(one, ranked[0]), "train_lacks": missing(one.load),
             }

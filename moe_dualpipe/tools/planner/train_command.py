@@ -22,6 +22,7 @@ def train_command(load: Workload) -> str:
     ]
     others = {
         f"parallel.num_chunks={one.chunks}": one.chunks is not None,
+        f"parallel.layers={','.join(map(str, load.layers))}": bool(load.layers),
         f"model.mtp_layers={load.shape.mtp}": load.shape.mtp != PRESETS[load.shape.name].mtp_layers,
         "parallel.overlap=false": load.overlap is False and load.schedule in PAIRED,
         "parallel.zero=false": not load.zero,

@@ -51,8 +51,8 @@ class Workload:
     is divided over replicas. attention: fastest: the device's curves; flash2: PyTorch's FlashAttention-2; plain: scores
     are written to memory. cuda_graphs: what the CPU need not launch again for each micro-batch; partial: attention and
     the router. violation: MaxVio of the experts (routing.py); loads: measured loads instead. experts: their places on
-    the ranks of an expert group; None: in order. host: seconds of the CPU for a launch, instead of those fitted to
-    published runs.
+    the ranks of an expert group; None: in order. layers: how many each stage has; empty: `stages_of`. host:
+    seconds of the CPU for a launch, instead of those fitted to published runs.
     """
 
     shape: ModelShape
@@ -72,6 +72,7 @@ class Workload:
     cuda_graphs: CudaGraphs = "none"
     loads: MeasuredLoads | None = None
     experts: Experts | None = None
+    layers: tuple[int, ...] = ()
     host: float | None = None
 
     @cached_property
