@@ -141,17 +141,16 @@ class EstimateCommand(Run):
         layout = layout_of(self.gpus, self.tp, self.pp, self.vpp, self.ep, self.cp)
         load = replace(load, layout=layout, global_batch=self.batch_size, micro_batch=self.micro_batch_size)
         load.check()
-        return replace(load, experts=self._experts(load)) if self.placement else load
+        return replace(load, experts=_placement(load, self.placement)) if self.placement else load
 
-    def _experts(self, load: Workload) -> Placement:
-        if load.loads is None:
-            raise ValueError("--placement needs the measured loads of the experts: use --loads")
-        if self.placement in ("moved", "copied"):
-            ways = dict(routings(load))
-            found = ways["moved" if self.placement == "moved" else "moved, with 1 copy on each GPU"].experts
-            assert found is not None
-            return found
-        return read_placement(Path(self.placement or ""), load.loads, self.ep)
+
+def _placement(load: Workload, text: str) -> Placement | None:
+    """Where the experts are, for a value of --placement. Raises ValueError."""
+    if load.loads is None:
+        raise ValueError("--placement needs the measured loads of the experts: use --loads")
+    if name := {"moved": "moved", "copied": "moved, with 1 copy on each GPU"}.get(text):
+        return dict(routings(load))[name].experts
+    return read_placement(Path(text), load.loads, load.layout.ep)
 
 
 @dataclass(frozen=True, kw_only=True)

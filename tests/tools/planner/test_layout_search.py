@@ -74,15 +74,6 @@ def test_the_quick_estimate_is_near_the_simulated_step():
             assert step.seconds == pytest.approx(step_of(way).seconds, rel=0.25)
 
 
-def test_recomputation_is_tried_where_nothing_else_fits():
-    load = dataclasses.replace(LOAD, shape=read_shape("tiny"), layout=layout_of(1), global_batch=8, micro_batch=1)
-    full = memory_of(dataclasses.replace(load, recompute="full")).total
-    assert full < 0.95 * memory_of(dataclasses.replace(load, recompute="attention")).total
-    device = dataclasses.replace(LOAD.device, memory_gb=1.01 * full / USABLE / 1e9)
-    best = search(dataclasses.replace(load, device=device))[0].load
-    assert (best.recompute, best.micro_batch) == ("full", 1)
-
-
 def test_a_model_that_does_not_fit_is_refused_with_what_comes_nearest():
     load = dataclasses.replace(LOAD, shape=read_shape("mixtral-8x22b"), layout=layout_of(2))
     with pytest.raises(

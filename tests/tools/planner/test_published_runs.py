@@ -101,15 +101,6 @@ def constant(point, known):
 MANY = ("llama", "mixtral", "mpt", "nemotron", "megascale")
 
 
-def test_effects_add_up_and_a_gpu_without_runs_gets_the_rest():
-    logs = ("h100", 0.1), ("a100", 0.4)
-    points = [made_up(name, gpu, "a", log) for name in MANY for gpu, log in logs for _ in "123"]
-    known = fit(points)
-    for gpu, log, runs in (("h100", 0.1, 15), ("a100", 0.4, 15), ("b200", 0.25, 0)):
-        found = constant(made_up("qwen3", gpu, "a", 0), known)
-        assert math.log(found.factor) == pytest.approx(log, abs=0.05) and found.runs == runs and found.family_runs == 0
-
-
 def test_a_family_has_a_factor_of_its_own_which_few_runs_hardly_change():
     usual = [made_up(name, "h100", "a", 0.1) for name in MANY for _ in range(6)]
     odd = made_up("gpt-oss-120b", "h100", "a", 0.5)
