@@ -75,7 +75,6 @@ def assert_equal(ours, expected):
 @pytest.mark.parametrize(
     "options, sizes",
     [
-        (StageOptions(seed=1), {}),
         (StageOptions(seed=1, recompute="full", fused_loss=True), {"tied_embeddings": True}),
         (StageOptions(seed=1, document_end_id=3), {"num_shared_experts": 1, "dtype": torch.bfloat16}),
     ],
