@@ -104,7 +104,7 @@ def trains_like_the_whole_model(rank, pp, fused_loss, scale_grads):
                 assert torch.equal(outputs, torch.cat([model(part) for part in x.split(SIZE)]))
         whole = dict(model.named_parameters())
         for p in whole.values() if scale_grads else ():
-            p.grad /= MICRO_BATCHES
+            p.grad = p.grad / MICRO_BATCHES  # type: ignore[operator]
         for module in modules.values():
             assert module.weight_grads is not None and len(module.weight_grads) == 0
             for key, p in module.named_parameters():

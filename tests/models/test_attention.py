@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.support.models import CONFIG, with_choices
 from tests.support.oracles import uneven_norms
 
 
-def attention_oracle(layer: Attention, x_BSD: torch.Tensor) -> torch.Tensor:
+def attention_oracle(layer: Any, x_BSD: torch.Tensor) -> torch.Tensor:
     """A loop over heads and positions. A rotation is a complex multiplication."""
     heads, kv_heads, width, turned = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rotary.width
     batch, length, _ = x_BSD.shape

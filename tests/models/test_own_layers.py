@@ -68,7 +68,7 @@ def test_options_are_parsed_by_the_types_of_the_dataclass():
     )
     assert config.expert_options == "factor=0.5 widths=3,5 bias=True"
     assert config == with_choices(experts=own_layers.VariedExpert, expert_options=own_layers.Widths(0.5, (3, 5), True))
-    layer = build_model(config).layers["2"].mlp.experts.each
+    layer = model_of(experts=own_layers.VariedExpert, expert_options=config.expert_options).layers["2"].mlp.experts.each
     assert [expert[0].out_features for expert in layer] == [3, 5, 3, 5, 3]
     assert [expert.place for expert in layer] == [(2, e) for e in range(5)]
     assert layer[0].factor == 0.5 and layer[0][0].bias is not None

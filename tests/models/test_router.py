@@ -124,7 +124,7 @@ def loss_values(logits_BSE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
             for e in sorted(range(num_experts), key=lambda e: -scores[e].item())[:k]:
                 chosen[e] += 1
             totals = [total + score / sum(scores) for total, score in zip(totals, scores, strict=True)]
-            squares.append(sum(v.exp() for v in logits_E).log() ** 2)
+            squares.append(torch.stack([v.exp() for v in logits_E]).sum().log() ** 2)
         length = len(logits_SE)
         pairs = zip(chosen, totals, strict=True)
         balance.append(sum(num_experts / (k * length) * f * (p / length) for f, p in pairs))

@@ -30,7 +30,7 @@ def loaded_and_not(rank, schedule, ep):
     """The results of a step after the kernels were loaded, and of one without."""
     log, found, recv, loss = [], [], P2P.recv, TransformerStage.loss
     P2P.recv = lambda self, specs, source: (log.append("recv"), recv(self, specs, source))[1]
-    TransformerStage.loss = lambda *arguments: (log.append("loss"), loss(*arguments))[1]
+    TransformerStage.loss = lambda *arguments: (log.append("loss"), loss(*arguments))[1]  # type: ignore[assignment]
     batch = torch.randint(SMALL.vocab_size, (4, 9), generator=torch.Generator().manual_seed(rank % ep))
     size = torch.distributed.get_world_size() // ep
     for load in (True, False):

@@ -26,7 +26,7 @@ from moe_dualpipe.schedule import (
 )
 from tests.support.schedules import costs, sizes
 
-MANY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

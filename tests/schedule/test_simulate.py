@@ -23,7 +23,7 @@ from moe_dualpipe.schedule import (
 from moe_dualpipe.schedule.compare import compare
 from tests.support.schedules import costs, sizes, small
 
-MANY = settings(max_examples=60, deadline=None)
+MANY = settings(max_examples=40, deadline=None)
 
 
 def parts(c):

@@ -24,7 +24,7 @@ from moe_dualpipe.schedule.walk import needs, produces, walk
 from tests.support.schedules import SIZES
 
 
-@pytest.mark.parametrize("name,ranks,micro_batches", [*SIZES, ("gpipe", 8, 20), ("chimera", 8, 20)])
+@pytest.mark.parametrize("name,ranks,micro_batches", [*(size for size in SIZES if size[1] < 16), ("gpipe", 8, 20)])
 def test_transfers_match_in_order_and_do_not_deadlock(name, ranks, micro_batches):
     schedule = build(name, ranks, micro_batches)
     lists = add_comms(schedule)
