@@ -1,5 +1,6 @@
 """Backends with a modeled link: Loopback, Delayed, and the link itself."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -63,11 +64,16 @@ def test_a_replay_takes_the_duration_of_each_kind_of_transfer():
 
 
 def test_transfers_of_a_link_run_one_after_another(monkeypatch):
-    now = [100.0]
-    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(link, "time", clock)
+    now, started = [100.0], threading.Event()
+
+    def sleep(seconds):
+        assert started.wait(60)  # the time stands still until both have started
+        now[0] += seconds
+
+    monkeypatch.setattr(link, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep))
     timer = LinkTimer()
     first, second = timer.transfer(0.02), timer.transfer(0.03)
+    started.set()
     for pending in (second, first, first):
         pending.wait()
         assert now == [pytest.approx(100.05)]

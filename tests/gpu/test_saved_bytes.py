@@ -106,7 +106,7 @@ def forward(config, spec, recompute, fused_loss=False, ep=None):
     (LAST, OPTIONS, "attention", False),
     (LAST, {"vocab_size": 200}, "full", True),  # no logits
 ], ids=["attention", "norms", "mla", "last", "full", "options", "tied head", "fused loss"])  # fmt: skip
-@pytest.mark.quick("mla", "options", "fused loss")
+@pytest.mark.quick("mla", "fused loss")
 def test_bytes_saved_for_backward(spec, choices, recompute, fused_loss):
     config = ModelConfig(**SIZES | choices)
     allocations, _stage, x, _y = forward(config, spec, recompute, fused_loss)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import warnings
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -66,13 +64,6 @@ def test_an_unknown_gpu_uses_the_nearest_family_that_fits_and_warns_once(arch, s
             assert configs.lookup(kernel, arch, 2, 512, 2048) == configs.lookup(kernel, family, 2, 512, 2048)
     assert len(warned) == 1
     families.family_of.cache_clear()
-
-
-@pytest.mark.parametrize("optin,expected", [({"shared_memory_per_block_optin": 99_000}, 99_000), ({}, 48_000)])
-def test_the_shared_memory_of_a_gpu_is_the_largest_that_a_block_may_use(optin, expected, monkeypatch):
-    gpus = {"of another": SimpleNamespace(shared_memory_per_block=48_000, **optin)}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
-    assert families.shared_memory_limit(cast(Any, "of another")) == expected
 
 
 def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(user_table):
