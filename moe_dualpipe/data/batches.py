@@ -10,15 +10,15 @@ B sequences, S positions.
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from ..messages import plural, printable
-from .token_files import TokensOnDisk, TokenStream, read_windows, vocabulary_error
+from .token_files import TokensOnDisk, TokenStream, vocabulary_error
 from .tokenizer import BYTES, Tokenizer, digest, find_tokenizer
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FINGERPRINT_PARTS, FINGERPRINT_TOKENS = 256, 64  # read of a file
 
-MANY_SOURCES = 8  # in a row and of the same weight: described on one line
+MANY_SOURCES = 8  # more are described on one line
 QUOTE = "quote a glob, as in 'notes/*.md', to make it one source"
 
 
@@ -101,19 +101,14 @@ class TextData:
 
     @property
     def description(self) -> str:
-        """One line for each source, or for many of one weight, and one for the tokenizer unless it is bytes."""
-        lines = []
-        for _, group in groupby(zip(self.sources, self.shares, strict=True), key=lambda pair: pair[0].weight):
-            (first, share), *others = group
-            if len(others) < MANY_SOURCES:
-                for source, _ in ((first, share), *others):
-                    of_sequences = f" ({share:.1%} of the sequences)" if len(self.sources) > 1 else ""
-                    lines.append(f"data {printable(source.name)}{of_sequences}: {_size([source])}{source.description}")
-                continue
-            names = f"{printable(first.name)} to {printable(others[-1][0].name)}"
-            size = _size([first, *(source for source, _ in others)])
-            each = f"{len(others) + 1:,} sources, each {share:.2%} of the sequences, with {size}"
-            lines.append(f"data {names}: {each}; {QUOTE}")
+        """One line for each source, or one for all if they are many, and one for the tokenizer unless it is bytes."""
+        sources, lines = self.sources, list[str]()
+        if (count := len(sources)) > MANY_SOURCES:
+            names = f"{printable(sources[0].name)} to {printable(sources[-1].name)}"
+            lines.append(f"data {names}: {count:,} sources, {_size(sources)}; {QUOTE}")
+        for source, share in [] if lines else zip(sources, self.shares, strict=True):
+            of_sequences = f" ({share:.1%} of the sequences)" if count > 1 else ""
+            lines.append(f"data {printable(source.name)}{of_sequences}: {_size([source])}{source.description}")
         if self.tokenizer is not BYTES:
             size = self.bytes_per_token
             lines.append(f"tokenizer: {self.tokenizer}{f', {size:.2f} bytes per token' if size else ''}")
@@ -148,8 +143,8 @@ class TextData:
                     content.update(np.ascontiguousarray(stream).data)
                 else:
                     starts = np.linspace(0, len(stream), FINGERPRINT_PARTS, dtype=np.int64).tolist()
-                    for part in read_windows([(stream, first) for first in starts], FINGERPRINT_TOKENS):
-                        content.update(part.tobytes())
+                    for first in starts:
+                        content.update(stream[first : first + FINGERPRINT_TOKENS].tobytes())
         return int.from_bytes(content.digest()) >> 1
 
     def check_tokenizer(self, checkpoint: Path) -> None:
@@ -163,11 +158,11 @@ class TextData:
     def _read(self, windows: list[tuple[TokenStream, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
         import torch  # not at the top: `moe-dualpipe data` starts faster without it
 
-        rows = np.stack(read_windows(windows, seq_len + 1)).astype(np.int64)
+        rows = np.stack([stream[start : start + seq_len + 1] for stream, start in windows]).astype(np.int64)
         for file in {stream.file for stream, _ in windows if isinstance(stream, TokensOnDisk)}:
             file.check_unchanged()  # checked after reading, so these tokens are those from the start of the run
-        if rows.max() >= self.tokenizer.vocab_size:  # the file was too large to scan
-            row = int(np.argmax(rows.max(1) >= self.tokenizer.vocab_size))
+        if (invalid := (rows >= self.tokenizer.vocab_size).any(1)).any():  # the file was too large to scan
+            row = int(np.argmax(invalid))
             stream, start = windows[row]
             name, first = (stream.file.path, stream.first) if isinstance(stream, TokensOnDisk) else ("the text", 0)
             raise vocabulary_error(name, first + start, rows[row], self.tokenizer.vocab_size)
@@ -175,6 +170,6 @@ class TextData:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _size(sources: list[Source]) -> str:
+def _size(sources: Sequence[Source]) -> str:
     tokens, held_out = (sum(len(getattr(source, side)) for source in sources) for side in ("train", "held_out"))
     return f"{plural(tokens, 'token')}, {held_out:,} held out"

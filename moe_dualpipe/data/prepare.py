@@ -20,8 +20,9 @@ from tqdm import tqdm
 from ..messages import check_range, printable
 from .documents import Documents
 from .encode import split_lines
-from .pool import run_in_processes, tokenizer_threads
+from .pool import run_in_processes
 from .shards import Shard, ShardWriter, divide, join
+from .synced_files import replace_file
 from .token_files import Sidecar
 from .tokenizer import BYTES, TOKENIZER_FILE, BPETokenizer, Tokenizer, read_tokenizer
 
@@ -32,13 +33,12 @@ SHARDS = "shards"
 class Prepared:
     """What `prepare_data` wrote.
 
-    sidecars: of train.bin and held_out.bin. duplicates: documents left out. shards, finished_before: all, and those
-    that an earlier call had finished. tokens, seconds: encoded by this call, and the time that it took.
+    sidecars: of train.bin and held_out.bin. shards, finished_before: all, and those that an earlier call had finished.
+    tokens, seconds: encoded by this call, and the time that it took.
     """
 
     tokenizer: Tokenizer
     sidecars: tuple[Sidecar, Sidecar]
-    duplicates: int
     shards: int
     finished_before: int
     tokens: int
@@ -47,17 +47,16 @@ class Prepared:
 
 def prepare_data(
     sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str, *,
-    workers: int = 1, drop_duplicates: bool = False, show: bool = False,
+    workers: int = 1, show: bool = False,
 ) -> Prepared:  # fmt: skip
     """Encode the documents of `sources` into a new folder `out`, which appears only when it is complete.
 
-    A file that is in several sources is encoded once. The files in `out` do not depend on `workers`. If an earlier call
-    with the same arguments was killed or failed, the shards that it finished are not encoded again.
+    The files in `out` do not depend on `workers`. If an earlier call with the same arguments was killed or failed, the
+    shards that it finished are not encoded again.
 
     tokenizer: "bpe" (trained on the text, at most `vocab_size` tokens), "bytes", or the path of a tokenizer.json.
     workers: processes that encode, with one thread each. One file of rows is encoded by one process, and by more
     threads if there are less files than workers.
-    drop_duplicates: of documents that are equal byte by byte, write only the first.
     show: a bar on standard error if that is a terminal; after an error, where the finished shards are.
 
     Raises ValueError if a source is not text or `out` is not a new folder, and ChildProcessError if a worker is killed.
@@ -72,7 +71,7 @@ def prepare_data(
                 raise ValueError(f"--out {printable(out)} already exists and is not empty: choose another folder")
             if os.path.ismount(folder):  # cannot be replaced
                 raise ValueError(f"--out {printable(out)} is a mount point: choose a folder in it")
-            return Preparation.open(sources, out, field).run(tokenizer, vocab_size, workers, drop_duplicates, show)
+            return Preparation.open(sources, out, field).run(tokenizer, vocab_size, workers, show)
         except BaseException:
             if not any(path.suffix in (".json", ".npz") for path in unfinished.rglob("*")):  # tokenizer, and shards
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -98,25 +97,20 @@ class Preparation:
     @classmethod
     def open(cls, sources: list[str], out: Path, field: str = "text") -> "Preparation":
         """Find the files of `sources`. Raises ValueError if one is not text, or if `out` cannot be written."""
-        found: list[Documents] = []
-        for source in sources:
-            documents = Documents.find(source, field, option="")
-            new = documents.without(found)
-            if new.files or not documents.files:
-                found.append(new)
+        found = [Documents.find(source, field, option="") for source in sources]
         return cls(found, Path(os.path.realpath(out)), _unfinished(out), divide(found))
 
     def writer(self, tokenizer: Tokenizer) -> ShardWriter:
         """What writes the shards."""
         return ShardWriter(self.unfinished / SHARDS, tokenizer, self.found[0].field)
 
-    def run(self, tokenizer: str, vocab_size: int, workers: int, drop_duplicates: bool, show: bool) -> Prepared:
+    def run(self, tokenizer: str, vocab_size: int, workers: int, show: bool) -> Prepared:
         """Write the shards and join them: `prepare_data`."""
         given = None if tokenizer == "bpe" else BYTES if tokenizer == "bytes" else read_tokenizer(Path(tokenizer))
         for documents in self.found:
             if next(iter(documents), None) is None:
                 raise documents.empty_error()
-        chosen = given or self._trained(vocab_size, workers)
+        chosen = given or self._trained(vocab_size)
         writer = self.writer(chosen)
         paths = [writer.path(shard) for shard in self.shards]
         for path in writer.folder.iterdir():
@@ -134,23 +128,20 @@ class Preparation:
         shutil.rmtree(result, ignore_errors=True)
         result.mkdir()
         (result / TOKENIZER_FILE).write_bytes(chosen.to_json())
-        sidecars, copies = join(paths, result, chosen, drop_duplicates)
+        sidecars = join(paths, result, chosen)
         result.replace(self.folder)
         shutil.rmtree(self.unfinished)
-        return Prepared(chosen, sidecars, copies, len(paths), len(paths) - len(left), tokens, seconds)
+        return Prepared(chosen, sidecars, len(paths), len(paths) - len(left), tokens, seconds)
 
-    def _trained(self, vocab_size: int, workers: int) -> Tokenizer:
+    def _trained(self, vocab_size: int) -> Tokenizer:
         """A tokenizer that is trained on the text, unless an earlier call has done it."""
-        field, files = self.found[0].field, (file for shard in self.shards for file in shard.files)
-        everything = Shard(tuple(files))
+        field, everything = self.found[0].field, Shard(tuple(file for shard in self.shards for file in shard.files))
         path = self.unfinished / f"{everything.key(vocab_size, field.name)}.json"
         if path.exists():
             return read_tokenizer(path)
-        with tokenizer_threads(workers):
-            pieces = (piece for text in everything.documents(field) for piece, _ in split_lines(text))
-            trained = BPETokenizer.train(pieces, vocab_size)
-        path.with_suffix(".new").write_bytes(trained.to_json())
-        path.with_suffix(".new").replace(path)
+        pieces = (piece for text in everything.documents(field) for piece, _ in split_lines(text))
+        trained = BPETokenizer.train(pieces, vocab_size)
+        replace_file(path, trained.to_json())
         return trained
 
 

@@ -6,7 +6,7 @@ renamed when it is complete, so a shard that exists is finished and up to date. 
 may write shards into the same folder: each skips those that exist.
 
 A table has a row for each document: its hash, tokens and bytes. So it is decided when shards are joined which documents
-are held out, and which are copies.
+are held out.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,10 +26,10 @@ import numpy as np
 from ..messages import printable
 from .documents import Documents, read_document
 from .encode import encode_documents
-from .files import DataFile, FileStatus
+from .files import FileStatus
 from .held_out import Split
 from .rows import TextField, row_format
-from .synced_files import sync
+from .synced_files import sync, write_synced
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar
 from .tokenizer import Tokenizer, digest, dtype_for, num_bytes
 
@@ -103,30 +102,29 @@ class ShardWriter:
             np.savez(unfinished / TABLE, table=np.array(table, np.uint64).reshape(-1, 3), crc32=crc32)
             for name in (_TOKENS, TABLE):
                 sync(unfinished / name)
-            with suppress(OSError):  # another process has written the same
+            try:
                 unfinished.rename(path)
+            except OSError:
+                if not path.exists():  # else another process has written the same
+                    raise
             return sum(tokens for _, tokens, _ in table)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def join(paths: list[Path], folder: Path, tokenizer: Tokenizer, unique: bool) -> tuple[tuple[Sidecar, Sidecar], int]:
-    """Join shards, in order, into FILES in `folder`. Returns their sidecars, and the number of copies left out.
+def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar, Sidecar]:
+    """Join shards, in order, into FILES in `folder`, and return their sidecars.
 
-    unique: of documents that are equal byte by byte, take only the first. Raises ValueError if a shard is damaged, or
-    if there is too little text.
+    Raises ValueError if a shard is damaged, or if there is too little text.
     """
-    shards = partial(_read_tables, paths, unique)
-    sizes = ((content_hash, size) for *_, rows in shards() for content_hash, _, size, is_copy in rows if not is_copy)
+    tables = partial(map, _read_table, paths)
+    sizes = ((content_hash, tokens) for rows, _ in tables() for content_hash, tokens, _ in rows)
     split, dtype = Split.of([sizes], shortest=1), dtype_for(tokenizer.vocab_size)
-    copies, documents, text_bytes = 0, [0, 0], [0, 0]
+    documents, text_bytes = [0, 0], [0, 0]
     with (folder / FILES[0]).open("wb") as train, (folder / FILES[1]).open("wb") as held_out:
-        for path, crc32, rows in shards():
-            contents = _contents(path, crc32, [tokens * dtype.itemsize for _, tokens, *_ in rows])
-            for content, (content_hash, tokens, size, is_copy) in zip(contents, rows, strict=True):
-                if is_copy:
-                    copies += 1
-                    continue
+        for path, (rows, crc32) in zip(paths, tables(), strict=True):
+            contents = _contents(path, crc32, [tokens * dtype.itemsize for _, tokens, _ in rows])
+            for content, (content_hash, tokens, size) in zip(contents, rows, strict=True):
                 tail = split.tail(content_hash, tokens)
                 cut = (tokens - tail) * dtype.itemsize
                 train.write(content[:cut])
@@ -139,36 +137,24 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer, unique: bool) ->
         _describe(folder / name, count, size, tokenizer)
         for name, count, size in zip(FILES, documents, text_bytes, strict=True)
     )
-    return (train, held_out), copies
+    return train, held_out
 
 
-def _read_tables(paths: list[Path], unique: bool) -> Iterator[tuple[Path, int, list[tuple[int, int, int, bool]]]]:
-    """For each shard, the checksum of its tokens, and hash, tokens and bytes of each document.
-
-    With `unique`, also whether it is a copy of an earlier document.
-    """
-    found = set[tuple[int, int]]()
-    for path in paths:
-        rows = []
-        try:
-            with np.load(path / TABLE) as saved:
-                table, crc32 = saved["table"].tolist(), int(saved["crc32"])
-        except Exception:  # numpy and zipfile raise many types
-            raise _damaged(path) from None
-        for content_hash, tokens, size in table:
-            rows.append((content_hash, tokens, size, (content_hash, size) in found))
-            if unique:
-                found.add((content_hash, size))
-        yield path, crc32, rows
+def _read_table(path: Path) -> tuple[list[list[int]], int]:
+    """Hash, tokens and bytes of each document of a shard, and the checksum of its tokens."""
+    try:
+        with np.load(path / TABLE) as saved:
+            return saved["table"].tolist(), int(saved["crc32"])
+    except Exception:  # numpy and zipfile raise many types
+        raise _damaged(path) from None
 
 
 def _contents(path: Path, crc32: int, sizes: list[int]) -> Iterator[bytes]:
     """The token ids of each document of a shard, as bytes."""
     found = 0
-    with DataFile(path / _TOKENS) as file:
-        stream = file.stream()
+    with (path / _TOKENS).open("rb") as file:
         for size in sizes:
-            content = stream.read(size)
+            content = file.read(size)
             found = zlib.crc32(content, found)
             yield content
     if found != crc32:
@@ -190,8 +176,6 @@ def _describe(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer)
         dtype.name, tokenizer.vocab_size, tokenizer.end_id, size // dtype.itemsize, documents, text_bytes,
         digest(tokenizer), sums,
     )  # fmt: skip
-    described = path.with_name(f"{path.name}.json")
-    described.write_text(json.dumps(dataclasses.asdict(sidecar)) + "\n")
+    write_synced(path.with_name(f"{path.name}.json"), json.dumps(dataclasses.asdict(sidecar)).encode() + b"\n")
     sync(path)
-    sync(described)
     return sidecar

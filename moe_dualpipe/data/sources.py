@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from ..messages import check_range, plural, printable
+from . import stores
 from .batches import MANY_SOURCES, QUOTE, Source, TextData
 from .documents import Documents
 from .encode import EncodedDocument, encode_documents
 from .held_out import Split, held_out_size
-from .locate import is_file, locate, open_file
-from .stores import exists
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokenStream
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
@@ -40,9 +39,8 @@ def load_data(
     different tokenizers, or if `vocab_size` is too small.
     """
     entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
-    places = {name: locate(name) for name, _ in entries}
+    places = {name: _locate(name) for name, _ in entries}
     opened = {name: list(_open_token_files(place, dtype)) for name, place in places.items()}
-    _check_roles(opened)
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs model.vocab_size {tokenizer.vocab_size}: got {vocab_size}")
@@ -70,7 +68,7 @@ def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: s
     Text is encoded with `tokenizer`. A folder that `prepare_data` wrote gives its held-out tokens. field, dtype: as for
     `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
     """
-    source = locate(source)
+    source = _locate(source)
     if files := list(_open_token_files(source, dtype)):
         file = files[-1] if os.path.isdir(source) else files[0]
         found = file.tokenizer(tokenizer.vocab_size)
@@ -100,6 +98,25 @@ def split_weight(entry: str) -> tuple[str, float]:
     return name, number
 
 
+def _locate(source: str) -> str:
+    """The path of a source; of a file or folder at a URL, that of a copy, which the ranks of a machine share.
+
+    Raises ValueError if there is nothing at the URL, or if it cannot be read.
+    """
+    if not stores.is_url(source):
+        return source
+    try:
+        path = stores.local_path(source)
+        if (url := stores.url_of(path)) is None:  # hf://
+            return str(path)
+        names = stores.sizes_of(path)
+        for name in names:
+            stores.fetch(path / name)
+        return str(path if names else stores.fetch(stores.local_path(str(url.parent)) / url.name))
+    except stores.StorageError as error:
+        raise ValueError(f"--data {error}") from None
+
+
 def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
     """If `name` is token ids, yield the training file, and then the held-out file if there is one.
 
@@ -110,16 +127,16 @@ def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
         if not any(map(_is_described, map(path.joinpath, (TRAIN_FILE, *HELD_OUT_FILES)))):
             return
         path /= TRAIN_FILE
-    elif path.suffix != ".bin" or not is_file(path):
+    elif path.suffix != ".bin" or not path.exists():
         return
-    yield TokenFile.open(path, dtype, open_file)
+    yield TokenFile.open(path, dtype)
     if path.name == TRAIN_FILE and (held_out := [*filter(_is_described, map(path.with_name, HELD_OUT_FILES))]):
-        yield TokenFile.open(held_out[0], dtype, open_file)
+        yield TokenFile.open(held_out[0], dtype)
 
 
 def _is_described(path: Path) -> bool:
     """Whether there is a file of token ids at `path`, or the description of one."""
-    return exists(path) or exists(path.with_name(f"{path.name}.json"))
+    return os.path.lexists(path) or os.path.lexists(path.with_name(f"{path.name}.json"))
 
 
 def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_text: Tokenizer) -> Tokenizer:
@@ -136,20 +153,6 @@ def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_te
     if isinstance(chosen, UnknownTokenizer) and not all(opened.values()):
         raise ValueError(f"cannot encode the text in --data: there is no {TOKENIZER_FILE} next to {printable(first)}")
     return chosen
-
-
-def _check_roles(opened: dict[str, list[TokenFile]]) -> None:
-    """Raise ValueError if a file, under any name, is trained on in one source and held out in another."""
-    found: dict[tuple[object, object], tuple[str, str]] = {}
-    for name, files in opened.items():
-        roles = ("training", "held-out") if len(files) == 2 else ("divided",)
-        for role, file in zip(roles, files, strict=False):  # none, of text
-            other, its_role = found.setdefault(file.tokens_N.file.identity, (name, role))
-            if its_role != role:
-                raise ValueError(
-                    f"{printable(file.path)} is {role} text in --data {printable(name)}, but {its_role} text in --data "
-                    f"{printable(other)}: name it once"
-                )
 
 
 def _streams(files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> tuple[TokenStream, TokenStream]:

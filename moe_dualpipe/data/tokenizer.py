@@ -17,7 +17,7 @@ import numpy as np
 
 from ..messages import check_range, printable, quoted
 from . import strict_json
-from .files import read_whole
+from .files import DataFile
 
 TOKENIZER_FILE = "tokenizer.json"
 END = "<|endoftext|>"
@@ -187,7 +187,8 @@ def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json. Raises ValueError if it is missing or not a tokenizer."""
-    return tokenizer_from_json(read_whole(path), printable(path))
+    with DataFile(path) as file:
+        return tokenizer_from_json(file.read(0, file.size), printable(path))
 
 
 def find_tokenizer(folder: Path) -> Tokenizer:
