@@ -51,8 +51,6 @@ class PrepareData:
         print(f"{printable(self.out / TOKENIZER_FILE)}: {tokenizer}, {tokenizer.end_id} ends a document")
         for name, sidecar in zip((TRAIN_FILE, HELD_OUT_FILES[0]), done.sidecars, strict=True):
             print(f"{printable(self.out / name)}: {_describe(sidecar)}")
-        speed = f"{done.tokens / max(done.seconds, 1e-9):,.0f} tokens/s"
-        print(f"encoded {plural(done.tokens, 'token')} in {done.seconds:.1f} s: {speed}")
         size = f"--set model.vocab_size={tokenizer.vocab_size}"
         print(f"to train: python train.py --data {shell_word(str(self.out))} {size}")
 

@@ -9,7 +9,6 @@ import fcntl
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ..messages import check_range, printable
 from .documents import Documents
 from .encode import split_lines
 from .pool import run_in_processes
+from .rows import TextField
 from .shards import Shard, ShardWriter, divide, join
 from .synced_files import replace_file
 from .token_files import Sidecar
@@ -34,15 +34,12 @@ class Prepared:
     """What `prepare_data` wrote.
 
     sidecars: of train.bin and held_out.bin. shards, finished_before: all, and those that an earlier call had finished.
-    tokens, seconds: encoded by this call, and the time that it took.
     """
 
     tokenizer: Tokenizer
     sidecars: tuple[Sidecar, Sidecar]
     shards: int
     finished_before: int
-    tokens: int
-    seconds: float
 
 
 def prepare_data(
@@ -69,9 +66,7 @@ def prepare_data(
             folder = Path(os.path.realpath(out))
             if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
                 raise ValueError(f"--out {printable(out)} already exists and is not empty: choose another folder")
-            if os.path.ismount(folder):  # cannot be replaced
-                raise ValueError(f"--out {printable(out)} is a mount point: choose a folder in it")
-            return Preparation.open(sources, out, field).run(tokenizer, vocab_size, workers, show)
+            return _prepare(sources, folder, tokenizer, vocab_size, field, workers, show)
         except BaseException:
             if not any(path.suffix in (".json", ".npz") for path in unfinished.rglob("*")):  # tokenizer, and shards
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -81,68 +76,59 @@ def prepare_data(
             raise
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """A result to write: for programs whose workers write the shards on other machines.
+def open_shards(
+    sources: list[str], out: Path, tokenizer: Tokenizer, field: str = "text"
+) -> tuple[ShardWriter, list[Shard]]:
+    """For programs whose workers write the shards of `out` on other machines: what writes them, and the shards.
 
-    Each of them opens it with the same arguments, and calls `writer(tokenizer).write(shard)` for some of `shards`. Then
-    `prepare_data` with the same arguments joins them.
+    Each worker calls `write` for some of the shards. Then `prepare_data` with the same arguments joins them. Raises
+    ValueError if a source is not text, or if `out` cannot be written.
     """
+    found = _find(sources, field)
+    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, found[0].field), divide(found)
 
-    found: list[Documents]
-    folder: Path
-    unfinished: Path
-    shards: list[Shard]
 
-    @classmethod
-    def open(cls, sources: list[str], out: Path, field: str = "text") -> "Preparation":
-        """Find the files of `sources`. Raises ValueError if one is not text, or if `out` cannot be written."""
-        found = [Documents.find(source, field, option="") for source in sources]
-        return cls(found, Path(os.path.realpath(out)), _unfinished(out), divide(found))
+def _find(sources: list[str], field: str) -> list[Documents]:
+    return [Documents.find(source, field, option="") for source in sources]
 
-    def writer(self, tokenizer: Tokenizer) -> ShardWriter:
-        """What writes the shards."""
-        return ShardWriter(self.unfinished / SHARDS, tokenizer, self.found[0].field)
 
-    def run(self, tokenizer: str, vocab_size: int, workers: int, show: bool) -> Prepared:
-        """Write the shards and join them: `prepare_data`."""
-        given = None if tokenizer == "bpe" else BYTES if tokenizer == "bytes" else read_tokenizer(Path(tokenizer))
-        for documents in self.found:
-            if next(iter(documents), None) is None:
-                raise documents.empty_error()
-        chosen = given or self._trained(vocab_size)
-        writer = self.writer(chosen)
-        paths = [writer.path(shard) for shard in self.shards]
-        for path in writer.folder.iterdir():
-            if path not in paths:  # of other arguments, or of a process that was killed
-                shutil.rmtree(path)
-        left = [shard for shard, path in zip(self.shards, paths, strict=True) if not path.exists()]
-        size, start, tokens = sum(shard.size for shard in left), time.monotonic(), 0
-        hidden = None if show else True
-        with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-            for shard, count in zip(left, run_in_processes(writer.write, left, workers), strict=True):
-                tokens += count
-                bar.update(shard.size)
-        seconds = time.monotonic() - start
-        result = self.unfinished / "result"
-        shutil.rmtree(result, ignore_errors=True)
-        result.mkdir()
-        (result / TOKENIZER_FILE).write_bytes(chosen.to_json())
-        sidecars = join(paths, result, chosen)
-        result.replace(self.folder)
-        shutil.rmtree(self.unfinished)
-        return Prepared(chosen, sidecars, len(paths), len(paths) - len(left), tokens, seconds)
+def _prepare(
+    sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str, workers: int, show: bool
+) -> Prepared:
+    found, unfinished = _find(sources, field), _unfinished(out)
+    given = None if tokenizer == "bpe" else BYTES if tokenizer == "bytes" else read_tokenizer(Path(tokenizer))
+    for documents in found:
+        if next(iter(documents), None) is None:
+            raise documents.empty_error()
+    shards = divide(found)
+    chosen = given or _trained(shards, found[0].field, vocab_size, unfinished)
+    writer = ShardWriter(unfinished / SHARDS, chosen, found[0].field)
+    paths = [writer.path(shard) for shard in shards]
+    left = [shard for shard, path in zip(shards, paths, strict=True) if not path.exists()]
+    size, hidden = sum(shard.size for shard in left), None if show else True
+    with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+        for shard, _ in zip(left, run_in_processes(writer.write, left, workers), strict=True):
+            bar.update(shard.size)
+    result = unfinished / "result"
+    shutil.rmtree(result, ignore_errors=True)
+    result.mkdir()
+    (result / TOKENIZER_FILE).write_bytes(chosen.to_json())
+    sidecars = join(paths, result, chosen)
+    result.replace(out)
+    shutil.rmtree(unfinished)
+    return Prepared(chosen, sidecars, len(paths), len(paths) - len(left))
 
-    def _trained(self, vocab_size: int) -> Tokenizer:
-        """A tokenizer that is trained on the text, unless an earlier call has done it."""
-        field, everything = self.found[0].field, Shard(tuple(file for shard in self.shards for file in shard.files))
-        path = self.unfinished / f"{everything.key(vocab_size, field.name)}.json"
-        if path.exists():
-            return read_tokenizer(path)
-        pieces = (piece for text in everything.documents(field) for piece, _ in split_lines(text))
-        trained = BPETokenizer.train(pieces, vocab_size)
-        replace_file(path, trained.to_json())
-        return trained
+
+def _trained(shards: list[Shard], field: TextField, vocab_size: int, folder: Path) -> Tokenizer:
+    """A tokenizer that is trained on the text, unless an earlier call has done it."""
+    everything = Shard(tuple(file for shard in shards for file in shard.files))
+    path = folder / f"{everything.key(vocab_size, field.name)}.json"
+    if path.exists():
+        return read_tokenizer(path)
+    pieces = (piece for text in everything.documents(field) for piece, _ in split_lines(text))
+    trained = BPETokenizer.train(pieces, vocab_size)
+    replace_file(path, trained.to_json())
+    return trained
 
 
 @contextmanager

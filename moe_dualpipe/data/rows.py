@@ -52,7 +52,7 @@ class TextField:
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 at byte {error.start}: {error.reason}") from None
         if not isinstance(text, str):
-            raise ValueError(f"field {quoted(self.name)} must be a string, got {_kind(text)}")
+            raise ValueError(f"field {quoted(self.name)} must be a string, got {type(text).__name__}")
         if "\0" in text:
             raise ValueError(f"field {quoted(self.name)} contains a zero character")
         try:
@@ -73,7 +73,7 @@ class TextField:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {printable(error)}") from None
         if not isinstance(value, dict):
-            raise ValueError(f"expected an object, got {_kind(value)}")
+            raise ValueError(f"expected an object, got {type(value).__name__}")
         if self.name not in value:
             raise self.missing(list(value))
         return value[self.name]
@@ -151,8 +151,3 @@ def _valid(column: Any) -> Any:
     """Raises pyarrow's error for a damaged column, whose values might lie outside its memory."""
     column.validate(full=True)
     return column
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", bool: "a boolean", type(None): "null", str: "a string"}
-    return names.get(type(value), "a number")

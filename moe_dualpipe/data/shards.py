@@ -84,13 +84,10 @@ class ShardWriter:
         """The folder of a shard. It exists if the shard is finished."""
         return self.folder / shard.key(digest(self.tokenizer), self.field.name)
 
-    def write(self, shard: Shard) -> int:
-        """Encode a shard, unless it is finished. Returns the number of tokens that were encoded.
-
-        Raises ValueError if its files are not text or have changed.
-        """
+    def write(self, shard: Shard) -> None:
+        """Encode a shard, unless it is finished. Raises ValueError if its files are not text or have changed."""
         if (path := self.path(shard)).exists():
-            return 0
+            return
         unfinished = Path(tempfile.mkdtemp(dir=self.folder, prefix="unfinished-"))
         try:
             table, crc32 = [], 0
@@ -107,7 +104,6 @@ class ShardWriter:
             except OSError:
                 if not path.exists():  # else another process has written the same
                     raise
-            return sum(tokens for _, tokens, _ in table)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 

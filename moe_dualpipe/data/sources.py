@@ -18,7 +18,7 @@ from .batches import MANY_SOURCES, QUOTE, Source, TextData
 from .documents import Documents
 from .encode import EncodedDocument, encode_documents
 from .held_out import Split, held_out_size
-from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokenStream
+from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokensOnDisk, TokenStream
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
 SAMPLE = 1 << 20
@@ -162,8 +162,9 @@ def _streams(files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> tupl
             file.scan(tokenizer.vocab_size)
     if len(files) == 2:
         return files[0].tokens_N, files[1].tokens_N
-    whole_N = files[0].tokens_N
-    return whole_N.split(len(whole_N) - held_out_size(len(whole_N), seq_len + 1))
+    count, whole = len(files[0].tokens_N), (files[0].tokens_N.file, files[0].tokens_N.dtype)
+    cut = count - held_out_size(count, seq_len + 1)
+    return TokensOnDisk(*whole, 0, cut), TokensOnDisk(*whole, cut, count)
 
 
 def _bytes_per_token(held_out: TokenStream, tokenizer: Tokenizer, file: TokenFile | None = None) -> float | None:

@@ -8,11 +8,9 @@ only checked when they are drawn (batches.py). Neither way can train on an id ou
 
 import os
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -35,7 +33,7 @@ class Sidecar:
     bytes: of the text, counting each end of a document as one. tokenizer: its `digest`. crc32: one per CHUNK tokens.
     """
 
-    dtype: Literal["uint8", "uint16", "uint32"]
+    dtype: Annotated[str, msgspec.Meta(pattern="^uint(8|16|32)$")]
     vocab_size: Annotated[int, _COUNT]
     end_id: Annotated[int, msgspec.Meta(ge=-1)]
     tokens: Annotated[int, _COUNT]
@@ -71,16 +69,6 @@ class TokensOnDisk:
         size = self.dtype.itemsize
         content = self.file.read((self.first + first) * size, max(stop - first, 0) * size)
         return np.frombuffer(content, self.dtype)
-
-    def split(self, at: int) -> "tuple[TokensOnDisk, TokensOnDisk]":
-        """The first `at` tokens, and the rest. Reads nothing."""
-        bounds = (self.first, self.first + at, self._stop)
-        before, after = (TokensOnDisk(self.file, self.dtype, *part) for part in pairwise(bounds))
-        return before, after
-
-    def chunks(self) -> Iterator[np.ndarray]:
-        """All token ids, CHUNK at a time."""
-        return (self[i : i + CHUNK] for i in range(0, len(self), CHUNK))
 
 
 TokenStream = np.ndarray | TokensOnDisk
@@ -139,9 +127,9 @@ class TokenFile:
         sums, name = self.sidecar.crc32 if self.sidecar else None, printable(self.path)
         if sums is not None and len(sums) != -(-len(self.tokens_N) // CHUNK):
             raise ValueError(f"{name}.json has {len(sums)} checksums for {len(self.tokens_N)} tokens")
-        for i, chunk in enumerate(self.tokens_N.chunks()):
-            first = i * CHUNK
-            if sums is not None and zlib.crc32(chunk.data) != sums[i]:
+        for first in range(0, len(self.tokens_N), CHUNK):
+            chunk = self.tokens_N[first : first + CHUNK]
+            if sums is not None and zlib.crc32(chunk.data) != sums[first // CHUNK]:
                 last = first + len(chunk) - 1
                 raise ValueError(f"{name} has changed in tokens {first} to {last}: prepare it again")
             if chunk.max() >= vocab_size:

@@ -31,9 +31,6 @@ def open_folder(folder: Path) -> None:
     listed = list_folder(url).items()
     entries = {name: entry for name, entry in listed if not entry.is_folder and name not in (".", "..")}
     _opened[folder] = entries
-    for path in folder.glob("[!.]*"):  # copies of files that are not there any more
-        if path.is_file() and path.name not in entries:
-            drop(folder, [path.name])
     for name, entry in entries.items():
         if entry.size <= SMALL and not name.endswith(_LARGE_SUFFIXES):
             _copy(folder / name, url / name, entry, None)
