@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.data import Source, TextData, encode, load_data
@@ -146,6 +146,7 @@ def test_an_error_names_the_line_where_a_file_is_not_text(tmp_path, content, pro
         load_data(str(tmp_path), 8)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.text("äb\n", max_size=40), max_size=9), st.integers(1, 9), st.integers(1, 5))
 def test_documents_are_encoded_in_small_batches_of_whole_lines(texts, size, number):
     batches: list[list[str]] = []
