@@ -21,30 +21,23 @@ def tokens(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rewrite(path: Path):
-    """Change the content in place. The clock of files has ticks of some milliseconds: set the time."""
-    path.write_bytes(b"\1\0" * (path.stat().st_size // 2))
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-
-
 CHANGES = {
-    "truncated": (lambda path: os.truncate(path, 4096), r"\(%d bytes then, 4096 now\)"),
-    "longer": (lambda path: path.open("ab").write(b"\0\0"), r"\(%d bytes then, \d+ now\)"),
-    "rewritten": (rewrite, r"\(%d bytes\)"),
+    "shorter": (lambda path: os.truncate(path, 4096), r"\(\d+ bytes then, 4096 now\)"),
+    "longer": (lambda path: path.open("ab").write(b"\0\0"), r"\(\d+ bytes then, \d+ now\)"),
+    "rewritten": (
+        lambda path: path.write_bytes(bytes(path.stat().st_size)) and os.utime(path, ns=(0, 1)),
+        r"\(\d+ byt",
+    ),
 }
 
 
-@pytest.mark.parametrize("file", ["train.bin", "held_out.bin"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_token_file_that_changes_in_place_is_named_when_a_batch_is_read(tokens, file, change):
-    text = load_data(str(tokens), 8)
-    path, (apply, sizes) = tokens / file, CHANGES[change]
-    size = path.stat().st_size
-    apply(path)
-    read = {"train.bin": lambda: text.batch(0, 0, 4, 8), "held_out.bin": lambda: text.held_out_batch(0, 4, 4, 8)}
-    with pytest.raises(ValueError, match=f"{path} was written to while it was in use {sizes % size}"):
-        read.pop(file)()
-    read.popitem()[1]()  # the other file is as it was
+def test_a_token_file_that_changes_in_place_is_named_when_a_batch_is_read(tokens, change):
+    text, (apply, sizes) = load_data(str(tokens), 8), CHANGES[change]
+    apply(tokens / "held_out.bin")
+    text.batch(0, 0, 4, 8)  # the other file is as it was
+    with pytest.raises(ValueError, match=f"{tokens}/held_out.bin was written to while it was in use {sizes}"):
+        text.held_out_batch(0, 4, 4, 8)
 
 
 def test_a_token_file_that_is_replaced_or_removed_stays_open_until_it_is_not_needed(tokens):

@@ -150,29 +150,28 @@ def test_an_invalid_row_is_named_and_only_its_file_is_encoded_again(tmp_path, ca
 
 
 FULL = OSError(28, "No space left on device")
-OTHER = {"nothing": ({}, 1), "the text": ({}, 0), "the tokenizer": ({}, 0), "the field": ({"field": "other"}, 0)}
+OTHER = {"nothing": 1, "text": 0, "tokenizer": 0, "field": 0}
 
 
 @pytest.mark.parametrize("change", OTHER)
 def test_a_shard_is_used_only_for_the_same_text_tokenizer_and_field(source, tmp_path, monkeypatch, change):
-    monkeypatch.setattr(shards, "sync", lambda _: None)
     content = (source / "z.jsonl").read_text().replace('{"text": "', '{"other": "o", "text": "')
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(content)
-    arguments = {"tokenizer": "bytes", "vocab_size": 300, "field": "text"}
+    options, write = {"tokenizer": "bytes", "vocab_size": 300, "field": "text"}, ShardWriter.write
     prepare = partial(prepare_data, [f"{tmp_path}/?.jsonl"])
-    with monkeypatch.context() as patch:
-        write = ShardWriter.write
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(ShardWriter, "write", lambda w, shard: raise_it(FULL) if "b.j" in str(shard) else write(w, shard))
-        with pytest.raises(OSError, match="No space left"):
-            prepare(tmp_path / "out", **arguments)
-    if change == "the text":
+        prepare(tmp_path / "out", **options)
+    if change == "text":
         os.utime(tmp_path / "a.jsonl", ns=(0, 7))
-    if change == "the tokenizer":
+    if change == "tokenizer":
         run(source / "a.jsonl", tmp_path / "bpe", "bpe")
-    arguments |= OTHER[change][0] | ({"tokenizer": f"{tmp_path}/bpe/tokenizer.json"} if "token" in change else {})
-    assert prepare(tmp_path / "out", **arguments).finished_before == OTHER[change][1]
-    prepare(tmp_path / "fresh", **arguments)
+        options["tokenizer"] = f"{tmp_path}/bpe/tokenizer.json"
+    if change == "field":
+        options["field"] = "other"
+    assert prepare(tmp_path / "out", **options).finished_before == OTHER[change]
+    prepare(tmp_path / "fresh", **options)
     assert files_in(tmp_path / "out") == files_in(tmp_path / "fresh")
 
 

@@ -30,26 +30,17 @@ def file(tmp_path, content, monkeypatch):
     return path
 
 
-def test_a_large_file_is_sent_in_parts_that_are_announced(s3, file, content):
+@pytest.mark.parametrize("size,parts", [(0, []), (PART, []), (SIZE, [1234, PART, PART, PART])])
+def test_a_large_file_is_sent_in_parts_that_are_announced_and_repeated(s3, file, content, size, parts):
+    file.write_bytes(content[:size])
     done = []
     upload_file(file, URL, announce=done.append)
-    assert s3.content(KEY) == content and done == ["uploading file.bin"] * 4
-    assert sorted(request.size for request in s3.requests if request.is_part) == [1234, PART, PART, PART]
-
-
-@pytest.mark.parametrize("size", [0, 1, PART])
-def test_a_small_file_is_one_request(s3, file, content, size):
-    file.write_bytes(content[:size])
+    assert s3.content(KEY) == content[:size] and done == ["uploading file.bin"] * len(done)
+    assert sorted(request.size for request in s3.requests if request.is_part) == parts
+    assert len(done) == max(len(parts), size > 0) and (parts or len(s3.requests) == 1)
+    s3.fault = first(3, "hang up", lambda request: request.is_part)
     upload_file(file, URL)
     assert s3.content(KEY) == content[:size]
-    assert [request.method for request in s3.requests] == ["PUT", "HEAD"]
-
-
-@pytest.mark.parametrize("fault", [500, "hang up"])
-def test_parts_that_fail_at_times_are_repeated(s3, file, content, fault):
-    s3.fault = first(3, fault, lambda request: request.is_part)
-    upload_file(file, URL)
-    assert s3.content(KEY) == content
 
 
 def test_an_upload_whose_last_answer_was_lost_is_repeated(s3, file, content):
