@@ -20,9 +20,7 @@ from ..messages import check_range, printable
 from .documents import Documents
 from .encode import split_lines
 from .pool import run_in_processes
-from .rows import TextField
 from .shards import Shard, ShardWriter, divide, join
-from .synced_files import replace_file
 from .token_files import Sidecar
 from .tokenizer import BYTES, TOKENIZER_FILE, BPETokenizer, Tokenizer, read_tokenizer
 
@@ -68,7 +66,7 @@ def prepare_data(
                 raise ValueError(f"--out {printable(out)} already exists and is not empty: choose another folder")
             return _prepare(sources, folder, tokenizer, vocab_size, field, workers, show)
         except BaseException:
-            if not any(path.suffix in (".json", ".npz") for path in unfinished.rglob("*")):  # tokenizer, and shards
+            if not any(unfinished.rglob("*.npz")):  # of a shard
                 shutil.rmtree(unfinished, ignore_errors=True)
             elif show:
                 message = f"finished shards are in {printable(unfinished)}: the same command uses them"
@@ -101,7 +99,8 @@ def _prepare(
         if next(iter(documents), None) is None:
             raise documents.empty_error()
     shards = divide(found)
-    chosen = given or _trained(shards, found[0].field, vocab_size, unfinished)
+    pieces = (piece for shard in shards for text in shard.documents(found[0].field) for piece, _ in split_lines(text))
+    chosen = given or BPETokenizer.train(pieces, vocab_size)
     writer = ShardWriter(unfinished / SHARDS, chosen, found[0].field)
     paths = [writer.path(shard) for shard in shards]
     left = [shard for shard, path in zip(shards, paths, strict=True) if not path.exists()]
@@ -117,18 +116,6 @@ def _prepare(
     result.replace(out)
     shutil.rmtree(unfinished)
     return Prepared(chosen, sidecars, len(paths), len(paths) - len(left))
-
-
-def _trained(shards: list[Shard], field: TextField, vocab_size: int, folder: Path) -> Tokenizer:
-    """A tokenizer that is trained on the text, unless an earlier call has done it."""
-    everything = Shard(tuple(file for shard in shards for file in shard.files))
-    path = folder / f"{everything.key(vocab_size, field.name)}.json"
-    if path.exists():
-        return read_tokenizer(path)
-    pieces = (piece for text in everything.documents(field) for piece, _ in split_lines(text))
-    trained = BPETokenizer.train(pieces, vocab_size)
-    replace_file(path, trained.to_json())
-    return trained
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -50,7 +49,7 @@ class Shard:
         """Bytes of the files."""
         return sum(status.size for _, status in self.files)
 
-    def key(self, *options: Any) -> str:
+    def key(self, *options: str) -> str:
         """A hash of the files and of `options`. Other machines see other devices and inodes."""
         files = [(str(path), status.size, status.modified) for path, status in self.files]
         return hashlib.blake2b(repr((files, options)).encode(), digest_size=16).hexdigest()

@@ -7,14 +7,13 @@ Text is read into memory and encoded at the start. Token ids stay on disk, so th
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..messages import check_range, plural, printable
 from . import stores
-from .batches import MANY_SOURCES, QUOTE, Source, TextData
+from .batches import Source, TextData
 from .documents import Documents
 from .encode import EncodedDocument, encode_documents
 from .held_out import Split, held_out_size
@@ -44,20 +43,21 @@ def load_data(
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs model.vocab_size {tokenizer.vocab_size}: got {vocab_size}")
-    texts = {
-        name: _Text.read(Documents.find(places[name], field), tokenizer) for name, files in opened.items() if not files
-    }
-    split = Split.of((text.sizes() for text in texts.values()), seq_len + 1)
+    texts = {name: Documents.find(places[name], field) for name, files in opened.items() if not files}
+    encoded = {name: _encode(documents, tokenizer) for name, documents in texts.items()}
+    split = Split.of((((d.hash, len(d.tokens_N)) for d in text) for text in encoded.values()), seq_len + 1)
     loaded = []
     for name, weight in entries:
         if opened[name]:
             train, held_out = _streams(opened[name], tokenizer, seq_len)
             source = Source(name, weight, train, held_out, "", _bytes_per_token(held_out, tokenizer, opened[name][-1]))
         else:
-            train, held_out = texts[name].divided(split)
-            source = Source(name, weight, train, held_out, str(texts[name]), _bytes_per_token(held_out, tokenizer))
-        hint = f"; {QUOTE}" if len(entries) > MANY_SOURCES else ""
-        _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens", hint)
+            cuts = [len(d.tokens_N) - split.tail(d.hash, len(d.tokens_N)) for d in encoded[name]]
+            parts = [np.split(d.tokens_N, [cut]) for d, cut in zip(encoded[name], cuts, strict=True)]
+            train, held_out = map(np.concatenate, zip(*parts, strict=True))
+            what = f"; {plural(len(parts), 'document')}{texts[name].describe_skipped()}"
+            source = Source(name, weight, train, held_out, what, _bytes_per_token(held_out, tokenizer))
+        _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens")
         loaded.append(source)
     return TextData(tuple(loaded), tokenizer)
 
@@ -79,8 +79,7 @@ def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: s
         return file.tokens_N
     if not source:
         raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
-    text = _Text.read(Documents.find(source, field), tokenizer)
-    return np.concatenate([document.tokens_N for document in text.encoded])
+    return np.concatenate([d.tokens_N for d in _encode(Documents.find(source, field), tokenizer)])
 
 
 def split_weight(entry: str) -> tuple[str, float]:
@@ -174,39 +173,17 @@ def _bytes_per_token(held_out: TokenStream, tokenizer: Tokenizer, file: TokenFil
     return None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, sample) / max(len(sample), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """A source of text, encoded."""
-
-    documents: Documents
-    encoded: list[EncodedDocument]
-
-    @classmethod
-    def read(cls, documents: Documents, tokenizer: Tokenizer) -> "_Text":
-        """Encode the documents. Raises ValueError if there are none."""
-        encoded = list(encode_documents(iter(documents), tokenizer))
-        if not encoded:
-            raise documents.empty_error()
-        return cls(documents, encoded)
-
-    def sizes(self) -> Iterator[tuple[int, int]]:
-        """The hash of each document, and its number of tokens."""
-        return ((document.hash, len(document.tokens_N)) for document in self.encoded)
-
-    def divided(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens to train on, and those held out."""
-        parts = [np.split(d.tokens_N, [len(d.tokens_N) - split.tail(d.hash, len(d.tokens_N))]) for d in self.encoded]
-        train_N, held_out_N = map(np.concatenate, zip(*parts, strict=True))
-        return train_N, held_out_N
-
-    def __str__(self) -> str:
-        return f"; {plural(len(self.encoded), 'document')}{self.documents.describe_skipped()}"
+def _encode(documents: Documents, tokenizer: Tokenizer) -> list[EncodedDocument]:
+    """The documents of a source. Raises ValueError if there are none."""
+    if not (encoded := list(encode_documents(iter(documents), tokenizer))):
+        raise documents.empty_error()
+    return encoded
 
 
-def _check_length(source: Source, seq_len: int, unit: str, hint: str) -> None:
+def _check_length(source: Source, seq_len: int, unit: str) -> None:
     train, held_out = len(source.train), len(source.held_out)
     if min(train, held_out) < seq_len + 1:
         raise ValueError(
             f"too little text in --data {printable(source.name)}: {train} {unit} for training and {held_out} held out, "
-            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}{hint}"
+            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}"
         )

@@ -90,8 +90,6 @@ class TokenFile:
         kind = np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<")
         file = DataFile(path)
         count, rest = divmod(file.size, kind.itemsize)
-        if not file.size:
-            raise ValueError(f"{name} is empty")
         if rest:
             raise ValueError(
                 f"{name} has {file.size} bytes, not a multiple of {kind.itemsize}, the size of {kind.name}: the file "

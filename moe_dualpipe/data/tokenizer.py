@@ -139,11 +139,10 @@ class BPETokenizer(Tokenizer):
         found = self._call("cannot encode text", encode, list(texts), add_special_tokens=False)
         encoded = [np.array(one.ids, np.int64) for one in found]
         for text, ids in zip(texts, encoded, strict=True):
-            if len(bad := ids[(ids >= self.vocab_size) | (ids == self.end_id)]):
-                what = "its end-of-document token" if bad[0] == self.end_id else f"{bad[0]}, outside its vocabulary"
+            if ((ids >= self.vocab_size) | (ids == self.end_id)).any():
                 raise ValueError(
-                    f"{self._where} encodes text to {what}: use another tokenizer; the text starts with "
-                    f"{quoted(text, 60)}"
+                    f"{self._where} encodes text to its end-of-document token, or outside its vocabulary: use another "
+                    f"tokenizer; the text starts with {quoted(text, 60)}"
                 )
         return [ids.astype(dtype_for(self.vocab_size)) for ids in encoded]
 

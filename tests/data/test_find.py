@@ -22,6 +22,7 @@ def tree(tmp_path: Path, monkeypatch) -> Path:
     for name in ("a/x.md", "a/b/y.md", "a/b/z.txt", "a/.hidden/h.md", "a/b/.h.md", "c/x.md"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(name * 9)
+    Path("a/empty.parquet").touch()
     return tmp_path
 
 

@@ -19,7 +19,6 @@ from moe_dualpipe.data import BYTES, Prepared, open_shards, prepare, prepare_dat
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.pool import run_in_processes
 from moe_dualpipe.data.shards import ShardWriter, divide
-from moe_dualpipe.data.tokenizer import BPETokenizer
 from tests.support.runs import ROOT
 
 
@@ -177,20 +176,6 @@ def test_a_shard_is_used_only_for_the_same_text_tokenizer_and_field(source, tmp_
 
 def raise_it(error: Exception) -> NoReturn:
     raise error
-
-
-def test_a_tokenizer_is_trained_once_for_the_same_text_and_options(tmp_path, monkeypatch):
-    """It is kept beside the shards, also if the disk is full before the first of them."""
-    trained, train = [], BPETokenizer.train
-    monkeypatch.setattr(BPETokenizer, "train", lambda texts, size: trained.append(size) or train(texts, size))
-    monkeypatch.setattr(ShardWriter, "write", lambda *_: raise_it(FULL))
-    rows = [json.dumps({"text": words(1, 40), "other": words(2, 40)})] * 30
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    for change in ({}, {}, {"vocab_size": 290}, {"field": "other"}):
-        options = {"tokenizer": "bpe", "vocab_size": 300, "field": "text"} | change
-        with pytest.raises(OSError, match="No space left"):
-            prepare_data([f"{tmp_path}/rows.jsonl"], tmp_path / "out", **options)
-    assert trained == [300, 290, 300]
 
 
 @pytest.mark.parametrize("name,damage", [

@@ -87,7 +87,7 @@ SPLIT = {"type": "WhitespaceSplit"}
 TOKENIZERS = {
     "no unknown token": ({"model": words(), "pre_tokenizer": SPLIT}, "cannot encode text: .*Missing"),
     "unknown is end": ({"model": words(unk_token="<|endoftext|>"), "pre_tokenizer": SPLIT},
-                       r"encodes text to its end-of-document token: .* the text starts with 'b <\|endo"),
+                       r"encodes text to its end-of-document token, .* the text starts with 'b <\|endo"),
     "end in text": ({"model": words(vocab={"<|endoftext|>": 0, "?": 1}), "pre_tokenizer": SPLIT},
                     "encodes text to its end-of-document token"),
     "pattern": ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated",
@@ -262,7 +262,7 @@ def describe(folder, **changes):
     (lambda p: describe(p, tokens=17), "train.bin has [0-9]+ uint16 token ids, but train.bin.json says 17"),
     (lambda p: describe(p, crc32=[]), "train.bin.json has 0 checksums"),
     (lambda p: (p / "train.bin.json").write_text("{"), "cannot read .*train.bin.json: it is not JSON: "),
-    (lambda p: (p / "train.bin").write_bytes(b""), "train.bin is empty"),
+    (lambda p: (p / "train.bin").write_bytes(b""), "train.bin has 0 uint16 token ids, but"),
     (lambda p: (p / "train.bin").write_bytes(b"123"), "train.bin has 3 bytes, not a multiple of 2, the size of uint16"),
     (lambda p: (p / "tokenizer.json").unlink(), "not encoded with bytes, and there is no .*tokenizer.json$"),
     (lambda p: (p / "tokenizer.json").write_bytes(BYTES.to_json()), "not encoded with bytes, the tokenizer in"),

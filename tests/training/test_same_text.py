@@ -30,9 +30,7 @@ def test_the_text_counts_and_its_place_does_not(tmp_path):
     assert run_ranks(4, compared, [a, d, b, d]) == ["those of 2 ranks (1, 3) differ from those of rank 0"] * 4
     assert run_ranks(2, compared, [[*a, *d], [*d, *a]]) == [other] * 2
     assert run_ranks(2, compared, [[f"{a[0]}=2", *d], [f"{b[0]}=2", *d]]) == ["same"] * 2
-    assert (
-        run_ranks(2, compared, [[f"{a[0]}=2", *d], [*b, *d]]) == [other] * 2
-    )
+    assert run_ranks(2, compared, [[f"{a[0]}=2", *d], [*b, *d]]) == [other] * 2
     before = load_data(bare, 8, dtype="uint8")
     assert before.fingerprint() == load_data(bare, 8, dtype="uint8").fingerprint() > 0
     tokens[0] += 1
