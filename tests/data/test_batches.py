@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.data import Source, TextData, encode, load_data
+from moe_dualpipe.data import BYTES, GivenBatches, Source, TextData, encode, load_data
 from moe_dualpipe.data.encode import encode_documents
 from moe_dualpipe.data.sources import split_weight
 from moe_dualpipe.data.tokenizer import ByteTokenizer
@@ -100,6 +100,13 @@ def test_the_fingerprint_is_that_of_the_text_and_its_weights():
     assert TextData(renamed).fingerprint() == texts[0].fingerprint()
     unlike = dataclasses.replace(other, bytes_per_token=4.5)
     assert TextData((one, unlike)).bytes_per_token == pytest.approx((1 + 2.5 * 4.5) / 3.5)
+
+
+def test_a_program_gives_ids_of_its_vocabulary():
+    batch = (torch.full((2, 3), 9),) * 2
+    assert GivenBatches(lambda _: batch, (2, 3), 10, BYTES).batch(0, 0, 2, 3, range(1, 2))[0].shape == (1, 3)
+    with pytest.raises(ValueError, match=r"batches\(0\): inputs must be from 0 to 8: got 9"):
+        GivenBatches(lambda _: batch, (2, 3), 9, BYTES).batch(0, 0, 2, 3)
 
 
 # ---- Text ----

@@ -94,6 +94,7 @@ def _stamp_file(path: Path) -> Path:
 
 def _copy(path: Path, url: Url, entry: Entry, crc32: int | None) -> None:
     stamp, found = _stamp_file(path), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f".{path.name}.lock")):
         if path.exists() and stamp.exists() and stamp.read_text() == entry.stamp:
             return

@@ -217,7 +217,7 @@ def test_unknown_names(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read nowhere/x\.json: there is no such file"):
         read_shape("nowhere/x.json")
     (tmp_path / "config.json").write_text("model_type: llama")
-    with pytest.raises(ValueError, match=r"config\.json: it is not JSON: Expecting value: line 1"):
+    with pytest.raises(ValueError, match=r"config\.json: it is not JSON: "):
         read_shape(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"it must be a JSON object, like every config\.json"):
