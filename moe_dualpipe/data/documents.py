@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..messages import printable
 from .files import DataFile, FileStatus
-from .rows import FORMATS, TextField, read_rows, row_format
+from .rows import FORMATS, read_rows, row_format
 
 STANDARD_LIBRARY = "stdlib"
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -42,7 +42,7 @@ class Documents:
 
     name: str
     files: dict[Path, FileStatus]
-    field: TextField
+    field: str
     skipped: tuple[str, ...] = ()
 
     @classmethod
@@ -62,9 +62,8 @@ class Documents:
             known = f"; other formats are {', '.join(FORMATS)}" if Path(source).suffix else ""
             raise ValueError(f"{name} is not text: {problems[Path(source)]}{known}")
         kept = {path: status for path, status in files.items() if path not in problems}
-        text_field = TextField(field) if option else TextField(field, "--field")
         reasons = sorted((skipped | problems).items())
-        return cls(name, kept, text_field, tuple(f"{printable(path)} ({reason})" for path, reason in reasons))
+        return cls(name, kept, field, tuple(f"{printable(path)} ({reason})" for path, reason in reasons))
 
     def __iter__(self) -> Iterator[str]:
         """Raises ValueError, with file and number, for an invalid row, and if a file is damaged or has changed."""
@@ -83,7 +82,7 @@ class Documents:
         return f"; {len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
 
 
-def read_document(path: Path, status: FileStatus, field: TextField) -> Iterator[str]:
+def read_document(path: Path, status: FileStatus, field: str) -> Iterator[str]:
     """Read the documents of a file. Raises ValueError, with file and row, as `read_rows` and `DataFile`."""
     with DataFile(path, status) as file:
         yield from filter(None, read_rows(file, field) if row_format(path) else [_read_text(file)])

@@ -82,8 +82,7 @@ def open_shards(
     Each worker calls `write` for some of the shards. Then `prepare_data` with the same arguments joins them. Raises
     ValueError if a source is not text, or if `out` cannot be written.
     """
-    found = _find(sources, field)
-    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, found[0].field), divide(found)
+    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field), divide(_find(sources, field))
 
 
 def _find(sources: list[str], field: str) -> list[Documents]:
@@ -99,9 +98,9 @@ def _prepare(
         if next(iter(documents), None) is None:
             raise documents.empty_error()
     shards = divide(found)
-    pieces = (piece for shard in shards for text in shard.documents(found[0].field) for piece, _ in split_lines(text))
+    pieces = (piece for shard in shards for text in shard.documents(field) for piece, _ in split_lines(text))
     chosen = given or BPETokenizer.train(pieces, vocab_size)
-    writer = ShardWriter(unfinished / SHARDS, chosen, found[0].field)
+    writer = ShardWriter(unfinished / SHARDS, chosen, field)
     paths = [writer.path(shard) for shard in shards]
     left = [shard for shard, path in zip(shards, paths, strict=True) if not path.exists()]
     size, hidden = sum(shard.size for shard in left), None if show else True

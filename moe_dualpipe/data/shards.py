@@ -27,7 +27,7 @@ from .documents import Documents, read_document
 from .encode import encode_documents
 from .files import FileStatus
 from .held_out import Split
-from .rows import TextField, row_format
+from .rows import row_format
 from .synced_files import sync, write_synced
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar
 from .tokenizer import Tokenizer, digest, dtype_for, num_bytes
@@ -54,7 +54,7 @@ class Shard:
         files = [(str(path), status.size, status.modified) for path, status in self.files]
         return hashlib.blake2b(repr((files, options)).encode(), digest_size=16).hexdigest()
 
-    def documents(self, field: TextField) -> Iterator[str]:
+    def documents(self, field: str) -> Iterator[str]:
         """The texts of the documents."""
         return (text for path, status in self.files for text in read_document(path, status, field))
 
@@ -77,11 +77,11 @@ class ShardWriter:
 
     folder: Path
     tokenizer: Tokenizer
-    field: TextField
+    field: str
 
     def path(self, shard: Shard) -> Path:
         """The folder of a shard. It exists if the shard is finished."""
-        return self.folder / shard.key(digest(self.tokenizer), self.field.name)
+        return self.folder / shard.key(digest(self.tokenizer), self.field)
 
     def write(self, shard: Shard) -> None:
         """Encode a shard, unless it is finished. Raises ValueError if its files are not text or have changed."""
