@@ -5,12 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from moe_dualpipe.data import DataFile, files, load_data
-from moe_dualpipe.training.loop import train_loop
-from tests.support.ranks import run_failing_ranks
-from tests.support.runs import make_trainer, settings
 
 
 @pytest.fixture
@@ -78,25 +74,3 @@ def test_reads_are_complete_or_an_error_that_names_the_file(tmp_path, monkeypatc
         os.truncate(path, 60)
         with pytest.raises(ValueError, match=rf"{path} was written to while it was in use \(100 bytes then, 60 now\)"):
             file.read_into(50, memoryview(buffer))
-
-
-def truncated_run(rank, config, path):
-    trainer = make_trainer(rank, config)
-    do_step = trainer.step
-
-    def truncate_before_step_3(step):
-        if step == 2:
-            if rank == 0:
-                os.truncate(path, 4096)
-            dist.barrier()
-        return do_step(step)
-
-    trainer.step = truncate_before_step_3
-    train_loop(trainer)
-
-
-@pytest.mark.long
-def test_a_run_whose_data_is_truncated_ends_with_an_error_on_each_rank(tokens, tmp_path):
-    config = settings(tmp_path / "run", data=(str(tokens),), pp=2)
-    for traceback in run_failing_ranks(2, truncated_run, config, tokens / "train.bin"):
-        assert traceback.splitlines()[-1].startswith(f"ValueError: {tokens}/train.bin was written to while")

@@ -30,6 +30,7 @@ from moe_dualpipe.data.tokenizer import (
     read_tokenizer,
     tokenizer_from_json,
 )
+from tests.support.mutations import check_message, mutations
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, losses, make_run, records, settings, train
 from tests.support.texts import TEXTS, corrupt
@@ -276,6 +277,32 @@ def test_a_modified_folder_is_rejected(prepared, tmp_path, change, problem):
     change(tmp_path)
     with pytest.raises(ValueError, match=problem):
         load_data(str(tmp_path), 8)
+
+
+def test_every_wrong_value_in_a_sidecar_is_refused_or_does_not_matter(prepared, tmp_path):
+    shutil.copytree(prepared / "bytes", tmp_path, dirs_exist_ok=True)
+    path, accepted = tmp_path / "train.bin", set()
+    for what, text in mutations(json.loads((tmp_path / "train.bin.json").read_text())):
+        (tmp_path / "train.bin.json").write_text(text)
+        try:
+            file = TokenFile.open(path, "uint16")
+            file.scan(file.tokenizer(file.sidecar.vocab_size).vocab_size)
+        except ValueError as error:
+            check_message(error)
+        else:
+            accepted.add(what.split("'")[1])
+    assert accepted <= {"vocab_size", "end_id", "documents", "bytes"}  # as the tokenizer has them; counts for reports
+
+
+def test_every_wrong_value_in_a_tokenizer_is_refused_or_gives_a_tokenizer():
+    for saved in ({"tokenizer": "bytes"}, {"tokenizer": "ids", "vocab_size": 300}):
+        for _, text in mutations(saved):
+            try:
+                found = tokenizer_from_json(text.encode(), "tokenizer.json")
+            except ValueError as error:
+                check_message(error)
+            else:
+                assert found is BYTES or (isinstance(found, UnknownTokenizer) and type(found.vocab_size) is int)
 
 
 def test_a_bare_token_file_has_the_given_dtype(tmp_path):

@@ -1,15 +1,11 @@
-"""Uploads that are cut, killed or refused: the file is there completely, or not at all."""
+"""Uploads that are cut or refused: the file is there completely, or not at all."""
 
-import os
 import random
-import signal
-import time
 
 import pytest
 
-from moe_dualpipe.data.stores import Patience, StorageError, Url, info, store, upload_file
-from tests.support import ranks
-from tests.support.object_store import access, first, slow
+from moe_dualpipe.data.stores import StorageError, Url, info, store, upload_file
+from tests.support.object_store import first
 
 PART = 5 * 2**20  # the smallest that S3 accepts
 SIZE = 3 * PART + 1234
@@ -56,24 +52,3 @@ def test_an_upload_that_is_refused_is_one_line_and_leaves_nothing(s3, file):
         upload_file(file, URL)
     assert "\n" not in str(caught.value) and info(URL) is None
     assert "Uploads" not in s3.client().list_multipart_uploads(Bucket="bucket")
-
-
-def upload_in_process(environment, path):
-    os.environ.update(environment)
-    store.PART = PART
-    upload_file(path, URL, Patience(60.0))
-
-
-def test_an_upload_that_is_killed_leaves_no_file(s3, file, content):
-    s3.fault = slow(60.0, lambda request: "partNumber=2&" in request.path + "&")
-    process = ranks._context.Process(target=upload_in_process, args=(access(s3), file))
-    process.start()
-    while sum(request.is_part for request in s3.requests) < 4:
-        assert process.is_alive()
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert info(URL) is None
-    s3.reset_faults()
-    upload_file(file, URL)
-    assert s3.content(KEY) == content
