@@ -3,9 +3,8 @@
 `load_data` opens everything that `--data` names and returns a `TextData`, which draws the batches.
 """
 
-from .batches import Source, TextData
+from .batches import Batches, GivenBatches, Source, TextData
 from .files import DataFile
-from .given_batches import Batches, GivenBatches
 from .prepare import Prepared, open_shards, prepare_data
 from .sources import load_data, read_stream
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile

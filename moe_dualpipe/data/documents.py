@@ -55,7 +55,7 @@ class Documents:
         name = f"{option}{printable(source)}"
         is_dataset = source.startswith(_HUB) and not os.path.lexists(source)
         found, skipped = (_load_dataset(source, name), {}) if is_dataset else _find_files(source, name)
-        # Not read: files of size 0, because those of the kernel, as in /proc, may never end.
+        # Empty files, and those of the kernel, have no documents; an empty table would be a damaged one.
         files = {path: status for path, status in found.items() if status.size}
         problems = {path: problem for path in files if not row_format(path) and (problem := _problem_of(path))}
         if problems and [*files] == [Path(source)]:

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.data import BYTES, Prepared, open_shards, prepare, prepare_data, shards
+from moe_dualpipe.data import BYTES, Prepared, open_shards, prepare, prepare_data
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.pool import run_in_processes
-from moe_dualpipe.data.shards import ShardWriter, divide
+from moe_dualpipe.data.prepare import ShardWriter, divide
 from tests.support.runs import ROOT
 
 
@@ -69,7 +69,7 @@ def test_any_number_of_workers_writes_the_same_files(source, alone, tmp_path, to
 
 @pytest.mark.parametrize("shard_bytes", [1, 500, 1 << 30])
 def test_shards_have_all_documents_in_order(source, monkeypatch, shard_bytes):
-    monkeypatch.setattr(shards, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(prepare, "SHARD_BYTES", shard_bytes)
     found = Documents.find(str(source))
     parts = divide([found])
     assert [file for shard in parts for file in shard.files] == [*found.files.items()]
@@ -83,8 +83,8 @@ def test_shards_have_all_documents_in_order(source, monkeypatch, shard_bytes):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from moe_dualpipe.data import prepare_data, shards, pool
-shards.SHARD_BYTES = 500
+from moe_dualpipe.data import pool, prepare, prepare_data
+prepare.SHARD_BYTES = 500
 def kill_after(results):
     for number, result in enumerate(results):
         if number == 9:
@@ -109,7 +109,7 @@ def test_after_a_kill_the_same_call_continues_and_no_worker_is_left(source, alon
         time.sleep(0.02)
     assert len(pids) >= 2 and not any(is_running(pid) for pid in pids)
     assert [path.name for path in tmp_path.iterdir()] == [".out.unfinished"]
-    monkeypatch.setattr(shards, "SHARD_BYTES", 500)
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 500)
     done = run(source, tmp_path / "out")
     assert 9 <= done.finished_before < done.shards
     assert files_in(tmp_path / "out") == alone

@@ -18,8 +18,8 @@ from moe_dualpipe.data import (
     TokenFile,
     find_tokenizer,
     load_data,
+    prepare,
     prepare_data,
-    shards,
     token_files,
 )
 from moe_dualpipe.data.tokenizer import (
@@ -215,13 +215,13 @@ def test_two_processes_do_not_prepare_one_folder(prepared, tmp_path, monkeypatch
     """The one that comes later says so, and not that there are finished shards."""
     command = ["data", "prepare", str(prepared / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     (tmp_path / "out").symlink_to("real")
-    write, printed = shards.ShardWriter.write, []
+    write, printed = prepare.ShardWriter.write, []
 
     def write_and_start_again(writer, shard):
         write(writer, shard)
         printed.append((main(command), capsys.readouterr().err))
 
-    monkeypatch.setattr(shards.ShardWriter, "write", write_and_start_again)
+    monkeypatch.setattr(prepare.ShardWriter, "write", write_and_start_again)
     assert main([*command, "--workers", "1"]) == 0
     message = f"moe-dualpipe: error: --out {tmp_path}/out: another process prepares this folder\n"
     assert printed == [(2, message)]
@@ -349,7 +349,7 @@ def test_sources_with_two_tokenizers_and_a_vocabulary_that_is_too_small_are_erro
 def test_corrupt_token_files_are_rejected(prepared, tmp_path, monkeypatch):
     random = np.random.default_rng(1)
     monkeypatch.setattr(token_files, "CHUNK", 64)
-    monkeypatch.setattr(shards, "CHUNK", 64)
+    monkeypatch.setattr(prepare, "CHUNK", 64)
     prepare_data([str(prepared / "a.jsonl")], tmp_path / "a", "bytes", 1, "text")
     path = tmp_path / "a" / "train.bin"
     right, kinds = path.read_bytes(), set()
