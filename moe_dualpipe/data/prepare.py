@@ -248,9 +248,8 @@ def open_shards(
     Each worker calls `write` for some of the shards. Then `prepare_data` with the same arguments joins them. Raises
     ValueError if a source is not text, or if `out` cannot be written.
     """
-    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field), divide(
-        [Documents.find(source, field, option="") for source in sources]
-    )
+    found = [Documents.find(source, field, option="") for source in sources]
+    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field), divide(found)
 
 
 def _prepare(

@@ -134,18 +134,14 @@ def test_an_invalid_row_is_named_and_only_its_file_is_encoded_again(tmp_path, ca
     rows = [json.dumps({"text": words(i, 30)}) for i in range(80)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(rows))
     (tmp_path / "b.jsonl").write_text("\n".join([*rows[:61], "{", *rows[61:]]))
-    source, out = tmp_path / "?.jsonl", tmp_path / "out"
-    command = ["data", "prepare", str(source), "--out", str(out), "--tokenizer", "bytes", "--workers", "1"]
-    for _ in range(2):  # the second call comes to the same error
-        assert main(command) == 2
-        finished, error = capsys.readouterr().err.splitlines()
-        assert finished == f"finished shards are in {tmp_path}/.out.unfinished: the same command uses them"
-        assert error.startswith(f"moe-dualpipe: error: {tmp_path}/b.jsonl:62: not JSON: ")
+    command = ["data", "prepare", f"{tmp_path}/?.jsonl", "--out", f"{tmp_path}/out", "--tokenizer", "bytes"]
+    assert main([*command, "--workers", "1"]) == 2
+    finished, error = capsys.readouterr().err.splitlines()
+    assert finished == f"finished shards are in {tmp_path}/.out.unfinished: the same command uses them"
+    assert error.startswith(f"moe-dualpipe: error: {tmp_path}/b.jsonl:62: not JSON: ")
     (tmp_path / "b.jsonl").write_text(rows[0])
     assert main(command) == 0
     assert capsys.readouterr().out.startswith("1 of 2 shards were finished before\n")
-    run(source, tmp_path / "fresh")
-    assert files_in(out) == files_in(tmp_path / "fresh")
 
 
 FULL = OSError(28, "No space left on device")
