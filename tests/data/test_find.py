@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.data import load_data, prepare_data
+from moe_dualpipe.data import DataFile, load_data, prepare_data
 from moe_dualpipe.data.documents import Documents
 
 
@@ -70,7 +70,7 @@ def test_a_folder_with_any_links_has_its_real_files_once(tmp_path_factory, data)
 
 
 @pytest.mark.usefixtures("tree")
-def test_a_file_that_changes_between_two_readings_is_named():
+def test_a_file_that_changes_between_two_readings_or_during_one_is_named(monkeypatch):
     documents = Documents.find("a")
     Path("a/b/y.md").write_text("longer " * 99)
     with pytest.raises(ValueError, match=r"^a/b/y.md was written to while it was in use \(72 bytes then, 693 now\)"):
@@ -79,6 +79,10 @@ def test_a_file_that_changes_between_two_readings_is_named():
     documents = Documents.find("c/x.md")
     Path("a/b/new").replace("c/x.md")
     with pytest.raises(ValueError, match=r"^c/x.md was written to while it was in use"):
+        list(documents)
+    documents, read = Documents.find("a/x.md"), DataFile.read
+    monkeypatch.setattr(DataFile, "read", lambda file, *part: (read(file, *part), os.utime(file.path, ns=(0, 1)))[0])
+    with pytest.raises(ValueError, match=r"^a/x.md was written to while it was in use"):
         list(documents)
 
 

@@ -101,7 +101,7 @@ TOKENIZERS = {
 BROKEN = {
     "end": (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}', "no end-of-document token: "),
     "{": (b"{", "is not a tokenizer: "), "[]": (b"[]", "is not a tokenizer: neither the tokenizers library"),
-    "ids": (b'{"tokenizer": "ids", "vocab_size": true}', "is not a tokenizer"), "model": (b'{"model": {}}', "is not a "),
+    "ids": (b'{"tokenizer": "ids", "vocab_size": true}', "is not a "), "model": (b'{"model": {}}', "is not a "),
     "utf-16": (b"\xff\xfe{\0}\0", "is not a tokenizer: "), "nested": (b"[" * 100_000, "is not a tokenizer: "),
 }  # fmt: skip
 
