@@ -114,6 +114,9 @@ def _locate(source: str) -> str:
         return str(path if names else stores.fetch(stores.local_path(str(url.parent)) / url.name))
     except stores.StorageError as error:
         raise ValueError(f"--data {error}") from None
+    except OSError as error:
+        reason = f"{error.strerror}: set TMPDIR to a folder with enough space"
+        raise ValueError(f"--data {printable(source)} cannot be copied: {reason}") from None
 
 
 def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:

@@ -5,6 +5,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.data import BYTES, load_data, prepare_data, read_stream
+from moe_dualpipe.data.stores import copies
 
 SEQ_LEN = 32
 
@@ -65,6 +66,16 @@ def test_what_cannot_be_read_is_one_line(source, message):
     with pytest.raises(ValueError, match=message) as caught:
         load(source)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_full_disk_is_one_line_that_says_where_the_copies_are(monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(copies, "read_parts", full)
+    with pytest.raises(ValueError, match=r"^--data s3://bucket/data/corpus cannot be copied: No space .*TMPDIR"):
+        load("s3://bucket/data/corpus")
 
 
 @pytest.mark.parametrize("arguments", [
