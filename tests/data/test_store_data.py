@@ -68,14 +68,15 @@ def test_what_cannot_be_read_is_one_line(source, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("stored")
-def test_a_full_disk_is_one_line_that_says_where_the_copies_are(monkeypatch):
+def test_a_full_disk_is_one_line_that_says_where_the_copies_are(s3, monkeypatch):
+    s3.put("fresh/train.bin", b"123")
+
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(copies, "read_parts", full)
-    with pytest.raises(ValueError, match=r"^--data s3://bucket/data/corpus cannot be copied: No space .*TMPDIR"):
-        load("s3://bucket/data/corpus")
+    with pytest.raises(ValueError, match=r"^--data s3://bucket/fresh cannot be copied: No space .*TMPDIR"):
+        load("s3://bucket/fresh")
 
 
 @pytest.mark.parametrize("arguments", [
