@@ -288,6 +288,7 @@ def test_every_wrong_value_in_a_sidecar_is_refused_or_does_not_matter(prepared, 
             check_message(error)
         else:
             accepted.add(what.split("'")[1])
+            assert min(file.sidecar.vocab_size, file.sidecar.documents, file.sidecar.bytes) >= 0
     assert accepted <= {"vocab_size", "end_id", "documents", "bytes"}  # as the tokenizer has them; counts for reports
 
 
