@@ -100,7 +100,7 @@ def _ours(folder: Path, tokenizer: Path, workers: int) -> tuple[int, float]:
     with tempfile.TemporaryDirectory(dir=folder) as out:
         start = time.perf_counter()
         done = prepare_data([str(folder / "text")], Path(out) / "out", str(tokenizer), 1, "text", workers=workers)
-        return done.tokens, time.perf_counter() - start
+        return sum(sidecar.tokens for sidecar in done.sidecars), time.perf_counter() - start
 
 
 def _datasets(folder: Path, tokenizer: Path, rows: Any, workers: int) -> tuple[int, float, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from datatrove.executor import LocalPipelineExecutor  # pyright: ignore[reportMissingImports]
 from datatrove.pipeline.base import PipelineStep  # pyright: ignore[reportMissingImports]
 
-from moe_dualpipe.data import Preparation, read_tokenizer
+from moe_dualpipe.data import open_shards, read_tokenizer
 
 TASKS, WORKERS = 8, 2
 
@@ -27,9 +27,8 @@ class WriteShards(PipelineStep):
         self.out, self.tokenizer, self.sources = Path(out), Path(tokenizer), sources
 
     def run(self, data=None, rank: int = 0, world_size: int = 1):
-        job = Preparation.open(self.sources, self.out)
-        writer = job.writer(read_tokenizer(self.tokenizer))
-        for shard in job.shards[rank::world_size]:
+        writer, shards = open_shards(self.sources, self.out, read_tokenizer(self.tokenizer))
+        for shard in shards[rank::world_size]:
             writer.write(shard)
         return data
 

@@ -36,8 +36,6 @@ class PrepareData:
     workers: int | None = None
     """Processes that encode, each one file of rows or many small files of text. Default: one for each CPU core. The
     result is the same."""
-    drop_duplicates: bool = False
-    """Of documents that are equal byte by byte, write only the first."""
 
     def run(self) -> None:
         for name in (str(self.out), *self.sources):
@@ -45,18 +43,14 @@ class PrepareData:
         done = prepare_data(
             list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field,
             workers=os.cpu_count() or 1 if self.workers is None else self.workers,
-            drop_duplicates=self.drop_duplicates, show=True,
+            show=True,
         )  # fmt: skip
         if done.finished_before:
             print(f"{done.finished_before:,} of {plural(done.shards, 'shard')} were finished before")
-        if self.drop_duplicates:
-            print(f"left out {plural(done.duplicates, 'duplicate')}")
         tokenizer = done.tokenizer
         print(f"{printable(self.out / TOKENIZER_FILE)}: {tokenizer}, {tokenizer.end_id} ends a document")
         for name, sidecar in zip((TRAIN_FILE, HELD_OUT_FILES[0]), done.sidecars, strict=True):
             print(f"{printable(self.out / name)}: {_describe(sidecar)}")
-        speed = f"{done.tokens / max(done.seconds, 1e-9):,.0f} tokens/s"
-        print(f"encoded {plural(done.tokens, 'token')} in {done.seconds:.1f} s: {speed}")
         size = f"--set model.vocab_size={tokenizer.vocab_size}"
         print(f"to train: python train.py --data {shell_word(str(self.out))} {size}")
 

@@ -7,7 +7,6 @@ from tyro.conf import Positional, arg
 
 from ..checkpoint import open_model
 from ..data import read_stream
-from ..data.stores import is_url
 from ..inference.scoring import perplexity
 from ..messages import check_range, printable
 from ..runtime.world import join_world
@@ -64,8 +63,6 @@ class Eval(OwnLayerOptions, DeviceOption, JsonOption):
         tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype)
         if self.max_tokens and len(tokens) > self.max_tokens + 1:
             tokens = tokens[: self.max_tokens + 1]
-        elif is_url(self.data):
-            tokens = tokens[:]  # its windows are read in order: not one request for each
         with join_world(self.device):
             found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size)
         self.show(asdict(found), f"{printable(self.model)}: {found}")

@@ -3,11 +3,9 @@
 `load_data` opens everything that `--data` names and returns a `TextData`, which draws the batches.
 """
 
-from .batches import Source, TextData
+from .batches import Batches, GivenBatches, Source, TextData
 from .files import DataFile
-from .given_batches import Batches, GivenBatches
-from .prepare import Preparation, Prepared, prepare_data
-from .read_ahead import ReadAhead
+from .prepare import Prepared, open_shards, prepare_data
 from .sources import load_data, read_stream
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, Sidecar, TokenFile
 from .tokenizer import (
@@ -23,8 +21,8 @@ from .tokenizer import (
 )
 
 __all__ = [
-    "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Batches", "DataFile", "GivenBatches", "Preparation",
-    "Prepared", "ReadAhead", "Sidecar", "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer",
-    "find_tokenizer", "library_json", "load_data", "num_bytes", "prepare_data", "read_stream", "read_tokenizer",
-    "tokenizer_files",
+    "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Batches", "DataFile", "GivenBatches",
+    "Prepared", "Sidecar", "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer",
+    "find_tokenizer", "library_json", "load_data", "num_bytes", "open_shards", "prepare_data", "read_stream",
+    "read_tokenizer", "tokenizer_files",
 ]  # fmt: skip

@@ -1,27 +1,36 @@
-"""Documents from files: check that they are text, and read them.
+"""Documents from files: find them, check that they are text, and read them.
 
 Training on a binary or damaged file would give a useless model without an error, so every file is checked. Errors give
 the file, the line and the problem. A file that the user names must be text. A folder or glob may contain other files,
 such as images: they are skipped and reported. A file of rows may be larger than memory; a text file is one document.
+
+Links may give a file several names: files are told apart by device and inode. Links to folders are not followed within
+a folder or by "**", as they may lead in circles.
 
 The `datasets` library downloads "hf:NAME" once, as .arrow files, which are then read like any others. In its streaming
 mode, every rank would download the data again at every start, and a change of the data would go unnoticed.
 """
 
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import stat
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from ..messages import printable
 from .files import DataFile, FileStatus
-from .find import find_files
-from .rows import FORMATS, TextField, read_rows, row_format
-from .text_files import NotTextError, read_text
+from .rows import FORMATS, read_rows, row_format
 
-_HUB = "hf:"
+STANDARD_LIBRARY = "stdlib"
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_HUB, _WILD, NEWLINE = "hf:", {*"*?["}, b"\n"
+_START = 1 << 16  # bytes; a binary file has a zero in them, and is not read to its end
+
+
+class NotTextError(ValueError):
+    """Where a file is not UTF-8 without zero bytes, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,7 @@ class Documents:
 
     name: str
     files: dict[Path, FileStatus]
-    field: TextField
+    field: str
     skipped: tuple[str, ...] = ()
 
     @classmethod
@@ -45,28 +54,21 @@ class Documents:
         """
         name = f"{option}{printable(source)}"
         is_dataset = source.startswith(_HUB) and not os.path.lexists(source)
-        found, skipped = (_load_dataset(source, name), ()) if is_dataset else find_files(source, name)
-        # Not read: files of size 0, because those of the kernel, as in /proc, may never end.
+        found, skipped = (_load_dataset(source, name), {}) if is_dataset else _find_files(source, name)
+        # Empty files, and those of the kernel, have no documents; an empty table would be a damaged one.
         files = {path: status for path, status in found.items() if status.size}
         problems = {path: problem for path in files if not row_format(path) and (problem := _problem_of(path))}
         if problems and [*files] == [Path(source)]:
             known = f"; other formats are {', '.join(FORMATS)}" if Path(source).suffix else ""
             raise ValueError(f"{name} is not text: {problems[Path(source)]}{known}")
-        skipped = (*skipped, *(f"{printable(path)} ({problem})" for path, problem in problems.items()))
         kept = {path: status for path, status in files.items() if path not in problems}
-        text_field = TextField(field) if option else TextField(field, "--field")
-        return cls(name, kept, text_field, tuple(sorted(skipped)))
+        reasons = sorted((skipped | problems).items())
+        return cls(name, kept, field, tuple(f"{printable(path)} ({reason})" for path, reason in reasons))
 
     def __iter__(self) -> Iterator[str]:
         """Raises ValueError, with file and number, for an invalid row, and if a file is damaged or has changed."""
         for path, status in self.files.items():
             yield from read_document(path, status, self.field)
-
-    def without(self, others: "Iterable[Documents]") -> "Documents":
-        """These documents without the files that are also in one of `others`, under any name."""
-        theirs = {(status.device, status.inode) for other in others for status in other.files.values()}
-        own = {path: status for path, status in self.files.items() if (status.device, status.inode) not in theirs}
-        return replace(self, files=own)
 
     def empty_error(self) -> ValueError:
         """The error for a source without any text."""
@@ -80,20 +82,99 @@ class Documents:
         return f"; {len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
 
 
-def read_document(path: Path, status: FileStatus, field: TextField) -> Iterator[str]:
+def read_document(path: Path, status: FileStatus, field: str) -> Iterator[str]:
     """Read the documents of a file. Raises ValueError, with file and row, as `read_rows` and `DataFile`."""
     with DataFile(path, status) as file:
-        yield from filter(None, read_rows(file, field) if row_format(path) else ["".join(read_text(file))])
+        yield from filter(None, read_rows(file, field) if row_format(path) else [_read_text(file)])
+
+
+# ---- Files ----
+
+
+def _find_files(source: str, name: str) -> tuple[dict[Path, FileStatus], dict[Path, str]]:
+    """The regular files of a source, sorted by name, each once; and what is skipped, with the reason.
+
+    Raises ValueError, which starts with `name`, if there is nothing, or if `source` is a single file of another kind.
+    """
+    found, skipped = dict[tuple[int, int], tuple[Path, FileStatus]](), dict[Path, str]()
+    reason = "no such file or folder, and no file matches it as a glob"
+    try:
+        paths = sorted(_paths(source), key=lambda path: (path.is_symlink(), path))  # a file rather than a link to it
+    except OSError as error:
+        paths, reason = [], error.strerror
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            skipped[path] = f"cannot read: {error.strerror}"
+            continue
+        if not os.access(path, os.R_OK):
+            skipped[path] = "cannot read: Permission denied"
+        elif stat.S_ISREG(status.st_mode):
+            found.setdefault((status.st_dev, status.st_ino), (path, FileStatus.of(status)))
+        elif path.is_symlink() or not stat.S_ISDIR(status.st_mode):
+            skipped[path] = "not a regular file"
+    if not paths:
+        hint = "; a weight must be a number, as in notes.jsonl=2" if "=" in source else ""
+        raise ValueError(f"{name}: {reason}{hint}")
+    if [*skipped] == [Path(source)]:
+        raise ValueError(f"{name}: {skipped[Path(source)]}: name a file, a folder or a glob")
+    return dict(sorted(found.values())), skipped
+
+
+def _paths(source: str) -> Iterator[Path]:
+    """The file that a source names, or what is below a folder or matches a glob, folders too.
+
+    Hidden files and folders are left out, unless the glob names hidden ones.
+    """
+    root, pattern = Path(source), "**/*"
+    if source == STANDARD_LIBRARY:
+        root = Path(sysconfig.get_path("stdlib"))
+        yield from (path for path in root.rglob("*.py") if _NOT_LIBRARY.isdisjoint(path.relative_to(root).parts))
+        return
+    if root.is_dir():
+        yield root.resolve()
+    else:
+        if os.path.lexists(root):
+            yield root
+            return
+        parts = root.parts
+        wild = next((i for i, part in enumerate(parts) if not _WILD.isdisjoint(part)), len(parts))
+        root, pattern = Path(*parts[:wild]), "/".join(parts[wild:])
+        if not pattern:
+            return
+        pattern += "/*" * pattern.endswith("**")
+    for path in root.glob(pattern):
+        if "/." in f"/{pattern}" or not any(part.startswith(".") for part in path.relative_to(root).parts):
+            yield path
 
 
 def _problem_of(path: Path) -> str:
     """Why a file is not text; "" if it is."""
     try:
         with DataFile(path) as file:
-            deque(read_text(file), maxlen=0)
+            _read_text(file)
     except NotTextError as error:
         return str(error)
     return ""
+
+
+def _read_text(file: DataFile) -> str:
+    """The text of a UTF-8 file. Raises NotTextError, with the line number."""
+    content = file.read(0, min(_START, file.size))
+    if b"\0" not in content:
+        content += file.read(len(content), file.size - len(content))
+    if (zero := content.find(b"\0")) >= 0:
+        raise NotTextError(f"zero byte in line {1 + content.count(NEWLINE, 0, zero)}")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise NotTextError(f"not UTF-8 in line {1 + content.count(NEWLINE, 0, error.start)}: {error.reason}") from None
+    file.check_unchanged()
+    return text
+
+
+# ---- Datasets ----
 
 
 def _load_dataset(source: str, name: str) -> dict[Path, FileStatus]:

@@ -11,7 +11,7 @@ from .tokenizer import Tokenizer
 
 PIECE = 1 << 20
 """Characters of a piece, at most. A tokenizer needs many times the memory of its text."""
-BATCH_PIECES = 64
+BATCH_PIECES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class EncodedDocument:
 def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
     """Encode documents. Memory holds the tokens of one of them, and the texts of a batch."""
     pieces, parts = ((text, *piece) for text in texts for piece in split_lines(text)), list[np.ndarray]()
-    while batch := _next_batch(pieces):
+    while batch := [*islice(pieces, BATCH_PIECES)]:
         for (text, _, is_last), tokens_N in zip(batch, tokenizer.encode_batch([p for _, p, _ in batch]), strict=True):
             parts.append(tokens_N)
             if is_last:
@@ -47,13 +47,3 @@ def split_lines(text: str) -> Iterator[tuple[str, bool]]:
         yield text[first:stop], False
         first = stop
     yield text[first:], True
-
-
-def _next_batch(pieces: Iterator[tuple[str, str, bool]]) -> list[tuple[str, str, bool]]:
-    batch, characters = [], 0
-    for piece in islice(pieces, BATCH_PIECES):
-        batch.append(piece)
-        characters += len(piece[1])
-        if characters >= PIECE:
-            break
-    return batch

@@ -15,11 +15,6 @@ from typing import BinaryIO
 from ..errors import without_frames
 from ..messages import printable
 
-_KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
@@ -46,8 +41,8 @@ class DataFile:
     def __init__(self, path: Path, expected: FileStatus | None = None):
         self.path = path
         try:
-            if problem := not_regular(os.stat(path).st_mode):  # opening a device may have effects
-                raise ValueError(f"cannot read {printable(path)}: it is {problem}, not a regular file")
+            if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have effects
+                raise ValueError(f"cannot read {printable(path)}: it is not a regular file")
             # O_NONBLOCK: never wait for the writer of a FIFO that has just taken the name.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             self.close = weakref.finalize(self, os.close, descriptor)
@@ -57,11 +52,6 @@ class DataFile:
         self.size = self.status.size
         if expected and self.status != expected:
             raise self._changed(expected, self.status)
-
-    @property
-    def identity(self) -> tuple[object, object]:
-        """Tells files apart, under any name."""
-        return self.status.device, self.status.inode
 
     def __enter__(self) -> "DataFile":
         return self
@@ -101,16 +91,3 @@ class DataFile:
         sizes = size if now.size == before.size else f"{size} then, {now.size} now"
         what = f"{printable(self.path)} was written to while it was in use ({sizes})"
         return without_frames(ValueError(f"{what}: do not change data in place; write another file, then rename it"))
-
-
-def not_regular(mode: int) -> str:
-    """What a file with this `st_mode` is, "a FIFO" for example; "" for a regular file."""
-    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
-
-
-def read_whole(path: Path, limit: int = 1 << 28) -> bytes:
-    """Return the content of a file. Raises ValueError if it cannot be read or has more than `limit` bytes."""
-    with DataFile(path) as file:
-        if file.size > limit:
-            raise ValueError(f"cannot read {printable(path)}: it has {file.size:,} bytes, and at most {limit:,} fit")
-        return file.read(0, file.size)

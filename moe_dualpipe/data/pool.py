@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -21,17 +20,16 @@ _function: Callable[[Any], Any]  # that a worker calls
 def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers: int) -> Iterator[T]:
     """Yield the result for each item, in order. An error is raised when its turn comes, and ends all workers.
 
-    With one worker or one item, this process calls the function. If there are more workers than items, each call may
-    use several threads of the tokenizer library. Raises ChildProcessError if a worker is killed.
+    With one worker or one item, this process calls the function. If there are more workers than items, each may use
+    several threads of the tokenizer library. Raises ChildProcessError if a worker is killed.
     """
-    processes, threads = min(workers, len(items)), max(workers // max(len(items), 1), 1)
+    processes = min(workers, len(items))
     if processes <= 1:
-        with tokenizer_threads(threads):
-            yield from map(function, items)
+        yield from map(function, items)
         return
     context = multiprocessing.get_context("spawn")
     theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(processes, context, _start, (function, threads, theirs))
+    pool = ProcessPoolExecutor(processes, context, _start, (function, workers // processes, theirs))
     try:
         yield from pool.map(_run, items)
     except BrokenProcessPool:
@@ -44,27 +42,11 @@ def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers
         ours.close()
 
 
-@contextmanager
-def tokenizer_threads(number: int) -> Iterator[None]:
-    """Let the tokenizers library use this number of threads in this process. It heeds numbers above 1 only once."""
-    chosen = {"TOKENIZERS_PARALLELISM": "true" if number > 1 else "false", "RAYON_NUM_THREADS": str(number)}
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _start(function: Callable[[Any], Any], threads: int, parent: Connection) -> None:
     global _function
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process, too, which ends this one
-    tokenizer_threads(threads).__enter__()
+    os.environ |= {"TOKENIZERS_PARALLELISM": str(threads > 1).lower(), "RAYON_NUM_THREADS": str(threads)}
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 

@@ -1,63 +1,223 @@
 """Encode text into a folder of token ids, once, instead of at the start of every run.
 
-A pool of processes writes shards (shards.py) into a folder beside the result, and this process joins them, in order. So
-the result does not depend on the number of processes, and after a kill or an error the same call finds the shards that
-are finished. It needs twice the disk space of the result for a while; in return, training reads two plain files.
+A pool of processes writes shards into a folder beside the result, and this process joins them, in order. So the result
+does not depend on the number of processes, and after a kill or an error the same call finds the shards that are
+finished. It needs twice the disk space of the result for a while; in return, training reads two plain files.
+
+A shard is a folder with token ids and a table of documents. Each file of rows becomes one; small text files share one.
+Its name is a hash of everything that it depends on: its files with sizes and times, the tokenizer and the field. It is
+written under another name and renamed when it is complete, so a shard that exists is finished and up to date. Any
+number of processes on any machines may write shards into the same folder: each skips those that exist.
+
+A table has a row for each document: its hash, tokens and bytes. So it is decided when shards are joined which documents
+are held out.
 """
 
+import dataclasses
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Iterator
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from ..messages import check_range, printable
-from .documents import Documents
-from .encode import split_lines
-from .pool import run_in_processes, tokenizer_threads
-from .shards import Shard, ShardWriter, divide, join
-from .token_files import Sidecar
-from .tokenizer import BYTES, TOKENIZER_FILE, BPETokenizer, Tokenizer, read_tokenizer
+from .documents import Documents, read_document
+from .encode import encode_documents, split_lines
+from .files import FileStatus
+from .held_out import Split
+from .pool import run_in_processes
+from .rows import row_format
+from .synced_files import sync, write_synced
+from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar
+from .tokenizer import BYTES, TOKENIZER_FILE, BPETokenizer, Tokenizer, digest, dtype_for, num_bytes, read_tokenizer
 
 SHARDS = "shards"
+FILES = (TRAIN_FILE, HELD_OUT_FILES[0])
+SHARD_BYTES = 1 << 22
+"""Text files are put together up to this size."""
+_TOKENS, TABLE = "tokens.bin", "documents.npz"
+
+
+# ---- Shards ----
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The files of a shard, in order."""
+
+    files: tuple[tuple[Path, FileStatus], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(status.size for _, status in self.files)
+
+    def key(self, *options: str) -> str:
+        """A hash of the files and of `options`. Other machines see other devices and inodes."""
+        files = [(str(path), status.size, status.modified) for path, status in self.files]
+        return hashlib.blake2b(repr((files, options)).encode(), digest_size=16).hexdigest()
+
+    def documents(self, field: str) -> Iterator[str]:
+        """The texts of the documents."""
+        return (text for path, status in self.files for text in read_document(path, status, field))
+
+
+def divide(found: Iterable[Documents]) -> list[Shard]:
+    """Divide the files of all sources into shards, in order."""
+    groups, left = list[list[tuple[Path, FileStatus]]](), 0
+    for path, status in (file for documents in found for file in documents.files.items()):
+        if (rows := bool(row_format(path))) or status.size > left:
+            groups.append([])
+            left = 0 if rows else SHARD_BYTES
+        groups[-1].append((path, status))
+        left -= status.size
+    return [Shard(tuple(group)) for group in groups]
+
+
+@dataclass(frozen=True)
+class ShardWriter:
+    """Writes shards into `folder`."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    field: str
+
+    def path(self, shard: Shard) -> Path:
+        """The folder of a shard. It exists if the shard is finished."""
+        return self.folder / shard.key(digest(self.tokenizer), self.field)
+
+    def write(self, shard: Shard) -> None:
+        """Encode a shard, unless it is finished. Raises ValueError if its files are not text or have changed."""
+        if (path := self.path(shard)).exists():
+            return
+        unfinished = Path(tempfile.mkdtemp(dir=self.folder, prefix="unfinished-"))
+        try:
+            table, crc32 = [], 0
+            with (unfinished / _TOKENS).open("wb") as file:
+                for document in encode_documents(shard.documents(self.field), self.tokenizer):
+                    file.write(document.tokens_N.data)
+                    crc32 = zlib.crc32(document.tokens_N.data, crc32)
+                    table.append((document.hash, len(document.tokens_N), document.text_bytes))
+            np.savez(unfinished / TABLE, table=np.array(table, np.uint64).reshape(-1, 3), crc32=crc32)
+            for name in (_TOKENS, TABLE):
+                sync(unfinished / name)
+            try:
+                unfinished.rename(path)
+            except OSError:
+                if not path.exists():  # else another process has written the same
+                    raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar, Sidecar]:
+    """Join shards, in order, into FILES in `folder`, and return their sidecars.
+
+    Raises ValueError if a shard is damaged, or if there is too little text.
+    """
+    tables = partial(map, _read_table, paths)
+    sizes = ((content_hash, tokens) for rows, _ in tables() for content_hash, tokens, _ in rows)
+    split, dtype = Split.of([sizes], shortest=1), dtype_for(tokenizer.vocab_size)
+    documents, text_bytes = [0, 0], [0, 0]
+    with (folder / FILES[0]).open("wb") as train, (folder / FILES[1]).open("wb") as held_out:
+        for path, (rows, crc32) in zip(paths, tables(), strict=True):
+            contents = _contents(path, crc32, [tokens * dtype.itemsize for _, tokens, _ in rows])
+            for content, (content_hash, tokens, size) in zip(contents, rows, strict=True):
+                tail = split.tail(content_hash, tokens)
+                cut = (tokens - tail) * dtype.itemsize
+                train.write(content[:cut])
+                held_out.write(content[cut:])
+                documents[tail > 0] += 1
+                tail_bytes = size if tail == tokens else num_bytes(tokenizer, np.frombuffer(content[cut:], dtype))
+                text_bytes[0] += size - tail_bytes
+                text_bytes[1] += tail_bytes
+    train, held_out = (
+        _describe(folder / name, count, size, tokenizer)
+        for name, count, size in zip(FILES, documents, text_bytes, strict=True)
+    )
+    return train, held_out
+
+
+def _read_table(path: Path) -> tuple[list[list[int]], int]:
+    """Hash, tokens and bytes of each document of a shard, and the checksum of its tokens."""
+    try:
+        with np.load(path / TABLE) as saved:
+            return saved["table"].tolist(), int(saved["crc32"])
+    except Exception:  # numpy and zipfile raise many types
+        raise _damaged(path) from None
+
+
+def _contents(path: Path, crc32: int, sizes: list[int]) -> Iterator[bytes]:
+    """The token ids of each document of a shard, as bytes."""
+    found = 0
+    with (path / _TOKENS).open("rb") as file:
+        for size in sizes:
+            content = file.read(size)
+            found = zlib.crc32(content, found)
+            yield content
+    if found != crc32:
+        raise _damaged(path)
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"{printable(path)} is damaged: remove it, and repeat the command")
+
+
+def _describe(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer) -> Sidecar:
+    """Describe the file of token ids `path`, and wait until both are on the disk."""
+    dtype = dtype_for(tokenizer.vocab_size)
+    if not (size := path.stat().st_size):
+        raise ValueError("too little text to hold out some for validation: add more")
+    with path.open("rb") as file:
+        sums = [zlib.crc32(chunk) for chunk in iter(partial(file.read, CHUNK * dtype.itemsize), b"")]
+    sidecar = Sidecar(
+        dtype.name, tokenizer.vocab_size, tokenizer.end_id, size // dtype.itemsize, documents, text_bytes,
+        digest(tokenizer), sums,
+    )  # fmt: skip
+    write_synced(path.with_name(f"{path.name}.json"), json.dumps(dataclasses.asdict(sidecar)).encode() + b"\n")
+    sync(path)
+    return sidecar
+
+
+# ---- The result ----
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What `prepare_data` wrote.
 
-    sidecars: of train.bin and held_out.bin. duplicates: documents left out. shards, finished_before: all, and those
-    that an earlier call had finished. tokens, seconds: encoded by this call, and the time that it took.
+    sidecars: of train.bin and held_out.bin. shards, finished_before: all, and those that an earlier call had finished.
     """
 
     tokenizer: Tokenizer
     sidecars: tuple[Sidecar, Sidecar]
-    duplicates: int
     shards: int
     finished_before: int
-    tokens: int
-    seconds: float
 
 
 def prepare_data(
     sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str, *,
-    workers: int = 1, drop_duplicates: bool = False, show: bool = False,
+    workers: int = 1, show: bool = False,
 ) -> Prepared:  # fmt: skip
     """Encode the documents of `sources` into a new folder `out`, which appears only when it is complete.
 
-    A file that is in several sources is encoded once. The files in `out` do not depend on `workers`. If an earlier call
-    with the same arguments was killed or failed, the shards that it finished are not encoded again.
+    The files in `out` do not depend on `workers`. If an earlier call with the same arguments was killed or failed, the
+    shards that it finished are not encoded again.
 
     tokenizer: "bpe" (trained on the text, at most `vocab_size` tokens), "bytes", or the path of a tokenizer.json.
     workers: processes that encode, with one thread each. One file of rows is encoded by one process, and by more
     threads if there are less files than workers.
-    drop_duplicates: of documents that are equal byte by byte, write only the first.
     show: a bar on standard error if that is a terminal; after an error, where the finished shards are.
 
     Raises ValueError if a source is not text or `out` is not a new folder, and ChildProcessError if a worker is killed.
@@ -70,11 +230,9 @@ def prepare_data(
             folder = Path(os.path.realpath(out))
             if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
                 raise ValueError(f"--out {printable(out)} already exists and is not empty: choose another folder")
-            if os.path.ismount(folder):  # cannot be replaced
-                raise ValueError(f"--out {printable(out)} is a mount point: choose a folder in it")
-            return Preparation.open(sources, out, field).run(tokenizer, vocab_size, workers, drop_duplicates, show)
+            return _prepare(sources, folder, tokenizer, vocab_size, field, workers, show)
         except BaseException:
-            if not any(path.suffix in (".json", ".npz") for path in unfinished.rglob("*")):  # tokenizer, and shards
+            if not any(unfinished.rglob("*.npz")):  # of a shard
                 shutil.rmtree(unfinished, ignore_errors=True)
             elif show:
                 message = f"finished shards are in {printable(unfinished)}: the same command uses them"
@@ -82,76 +240,44 @@ def prepare_data(
             raise
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """A result to write: for programs whose workers write the shards on other machines.
+def open_shards(
+    sources: list[str], out: Path, tokenizer: Tokenizer, field: str = "text"
+) -> tuple[ShardWriter, list[Shard]]:
+    """For programs whose workers write the shards of `out` on other machines: what writes them, and the shards.
 
-    Each of them opens it with the same arguments, and calls `writer(tokenizer).write(shard)` for some of `shards`. Then
-    `prepare_data` with the same arguments joins them.
+    Each worker calls `write` for some of the shards. Then `prepare_data` with the same arguments joins them. Raises
+    ValueError if a source is not text, or if `out` cannot be written.
     """
+    found = [Documents.find(source, field, option="") for source in sources]
+    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field), divide(found)
 
-    found: list[Documents]
-    folder: Path
-    unfinished: Path
-    shards: list[Shard]
 
-    @classmethod
-    def open(cls, sources: list[str], out: Path, field: str = "text") -> "Preparation":
-        """Find the files of `sources`. Raises ValueError if one is not text, or if `out` cannot be written."""
-        found: list[Documents] = []
-        for source in sources:
-            documents = Documents.find(source, field, option="")
-            new = documents.without(found)
-            if new.files or not documents.files:
-                found.append(new)
-        return cls(found, Path(os.path.realpath(out)), _unfinished(out), divide(found))
-
-    def writer(self, tokenizer: Tokenizer) -> ShardWriter:
-        """What writes the shards."""
-        return ShardWriter(self.unfinished / SHARDS, tokenizer, self.found[0].field)
-
-    def run(self, tokenizer: str, vocab_size: int, workers: int, drop_duplicates: bool, show: bool) -> Prepared:
-        """Write the shards and join them: `prepare_data`."""
-        given = None if tokenizer == "bpe" else BYTES if tokenizer == "bytes" else read_tokenizer(Path(tokenizer))
-        for documents in self.found:
-            if next(iter(documents), None) is None:
-                raise documents.empty_error()
-        chosen = given or self._trained(vocab_size, workers)
-        writer = self.writer(chosen)
-        paths = [writer.path(shard) for shard in self.shards]
-        for path in writer.folder.iterdir():
-            if path not in paths:  # of other arguments, or of a process that was killed
-                shutil.rmtree(path)
-        left = [shard for shard, path in zip(self.shards, paths, strict=True) if not path.exists()]
-        size, start, tokens = sum(shard.size for shard in left), time.monotonic(), 0
-        hidden = None if show else True
-        with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-            for shard, count in zip(left, run_in_processes(writer.write, left, workers), strict=True):
-                tokens += count
-                bar.update(shard.size)
-        seconds = time.monotonic() - start
-        result = self.unfinished / "result"
-        shutil.rmtree(result, ignore_errors=True)
-        result.mkdir()
-        (result / TOKENIZER_FILE).write_bytes(chosen.to_json())
-        sidecars, copies = join(paths, result, chosen, drop_duplicates)
-        result.replace(self.folder)
-        shutil.rmtree(self.unfinished)
-        return Prepared(chosen, sidecars, copies, len(paths), len(paths) - len(left), tokens, seconds)
-
-    def _trained(self, vocab_size: int, workers: int) -> Tokenizer:
-        """A tokenizer that is trained on the text, unless an earlier call has done it."""
-        field, files = self.found[0].field, (file for shard in self.shards for file in shard.files)
-        everything = Shard(tuple(files))
-        path = self.unfinished / f"{everything.key(vocab_size, field.name)}.json"
-        if path.exists():
-            return read_tokenizer(path)
-        with tokenizer_threads(workers):
-            pieces = (piece for text in everything.documents(field) for piece, _ in split_lines(text))
-            trained = BPETokenizer.train(pieces, vocab_size)
-        path.with_suffix(".new").write_bytes(trained.to_json())
-        path.with_suffix(".new").replace(path)
-        return trained
+def _prepare(
+    sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str, workers: int, show: bool
+) -> Prepared:
+    found, unfinished = [Documents.find(source, field, option="") for source in sources], _unfinished(out)
+    given = None if tokenizer == "bpe" else BYTES if tokenizer == "bytes" else read_tokenizer(Path(tokenizer))
+    for documents in found:
+        if next(iter(documents), None) is None:
+            raise documents.empty_error()
+    shards = divide(found)
+    pieces = (piece for shard in shards for text in shard.documents(field) for piece, _ in split_lines(text))
+    chosen = given or BPETokenizer.train(pieces, vocab_size)
+    writer = ShardWriter(unfinished / SHARDS, chosen, field)
+    paths = [writer.path(shard) for shard in shards]
+    left = [shard for shard, path in zip(shards, paths, strict=True) if not path.exists()]
+    size, hidden = sum(shard.size for shard in left), None if show else True
+    with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+        for shard, _ in zip(left, run_in_processes(writer.write, left, workers), strict=True):
+            bar.update(shard.size)
+    result = unfinished / "result"
+    shutil.rmtree(result, ignore_errors=True)
+    result.mkdir()
+    (result / TOKENIZER_FILE).write_bytes(chosen.to_json())
+    sidecars = join(paths, result, chosen)
+    result.replace(out)
+    shutil.rmtree(unfinished)
+    return Prepared(chosen, sidecars, len(paths), len(paths) - len(left))
 
 
 @contextmanager

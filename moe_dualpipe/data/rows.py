@@ -11,7 +11,6 @@ import gzip
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -33,90 +32,74 @@ def row_format(path: Path) -> str:
     return next((ending for ending in FORMATS if path.name.endswith(ending)), "")
 
 
-@dataclass(frozen=True, slots=True)
-class TextField:
-    """The field of each row that has the text. option: which one chooses it, in messages."""
-
-    name: str = "text"
-    option: str = "--set batch.data_field=NAME"
-
-    def missing(self, found: list[str]) -> ValueError:
-        """The error for a row or table with only the fields `found`."""
-        names = ", ".join(quoted(key, 50) for key in found[:5]) or "none"
-        return ValueError(f"no field {quoted(self.name)}; its fields are {names}: choose one with {self.option}")
-
-    def text_of(self, row: Any) -> str:
-        """The text of a line of JSON or of a value of pyarrow; "" for an empty line. Raises ValueError."""
-        try:
-            text = self._of_line(row) if isinstance(row, bytes) else row.as_py()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8 at byte {error.start}: {error.reason}") from None
-        if not isinstance(text, str):
-            raise ValueError(f"field {quoted(self.name)} must be a string, got {_kind(text)}")
-        if "\0" in text:
-            raise ValueError(f"field {quoted(self.name)} contains a zero character")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            where = f"at character {error.start}"
-            raise ValueError(f"field {quoted(self.name)} has an unpaired surrogate {where}") from None
-        return text
-
-    def _of_line(self, line: bytes) -> object:
-        if len(line) > LONGEST_LINE:
-            raise ValueError(f"a line has at most {LONGEST_LINE:,} bytes, but this one is longer")
-        if not line.strip():
-            return ""
-        text = line.rstrip(b"\n").decode()
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON: {printable(error)}") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"expected an object, got {_kind(value)}")
-        if self.name not in value:
-            raise self.missing(list(value))
-        return value[self.name]
+class _InvalidError(Exception):
+    """What a row, or a table, has in place of a text."""
 
 
-def read_rows(file: DataFile, field: TextField) -> Iterator[str]:
-    """Yield the text of each row, "" for an empty one.
+def read_rows(file: DataFile, field: str) -> Iterator[str]:
+    """Yield the text in this field of each row, "" for an empty row.
 
     Raises ValueError, with file and row, counted from 1, for an invalid row, and with the file if it is damaged or has
     changed, or if a library is missing.
     """
     name, number = printable(file.path), 0
-    rows = _call(file, _open_table if row_format(file.path) in TABLES else _lines, file, field)
-    while (row := _call(file, next, rows, None)) is not None:
-        number += 1
-        try:
-            text = field.text_of(row)
-        except ValueError as error:
-            raise ValueError(f"{name}:{number}: {error}") from None
-        yield text
-    file.check_unchanged()
-
-
-class _TableError(Exception):
-    """The table has no text in the field."""
-
-
-def _call(file: DataFile, function: Any, *arguments: Any) -> Any:
-    """Call a library that reads the file: its errors, of many types, become ValueError with the name of the file."""
-    name = printable(file.path)
+    open_rows = _open_table if row_format(file.path) in TABLES else _lines
     try:
-        return function(*arguments)
+        for row in open_rows(file, field):
+            number += 1
+            yield _text_of(row, field)
+    except _InvalidError as error:
+        raise ValueError(f"{name}{f':{number}' if number else ''}: {error}") from None
     except ImportError as error:
         raise ValueError(f"reading {name} needs the {error.name} library: pip install 'moe-dualpipe[data]'") from None
-    except _TableError as error:
-        raise ValueError(f"{name}: {error}") from None
-    except Exception as error:
+    except Exception as error:  # of many types, of the libraries
         file.check_unchanged()
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(f"cannot read {name}: {printable(reason)}") from None
+    file.check_unchanged()
 
 
-def _lines(file: DataFile, _: TextField) -> Iterator[bytes]:
+def _text_of(row: Any, field: str) -> str:
+    """The text of a line of JSON or of a value of pyarrow; "" for an empty line."""
+    try:
+        text = _of_line(row, field) if isinstance(row, bytes) else row.as_py()
+    except UnicodeDecodeError as error:
+        raise _InvalidError(f"not UTF-8 at byte {error.start}: {error.reason}") from None
+    if not isinstance(text, str):
+        raise _InvalidError(f"field {quoted(field)} must be a string, got {type(text).__name__}")
+    if "\0" in text:
+        raise _InvalidError(f"field {quoted(field)} contains a zero character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _InvalidError(f"field {quoted(field)} has an unpaired surrogate at character {error.start}") from None
+    return text
+
+
+def _of_line(line: bytes, field: str) -> object:
+    if len(line) > LONGEST_LINE:
+        raise _InvalidError(f"a line has at most {LONGEST_LINE:,} bytes, but this one is longer")
+    if not line.strip():
+        return ""
+    text = line.rstrip(b"\n").decode()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _InvalidError(f"not JSON: {printable(error)}") from None
+    if not isinstance(value, dict):
+        raise _InvalidError(f"expected an object, got {type(value).__name__}")
+    if field not in value:
+        raise _missing(field, list(value))
+    return value[field]
+
+
+def _missing(field: str, found: list[str]) -> _InvalidError:
+    names = ", ".join(quoted(key, 50) for key in found[:5]) or "none"
+    options = "--field, or with --set batch.data_field=NAME of train.py"
+    return _InvalidError(f"no field {quoted(field)}; its fields are {names}: choose one with {options}")
+
+
+def _lines(file: DataFile, _: str) -> Iterator[bytes]:
     stream: Any = file.stream()
     if row_format(file.path).endswith("gz"):
         stream = gzip.GzipFile(fileobj=stream)
@@ -125,34 +108,26 @@ def _lines(file: DataFile, _: TextField) -> Iterator[bytes]:
     return iter(partial(stream.readline, LONGEST_LINE + 1), b"")
 
 
-def _open_table(file: DataFile, field: TextField) -> Iterator[Any]:
+def _open_table(file: DataFile, field: str) -> Iterator[Any]:
     """Yield the values of the field, read in batches."""
     arrow, stream = import_module("pyarrow"), file.stream()
     if row_format(file.path) == ".parquet":
         table = import_module("pyarrow.parquet").ParquetFile(stream, buffer_size=1 << 17)
         schema = table.schema_arrow
-        batches = partial(table.iter_batches, BATCH_ROWS, columns=[field.name], use_threads=False)
+        batches = partial(table.iter_batches, BATCH_ROWS, columns=[field], use_threads=False)
     else:
         indexed = file.read(0, min(len(ARROW_MAGIC), file.size)) == ARROW_MAGIC
         options = arrow.ipc.IpcReadOptions(use_threads=False)
         table = (arrow.ipc.open_file if indexed else arrow.ipc.open_stream)(stream, options=options)
         schema = table.schema
         batches = partial(map, table.get_batch, range(table.num_record_batches)) if indexed else partial(iter, table)
-    if schema.get_field_index(field.name) < 0:
-        raise _TableError(field.missing(list(schema.names)))
-    kind = schema.field(field.name).type
+    if schema.get_field_index(field) < 0:
+        raise _missing(field, list(schema.names))
+    kind = schema.field(field).type
     inner = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if inner not in (arrow.string(), arrow.large_string(), arrow.string_view()):
-        raise _TableError(f"field {quoted(field.name)} must have strings, got {printable(kind)}")
-    return (value for batch in batches() for value in _valid(batch.column(field.name)))
-
-
-def _valid(column: Any) -> Any:
-    """Raises pyarrow's error for a damaged column, whose values might lie outside its memory."""
-    column.validate(full=True)
-    return column
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", bool: "a boolean", type(None): "null", str: "a string"}
-    return names.get(type(value), "a number")
+        raise _InvalidError(f"field {quoted(field)} must have strings, got {printable(kind)}")
+    for batch in batches():
+        column = batch.column(field)
+        column.validate(full=True)  # values of a damaged column might lie outside its memory
+        yield from column

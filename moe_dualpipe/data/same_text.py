@@ -21,14 +21,10 @@ def check_same_text(text: TextData | GivenBatches) -> None:
     fingerprints = torch.stack(gathered).tolist()
     others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
     if others:
-        ranks = ", ".join(map(str, others[:8])) + ", …" * (len(others) > 8)
-        differ = f"{plural(len(others), 'rank')} ({ranks})"
-        if isinstance(text, GivenBatches):
-            raise ValueError(
-                f"`batches` are not the same on all ranks: those of {differ} differ from those of rank 0; pass the "
-                "sequences of the whole step on every rank"
-            )
-        raise ValueError(
-            f"--data is not the same on all ranks: {differ} read other text than rank 0; give every machine the same "
-            "files"
+        given = isinstance(text, GivenBatches)
+        what = "`batches`" if given else "the texts of --data"
+        hint = "pass the sequences of the whole step on every rank" if given else "give every machine the same files"
+        differ = (
+            f"those of {plural(len(others), 'rank')} ({', '.join(map(str, others[:8]))}) differ from those of rank 0"
         )
+        raise ValueError(f"{what} are not the same on all ranks: {differ}; {hint}")

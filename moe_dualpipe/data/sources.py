@@ -7,19 +7,17 @@ Text is read into memory and encoded at the start. Token ids stay on disk, so th
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..messages import check_range, plural, printable
-from .batches import MANY_SOURCES, QUOTE, Source, TextData
+from . import stores
+from .batches import Source, TextData
 from .documents import Documents
 from .encode import EncodedDocument, encode_documents
 from .held_out import Split, held_out_size
-from .locate import is_file, locate, open_file
-from .stores import exists
-from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokenStream
+from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokensOnDisk, TokenStream
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
 SAMPLE = 1 << 20
@@ -40,26 +38,26 @@ def load_data(
     different tokenizers, or if `vocab_size` is too small.
     """
     entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
-    places = {name: locate(name) for name, _ in entries}
+    places = {name: _locate(name) for name, _ in entries}
     opened = {name: list(_open_token_files(place, dtype)) for name, place in places.items()}
-    _check_roles(opened)
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs model.vocab_size {tokenizer.vocab_size}: got {vocab_size}")
-    texts = {
-        name: _Text.read(Documents.find(places[name], field), tokenizer) for name, files in opened.items() if not files
-    }
-    split = Split.of((text.sizes() for text in texts.values()), seq_len + 1)
+    texts = {name: Documents.find(places[name], field) for name, files in opened.items() if not files}
+    encoded = {name: _encode(documents, tokenizer) for name, documents in texts.items()}
+    split = Split.of((((d.hash, len(d.tokens_N)) for d in text) for text in encoded.values()), seq_len + 1)
     loaded = []
     for name, weight in entries:
         if opened[name]:
             train, held_out = _streams(opened[name], tokenizer, seq_len)
             source = Source(name, weight, train, held_out, "", _bytes_per_token(held_out, tokenizer, opened[name][-1]))
         else:
-            train, held_out = texts[name].divided(split)
-            source = Source(name, weight, train, held_out, str(texts[name]), _bytes_per_token(held_out, tokenizer))
-        hint = f"; {QUOTE}" if len(entries) > MANY_SOURCES else ""
-        _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens", hint)
+            cuts = [len(d.tokens_N) - split.tail(d.hash, len(d.tokens_N)) for d in encoded[name]]
+            parts = [np.split(d.tokens_N, [cut]) for d, cut in zip(encoded[name], cuts, strict=True)]
+            train, held_out = map(np.concatenate, zip(*parts, strict=True))
+            what = f"; {plural(len(parts), 'document')}{texts[name].describe_skipped()}"
+            source = Source(name, weight, train, held_out, what, _bytes_per_token(held_out, tokenizer))
+        _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens")
         loaded.append(source)
     return TextData(tuple(loaded), tokenizer)
 
@@ -70,7 +68,7 @@ def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: s
     Text is encoded with `tokenizer`. A folder that `prepare_data` wrote gives its held-out tokens. field, dtype: as for
     `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
     """
-    source = locate(source)
+    source = _locate(source)
     if files := list(_open_token_files(source, dtype)):
         file = files[-1] if os.path.isdir(source) else files[0]
         found = file.tokenizer(tokenizer.vocab_size)
@@ -81,8 +79,7 @@ def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: s
         return file.tokens_N
     if not source:
         raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
-    text = _Text.read(Documents.find(source, field), tokenizer)
-    return np.concatenate([document.tokens_N for document in text.encoded])
+    return np.concatenate([d.tokens_N for d in _encode(Documents.find(source, field), tokenizer)])
 
 
 def split_weight(entry: str) -> tuple[str, float]:
@@ -100,6 +97,28 @@ def split_weight(entry: str) -> tuple[str, float]:
     return name, number
 
 
+def _locate(source: str) -> str:
+    """The path of a source; of a file or folder at a URL, that of a copy, which the ranks of a machine share.
+
+    Raises ValueError if there is nothing at the URL, or if it cannot be read.
+    """
+    if not stores.is_url(source):
+        return source
+    try:
+        path = stores.local_path(source)
+        if (url := stores.url_of(path)) is None:  # hf://
+            return str(path)
+        names = stores.sizes_of(path)
+        for name in names:
+            stores.fetch(path / name)
+        return str(path if names else stores.fetch(stores.local_path(str(url.parent)) / url.name))
+    except stores.StorageError as error:
+        raise ValueError(f"--data {error}") from None
+    except OSError as error:
+        reason = f"{error.strerror}: set TMPDIR to a folder with enough space"
+        raise ValueError(f"--data {printable(source)} cannot be copied: {reason}") from None
+
+
 def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
     """If `name` is token ids, yield the training file, and then the held-out file if there is one.
 
@@ -110,16 +129,16 @@ def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
         if not any(map(_is_described, map(path.joinpath, (TRAIN_FILE, *HELD_OUT_FILES)))):
             return
         path /= TRAIN_FILE
-    elif path.suffix != ".bin" or not is_file(path):
+    elif path.suffix != ".bin" or not path.exists():
         return
-    yield TokenFile.open(path, dtype, open_file)
+    yield TokenFile.open(path, dtype)
     if path.name == TRAIN_FILE and (held_out := [*filter(_is_described, map(path.with_name, HELD_OUT_FILES))]):
-        yield TokenFile.open(held_out[0], dtype, open_file)
+        yield TokenFile.open(held_out[0], dtype)
 
 
 def _is_described(path: Path) -> bool:
     """Whether there is a file of token ids at `path`, or the description of one."""
-    return exists(path) or exists(path.with_name(f"{path.name}.json"))
+    return os.path.lexists(path) or os.path.lexists(path.with_name(f"{path.name}.json"))
 
 
 def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_text: Tokenizer) -> Tokenizer:
@@ -138,20 +157,6 @@ def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_te
     return chosen
 
 
-def _check_roles(opened: dict[str, list[TokenFile]]) -> None:
-    """Raise ValueError if a file, under any name, is trained on in one source and held out in another."""
-    found: dict[tuple[object, object], tuple[str, str]] = {}
-    for name, files in opened.items():
-        roles = ("training", "held-out") if len(files) == 2 else ("divided",)
-        for role, file in zip(roles, files, strict=False):  # none, of text
-            other, its_role = found.setdefault(file.tokens_N.file.identity, (name, role))
-            if its_role != role:
-                raise ValueError(
-                    f"{printable(file.path)} is {role} text in --data {printable(name)}, but {its_role} text in --data "
-                    f"{printable(other)}: name it once"
-                )
-
-
 def _streams(files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> tuple[TokenStream, TokenStream]:
     """The training and held-out tokens of a source of token ids."""
     for file in files:
@@ -159,8 +164,9 @@ def _streams(files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> tupl
             file.scan(tokenizer.vocab_size)
     if len(files) == 2:
         return files[0].tokens_N, files[1].tokens_N
-    whole_N = files[0].tokens_N
-    return whole_N.split(len(whole_N) - held_out_size(len(whole_N), seq_len + 1))
+    count, whole = len(files[0].tokens_N), (files[0].tokens_N.file, files[0].tokens_N.dtype)
+    cut = count - held_out_size(count, seq_len + 1)
+    return TokensOnDisk(*whole, 0, cut), TokensOnDisk(*whole, cut, count)
 
 
 def _bytes_per_token(held_out: TokenStream, tokenizer: Tokenizer, file: TokenFile | None = None) -> float | None:
@@ -170,39 +176,17 @@ def _bytes_per_token(held_out: TokenStream, tokenizer: Tokenizer, file: TokenFil
     return None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, sample) / max(len(sample), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """A source of text, encoded."""
-
-    documents: Documents
-    encoded: list[EncodedDocument]
-
-    @classmethod
-    def read(cls, documents: Documents, tokenizer: Tokenizer) -> "_Text":
-        """Encode the documents. Raises ValueError if there are none."""
-        encoded = list(encode_documents(iter(documents), tokenizer))
-        if not encoded:
-            raise documents.empty_error()
-        return cls(documents, encoded)
-
-    def sizes(self) -> Iterator[tuple[int, int]]:
-        """The hash of each document, and its number of tokens."""
-        return ((document.hash, len(document.tokens_N)) for document in self.encoded)
-
-    def divided(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens to train on, and those held out."""
-        parts = [np.split(d.tokens_N, [len(d.tokens_N) - split.tail(d.hash, len(d.tokens_N))]) for d in self.encoded]
-        train_N, held_out_N = map(np.concatenate, zip(*parts, strict=True))
-        return train_N, held_out_N
-
-    def __str__(self) -> str:
-        return f"; {plural(len(self.encoded), 'document')}{self.documents.describe_skipped()}"
+def _encode(documents: Documents, tokenizer: Tokenizer) -> list[EncodedDocument]:
+    """The documents of a source. Raises ValueError if there are none."""
+    if not (encoded := list(encode_documents(iter(documents), tokenizer))):
+        raise documents.empty_error()
+    return encoded
 
 
-def _check_length(source: Source, seq_len: int, unit: str, hint: str) -> None:
+def _check_length(source: Source, seq_len: int, unit: str) -> None:
     train, held_out = len(source.train), len(source.held_out)
     if min(train, held_out) < seq_len + 1:
         raise ValueError(
             f"too little text in --data {printable(source.name)}: {train} {unit} for training and {held_out} held out, "
-            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}{hint}"
+            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}"
         )

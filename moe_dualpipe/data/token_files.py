@@ -1,34 +1,29 @@
 """Token ids in files: open them, read parts of them, and check them.
 
 `name.bin` is a flat array of little-endian integers, as in nanoGPT (uint16 by default). It does not say how to read it,
-so `prepare_data` writes a sidecar file, `name.bin.json`: dtype, counts, tokenizer, and a checksum of every chunk. Local
-files up to SCAN_LIMIT are checked completely before a run. For larger files, and those on a store, this would take too
-long, so their sequences are only checked when they are drawn (batches.py). Neither way can train on an id outside the
-vocabulary.
+so `prepare_data` writes a sidecar file, `name.bin.json`: dtype, counts, tokenizer, and a checksum of every chunk. Files
+up to SCAN_LIMIT are checked completely before a run. For larger files this would take too long, so their sequences are
+only checked when they are drawn (batches.py). Neither way can train on an id outside the vocabulary.
 """
 
-import dataclasses
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
-from ..messages import printable, quoted
+from ..messages import printable
 from . import strict_json
 from .files import DataFile
-from .stores import RangedFile
-from .stores.threads import DaemonThreads
 from .tokenizer import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, find_tokenizer, read_tokenizer
 
 TRAIN_FILE, HELD_OUT_FILES = "train.bin", ("held_out.bin", "val.bin")
-DTYPES = ("uint8", "uint16", "uint32")
+_COUNT = msgspec.Meta(ge=0, le=2**63 - 1)
 CHUNK = 1 << 22  # tokens per checksum
 SCAN_LIMIT = 1 << 30  # bytes
-_readers = DaemonThreads(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +33,22 @@ class Sidecar:
     bytes: of the text, counting each end of a document as one. tokenizer: its `digest`. crc32: one per CHUNK tokens.
     """
 
-    dtype: str
-    vocab_size: int
-    end_id: int
-    tokens: int
-    documents: int
-    bytes: int
+    dtype: Annotated[str, msgspec.Meta(pattern="^uint(8|16|32)$")]
+    vocab_size: Annotated[int, _COUNT]
+    end_id: Annotated[int, msgspec.Meta(ge=-1)]
+    tokens: Annotated[int, _COUNT]
+    documents: Annotated[int, _COUNT]
+    bytes: Annotated[int, _COUNT]
     tokenizer: str
     crc32: list[int]
 
     @classmethod
     def read(cls, path: Path) -> "Sidecar":
         """Read and check a sidecar. Raises ValueError, naming file and field, if it is not valid."""
-        fields, name = strict_json.read_named(path), printable(path)
-        if not isinstance(fields, dict):
-            raise ValueError(f"{name} does not describe token ids: it is not a JSON object")
-        for field in dataclasses.fields(cls):
-            value = fields.get(field.name)
-            kind = list if field.name == "crc32" else str if field.name in ("dtype", "tokenizer") else int
-            valid = isinstance(value, kind) and not isinstance(value, bool)
-            if not valid or (isinstance(value, int) and not -1 <= value < 1 << 63):
-                raise ValueError(f"{name} does not describe token ids: {field.name} is {quoted(value)}")
-        if fields["dtype"] not in DTYPES:
-            raise ValueError(f"{name} does not describe token ids: dtype is {quoted(fields['dtype'])}, not {DTYPES}")
-        return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
+        try:
+            return msgspec.convert(strict_json.read_named(path), cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{printable(path)} does not describe token ids: {printable(error)}") from None
 
 
 class TokensOnDisk:
@@ -70,7 +57,7 @@ class TokensOnDisk:
     Reading raises ValueError, which names the file, if it fails or if the file has become shorter.
     """
 
-    def __init__(self, file: DataFile | RangedFile, dtype: np.dtype, first: int, stop: int):
+    def __init__(self, file: DataFile, dtype: np.dtype, first: int, stop: int):
         self.file, self.dtype, self.first, self._stop = file, dtype, first, stop
 
     def __len__(self) -> int:
@@ -83,36 +70,8 @@ class TokensOnDisk:
         content = self.file.read((self.first + first) * size, max(stop - first, 0) * size)
         return np.frombuffer(content, self.dtype)
 
-    def split(self, at: int) -> "tuple[TokensOnDisk, TokensOnDisk]":
-        """The first `at` tokens, and the rest. Reads nothing."""
-        bounds = (self.first, self.first + at, self._stop)
-        before, after = (TokensOnDisk(self.file, self.dtype, *part) for part in pairwise(bounds))
-        return before, after
-
-    def chunks(self) -> Iterator[np.ndarray]:
-        """All token ids, CHUNK at a time."""
-        return (self[i : i + CHUNK] for i in range(0, len(self), CHUNK))
-
 
 TokenStream = np.ndarray | TokensOnDisk
-
-
-def is_remote(stream: TokenStream) -> bool:
-    """Whether each read of a stream waits for a store."""
-    return isinstance(stream, TokensOnDisk) and isinstance(stream.file, RangedFile)
-
-
-def read_windows(windows: Sequence[tuple[TokenStream, int]], length: int) -> list[np.ndarray]:
-    """Read the tokens from an index of a stream, for several streams; at the same time if they are on a store."""
-    coming = {
-        i: _readers.submit(stream.__getitem__, slice(first, first + length))
-        for i, (stream, first) in enumerate(windows)
-        if is_remote(stream)
-    }
-    return [
-        coming[i].result() if i in coming else stream[first : first + length]
-        for i, (stream, first) in enumerate(windows)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +83,13 @@ class TokenFile:
     sidecar: Sidecar | None
 
     @classmethod
-    def open(cls, path: Path, dtype: str, open_file: Callable[[Path], DataFile | RangedFile] = DataFile) -> "TokenFile":
+    def open(cls, path: Path, dtype: str) -> "TokenFile":
         """Open a file. dtype: of a file without a sidecar. Raises ValueError if the file's size does not fit."""
         name, described = printable(path), path.with_name(path.name + ".json")
         sidecar = Sidecar.read(described) if os.path.lexists(described) else None
         kind = np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<")
-        file = open_file(path)
+        file = DataFile(path)
         count, rest = divmod(file.size, kind.itemsize)
-        if not file.size:
-            raise ValueError(f"{name} is empty")
         if rest:
             raise ValueError(
                 f"{name} has {file.size} bytes, not a multiple of {kind.itemsize}, the size of {kind.name}: the file "
@@ -160,17 +117,17 @@ class TokenFile:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether the file is checked completely before a run: one that is local, and not too large."""
-        return isinstance(self.tokens_N.file, DataFile) and self.tokens_N.file.size <= SCAN_LIMIT
+        """Whether the file is checked completely before a run."""
+        return self.tokens_N.file.size <= SCAN_LIMIT
 
     def scan(self, vocab_size: int) -> None:
         """Check the whole file. Raises ValueError, with the position, for a wrong checksum or an id >= `vocab_size`."""
         sums, name = self.sidecar.crc32 if self.sidecar else None, printable(self.path)
         if sums is not None and len(sums) != -(-len(self.tokens_N) // CHUNK):
             raise ValueError(f"{name}.json has {len(sums)} checksums for {len(self.tokens_N)} tokens")
-        for i, chunk in enumerate(self.tokens_N.chunks()):
-            first = i * CHUNK
-            if sums is not None and zlib.crc32(chunk.data) != sums[i]:
+        for first in range(0, len(self.tokens_N), CHUNK):
+            chunk = self.tokens_N[first : first + CHUNK]
+            if sums is not None and zlib.crc32(chunk.data) != sums[first // CHUNK]:
                 last = first + len(chunk) - 1
                 raise ValueError(f"{name} has changed in tokens {first} to {last}: prepare it again")
             if chunk.max() >= vocab_size:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..messages import check_range, printable, quoted
 from . import strict_json
-from .files import read_whole
+from .files import DataFile
 
 TOKENIZER_FILE = "tokenizer.json"
 END = "<|endoftext|>"
@@ -139,11 +139,10 @@ class BPETokenizer(Tokenizer):
         found = self._call("cannot encode text", encode, list(texts), add_special_tokens=False)
         encoded = [np.array(one.ids, np.int64) for one in found]
         for text, ids in zip(texts, encoded, strict=True):
-            if len(bad := ids[(ids >= self.vocab_size) | (ids == self.end_id)]):
-                what = "its end-of-document token" if bad[0] == self.end_id else f"{bad[0]}, outside its vocabulary"
+            if ((ids >= self.vocab_size) | (ids == self.end_id)).any():
                 raise ValueError(
-                    f"{self._where} encodes text to {what}: use another tokenizer; the text starts with "
-                    f"{quoted(text, 60)}"
+                    f"{self._where} encodes text to its end-of-document token, or outside its vocabulary: use another "
+                    f"tokenizer; the text starts with {quoted(text, 60)}"
                 )
         return [ids.astype(dtype_for(self.vocab_size)) for ids in encoded]
 
@@ -187,7 +186,8 @@ def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json. Raises ValueError if it is missing or not a tokenizer."""
-    return tokenizer_from_json(read_whole(path), printable(path))
+    with DataFile(path) as file:
+        return tokenizer_from_json(file.read(0, file.size), printable(path))
 
 
 def find_tokenizer(folder: Path) -> Tokenizer:

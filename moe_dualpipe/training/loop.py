@@ -32,8 +32,6 @@ def train_loop(
         _introduce(trainer, console)
         before = _validate(trainer, console, run.first_step) if run.text.has_held_out else None
         trainer.stop.completes = "this step and a checkpoint"
-        with trainer.progress.during("reading the first data"):
-            trainer.read_ahead.fill(run.first_step)
         save_due = eval_due = False
         done = run.first_step
         for step in range(done, config.steps):

@@ -24,7 +24,7 @@ from .sinks import Sink
 FILE = "metrics.jsonl"
 SUMS = (
     "seconds", "tokens", "reduce_seconds", "reduce_exposed_seconds", "gather_seconds", "gather_exposed_seconds",
-    "moved_experts", "data_waits",
+    "moved_experts",
 )  # fmt: skip
 RATES = ("tokens_per_s", "mfu")
 LATEST = ("step", "lr", "skipped", "peak_memory_mb")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights
-from ..data import ReadAhead, stores
+from ..data import stores
 from ..data.same_text import check_same_text
 from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
@@ -45,13 +45,12 @@ from .setup import trusted_kernels
 class StepSums:
     """What one all-reduce tells all ranks about a step. loss: mean over all labeled tokens. stop: ranks asked to stop.
 
-    remote_bytes: sent between machines by dispatch and combine. data_waits: reads that waited for a store.
+    remote_bytes: sent between machines by dispatch and combine.
     """
 
     loss: float = 0.0
     stop: int = 0
     remote_bytes: int = 0
-    data_waits: int = 0
 
 
 class Trainer:
@@ -87,15 +86,11 @@ class Trainer:
         averaged = AveragedBuffers(self)
         self.buffers = averaged.buffers
         self.optimizer = self.pipeline.optimizer(self.config.optim, self.config.parallel.zero)
-        batch, seed, last = self.config.batch, self.config.seed, self.config.steps
-        self.read_ahead = build_on_all_ranks(
-            lambda: ReadAhead(self.text, seed, batch.batch_size, batch.seq_len, self.own_sequences, last)
-        )
         self.skipped = SkippedSteps(self.config.health.max_skipped, announce=self.layout.rank == 0)
         self.replica_checks = ReplicaChecks(self)
         self.extensions: list[Extension] = [self.skipped, averaged, self.replica_checks]
         self.partial = self._load()
-        factor = utilization(self.config.model, batch.seq_len, dist.get_world_size(), run.peak_flops)
+        factor = utilization(self.config.model, self.config.batch.seq_len, dist.get_world_size(), run.peak_flops)
         moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every and self.layout.ep > 1 else []
         routes = [Routes(self)] if self._with_routes else []
         self.extensions += [Balancing(self), *moves, *routes, Timings(self, factor)]
@@ -182,9 +177,8 @@ class Trainer:
         config = self.config
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"))  # for dropout
         total, length = config.batch.batch_size, config.batch.seq_len
-        return self.pipeline.step(
-            *self.read_ahead.batch(step), sum_gradients, num_labels=self.text.num_labels(step, total, length)
-        )
+        batch = self.text.batch(config.seed, step, total, length, self.own_sequences)
+        return self.pipeline.step(*batch, sum_gradients, num_labels=self.text.num_labels(step, total, length))
 
     @property
     def _with_routes(self) -> bool:
@@ -265,7 +259,7 @@ class Trainer:
         experts = self.pipeline.expert_parallel
         experts.check()
         loss = torch.stack([*losses]).double().sum().item() if losses else 0.0
-        own = [loss, len(losses), self.stop.requested, experts.take_remote_bytes(), self.read_ahead.take_waits()]
+        own = [loss, len(losses), self.stop.requested, experts.take_remote_bytes()]
         total = torch.tensor(own, dtype=torch.float64)
         with self.progress.during("mean loss"):
             if dist.is_initialized():

@@ -75,7 +75,7 @@ def test_a_whole_layer_more_or_less_than_the_config_says(single):
 def test_other_files_are_read_before_the_weights(single, name, monkeypatch):
     (single / name).write_bytes(b'{"a": ')
     monkeypatch.setattr(PublishedModel, "read", lambda *_: pytest.fail("read a tensor"))
-    with pytest.raises(ValueError, match=rf"cannot read .*{name}: Expecting value"):
+    with pytest.raises(ValueError, match=rf"cannot read .*{name}: "):
         from_pretrained(single)
 
 

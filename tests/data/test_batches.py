@@ -2,23 +2,19 @@
 
 import dataclasses
 import itertools
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.data import Source, TextData, encode, load_data, text_files, tokenizer_files
-from moe_dualpipe.data.documents import Documents
+from moe_dualpipe.data import BYTES, GivenBatches, Source, TextData, encode, load_data
 from moe_dualpipe.data.encode import encode_documents
 from moe_dualpipe.data.sources import split_weight
 from moe_dualpipe.data.tokenizer import ByteTokenizer
-from moe_dualpipe.training.options import parse_arguments
-from tests.support.texts import TEXTS, corrupt
 
 
 @pytest.fixture
@@ -37,23 +33,20 @@ def source_of(tokens, name="", weight=1.0):
     return Source(name, weight, stream, stream, "")
 
 
-def bytes_of(stream) -> bytes:
-    return stream.astype(np.uint8).tobytes()
-
-
 # ---- Batches ----
 
 
-def test_batches_are_a_pure_function_of_seed_and_step(folder):
+def test_batches_are_a_pure_function_of_seed_and_step_whoever_reads_which_rows(folder):
     for sources in ([str(folder)], [f"{folder}=2", str(folder / "0*.txt"), str(folder / "17.txt")]):
-        text = load_data(sources, 16)
-        x, y = text.batch(seed=1, step=7, count=5, seq_len=16)
-        assert x.shape == y.shape == (5, 16)
-        assert torch.equal(x[:, 1:], y[:, :-1])
-        other = load_data(sources, 16)
+        text, other = load_data(sources, 16), load_data(sources, 16)
+        x, y = whole = text.batch(seed=1, step=7, count=12, seq_len=16)
+        assert x.shape == y.shape == (12, 16) and torch.equal(x[:, 1:], y[:, :-1])
         other.batch(seed=1, step=3, count=9, seq_len=16)  # earlier batches do not matter
-        assert torch.equal(x, other.batch(seed=1, step=7, count=5, seq_len=16)[0])
-        different = [text.batch(*key, count=5, seq_len=16)[0] for key in [(2, 7), (1, 8), (3, 7)]]
+        for count in (1, 3, 4, 12):
+            parts = [other.batch(1, 7, 12, 16, range(first, first + count)) for first in range(0, 12, count)]
+            for tensor, *found in zip(whole, *parts, strict=True):
+                assert torch.equal(torch.cat(found), tensor)
+        different = [text.batch(*key, count=12, seq_len=16)[0] for key in [(2, 7), (1, 8), (3, 7)]]
         assert not any(torch.equal(x, batch) for batch in different)
 
 
@@ -63,23 +56,9 @@ def test_batches_of_one_source_never_change_between_versions():
     assert text.batch(3, 5, 4, 8)[0][:, 0].tolist() == [213, 174, 188, 228]
 
 
-def test_ranks_read_parts_of_the_same_step(folder):
-    for sources in ([str(folder)], [f"{folder}=2", str(folder / "0*.txt"), str(folder / "17.txt")]):
-        text = load_data(sources, 16)
-        whole = text.batch(1, 7, 12, 16)
-        for count in (1, 3, 4, 12):
-            parts = [text.batch(1, 7, 12, 16, range(first, first + count)) for first in range(0, 12, count)]
-            for tensor, *found in zip(whole, *parts, strict=True):
-                assert torch.equal(torch.cat(found), tensor)
-
-
-def test_steps_get_different_batches_and_windows_stay_inside_the_stream():
-    long = TextData((source_of(np.arange(256).repeat(20)),))
-    parts = [long.batch(0, step, 16, 8, range(i, i + 4))[0] for step in range(4) for i in range(0, 16, 4)]
-    assert all(not torch.equal(a, b) for a, b in itertools.combinations(parts, 2))
+def test_windows_stay_inside_their_stream_and_each_is_drawn():
     short = TextData((source_of(range(10)), source_of(range(30, 43))))
     x, y = short.batch(0, 0, 500, 8)
-    assert (x.min(), y.max()) == (0, 42)
     assert {(first, last) for first, last in zip(x[:, 0].tolist(), y[:, -1].tolist(), strict=True)} == {
         (first, first + 8) for first in (0, 1, 30, 31, 32, 33, 34)
     }
@@ -118,65 +97,34 @@ def test_the_fingerprint_is_that_of_the_text_and_its_weights():
     assert TextData((one, unlike)).bytes_per_token == pytest.approx((1 + 2.5 * 4.5) / 3.5)
 
 
+def test_a_program_gives_ids_of_its_vocabulary():
+    batch = (torch.full((2, 3), 9),) * 2
+    assert GivenBatches(lambda _: batch, (2, 3), 10, BYTES).batch(0, 0, 2, 3, range(1, 2))[0].shape == (1, 3)
+    with pytest.raises(ValueError, match=r"batches\(0\): inputs must be from 0 to 8: got 9"):
+        GivenBatches(lambda _: batch, (2, 3), 9, BYTES).batch(0, 0, 2, 3)
+
+
 # ---- Text ----
 
 
 def test_held_out_files_are_not_trained_on_and_skipped_files_are_reported(folder):
     text = load_data(str(folder), 16)
-    (source,) = text.sources
-    kept, held_out = (bytes_of(stream).decode() for stream in (source.train, source.held_out))
+    kept, held_out = (getattr(text.sources[0], side).tobytes().decode() for side in ("train", "held_out"))
     names = [f"<{i:02}>" for i in range(40)] + ["<deep>"]
-    assert all((name in kept) != (name in held_out) for name in names)
     assert [name for name in names if name in held_out] == ["<08>", "<31>", "<34>"]  # by their hashes
-    assert "secret" not in kept + held_out
-    assert "\x01" not in kept + held_out
+    assert all((name in kept) != (name in held_out) for name in names)
     assert len(kept) + len(held_out) == 40 * (80 + 1) + 120 + 1
     left_out = f"1 skipped as not text: {folder}/image.bin (zero byte in line 1)"
     assert text.description == f"data {folder}: 3,118 tokens, 243 held out; 41 documents; {left_out}"
-    for i in range(4):
-        (folder / f"z{i}").write_bytes(b"good\n\xffbad")
-    more = (
-        f"{folder}/z0 (not UTF-8 in line 2: invalid start byte), {folder}/z1 (not UTF-8 in line 2: invalid start byte)"
-    )
-    assert load_data(str(folder), 16).description.endswith(f"(zero byte in line 1), {more}, and 2 more")
 
 
 def test_a_glob_that_the_shell_has_expanded_is_described_on_one_line(folder):
     names = sorted(map(str, folder.glob("*.txt")))
-    lines = load_data([f"{folder}=3", *names], 1).description.splitlines()
-    assert len(lines) == 2 and lines[0].startswith(f"data {folder} (7.0% of the sequences): ")
-    assert lines[1] == (
-        f"data {names[0]} to {names[-1]}: 40 sources, each 2.33% of the sequences, with 3,080 tokens, 160 held out; "
+    assert load_data(names, 1).description == (
+        f"data {names[0]} to {names[-1]}: 40 sources, 3,080 tokens, 160 held out; "
         "quote a glob, as in 'notes/*.md', to make it one source"
     )
     assert len(load_data(names[:8], 1).description.splitlines()) == 8
-    with pytest.raises(ValueError, match=r"--seq-len 39; quote a glob, as in 'notes/\*.md', to make it one source$"):
-        load_data(names, 64)
-
-
-def test_the_standard_library_as_a_source():
-    (source,) = (text := load_data("stdlib", 256, vocab_size=256)).sources
-    assert len(source.train) > 5_000_000
-    assert len(source.held_out) > 100_000
-    assert re.fullmatch(r"data stdlib: [\d,]+ tokens, [\d,]+ held out; [\d,]+ documents", text.description)
-    assert text.format_losses(5.57326, 1.835) == "5.5733 -> 1.8350 nats per byte"
-    assert tokenizer_files(text.tokenizer) == {}
-
-
-def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
-    lines = [
-        '{"text": "one\\u2028two"}',
-        "",
-        '{"id": 3, "text": ""}',
-        '{"text": "gr\\u00fcn \\ud83d\\ude00"}',
-        ' {"text":"e"}',
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    texts = [*Documents.find(str(tmp_path / "a.jsonl"))]
-    assert texts == ["one\u2028two", "grün 😀", "e"]
-    assert "3 documents" in load_data(str(tmp_path / "a.jsonl"), 1).description
-    (tmp_path / "a.jsonl").write_text('{"body": "aaaaaaaaaaaaaaaaaaaaa"}\n' * 3)
-    assert [*Documents.find(str(tmp_path), "body")] == ["a" * 21] * 3
 
 
 @pytest.mark.parametrize("content,problem", [
@@ -195,17 +143,8 @@ def test_an_error_names_the_line_where_a_file_is_not_text(tmp_path, content, pro
         load_data(str(tmp_path), 8)
 
 
-@pytest.mark.parametrize("block_bytes", [1, 2, 7, 1 << 20])
-def test_files_read_in_blocks_are_complete(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(text_files, "BLOCK_BYTES", block_bytes)
-    text = "grün\n\n🜁🜁🜁 ohne Zeilenende \r\n" * 3 + "你"
-    (tmp_path / "a").write_bytes(text.encode())
-    (tmp_path / "b").touch()
-    (tmp_path / "c").write_text("x")
-    assert [*Documents.find(str(tmp_path))] == [text, "x"]
-
-
-@given(st.lists(st.text("äb\n", max_size=40), max_size=9), st.integers(1, 9), st.integers(1, 5))
+@settings(max_examples=50)
+@given(st.lists(st.text(st.sampled_from("äb\n"), max_size=40), max_size=9), st.integers(1, 9), st.integers(1, 5))
 def test_documents_are_encoded_in_small_batches_of_whole_lines(texts, size, number):
     batches: list[list[str]] = []
 
@@ -217,10 +156,13 @@ def test_documents_are_encoded_in_small_batches_of_whole_lines(texts, size, numb
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "PIECE", size)
         patch.setattr(encode, "BATCH_PIECES", number)
-        found = [*encode_documents(texts, Listening())]
+        found, taken = [], []
+        for document in encode_documents(filter(lambda text: not taken.append(text), texts), Listening()):
+            found.append(document)
+            assert len(taken) <= len(found) + number  # the texts of one batch are in memory
     assert [one.tokens_N.tobytes() for one in found] == [text.encode() + b"\0" for text in texts]
     assert [one.text_bytes for one in found] == [len(text.encode()) + 1 for text in texts]
-    assert all(len(batch) <= number and sum(map(len, batch[:-1])) < size for batch in batches)
+    assert all(len(batch) <= number and max(map(len, batch), default=0) <= size for batch in batches)
     pieces, ends = [piece for batch in batches for piece in batch], {*itertools.accumulate(map(len, texts))}
     assert all(len(piece) <= size for piece in pieces)
     for piece, end in zip(pieces, itertools.accumulate(map(len, pieces)), strict=True):
@@ -228,13 +170,13 @@ def test_documents_are_encoded_in_small_batches_of_whole_lines(texts, size, numb
 
 
 REFUSED = [
-    ("missing", "no such file or folder, and no file matches"), ("*.nothing", "no such file or folder"),
+    ("*.nothing", "no such file or folder, and no file matches"),
     ("empty=x", "no such file or folder.*; a weight must be a number, as in notes.jsonl=2"),
     ("", "no text in --data .*: its files are empty or not text$"),
     ("short", "too little text in --data .*: 3 bytes for training and 2 held out, but one sequence needs 9; use more "
               "text or --seq-len 1"),
     ("empty=0", "the weight must be at least 1e-09: got 0.0$"), ("empty=nan", "the weight must be at least 1e-09: got"),
-    ("empty=inf", r"the weight must be at most 1e\+09: got inf"), (None, "--data is empty"),
+    (None, "--data is empty"),
 ]  # fmt: skip
 
 
@@ -254,36 +196,4 @@ def test_a_source_name_may_contain_an_equals_sign(tmp_path):
     (tmp_path / "lr=3").write_text("x" * 99)
     assert split_weight(f"{tmp_path}/lr=3") == (f"{tmp_path}/lr=3", 1.0)
     assert split_weight(f"{tmp_path}/lr=3=2.5") == (f"{tmp_path}/lr=3", 2.5)
-    assert parse_arguments(["--data", "a=3", "b", "--steps", "2"]).batch.data == ("a=3", "b")
     assert load_data([f"{tmp_path}/lr=3=2"], 8).sources[0].weight == 2
-
-
-# ---- Fuzzing ----
-
-
-def test_a_corrupt_jsonl_file_gives_correct_documents_or_an_error_with_the_line(tmp_path):
-    """Compared with a reader that uses only the json module, line by line."""
-    random = np.random.default_rng(0)
-    lines = [json.dumps({"text": TEXTS[i % 5], "n": i}, ensure_ascii=i % 2 == 0) for i in range(8)]
-    path = tmp_path / "a.jsonl"
-    outcomes = [0, 0]
-    for _ in range(400):
-        content = corrupt("\n".join(lines).encode(), random)
-        path.write_bytes(content)
-        expected, bad_line = [], 0
-        for number, line in enumerate(content.split(b"\n"), 1):
-            try:
-                text = json.loads(line.decode())["text"] if line.strip() else ""
-                assert isinstance(text, str) and "\0" not in text
-                expected.append(text.encode())
-            except (ValueError, TypeError, KeyError, AssertionError):
-                bad_line = number
-                break
-        found = Documents.find(str(path))
-        if bad_line:
-            with pytest.raises(ValueError, match=re.escape(f"{path}:{bad_line}: ")):
-                list(found)
-        else:
-            assert [text.encode() for text in found] == [text for text in expected if text]
-        outcomes[bool(bad_line)] += 1
-    assert min(outcomes) > 40, outcomes

@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import os
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.data import BYTES, TokenFile, load_data, prepare_data
@@ -47,6 +46,7 @@ SOURCE = st.lists(st.tuples(HASHES, st.integers(2, 40)), min_size=1, max_size=60
 )
 
 
+@settings(max_examples=50)
 @given(st.lists(SOURCE, min_size=1, max_size=3), st.integers(1, 20), st.randoms(use_true_random=False))
 def test_the_split_does_not_depend_on_the_order_of_documents_and_sources(sources, shortest, random):
     split = Split.of(sources, shortest)
@@ -55,6 +55,7 @@ def test_the_split_does_not_depend_on_the_order_of_documents_and_sources(sources
     assert Split.of([*sources, sources[0]], shortest) == split
 
 
+@settings(max_examples=50)
 @given(SOURCE, st.integers(1, 20))
 def test_a_source_has_text_on_both_sides(source, shortest):
     split, total = Split.of([source], shortest), sum(size for _, size in source)
@@ -68,17 +69,6 @@ def test_a_source_has_text_on_both_sides(source, shortest):
         assert held_out == sum(size for content_hash, size in source if is_held_out(content_hash))
         assert shortest <= min(held_out, total - held_out)
         assert len(dict(source)) >= 20
-
-
-@given(SOURCE, SOURCE)
-def test_documents_of_a_small_source_are_divided_alike_in_all_sources(small, other):
-    split = Split.of([small[:19], other], 1)
-    assert {content_hash for content_hash, _ in small[:19]} <= {*split.small}
-    for content_hash, size in other:
-        tail = split.tail(content_hash, size)
-        assert 0 <= tail <= size and tail == split.tail(content_hash, size)
-        if content_hash not in split.small:
-            assert tail == (size if is_held_out(content_hash) else 0)
 
 
 def test_about_one_document_in_twenty_is_held_out_by_a_hash_that_never_changes():
@@ -119,31 +109,16 @@ def test_copies_are_on_the_same_side_whatever_their_names_and_formats(tmp_path, 
 def test_prepared_folders_hold_out_the_same_documents(tmp_path, tokenizer, number):
     write_files(tmp_path / "a", TEXTS[:number])
     write_files(tmp_path / "b", TEXTS[:number])
-    os.link(tmp_path / "a" / "000.txt", tmp_path / "link.txt")
-    folders = [str(tmp_path / name) for name in ("a", "b", "link.txt")]
+    folders = [str(tmp_path / name) for name in ("a", "b")]
     done = prepare_data(folders, tmp_path / "out", tokenizer, 300, "text")
     encoder, sidecars = done.tokenizer, done.sidecars
-    text = load_data([str(tmp_path / "out"), *folders[:2]], 8)
+    text = load_data([str(tmp_path / "out"), *folders], 8)
     for side in ("train", "held_out"):
         prepared, *copies = (getattr(source, side)[:] for source in text.sources)
-        if number == 60:  # a small source is divided by bytes when it is prepared, by tokens when a run starts
+        if number == 60:  # two small sources are divided one by one, and as one when they are prepared
             assert np.array_equal(prepared, np.concatenate(copies))
     assert sum(sidecar.documents for sidecar in sidecars) == 2 * number
     assert sum(sidecar.bytes for sidecar in sidecars) == 2 * sum(len(text) + 1 for text in TEXTS[:number])
     for name, sidecar in zip(("train.bin", "held_out.bin"), sidecars, strict=True):
         whole = encoder.decode(TokenFile.open(tmp_path / "out" / name, "").tokens_N[:].tolist())
         assert len(whole.replace("<|endoftext|>", "\0").encode()) == sidecar.bytes
-
-
-def test_a_token_file_is_not_trained_on_in_one_source_and_held_out_in_another(tmp_path):
-    for i, name in enumerate(("train.bin", "held_out.bin")):
-        (np.arange(4000) % 250 + i).astype("<u2").tofile(tmp_path / name)
-    os.link(tmp_path / "train.bin", tmp_path / "same.bin")
-    assert len(load_data([str(tmp_path), f"{tmp_path}/train.bin"], 8).sources) == 2
-    assert len(load_data(f"{tmp_path}/held_out.bin", 8).sources) == 1
-    for other, role in (("held_out.bin", "held-out"), ("same.bin", "training")):
-        with pytest.raises(
-            ValueError,
-            match=f"{other} is divided text in --data {tmp_path}/{other}, but {role} text in --data {tmp_path}: name ",
-        ):
-            load_data([str(tmp_path), f"{tmp_path}/{other}"], 8)

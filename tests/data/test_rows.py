@@ -4,10 +4,8 @@ import gzip
 import importlib
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,88 +26,54 @@ def jsonl_bytes(texts: list[str]) -> bytes:
     return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
 
 
-def write_gzip(path: Path, texts: list[str]) -> None:
-    half = len(texts) // 2
-    path.write_bytes(b"".join(gzip.compress(jsonl_bytes(part)) for part in (texts[:half], texts[half:])))
+def compressed(name: str, content: bytes) -> bytes:
+    """The bytes of a .jsonl file with this name. Those of a compressed one are in two parts."""
+    first = len(content) // 3
+    pack = {"gz": gzip.compress, "zst": lambda part: library("pyarrow").compress(part, "zstd", asbytes=True)}
+    if (ending := name.split(".")[-1]) not in pack:
+        return content
+    return b"".join(pack[ending](part) for part in (content[:first], content[first:]))
 
 
-def write_zstandard(path: Path, texts: list[str]) -> None:
-    half = len(texts) // 2
-    path.write_bytes(b"".join(zstandard(jsonl_bytes(part)) for part in (texts[:half], texts[half:])))
-
-
-def zstandard(content: bytes) -> bytes:
-    """A frame of Zstandard."""
+def write(path: Path, texts: list) -> None:
+    """Write a file with these texts, in the format that its name says."""
+    if ".jsonl" in path.name:
+        path.write_bytes(compressed(path.name, jsonl_bytes(texts)))
+        return
     arrow = library("pyarrow")
-    compressed = arrow.BufferOutputStream()
-    with arrow.CompressedOutputStream(compressed, "zstd") as stream:
-        stream.write(content)
-    return compressed.getvalue().to_pybytes()
-
-
-def table(texts: list, kind: str = "string"):
-    arrow = library("pyarrow")
-    return arrow.table({"id": [*range(len(texts))], "text": arrow.array(texts, getattr(arrow, kind)())})
-
-
-def write_parquet(path: Path, texts: list, kind: str = "string") -> None:
-    rows = table(texts, kind)
-    importlib.import_module("pyarrow.parquet").write_table(rows, path, row_group_size=70)
-
-
-def write_arrow(path: Path, texts: list, kind: str = "string", form: str = "new_stream") -> None:
-    rows = table(texts, kind)
-    with getattr(library("pyarrow").ipc, form)(path, rows.schema) as writer:
+    kind = arrow.string() if path.name.startswith("a.") else arrow.large_string()
+    rows = arrow.table({"id": [*range(len(texts))], "text": arrow.array(texts, kind)})
+    if path.suffix == ".parquet":
+        importlib.import_module("pyarrow.parquet").write_table(rows, path, row_group_size=70)
+        return
+    form = arrow.ipc.new_file if path.name.startswith("indexed") else arrow.ipc.new_stream
+    with form(path, rows.schema) as writer:
         writer.write_table(rows, max_chunksize=33)
 
 
-WRITERS = {
-    "plain.jsonl": lambda path, texts: path.write_bytes(jsonl_bytes(texts)),
-    "a.jsonl.gz": write_gzip,
-    "a.jsonl.zst": write_zstandard,
-    "a.parquet": write_parquet,
-    "large.parquet": lambda path, texts: write_parquet(path, texts, "large_string"),
-    "a.arrow": write_arrow,
-    "indexed.arrow": lambda path, texts: write_arrow(path, texts, "large_string", "new_file"),
-}
+NAMES = ("plain.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "indexed.arrow")
 
 
-@pytest.fixture(params=WRITERS)
-def file(request, tmp_path) -> Path:
-    """A file with TEXTS in one of the formats."""
-    WRITERS[request.param](tmp_path / request.param, TEXTS)
-    return tmp_path / request.param
-
-
-def test_each_format_has_the_documents_and_token_ids_of_jsonl(file, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", NAMES)
+def test_each_format_has_the_documents_and_token_ids_of_jsonl(tmp_path, monkeypatch, name):
+    """Readers that guess types make dates, numbers or None of some."""
     monkeypatch.setattr(rows, "BATCH_ROWS", 16)
-    documents = Documents.find(str(file))
-    assert [*documents] == [text for text in TEXTS if text]
-    (tmp_path / "same.jsonl").write_bytes(jsonl_bytes(TEXTS))
-    for source, out in ((file, "out"), (tmp_path / "same.jsonl", "expected")):
-        prepare_data([str(source)], tmp_path / out, "bytes", 300, "text")
-    for path in (tmp_path / "expected").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-    one, other = (load_data(str(path), 8).sources[0] for path in (file, tmp_path / "same.jsonl"))
+    texts = [*TEXTS, "2020-01-01", "2021-01-01 10:00:00", "3", "1e5", "true", "null", " ", "one\u2028two", "😀"]
+    write(tmp_path / name, texts)
+    assert [*Documents.find(str(tmp_path / name))] == [text for text in texts if text]
+    (tmp_path / "same.jsonl").write_bytes(b"\n" + jsonl_bytes(texts).replace(b"\n", b"\n\n"))
+    one, other = (load_data(str(tmp_path / path), 8).sources[0] for path in (name, "same.jsonl"))
     assert np.array_equal(one.train[:], other.train[:]) and np.array_equal(one.held_out[:], other.held_out[:])
-
-
-def test_the_text_of_a_row_is_never_converted(tmp_path):
-    """Readers that guess types make dates of the first two."""
-    texts = ["2020-01-01", "2021-01-01 10:00:00", "3", "1e5", "true", "null", " "]
-    for name, write in WRITERS.items():
-        write(tmp_path / name, texts)
-        assert [*Documents.find(str(tmp_path / name))] == texts
 
 
 BAD_LINES = {
     b'{"text": "x"': "not JSON: Expecting ',' delimiter",
     b"[" * 100_000: "not JSON: ",
-    b"[1]": "expected an object, got a list",
-    b"null": "expected an object, got null",
+    b"[1]": "expected an object, got list",
+    b"null": "expected an object, got NoneType",
     b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --field",
-    b'{"text": 3}': "field 'text' must be a string, got a number",
-    b'{"text": {"text": "x"}}': "field 'text' must be a string, got an object",
+    b'{"text": 3}': "field 'text' must be a string, got int",
+    b'{"text": {"text": "x"}}': "field 'text' must be a string, got dict",
     b'{"text": "a\\u0000b"}': "field 'text' contains a zero character",
     b'{"text": "a\\ud800b"}': "field 'text' has an unpaired surrogate at character 1",
     b'{"text": "\xff"}': "not UTF-8 at byte 10: invalid start byte",
@@ -117,11 +81,7 @@ BAD_LINES = {
     b'{"text": "x"} {"text": "y"}': "not JSON: Extra data",
     b'{"a\nb": 1}': "not JSON: ",
 }
-BAD_VALUES = {None: "field 'text' must be a string, got null", "a\0": "field 'text' contains a zero character"}
-
-
-def compressed(name: str, content: bytes) -> bytes:
-    return {"gz": gzip.compress, "zst": zstandard}.get(name.split(".")[-1], bytes)(content)
+BAD_VALUES = {None: "field 'text' must be a string, got NoneType", "a\0": "field 'text' contains a zero character"}
 
 
 def refusal(path: Path, out: Path, field: str = "text") -> str:
@@ -133,7 +93,7 @@ def refusal(path: Path, out: Path, field: str = "text") -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_error_names_the_file_and_the_row(tmp_path, name):
     path, at = tmp_path / name, 41
     if "jsonl" in name:
@@ -141,22 +101,22 @@ def test_an_error_names_the_file_and_the_row(tmp_path, name):
         for bad, problem in BAD_LINES.items():
             path.write_bytes(compressed(name, b"\n".join([*lines[:at], bad, *lines[at:]])))
             assert refusal(path, tmp_path / "out").startswith(f"{path}:{at + 1}: {problem}"), bad[:20]
-        WRITERS[name](path, TEXTS)
-        missing = f"{path}:1: no field 'body'; its fields are 'id', 'text': choose one with --field"
+        write(path, TEXTS)
+        missing = f"{path}:1: no field 'body'; its fields are 'id', 'text': choose one with --field, or with"
     else:
         for bad, problem in BAD_VALUES.items():
-            WRITERS[name](path, [*TEXTS[:at], bad, *TEXTS[at:]])
+            write(path, [*TEXTS[:at], bad, *TEXTS[at:]])
             assert refusal(path, tmp_path / "out") == f"{path}:{at + 1}: {problem}"
-        WRITERS[name](path, TEXTS)
+        write(path, TEXTS)
         assert refusal(path, tmp_path / "out", "id") == f"{path}: field 'id' must have strings, got int64"
-        missing = f"{path}: no field 'body'; its fields are 'id', 'text': choose one with --field"
-    assert refusal(path, tmp_path / "out", "body") == missing
+        missing = f"{path}: no field 'body'; its fields are 'id', 'text': choose one with --field, or with"
+    assert refusal(path, tmp_path / "out", "body").startswith(missing)
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "plain.jsonl"])
+@pytest.mark.parametrize("name", NAMES[1:])
 def test_a_damaged_file_is_refused_by_its_name_or_has_its_rows(tmp_path, name):
     path, random, texts = tmp_path / name, np.random.default_rng(7), [text for text in TEXTS if text]
-    WRITERS[name](path, TEXTS)
+    write(path, TEXTS)
     content = path.read_bytes()
     spoiled = bytearray(content)
     spoiled[len(content) // 2 - 9 : len(content) // 2 + 9] = b"\xff" * 18
@@ -173,12 +133,6 @@ def test_a_damaged_file_is_refused_by_its_name_or_has_its_rows(tmp_path, name):
             assert damaged not in cuts[:4] and (not name.endswith(".gz") or found == texts)
 
 
-def test_a_file_of_an_unknown_format_is_refused_with_the_known_ones(tmp_path):
-    (tmp_path / "a.jsonl.xz").write_bytes(b"\xfd7zXZ\0")
-    with pytest.raises(ValueError, match=r"zero byte in line 1; other formats are \.jsonl, \.jsonl\.gz, .*, \.arrow$"):
-        Documents.find(str(tmp_path / "a.jsonl.xz"))
-
-
 @pytest.mark.parametrize("name,needed", [
     ("a.jsonl.zst", "pyarrow"), ("a.parquet", "pyarrow"), ("a.arrow", "pyarrow"), ("hf:owner/name", "datasets"),
 ])  # fmt: skip
@@ -191,19 +145,12 @@ def test_a_missing_library_is_one_line_that_says_how_to_install_it(tmp_path, mon
         prepare_data([name], tmp_path / "out", "bytes", 1, "text")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("name", NAMES[:3])
 def test_a_line_that_never_ends_is_named_and_not_read_into_memory(tmp_path, monkeypatch, name):
     monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 20)
-    content = b'{"text": "' + b" " * (1 << 26)
-    (tmp_path / name).write_bytes(compressed(name, jsonl_bytes(["one"]) + content))
-    read = []
-
-    def text_of(field, row):
-        read.append(len(row))
-        return original(field, row)
-
-    original = rows.TextField.text_of
-    monkeypatch.setattr(rows.TextField, "text_of", text_of)
+    (tmp_path / name).write_bytes(compressed(name, jsonl_bytes(["one"]) + b'{"text": "' + b" " * (1 << 23)))
+    read, text_of = [], rows._text_of
+    monkeypatch.setattr(rows, "_text_of", lambda row, field: read.append(len(row)) or text_of(row, field))
     with pytest.raises(ValueError, match=f"^{tmp_path}/{name}:2: a line has at most 1,048,576 bytes, but this one is"):
         list(Documents.find(str(tmp_path)))
     assert max(read) == (1 << 20) + 1
@@ -212,39 +159,19 @@ def test_a_line_that_never_ends_is_named_and_not_read_into_memory(tmp_path, monk
 # ---- Datasets by name ----
 
 
-def test_a_dataset_is_loaded_by_name_configuration_and_split(tmp_path, monkeypatch):
-    (tmp_path / "cache.jsonl").write_bytes(jsonl_bytes(TEXTS))
-    calls = []
-
-    def load_dataset(*arguments, **options):
-        calls.append((*arguments, options["split"]))
-        if "gone" in arguments:
-            raise RuntimeError("Dataset 'gone' doesn't exist on the Hub\nor cannot be accessed.")
-        return SimpleNamespace(cache_files=[{"filename": str(tmp_path / "cache.jsonl")}])
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    for source, call in (
-        ("hf:owner/name", ("owner/name", None, "train")), ("hf:name:en", ("name", "en", "train")),
-        ("hf:name::test", ("name", None, "test")), ("hf:name:en:test", ("name", "en", "test")),
-    ):  # fmt: skip
-        assert [*Documents.find(source)] == [text for text in TEXTS if text]
-        assert calls.pop() == call
-    with pytest.raises(ValueError, match=r"^hf:gone cannot be loaded: Dataset 'gone' doesn't exist on the Hub$"):
-        prepare_data(["hf:gone"], tmp_path / "out", "bytes", 1, "text")
-    for source in ("hf:", "hf:a:b:c:d", "hf:a::train[:10%]", "hf:a::train+test"):
-        with pytest.raises(ValueError, match="expected hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT"):
-            Documents.find(source)
-
-
-@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
-def test_the_datasets_library_loads_what_a_dataset_on_this_machine_has(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_dataset_is_loaded_by_name_and_split(tmp_path, monkeypatch):
+    """One on this machine, whose name is its folder."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.jsonl").write_bytes(jsonl_bytes(TEXTS))
-    documents = Documents.find(f"hf:{tmp_path}/set")
-    assert [*documents] == [text for text in TEXTS if text]
-    with pytest.raises(ValueError, match=r"^--data hf:owner/none cannot be loaded: "):
-        Documents.find("hf:owner/none")
-    assert not os.path.lexists("hf:owner")
+    for name, texts in (("train", TEXTS), ("test", TEXTS[:9])):
+        (tmp_path / "set" / f"{name}.jsonl").write_bytes(jsonl_bytes(texts))
+    for source, texts in ((f"hf:{tmp_path}/set", TEXTS), (f"hf:{tmp_path}/set:default:test", TEXTS[:9])):
+        assert [*Documents.find(source)] == [text for text in texts if text]
+    for source, problem in (
+        ("hf:owner/none", "cannot be loaded: "), ("hf:", "expected hf:NAME"), ("hf:a:b:c:d", "expected hf:NAME"),
+        ("hf:a::train[:10%]", "expected hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT, with a whole split"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=problem):
+            Documents.find(source)

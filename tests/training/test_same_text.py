@@ -26,10 +26,11 @@ def test_the_text_counts_and_its_place_does_not(tmp_path):
     tokens.tofile(tmp_path / "bare.bin")
     a, b, d, bare = ([str(tmp_path / name)] for name in ("a", "b", "d", "bare.bin"))
     assert run_ranks(3, compared, [a, b, a]) == ["same"] * 3
-    assert run_ranks(4, compared, [a, d, b, d]) == ["2 ranks (1, 3) read other text than rank 0"] * 4
-    assert run_ranks(2, compared, [[*a, *d], [*d, *a]]) == ["1 rank (1) read other text than rank 0"] * 2
+    other = "those of 1 rank (1) differ from those of rank 0"
+    assert run_ranks(4, compared, [a, d, b, d]) == ["those of 2 ranks (1, 3) differ from those of rank 0"] * 4
+    assert run_ranks(2, compared, [[*a, *d], [*d, *a]]) == [other] * 2
     assert run_ranks(2, compared, [[f"{a[0]}=2", *d], [f"{b[0]}=2", *d]]) == ["same"] * 2
-    assert run_ranks(2, compared, [[f"{a[0]}=2", *d], [*b, *d]]) == ["1 rank (1) read other text than rank 0"] * 2
+    assert run_ranks(2, compared, [[f"{a[0]}=2", *d], [*b, *d]]) == [other] * 2
     before = load_data(bare, 8, dtype="uint8")
     assert before.fingerprint() == load_data(bare, 8, dtype="uint8").fingerprint() > 0
     tokens[0] += 1

@@ -1,20 +1,19 @@
-"""Copies of files on a store, in the folder that stands for it (local_copies.py).
+"""Read files on a store: copies, in the folder that stands for it (local_copies.py), and parts without a copy.
 
 The small files of a folder are copied when it is opened, as the code that reads them expects. Large files are copied
-when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait, and
-compare its checksum. A copy that was cut or changed is made again.
+when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait.
 """
 
 import errno
 import os
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-from .errors import StorageError
-from .local_copies import local_path, locked, url_of
-from .store import Entry, find_files, glob_root, info, list_folder, read_parts
-from .urls import Url
+from ...errors import without_frames
+from .local_copies import locked, url_of
+from .store import Entry, Patience, info, list_folder, read_parts
+from .urls import StorageError, Url
 
 SMALL = 64 * 2**20
 """The largest file that is copied when its folder is opened."""
@@ -22,22 +21,18 @@ _LARGE_SUFFIXES = (".safetensors", ".bin", ".metadata")
 _opened: dict[Path, dict[str, Entry]] = {}
 
 
-def open_folder(folder: Path, names: Collection[str] | None = None) -> None:
+def open_folder(folder: Path) -> None:
     """Copy the small files of a folder, and note the sizes of all. Does nothing for an ordinary folder.
 
-    names: copy only these. Raises StorageError.
+    Raises StorageError.
     """
     if (url := url_of(folder)) is None:
         return
     listed = list_folder(url).items()
     entries = {name: entry for name, entry in listed if not entry.is_folder and name not in (".", "..")}
     _opened[folder] = entries
-    for path in folder.glob("[!.]*"):  # copies of files that are not there any more
-        if path.is_file() and path.name not in entries:
-            drop(folder, [path.name])
     for name, entry in entries.items():
-        wanted = not name.endswith(_LARGE_SUFFIXES) if names is None else name in names
-        if wanted and entry.size <= SMALL:
+        if entry.size <= SMALL and not name.endswith(_LARGE_SUFFIXES):
             _copy(folder / name, url / name, entry, None)
 
 
@@ -52,24 +47,6 @@ def fetch(path: Path, crc32: int | None = None) -> Path:
         raise StorageError(f"{url}: there is no such file")
     _copy(path, url, entry, crc32)
     return path
-
-
-def fetch_all(url: Url) -> Path:
-    """Copy a file, all files below a folder, or those that match a glob. Returns what stands for `url`.
-
-    Raises StorageError if there is nothing.
-    """
-    found, root = find_files(url), glob_root(url)
-    if not found:
-        raise StorageError(f"{url}: there is no such file or folder")
-    if [*found] == [str(url)]:
-        return fetch(local_path(str(url.parent)) / url.name)
-    folder = local_path(str(root))
-    for name, entry in found.items():
-        below = name.removeprefix(f"{root}/")
-        if ".." not in below.split("/"):
-            _copy(folder / below, root / below, entry, None)
-    return folder / str(url).removeprefix(str(root)).lstrip("/")
 
 
 def entry_of(path: Path) -> Entry | None:
@@ -116,27 +93,66 @@ def _stamp_file(path: Path) -> Path:
 
 
 def _copy(path: Path, url: Url, entry: Entry, crc32: int | None) -> None:
+    stamp, found = _stamp_file(path), 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    stamp = _stamp_file(path)
     with locked(path.with_name(f".{path.name}.lock")):
-        if path.exists() and stamp.exists() and stamp.read_text() == f"{entry.stamp} {entry.size} {_crc32(path)}":
+        if path.exists() and stamp.exists() and stamp.read_text() == entry.stamp:
             return
-        stamp.unlink(missing_ok=True)
-        partial, crc = path.with_name(f".{path.name}.part"), 0
+        partial = path.with_name(f".{path.name}.part")
         with partial.open("wb") as file:
             for data in read_parts(url, 0, entry.size, stamp=entry.stamp):
                 file.write(data)
-                crc = zlib.crc32(data, crc)
-        if crc32 is not None and crc != crc32:
-            partial.unlink()
+                found = zlib.crc32(data, found)
+        if crc32 not in (None, found):
             raise ValueError(f"{url} does not match its checksum")
+        stamp.unlink(missing_ok=True)
         partial.replace(path)
-        stamp.write_text(f"{entry.stamp} {entry.size} {crc}")
+        stamp.write_text(entry.stamp)
 
 
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            crc = zlib.crc32(block, crc)
-    return crc
+# ---- Parts, without a copy ----
+
+_PATIENCE = Patience(300.0)
+
+
+class RangedFile:
+    """A file on a store, with the interface of `DataFile`. Each request names the version that was opened.
+
+    expected: the status of the version to open. Raises ValueError, which names the file, if it cannot be read, or if it
+    is not that version any more.
+    """
+
+    def __init__(self, path: Path, expected: Entry | None = None):
+        url = url_of(path)
+        assert url is not None
+        self.path, self._url = path, url
+        try:
+            found = expected or entry_of(path)
+        except OSError as error:
+            raise ValueError(str(error)) from None
+        if found is None:
+            raise ValueError(f"{url}: there is no such file")
+        self.status, self.size = found, found.size
+
+    def __enter__(self) -> "RangedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self, first: int, size: int) -> bytes:
+        """Return exactly `size` bytes from offset `first`. Raises ValueError if they cannot be read."""
+        data = bytearray(size)
+        self.read_into(first, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, first: int, buffer: memoryview) -> None:
+        """Fill a buffer of bytes from offset `first`. Raises ValueError like `read`."""
+        try:
+            for part in read_parts(self._url, first, first + len(buffer), _PATIENCE, self.status.stamp):
+                buffer[: len(part)], buffer = part, buffer[len(part) :]
+        except OSError as error:
+            raise without_frames(ValueError(str(error))) from None
+
+    def check_unchanged(self) -> None:
+        """Nothing to do: each read compares the version."""

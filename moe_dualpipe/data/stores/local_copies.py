@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ...messages import printable, show_as
-from .errors import StorageError, storage_error
-from .urls import Url, is_url
+from .urls import StorageError, Url, is_url, storage_error
 
 _STANDS_FOR: dict[Path, Url] = {}
 _COPIES, _HUB = "copies-", "hf://"

@@ -4,20 +4,18 @@ obstore does not know hf:// (see local_copies.py).
 """
 
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from ...messages import unknown_name
-from .errors import MissingError, StorageError, storage_error
-from .threads import DaemonThreads, Result, call_in_thread
-from .urls import Url
+from .threads import Result, call_in_thread
+from .urls import MissingError, StorageError, Url, storage_error
 
 SCHEMES = ("s3", "gs", "az", "hf", "memory", "s3a", "abfs", "abfss")
 PART = 8 * 2**20
@@ -25,7 +23,6 @@ PART = 8 * 2**20
 MAX_PARTS = 10_000
 _CONCURRENT = 4
 _CONNECT = timedelta(seconds=10)
-_parts = DaemonThreads(_CONCURRENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +93,10 @@ def _memory() -> Any:
 
 def _entry(found: Mapping[str, Any]) -> Entry:
     modified = found.get("last_modified")
-    name, version = (
-        found["path"].rpartition("/")[2],
-        {key: found[key] for key in ("e_tag", "version") if found.get(key)},
+    version = {key: found[key] for key in ("e_tag", "version") if found.get(key)}
+    return Entry(
+        found["path"].rpartition("/")[2], found["size"], found.get("e_tag") or str(modified), modified, version=version
     )
-    return Entry(name, found["size"], found.get("e_tag") or str(modified), modified, version=version)
 
 
 def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
@@ -109,26 +105,6 @@ def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
     entries = [*map(_entry, found["objects"])]
     entries += [Entry(path.strip("/").rpartition("/")[2], 0, "", is_folder=True) for path in found["common_prefixes"]]
     return {entry.name: entry for entry in entries}
-
-
-def find_files(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
-    """A file, all files below a folder, or those that match a glob: URL -> what it is. Raises StorageError."""
-    from fsspec.utils import glob_translate
-
-    if (entry := info(url, patience)) is not None:
-        return {str(url): entry}
-    root, pattern = glob_root(url), str(url)
-    found = call(root, lambda store, path: [one for listed in store.list(path) for one in listed], patience)
-    start = f"{url.scheme}://" + ("" if url.scheme == "memory" else f"{url.bucket}/")
-    matches = re.compile(glob_translate(pattern) if root != url else f"{re.escape(pattern)}/.*", re.DOTALL).fullmatch
-    named = ((start + one["path"], _entry(one)) for one in found)
-    return dict(sorted((name, entry) for name, entry in named if matches(name)))
-
-
-def glob_root(url: Url) -> Url:
-    """The folder that holds all that matches a glob; `url` itself if it is not one."""
-    wild = re.search(r"[*?[]", str(url))
-    return Url(str(url)[: wild.start()].rpartition("/")[0]) if wild else url
 
 
 def info(url: Url, patience: Patience = QUICK) -> Entry | None:
@@ -161,7 +137,8 @@ def read_parts(url: Url, first: int, stop: int, patience: Patience = QUICK, stam
     while starts or coming:
         while starts and len(coming) < _CONCURRENT:
             start = starts.popleft()
-            coming.append(_parts.submit(read, url, start, min(start + PART, stop), patience, stamp))
+            part = partial(read, url, start, min(start + PART, stop), patience, stamp)
+            coming.append(call_in_thread(part, "storage"))
         yield coming.popleft().result()
 
 
@@ -195,8 +172,6 @@ def upload_file(
         call(url, put, patience)
     except MissingError:  # the answer to the last request was lost, and its repetition found no upload
         call(url, put, patience)
-    if (found := info(url, patience)) is None or found.size != size:
-        raise StorageError(f"{url}: {found.size if found else 0:,} of {size:,} bytes arrived")
 
 
 def delete(url: Url, patience: Patience = QUICK) -> None:

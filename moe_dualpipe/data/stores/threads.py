@@ -3,8 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -14,25 +13,6 @@ def call_in_thread(function: Callable[[], Result], name: str) -> "Future[Result]
     result: Future[Result] = Future()
     threading.Thread(target=_settle, args=(result, function), daemon=True, name=name).start()
     return result
-
-
-class DaemonThreads:
-    """Like ThreadPoolExecutor, which would wait for its threads at the end of the process."""
-
-    def __init__(self, count: int):
-        self._left, self._queue = count, SimpleQueue()
-
-    def submit(self, function: Callable[..., Result], *arguments: Any) -> "Future[Result]":
-        result: Future[Result] = Future()
-        self._queue.put((result, lambda: function(*arguments)))
-        if self._left > 0:
-            self._left -= 1
-            threading.Thread(target=self._work, daemon=True).start()
-        return result
-
-    def _work(self) -> None:
-        while True:
-            _settle(*self._queue.get())
 
 
 def _settle(result: "Future[Result]", function: Callable[[], Result]) -> None:

