@@ -31,7 +31,6 @@ from .account import (
     spans_of,
     totals,
 )  # fmt: skip
-from .collectives import CollectiveRow
 from .communication import NAMES, Names
 from .doctor.verdict import Verdict
 from .host import host_as_device
@@ -56,17 +55,6 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    name: str
-    kind: str
-    """compute, comm or copy."""
-    times: int
-    total_us: float
-    most_blocks: int | None
-    """Thread blocks of its largest launch. None: not recorded."""
-
-
-@dataclass(frozen=True, slots=True)
 class Analysis:
     """The result for one device. Times are in microseconds."""
 
@@ -81,17 +69,14 @@ class Analysis:
     """Thread blocks of the largest communication kernel: an upper limit on the SMs that it uses. None: not recorded."""
     num_sms: int | None
     """SMs of the GPU. None: not recorded."""
+    gpu: str
+    """Name of the GPU; "" if unknown."""
+    num_events: int
     phases: tuple[Phase, ...]
-    streams: dict[str, float]
-    """Busy time of each stream; on a CPU, of each thread."""
-    kernels: tuple[Kernel, ...]
-    """Sorted by total time, longest first."""
     verdicts: tuple[Verdict, ...] = ()
     """Causes of lost time, filled by `analyze_files`."""
     unexplained: tuple[Total, ...] = ()
     """Lost time that no cause explains, largest first. Filled by `analyze_files`."""
-    collectives: tuple[CollectiveRow, ...] = ()
-    """Sorted by total time, longest first. Filled by `analyze_files`, which compares ranks."""
     steps: tuple[StepSpan, ...] = ()
     """When each step was, filled by `analyze_files`."""
 
@@ -175,15 +160,13 @@ def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Na
     by_kind = {"compute": [], "comm": [], "copy": []} | _group(events, names.kind_of)
     kernels, comm = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm"))
     divided = tuple(account(replace(trace, device_events=[*events]), names, phases))
-    streams = _group(events, attrgetter("stream"))
     return Analysis(
         device=device, account=divided, comm_us=union_length(comm),
         hidden_kernels_us=union_length(intersection(comm, kernels)),
-        num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None,
+        num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None, gpu=trace.gpu,
+        num_events=len(events),
         comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0) or None,
         phases=_phases(by_kind, trace, phases, spans_of(divided, TRANSFER)),
-        streams={stream: union_length(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
-        kernels=_kernels(by_kind),
     )  # fmt: skip
 
 
@@ -210,12 +193,3 @@ def _group(events: Iterable[DeviceEvent], key: Callable[[DeviceEvent], str]) -> 
     for event in events:
         groups[key(event)].append(event)
     return groups
-
-
-def _kernels(by_kind: dict[str, list[DeviceEvent]]) -> tuple[Kernel, ...]:
-    kernels = [
-        Kernel(name, kind, len(same), total_time(same), max(event.blocks for event in same) or None)
-        for kind, events in by_kind.items()
-        for name, same in _group(events, attrgetter("name")).items()
-    ]
-    return tuple(sorted(kernels, key=lambda kernel: -kernel.total_us))

@@ -7,7 +7,6 @@ is the reason. If another rank is late each time, these differences are small.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
@@ -22,14 +21,9 @@ class Reason(NamedTuple):
     """How much longer than on the other ranks, on average."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lateness:
+class Lateness(NamedTuple):
     """How one rank delayed others."""
 
-    joined: int
-    """Number of its collectives that could be compared."""
-    last: int
-    """Number of those that it joined last."""
     waited_us: float
     """How long the others had nothing to do but wait for it: the mean over them."""
     reasons: tuple[Reason, ...]
@@ -38,39 +32,41 @@ class Lateness:
 
 def waits_for_ranks(comparison: Comparison, names: Sequence[str]) -> list[list[Entry]]:
     """For each rank, the times in which a collective waited for the last rank to join. names: of the ranks."""
-    every = []
-    for position, (rank, joined) in enumerate(zip(comparison.ranks, comparison.joined, strict=True)):
-        found, reach = list[Entry](), -inf
-        for index, meeting in sorted(joined.items(), key=lambda item: rank.transfers[item[0]].start):
-            start, end = max(rank.transfers[index].start, reach), rank.transfers[index].end - meeting.shortest_us
-            if meeting.last != position and end > start:
-                found.append(Entry(start, end, WAITING, names[meeting.last]))
-                reach = end
-        every.append(found)
-    return every
+    waits: list[list[Entry]] = [[] for _ in comparison.ranks]
+    for meeting in comparison.meetings:
+        for member, event in zip(meeting.members, meeting.events, strict=True):
+            if member != meeting.last:
+                waits[member].append(Entry(event.start, event.end - meeting.shortest_us, WAITING, names[meeting.last]))
+    return [_in_turn(sorted(own, key=lambda wait: wait.start_us)) for own in waits]
 
 
-def lateness(
-    comparison: Comparison, names: Sequence[str], accounts: Sequence[Sequence[Entry]]
-) -> tuple[Lateness | None, ...]:
-    """Return how each rank delayed others. None for ranks without collectives that could be compared."""
-    others = max(len(accounts) - 1, 1)
+def _in_turn(waits: Sequence[Entry]) -> list[Entry]:
+    """Cut waits at the end of the one before."""
+    found, reach = list[Entry](), -inf
+    for wait in waits:
+        start = max(wait.start_us, reach)
+        if wait.end_us > start:
+            found.append(Entry(start, wait.end_us, wait.kind, wait.detail))
+            reach = wait.end_us
+    return found
+
+
+def lateness(names: Sequence[str], accounts: Sequence[Sequence[Entry]]) -> list[Lateness]:
+    """Return how each of several ranks delayed others."""
+    others = len(accounts) - 1
     waited: dict[str, float] = defaultdict(float)
     sums = [defaultdict[Key, float](float) for _ in accounts]
+    mean: dict[Key, float] = defaultdict(float)
     for own, entries in zip(sums, accounts, strict=True):
         for total in totals(entries):
             if total.kind == WAITING:
                 waited[total.detail.partition(", ")[0]] += total.us / others
             else:
                 own[total.kind, without_next(total.detail)] += total.us
-    mean: dict[Key, float] = defaultdict(float)
-    for own in sums:
-        for key, us in own.items():
-            mean[key] += us / others
-    result = []
-    for rank, (joined, own) in enumerate(zip(comparison.joined, sums, strict=True)):
-        last = sum(meeting.last == rank for meeting in joined.values())
+                mean[total.kind, without_next(total.detail)] += total.us / others
+    found = []
+    for name, own in zip(names, sums, strict=True):
         longer = [Reason(*key, us - (mean[key] - us / others)) for key, us in own.items()]
         reasons = sorted((one for one in longer if one.us > 0), key=lambda one: -one.us)
-        result.append(Lateness(len(joined), last, waited[names[rank]], tuple(reasons)) if joined else None)
-    return tuple(result)
+        found.append(Lateness(waited[name], tuple(reasons)))
+    return found

@@ -248,11 +248,11 @@ def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
 
 
 def _gather(files: TraceFiles, world: int) -> TraceFiles:
-    """On rank 0, the devices of all ranks, without the lanes of other ranks. On other ranks, `files`."""
+    """On rank 0, the devices of all ranks, without the pictures of other ranks. On other ranks, `files`."""
     if world == 1:
         return files
     gathered: list[list[TracedDevice]] | None = [[] for _ in range(world)] if dist.get_rank() == 0 else None
-    dist.gather_object([replace(device, lanes=None) for device in files.devices], gathered)
+    dist.gather_object([replace(device, work=()) for device in files.devices], gathered)
     if gathered is None:
         return files
     devices = [*files.devices, *(device for devices in gathered[1:] for device in devices)]

@@ -99,30 +99,13 @@ class RecordedPipeline:
         return simulate(self.schedule, self.costs)
 
 
-@dataclass(frozen=True)
-class StepBreakdown:
-    """The parts of one rank's step time, in milliseconds. `step` is the sum of forward, backward, weights, pairs,
-    bubble, gradients, optimizer and rest."""
+def step_breakdowns(pipeline: RecordedPipeline) -> list[dict[str, float]]:
+    """Return the parts of the typical step's time on each rank, in milliseconds.
 
-    step: float
-    """From the earliest start to the latest end on any rank."""
-    forward: float
-    backward: float
-    weights: float
-    pairs: float
-    bubble: float
-    gradients: float
-    """The part after all ranks have finished the pipeline."""
-    optimizer: float
-    rest: float
-    """Data loading, metrics, and Python before and after the pipeline."""
-    waiting: float
-    """Time without computation inside forward, backward, weights and pairs."""
-    predicted_bubble: float
-
-
-def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
-    """Return the parts of the typical step's time on each rank."""
+    step is from the earliest start to the latest end on any rank. It is the sum of forward, backward, weights, pairs,
+    bubble, gradients, optimizer (both after all ranks have finished the pipeline) and rest: data loading, metrics, and
+    Python. waiting is the time without computation inside forward, backward, weights and pairs.
+    """
     index, predicted = pipeline.typical, pipeline.predicted
     timeline = pipeline.timeline(index)
     same = [steps[index] for steps in pipeline.steps]
@@ -133,12 +116,12 @@ def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
         sums = dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
         for span in timeline.spans[rank]:
             sums[_column(span.action)] += span.duration
-        parts = {part: _after(step.parts.get(part), end) for part in STEP_PARTS}
-        bubble, predicted_bubble = timeline.bubble[rank], predicted.bubble[rank]
-        rest = whole - bubble - sum(sums.values()) - sum(parts.values())
-        idle = {"waiting": step.waiting / 1e3, "bubble": bubble, "predicted_bubble": predicted_bubble}
-        found.append(StepBreakdown(step=whole, rest=rest, **idle, **sums, **parts))
-    return tuple(found)
+        sums["bubble"] = timeline.bubble[rank]
+        sums |= {part: _after(step.parts.get(part), end) for part in STEP_PARTS}
+        rest = whole - sum(sums.values())
+        idle = {"waiting": step.waiting / 1e3, "predicted_bubble": predicted.bubble[rank]}
+        found.append({"step": whole, **sums, "rest": rest, **idle})
+    return found
 
 
 def _after(extent: tuple[float, float] | None, moment: float) -> float:

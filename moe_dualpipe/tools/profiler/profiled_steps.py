@@ -17,7 +17,7 @@ from ...overlap.labels import STEP
 from ...training.extensions import Extension, Update
 from . import NAMES, read_trace
 from .capture import capture, synchronize
-from .files import TracedDevice, TraceFiles, analyze_devices, compare_devices
+from .files import TracedDevice, analyze_devices, compare_devices
 from .host import host_as_device
 from .pipeline import RecordedPipeline
 from .reports.overlap import compare_ranks
@@ -132,19 +132,13 @@ class ProfiledSteps(Extension):
             for d in range(layout.dp)
         ]
         groups = [compare_devices(devices[first : first + layout.ep]) for first in range(0, len(devices), layout.ep)]
-        files = TraceFiles(
-            [device for group in groups for device in group.devices],
-            [comparison for group in groups for comparison in group.comparisons],
-        )
+        devices = [device for group in groups for device in group.devices]
         names = [rank_name(rank // layout.dp, rank % layout.dp, layout.dp) for rank in range(len(devices))]
-        overlap = [
-            {"rank": rank, "waited_us": skew.waited_us, **device.analysis.as_object()}
-            for rank, (device, skew) in enumerate(zip(files.devices, files.skews, strict=True))
-        ]
+        overlap = [{"rank": rank, **device.analysis.as_object()} for rank, device in enumerate(devices)]
         report = {"pipelines": pipeline_objects(pipelines), "overlap": overlap}
         (self.folder / "report.json").write_text(strict_json.write(report, indent=1) + "\n")
         written = [*(device.path.name for device in devices), "report.json"]
         parts = [f"{plural(len(self.recorded), 'step')} recorded. The step of median length:", pipeline_text(pipelines)]
         if layout.ep > 1:
-            parts += ["communication between experts, in all recorded steps:", compare_ranks(files, names)]
+            parts += ["communication between experts, in all recorded steps:", compare_ranks(names, devices)]
         return "\n\n".join([*parts, f"in {self.folder}: {', '.join(written)}"])

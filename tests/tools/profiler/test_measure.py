@@ -108,7 +108,7 @@ def test_rank_0_gathers_the_devices_of_all_ranks_without_blocks(tmp_path, monkey
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         found = measure._gather(own[rank], world=2)
         assert (found is own[1]) == (rank == 1)
-    assert [(device.rank, device.lanes is None) for device in found.devices] == [(0, False), (1, True)]
+    assert [(device.rank, bool(device.work)) for device in found.devices] == [(0, True), (1, False)]
     assert len(found.skews) == 2
 
 

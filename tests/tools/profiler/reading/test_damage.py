@@ -147,19 +147,6 @@ def test_what_is_damaged_is_printed_and_in_the_json(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("category,make", [("device_events", kernel), ("operators", operator)])
-@pytest.mark.parametrize("odd", [(4.4e12, 5), (-4.4e12, 5), (50, 4.4e12), None])
-def test_one_event_far_away_in_time_is_left_out(tmp_path, category, make, odd):
-    """One of twenty; but neither one of three, nor the second half of a recording."""
-    for count, left_out in ((20, odd is not None), (2, False)):
-        work = [make("gemm", 10 * i, 5) for i in range(count)]
-        events = work[:7] + ([make("gemm", *odd)] if odd else work and [make("gemm", 9e12 + i, 5) for i in range(20)])
-        trace = read_trace(write(tmp_path / "a.json", [*events, *work[7:]]))
-        found = getattr(trace, category)
-        assert len(found) == count + (0 if left_out else 1 if odd else 20)
-        assert dict(trace.skipped) == ({"far from all others in time": 1} if left_out else {})
-
-
 # ---- What is no trace ----
 
 
