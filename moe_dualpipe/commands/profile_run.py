@@ -25,9 +25,7 @@ from .options import DeviceOption, JsonOption, check_ranges, one_of
 class ProfileRun(DeviceOption, JsonOption):
     """Run two chunks in sequence and overlapped on this machine, record both runs, and compare them.
 
-    A single process acts as one of --ep ranks and sends over a modeled link. Under torchrun, the ranks are real:
-
-    $ torchrun --nproc-per-node 2 -m moe_dualpipe.cli profile run
+    The process acts as one of --ep ranks and sends over a modeled link. For real ranks, use train.py --profile.
     """
 
     mode: Literal["train", "prefill", "decode"] = "train"
@@ -45,7 +43,7 @@ class ProfileRun(DeviceOption, JsonOption):
     routing: Literal["balanced", "real"] = "balanced"
     """balanced: every expert gets the same number of tokens. real: what the untrained router chooses."""
     link_gbps: float | None = None
-    """Gb/s of the modeled link per direction. None: 400; on a CPU, communication takes 0.7 of the computation time."""
+    """Gb/s of the modeled link per direction. None: 400; on a CPU, communication takes half of the computation time."""
     link_latency_us: float = 0.0
     """Latency of each transfer over the modeled link, in microseconds. Needs --link-gbps."""
     replay: Literal["none", "deepseek"] = "none"
@@ -62,20 +60,21 @@ class ProfileRun(DeviceOption, JsonOption):
             raise ValueError("--link-latency-us needs --link-gbps")
         if gbps is not None and self.replay != "none":
             raise ValueError("--replay sets the transfer times: leave out --link-gbps and --link-latency-us")
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError("profile run is one process with a modeled link: for real ranks, use train.py --profile")
         out = self.out or Path("runs") / f"profile-{self.mode}"
         make_folder(out)
 
+        device = choose_device(self.device, count_gpus(), 1)
         link = None if gbps is None else Link(gbps / 8, self.link_latency_us)
         sizes = self.num_layers, self.seq_len or None, self.tokens or None
         try:
-            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, _device(self.device))
+            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, torch.device(device))
             measurement = measure(workload, out, self.ep or None, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
             raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
-        if os.environ.get("RANK", "0") != "0":
-            return
         (out / "report.json").write_text(strict_json.write(measurement.as_object(), indent=1) + "\n")
         files = [*measurement.recordings, "report.json"]
         for name in ("perfetto.json.gz", "timeline.png"):
@@ -84,10 +83,3 @@ class ProfileRun(DeviceOption, JsonOption):
                 files.append(name)
         text = f"{measurement_text(measurement)}\n\nin {printable(out)}: {', '.join(sorted(files))}"
         self.show(measurement.as_object(), text)
-
-
-def _device(wanted: str) -> torch.device:
-    """The device of this process, also under torchrun."""
-    rank, processes = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    kind = choose_device(wanted, count_gpus(), processes or 1)
-    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)

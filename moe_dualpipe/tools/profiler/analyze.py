@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
 from ...messages import printable
 from ...overlap.labels import without_wait
 from .account import (
@@ -27,7 +25,6 @@ from .account import (
     Entry,
     Total,
     account,
-    between,
     spans_of,
     totals,
 )  # fmt: skip
@@ -37,7 +34,7 @@ from .host import host_as_device
 from .intervals import Intervals, intersection, intervals_of, total_time, union, union_length
 from .phases import Phases
 from .trace import DeviceEvent, Trace
-from .windows import StepSpan
+from .windows import DeviceStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +74,8 @@ class Analysis:
     """Causes of lost time, filled by `analyze_files`."""
     unexplained: tuple[Total, ...] = ()
     """Lost time that no cause explains, largest first. Filled by `analyze_files`."""
-    steps: tuple[StepSpan, ...] = ()
-    """When each step was, filled by `analyze_files`."""
+    steps: tuple[DeviceStep, ...] = ()
+    """The steps that are analyzed, filled by `analyze_files`."""
 
     @property
     def name(self) -> str:
@@ -104,11 +101,6 @@ class Analysis:
         return self.time_of(TRANSFER, WAITING)
 
     @property
-    def overlapped_us(self) -> float:
-        """Communication beside kernels or copies."""
-        return self.comm_us - self.exposed_comm_us
-
-    @property
     def idle_us(self) -> float:
         """Nothing runs."""
         return self.time_of(*IDLE)
@@ -123,28 +115,16 @@ class Analysis:
         """Share of the communication that is hidden behind kernels; None without communication."""
         return self.hidden_kernels_us / self.comm_us if self.comm_us else None
 
-    @property
-    def by_step(self) -> list[dict[str, Any]]:
-        """The account of each step, by kind."""
-        first = self.account[0].start_us if self.account else 0.0
-        starts, ends = (np.array([getattr(one, edge) for one in self.steps]) for edge in ("start", "end"))
-        times = between(self.account, starts, ends)
-        return [
-            {"step": one.step, "start_us": one.start - first, "time_us": one.end - one.start,
-             "account": {kind: float(us[i]) for kind, us in times.items()}}
-            for i, one in enumerate(self.steps)
-        ]  # fmt: skip
-
     def as_object(self) -> dict[str, Any]:
         """A JSON object."""
         more = {name: getattr(self, name) for name in _COMPUTED}
         sums, left = ([one._asdict() for one in rows] for rows in (totals(self.account), self.unexplained))
-        return {**asdict(replace(self, account=(), steps=())), **more, "account": sums, "unexplained": left}
+        return {**asdict(replace(self, account=(), steps=())), **more, "account": sums, "unexplained": left,
+                "steps": [step.number for step in self.steps]}  # fmt: skip
 
 
 _COMPUTED = (
-    "window_us", "compute_us", "kernel_compute_us", "overlapped_us", "exposed_comm_us", "idle_us", "hidden_fraction",
-    "by_step",
+    "window_us", "compute_us", "kernel_compute_us", "exposed_comm_us", "idle_us", "hidden_fraction",
 )  # fmt: skip
 
 

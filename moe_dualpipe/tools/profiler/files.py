@@ -11,15 +11,14 @@ from .analyze import Analysis, analyze
 from .communication import NAMES, Names
 from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
-from .lateness import Lateness, lateness, waits_for_ranks
 from .matching import RankTransfers
 from .phases import Phases
 from .pictures.picture import Work, work_of
-from .ranks import Comparison, compare_traces
+from .ranks import Comparison, compare_traces, waits_for_ranks
 from .reading import read_trace
 from .reading.remarks import refuse_launches_alone, remarks
 from .trace import Trace, TraceError
-from .windows import Choice, step_spans, window_of
+from .windows import Choice, window_of
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ class TraceFiles:
 
     devices: Sequence[TracedDevice]
     comparison: Comparison
-    lateness: Sequence[Lateness] = ()
-    """How each of several devices delayed the others."""
 
     @property
     def names(self) -> list[str]:
@@ -58,15 +55,13 @@ class TraceFiles:
 
     def as_objects(self) -> list[dict[str, Any]]:
         """A JSON object for each device."""
-        objects = []
-        for position, (device, shift) in enumerate(zip(self.devices, self.comparison.shifts_us, strict=True)):
-            late = self.lateness[position] if self.lateness else None
-            objects.append({
+        return [
+            {
                 "trace": str(device.path), "rank": device.rank, "remarks": device.remarks, "left_out": device.left_out,
                 "shift_us": shift, **device.analysis.as_object(), "problems": self.comparison.sentences,
-                "lateness": late and late._asdict() | {"reasons": [one._asdict() for one in late.reasons]},
-            })  # fmt: skip
-        return objects
+            }
+            for device, shift in zip(self.devices, self.comparison.shifts_us, strict=True)
+        ]  # fmt: skip
 
 
 def names_of(devices: Sequence[TracedDevice]) -> list[str]:
@@ -108,13 +103,11 @@ def analyze_files(
 def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:
     """Compare the devices as ranks, and divide their exposed communication into waits and transfers."""
     comparison = compare_traces([device.transfers for device in devices])
-    names = names_of(devices)
     complete = []
-    for device, waits in zip(devices, waits_for_ranks(comparison, names), strict=True):
+    for device, waits in zip(devices, waits_for_ranks(comparison, names_of(devices)), strict=True):
         divided = tuple(relabeled(device.analysis.account, waits, [TRANSFER]))
         complete.append(replace(device, analysis=replace(device.analysis, account=divided)))
-    late = lateness(names, [device.analysis.account for device in complete]) if len(devices) > 1 else ()
-    return TraceFiles(complete, comparison, late)
+    return TraceFiles(complete, comparison)
 
 
 def analyze_devices(
@@ -138,7 +131,7 @@ def analyze_devices(
         part, events = window.trace, window.trace.device_events
         phases = Phases(part, names)
         (analysis,) = analyze(part, names, phases)
-        analysis = replace(analysis, steps=step_spans(window))
+        analysis = replace(analysis, steps=tuple(window.steps))
         comm = [event for event in events if names.kind_of(event) == "comm"]
         start = min(event.start for event in events)
         job = trace.rank, trace.world_size, trace.groups

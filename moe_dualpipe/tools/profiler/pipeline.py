@@ -23,7 +23,7 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
     """Return the mean measured cost of each kind of action on each stage.
 
     With means, the computation time of the simulation equals that of the recording. If a stage has no action of a kind,
-    its cost is the mean of the other stages. In a schedule of pairs only, F is a third of FB and B two thirds.
+    its cost is the mean of the other stages.
     The pairs of a stage save the mean of what all pairs with this stage save, but a pair is never shorter than its
     longer member alone, which may have been one of the first actions, and slow. W is None (half of B) if no weight
     gradient was measured alone.
@@ -43,16 +43,12 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
         at["B"][stage] = at["I"][stage] + at["W"][stage]
     stages = range(schedule.num_stages)
 
-    def every(kind: str, otherwise: float | None) -> tuple[float, ...] | None:
-        if not at[kind] and otherwise is None:
-            return None
-        mean = statistics.mean(at[kind].values()) if at[kind] else otherwise
-        return tuple(at[kind].get(stage, mean) for stage in stages)  # type: ignore[misc]
+    def every(kind: str) -> tuple[float, ...] | None:
+        mean = statistics.mean(at[kind].values()) if at[kind] else None
+        return None if mean is None else tuple(at[kind].get(stage, mean) for stage in stages)
 
-    pair = statistics.mean(duration for *_, duration in pairs) if pairs else None
-    forwards, backwards = every("F", pair and pair / 3), every("B", pair and pair * 2 / 3)
-    assert forwards and backwards, "a schedule has forwards and backwards, alone or in pairs"
-    weights = every("W", None)
+    forwards, backwards, weights = map(every, "FBW")
+    assert forwards and backwards, "a schedule has forwards and backwards alone: those before the first pair"
     if weights:
         weights = tuple(min(w, 0.9 * b) for w, b in zip(weights, backwards, strict=True))
     saved: dict[int, list[float]] = defaultdict(list)
@@ -113,7 +109,7 @@ def step_breakdowns(pipeline: RecordedPipeline) -> list[dict[str, float]]:
     end = max(step.spans[-1].end for step in same)
     found = []
     for rank, step in enumerate(same):
-        sums = dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
+        sums: dict[str, float] = dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
         for span in timeline.spans[rank]:
             sums[_column(span.action)] += span.duration
         sums["bubble"] = timeline.bubble[rank]

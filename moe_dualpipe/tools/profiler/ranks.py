@@ -8,10 +8,12 @@ clocks of different hosts. Which collectives are the same is found in matching.p
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
 from ...messages import list_ranks, plural
+from .account import WAITING, Entry
 from .matching import Meeting, RankTransfers, match_collectives
 
 _MEET = 0.9
@@ -100,3 +102,24 @@ def _share_that_meets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting
         own = [(event, offsets.get(member, 0.0)) for member, event in zip(meeting.members, meeting.events, strict=True)]
         met += max(event.start - offset for event, offset in own) <= min(event.end - offset for event, offset in own)
     return met / len(meetings)
+
+
+def waits_for_ranks(comparison: Comparison, names: Sequence[str]) -> list[list[Entry]]:
+    """For each rank, the times in which a collective waited for the last rank to join. names: of the ranks."""
+    waits: list[list[Entry]] = [[] for _ in comparison.ranks]
+    for meeting in comparison.meetings:
+        for member, event in zip(meeting.members, meeting.events, strict=True):
+            if member != meeting.last:
+                waits[member].append(Entry(event.start, event.end - meeting.shortest_us, WAITING, names[meeting.last]))
+    return [_in_turn(sorted(own, key=lambda wait: wait.start_us)) for own in waits]
+
+
+def _in_turn(waits: Sequence[Entry]) -> list[Entry]:
+    """Cut waits at the end of the one before."""
+    found, reach = list[Entry](), -inf
+    for wait in waits:
+        start = max(wait.start_us, reach)
+        if wait.end_us > start:
+            found.append(Entry(start, wait.end_us, wait.kind, wait.detail))
+            reach = wait.end_us
+    return found

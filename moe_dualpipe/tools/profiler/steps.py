@@ -6,10 +6,10 @@ microseconds.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
-from ...overlap.labels import STEP_PARTS, is_for_experts, step_number
+from ...overlap.labels import STEP_PARTS, step_number
 from ...schedule.actions import Action
 from ...schedule.walk import Span
 from .communication import NAMES
@@ -76,18 +76,3 @@ def _in_turns(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float
         free = max(start, end)
         turns.append((start, free))
     return turns
-
-
-def only_expert_transfers(trace: Trace) -> Trace:
-    """Return the trace without communication other than dispatch and combine.
-
-    A pipeline transfer starts when one rank is ready and ends after the other one is: it measures the schedule, not the
-    overlap.
-    """
-    trace = host_as_device(trace, NAMES)
-
-    def wanted(event: DeviceEvent) -> bool:
-        annotation = trace.annotation_of(event)
-        return NAMES.kind_of(event) != "comm" or (annotation is not None and is_for_experts(annotation.name))
-
-    return replace(trace, device_events=[event for event in trace.device_events if wanted(event)])

@@ -29,14 +29,6 @@ Choice = range | Literal["all", "default"]
 """Numbers of steps. all: everything, also what is outside of steps. default: all steps."""
 
 
-class StepSpan(NamedTuple):
-    """A step on a device, from its first computation to that of the next one, in microseconds of the trace."""
-
-    step: int
-    start: float
-    end: float
-
-
 class DeviceStep(NamedTuple):
     """A step on a device, in microseconds of the trace."""
 
@@ -54,8 +46,6 @@ class Window(NamedTuple):
     trace: Trace
     steps: Sequence[DeviceStep]
     """The steps that are analyzed; () if none are recorded."""
-    has_outside: bool
-    """Work outside of steps is analyzed, too."""
     left_out: str = ""
     """What is analyzed and what is left out; "" if nothing is."""
 
@@ -91,7 +81,7 @@ def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> Window
             "--steps: no steps are recorded: call step() of torch.profiler, or annotate each step, such as 'step 3'"
         )
     if choice == "all" or not steps or (choice == "default" and len(steps) == 1):
-        return Window(replace(trace, device_events=events), steps, True)
+        return Window(replace(trace, device_events=events), steps)
     chosen = steps if choice == "default" else [step for step in steps if step.number in choice]
     if not chosen:
         raise ValueError(f"--steps: no work of device {device} is in these steps; recorded: {_span(steps)}")
@@ -100,20 +90,8 @@ def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> Window
     said = f"analyzed: {_span(chosen)} of {_span(steps)}"
     if choice == "default":
         said = f"analyzed: {_span(chosen)}, without {outside} outside of the steps (--steps all includes them)"
-    return Window(
-        _host_part(replace(trace, device_events=kept), chosen), chosen, False, said * (len(kept) < len(events))
-    )
-
-
-def step_spans(window: Window) -> tuple[StepSpan, ...]:
-    """Return when each step was. Together they are the window, if nothing outside of steps is in it."""
-    first = min((event.start for event in window.trace.device_events), default=0.0)
-    last = max((event.end for event in window.trace.device_events), default=0.0)
-    edges = [(step.start, last if step.end == inf else step.end) for step in window.steps]
-    if edges and not window.has_outside:  # transfers can start before their step and end after it
-        edges[0] = (first, edges[0][1])
-        edges[-1] = (edges[-1][0], max(edges[-1][1], last))
-    return tuple(StepSpan(step.number, *edge) for step, edge in zip(window.steps, edges, strict=True))
+    within = _host_part(replace(trace, device_events=kept), chosen)
+    return Window(within, chosen, said if len(kept) < len(events) else "")
 
 
 def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostEvent]]:

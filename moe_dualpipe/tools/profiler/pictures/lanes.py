@@ -35,10 +35,11 @@ def trace_pictures(files: "TraceFiles") -> list[Picture]:
 
 
 def measurement_pictures(measurement: "Measurement") -> list[Picture]:
-    """Return the lanes of this rank in both runs."""
-    rank = "rank 0, " if len(measurement.runs["overlapped"].devices) > 1 else ""
-    runs = [(run, files.devices[0]) for run, files in measurement.runs.items()]
-    return [_picture(f"{rank}{run}: {device.analysis.window_us / 1e3:,.1f} ms, ", device, 0.0) for run, device in runs]
+    """Return the lanes of both runs."""
+    return [
+        _picture(f"{run}: {device.analysis.window_us / 1e3:,.1f} ms, ", device, 0.0)
+        for run, device in measurement.devices.items()
+    ]
 
 
 def _picture(title: str, device: "TracedDevice", starts_at: float) -> Picture:

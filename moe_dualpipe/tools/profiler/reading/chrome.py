@@ -137,7 +137,9 @@ def _read(data: bytes, trace: Trace) -> Event | None:
     if (event := _decoded(data)) is not None:
         return event
     event = _decoded(_repaired(data.decode("utf-8", "surrogateescape")).encode())
-    trace.repaired += event is not None
+    if event is None or None in (event.ts, event.dur):
+        return None
+    trace.repaired += 1
     return event
 
 

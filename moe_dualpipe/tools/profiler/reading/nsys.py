@@ -12,8 +12,8 @@ Each row becomes an event as torch.profiler would write it, and kineto.py sorts 
 Versions of Nsight Systems differ in tables and columns, and empty tables are not exported: what is missing counts as
 not recorded. Source: the schema in the files themselves, and docs.nvidia.com/nsight-systems (SQLite schema reference).
 
-Of NVTX ranges, those of users are annotations. Those of NCCL name transfers. Those of other libraries of NVIDIA, and of
-`torch.autograd.profiler.emit_nvtx` ("aten::mm, op_id = 5"), say nothing about the program.
+Of NVTX ranges, those of users are annotations. Those of NVIDIA's libraries and of `torch.autograd.profiler.emit_nvtx`
+("aten::mm, op_id = 5") say nothing about the program, except for "nccl:all_to_all, op_id = 5", which names a transfer.
 """
 
 import re
@@ -50,12 +50,6 @@ _RANKS = "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"
 _SIZES = "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"
 _GRAPHS = "CUDA graphs are recorded as a whole, without their kernels: record with --cuda-graph-trace=node"
 _EMITTED = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = .*", re.DOTALL)
-_NCCL = re.compile(r"p?nccl(?=[A-Z])")
-_NCCL_TRANSFERS = {
-    "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter",
-    "Broadcast": "broadcast", "Bcast": "broadcast", "Reduce": "reduce", "Send": "send", "Recv": "recv",
-    "AlltoAll": "all_to_all", "AllToAll": "all_to_all", "Gather": "gather", "Scatter": "scatter",
-}  # fmt: skip
 _LIBRARY = re.compile(r"(?:NCCL|CCCL|NVSHMEM|cu[A-Z]\w*)$")
 """Names of NVTX domains of libraries."""
 
@@ -161,10 +155,7 @@ class _Export:
             if end is None and kind == _DOMAIN_CREATED and _LIBRARY.match(name)
         }  # fmt: skip
         for start, end, thread, full, domain, _ in rows:
-            name, library = _EMITTED.sub("", full), _NCCL.match(full)
-            if library:
-                transfer = _NCCL_TRANSFERS.get(name[library.end() :])
-                name = f"nccl:{transfer}" if transfer else ""
+            name = _EMITTED.sub("", full)
             if end is not None and name and (TRANSFER.match(name) or (name == full and domain not in libraries)):
                 yield _event(name, "user_annotation", start, end, thread)
 

@@ -26,8 +26,7 @@ def trace_paths(arguments: Sequence[Path]) -> list[Path]:
 
 def _expanded(argument: Path) -> list[Path]:
     if argument.is_dir():
-        folders, where = (folder for folder in sorted(argument.iterdir()) if folder.is_dir()), "in this folder"
-        found = _traces(argument.iterdir()) or [path for folder in folders for path in _traces(folder.iterdir())]
+        found, where = _traces(argument.iterdir()) or _traces(argument.glob("*/*")), "in this folder"
     elif not argument.exists() and glob.has_magic(str(argument)):
         found, where = _traces(map(Path, glob.glob(str(argument)))), "matches this pattern"
     else:
@@ -45,11 +44,11 @@ def _traces(paths: Iterable[Path]) -> list[Path]:
 
 
 def _place(part: str) -> tuple[int, str]:
-    return (int(part[:18]), "") if part.isdigit() else (0, part)
+    return (int(part[:18]), "") if part.isdecimal() else (0, part)
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether a file is a trace, and no report or file for Perfetto. A file that cannot be read is left to the reader."""
+    """Whether a file is a trace, and no report or file for Perfetto. The reader refuses a file that cannot be read."""
     if path.suffix.lower() == ".sqlite":
         return True
     try:

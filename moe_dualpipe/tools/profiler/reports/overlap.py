@@ -7,14 +7,12 @@ from ....messages import plural, printable
 from ...drawing.tables import markdown
 from ..account import KINDS, LOST, WAITING, totals
 from ..analyze import Analysis
-from .ranks import lateness_text
 from .verdicts import verdicts_text
 
 if TYPE_CHECKING:
     from ..files import TracedDevice, TraceFiles
     from ..measure import Measurement
 
-MAX_STEPS = 20
 MAX_DETAILS = 8  # lost times of which the account has a row of their own
 
 
@@ -24,8 +22,6 @@ def analysis_text(analysis: Analysis, phases: bool = False) -> str:
     phases: add a table of them.
     """
     tables = [account_rows({analysis.name: analysis}, details=True)]
-    if len(analysis.steps) > 1:
-        tables.append(_step_rows(analysis))
     if phases and analysis.phases:
         tables.append(_phase_rows(analysis))
     return "\n\n".join([*map(markdown, tables), hidden_sentence(analysis)])
@@ -69,7 +65,7 @@ def traces_text(files: "TraceFiles", phases: bool = False) -> str:
         parts.append(verdicts_text(device.analysis))
     if len(files.devices) > 1:
         sentences = [printable(sentence, 300) for sentence in files.comparison.sentences]
-        parts += [compare_ranks(files.names, files.devices), "\n".join(sentences), lateness_text(files)]
+        parts += [compare_ranks(files.names, files.devices), "\n".join(sentences)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -85,16 +81,13 @@ def compare_ranks(names: Sequence[str], devices: Sequence["TracedDevice"]) -> st
 
 
 def measurement_text(measurement: "Measurement") -> str:
-    """Return both runs of this rank beside each other and the lower bound; under torchrun, also a table of ranks."""
-    analyses = {run: files.devices[0].analysis for run, files in measurement.runs.items()}
+    """Return both runs beside each other and the lower bound."""
+    analyses = {run: device.analysis for run, device in measurement.devices.items()}
     sequential, overlapped = analyses["sequential"], analyses["overlapped"]
     workload, ranks, bound = measurement.workload, measurement.num_ranks, measurement.bound_us
-    files = measurement.runs["overlapped"]
-    several = len(files.devices) > 1
     possible = "" if measurement.possible is None else f"{percent(measurement.possible)} possible, reached "
     parts = [
-        f"{workload.description}; experts over {plural(ranks, 'rank')}"
-        f"{', this is rank 0' if several else ''}\n{measurement.link}",
+        f"{workload.description}; experts over {plural(ranks, 'rank')}\n{measurement.link}",
         markdown(account_rows(analyses)),
         compare_phases(analyses, workload.layers * (1 if workload.mode == "train" else 2)),
         f"lower bound (computation or communication alone, whichever is longer): {bound:,.0f} us\n"
@@ -103,21 +96,7 @@ def measurement_text(measurement: "Measurement") -> str:
         f"hidden communication: {possible}{percent(overlapped.hidden_fraction)} overlapped, "
         f"{percent(sequential.hidden_fraction)} sequential",
     ]
-    if several:
-        parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(files.names, files.devices)}")
     return "\n\n".join(parts)
-
-
-def _step_rows(analysis: Analysis) -> list[list[str]]:
-    steps = analysis.by_step
-    kinds = [kind for kind in KINDS if any(step["account"].get(kind, 0.0) >= 0.5 for step in steps)]
-    rows = [["step", "us", *kinds]]
-    for step in steps[:MAX_STEPS]:
-        times = (step["time_us"], *(step["account"][kind] for kind in kinds))
-        rows.append([str(step["step"]), *(f"{time:,.0f}" for time in times)])
-    if (more := len(steps) - MAX_STEPS) > 0:
-        rows.append([f"{more} more", *[""] * (len(kinds) + 1)])
-    return rows
 
 
 def _phase_rows(analysis: Analysis) -> list[list[str]]:

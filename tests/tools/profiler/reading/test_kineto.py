@@ -48,7 +48,7 @@ def test_steps_modules_and_events_that_are_not_needed(tmp_path):
     trace = read(tmp_path, annotation("ProfilerStep#4", 1, 50), python, other, arrow, meta, kernel("gemm", 9, 5))
     assert trace.steps == [HostEvent("ProfilerStep#4", 1, 51, HOST)] and trace.annotations == []
     assert trace.modules == [HostEvent("Linear_3", 5, 14, HOST)]
-    assert (trace.num_events, len(trace.device_events), dict(trace.skipped)) == (6, 1, {})
+    assert (trace.num_events, len(trace.device_events), trace.skipped) == (6, 1, 0)
 
 
 def test_waits_of_the_host_and_of_streams(tmp_path):
