@@ -96,19 +96,6 @@ def test_the_published_trace():
     }  # fmt: skip
 
 
-@published
-def test_half_of_the_published_trace(tmp_path, capsys):
-    whole = PUBLISHED.read_bytes()
-    path = tmp_path / "half.json.gz"
-    path.write_bytes(whole[: len(whole) // 2])
-    trace = read_trace(path)
-    assert trace.truncated and 1000 < trace.num_events < 14240
-    assert main(["profile", "analyze", str(path)]) == 0
-    out, err = capsys.readouterr()
-    assert err == f"{path}: the file is cut off: only the first {trace.num_events:,} events are analyzed\n"
-    assert "of the communication is hidden" in out
-
-
 # ---- The command ----
 
 

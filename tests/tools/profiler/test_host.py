@@ -28,20 +28,6 @@ def pieces(tmp_path, events):
 # ---- Computation ----
 
 
-def test_an_operator_around_annotations_and_a_wait(tmp_path):
-    """For example the backward of an autograd function, on a thread without annotations."""
-    assert pieces(tmp_path, [
-        operator("PairBackward", 0, 100, thread=2), operator("aten::empty", 5, 1, thread=2),
-        annotation("attn(B)", 10, 20, thread=2), operator("aten::mm", 12, 8, thread=2),
-        operator("aten::copy_", 14, 2, thread=2),
-        annotation("wait for dispatch(B)", 40, 30, thread=2), operator("aten::resize_", 45, 5, thread=2),
-        operator("aten::add", 80, 20, thread=2),
-    ]) == [
-        ("PairBackward", 0, 10), ("Python", 10, 12), ("aten::mm", 12, 20), ("Python", 20, 30),
-        ("PairBackward", 30, 40), ("aten::resize_", 45, 50), ("PairBackward", 70, 100),
-    ]  # fmt: skip
-
-
 def test_waits_and_calls_of_a_backend_do_not_compute(tmp_path):
     events = [
         annotation("mlp(F)", 0, 30), annotation("wait for combine(F)", 10, 5), annotation("attn(F)", 11, 2),
@@ -57,16 +43,6 @@ def test_waits_and_calls_of_a_backend_do_not_compute(tmp_path):
     assert sorted((event.start, event.end) for event in traced(tmp_path, events).waits) == [
         (10, 15), (50, 60), (70, 80), (100, 105), (110, 115), (120, 130),
     ]  # fmt: skip
-
-
-def test_threads_are_separate_and_empty_events_are_dropped(tmp_path):
-    events = [
-        operator("aten::a", 0, 10), operator("aten::b", 5, 10, thread=2), annotation("wait for x(F)", 5, 5, thread=2),
-        operator("aten::c", 3, 0), annotation("mlp(F)", 4, 0), operator("aten::d", 20, 0),
-    ]  # fmt: skip
-    assert pieces(tmp_path, events) == [("aten::a", 0, 10), ("aten::b", 10, 15)]
-    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
-    assert (analysis.device, analysis.hidden_fraction) == ("cpu", None)
 
 
 KINDS = ("aten::a", "aten::b", "c10d::x", "attn(F)", "mlp(B)", "wait for attn(F)", "step")
