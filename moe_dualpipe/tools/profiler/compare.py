@@ -51,7 +51,7 @@ class Recording:
     def account(self, by_step: bool) -> dict[Key, float]:
         """The time of each kind and detail: of one step, or of the whole recording."""
         found: dict[Key, float] = defaultdict(float)
-        for analysis in self.analyses:
+        for analysis in filter(attrgetter("account"), self.analyses):
             start, end, steps = analysis.account[0].start_us, analysis.account[-1].end_us, 1
             if by_step and len(analysis.steps) > 1:
                 start, end, steps = analysis.steps[0].start, analysis.steps[-1].start, len(analysis.steps) - 1
@@ -100,8 +100,8 @@ class Comparison:
     @property
     def times_us(self) -> tuple[float, float]:
         """The length of a step, or of the recording, in A and B."""
-        a, b = zip(*self.account.values(), strict=True)
-        return sum(a), sum(b)
+        times = self.account.values()
+        return sum(a for a, _ in times), sum(b for _, b in times)
 
     @property
     def difference_us(self) -> float:

@@ -43,7 +43,7 @@ class Comparison:
         found, missing = [f"Not compared: {problem}." for problem in self.problems], self.missing
         if missing and len(self.ranks) > 1:
             shown = f" ({list_ranks(missing)})" if len(missing) <= 8 else ""
-            size = plural(len(missing) + len(self.ranks), "rank")
+            size = plural(max(rank.world_size or 0 for rank in self.ranks), "rank")
             found.append(
                 f"{len(missing):,} of {size} have no trace here{shown}: waits for them count as communication."
             )
