@@ -1,5 +1,6 @@
 """Ranks in several process groups: who meets whom, how long each waited for whom, and on which clock."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from moe_dualpipe.tools.profiler.account import TRANSFER, WAITING
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.matching import RankTransfers
 from moe_dualpipe.tools.profiler.pictures.lanes import trace_pictures
-from moe_dualpipe.tools.profiler.ranks import compare_traces
+from moe_dualpipe.tools.profiler.ranks import clock_offsets, compare_traces
 from tests.support.rank_programs import Compute, Join, device_event, execute, rank_transfers, write_ranks
 from tests.support.traces import kernel, write
 
@@ -158,6 +159,18 @@ def test_collectives_that_do_not_overlap_cannot_be_compared():
     other = [work._replace(name="ncclB") for work in first]
     assert not compare_traces([RankTransfers(first, 0), RankTransfers(other, 0)]).meetings
     assert compare_traces([RankTransfers(first, 7)]).shifts_us == [0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_chain_of_ranks_is_on_one_clock(seed):
+    """Ranks meet in pairs, from the first to the last of a random order. Each is on a host of its own."""
+    rng = random.Random(seed)
+    chain, offsets = [0, *rng.sample(range(1, 5), 4)], [0.0, *(rng.uniform(-5e6, 5e6) for _ in range(4))]
+    pairs = [(min(pair), max(pair)) for pair in itertools.pairwise(chain)]
+    done = execute([Compute({2: 7, 3: 30}), *(Join("all_reduce", f"{pair}", pair, 10) for pair in pairs)] * 3, 5)
+    ranks = [rank_transfers(done, rank, offsets[rank], host=f"host{rank}") for rank in range(5)]
+    found = clock_offsets(ranks, compare_traces(ranks).meetings)
+    assert [found[rank] for rank in range(5)] == pytest.approx(offsets, abs=1e-3)
 
 
 def test_ranks_without_a_connection_to_the_first_are_checked_too():
