@@ -65,6 +65,7 @@ def test_waits_are_in_the_account_with_the_rank_that_was_late(program, world, nu
         assert device.analysis.time_of(WAITING) == pytest.approx(done.waited[rank], abs=0.05)
         sent = sum(event.end - event.start for event in done.comm(rank))
         assert device.analysis.time_of(TRANSFER) == pytest.approx(sent - done.waited[rank], abs=0.1)
+        assert device.analysis.exposed_comm_us == pytest.approx(sent, abs=0.1)
         late = {entry.detail.partition(", ")[0] for entry in device.analysis.account if entry.kind == WAITING}
         groups = [item.ranks for item in program if isinstance(item, Join) and rank in item.ranks]
         assert late <= {f"rank {one}" for ranks in groups for one in ranks if one != rank}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moe_dualpipe.schedule import Costs, build, simulate
-from moe_dualpipe.schedule.actions import Backward, Forward, Overlap
+from moe_dualpipe.schedule.actions import Backward, Forward, Overlap, Part
 from moe_dualpipe.schedule.walk import Span
 from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, measured_costs, step_breakdowns
@@ -120,6 +120,15 @@ def test_costs_of_each_stage_are_means():
     every = [action for actions in schedule.actions for action in actions if isinstance(action, Forward | Backward)]
     spans = [Span(action, 0, times[str(action)[:2]][action.micro_batch]) for action in every]
     assert measured_costs(schedule, spans) == Costs(F=(6, 2), B=(15, 17 / 3))
+
+
+def test_a_weight_gradient_is_shorter_than_its_backward():
+    """A slow one may have been among the first actions."""
+    schedule, times = build("dualpipe", 2, 4), {Part.FULL: 5, Part.INPUT: 4, Part.WEIGHT: 7}
+    every = [action for actions in schedule.actions for action in actions]
+    spans = [Span(action, 0, times[action.part] if isinstance(action, Backward) else 6) for action in every]
+    measured = measured_costs(schedule, spans)
+    assert min(measured.W) == pytest.approx(0.9 * min(measured.B)) == 4.5
 
 
 def test_measured_costs_give_the_measured_time_of_every_pair():
