@@ -19,7 +19,6 @@ COMMANDS = {
         [],
         ["--sample-tokens", "--num", "--temperature", "--top-k", "--top-p", "--seq-len", "--seed"],
     ),
-    "profile analyze none.json": ([], ["--kernels"]),
     "profile run": ([], ["--num-layers", "--ep", "--seq-len", "--tokens", "--link-gbps", "--link-latency-us"]),
     "data prepare LICENSE --out new": ([], ["--vocab-size", "--workers"]),
 }

@@ -15,7 +15,7 @@ from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes, trace_pictures
 from ..tools.profiler.reading.paths import trace_paths
 from ..tools.profiler.reports.overlap import traces_text
 from ..tools.profiler.windows import parse_steps
-from .options import JsonOption, check_ranges
+from .options import JsonOption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class TraceOptions(JsonOption):
     compute: str | None = None
     """Regular expression. Kernels whose names contain it are computation, whatever --comm or their library says."""
     steps: str | None = None
-    """Steps to analyze: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps without start-up."""
+    """Steps to analyze: 3:7 (without step 7), 3:, :7 or 3. all: everything. None: all steps."""
 
     def names(self) -> Names:
         """Raises ValueError for an invalid expression."""
@@ -48,18 +48,11 @@ class ProfileAnalyze(TraceOptions):
     """Chrome traces (.json, .json.gz), exports of Nsight Systems (.sqlite), folders, or patterns ("run/*.json")."""
     phases: bool = False
     """Print a table of the annotations and modules that launched work."""
-    streams: bool = False
-    """Print the busy time of each stream (on a CPU, of each thread)."""
-    collectives: bool = False
-    """Print a table of collectives by kind and group: count, bytes, bandwidth, and where they were launched."""
-    kernels: int = 0
-    """Print a table of this many kernels (on a CPU, operators) with the longest total time."""
     out: Path | None = None
     """Draw computation above communication (.png, .svg), or write a file for ui.perfetto.dev (.json, .json.gz)."""
 
     def run(self) -> None:
         names = self.names()
-        check_ranges(self, 0, "kernels")
         if not self.traces:
             raise ValueError("no trace to analyze: name at least one file")
         if self.out is not None:
@@ -68,13 +61,10 @@ class ProfileAnalyze(TraceOptions):
         if self.out is not None and self.out.resolve() in [path.resolve() for path in paths]:
             raise ValueError(f"--out {printable(self.out)} is one of the traces: choose another name")
         found = analyze_files(paths, names, self.out is not None, steps)
-        for file, events in found.truncated.items():
-            said = f"the file is cut off: only the first {events:,} events are analyzed"
-            print(f"{printable(file)}: {said}", file=sys.stderr)
         for file, sentences in found.remarks.items():
             print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
         if self.out is not None:
             save_lanes(trace_pictures(found), self.out)
         objects = found.as_objects()
-        text = traces_text(found, self.phases, self.kernels, self.streams, self.collectives)
+        text = traces_text(found, self.phases)
         self.show(objects[0] if len(objects) == 1 else objects, text)

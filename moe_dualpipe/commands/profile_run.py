@@ -22,9 +22,7 @@ from .options import DeviceOption, JsonOption, check_ranges, one_of
 class ProfileRun(DeviceOption, JsonOption):
     """Run two chunks in sequence and overlapped on this machine, record both runs, and compare them.
 
-    A single process acts as one of --ep ranks and sends over a modeled link. Under torchrun, the ranks are real:
-
-    $ torchrun --nproc-per-node 2 -m moe_dualpipe.cli profile run
+    The process acts as one of --ep ranks and sends over a modeled link. For real ranks, use train.py --profile.
     """
 
     mode: Literal["train", "prefill", "decode"] = "train"
@@ -42,7 +40,7 @@ class ProfileRun(DeviceOption, JsonOption):
     routing: Literal["balanced", "real"] = "balanced"
     """balanced: every expert gets the same number of tokens. real: what the untrained router chooses."""
     link_gbps: float | None = None
-    """Gb/s of the modeled link per direction. None: 400; on a CPU, communication takes 0.7 of the computation time."""
+    """Gb/s of the modeled link per direction. None: 400; on a CPU, communication takes half of the computation time."""
     link_latency_us: float = 0.0
     """Latency of each transfer over the modeled link, in microseconds. Needs --link-gbps."""
     replay: Literal["none", "deepseek"] = "none"
@@ -59,7 +57,10 @@ class ProfileRun(DeviceOption, JsonOption):
             raise ValueError("--link-latency-us needs --link-gbps")
         if gbps is not None and self.replay != "none":
             raise ValueError("--replay sets the transfer times: leave out --link-gbps and --link-latency-us")
-        launch, out = Launch.from_environment(), self.out or Path("runs") / f"profile-{self.mode}"
+        launch = Launch.from_environment()
+        if launch.world_size > 1:
+            raise ValueError("profile run is one process with a modeled link: for real ranks, use train.py --profile")
+        out = self.out or Path("runs") / f"profile-{self.mode}"
         make_folder(out)
 
         link = None if gbps is None else Link(gbps / 8, self.link_latency_us)
@@ -72,8 +73,6 @@ class ProfileRun(DeviceOption, JsonOption):
             if "memory" not in str(error):
                 raise
             raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
-        if launch.rank:
-            return
         (out / "report.json").write_text(strict_json.write(measurement.as_object(), indent=1) + "\n")
         files = [*measurement.recordings, "report.json"]
         for name in ("perfetto.json.gz", "timeline.png"):

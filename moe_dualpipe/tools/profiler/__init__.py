@@ -5,11 +5,11 @@
 ...     print(analysis.hidden_fraction)
 """
 
-from .analyze import Analysis, Kernel, Phase, analyze
+from .analyze import Analysis, Phase, analyze
 from .communication import NAMES, Names
 from .reading import read_trace
 from .trace import Trace, TraceError
 
 __all__ = [
-    "NAMES", "Analysis", "Kernel", "Names", "Phase", "Trace", "TraceError", "analyze", "read_trace",
+    "NAMES", "Analysis", "Names", "Phase", "Trace", "TraceError", "analyze", "read_trace",
 ]  # fmt: skip

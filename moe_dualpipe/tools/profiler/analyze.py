@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
 from ...messages import printable
 from ...overlap.labels import without_wait
 from .account import (
@@ -27,18 +25,16 @@ from .account import (
     Entry,
     Total,
     account,
-    between,
     spans_of,
     totals,
 )  # fmt: skip
-from .collectives import CollectiveRow
 from .communication import NAMES, Names
 from .doctor.verdict import Verdict
 from .host import host_as_device
 from .intervals import Intervals, intersection, intervals_of, total_time, union, union_length
 from .phases import Phases
 from .trace import DeviceEvent, Trace
-from .windows import StepSpan
+from .windows import DeviceStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +52,6 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    name: str
-    kind: str
-    """compute, comm or copy."""
-    times: int
-    total_us: float
-    most_blocks: int | None
-    """Thread blocks of its largest launch. None: not recorded."""
-
-
-@dataclass(frozen=True, slots=True)
 class Analysis:
     """The result for one device. Times are in microseconds."""
 
@@ -81,19 +66,16 @@ class Analysis:
     """Thread blocks of the largest communication kernel: an upper limit on the SMs that it uses. None: not recorded."""
     num_sms: int | None
     """SMs of the GPU. None: not recorded."""
+    gpu: str
+    """Name of the GPU; "" if unknown."""
+    num_events: int
     phases: tuple[Phase, ...]
-    streams: dict[str, float]
-    """Busy time of each stream; on a CPU, of each thread."""
-    kernels: tuple[Kernel, ...]
-    """Sorted by total time, longest first."""
     verdicts: tuple[Verdict, ...] = ()
     """Causes of lost time, filled by `analyze_files`."""
     unexplained: tuple[Total, ...] = ()
     """Lost time that no cause explains, largest first. Filled by `analyze_files`."""
-    collectives: tuple[CollectiveRow, ...] = ()
-    """Sorted by total time, longest first. Filled by `analyze_files`, which compares ranks."""
-    steps: tuple[StepSpan, ...] = ()
-    """When each step was, filled by `analyze_files`."""
+    steps: tuple[DeviceStep, ...] = ()
+    """The steps that are analyzed, filled by `analyze_files`."""
 
     @property
     def name(self) -> str:
@@ -119,11 +101,6 @@ class Analysis:
         return self.time_of(TRANSFER, WAITING)
 
     @property
-    def overlapped_us(self) -> float:
-        """Communication beside kernels or copies."""
-        return self.comm_us - self.exposed_comm_us
-
-    @property
     def idle_us(self) -> float:
         """Nothing runs."""
         return self.time_of(*IDLE)
@@ -138,28 +115,16 @@ class Analysis:
         """Share of the communication that is hidden behind kernels; None without communication."""
         return self.hidden_kernels_us / self.comm_us if self.comm_us else None
 
-    @property
-    def by_step(self) -> list[dict[str, Any]]:
-        """The account of each step, by kind."""
-        first = self.account[0].start_us if self.account else 0.0
-        starts, ends = (np.array([getattr(one, edge) for one in self.steps]) for edge in ("start", "end"))
-        times = between(self.account, starts, ends)
-        return [
-            {"step": one.step, "start_us": one.start - first, "time_us": one.end - one.start,
-             "account": {kind: float(us[i]) for kind, us in times.items()}}
-            for i, one in enumerate(self.steps)
-        ]  # fmt: skip
-
     def as_object(self) -> dict[str, Any]:
         """A JSON object."""
         more = {name: getattr(self, name) for name in _COMPUTED}
         sums, left = ([one._asdict() for one in rows] for rows in (totals(self.account), self.unexplained))
-        return {**asdict(replace(self, account=(), steps=())), **more, "account": sums, "unexplained": left}
+        return {**asdict(replace(self, account=(), steps=())), **more, "account": sums, "unexplained": left,
+                "steps": [step.number for step in self.steps]}  # fmt: skip
 
 
 _COMPUTED = (
-    "window_us", "compute_us", "kernel_compute_us", "overlapped_us", "exposed_comm_us", "idle_us", "hidden_fraction",
-    "by_step",
+    "window_us", "compute_us", "kernel_compute_us", "exposed_comm_us", "idle_us", "hidden_fraction",
 )  # fmt: skip
 
 
@@ -175,15 +140,13 @@ def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Na
     by_kind = {"compute": [], "comm": [], "copy": []} | _group(events, names.kind_of)
     kernels, comm = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm"))
     divided = tuple(account(replace(trace, device_events=[*events]), names, phases))
-    streams = _group(events, attrgetter("stream"))
     return Analysis(
         device=device, account=divided, comm_us=union_length(comm),
         hidden_kernels_us=union_length(intersection(comm, kernels)),
-        num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None,
+        num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None, gpu=trace.gpu,
+        num_events=len(events),
         comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0) or None,
         phases=_phases(by_kind, trace, phases, spans_of(divided, TRANSFER)),
-        streams={stream: union_length(union(intervals_of(streams[stream]))) for stream in sorted(streams)},
-        kernels=_kernels(by_kind),
     )  # fmt: skip
 
 
@@ -210,12 +173,3 @@ def _group(events: Iterable[DeviceEvent], key: Callable[[DeviceEvent], str]) -> 
     for event in events:
         groups[key(event)].append(event)
     return groups
-
-
-def _kernels(by_kind: dict[str, list[DeviceEvent]]) -> tuple[Kernel, ...]:
-    kernels = [
-        Kernel(name, kind, len(same), total_time(same), max(event.blocks for event in same) or None)
-        for kind, events in by_kind.items()
-        for name, same in _group(events, attrgetter("name")).items()
-    ]
-    return tuple(sorted(kernels, key=lambda kernel: -kernel.total_us))

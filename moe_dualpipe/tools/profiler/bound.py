@@ -70,20 +70,6 @@ def possible_share(events: Sequence[Event]) -> float | None:
     return 1 - (least_time(events) - computing) / sending if sending else None
 
 
-def with_share(events: Sequence[Event], share: float) -> list[Event]:
-    """The events with transfers that take `share` of the computation together.
-
-    All transfers with one label get the same time, in proportion to the shortest of them.
-    """
-    computing = sum(event.time for event in events if isinstance(event, Compute))
-    starts = [event for event in events if isinstance(event, Start)]
-    shortest = {label: min(one.time for one in starts if one.label == label) for label, _ in starts}
-    scale = share * computing / (sum(shortest[one.label] for one in starts) or 1.0)
-    return [
-        event._replace(time=scale * shortest[event.label]) if isinstance(event, Start) else event for event in events
-    ]
-
-
 def recorded_events(trace: Trace) -> list[Event]:
     """What a recorded pair computed, sent and waited for, in microseconds; nothing if the device is not a CPU.
 

@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from math import inf
 
 from ...overlap.labels import LINK_TRANSFER, LINK_WAIT, OWN_TRANSFERS, is_wait, letter_of, without_group, without_wait
@@ -86,63 +87,42 @@ def _waits(name: str) -> bool:
     return is_wait(name) or _CALLS.match(name) is not None
 
 
-class _Open:
-    """An event that has started and not ended."""
-
-    __slots__ = ("end", "in_call", "operator", "outlasting", "owner")
-
-    def __init__(self, event: HostEvent, operator: bool, around: "_Open | None"):
-        self.end, self.operator = event.end, operator
-        self.outlasting: tuple[tuple[HostEvent, bool], ...] = ()
-        """Events that start inside this one and end after it, because clocks are coarse."""
-        if around is not None and event.end > around.end:
-            self.end = around.end
-            around.outlasting += ((event, operator),)
-        name = "" if _waits(event.name) else event.name if operator else "Python"
-        inside = around is not None and around.in_call
-        self.in_call = inside or (operator and not name)
-        """Whether this is, or is inside, a call of a backend, where nothing computes."""
-        if around is not None and (inside or (operator and name and around.operator)):
-            self.owner = around.owner
-        else:
-            self.owner = HostEvent(name, event.start, event.end, event.thread)
-        """The event to which its time outside nested events belongs; without a name if it waits."""
-
-
 def _pieces(events: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
     """Cut nested events of one thread into pieces that do not overlap, sorted by time.
 
     events: pairs of an event and whether it is an operator. A moment belongs to the event that started last.
     """
+    later = deque(sorted(events, key=lambda item: (item[0].start, -item[0].end)))
+    edges = sorted({edge for event, _ in later for edge in (event.start, event.end)})
     pieces: list[HostEvent] = []
-    stack: list[_Open] = []
-    owner: HostEvent | None = None
-    began = now = -inf
-
-    def until(time: float) -> None:
-        nonlocal owner, began, now
-        if time > now:
-            current = stack[-1].owner if stack else None
-            if current is not owner:
-                if owner is not None and owner.name:
-                    pieces.append(HostEvent(owner.name, began, now, owner.thread))
-                owner, began = current, now
-            now = time
-
-    def close() -> None:
-        until(stack[-1].end)
-        for event, operator in stack.pop().outlasting:
-            stack.append(_Open(event, operator, stack[-1] if stack else None))
-
-    for event, operator in sorted(events, key=lambda item: (item[0].start, -item[0].end)):
-        while stack and stack[-1].end <= event.start:
-            close()
-        until(event.start)
-        stack.append(_Open(event, operator, stack[-1] if stack else None))
-    while stack:
-        close()
-    until(inf)
+    running: list[tuple[HostEvent, bool]] = []
+    before: HostEvent | None = None
+    for start, end in pairwise(edges):
+        while later and later[0][0].start <= start:
+            running.append(later.popleft())
+        running = [item for item in running if item[0].end > start]
+        owner = _computing(running)
+        if owner is not None and owner is before:
+            pieces[-1] = pieces[-1]._replace(end=end)
+        elif owner is not None:
+            is_operator = (owner, True) in running
+            pieces.append(HostEvent(owner.name if is_operator else "Python", start, end, owner.thread))
+        before = owner
     return pieces
+
+
+def _computing(running: Iterable[tuple[HostEvent, bool]]) -> HostEvent | None:
+    """What computes inside nested events, outermost first: an operator, an annotation around Python, or nothing."""
+    found: HostEvent | None = None
+    in_operator = False
+    for event, operator in running:
+        if _waits(event.name):
+            if operator:
+                return None  # nothing computes in a call of a backend
+            found, in_operator = None, False
+        elif not (operator and in_operator):
+            found, in_operator = event, operator
+    return found
 
 
 def _launches_of(transfers: Sequence[HostEvent], operators: Iterable[HostEvent]) -> Iterator[HostEvent]:

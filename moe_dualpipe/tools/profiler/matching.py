@@ -21,7 +21,6 @@ import numpy as np
 
 from ...messages import list_ranks, plural
 from .collectives import group_name, group_size, kind_of_collective
-from .intervals import EMPTY, Intervals
 from .trace import DeviceEvent
 
 _POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast")  # NCCL's kernel names do not distinguish the first two
@@ -43,19 +42,14 @@ class RankTransfers:
     world_size: int | None = None
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks of each process group, by its name."""
-    exposed: Intervals = field(default_factory=lambda: EMPTY)
-    """All its exposed communication."""
 
 
 class Meeting(NamedTuple):
     """One collective on the ranks that recorded it."""
 
-    kind: str
     group: "Group"
     members: tuple[int, ...]
     """Positions in the list of ranks."""
-    indices: tuple[int, ...]
-    """Position of the event of each member in its `RankTransfers.transfers`."""
     events: tuple[DeviceEvent, ...]
     """The event of each member."""
 
@@ -63,20 +57,6 @@ class Meeting(NamedTuple):
     def shortest_us(self) -> float:
         """The duration on the last member to join: the time of the transfer itself."""
         return min(event.end - event.start for event in self.events)
-
-    @property
-    def waited_us(self) -> list[float]:
-        """How long each member waited for the last one."""
-        shortest = self.shortest_us
-        return [event.end - event.start - shortest for event in self.events]
-
-    def event_of(self, member: int) -> DeviceEvent:
-        return self.events[self.members.index(member)]
-
-    @property
-    def complete(self) -> bool:
-        """Whether the events of all ranks of the group are known."""
-        return len(self.members) == (2 if self.group.peers else len(self.group.ranks) or self.group.size)
 
     @property
     def last(self) -> int:
@@ -111,11 +91,11 @@ class Matches(NamedTuple):
 
 def match_collectives(ranks: Sequence[RankTransfers]) -> Matches:
     """Return the meetings of at least two ranks, by group and in the order of the first member."""
-    recorded: dict[Group, dict[int, list[_Recorded]]] = defaultdict(dict)
+    recorded: dict[Group, dict[int, list[DeviceEvent]]] = defaultdict(dict)
     for position, rank in enumerate(ranks):
-        for index, event in sorted(enumerate(rank.transfers), key=lambda item: item[1].start):
+        for event in sorted(rank.transfers, key=lambda event: event.start):
             if (group := _group_of(event, rank)) is not None:
-                recorded[group].setdefault(position, []).append(_Recorded(index, event))
+                recorded[group].setdefault(position, []).append(event)
     by_group: dict[Group, list[Meeting]] = {}
     problems = []
     for group, members in recorded.items():
@@ -125,19 +105,10 @@ def match_collectives(ranks: Sequence[RankTransfers]) -> Matches:
         elif group.size is not None and len(members) > group.size:
             problems.append(f"{group}: {len(members)} ranks recorded this group of {plural(group.size, 'rank')}")
         elif len(members) > 1:
-            found, problem = _match(group, members, ranks)
-            if found:
+            keyed = _numbered(group, members) or _in_order(group, members, ranks, problems)
+            if found := _by_key(group, keyed):
                 by_group[group] = found
-            if problem:
-                problems.append(problem)
     return Matches(by_group, problems)
-
-
-class _Recorded(NamedTuple):
-    """A transfer and its position among the transfers of its rank."""
-
-    index: int
-    event: DeviceEvent
 
 
 def _group_of(event: DeviceEvent, rank: RankTransfers) -> Group | None:
@@ -153,36 +124,53 @@ def _group_of(event: DeviceEvent, rank: RankTransfers) -> Group | None:
             return None
         peers = (rank.rank, found.peer) if kind == "send" else (found.peer, rank.rank)
         return Group(found.group, group_name(found), members, peers=peers)
-    size = None if members else group_size(found)
-    return Group(found.group, group_name(found), members, size)
+    return Group(found.group, group_name(found), members, None if members else group_size(found))
 
 
-def _match(
-    group: Group, members: Mapping[int, Sequence[_Recorded]], ranks: Sequence[RankTransfers]
-) -> tuple[list[Meeting], str]:
-    """The meetings of one group, and a problem that concerns some or all of its collectives, or ""."""
-    collectives = [one.event.collective for events in members.values() for one in events]
-    if not group.peers and all(found and found.sequence is not None for found in collectives):
-        return _by_key(group, {member: _numbered(events) for member, events in members.items()}), ""
+Keyed = Mapping[int, Mapping[object, DeviceEvent]]
+"""The events of each member. Equal keys are the same collective."""
+
+
+def _numbered(group: Group, members: Mapping[int, Sequence[DeviceEvent]]) -> Keyed | None:
+    """By sequence number and kind; several with the same ones (in a coalesced call) are counted. None: unknown."""
+    times: Counter[object] = Counter()
+    keyed: dict[int, dict[object, DeviceEvent]] = defaultdict(dict)
+    for member, events in members.items():
+        for event in events:
+            if group.peers or event.collective is None or event.collective.sequence is None:
+                return None
+            key = event.collective.sequence, _kind(group, event)
+            keyed[member][*key, times[member, key]] = event
+            times[member, key] += 1
+    return keyed
+
+
+def _in_order(
+    group: Group, members: Mapping[int, Sequence[DeviceEvent]], ranks: Sequence[RankTransfers], problems: list[str]
+) -> Keyed:
+    """By their order, as long as the kinds agree. Appends a sentence to `problems` where they do not."""
     first = max(members, key=lambda member: len(members[member]))
-    keyed: dict[int, dict[object, _Recorded]] = {}
+    keyed: dict[int, dict[object, DeviceEvent]] = {}
     problem = ""
     for member, events in members.items():
         shift = _shift(members[first], events, ranks[first], ranks[member])
         pairs = zip(members[first][shift:], events, strict=False)
-        alike = [*takewhile(lambda pair: _kind(group, pair[0].event) == _kind(group, pair[1].event), pairs)]
-        keyed[member] = {k + shift: one for k, (_, one) in enumerate(alike)}
+        alike = [*takewhile(lambda pair: _kind(group, pair[0]) == _kind(group, pair[1]), pairs)]
+        keyed[member] = {k + shift: event for k, (_, event) in enumerate(alike)}
         if len(alike) < len(members[first]):
             names = " and ".join(_names(ranks, [one]) for one in sorted((first, member)))
             in_order = f" ({len(alike):,} of them are compared in their order)" if alike else ""
             problem = f"{group}: {names} recorded different collectives, without numbers{in_order}"
-    return _by_key(group, keyed), problem
+    problems += [problem] if problem else []
+    return keyed
 
 
-def _shift(longest: Sequence[_Recorded], events: Sequence[_Recorded], one: RankTransfers, other: RankTransfers) -> int:
+def _shift(
+    longest: Sequence[DeviceEvent], events: Sequence[DeviceEvent], one: RankTransfers, other: RankTransfers
+) -> int:
     """How many collectives a rank missed at the beginning: none, or all that it missed. All ends are apart equally; on
     one host, they are the same."""
-    ends, own = (np.array([item.event.end for item in items]) for items in (longest, events))
+    ends, own = (np.array([event.end for event in every]) for every in (longest, events))
 
     def apart(shift: int) -> float:
         difference = ends[shift : shift + len(own)] - own + one.base_us - other.base_us
@@ -198,30 +186,12 @@ def _kind(group: Group, event: DeviceEvent) -> str:
     return (kind_of_collective(event) or (event.collective.name if event.collective else "")) or event.name
 
 
-def _numbered(events: Sequence[_Recorded]) -> dict[object, _Recorded]:
-    """The events by sequence number and kind; several with the same ones (in a coalesced call) are counted."""
-    times: Counter[object] = Counter()
-    found: dict[object, _Recorded] = {}
-    for one in events:
-        collective = one.event.collective
-        key = (collective.sequence if collective else None, _kind(Group(), one.event))
-        found[*key, times[key]] = one
-        times[key] += 1
-    return found
-
-
-def _by_key(group: Group, keyed: Mapping[int, Mapping[object, _Recorded]]) -> list[Meeting]:
-    joined: dict[object, list[tuple[int, int, DeviceEvent]]] = defaultdict(list)
+def _by_key(group: Group, keyed: Keyed) -> list[Meeting]:
+    joined: dict[object, dict[int, DeviceEvent]] = defaultdict(dict)
     for member, recorded in keyed.items():
-        for key, one in recorded.items():
-            joined[key].append((member, one.index, one.event))
-    meetings = []
-    for same in joined.values():
-        if len(same) > 1:
-            members, indices, events = zip(*same, strict=True)
-            kind = "send" if group.peers else _kind(group, events[0])
-            meetings.append(Meeting(kind, group, members, indices, events))
-    return meetings
+        for key, event in recorded.items():
+            joined[key][member] = event
+    return [Meeting(group, tuple(same), tuple(same.values())) for same in joined.values() if len(same) > 1]
 
 
 def _names(ranks: Sequence[RankTransfers], positions: Iterable[int]) -> str:
@@ -229,13 +199,3 @@ def _names(ranks: Sequence[RankTransfers], positions: Iterable[int]) -> str:
     if None in numbers:
         return f"trace{'s' * (len(numbers) > 1)} {', '.join(map(str, positions))}"
     return list_ranks([number for number in numbers if number is not None])
-
-
-def ends_of(meetings: Iterable[Meeting], one: int, other: int) -> np.ndarray:
-    """The ends of the meetings that both members joined, shape [n, 2]."""
-    rows = []
-    for meeting in meetings:
-        if one in meeting.members and other in meeting.members:
-            at = meeting.members.index
-            rows.append((meeting.events[at(one)].end, meeting.events[at(other)].end))
-    return np.array(rows).reshape(-1, 2)

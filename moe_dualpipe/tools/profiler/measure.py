@@ -1,38 +1,28 @@
 """Measure the overlap on this machine: record and analyze a pair of chunks, run in sequence and overlapped.
 
-A single process acts as one of many ranks over a modeled link. Under torchrun, the ranks are real. Sequential and
-overlapped runs alternate for a few rounds; of each, the recording with the median length is kept.
+A single process acts as one of many ranks over a modeled link. Sequential and overlapped runs alternate for a few
+rounds; of each, the recording with the median length is kept.
 """
 
-import gc
-import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
-from ...expert_parallel import AllToAll, ExpertParallel, Link, Loopback, Replay
+from ...expert_parallel import Link, Loopback, Replay
 from ...overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
-from ...runtime.groups import init_world
-from ...runtime.launch import Launch
-from .bound import possible_share, recorded_events, with_share
+from .bound import possible_share, recorded_events
 from .capture import capture, synchronize
-from .files import TracedDevice, TraceFiles, analyze_files, compare_devices
+from .files import TracedDevice, TraceFiles, analyze_files
 from .pair import Pair, Workload
 from .reading import read_trace
 
-COMM_SHARES = 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3
-"""With a CPU's default link, communication takes one of these shares of the computation time."""
-POSSIBLE = 0.98
-"""It is the largest share with which so much of the communication can be hidden."""
+COMM_SHARE = 0.5
+"""With a CPU's default link, communication takes this share of the computation time: nearly all of it can be hidden."""
 GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
 """The default link of a GPU: a port of 400 Gb/s."""
 DEEPSEEK = {
@@ -47,38 +37,41 @@ RUNS = "sequential", "overlapped"
 
 @dataclass(frozen=True)
 class Measurement:
-    """The traces of both runs on all ranks. link: a description of the link."""
+    """The traces of both runs. link: a description of the link."""
 
     workload: Workload
     num_ranks: int
     link: str
     runs: dict[str, TraceFiles]
     possible: float | None = None
-    """The share of this rank's communication that its overlapped run could hide (bound.py); None if unknown."""
+    """The share of the communication that the overlapped run could hide (bound.py); None if unknown."""
+
+    @property
+    def devices(self) -> dict[str, TracedDevice]:
+        """The device of each run."""
+        return {run: files.devices[0] for run, files in self.runs.items()}
 
     @property
     def bound_us(self) -> float:
-        """The lower bound of a run: the longer of this rank's computation alone and its communication alone.
+        """The lower bound of a run: the longer of the computation alone and the communication alone.
 
         Both differ between the runs; the shorter time counts.
         """
-        both = [self.runs[run].devices[0].analysis for run in RUNS]
+        both = [device.analysis for device in self.devices.values()]
         return max(min(analysis.compute_us for analysis in both), min(analysis.comm_us for analysis in both))
 
     def as_object(self) -> dict[str, Any]:
-        """A JSON object: both runs of this rank and, with several ranks, the overlapped run of all `ranks`."""
+        """A JSON object with both runs."""
         dtype = str(self.workload.dtype).removeprefix("torch.")
         workload = asdict(self.workload) | {"device": str(self.workload.device), "dtype": dtype}
-        runs = {run: self.runs[run].as_objects() for run in RUNS}
-        own = {run: objects[0] for run, objects in runs.items()}
-        ranks = {"ranks": runs["overlapped"]} if len(runs["overlapped"]) > 1 else {}
-        return {**workload, "num_ranks": self.num_ranks, "link": self.link, **own, "bound_us": self.bound_us,
-                "possible_fraction": self.possible, **ranks}  # fmt: skip
+        runs = {run: files.as_objects()[0] for run, files in self.runs.items()}
+        return {**workload, "num_ranks": self.num_ranks, "link": self.link, **runs, "bound_us": self.bound_us,
+                "possible_fraction": self.possible}  # fmt: skip
 
     @property
     def recordings(self) -> list[str]:
         """The file names of the recordings."""
-        return [device.path.name for run in RUNS for device in self.runs[run].devices]
+        return [device.path.name for device in self.devices.values()]
 
 
 def measure(
@@ -88,93 +81,38 @@ def measure(
     """Record both runs `rounds` times and analyze them. The recordings of median length stay in `out`.
 
     ep: number of expert-parallel ranks. None: the largest divisor of the number of experts, up to 64. link: the
-    modeled link. None: a default for the device. replay: transfers take as long as in DeepSeek's trace. Under torchrun
-    the processes are the ranks: all must call this, and the result on rank 0 has all ranks. Raises ValueError for
-    conflicting arguments, and for a link that is too slow.
+    modeled link. None: a default for the device. replay: transfers take as long as in DeepSeek's trace. Raises
+    ValueError for a link that is too slow.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and (link is not None or replay):
-        raise ValueError(f"links are modeled in one process, but there are {world}: leave out --link-* and --replay")
-    if world > 1 and ep not in (None, world):
-        raise ValueError(f"torchrun started {world} processes, which are the ranks: leave out --ep {ep}")
-    num_ranks = world if world > 1 else ep or _default_ranks(workload.model.num_experts)
-    with _process_group(workload.device, world):
-        description, recordings = _record_pair(workload, num_ranks, world, out, link, replay, rounds)
-        with _named_failures(world):
-            runs = {run: _gather(analyze_files([path]), world) for run, path in recordings.items()}
-            possible = possible_share(recorded_events(read_trace(recordings["overlapped"])))
+    if workload.device.type == "cuda":
+        torch.cuda.set_device(workload.device)
+    experts = workload.model.num_experts
+    num_ranks = ep or default_ranks(experts)
+    if replay:
+        pair = Pair(workload, Replay(experts, num_ranks, DEEPSEEK, GPU_LINK.sms))
+        description = "modeled link: transfers take as long as in DeepSeek's training trace"
+    else:
+        pair = Pair(workload, backend := Loopback(experts, num_ranks))
+        description = set_link(pair, backend, link, rounds)
+    recordings = record(pair, out, rounds)
+    runs = {run: analyze_files([path]) for run, path in recordings.items()}
+    possible = possible_share(recorded_events(read_trace(recordings["overlapped"])))
     return Measurement(workload, num_ranks, description, runs, possible)
 
 
-def _record_pair(
-    workload: Workload, num_ranks: int, world: int, out: Path, link: Link | None, replay: bool, rounds: int
-) -> tuple[str, dict[str, Path]]:
-    """The description of the link, and the recordings. Objects that refer to the process group are freed on return."""
-    backend = _backend(workload, num_ranks, world, replay)
-    pair = Pair(workload, backend)
-    description = _set_link(pair, backend, link, rounds)
-    with _named_failures(world):
-        recordings = _record(pair, out, rounds, "" if world == 1 else f"-rank{dist.get_rank()}")
-    return description, recordings
-
-
-def _default_ranks(num_experts: int) -> int:
+def default_ranks(num_experts: int) -> int:
     return next(ranks for ranks in range(min(64, num_experts), 0, -1) if num_experts % ranks == 0)
 
 
-@contextmanager
-def _process_group(device: torch.device, world: int) -> Iterator[None]:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world == 1:
-        yield
-        return
-    init_world(device, Launch.from_environment())
-    try:
-        yield
-    finally:
-        gc.collect()  # a reference left to the group can abort the process at exit
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _named_failures(world: int) -> Iterator[None]:
-    """With several ranks, name the rank in errors that may occur on only one, such as a full disk."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        if world == 1:
-            raise
-        raise RuntimeError(f"rank {dist.get_rank()}: {error}") from error
-
-
-def _backend(workload: Workload, num_ranks: int, world: int, replay: bool) -> ExpertParallel:
-    if world > 1:
-        group = dist.group.WORLD
-        assert group is not None
-        return AllToAll(workload.model.num_experts, group)
-    if replay:
-        return Replay(workload.model.num_experts, num_ranks, DEEPSEEK, GPU_LINK.sms)
-    return Loopback(workload.model.num_experts, num_ranks)
-
-
-def _set_link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: int) -> str:
-    """Set the speed of a modeled link. Returns a description of the link."""
-    if isinstance(backend, Replay):
-        return "modeled link: transfers take as long as in DeepSeek's training trace"
-    if not isinstance(backend, Loopback):
-        transport = "nccl" if pair.workload.device.type == "cuda" else "gloo"
-        return f"torch.distributed, {transport}, {dist.get_world_size()} processes"
+def set_link(pair: Pair, backend: Loopback, link: Link | None, rounds: int) -> str:
+    """Set the speed of the modeled link. Returns a description of it."""
     reason, choose = "", link is None and pair.workload.device.type == "cpu"
-    seconds, num_bytes = _time_computation(pair, backend, rounds if choose else 0)
+    seconds, num_bytes = time_computation(pair, backend, rounds if choose else 0)
     if not num_bytes:
         return "modeled link: unused, there is only one rank"
     if choose:
-        per_second = num_bytes / 1e9 / seconds
-        backend.link = Link(gb_per_s=per_second / COMM_SHARES[-1])
-        share = _hidden_share(pair)
-        link = Link(gb_per_s=per_second / share)
-        reason = f": {_format_bytes(num_bytes)} take {share} of the computation time, {1e3 * seconds:,.0f} ms"
+        link = Link(gb_per_s=num_bytes / 1e9 / seconds / COMM_SHARE)
+        reason = f": {_format_bytes(num_bytes)} take {COMM_SHARE} of the computation time, {1e3 * seconds:,.0f} ms"
     link = link or GPU_LINK
     transfers = 4 * pair.workload.layers
     if (taking := link.seconds(num_bytes) + (transfers - 1) * link.seconds(0)) > MAX_COMM_SECONDS:
@@ -183,30 +121,14 @@ def _set_link(pair: Pair, backend: ExpertParallel, link: Link | None, rounds: in
             "use a faster link or fewer --tokens"
         )
     backend.link = link
-    return f"{_link_text(link)}{reason}"
-
-
-def _hidden_share(pair: Pair) -> float:
-    """The largest of COMM_SHARES with which POSSIBLE of the communication can be hidden, from a recorded run."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "trial.json"
-        pair.prepare()
-        with capture(path, pair.workload.device):
-            pair.overlapped()
-        events = recorded_events(read_trace(path))
-    fitting = (share for share in COMM_SHARES if (possible_share(with_share(events, share)) or 1.0) >= POSSIBLE)
-    return next(fitting, COMM_SHARES[-1])
-
-
-def _link_text(link: Link) -> str:
-    return f"modeled link: {8 * link.gb_per_s:,.4g} Gb/s, latency {link.latency_us:g} us"
+    return f"modeled link: {8 * link.gb_per_s:,.4g} Gb/s, latency {link.latency_us:g} us{reason}"
 
 
 def _format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:,.1f} kB"
 
 
-def _time_computation(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
+def time_computation(pair: Pair, backend: Loopback, rounds: int) -> tuple[float, int]:
     """Median seconds of an overlapped run without transfer times, after a warm-up, and the bytes that it sends."""
     backend.link, times, num_bytes = Link(), [], 0
     for _ in range(1 + rounds):
@@ -218,42 +140,20 @@ def _time_computation(pair: Pair, backend: Loopback, rounds: int) -> tuple[float
     return statistics.median(times[1:] or times), num_bytes
 
 
-def _record(pair: Pair, out: Path, rounds: int, suffix: str) -> dict[str, Path]:
+def record(pair: Pair, out: Path, rounds: int) -> dict[str, Path]:
     """Record both runs alternately, after a warm-up. Keeps and returns the recording of median length of each."""
-    device, distributed = pair.workload.device, dist.is_initialized()
-    windows: dict[str, list[float]] = {run: [] for run in RUNS}
-    leader = not distributed or dist.get_rank() == 0
-    for i in tqdm(range(1 + rounds), "recording", disable=None if leader else True, leave=False):
+    device, windows = pair.workload.device, {run: list[float]() for run in RUNS}
+    for i in tqdm(range(1 + rounds), "recording", disable=None, leave=False):
         for run in RUNS:
             pair.prepare()
             synchronize(device)
-            if distributed:
-                dist.barrier()
-            path = out / f"{run}{suffix}-{i}.json.gz"
+            path = out / f"{run}-{i}.json.gz"
             with capture(path, device):
-                if distributed and device.type == "cuda":
-                    dist.barrier()  # profilers take time to start. This barrier uses gloo, so it adds no device work
                 getattr(pair, run)()
             windows[run].append(analyze_files([path], pictures=False).devices[0].analysis.window_us)
-    median = {run: times.index(statistics.median_low(times[1:]), 1) for run, times in windows.items()}
-    if distributed:  # all ranks keep the rounds that rank 0 chose
-        chosen = [median]
-        dist.broadcast_object_list(chosen, src=0)
-        median = chosen[0]
-    for run in RUNS:
-        (out / f"{run}{suffix}-{median[run]}.json.gz").replace(out / f"{run}{suffix}.json.gz")
+    for run, times in windows.items():
+        median = times.index(statistics.median_low(times[1:]), 1)
+        (out / f"{run}-{median}.json.gz").replace(out / f"{run}.json.gz")
         for i in range(1 + rounds):
-            (out / f"{run}{suffix}-{i}.json.gz").unlink(missing_ok=True)
-    return {run: out / f"{run}{suffix}.json.gz" for run in RUNS}
-
-
-def _gather(files: TraceFiles, world: int) -> TraceFiles:
-    """On rank 0, the devices of all ranks, without the lanes of other ranks. On other ranks, `files`."""
-    if world == 1:
-        return files
-    gathered: list[list[TracedDevice]] | None = [[] for _ in range(world)] if dist.get_rank() == 0 else None
-    dist.gather_object([replace(device, lanes=None) for device in files.devices], gathered)
-    if gathered is None:
-        return files
-    devices = [*files.devices, *(device for devices in gathered[1:] for device in devices)]
-    return compare_devices(devices)
+            (out / f"{run}-{i}.json.gz").unlink(missing_ok=True)
+    return {run: out / f"{run}.json.gz" for run in RUNS}

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from ...overlap.labels import letter_of
+from .collectives import group_name
 from .communication import NAMES, Names
 from .trace import DeviceEvent, HostEvent, Trace, innermost
 from .windows import is_step
@@ -70,8 +71,7 @@ class Phases:
         if self._names.kind_of(event) != "comm":
             return "", ""
         if (collective := event.collective) is not None:
-            named = collective.description if collective.description not in ("", "undefined") else collective.group
-            return collective.name, named
+            return collective.name, group_name(collective)
         return (event.name, "") if event.category == "transfer" else ("", "")
 
     def _find_owners(self, trace: Trace) -> _Found:

@@ -23,7 +23,7 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
     """Return the mean measured cost of each kind of action on each stage.
 
     With means, the computation time of the simulation equals that of the recording. If a stage has no action of a kind,
-    its cost is the mean of the other stages. In a schedule of pairs only, F is a third of FB and B two thirds.
+    its cost is the mean of the other stages.
     The pairs of a stage save the mean of what all pairs with this stage save, but a pair is never shorter than its
     longer member alone, which may have been one of the first actions, and slow. W is None (half of B) if no weight
     gradient was measured alone.
@@ -43,16 +43,12 @@ def measured_costs(schedule: Schedule, spans: Iterable[Span]) -> Costs:
         at["B"][stage] = at["I"][stage] + at["W"][stage]
     stages = range(schedule.num_stages)
 
-    def every(kind: str, otherwise: float | None) -> tuple[float, ...] | None:
-        if not at[kind] and otherwise is None:
-            return None
-        mean = statistics.mean(at[kind].values()) if at[kind] else otherwise
-        return tuple(at[kind].get(stage, mean) for stage in stages)  # type: ignore[misc]
+    def every(kind: str) -> tuple[float, ...] | None:
+        mean = statistics.mean(at[kind].values()) if at[kind] else None
+        return None if mean is None else tuple(at[kind].get(stage, mean) for stage in stages)
 
-    pair = statistics.mean(duration for *_, duration in pairs) if pairs else None
-    forwards, backwards = every("F", pair and pair / 3), every("B", pair and pair * 2 / 3)
-    assert forwards and backwards, "a schedule has forwards and backwards, alone or in pairs"
-    weights = every("W", None)
+    forwards, backwards, weights = map(every, "FBW")
+    assert forwards and backwards, "a schedule has forwards and backwards alone: those before the first pair"
     if weights:
         weights = tuple(min(w, 0.9 * b) for w, b in zip(weights, backwards, strict=True))
     saved: dict[int, list[float]] = defaultdict(list)
@@ -99,30 +95,13 @@ class RecordedPipeline:
         return simulate(self.schedule, self.costs)
 
 
-@dataclass(frozen=True)
-class StepBreakdown:
-    """The parts of one rank's step time, in milliseconds. `step` is the sum of forward, backward, weights, pairs,
-    bubble, gradients, optimizer and rest."""
+def step_breakdowns(pipeline: RecordedPipeline) -> list[dict[str, float]]:
+    """Return the parts of the typical step's time on each rank, in milliseconds.
 
-    step: float
-    """From the earliest start to the latest end on any rank."""
-    forward: float
-    backward: float
-    weights: float
-    pairs: float
-    bubble: float
-    gradients: float
-    """The part after all ranks have finished the pipeline."""
-    optimizer: float
-    rest: float
-    """Data loading, metrics, and Python before and after the pipeline."""
-    waiting: float
-    """Time without computation inside forward, backward, weights and pairs."""
-    predicted_bubble: float
-
-
-def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
-    """Return the parts of the typical step's time on each rank."""
+    step is from the earliest start to the latest end on any rank. It is the sum of forward, backward, weights, pairs,
+    bubble, gradients, optimizer (both after all ranks have finished the pipeline) and rest: data loading, metrics, and
+    Python. waiting is the time without computation inside forward, backward, weights and pairs.
+    """
     index, predicted = pipeline.typical, pipeline.predicted
     timeline = pipeline.timeline(index)
     same = [steps[index] for steps in pipeline.steps]
@@ -130,15 +109,15 @@ def step_breakdowns(pipeline: RecordedPipeline) -> tuple[StepBreakdown, ...]:
     end = max(step.spans[-1].end for step in same)
     found = []
     for rank, step in enumerate(same):
-        sums = dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
+        sums: dict[str, float] = dict.fromkeys(("forward", "backward", "weights", "pairs"), 0.0)
         for span in timeline.spans[rank]:
             sums[_column(span.action)] += span.duration
-        parts = {part: _after(step.parts.get(part), end) for part in STEP_PARTS}
-        bubble, predicted_bubble = timeline.bubble[rank], predicted.bubble[rank]
-        rest = whole - bubble - sum(sums.values()) - sum(parts.values())
-        idle = {"waiting": step.waiting / 1e3, "bubble": bubble, "predicted_bubble": predicted_bubble}
-        found.append(StepBreakdown(step=whole, rest=rest, **idle, **sums, **parts))
-    return tuple(found)
+        sums["bubble"] = timeline.bubble[rank]
+        sums |= {part: _after(step.parts.get(part), end) for part in STEP_PARTS}
+        rest = whole - sum(sums.values())
+        idle = {"waiting": step.waiting / 1e3, "predicted_bubble": predicted.bubble[rank]}
+        found.append({"step": whole, **sums, "rest": rest, **idle})
+    return found
 
 
 def _after(extent: tuple[float, float] | None, moment: float) -> float:

@@ -12,22 +12,17 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ...data import strict_json
-from ...messages import plural
+from ...messages import plural, printable
 from ...overlap.labels import STEP
 from ...training.extensions import Extension, Update
-from . import NAMES, read_trace
 from .capture import capture, synchronize
-from .files import TracedDevice, TraceFiles, analyze_devices, compare_devices
-from .host import host_as_device
 from .pipeline import RecordedPipeline
-from .reports.overlap import compare_ranks
-from .reports.pipeline import pipeline_objects, pipeline_text, rank_name
-from .steps import Step, only_expert_transfers, recorded_steps
+from .reading import read_trace
+from .reports.pipeline import pipeline_objects, pipeline_text
+from .steps import Step, recorded_steps
 
 WARM_UP = 2
 """Number of steps before the first recorded step."""
-
-RankPart = tuple[list[Step], TracedDevice]
 
 
 def profiled_steps(trainer: Any) -> Extension | None:
@@ -103,7 +98,7 @@ class ProfiledSteps(Extension):
         """
         own = None
         with self._no_failure():
-            own = self._own_part() if not self._error else None
+            own = self._own_steps() if not self._error else None
         ranks = [(own, "")] * dist.get_world_size() if self.layout.rank == 0 else None
         dist.gather_object((own, self._error), ranks, dst=0)
         if ranks is None:
@@ -115,36 +110,19 @@ class ProfiledSteps(Extension):
                 text = self._report(parts)
         return text or f"no profile: {'; '.join(errors or [self._error])}"
 
-    def _own_part(self) -> RankPart:
-        """This rank's steps and analyzed device."""
-        trace = host_as_device(read_trace(self.path), NAMES)
-        steps = recorded_steps(trace, self.schedule.actions[self.layout.pp_rank], self._barrier_us)
-        found = analyze_devices(self.path, only_expert_transfers(trace), pictures=False)
-        device = max(found, key=lambda device: device.analysis.compute_us)  # a few kernels may run on other devices
-        return steps, device
+    def _own_steps(self) -> list[Step]:
+        return recorded_steps(read_trace(self.path), self.schedule.actions[self.layout.pp_rank], self._barrier_us)
 
-    def _report(self, ranks: list[RankPart]) -> str:
-        """Write the report, and return it as text."""
-        steps, devices = (list(column) for column in zip(*ranks, strict=True))
+    def _report(self, steps: list[list[Step]]) -> str:
+        """Write the report, and return it as text. steps: of each rank."""
         layout = self.layout
         pipelines = [
             RecordedPipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
             for d in range(layout.dp)
         ]
-        groups = [compare_devices(devices[first : first + layout.ep]) for first in range(0, len(devices), layout.ep)]
-        files = TraceFiles(
-            [device for group in groups for device in group.devices],
-            [comparison for group in groups for comparison in group.comparisons],
-        )
-        names = [rank_name(rank // layout.dp, rank % layout.dp, layout.dp) for rank in range(len(devices))]
-        overlap = [
-            {"rank": rank, "waited_us": skew.waited_us, **device.analysis.as_object()}
-            for rank, (device, skew) in enumerate(zip(files.devices, files.skews, strict=True))
-        ]
-        report = {"pipelines": pipeline_objects(pipelines), "overlap": overlap}
+        report = {"pipelines": pipeline_objects(pipelines)}
         (self.folder / "report.json").write_text(strict_json.write(report, indent=1) + "\n")
-        written = [*(device.path.name for device in devices), "report.json"]
-        parts = [f"{plural(len(self.recorded), 'step')} recorded. The step of median length:", pipeline_text(pipelines)]
-        if layout.ep > 1:
-            parts += ["communication between experts, in all recorded steps:", compare_ranks(files, names)]
-        return "\n\n".join([*parts, f"in {self.folder}: {', '.join(written)}"])
+        return (
+            f"{plural(len(self.recorded), 'step')} recorded. The step of median length:\n\n{pipeline_text(pipelines)}"
+            f"\n\ncommunication, and what else costs time: moe-dualpipe profile analyze {printable(self.folder)}"
+        )

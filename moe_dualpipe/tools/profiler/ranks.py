@@ -1,29 +1,22 @@
-"""Compare the traces of several ranks: how long each waited for the others, and the offsets between their clocks.
+"""Compare the traces of several ranks: the offsets between their clocks, and which collectives are the same.
 
 A collective ends on all ranks at the same moment, after the last rank has joined. So it is shortest on the last rank to
 join; on other ranks, the extra time is waiting time. This needs no common clock. The ends give the offsets between the
-clocks. Which collectives are the same is found in matching.py, by process group.
+clocks of different hosts. Which collectives are the same is found in matching.py, by process group.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from math import inf
+
+import numpy as np
 
 from ...messages import list_ranks, plural
-from .clocks import Clock, common_clock
-from .matching import Group, Meeting, RankTransfers, match_collectives
+from .account import WAITING, Entry
+from .matching import Meeting, RankTransfers, match_collectives
 
 _MEET = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class RankSkew:
-    """One rank compared with the others, in microseconds. None: unknown."""
-
-    waited_us: float | None
-    """Total time by which its collectives were longer than those of the last rank to join."""
-    shift_us: float | None
-    """Start of its first event minus the start of rank 0's first event, on the clock of rank 0."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +26,10 @@ class Comparison:
     ranks: Sequence[RankTransfers]
     meetings: Sequence[Meeting]
     """The same collectives on several ranks."""
-    clocks: Sequence[Clock]
+    shifts_us: Sequence[float | None]
+    """Start of each rank's first event minus the start of rank 0's first event, on one clock. None: unknown."""
     problems: Sequence[str]
     """Groups whose collectives could not be compared, each with the reason."""
-
-    @property
-    def skews(self) -> tuple[RankSkew, ...]:
-        """The skew of each rank."""
-        waited: dict[int, float] = {}
-        for meeting in self.meetings:
-            for member, time in zip(meeting.members, meeting.waited_us, strict=True):
-                waited[member] = waited.get(member, 0.0) + time
-        shifts = [None if clock.root else clock.shift_us for clock in self.clocks]
-        if len(shifts) > 1 and all(shift is None for shift in shifts[1:]):
-            shifts[0] = None  # there is nothing to compare it with
-        return tuple(RankSkew(waited.get(i), shift) for i, shift in enumerate(shifts))
 
     @property
     def missing(self) -> list[int]:
@@ -57,30 +39,14 @@ class Comparison:
 
     @property
     def sentences(self) -> list[str]:
-        """What could not be compared, and why."""
-        missing = self.missing_text if len(self.ranks) > 1 else ""
-        return [*(f"Not compared: {problem}." for problem in self.problems), *([missing] if missing else [])]
-
-    @property
-    def missing_text(self) -> str:
-        """A sentence about ranks without a trace, or ""."""
-        missing = self.missing
-        if not missing:
-            return ""
-        shown = f" ({list_ranks(missing)})" if len(missing) <= 8 else ""
-        size = max(rank.world_size or 0 for rank in self.ranks)
-        return (
-            f"{len(missing):,} of {plural(size, 'rank')} have no trace here{shown}: "
-            "waits for them count as communication."
-        )
-
-    @cached_property
-    def joined(self) -> list[dict[int, Meeting]]:
-        """The meetings of each rank, by the position of its event in its `transfers`."""
-        found: list[dict[int, Meeting]] = [{} for _ in self.ranks]
-        for meeting in self.meetings:
-            for member, index in zip(meeting.members, meeting.indices, strict=True):
-                found[member][index] = meeting
+        """What could not be compared, and why, and which ranks have no trace."""
+        found, missing = [f"Not compared: {problem}." for problem in self.problems], self.missing
+        if missing and len(self.ranks) > 1:
+            shown = f" ({list_ranks(missing)})" if len(missing) <= 8 else ""
+            size = plural(max(rank.world_size or 0 for rank in self.ranks), "rank")
+            found.append(
+                f"{len(missing):,} of {size} have no trace here{shown}: waits for them count as communication."
+            )
         return found
 
 
@@ -91,33 +57,69 @@ def compare_traces(ranks: Sequence[RankTransfers]) -> Comparison:
     exact enough to require this of all meetings.
     """
     matches = match_collectives(ranks)
-    problems = [*matches.problems]
-    groups = dict(matches.by_group)
-    while True:
-        meetings = [meeting for found in groups.values() for meeting in found]
-        clocks = common_clock(ranks, meetings)
-        apart = _worst(ranks, groups, clocks)
-        if apart is None:
-            return Comparison(ranks, meetings, clocks, problems)
-        del groups[apart]
-        problems.append(f"{apart}: collectives that should be the same do not overlap in time")
+    problems, meetings = [*matches.problems], list[Meeting]()
+    for group, found in matches.by_group.items():
+        if _share_that_meets(ranks, found) < _MEET:
+            problems.append(f"{group}: collectives that should be the same do not overlap in time")
+        else:
+            meetings += found
+    offsets = clock_offsets(ranks, meetings)
+    starts = [rank.start_us - offsets[i] if i in offsets else None for i, rank in enumerate(ranks)]
+    first = starts[0] if len(ranks) == 1 or any(start is not None for start in starts[1:]) else None
+    shifts = [None if start is None or first is None else start - first for start in starts]
+    return Comparison(ranks, meetings, shifts, problems)
 
 
-def _worst(
-    ranks: Sequence[RankTransfers], groups: Mapping[Group, Sequence[Meeting]], clocks: Sequence[Clock]
-) -> Group | None:
-    """The group with the smallest share of meetings at which all ranks are inside, if that is too small."""
-    shares = {group: _share_that_meets(ranks, meetings, clocks) for group, meetings in groups.items()}
-    group = min(shares, key=lambda group: shares[group], default=None)
-    return group if group is not None and shares[group] < _MEET else None
+def clock_offsets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], root: int = 0) -> dict[int, float]:
+    """How far each rank's clock is ahead of that of `root`, for all ranks that anything connects to it.
 
-
-def _share_that_meets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], clocks: Sequence[Clock]) -> float:
-    """The members of a meeting always have a common clock: the meeting itself connects them."""
-    met = 0
+    Ranks on one host share a clock. Between hosts, the ends of the same collectives tell: their median.
+    """
+    hosts: dict[str, dict[int, float]] = defaultdict(dict)
+    for position, rank in enumerate(ranks):
+        hosts[rank.host or str(position)][position] = -rank.base_us
+    ends: dict[tuple[int, ...], list[list[float]]] = defaultdict(list)
     for meeting in meetings:
-        own = [(clocks[member], ranks[member].start_us) for member in meeting.members]
-        starts = [clock.at(e.start - zero) for (clock, zero), e in zip(own, meeting.events, strict=True)]
-        ends = [clock.at(e.end - zero) for (clock, zero), e in zip(own, meeting.events, strict=True)]
-        met += max(starts) <= min(ends)
+        ends[meeting.members].append([event.end for event in meeting.events])
+    links: list[Mapping[int, float]] = [*hosts.values()]
+    for members, ends_nM in ends.items():
+        apart_nM = np.array(ends_nM) - np.array(ends_nM)[:, :1]
+        links.append(dict(zip(members, np.median(apart_nM, axis=0).tolist(), strict=True)))
+    known, before = {root: 0.0}, 0
+    while len(known) > before:
+        before = len(known)
+        for link in links:
+            if (shared := next((member for member in link if member in known), None)) is not None:
+                own = known[shared] - link[shared]
+                known = {member: own + offset for member, offset in link.items()} | known
+    return known
+
+
+def _share_that_meets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting]) -> float:
+    """The share of the meetings of one group in which there is a moment when all ranks are inside."""
+    offsets, met = clock_offsets(ranks, meetings, meetings[0].members[0]), 0
+    for meeting in meetings:
+        own = [(event, offsets.get(member, 0.0)) for member, event in zip(meeting.members, meeting.events, strict=True)]
+        met += max(event.start - offset for event, offset in own) <= min(event.end - offset for event, offset in own)
     return met / len(meetings)
+
+
+def waits_for_ranks(comparison: Comparison, names: Sequence[str]) -> list[list[Entry]]:
+    """For each rank, the times in which a collective waited for the last rank to join. names: of the ranks."""
+    waits: list[list[Entry]] = [[] for _ in comparison.ranks]
+    for meeting in comparison.meetings:
+        for member, event in zip(meeting.members, meeting.events, strict=True):
+            if member != meeting.last:
+                waits[member].append(Entry(event.start, event.end - meeting.shortest_us, WAITING, names[meeting.last]))
+    return [_in_turn(sorted(own, key=lambda wait: wait.start_us)) for own in waits]
+
+
+def _in_turn(waits: Sequence[Entry]) -> list[Entry]:
+    """Cut waits at the end of the one before."""
+    found, reach = list[Entry](), -inf
+    for wait in waits:
+        start = max(wait.start_us, reach)
+        if wait.end_us > start:
+            found.append(Entry(start, wait.end_us, wait.kind, wait.detail))
+            reach = wait.end_us
+    return found

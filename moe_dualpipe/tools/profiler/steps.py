@@ -6,10 +6,10 @@ microseconds.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
-from ...overlap.labels import STEP_PARTS, is_for_experts, step_number
+from ...overlap.labels import STEP_PARTS, step_number
 from ...schedule.actions import Action
 from ...schedule.walk import Span
 from .communication import NAMES
@@ -46,7 +46,7 @@ def recorded_steps(trace: Trace, actions: Sequence[Action], since_us: float = 0.
     for event in trace.device_events:
         if event.correlation in around:
             launched[around[event.correlation]].append(event)
-    steps = []
+    steps, by = [], trace.base_us - since_us
     found = (event for event in trace.annotations if step_number(event.name) is not None)
     for step in sorted(found, key=lambda event: event.start):
         inside = sorted((a for a in annotations if step.start <= a.start < step.end), key=lambda a: a.start)
@@ -56,10 +56,10 @@ def recorded_steps(trace: Trace, actions: Sequence[Action], since_us: float = 0.
         extents = _in_turns(map(_extent, computed.values()))
         compute = union(intervals_of(event for events in computed.values() for event in events))
         waiting = union_length(union(as_intervals(extents))) - union_length(compute)
-        spans = tuple(Span(action, *extent) for action, extent in zip(actions, extents, strict=True))
-        parts = {a.name: _extent(launched[a]) for a in inside if a.name in STEP_PARTS and launched[a]}
-        recorded = Step(step_number(step.name) or 0, step.start, step.end, spans, waiting, parts)
-        steps.append(_shifted(recorded, trace.base_us - since_us))
+        spans = (Span(action, a + by, b + by) for action, (a, b) in zip(actions, extents, strict=True))
+        ends = {a.name: _extent(launched[a]) for a in inside if a.name in STEP_PARTS and launched[a]}
+        parts = {part: (start + by, end + by) for part, (start, end) in ends.items()}
+        steps.append(Step(step_number(step.name) or 0, step.start + by, step.end + by, tuple(spans), waiting, parts))
     return steps
 
 
@@ -76,24 +76,3 @@ def _in_turns(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float
         free = max(start, end)
         turns.append((start, free))
     return turns
-
-
-def only_expert_transfers(trace: Trace) -> Trace:
-    """Return the trace without communication other than dispatch and combine.
-
-    A pipeline transfer starts when one rank is ready and ends after the other one is: it measures the schedule, not the
-    overlap.
-    """
-    trace = host_as_device(trace, NAMES)
-
-    def wanted(event: DeviceEvent) -> bool:
-        annotation = trace.annotation_of(event)
-        return NAMES.kind_of(event) != "comm" or (annotation is not None and is_for_experts(annotation.name))
-
-    return replace(trace, device_events=[event for event in trace.device_events if wanted(event)])
-
-
-def _shifted(step: Step, by: float) -> Step:
-    spans = tuple(Span(span.action, span.start + by, span.end + by) for span in step.spans)
-    parts = {part: (start + by, end + by) for part, (start, end) in step.parts.items()}
-    return replace(step, start=step.start + by, end=step.end + by, spans=spans, parts=parts)

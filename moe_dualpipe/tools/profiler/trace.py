@@ -3,7 +3,7 @@
 The package `reading` fills them from files. Only the fields that the analysis needs are kept.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,15 +93,6 @@ class StreamWait(NamedTuple):
     """Correlation id of the call that queued the wait."""
 
 
-class MemoryPoint(NamedTuple):
-    """The memory of the caching allocator of one device after an allocation or a release, in bytes."""
-
-    time_us: float
-    device: str
-    allocated: int
-    reserved: int
-
-
 @dataclass
 class Trace:
     """The contents of one file."""
@@ -134,20 +125,17 @@ class Trace:
     syncs: list[SyncCall] = field(default_factory=list)
     """Calls in which the host waits for the device, also in `launches`."""
     stream_waits: list[StreamWait] = field(default_factory=list)
-    memory: list[MemoryPoint] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Global ranks of each process group, by its name."""
     world_size: int | None = None
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Number of events that were left out, by reason."""
-    repaired: Counter[str] = field(default_factory=Counter)
-    """Number of damaged events that were read nevertheless, by kind of damage."""
+    skipped: int = 0
+    """Number of damaged events that were left out."""
+    repaired: int = 0
+    """Number of damaged events that were read nevertheless."""
     notes: list[str] = field(default_factory=list)
     """What else is wrong with the file, such as "its gzip data is damaged"."""
     queues: int | None = None
     """CUDA_DEVICE_MAX_CONNECTIONS, if it is recorded."""
-    source: str = "kineto"
-    """What wrote the file: "kineto" or "nsys"."""
 
     def launch_of(self, event: DeviceEvent) -> HostEvent | None:
         """The launch of `event`, if it is recorded."""

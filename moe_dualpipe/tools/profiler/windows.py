@@ -4,9 +4,8 @@ Annotations of steps, such as "ProfilerStep#5", are on the host, which runs ahea
 lasts from its first computation to that of the next step, on the stream that computes most. A transfer belongs to the
 step that launched it, other work to the step in which it starts. Work is not cut in two.
 
-By default, start-up is left out: what comes before the first step or is launched after the last one, and the first
-step if it takes more than START_UP times as long as any other, of which there must be at least two. A recording of a
-single step is analyzed as a whole.
+By default, what comes before the first step or is launched after the last one is left out. A recording of a single step
+is analyzed as a whole.
 """
 
 import re
@@ -22,21 +21,12 @@ from ...messages import plural, quoted
 from .communication import Names
 from .trace import DeviceEvent, HostEvent, Trace
 
-START_UP = 1.5
 _CLOCK = 1.0  # microseconds
 _NAME = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _])?step|iter(?:ation)?)[ _#:=*]*(\d{1,9})$", re.IGNORECASE)
 _RANGE = re.compile(r"(\d{0,9}):(\d{0,9})|(\d{1,9})")
 
 Choice = range | Literal["all", "default"]
-"""Numbers of steps. all: everything, also what is outside of steps. default: without start-up."""
-
-
-class StepSpan(NamedTuple):
-    """A step on a device, from its first computation to that of the next one, in microseconds of the trace."""
-
-    step: int
-    start: float
-    end: float
+"""Numbers of steps. all: everything, also what is outside of steps. default: all steps."""
 
 
 class DeviceStep(NamedTuple):
@@ -56,15 +46,8 @@ class Window(NamedTuple):
     trace: Trace
     steps: Sequence[DeviceStep]
     """The steps that are analyzed; () if none are recorded."""
-    has_outside: bool
-    """Work outside of steps is analyzed, too."""
     left_out: str = ""
     """What is analyzed and what is left out; "" if nothing is."""
-
-    @property
-    def numbers(self) -> range | None:
-        """From the first to the last number."""
-        return range(self.steps[0].number, self.steps[-1].number + 1) if self.steps else None
 
 
 def is_step(name: str) -> bool:
@@ -86,11 +69,10 @@ def parse_steps(text: str | None) -> Choice:
     return chosen
 
 
-def window_of(trace: Trace, device: str, choice: Choice, names: Names, like: range | None = None) -> Window:
+def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> Window:
     """Return the part of a trace that is analyzed on one device. `trace` comes from `host_as_device`.
 
-    like: the default for devices with these steps, so that all ranks leave out the same ones. Raises ValueError if
-    steps are chosen that are not recorded.
+    Raises ValueError if steps are chosen that are not recorded.
     """
     events = [event for event in trace.device_events if event.device == device]
     steps = _device_steps(trace, events, names)
@@ -99,39 +81,17 @@ def window_of(trace: Trace, device: str, choice: Choice, names: Names, like: ran
             "--steps: no steps are recorded: call step() of torch.profiler, or annotate each step, such as 'step 3'"
         )
     if choice == "all" or not steps or (choice == "default" and len(steps) == 1):
-        return Window(replace(trace, device_events=events), steps, True)
-    last = max(event.end for event in events)
-    if choice == "default":
-        chosen, share = _without_start_up(steps, last, like)
-    else:
-        chosen, share = [step for step in steps if step.number in choice], 0.0
+        return Window(replace(trace, device_events=events), steps)
+    chosen = steps if choice == "default" else [step for step in steps if step.number in choice]
     if not chosen:
         raise ValueError(f"--steps: no work of device {device} is in these steps; recorded: {_span(steps)}")
     kept = [event for event in events if _belongs(event, trace, chosen, names)]
+    outside = plural(len(events) - len(kept), "event")
+    said = f"analyzed: {_span(chosen)} of {_span(steps)}"
+    if choice == "default":
+        said = f"analyzed: {_span(chosen)}, without {outside} outside of the steps (--steps all includes them)"
     within = _host_part(replace(trace, device_events=kept), chosen)
-    if len(kept) == len(events):
-        return Window(within, chosen, False)
-    what = f"analyzed: {_span(chosen)}"
-    if choice != "default":
-        return Window(within, chosen, False, f"{what} of {_span(steps)}")
-    without = [_span(part) for part in (steps[: steps.index(chosen[0])], steps[steps.index(chosen[-1]) + 1 :]) if part]
-    without[:1] = [
-        f"{text}, which took {share:.1f} times as long as any other" if share else text for text in without[:1]
-    ]
-    outside = sum(not _belongs(event, trace, steps, names) for event in events)
-    without += [f"{plural(outside, 'event')} outside of the steps"] if outside else []
-    return Window(within, chosen, False, f"{what}, without {' and '.join(without)} (--steps all includes them)")
-
-
-def step_spans(window: Window) -> tuple[StepSpan, ...]:
-    """Return when each step was. Together they are the window, if nothing outside of steps is in it."""
-    first = min((event.start for event in window.trace.device_events), default=0.0)
-    last = max((event.end for event in window.trace.device_events), default=0.0)
-    edges = [(step.start, last if step.end == inf else step.end) for step in window.steps]
-    if edges and not window.has_outside:  # transfers can start before their step and end after it
-        edges[0] = (first, edges[0][1])
-        edges[-1] = (edges[-1][0], max(edges[-1][1], last))
-    return tuple(StepSpan(step.number, *edge) for step, edge in zip(window.steps, edges, strict=True))
+    return Window(within, chosen, said if len(kept) < len(events) else "")
 
 
 def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostEvent]]:
@@ -172,18 +132,6 @@ def _device_steps(trace: Trace, events: Sequence[DeviceEvent], names: Names) -> 
     ]
 
 
-def _without_start_up(
-    steps: Sequence[DeviceStep], last: float, like: range | None
-) -> tuple[Sequence[DeviceStep], float]:
-    """The steps without the first one if it is much longer than any other, and how many times as long it is, or 0."""
-    if like and {like[0], like[-1]} <= {step.number for step in steps}:
-        return [step for step in steps if step.number in like], 0.0
-    first, *others = (min(step.end, last) - step.start for step in steps)
-    if len(others) >= 2 and first > START_UP * max(others):
-        return steps[1:], first / max(others)
-    return steps, 0.0
-
-
 def _belongs(event: DeviceEvent, trace: Trace, steps: Sequence[DeviceStep], names: Names) -> bool:
     launch = trace.launch_of(event)
     if launch is not None and names.kind_of(event) == "comm":
@@ -208,7 +156,6 @@ def _host_part(trace: Trace, steps: Sequence[DeviceStep]) -> Trace:
         steps=[step for step in trace.steps if first <= step.start < last],
         syncs=[call for call in trace.syncs if first <= call.start < last],
         stream_waits=[wait for wait in trace.stream_waits if first <= wait.time_us < last],
-        memory=[point for point in trace.memory if first <= point.time_us < last],
     )  # fmt: skip
 
 

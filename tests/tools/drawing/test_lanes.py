@@ -1,7 +1,6 @@
-"""Lanes as an image: bars and names at their places, and a legend of the colors drawn."""
+"""Lanes as an image: pixels and names at their places, and a legend of the colors drawn."""
 
 import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,24 +9,26 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.drawing.timeline_boxes import LABELS
-from moe_dualpipe.tools.profiler.intervals import difference, union, union_length
 from moe_dualpipe.tools.profiler.pictures.lanes import MAX_PICTURES, save_lanes
-from moe_dualpipe.tools.profiler.pictures.lanes_image import _LANE_HEIGHTS, _PIXELS, lanes_figure
-from moe_dualpipe.tools.profiler.pictures.palette import EXPOSED, HIDDEN, STYLES
-from moe_dualpipe.tools.profiler.pictures.picture import Picture
-from tests.support.lanes import Work, lanes_of
+from moe_dualpipe.tools.profiler.pictures.lanes_image import COLORS, COPIES, EXPOSED, HIDDEN, PIXELS, lanes_figure
+from moe_dualpipe.tools.profiler.pictures.picture import runs
+from tests.support.pictures import picture
 from tests.support.traces import annotation, kernel, launch, write
 
 pytest.importorskip("matplotlib")
 
+STYLES = {"gemm": "GEMM", "vectorized_elementwise_kernel": "elementwise", "odd": "other", "ncclA": HIDDEN,
+          "Memcpy HtoD": COPIES}  # fmt: skip
+TRANSFER, COPY = "ncclA", "Memcpy HtoD"
 
-def picture(*works, shift=0.0, title=""):
-    return Picture(title, lanes_of(*works), shift)
 
+def pixels(shown):
+    """The label of the color of each pixel of each row, "" for none, and its opacity."""
+    from matplotlib.colors import to_hex
 
-def phases(*works):
-    """A picture of phases: (name, start, end) in milliseconds."""
-    return picture(*(Work("k", a * 1e3, b * 1e3, phase=n) for n, a, b in works), title="title")
+    labels = {color: label for label, color in COLORS.items()}
+    rows = [image.get_array()[0] for image in lanes_figure([shown]).axes[0].images]
+    return [[(labels[to_hex(pixel[:3])], pixel[3]) if pixel[3] else ("", 0) for pixel in row] for row in rows]
 
 
 def texts(tmp_path, *pictures):
@@ -36,124 +37,83 @@ def texts(tmp_path, *pictures):
     return re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "lanes.svg").read_text())
 
 
-def panel(*works, shift=0.0):
-    return lanes_figure([picture(*works, shift=shift)]).axes[0]
-
-
-def bars(axes, color):
-    """The bars of a color: (start, end, height of the bar in heights of its row)."""
-    from matplotlib.colors import to_hex
-
-    colored = [group for group in axes.collections if [to_hex(ink) for ink in group.get_facecolor()] == [color]]
-    extents = [path.get_extents() for group in colored for path in group.get_paths()]
-    return [(box.x0 * 1e3, box.x1 * 1e3, box.height / _LANE_HEIGHTS[0]) for box in extents]
-
-
-def color_of(label):
-    return next(style.color for style in STYLES if style.label == label)
-
-
 @settings(max_examples=15, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from("gam"), st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=9),
+    st.lists(st.tuples(st.sampled_from([*STYLES]), st.integers(0, 1000), st.integers(1, 190)), max_size=9),
     st.integers(0, 5),
-)
-def test_bars_cover_the_time_of_their_work(drawn, shift):
-    """In a time axis of at most 75 us, a pixel is 0.0625 us. Exposed communication is drawn over hidden one."""
-    kinds = {"g": ("GEMM", 0), "a": ("elementwise", 0), "m": ("communication", 1)}
-    works = [Work(what, a, a + length, kinds[what][1], category=kinds[what][0], row=int(what == "a"))
-             for what, a, length in drawn]  # fmt: skip
-    shown, axes = picture(*works, shift=float(shift)), panel(*works, shift=float(shift))
-    for label, chosen in (("GEMM", "g"), ("elementwise", "a"), (HIDDEN.label, "m")):
-        busy = union(np.array([(w.start, w.end) for w in works if w.name == chosen]).reshape(-1, 2)) + shift
-        drawn_bars = union(np.array([bar[:2] for bar in bars(axes, color_of(label))]).reshape(-1, 2))
-        apart = union_length(difference(busy, drawn_bars)) + union_length(difference(drawn_bars, busy))
-        assert apart <= 2 * len(busy) * shown.end_us / _PIXELS
-    exposed = [bar[:2] for bar in bars(axes, EXPOSED.color)]
-    assert exposed == [pytest.approx((a + shift, b + shift)) for a, b in shown.lanes.exposed.tolist()]
-
-
-def test_a_pixel_shows_the_style_with_the_most_time():
-    pairs = [("gemm", "GEMM", 0, 7), ("add", "elementwise", 7, 10)]
-    works = [Work(name, 10 * i + a, 10 * i + b, category=kind) for i in range(5000) for name, kind, a, b in pairs]
-    axes = panel(*works)
-    assert [bar[:2] for bar in bars(axes, color_of("GEMM"))] == [pytest.approx((0, 50_000))]
-    assert not bars(axes, color_of("elementwise"))
-
-
-def test_many_short_exposures_are_as_high_as_their_share():
-    """A quarter of many transfers is exposed: a quarter of the row is red. A long exposed one is as high as the row."""
-    kernels = [Work("gemm", 10 * i, 10 * i + 7.5) for i in range(5000)]
-    transfers = [Work("nccl", 10 * i, 10 * i + 10, lane=1) for i in range(5000)]
-    axes = panel(*kernels, *transfers, Work("nccl", 60_000, 70_000, lane=1))
-    assert bars(axes, EXPOSED.color) == [pytest.approx((7.5, 50_000, 0.25)), pytest.approx((60_000, 70_000, 1))]
-
-
-def test_labels_lie_inside_their_work():
-    generator = np.random.default_rng(0)
-    edges = np.concatenate([[0], np.cumsum(generator.integers(20, 60, 12))]) * 1.0
-    works = [(f"MWMW{i}", a, b) for i, (a, b) in enumerate(pairwise(edges.tolist()))]
-    figure = lanes_figure([phases(*works)])
-    figure.savefig("/dev/null", format="png", dpi=100)
-    (axes,) = figure.axes
-    boxes = [axes.transData.inverted().transform_bbox(text.get_window_extent()) for text in axes.texts]
-    assert len(boxes) > 8
-    assert all(any(a <= box.x0 and box.x1 <= b for _, a, b in works) for box in boxes)
-
-
-def test_colors_can_be_told_apart():
-    """Text has a contrast of at least 4.5 to 1 on its color (WCAG 2.1), and no two colors are equal."""
-
-    def luminance(color):
-        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    for style in STYLES:
-        low, high = sorted([luminance(style.color), luminance(style.ink)])
-        assert (high + 0.05) / (low + 0.05) >= 4.5, style
-    assert len({style.color for style in STYLES}) == len({style.label for style in STYLES}) == len(STYLES)
-
-
-OTHERS = (
-    Work("gemm", 0, 50), Work("add", 50, 60, category="elementwise"), Work("odd", 60, 70, category="unheard of"),
-    Work("ncclA", 40, 100, lane=1, category="communication"), Work("Memcpy", 80, 90, lane=2, category="copy"),
 )  # fmt: skip
-STRIP = Work("gemm", 0, 50, phase="mlp(F)"), Work("ncclA", 0, 100, lane=1, phase="combine(B)")
+def test_each_pixel_has_the_color_of_its_work(drawn, shift):
+    """A pixel is 1 us. Of several styles, the first of the legend is shown. Exposed transfers have a strip."""
+    works = [("gemm", PIXELS - shift - 5, PIXELS - shift), *((n, a, min(a + length, 1190)) for n, a, length in drawn)]
+    found = pixels(picture(*works, shift=float(shift)))
+    at = [{STYLES[name] for name, a, b in works if a + shift <= p < b + shift} for p in range(PIXELS)]
+    order, lanes = [*COLORS], [{"GEMM", "elementwise", "other"}, {HIDDEN}, {COPIES}]
+    expected = [[min(own & styles, key=order.index, default="") for styles in at] for own in lanes]
+    strip = [EXPOSED if styles == {HIDDEN} else "" for styles in at]
+    rows = [expected[0], *(expected[1:2] if any(expected[1]) else []), *([strip] if any(strip) else []),
+            *(expected[2:] if any(expected[2]) else [])]  # fmt: skip
+    assert [[label for label, _ in row] for row in found] == rows
 
 
-@pytest.mark.parametrize("shown,legend,lanes", [
-    (phases(("mlp(B)", 0, 900), ("attn(W)", 900, 999.5), ("mlp(F)", 999.5, 1000)), [LABELS["B"], LABELS["W"]], 1),
-    (phases(("mlp(I)", 0, 900), ("", 900, 1000)), [LABELS["I"], "other"], 1),
-    (picture(*OTHERS), ["GEMM", "elementwise", "other", HIDDEN.label, "copies", EXPOSED.label], 3),
-    (picture(*OTHERS[:3]), ["GEMM", "elementwise", "other"], 1),
-    (picture(Work("gemm", 0, 9), Work("ncclA", 2, 7, lane=1)), ["GEMM", HIDDEN.label], 2),
-    (picture(*STRIP), [LABELS["F"], LABELS["B"], EXPOSED.label], 2),
+def test_short_work_is_drawn_by_its_share():
+    """Of kernels shorter than a pixel, the most time counts. A quarter of each transfer is exposed."""
+    works = [work for at in range(0, 50_000, 10) for work in (
+        ("gemm", at, at + 5), ("vectorized_elementwise_kernel", at + 5, at + 7.5), (TRANSFER, at, at + 10, "", "9")
+    )]  # fmt: skip
+    computing, sending, strip = pixels(picture(*works))
+    assert {label for label, _ in computing} == {"GEMM"} and {label for label, _ in sending} == {HIDDEN}
+    assert np.mean([opacity for _, opacity in strip]) == pytest.approx(0.25)
+
+
+def test_runs_end_at_another_phase_a_gap_and_another_stream():
+    shown = picture(("a", 0, 9, "x"), ("b", 2, 4, "x"), ("b", 9, 10), ("b", 11, 12), ("c", 12, 13), ("a", 20, 21, "x"),
+                    ("a", 22, 23, "x", "9"))  # fmt: skip
+    expected = [(0, 9, "x"), (9, 12, "b"), (12, 13, "c"), (20, 21, "x"), (22, 23, "x")]
+    assert sorted(runs(shown.work, 3.0)) == expected and len([*runs(shown.work, 0.5)]) == 6
+    twice = picture(("a", 0, 4, "mlp(F)"), ("n", 1, 2, "attn(B)", "9"), ("b", 4, 9, "mlp(F)"))  # entered twice
+    assert sorted(runs(twice.work, 3.0)) == [(0, 4, "mlp(F)"), (1, 2, "attn(B)"), (4, 9, "mlp(F)")]
+
+
+def test_colors_can_be_told_apart_and_read():
+    """Black text has a contrast of at least 4.5 to 1 on all colors with text (WCAG 2.1). No two look alike (weighted
+    distance in RGB, https://www.compuphase.com/cmetric.htm)."""
+    parts = {label: np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) for label, color in COLORS.items()}
+    for label in {*parts} - {EXPOSED}:
+        linear = np.where(parts[label] <= 10, parts[label] / 3294.6, ((parts[label] / 255 + 0.055) / 1.055) ** 2.4)
+        assert (linear @ [0.2126, 0.7152, 0.0722] + 0.05) / 0.05 >= 4.5, label
+    together = [label for label in parts if label not in LABELS.values()]
+    for one, other in ((a, b) for a in together for b in together if a < b):
+        red = (parts[one][0] + parts[other][0]) / 512
+        assert (parts[one] - parts[other]) ** 2 @ [2 + red, 4, 3 - red] > 70**2, (one, other)
+
+
+LETTERS = ("gemm", 0, 50, "mlp(F)"), ("ncclA", 0, 100, "combine(B)", "9")
+
+
+@pytest.mark.parametrize("works,legend,lanes", [
+    ([("k", 0, 900, "mlp(B)"), ("k", 900, 999, "attn(W)")], [LABELS["B"], LABELS["W"]], 1),
+    ([("k", 0, 900, "mlp(I)"), ("k", 900, 999)], [LABELS["I"], "other"], 1),
+    ([(TRANSFER, 0, 9), (COPY, 0, 9), ("gemm", 0, 9)], ["GEMM", HIDDEN, COPIES], 3),
+    (LETTERS, [LABELS["F"], LABELS["B"], EXPOSED], 2),
 ])  # fmt: skip
-def test_the_legend_has_the_colors_that_can_be_seen_and_lanes_without_work_are_left_out(tmp_path, shown, legend, lanes):
-    found = texts(tmp_path, shown)
+def test_the_legend_has_the_colors_that_are_seen_and_lanes_without_work_are_left_out(tmp_path, works, legend, lanes):
+    found = texts(tmp_path, picture(*works))
     assert found[-len(legend) :] == legend
-    assert [text for text in found[: -len(legend)] if text in ("computation", "communication", "copies")] == [
-        "computation", "communication", "copies",
-    ][:lanes]  # fmt: skip
+    every = ["computation", "communication", "copies"]
+    assert [text for text in found[: -len(legend)] if text in every] == every[:lanes]
 
 
 @pytest.mark.parametrize("end,tick", [(2, "0.5 us"), (2e3, "0.5 ms"), (6e8, "200 s")])
-def test_times_have_a_unit_that_suits_them(tmp_path, end, tick):
-    assert tick in texts(tmp_path, picture(Work("gemm", 0, end)))
-
-
-def test_names_are_drawn_where_they_fit(tmp_path):
-    found = texts(tmp_path, phases(("mlp(B)", 0, 90), ("prepare dispatch(F)", 90, 100)))
-    assert found.count("mlp(B)") == 1 and "prepare dispatch(F)" not in found
-    assert sum(text.startswith("prep") and text.endswith("…") for text in found) == 1
-    unnamed = picture(Work("void at::native::elementwise_kernel<4, f>(int)", 0, 90), Work("gemm", 90, 100))
-    assert "elementwise_kernel" in texts(tmp_path, unnamed)
-    assert texts(tmp_path, picture(), phases(("a", 1, 2)))[-1] == "GEMM"
+def test_names_are_drawn_where_they_fit_and_times_have_a_unit(tmp_path, end, tick):
+    works = [("k", 0, 0.85 * end, "mlp(B)"), ("k", 0.85 * end, 0.94 * end, "prepare dispatch(F)"),
+             ("void at::native::elementwise_kernel<4, f>(int)", 0.98 * end, end)]  # fmt: skip
+    found = texts(tmp_path, picture(*works), picture(("void at::native::f<4>(int)", 0, end)))
+    assert tick in found and "mlp(B)" in found and "f" in found and "prepare dispatch(F)" not in found
+    assert sum(text.startswith("pre") and text.endswith("…") for text in found) == 1
 
 
 def test_at_most_eight_devices_are_drawn(tmp_path):
-    many = [phases(("mlp(F)", 0, 1)) for _ in range(MAX_PICTURES + 2)]
+    many = [picture(("k", 0, 1)) for _ in range(MAX_PICTURES + 2)]
     found = texts(tmp_path, *many)
     assert "2 more devices not drawn" in found and found.count("title") == MAX_PICTURES
     assert not any("not drawn" in text for text in texts(tmp_path, *many[:MAX_PICTURES]))

@@ -1,6 +1,5 @@
 """Text and figures show every action of a timeline at its time and in its color."""
 
-import io
 import re
 import xml.etree.ElementTree
 from collections import Counter
@@ -68,14 +67,13 @@ def test_text_has_every_box_once_in_bands_that_fit(timeline, width):
     bands = [float(line.split()[1]) for line in lines if line.startswith("time")]
     assert bands == sorted(set(bands)) and bands[0] == 0 and bands[-1] < timeline.makespan
     for rank, stages in enumerate(timeline.schedule.placement.stages):
-        own = [line[len(f"rank {rank}") :] for line in lines if line.startswith(f"rank {rank} ")]
+        own = [line[len(f"rank {rank}  ") :] for line in lines if line.startswith(f"rank {rank} ")]
         row, every = "".join(own), list(boxes(timeline, rank))
         letters = Counter(b.letter if b.stage == stages[0] else b.letter.lower() for b in every)
         assert len(own) == len(bands)
-        assert Counter(name[0] for name in named(" ".join(own))) == letters
+        assert Counter(name[0] for name in named(row)) == letters
         assert row.count("[") == row.count("]") == sum(box.framed for box in every) / 2
-        if len(bands) == 1:
-            assert Counter(int(name[1:]) for name in named(row)) == Counter(box.micro_batch for box in every)
+        assert Counter(int(name[1:]) for name in named(row)) == Counter(box.micro_batch for box in every)
 
 
 @pytest.mark.parametrize("timeline,expected", [
@@ -116,26 +114,18 @@ def test_text_of_a_timeline_that_starts_later_has_later_times():
 def test_text_of_actions_with_very_different_durations_stays_short():
     lines = timeline_text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80).splitlines()
     assert len(lines) < 250 and max(map(len, lines)) == 80
-    row = " ".join(line[8:] for line in lines if line.startswith("rank 1"))
+    row = "".join(line[8:] for line in lines if line.startswith("rank 1"))
     assert [name for name in named(row) if name[0] == "B"] == ["B0", "B1", "B2", "B3"]
 
 
 def test_format_of_numbers_and_ranges():
-    assert format_range((0.1 + 0.2, 0.3)) == "0.3"
-    assert format_range((11, 12, 13)) == "11 to 13"
-    assert format_range((39382712, 39382712)) == "39382712"
-    assert timeline_text(simulate(build("1f1b", 1, 1), COSTS)).startswith("1f1b: 1 rank, 1 stage, 1 micro-batch\n")
+    assert [format_range(values) for values in ((0.1 + 0.2, 0.3), (11, 12, 13), (39382712, 39382712))] == [
+        "0.3", "11 to 13", "39382712",
+    ]  # fmt: skip
     third = Fraction(1, 3)
     timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
     assert "step 4, bubble 0 per rank (0.0%)" in timeline_text(timeline)
     assert timeline_figure(timeline).axes[0].get_xlim() == (0, 4)
-
-
-def test_summary():
-    assert "bubble 11 to 13 per rank (8.6%)" in timeline_summary(simulate(build("dualpipe", 8, 20), COSTS))
-    assert timeline_summary(simulate(build("zb1p", 4, 8), Costs(2, 5, 2))) == (
-        "step 65, bubble 9 per rank (13.8%)\npeak: activations of 4 micro-batches, 4 deferred W, parameters of 1 stage"
-    )
 
 
 # ---- Figures ----
@@ -175,16 +165,6 @@ def test_numbers_in_a_figure_fit_into_their_boxes_or_are_left_out(size):
     assert widest < 2 * unit and figure.get_figwidth() <= 60 and bool(axes.texts) == (size[2] < 200)
 
 
-@pytest.mark.parametrize("size", [("dualpipe", 4, 10), ("1f1b", 2, 3), ("zbv", 8, 20)], ids=str)
-def test_the_legend_lies_inside_the_figure_and_beside_the_label_of_the_axis(size):
-    figure = timeline_figure(simulate(build(*size), COSTS))
-    figure.draw_without_rendering()
-    axes: Any = figure.axes[0]
-    legend, label = axes.get_legend().get_window_extent(), axes.xaxis.label.get_window_extent()
-    assert legend.x0 >= 0 and legend.x1 <= figure.bbox.x1 and legend.y0 >= 0
-    assert not legend.overlaps(label)
-
-
 def test_titles_labels_and_legend_of_a_figure():
     axes: Any = timeline_figure(shifted(PAIR, 100)).axes[0]
     title = [timeline_text(PAIR, 80).splitlines()[0], *timeline_summary(PAIR).splitlines()]
@@ -205,17 +185,6 @@ def test_each_further_stage_is_paler():
     white = 1 - axes.collections[0].get_facecolors()[:3, :3]
     assert white[1] == pytest.approx(white[0] * 0.75, abs=0.005)
     assert white[2] == pytest.approx(white[0] * 0.5, abs=0.005)
-
-
-def test_a_long_busy_figure_is_not_white():
-    from PIL import Image
-
-    figure = timeline_figure(simulate(build("1f1b", 2, 3000), Costs()))
-    figure.savefig(path := io.BytesIO(), dpi=30)
-    middle = Image.open(path).convert("RGB")
-    width, height = middle.size
-    row = [middle.getpixel((x, int(height * 0.52))) for x in range(width // 4, width * 3 // 4)]
-    assert sum(min(pixel) > 230 for pixel in row) < 0.05 * len(row)
 
 
 def test_saved_files(tmp_path):

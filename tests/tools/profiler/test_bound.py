@@ -14,7 +14,6 @@ from moe_dualpipe.tools.profiler.bound import (
     least_time,
     possible_share,
     recorded_events,
-    with_share,
 )
 from tests.support.traces import annotation, kernel, operator, write
 
@@ -126,17 +125,3 @@ def test_transfers_at_the_same_time_share_the_link(tmp_path):
 
 def test_a_gpu_has_no_bound(tmp_path):
     assert possible_share(recorded_events(read_trace(write(tmp_path / "a.json", [kernel("nccl", 0, 1)])))) is None
-
-
-@given(drawn, st.sampled_from([0.3, 0.7, 2.0]))
-def test_scaled_transfers_take_the_share_and_equal_labels_equal_times(events, share):
-    scaled = with_share(events, share)
-    assert [(type(e), getattr(e, "label", 0)) for e in scaled] == [(type(e), getattr(e, "label", 0)) for e in events]
-    times = {(e.label, e.time) for e in scaled if isinstance(e, Start)}
-    assert len(times) == len({label for label, _ in times})
-    shortest = {label: min(e.time for e in events if isinstance(e, Start) and e.label == label) for label, _ in times}
-    computing = sum(e.time for e in events if isinstance(e, Compute))
-    if any(shortest.values()):
-        assert sum(e.time for e in scaled if isinstance(e, Start)) == pytest.approx(share * computing)
-        assert all(time * max(shortest.values()) == pytest.approx(shortest[label] * max(t for _, t in times))
-                   for label, time in times)  # fmt: skip

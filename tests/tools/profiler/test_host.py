@@ -10,7 +10,7 @@ from moe_dualpipe.tools.profiler import NAMES, Names, TraceError, analyze, read_
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
 from moe_dualpipe.tools.profiler.trace import HostEvent, Trace
-from tests.support.traces import annotation, kernel, operator, write
+from tests.support.traces import annotation, operator, write
 
 
 def traced(tmp_path, events, names=NAMES):
@@ -28,39 +28,6 @@ def pieces(tmp_path, events):
 # ---- Computation ----
 
 
-def test_nested_operators_are_one_event_named_after_the_outermost(tmp_path):
-    assert pieces(tmp_path, [
-        operator("aten::linear", 0, 20), operator("aten::t", 2, 3), operator("aten::addmm", 5, 15),
-        operator("aten::copy_", 7, 2), operator("aten::add", 20, 4), operator("aten::add", 24, 4),
-        operator("aten::add", 30, 5),
-    ]) == [("aten::linear", 0, 20), ("aten::add", 20, 24), ("aten::add", 24, 28), ("aten::add", 30, 35)]  # fmt: skip
-
-
-def test_python_computes_inside_annotations_of_segments(tmp_path):
-    """attn(F) is a segment; the step around it, and dispatch without a letter, are not."""
-    assert pieces(tmp_path, [
-        annotation("step", 0, 100), annotation("attn(F)", 10, 20), operator("aten::mm", 13, 4),
-        annotation("attn(W)", 40, 5), annotation("dispatch", 60, 10), operator("aten::cat", 62, 3),
-        annotation("after attn(F), late", 70, 10),
-    ]) == [
-        ("Python", 10, 13), ("aten::mm", 13, 17), ("Python", 17, 30), ("Python", 40, 45), ("aten::cat", 62, 65),
-    ]  # fmt: skip
-
-
-def test_an_operator_around_annotations_and_a_wait(tmp_path):
-    """For example the backward of an autograd function, on a thread without annotations."""
-    assert pieces(tmp_path, [
-        operator("PairBackward", 0, 100, thread=2), operator("aten::empty", 5, 1, thread=2),
-        annotation("attn(B)", 10, 20, thread=2), operator("aten::mm", 12, 8, thread=2),
-        operator("aten::copy_", 14, 2, thread=2),
-        annotation("wait for dispatch(B)", 40, 30, thread=2), operator("aten::resize_", 45, 5, thread=2),
-        operator("aten::add", 80, 20, thread=2),
-    ]) == [
-        ("PairBackward", 0, 10), ("Python", 10, 12), ("aten::mm", 12, 20), ("Python", 20, 30),
-        ("PairBackward", 30, 40), ("aten::resize_", 45, 50), ("PairBackward", 70, 100),
-    ]  # fmt: skip
-
-
 def test_waits_and_calls_of_a_backend_do_not_compute(tmp_path):
     events = [
         annotation("mlp(F)", 0, 30), annotation("wait for combine(F)", 10, 5), annotation("attn(F)", 11, 2),
@@ -76,23 +43,6 @@ def test_waits_and_calls_of_a_backend_do_not_compute(tmp_path):
     assert sorted((event.start, event.end) for event in traced(tmp_path, events).waits) == [
         (10, 15), (50, 60), (70, 80), (100, 105), (110, 115), (120, 130),
     ]  # fmt: skip
-
-
-def test_threads_are_separate_and_empty_events_are_dropped(tmp_path):
-    events = [
-        operator("aten::a", 0, 10), operator("aten::b", 5, 10, thread=2), annotation("wait for x(F)", 5, 5, thread=2),
-        operator("aten::c", 3, 0), annotation("mlp(F)", 4, 0), operator("aten::d", 20, 0),
-    ]  # fmt: skip
-    assert pieces(tmp_path, events) == [("aten::a", 0, 10), ("aten::b", 10, 15)]
-    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", events)))
-    assert (analysis.device, analysis.streams, analysis.hidden_fraction) == ("cpu", {"1": 10, "2": 5}, None)
-
-
-def test_an_event_that_ends_after_the_event_around_it(tmp_path):
-    """With a coarse clock, the second operator starts before the end of the first."""
-    assert pieces(tmp_path, [
-        operator("aten::a", 0, 10), operator("aten::b", 9.75, 90), operator("aten::c", 50, 100),
-    ]) == [("aten::a", 0, 10), ("aten::b", 10, 99.75), ("aten::c", 99.75, 150)]  # fmt: skip
 
 
 KINDS = ("aten::a", "aten::b", "c10d::x", "attn(F)", "mlp(B)", "wait for attn(F)", "step")
@@ -226,36 +176,6 @@ def test_a_trace_without_computation_or_transfers(tmp_path):
     assert transfers(tmp_path, [annotation("gloo:send", 1, 2), annotation("push", 5, 2)], Names("push")) == [
         ("gloo:send", 1, "gloo:send", 1), ("push", 5, "push", 5),
     ]  # fmt: skip
-
-
-# ---- The fields of a file ----
-
-
-@pytest.mark.parametrize("header", [
-    {}, {"deviceProperties": [], "distributedInfo": None, "baseTimeNanoseconds": "now"},
-    {"deviceProperties": [7], "distributedInfo": {"rank": "first"}}, {"deviceProperties": {"numSms": 1}},
-    {"deviceProperties": [{"numSms": "many"}], "distributedInfo": {}, "baseTimeNanoseconds": None},
-])  # fmt: skip
-def test_missing_or_invalid_header_fields(tmp_path, header):
-    trace = read_trace(write(tmp_path / "trace.json", [kernel("gemm", 0, 10)], **header))
-    assert (trace.num_sms, trace.rank, trace.host, trace.base_us, len(trace.device_events)) == (0, None, "", 0, 1)
-
-
-@pytest.mark.parametrize("name,category,kept", [
-    ("gloo:all_to_all", "user_annotation", "transfers"), ("nccl:all_to_all", "cpu_op", "transfers"),
-    ("link:carry", "user_annotation", "transfers"), ("link::carry", "user_annotation", "operators"),
-    ("shared:send", "user_annotation", "transfers"), ("shared::send", "user_annotation", "operators"),
-    ("attn(F)", "user_annotation", "annotations"), ("aten::mm", "cpu_op", "operators"),
-    ("gloo::detail", "cpu_op", "operators"), ("my gloo:all_to_all", "user_annotation", "annotations"),
-    ("forward", "python_function", None), ("aten::mm", "ac2g", None),
-])  # fmt: skip
-def test_kind_of_a_host_event(tmp_path, name, category, kept):
-    trace = read_trace(write(tmp_path / "trace.json", [annotation(name, 1, 2) | {"cat": category}]))
-    found = [
-        key for key in ("device_events", "launches", "annotations", "operators", "transfers") if getattr(trace, key)
-    ]
-    assert found == ([kept] if kept else [])
-    assert kept is None or getattr(trace, kept) == [HostEvent(name, 1, 3, ("9", "1"))]
 
 
 # ---- Collectives that block ----

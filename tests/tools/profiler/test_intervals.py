@@ -47,16 +47,3 @@ def test_a_union_has_all_points_and_is_idempotent(intervals):
     merged = union(array(intervals))
     assert points(merged) == points(array(intervals))
     assert np.array_equal(union(merged), merged)
-
-
-def test_examples():
-    intervals = array([(5, 7), (0, 2), (2, 3), (6, 6), (5, 6), (9, 9)])
-    assert union(intervals).tolist() == [[0, 3], [5, 7]]
-    assert intersection(array([(0, 3), (5, 7)]), array([(2, 6)])).tolist() == [[2, 3], [5, 6]]
-    assert difference(array([(0, 3), (5, 7)]), array([(1, 2), (6, 9)])).tolist() == [[0, 1], [2, 3], [5, 6]]
-    assert (
-        union_length(union(EMPTY))
-        == union_length(intersection(EMPTY, intervals))
-        == union_length(difference(EMPTY, EMPTY))
-        == 0
-    )

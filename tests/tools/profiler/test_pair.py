@@ -11,13 +11,12 @@ import torch
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.commands import profile_run
-from moe_dualpipe.expert_parallel import Loopback, Replay
+from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.models import ModelConfig, MoE
-from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
+from moe_dualpipe.models.router import BalancedRouter, Router
 from moe_dualpipe.tools.profiler import measure, read_trace
 from moe_dualpipe.tools.profiler.pair import Pair, Workload
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
-from tests.support.runs import ROOT, torchrun
 
 MODEL = ModelConfig(
     hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12, num_experts=8, experts_per_token=3,
@@ -69,71 +68,6 @@ def test_the_stage_has_moe_layers_only(routing):
     assert all(isinstance(layer.mlp, MoE) for layer in stage.layers.values())
 
 
-@pytest.mark.parametrize(
-    "experts,k,groups,top", [(4, 2, 1, 1), (8, 3, 1, 1), (12, 5, 1, 1), (256, 8, 8, 4), (16, 3, 4, 2), (6, 6, 1, 1)]
-)
-def test_balanced_routing(experts, k, groups, top):
-    config = replace(MODEL, num_experts=experts, experts_per_token=k, expert_groups=groups, top_groups=top)
-    ids = balanced_ids(config, 2 * experts, CPU)
-    assert torch.equal(torch.bincount(ids.flatten(), minlength=experts), torch.full((experts,), 2 * k))
-    assert all(len(set(row)) == k for row in ids.tolist())
-    assert all(len({expert // (experts // groups) for expert in row}) == min(top, k) for row in ids.tolist())
-    router = BalancedRouter(config)
-    x = torch.randn(2 * experts, 16)
-    weights, chosen = router(x)
-    assert torch.equal(chosen.sort(1).values, ids.sort(1).values)
-    torch.testing.assert_close(weights.sum(1), torch.ones(len(x)))
-    logits = router.logits(x).gather(1, chosen)
-    torch.testing.assert_close(weights, logits.softmax(1))
-
-
-def test_balanced_experts_of_a_token_are_far_apart():
-    config = replace(MODEL, num_experts=4, experts_per_token=2)
-    assert balanced_ids(config, 4, CPU).tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
-    config = replace(MODEL, num_experts=256, experts_per_token=8, expert_groups=8, top_groups=4)
-    assert balanced_ids(config, 10, CPU)[::9].tolist() == [
-        [0, 32, 64, 96, 16, 48, 80, 112],
-        [33, 65, 97, 129, 49, 81, 113, 145],
-    ]
-
-
-def test_balanced_choices_are_cached_per_device():
-    """A copy to the device makes the host wait, and delays all later launches."""
-    assert balanced_ids(MODEL, 24, CPU) is balanced_ids(MODEL, 24, CPU)
-    assert balanced_ids(MODEL, 24, torch.device("meta")).is_meta
-
-
-def test_both_routers_have_the_same_weights():
-    assert {*Router(MODEL).state_dict()} == {*BalancedRouter(MODEL).state_dict()}
-    torch.manual_seed(1)
-    real = Pair(replace(WORKLOAD, routing="real"), Loopback(8, 4)).stage.state_dict()
-    balanced = Pair(WORKLOAD, Loopback(8, 4)).stage.state_dict()
-    assert all(torch.equal(real[name], balanced[name]) for name in real)
-
-
-def test_replayed_transfers_take_the_given_times():
-    """Each kind of transfer runs once per layer. Two transfers of sizes take no time."""
-    seconds = {"dispatch(F)": 0.001, "combine(F)": 0.002, "dispatch(B)": 0.004, "combine(B)": 0.008}
-    backend = Replay(8, 4, seconds, sms=3)
-    pair = Pair(WORKLOAD, backend)
-    for run in (pair.sequential, pair.overlapped):
-        pair.prepare()
-        before = backend.timer.busy_seconds
-        run()
-        assert backend.timer.busy_seconds - before == pytest.approx(2 * 0.015)
-        assert backend.link.sms == 3
-
-
-def test_a_dispatch_without_weights_takes_the_time_of_a_combine_backward():
-    seconds = {"dispatch(F)": 0.001, "combine(F)": 0.002, "dispatch(B)": 0.004, "combine(B)": 0.008}
-    backend, x = Replay(8, 4, seconds, sms=3), torch.zeros(2, 4)
-    route = backend.prepare(torch.tensor([[0, 2], [4, 6]]))
-    backend.dispatch(x, route, torch.ones(2, 2)).wait()
-    assert backend.link.latency_us == pytest.approx(1000)
-    backend.dispatch(x, route).wait()
-    assert backend.link.latency_us == pytest.approx(8000)
-
-
 # ---- The command ----
 
 
@@ -172,7 +106,6 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, req
         assert analysis["trace"] == str(tmp_path / f"{run}.json.gz")
         assert read_trace(analysis["trace"]).num_events > 100
         assert analysis["comm_us"] >= transfers * 50
-        assert analysis["overlapped_us"] + analysis["exposed_comm_us"] == pytest.approx(analysis["comm_us"])
     possible, reached = report["possible_fraction"], overlapped["hidden_fraction"]
     assert 0 < reached <= possible + 1e-6 <= 1 + 1e-6
     assert f"hidden communication: {possible:.1%} possible, reached {reached:.1%} overlapped, " in out
@@ -185,42 +118,18 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, req
 
 @pytest.mark.usefixtures("one_round")
 @pytest.mark.long
-def test_run_without_a_link(tmp_path, capsys):
-    assert main([*SMALL, "--out", str(tmp_path), "--json"]) == 0
+@pytest.mark.parametrize("options,link", [
+    ([], r": 0\.2 MB take 0\.5 of the computation time, [\d,]+ ms$"),
+    (["--replay", "deepseek"], "^modeled link: transfers take as long as in DeepSeek's training trace$"),
+])  # fmt: skip
+def test_run_with_a_default_link_and_with_deepseeks_transfer_times(options, link, tmp_path, capsys):
+    """32 tokens go to 2 of 4 ranks each, so 48 rows are sent to other ranks. In each of 2 layers a row is sent 4 times,
+    with 512 B of activations or gradients, and three times with 16 B of ids, weights or weight gradients: 0.2 MB."""
+    assert main([*SMALL, "--out", str(tmp_path), "--json", *options]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report == json.loads((tmp_path / "report.json").read_text())
-    # 32 tokens go to 2 of 4 ranks each, so 48 rows are sent to other ranks. In each of 2 layers a row is sent 4 times,
-    # with 512 B of activations or gradients, and three times with 16 B of ids, weights or weight gradients.
-    assert round(48 * 2 * (4 * 512 + 3 * 16) / 1e6, 1) == 0.2
-    assert re.search(r": 0\.2 MB take 0\.\d+ of the computation time, [\d,]+ ms$", report["link"])
+    assert report == json.loads((tmp_path / "report.json").read_text()) and re.search(link, report["link"])
     assert (report["mode"], report["num_ranks"], report["tokens"], report["seq"]) == ("train", 4, 32, 16)
-    assert {"sequential", "overlapped", "bound_us"} <= report.keys()
-
-
-@pytest.mark.usefixtures("one_round")
-@pytest.mark.long
-def test_run_with_deepseeks_transfer_times(tmp_path, capsys):
-    assert main([*SMALL, "--out", str(tmp_path), "--replay", "deepseek", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["link"] == "modeled link: transfers take as long as in DeepSeek's training trace"
-    assert report["sequential"]["comm_us"] >= 2 * (6690 + 8680 + 7490 + 5500)
-
-
-@pytest.mark.long
-def test_run_under_torchrun(tmp_path):
-    launch = "--standalone", "--nproc-per-node", 2, "-m", "moe_dualpipe.cli"
-    done = torchrun(*launch, *SMALL[:-2], "--out", tmp_path, folder=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "experts over 2 ranks, this is rank 0\ntorch.distributed, gloo, 2 processes\n" in done.stdout
-    assert done.stdout.count("hidden communication: ") == 1  # only rank 0 prints
-    assert "\n| rank 0 |" in done.stdout and "\n| rank 1 |" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} >= {
-        f"{run}-rank{rank}.json.gz" for run in ("sequential", "overlapped") for rank in range(2)
-    }
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["overlapped"]["num_comm"] == report["sequential"]["num_comm"] == 2 * 4 + 2
-    assert report["overlapped"]["rank"] == 0
-    assert [one["rank"] for one in report["ranks"]] == [0, 1] and report["ranks"][0] == report["overlapped"]
+    assert not options or report["sequential"]["comm_us"] >= 2 * (6690 + 8680 + 7490 + 5500)
 
 
 @pytest.mark.parametrize("options,problem", [
@@ -233,28 +142,16 @@ def test_run_under_torchrun(tmp_path):
     (["--link-latency-us", "9"], "--link-latency-us needs --link-gbps"),
     (["--link-gbps", "9", "--replay", "deepseek"], "--replay sets the transfer times: leave out --link-gbps"),
     (["--out", "/dev/null/x"], "cannot write to --out /dev/null/x: Not a directory"),
+    (["--device", "cuda"], "torch finds no GPU on this machine; use --device cpu"),
 ])  # fmt: skip
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_invalid_run_options(options, problem, capsys, tmp_path):
     assert main([*SMALL, "--out", str(tmp_path), *options]) == 2
     err = capsys.readouterr().err
     assert problem in err and err.count("\n") == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_run_without_a_gpu(capsys, tmp_path):
-    assert main([*SMALL, "--out", str(tmp_path), "--device", "cuda"]) == 2
-    assert "torch finds no GPU on this machine; use --device cpu" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("options,problem", [
-    (["--link-gbps", "9"], "links are modeled in one process, but there are 2"),
-    (["--replay", "deepseek"], "links are modeled in one process, but there are 2"),
-    (["--ep", "4"], "torchrun started 2 processes, which are the ranks: leave out --ep 4"),
-])  # fmt: skip
-def test_invalid_run_options_under_torchrun(options, problem, capsys, tmp_path, monkeypatch):
+def test_torchrun_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, lines in (("0", 1), ("1", 0)):
-        monkeypatch.setenv("RANK", rank)
-        assert main(["profile", "run", "--out", str(tmp_path), *options]) == 2
-        err = capsys.readouterr().err
-        assert err.count("\n") == lines and (problem in err or not lines)
+    assert main([*SMALL, "--out", str(tmp_path)]) == 2
+    assert "for real ranks, use train.py --profile" in capsys.readouterr().err

@@ -13,28 +13,16 @@ from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.schedule.walk import Span
 from moe_dualpipe.tools.profiler import profiled_steps as profiling
-from moe_dualpipe.tools.profiler.files import analyze_devices
 from moe_dualpipe.tools.profiler.profiled_steps import ProfiledSteps, profiled_steps
 from moe_dualpipe.tools.profiler.steps import Step
-from moe_dualpipe.tools.profiler.trace import DeviceEvent, Trace
 from moe_dualpipe.training.config import MetricsConfig, TrainConfig
 from moe_dualpipe.training.extensions import Update
 
-TRANSFERS = (600, 400, 500, 850)
-"""The length of each rank's transfer: ranks 0 and 1 share a collective, and so do ranks 2 and 3."""
 
-
-def recorded(schedule, rank, folder):
+def recorded(schedule, rank):
     timeline, pp_rank = simulate(schedule, Costs(F=(10, 20), B=(20, 50))), rank // 2
     spans = [Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in timeline.spans[pp_rank]]
-    step = Step(3, -1e3, 1e3 * timeline.makespan + 5e3, tuple(spans), 0.0, {})
-    end = 1000.0
-    work = [
-        DeviceEvent("gemm", "kernel", 0.0, 300.0, "0", "7", None, 1),
-        DeviceEvent("nccl", "kernel", end - TRANSFERS[rank], end, "0", "9", None, 1),
-    ]
-    (device,) = analyze_devices(folder / f"rank{rank}.json.gz", Trace(work), pictures=False)
-    return [step], device
+    return [Step(3, -1e3, 1e3 * timeline.makespan + 5e3, tuple(spans), 0.0, {})]
 
 
 def trainer_of(folder, profile, first_step, schedule, layout, **changes) -> Any:
@@ -44,31 +32,17 @@ def trainer_of(folder, profile, first_step, schedule, layout, **changes) -> Any:
     return SimpleNamespace(run=run, config=config, progress=Progress(), optimizer=SimpleNamespace(wait=lambda: None))
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-def test_the_report_of_four_ranks(tmp_path, ep):
-    schedule = build("1f1b", 2, 2)
-    layout = Layout(2, 2, ep, 0)
-    folder = tmp_path / "profile"
+def test_the_report_of_four_ranks(tmp_path):
+    schedule, folder = build("1f1b", 2, 2), tmp_path / "profile"
     folder.mkdir()
-    (folder / "rank7.json.gz").touch()  # of an earlier run
-    profiler = ProfiledSteps(trainer_of(tmp_path, 1, 0, schedule, layout))
-    text = profiler._report([recorded(schedule, rank, folder) for rank in range(4)])
-    parts = text.split("\n\n")
-    assert parts[0] == "1 step recorded. The step of median length:"
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[1].splitlines()[2:]]
+    profiler = ProfiledSteps(trainer_of(tmp_path, 1, 0, schedule, Layout(2, 2, 1, 0)))
+    heading, table, *_, said = profiler._report([recorded(schedule, rank) for rank in range(4)]).split("\n\n")
+    assert heading == "1 step recorded. The step of median length:"
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
     assert [row[0] for row in rows] == [f"pipeline rank {p}, data rank {d}" for d in range(2) for p in range(2)]
     assert [row[1:4] for row in rows] == [["176.0", "20.0", "40.0"], ["176.0", "40.0", "100.0"]] * 2
-    assert parts[-1] == f"in {folder}: {', '.join(f'rank{rank}.json.gz' for rank in range(4))}, report.json"
-    assert ("communication between experts, in all recorded steps:" in parts) == (ep == 2)
-    if ep == 2:
-        rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in parts[-2].splitlines()[2:]]
-        assert [(row[0], row[3], row[-1]) for row in rows] == [
-            ("pipeline rank 0, data rank 0", "600", "200"), ("pipeline rank 0, data rank 1", "400", "0"),
-            ("pipeline rank 1, data rank 0", "500", "0"), ("pipeline rank 1, data rank 1", "850", "350"),
-        ]  # fmt: skip
+    assert said.endswith(f"moe-dualpipe profile analyze {folder}")
     report = json.loads((folder / "report.json").read_text())
-    assert [found["comm_us"] for found in report["overlap"]] == [*TRANSFERS]
-    assert [found["waited_us"] for found in report["overlap"]] == ([200, 0, 0, 350] if ep == 2 else [None] * 4)
     assert [found["makespan_ms"] for found in report["pipelines"]] == pytest.approx([170, 170])
 
 

@@ -1,177 +1,238 @@
-"""Traces of several ranks that join collectives late, on clocks with known offsets."""
+"""Ranks in several process groups: who meets whom, how long each waited for whom, and on which clock."""
 
-import json
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import Names
+from moe_dualpipe.tools.profiler.account import TRANSFER, WAITING
 from moe_dualpipe.tools.profiler.files import analyze_files
+from moe_dualpipe.tools.profiler.matching import RankTransfers
 from moe_dualpipe.tools.profiler.pictures.lanes import trace_pictures
-from moe_dualpipe.tools.profiler.ranks import RankSkew, RankTransfers, compare_traces
-from moe_dualpipe.tools.profiler.trace import DeviceEvent
+from moe_dualpipe.tools.profiler.ranks import clock_offsets, compare_traces
+from tests.support.rank_programs import Compute, Join, device_event, execute, rank_transfers, write_ranks
 from tests.support.traces import kernel, write
 
-ARRIVALS = [[10, 50, 90, 130], [13, 50, 97, 130], [10, 61, 90, 132]]
-"""When each of three ranks joins each of four collectives, on one clock. Each ends 5 after the last rank joined."""
-ENDS = [18, 66, 102, 137]
-WAITED = [3 + 11 + 7 + 2, 0 + 11 + 0 + 2, 3 + 0 + 7 + 0]
+
+def groups_of(world, *strides):
+    """Ranks of a grid: the sizes of its axes, the last one varies fastest. Returns the groups along each axis."""
+    found, step = [], 1
+    for size in reversed(strides):
+        found.append([
+            tuple(first + i * step for i in range(size))
+            for first in range(world) if first // step % size == 0
+        ])  # fmt: skip
+        step *= size
+    return found[::-1]
 
 
-def skews(ranks):
-    return compare_traces(ranks).skews
+def layers(world, axes, kinds, repeats=6, seed=0):
+    """Each rank computes for its own random time before it joins its group on each axis in turn."""
+    draw = random.Random(seed)
+    program = []
+    for _ in range(repeats):
+        for groups, (kind, name) in zip(axes, kinds, strict=True):
+            program.append(Compute({rank: draw.randrange(1, 200) for rank in range(world)}))
+            program += [Join(kind, name, ranks, draw.randrange(5, 60)) for ranks in groups]
+    return program
 
 
-def transfer(name, start, end):
-    return DeviceEvent(name, "kernel", start, end, "0", "20", None, 1)
+TP_DP = layers(4, groups_of(4, 2, 2), [("all_reduce", "dp"), ("all_gather", "tp")])
+PP_EP_TP = layers(8, groups_of(8, 2, 2, 2), [("p2p", "pp"), ("all_to_allv", "ep"), ("_reduce_scatter_base", "tp")])
 
 
-def ranks(offsets, started=(0, 400, -200), names=("ncclA", "ncclB", "ncclA", "ncclB"), **more):
-    """Three ranks whose clocks are `offsets` ahead and whose first events started at `started`."""
-    found = []
-    for arrivals, offset, start in zip(ARRIVALS, offsets, started, strict=True):
-        times = zip(names, [a + offset for a in arrivals], [e + offset for e in ENDS], strict=True)
-        found.append(RankTransfers([transfer(*named) for named in times], start + offset, **more))
+def waited(ranks):
+    """How much longer the collectives of each rank were than on the last rank to join."""
+    found = [0.0] * len(ranks)
+    for meeting in compare_traces(ranks).meetings:
+        for member, event in zip(meeting.members, meeting.events, strict=True):
+            found[member] += event.end - event.start - meeting.shortest_us
     return found
 
 
-@pytest.mark.parametrize("offsets", [(0, 0, 0), (0, 1_000, -250), (5e9, -7, 123.5)])
-def test_clocks_are_aligned_by_the_ends_of_collectives(offsets):
-    for hosts in (("", "", ""), ("a", "b", "c"), ("a", "", "a" if offsets[0] == offsets[2] else "c")):
-        given = [replace(rank, host=host) for rank, host in zip(ranks(offsets), hosts, strict=True)]
-        assert skews(given) == tuple(RankSkew(w, s) for w, s in zip(WAITED, (0, 400, -200), strict=True))
+@pytest.mark.parametrize("program,world", [(TP_DP, 4), (PP_EP_TP, 8)], ids=["tp x dp", "tp x ep x pp"])
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("offset", [0.0, 3e6])
+def test_waits_are_in_the_account_with_the_rank_that_was_late(program, world, numbered, offset, tmp_path):
+    """On one host and on one each, whose clocks are seconds apart. The first and the last rank share no group."""
+    done = execute(program, world, numbered)
+    files = analyze_files(write_ranks(done, tmp_path, offset=offset), pictures=False)
+    first = [min(event.start for event in done.events[rank]) for rank in range(world)]
+    for rank, (device, shift) in enumerate(zip(files.devices, files.comparison.shifts_us, strict=True)):
+        assert shift == pytest.approx(first[rank] - first[0], abs=1e-2)
+        assert device.analysis.time_of(WAITING) == pytest.approx(done.waited[rank], abs=0.05)
+        sent = sum(event.end - event.start for event in done.comm(rank))
+        assert device.analysis.time_of(TRANSFER) == pytest.approx(sent - done.waited[rank], abs=0.1)
+        assert device.analysis.exposed_comm_us == pytest.approx(sent, abs=0.1)
+        late = {entry.detail.partition(", ")[0] for entry in device.analysis.account if entry.kind == WAITING}
+        groups = [item.ranks for item in program if isinstance(item, Join) and rank in item.ranks]
+        assert late <= {f"rank {one}" for ranks in groups for one in ranks if one != rank}
+    assert files.comparison.sentences == [] and len({*done.waited.values()}) == world
 
 
-def test_ranks_of_one_host_share_a_clock():
-    given = ranks((0, 0, 0), host="a")
-    assert [other.shift_us for other in skews(given)] == [0, 400, -200]
-    assert [other.waited_us for other in skews(given)] == WAITED
-    given[1] = RankTransfers(ranks((0, -1_000, 0))[1].transfers, -600.0, base_us=1_000.0, host="a")
-    assert [other.shift_us for other in skews(given)] == [0, 400, -200]
-    assert [other.waited_us for other in skews(given)] == WAITED
+def test_the_same_groups_without_names_of_ranks():
+    """Groups are listed at the beginning of the file."""
+    done, listed = execute(PP_EP_TP, 8), {}
+    for item in PP_EP_TP:
+        if isinstance(item, Join):
+            listed.setdefault(item.ranks, f"{len(listed)}")
+    ranks = []
+    for own in (rank_transfers(done, rank) for rank in range(8)):
+        events = [
+            event._replace(collective=event.collective._replace(group=listed[event.collective.ranks], ranks=()))
+            for event in own.transfers
+        ]
+        ranks.append(replace(own, transfers=events, groups={name: group for group, name in listed.items()}))
+    assert waited(ranks) == [done.waited[rank] for rank in range(8)]
+
+
+def test_two_groups_of_one_name_without_ranks_are_not_mixed():
+    """Both pairs of a 2 x 2 grid call their group "tp". Nothing tells which ranks are in which."""
+    done = execute(TP_DP, 4, with_ranks=False)
+    compared = compare_traces([rank_transfers(done, rank) for rank in range(4)])
+    assert not compared.meetings
+    assert compared.problems == [f"{name}: 4 ranks recorded this group of 2 ranks" for name in ("dp", "tp")]
+    pair = compare_traces([rank_transfers(done, rank) for rank in (0, 1)])  # the trace of no other rank is here
+    assert [meeting.group.name for meeting in pair.meetings].count("tp") == 6
+
+
+def test_recordings_that_begin_at_different_collectives():
+    """Sequence numbers tell which collectives are the same."""
+    done, late = execute(TP_DP, 4), (0, 3, 5, 1)
+    whole = [rank_transfers(done, rank) for rank in range(4)]
+    cut = [replace(own, transfers=own.transfers[since:]) for own, since in zip(whole, late, strict=True)]
+    compared, every = compare_traces(cut), compare_traces(whole).meetings
+    same = [m for m in every if all(e in cut[i].transfers for i, e in zip(m.members, m.events, strict=True))]
+    assert sorted(m.events for m in compared.meetings) == sorted(m.events for m in same)
+    assert 0 < len(same) < len(every) and not compared.problems
+
+
+@pytest.mark.parametrize("hosts", [True, False])
+@pytest.mark.parametrize("cut", [slice(1, None), slice(3, None), slice(None, -1), slice(None, -4)], ids=str)
+def test_unequal_counts_without_numbers_are_compared_in_order(cut, hosts):
+    """The first or the last collectives of one rank are missing: the others are those that numbers would have told."""
+    done = execute(TP_DP, 4, numbered=False)
+    whole = [rank_transfers(done, rank, host="a" if hosts else f"{rank}") for rank in range(4)]
+    tp = [event for event in whole[0].transfers if event.collective.group == "tp"]
+    kept = [event for event in whole[0].transfers if event.collective.group == "dp" or event in tp[cut]]
+    compared = compare_traces([replace(whole[0], transfers=kept), *whole[1:]])
+    assert compared.sentences == [
+        f"Not compared: tp of ranks 0, 1: rank 0 and rank 1 recorded different collectives, without numbers "
+        f"({len(tp[cut])} of them are compared in their order)."
+    ]
+    same = [m.events for m in compare_traces(whole).meetings if 0 not in m.members or m.events[0] in kept]
+    assert sorted(m.events for m in compared.meetings) == sorted(same)
+
+
+def test_sends_meet_receives_by_their_order():
+    """The peer is a global rank. Rank 1 receives from rank 0 and sends to rank 3; each rank has its own numbers."""
+    program = [Compute({0: 30, 1: 5, 3: 7})]
+    for _ in range(4):
+        program += [Join("p2p", "pp", (0, 1), 10), Compute({1: 20}), Join("p2p", "pp", (1, 3), 10)]
+    done = execute(program, 4, numbered=False)
+    ranks = []
+    for rank in (0, 1, 3):
+        own = rank_transfers(done, rank)
+        numbered = [e._replace(collective=e.collective._replace(sequence=n)) for n, e in enumerate(own.transfers)]
+        ranks.append(replace(own, transfers=numbered))
+    assert waited(ranks) == [done.waited[rank] for rank in (0, 1, 3)]
+    fewer = compare_traces([*ranks[:2], replace(ranks[2], transfers=ranks[2].transfers[1:])])
+    assert fewer.problems == [
+        "1 -> 3: rank 1 and rank 3 recorded different collectives, without numbers (3 of them are compared in their "
+        "order)"
+    ]
+    assert not compare_traces([replace(rank, rank=None) for rank in ranks]).meetings
 
 
 def test_collectives_that_do_not_overlap_cannot_be_compared():
-    """Of 10 collectives, one may not overlap, because clocks are not exact."""
-    names = ["ncclA"] * 10
-    first = [transfer(name, 100 * i, 100 * i + 10) for i, name in enumerate(names)]
-    for apart, waited in ((0, 0), (1, 0), (2, None)):
+    """Of 10 collectives, one may not overlap, because clocks are not exact. gloo's sends and broadcasts never meet."""
+    first = [device_event("ncclA", 100 * i, 100 * i + 10, "20") for i in range(10)]
+    sends = [device_event(name, 2, 90, "20") for name in ("gloo:send", "gloo:recvAnySource", "gloo:broadcast")]
+    for apart, found in ((0, 10), (1, 10), (2, 0)):
         second = [work._replace(start=work.start + 11, end=work.end + 11) for work in first[:apart]] + first[apart:]
         for host in ("a", ""):
-            found = skews([RankTransfers(first, 0, host=host), RankTransfers(second, 0, host=host)])
-            unknown = waited is None and not host
-            assert found == (RankSkew(waited, None if unknown else 0),) * 2
+            pair = [RankTransfers([*own, *sends], 0, host=host) for own in (first, second)]
+            compared = compare_traces(pair)
+            assert (len(compared.meetings), len(compared.problems)) == (found, found == 0)
+            assert compared.shifts_us == ([0, 0] if found or host else [None, None])
+    other = [work._replace(name="ncclB") for work in first]
+    assert not compare_traces([RankTransfers(first, 0), RankTransfers(other, 0)]).meetings
+    assert compare_traces([RankTransfers(first, 7)]).shifts_us == [0]
 
 
-@pytest.mark.parametrize("host,shifts", [("", [None] * 3), ("a", [0, 400, -200])])
-def test_ranks_with_different_collectives_cannot_be_compared(host, shifts):
-    alike = ranks((0, 0, 0), host=host)
-    others = [work._replace(name="ncclC") for work in alike[1].transfers]
-    for other in (RankTransfers([], 400, host=host), RankTransfers(others, 400, host=host)):
-        for given in ([alike[0], other, alike[2]], [alike[0], alike[1], other]):
-            assert skews(given)[given.index(other)].waited_us is None
-    assert [one.shift_us for one in skews([alike[0], RankTransfers([], 400, host=host), alike[2]])] == shifts
-    assert skews([RankTransfers([], 7), RankTransfers([], 9)]) == (RankSkew(None, None),) * 2
-    assert skews([RankTransfers([], 7, host="a"), RankTransfers([], 9, host="b")]) == (RankSkew(None, None),) * 2
-    for alone in (RankTransfers([], 7, host="a"), RankTransfers([], 7), alike[0]):  # a single rank
-        assert skews([alone]) == (RankSkew(None, 0),)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_chain_of_ranks_is_on_one_clock(seed):
+    """Ranks meet in pairs, from the first to the last of a random order. Each is on a host of its own."""
+    rng = random.Random(seed)
+    chain, offsets = [0, *rng.sample(range(1, 5), 4)], [0.0, *(rng.uniform(-5e6, 5e6) for _ in range(4))]
+    pairs = [(min(pair), max(pair)) for pair in itertools.pairwise(chain)]
+    done = execute([Compute({2: 7, 3: 30}), *(Join("all_reduce", f"{pair}", pair, 10) for pair in pairs)] * 3, 5)
+    ranks = [rank_transfers(done, rank, offsets[rank], host=f"host{rank}") for rank in range(5)]
+    found = clock_offsets(ranks, compare_traces(ranks).meetings)
+    assert [found[rank] for rank in range(5)] == pytest.approx(offsets, abs=1e-3)
 
 
-def test_point_to_point_transfers_are_left_out():
-    given = ranks((0, 30, 0))
-    sends = [transfer("gloo:send", 1, 40), transfer("gloo:recv", 2, 90), transfer("gloo:recvAnySource", 3, 9)]
-    extra = [RankTransfers([*rank.transfers, *sends[:n]], rank.start_us) for n, rank in enumerate(given, 1)]
-    assert skews(extra) == skews(given)
-    assert skews([RankTransfers(sends, 0), RankTransfers(sends, 0)]) == (RankSkew(None, None),) * 2
+def test_ranks_without_a_connection_to_the_first_are_checked_too():
+    """Ranks 2 and 3 meet in their own group only. Their traces are of different runs, a second apart."""
+    done = execute([Compute({0: 7, 2: 3}), *(Join("all_reduce", "tp", ranks, 10) for ranks in ((0, 1), (2, 3)))] * 5, 4)
+    ranks = [rank_transfers(done, rank, host="" if rank < 2 else "b") for rank in range(4)]
+    known = compare_traces(ranks)
+    assert [shift is None for shift in known.shifts_us] == [False, False, True, True] and not known.problems
+    ranks[3] = replace(ranks[3], base_us=1e6)
+    assert compare_traces(ranks).problems == [
+        "tp of ranks 2, 3: collectives that should be the same do not overlap in time"
+    ]
 
 
-# ---- Files ----
+def test_ranks_without_a_trace_are_said(tmp_path):
+    """The others are compared among themselves."""
+    paths = write_ranks(execute(TP_DP, 4), tmp_path, [3, 0, 1])
+    found = analyze_files(paths, pictures=False)
+    assert found.names == ["rank 0", "rank 1", "rank 3"]
+    missing = "1 of 4 ranks have no trace here (rank 2): waits for them count as communication."
+    assert found.comparison.sentences == [missing] and found.as_objects()[2]["problems"] == [missing]
+    assert {m.group.ranks for m in found.comparison.meetings} == {(0, 1), (1, 3)}
+    assert analyze_files(paths[:1]).comparison.sentences == []  # a single trace is compared with nothing
 
 
-def files(tmp_path, offset=0, base=0, hosts=("a", "b"), numbers=(0, 1), names=("ncclA", "ncclA")):
+def files(tmp_path, offset=0, base=0, hosts=("a", "a"), numbers=(0, 1)):
     """Files of two ranks. The second rank starts 30 before the first, and joins the only collective 20 late."""
-    first = [kernel("gemm", 1000, 40), kernel(names[0], 1020, 50, stream=20), kernel("gemm", 1070, 30)]
-    second = [kernel("gemm", 970, 60), kernel(names[1], 1040, 30, stream=20), kernel("gemm", 1070, 30)]
+    first = [kernel("gemm", 1000, 40), kernel("ncclA", 1020, 50, stream=20), kernel("gemm", 1070, 30)]
+    second = [kernel("gemm", 970, 60), kernel("ncclA", 1040, 30, stream=20), kernel("gemm", 1070, 30)]
     for event in second:
         event["ts"] += offset
     return [
-        str(write(tmp_path / f"{rank}.json", events, host_name=host, baseTimeNanoseconds=base_us * 1000,
-                  **({} if rank is None else {"distributedInfo": {"rank": rank}})))
+        write(tmp_path / f"{rank}.json", events, host_name=host, baseTimeNanoseconds=base_us * 1000,
+              **({} if rank is None else {"distributedInfo": {"rank": rank}}))
         for rank, events, host, base_us in zip(numbers, (first, second), hosts, (0, base), strict=True)
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("offset,base,hosts", [
-    (0, 0, ("a", "a")),
-    (-5_000, 5_000, ("a", "a")),  # another origin, the same clock
-    (700, 0, ("a", "b")), (700, 9_999, ("a", "b")), (-5_000, 0, ("", "")),  # another clock
+    (0, 0, ("a", "a")), (-5_000, 5_000, ("a", "a")), (700, 9_999, ("a", "b")), (-5_000, 0, ("", "")),
 ])  # fmt: skip
-def test_the_command_compares_ranks(tmp_path, capsys, offset, base, hosts):
-    paths = files(tmp_path, offset, base, hosts)
-    assert main(["profile", "analyze", *paths]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    at = next(i for i, line in enumerate(lines) if "waited for others" in line)
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in lines[at : at + 4]]
-    assert rows[0] == ["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]
-    assert rows[2:] == [
-        ["rank 0", "100", "70", "50", "30", "40.0%", "20"], ["rank 1", "130", "90", "30", "30", "0.0%", "0"],
-    ]  # fmt: skip
-    assert main(["profile", "analyze", *paths, "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
-    assert (first["rank"], first["waited_us"], first["shift_us"]) == (0, 20, 0)
-    assert (second["rank"], second["waited_us"], second["shift_us"]) == (1, 0, -30)
-
-
-def test_pictures_share_a_time_axis(tmp_path):
+def test_the_command_and_the_pictures_put_ranks_on_one_clock(tmp_path, capsys, offset, base, hosts):
     """In both pictures the collective ends at the same place, 100 after the start of the second rank."""
-    first, second = trace_pictures(analyze_files([*map(tmp_path.joinpath, files(tmp_path, offset=700))]))
-    assert (first.shift_us, second.shift_us) == (30, 0)
-    assert (first.end_us, second.end_us) == (130, 130)
+    paths = files(tmp_path, offset, base, hosts)
+    first, second = trace_pictures(analyze_files(paths))
+    assert (first.start_us + first.shift_us, second.start_us + second.shift_us) == (30, 0)
+    assert [[one.event.end + own.shift_us for one in own.of_kind("comm")] for own in (first, second)] == [[100], [100]]
     assert first.title == "rank 0: 40.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
-    ends = [picture.lanes.end[picture.lanes.lane == 1] + picture.shift_us for picture in (first, second)]
-    assert [end.tolist() for end in ends] == [[100], [100]]
+    assert main(["profile", "analyze", *map(str, paths)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.endswith("waiting for a rank |"))
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in lines[at + 2 : at + 4]]
+    assert rows == [["rank 0", "100", "70", "50", "30", "40.0%", "0"], ["rank 1", "130", "90", "30", "30", "0.0%", "0"]]
 
 
 def test_names_of_devices_are_distinct(tmp_path):
-    def names(*numbers):
-        paths = [tmp_path.joinpath(path) for path in files(tmp_path, numbers=numbers)]
-        return paths, analyze_files(paths).names
-
-    assert names(3, 1)[1] == ["rank 3", "rank 1"]
-    paths, found = names(None, 1)  # one file has no rank
-    assert found == [f"{path}, device 0" for path in paths]
-    paths, found = names(2, 2)
-    assert found == [f"{i}: {path}, device 0" for i, path in enumerate(paths)]
-    two = write(
-        tmp_path / "two.json", [kernel("gemm", 0, 1), kernel("gemm", 0, 1, device=1)], distributedInfo={"rank": 0}
-    )
-    found = analyze_files([two])
-    assert found.names == ["device 0", "device 1"]
-    assert [picture.title.split(":")[0] for picture in trace_pictures(analyze_files([paths[0]]))] == ["device 0"]
-
-
-def test_each_device_has_its_own_transfers_and_lanes(tmp_path):
-    events = [
-        kernel("gemm", 500, 40), kernel("mine", 520, 70, stream=9), kernel("gemm_all_reduce", 600, 5),
-        kernel("gemm", 300, 10, device=1), kernel("mine", 290, 30, device=1, stream=9),
-    ]  # fmt: skip
-    found = analyze_files([write(tmp_path / "t.json", events)], Names("mine"))
-    assert [[work.start for work in device.transfers.transfers] for device in found.devices] == [[520], [290]]
-    assert [device.transfers.start_us for device in found.devices] == [500, 290]
-    lanes = [device.lanes for device in found.devices]
-    assert [(one.lane.tolist(), one.start.tolist(), one.end.tolist()) for one in lanes if one] == [
-        ([0, 1, 0], [0, 20, 100], [40, 90, 105]), ([1, 0], [0, 10], [30, 20]),
-    ]  # fmt: skip
-
-
-def test_traces_of_different_runs_do_not_wait_for_each_other(tmp_path):
-    """Two runs of one program: the same transfers, at other times. A slower rank is not a cause of lost time."""
-    paths = []
-    for name, apart, duration in (("slow", 2000, 1500), ("fast", 1000, 300)):
-        events = [kernel("gemm", apart * i, 200) for i in range(8)]
-        events += [kernel("ncclDevKernel_AllGather", apart * i + 200, duration, 20) for i in range(8)]
-        paths.append(write(tmp_path / f"{name}.json", events))
-    found = analyze_files(paths, pictures=False)
-    assert "do not overlap in time" in found.problems[0]
-    assert {verdict.kind for device in found.devices for verdict in device.analysis.verdicts} == {"exposed-weights"}
+    for numbers, expected in (
+        ((3, 1), ["rank 1", "rank 3"]), ((None, 1), ["{}, device 0", "{}, device 0"]),
+        ((2, 2), ["0: device 0", "1: device 0"]),
+    ):  # fmt: skip
+        paths = files(tmp_path, numbers=numbers)
+        assert analyze_files(paths).names == [one.format(path) for one, path in zip(expected, paths, strict=True)]
+    events = [kernel("gemm", 0, 1), kernel("gemm", 0, 1, device=1)]
+    assert analyze_files([write(tmp_path / "two.json", events)]).names == ["device 0", "device 1"]

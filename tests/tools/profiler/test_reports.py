@@ -1,6 +1,5 @@
 """The report of one device: its account as a table that adds up, causes as sentences, and what they leave."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -11,9 +10,8 @@ from moe_dualpipe.tools.profiler import analyze, read_trace
 from moe_dualpipe.tools.profiler.account import KINDS, LOST, Total
 from moe_dualpipe.tools.profiler.doctor.verdict import CAUSES, Verdict
 from moe_dualpipe.tools.profiler.doctor.verdict import KINDS as CAUSE_KINDS
-from moe_dualpipe.tools.profiler.reports.overlap import account_rows, analysis_text
+from moe_dualpipe.tools.profiler.reports.overlap import account_rows
 from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY, MOST_VERDICTS, verdicts_text
-from moe_dualpipe.tools.profiler.windows import StepSpan
 from tests.support.traces import annotation, kernel, launch, write
 
 
@@ -48,15 +46,6 @@ def test_two_runs_stand_beside_each_other(analysis):
     assert rows[:3] == [["", "a, us", "b, us"], ["window", "100", "50"], ["computation", "55", "30"]]
 
 
-def test_the_rows_of_steps(analysis):
-    steps = tuple(StepSpan(number, 50.0 * number, 50.0 * number + 50) for number in range(2))
-    text = analysis_text(replace(analysis, steps=steps))
-    assert "| step | us | computation | copies | exposed communication |" in text
-    assert re.search(r"\| 1 +\| 50 \| +25 \| +5 \| +0 \|", text)
-    many = tuple(StepSpan(number, 2.0 * number, 2.0 * number + 2) for number in range(50))
-    assert "| 30 more |" in analysis_text(replace(analysis, steps=many))
-
-
 def verdict(**changes):
     fields = {
         "kind": "host-sync", "title": "The host waits.", "evidence": ("It waited twice.",), "remedy": "Read it later.",
@@ -78,7 +67,7 @@ def test_a_cause_has_its_place_its_evidence_its_share_its_gain_and_what_to_chang
 def test_many_causes_and_long_traces(analysis):
     texts = [verdicts_text(replace(analysis, verdicts=(verdict(),) * n)) for n in (MOST_VERDICTS, MOST_VERDICTS + 1)]
     assert ["1 smaller cause not shown." in text for text in texts] == [False, True]
-    assert verdicts_text(analysis, 300_001).startswith(
+    assert verdicts_text(replace(analysis, num_events=300_001)).startswith(
         "Causes were searched only in the first 300,000 of 300,001 events"
     )
     assert "\n2" not in verdicts_text(replace(analysis, verdicts=(verdict(place="a\n2. another", evidence=("b\n2",)),)))

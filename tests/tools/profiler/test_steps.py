@@ -1,19 +1,16 @@
 """Recordings made from a timeline: reading them returns this timeline, and simulating their costs does too."""
 
 import json
-import statistics
-from dataclasses import fields
 
 import pytest
 
 from moe_dualpipe.schedule import Costs, build, simulate
-from moe_dualpipe.schedule.actions import Backward, Forward, Overlap
+from moe_dualpipe.schedule.actions import Backward, Forward, Overlap, Part
 from moe_dualpipe.schedule.walk import Span
 from moe_dualpipe.tools.profiler import TraceError, read_trace
-from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, StepBreakdown, measured_costs, step_breakdowns
+from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, measured_costs, step_breakdowns
 from moe_dualpipe.tools.profiler.reports.pipeline import pipeline_objects, pipeline_text
-from moe_dualpipe.tools.profiler.steps import only_expert_transfers, recorded_steps
-from tests.support.traces import annotation, kernel, launch, write
+from moe_dualpipe.tools.profiler.steps import recorded_steps
 
 COSTS = Costs(F=20, B=50, W=15, FB=60)
 EPOCH = 1_700_000_000_000_000
@@ -77,8 +74,8 @@ def test_a_recording_gives_the_timeline_and_the_costs_that_made_it(tmp_path, nam
     assert pipeline.predicted.makespan == pytest.approx(simulated.makespan / 1e3, rel=1e-3)
     assert pipeline.predicted.bubble == pytest.approx([b / 1e3 for b in simulated.bubble], abs=2e-3)
     for rank, account in enumerate(step_breakdowns(pipeline)):
-        assert account.bubble == pytest.approx(simulated.bubble[rank] / 1e3, abs=1e-3)
-        assert account.waiting == pytest.approx(2e-3 * len(schedule.actions[rank]), abs=1e-3)
+        assert account["bubble"] == pytest.approx(simulated.bubble[rank] / 1e3, abs=1e-3)
+        assert account["waiting"] == pytest.approx(2e-3 * len(schedule.actions[rank]), abs=1e-3)
 
 
 def test_breakdown_of_a_step(tmp_path):
@@ -90,15 +87,15 @@ def test_breakdown_of_a_step(tmp_path):
         for span in timeline.spans[rank]:
             text = str(span.action)
             by_kind["O" if text.startswith("(") else text[1]] += span.duration
-        assert account.forward == pytest.approx(by_kind["F"] / 1e3, abs=1e-3)
-        assert account.backward == pytest.approx((by_kind["B"] + by_kind["I"]) / 1e3, abs=1e-3)
-        assert account.weights == pytest.approx(by_kind["W"] / 1e3, abs=1e-3)
-        assert account.pairs == pytest.approx(by_kind["O"] / 1e3, abs=1e-3)
-        assert account.gradients == pytest.approx(0.030, abs=1e-3)
-        assert account.optimizer == pytest.approx(0.040, abs=1e-3)
-        assert account.step == pytest.approx((timeline.makespan + 70 + 12) / 1e3, abs=1e-3)
-        parts = [f.name for f in fields(StepBreakdown) if f.name not in ("step", "waiting", "predicted_bubble")]
-        assert sum(getattr(account, part) for part in parts) == pytest.approx(account.step)
+        assert account["forward"] == pytest.approx(by_kind["F"] / 1e3, abs=1e-3)
+        assert account["backward"] == pytest.approx((by_kind["B"] + by_kind["I"]) / 1e3, abs=1e-3)
+        assert account["weights"] == pytest.approx(by_kind["W"] / 1e3, abs=1e-3)
+        assert account["pairs"] == pytest.approx(by_kind["O"] / 1e3, abs=1e-3)
+        assert account["gradients"] == pytest.approx(0.030, abs=1e-3)
+        assert account["optimizer"] == pytest.approx(0.040, abs=1e-3)
+        assert account["step"] == pytest.approx((timeline.makespan + 70 + 12) / 1e3, abs=1e-3)
+        parts = account.keys() - {"step", "waiting", "predicted_bubble"}
+        assert sum(account[part] for part in parts) == pytest.approx(account["step"])
 
 
 def test_the_typical_step_has_the_median_length(tmp_path):
@@ -123,6 +120,15 @@ def test_costs_of_each_stage_are_means():
     every = [action for actions in schedule.actions for action in actions if isinstance(action, Forward | Backward)]
     spans = [Span(action, 0, times[str(action)[:2]][action.micro_batch]) for action in every]
     assert measured_costs(schedule, spans) == Costs(F=(6, 2), B=(15, 17 / 3))
+
+
+def test_a_weight_gradient_is_shorter_than_its_backward():
+    """A slow one may have been among the first actions."""
+    schedule, times = build("dualpipe", 2, 4), {Part.FULL: 5, Part.INPUT: 4, Part.WEIGHT: 7}
+    every = [action for actions in schedule.actions for action in actions]
+    spans = [Span(action, 0, times[action.part] if isinstance(action, Backward) else 6) for action in every]
+    measured = measured_costs(schedule, spans)
+    assert min(measured.W) == pytest.approx(0.9 * min(measured.B)) == 4.5
 
 
 def test_measured_costs_give_the_measured_time_of_every_pair():
@@ -168,35 +174,16 @@ def test_a_recording_without_all_actions_is_an_error(tmp_path):
         recorded_steps(read_trace(tmp_path / "t.json"), timeline.schedule.actions[0])
 
 
-def test_only_dispatch_and_combine_transfers_remain(tmp_path):
-    events = []
-    marks = ("prepare dispatch(F)", "dispatch(F)", "combine(B)", "attn(F)", "0F1", "gradients")
-    for i, name in enumerate(marks):
-        at = 10 * i
-        events += [annotation(name, at, 9), launch(i, at + 1), kernel(f"nccl {name}", at + 3, 5, correlation=i)]
-    events += [launch(50, 70), kernel("nccl of a pipeline", 73, 5, correlation=50)]
-    events += [launch(51, 71), kernel("gemm", 73, 5, correlation=51)]
-    kept = only_expert_transfers(read_trace(write(tmp_path / "t.json", events))).device_events
-    assert [work.name for work in kept] == [*(f"nccl {name}" for name in marks[:3]), "gemm"]
-
-
 def test_text_of_a_pipeline(tmp_path):
     timeline = simulate(build("dualpipe", 4, 10), COSTS)
     pipeline = pipeline_of(tmp_path, [timeline], tail=(("gradients", 30), ("optimizer", 40)))
-    heading, _, *rows = pipeline_text([pipeline]).splitlines()
-    cells = [cell.strip() for cell in heading.split("|")[2:-1]]
-    assert cells == [
-        "step, ms", "forward", "backward", "weights", "pairs", "idle inside", "bubble", "predicted", "gradients",
-        "optimizer", "rest",
-    ]  # fmt: skip
+    _, _, *rows = pipeline_text([pipeline]).splitlines()
     assert [row.split("|")[1].strip() for row in rows[:4]] == [f"pipeline rank {rank}" for rank in range(4)]
     share = f"{timeline.bubble_share:.1%}"
     assert rows[-1] == (
         f"dualpipe: {timeline.makespan / 1e3:.1f} ms, bubble {share}; predicted from the measured F 0.02, "
         f"B 0.05, W 0.015, FB 0.06 ms: {timeline.makespan / 1e3:.1f} ms, bubble {share}"
     )
-    assert "pipeline rank 3, data rank 1" in pipeline_text([pipeline, pipeline])
-    assert statistics.mean(pipeline.timeline(0).bubble) > 0
 
 
 def test_on_a_gpu_an_action_runs_when_its_kernels_run(tmp_path):
@@ -232,5 +219,5 @@ def test_on_a_gpu_an_action_runs_when_its_kernels_run(tmp_path):
     pipeline = RecordedPipeline(timeline.schedule, steps)
     assert pipeline.timeline(0).makespan == pytest.approx(timeline.makespan / 1e3)
     assert pipeline.timeline(0).bubble == pytest.approx([bubble / 1e3 for bubble in timeline.bubble])
-    assert all(account.waiting == 0 for account in step_breakdowns(pipeline))
+    assert all(account["waiting"] == 0 for account in step_breakdowns(pipeline))
     assert [step.parts for (step,) in steps] == [{"gradients": (2000 + rank, 2300)} for rank in range(2)]

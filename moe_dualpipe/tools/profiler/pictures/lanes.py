@@ -1,13 +1,10 @@
 """Draw traces as lanes: computation above communication, like DeepSeek's published profiles, and copies below.
 
-palette.py says what the colors mean. An image has at most MAX_PICTURES devices; a note tells how many were left out.
-
-To zoom into a trace, use ui.perfetto.dev: it shows the same rows, names, details, causes and memory
-of any number of events, it searches and measures, and people know it. A page of our own was 1,200 lines and a second
-set of tests in a browser. Its only advantages were its colors and that it needed no network.
+An image is for a page or a slide. To zoom into a trace, use ui.perfetto.dev: it shows names, details and causes of any
+number of events, it searches and measures, and people know it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +13,7 @@ from ...drawing.figures import save_figure
 from ..reports.overlap import hidden_sentence
 from .lanes_image import lanes_figure
 from .perfetto import write_perfetto
-from .picture import Picture, Slice
+from .picture import Picture
 
 if TYPE_CHECKING:
     from ..files import TracedDevice, TraceFiles
@@ -24,36 +21,30 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".json", ".json.gz")
 MAX_PICTURES = 8
+"""An image has so many devices at most; a note tells how many were left out."""
 
 
 def trace_pictures(files: "TraceFiles") -> list[Picture]:
     """Return one picture per device, on one time axis. If the ranks' clocks cannot be compared, each starts at 0."""
-    known = [skew.shift_us for skew in files.skews if skew.shift_us is not None]
-    shifts = [shift - min(known) for shift in known] if len(known) == len(files.skews) else [0.0] * len(files.skews)
+    known = [shift for shift in files.comparison.shifts_us if shift is not None]
+    aligned = len(known) == len(files.devices)
+    shifts = [shift - min(known) for shift in known] if aligned else [0.0] * len(files.devices)
     names = files.names if len(files.devices) > 1 else [files.devices[0].analysis.name]
     rows = zip(names, files.devices, shifts, strict=True)
-    return [picture for name, device, shift in rows for picture in _picture(f"{name}: ", device, shift)]
+    return [_picture(f"{name}: ", device, shift) for name, device, shift in rows]
 
 
 def measurement_pictures(measurement: "Measurement") -> list[Picture]:
-    """Return the lanes of this rank in both runs."""
-    rank = "rank 0, " if len(measurement.runs["overlapped"].devices) > 1 else ""
-    runs = [(run, files.devices[0]) for run, files in measurement.runs.items()]
-    titles = [f"{rank}{run}: {device.analysis.window_us / 1e3:,.1f} ms, " for run, device in runs]
+    """Return the lanes of both runs."""
     return [
-        picture for title, (_, device) in zip(titles, runs, strict=True) for picture in _picture(title, device, 0.0)
+        _picture(f"{run}: {device.analysis.window_us / 1e3:,.1f} ms, ", device, 0.0)
+        for run, device in measurement.devices.items()
     ]
 
 
-def _picture(title: str, device: "TracedDevice", shift: float) -> Iterator[Picture]:
-    """Yield the picture of a device, unless its lanes were not collected."""
-    found, start = device.analysis, device.transfers.start_us
-    if device.lanes is not None:
-        account = [
-            Slice(entry.start_us - start, entry.end_us - start, entry.kind, {"detail": entry.detail})
-            for entry in found.account
-        ]
-        yield Picture(title + hidden_sentence(found), device.lanes, shift, found.verdicts, account)
+def _picture(title: str, device: "TracedDevice", starts_at: float) -> Picture:
+    found, shift = device.analysis, starts_at - device.transfers.start_us
+    return Picture(title + hidden_sentence(found), device.work, shift, found.account, found.verdicts)
 
 
 def save_lanes(pictures: Sequence[Picture], path: Path) -> None:

@@ -1,7 +1,7 @@
 """Write pictures as a file for ui.perfetto.dev, the viewer that most people know: all devices on one clock.
 
 Each device is a process with these rows: what it did at each moment, communication that is hidden or exposed, causes of
-lost time, the phases of each lane, the work of each stream, and the memory.
+lost time, the phases of each lane, and the work of each stream.
 
 The format is the Chrome trace format. Perfetto shows slices of one row correctly only if they nest
 (https://perfetto.dev/docs/faq), so overlapping slices get rows of their own, and times are whole nanoseconds: a rounded
@@ -9,19 +9,29 @@ end is never later than the next start.
 """
 
 import gzip
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ....messages import printable
-from ..intervals import difference
-from ..lanes import COMMUNICATION, LANES, Lanes, runs
+from ..intervals import Intervals
 from ..reading.chrome import WRITTEN_BY
-from .picture import Picture, Slice
+from .lanes_image import LANES
+from .picture import Picture, Work, runs
 
 _MOST_ROWS = 1000  # of a device
+
+
+class Slice(NamedTuple):
+    """A named span, in microseconds of its trace. args: what is shown of it when it is selected."""
+
+    start: float
+    end: float
+    name: str
+    args: Mapping[str, Any] | None = None
 
 
 def write_perfetto(pictures: Sequence[Picture], path: Path) -> None:
@@ -36,16 +46,12 @@ def _device(number: int, picture: Picture) -> Iterator[dict[str, Any]]:
     yield from _named("process", number, 0, printable(picture.title), number)
     row = number * _MOST_ROWS
     for title, slices in _rows(picture):
-        shifted = (one._replace(start=one.start + picture.shift_us, end=one.end + picture.shift_us) for one in slices)
-        for part in without_overlap(shifted):
+        for part in without_overlap(slices, picture.shift_us):
             row += 1
             yield from _named("thread", number, row, title, row)
             for start, end, one in part:
                 yield {"ph": "X", "pid": number, "tid": row, "ts": start / 1e3, "dur": (end - start) / 1e3,
                        "name": one.name, "args": one.args or {}}  # fmt: skip
-    for time, allocated, reserved in picture.lanes.memory.tolist():
-        yield {"ph": "C", "pid": number, "ts": round(time + picture.shift_us, 3), "name": "memory, bytes",
-               "args": {"allocated": allocated, "reserved": reserved}}  # fmt: skip
 
 
 def _named(what: str, process: int, thread: int, name: str, order: int) -> Iterator[dict[str, Any]]:
@@ -53,11 +59,11 @@ def _named(what: str, process: int, thread: int, name: str, order: int) -> Itera
         yield {"ph": "M", "pid": process, "tid": thread, "name": f"{what}_{key}", "args": {key: value}}
 
 
-def without_overlap(slices: Iterable[Slice]) -> list[list[tuple[int, int, Slice]]]:
-    """Divide slices into rows without overlap, each with its start and end in whole nanoseconds."""
+def without_overlap(slices: Iterable[Slice], shift_us: float) -> list[list[tuple[int, int, Slice]]]:
+    """Divide slices into rows without overlap, each with its shifted start and end in whole nanoseconds."""
     rows: list[list[tuple[int, int, Slice]]] = []
     for one in sorted(slices, key=lambda one: one[:2]):
-        start, end = round(one.start * 1e3), round(one.end * 1e3)
+        start, end = round((one.start + shift_us) * 1e3), round((one.end + shift_us) * 1e3)
         free = next((row for row in rows if row[-1][1] <= start), None)
         if free is None:
             rows.append(free := [])
@@ -65,40 +71,34 @@ def without_overlap(slices: Iterable[Slice]) -> list[list[tuple[int, int, Slice]
     return rows
 
 
-def _rows(picture: Picture) -> Iterator[tuple[str, Iterable[Slice]]]:
-    """Yield the rows of a device: title and slices, from the start of its first event."""
-    lanes = picture.lanes
-    yield "account", picture.account
-    comm, exposed = lanes.busy(lanes.lane == COMMUNICATION), lanes.exposed
-    hidden = _slices("hidden", difference(comm, exposed)), _slices("exposed", exposed)
-    yield "communication", [one for slices in hidden for one in slices]
+def _rows(picture: Picture) -> Iterator[tuple[str, list[Slice]]]:
+    """Yield the rows of a device: title and slices."""
+    yield "account", [Slice(one.start_us, one.end_us, one.kind, {"detail": one.detail}) for one in picture.account]
+    yield "communication", [*_slices("hidden", picture.hidden), *_slices("exposed", picture.exposed)]
+    since = picture.start_us
     yield "causes", [
-        Slice(cause.start_us, cause.end_us, cause.title, {
+        Slice(since + cause.start_us, since + cause.end_us, cause.title, {
             "kind": cause.kind, "evidence": list(cause.evidence), "what to change": cause.remedy,
             "time, us": cause.cost_us, "gain, us": cause.gain_us,
         }) for cause in picture.verdicts
     ]  # fmt: skip
-    for lane, title in enumerate(LANES):
-        parts = runs(lanes.select(lanes.lane == lane), float("inf"))
-        yield f"{title}, phases", [Slice(r.start, r.end, lanes.phases[r.phase]) for r in parts if r.phase >= 0]
-    for number, stream in enumerate(lanes.streams):
-        yield f"stream {stream}", _work(lanes.select(lanes.stream == number))
+    for kind, (lane, _) in LANES.items():
+        named = [one for one in picture.of_kind(kind) if one.phase]
+        yield f"{lane}, phases", [Slice(*run) for run in runs(named, float("inf"))]
+    streams: dict[str, list[Slice]] = defaultdict(list)
+    for one in picture.work:
+        streams[one.event.stream].append(_slice(one))
+    yield from ((f"stream {stream}", slices) for stream, slices in streams.items())
 
 
-def _slices(name: str, intervals: Any) -> list[Slice]:
-    return [Slice(start, end, name) for start, end in intervals.tolist()]
+def _slices(name: str, intervals: Intervals) -> Iterator[Slice]:
+    return (Slice(start, end, name) for start, end in intervals.tolist())
 
 
-def _work(lanes: Lanes) -> Iterator[Slice]:
-    """The kernels, copies and transfers, with all that the trace says about them."""
-    columns = (lanes.start, lanes.end, lanes.name, lanes.category, lanes.phase, lanes.collective, lanes.bytes)
-    for start, end, name, category, phase, collective, size in zip(*(c.tolist() for c in columns), strict=True):
-        facts: dict[str, Any] = {"category": lanes.categories[category]}
-        if phase >= 0:
-            facts["phase"] = lanes.phases[phase]
-        if collective >= 0:
-            known = lanes.collectives[collective]._asdict()
-            facts |= {key: value for key, value in known.items() if value not in (None, "", (), 0)}
-        if size:
-            facts["bytes"] = size
-        yield Slice(start, end, lanes.names[name], facts)
+def _slice(work: Work) -> Slice:
+    """A kernel, copy or transfer, with all that the trace says about it."""
+    event = work.event
+    known = {} if event.collective is None else event.collective._asdict()
+    facts = {"phase": work.phase, **known, "bytes": event.bytes}
+    shown = {key: value for key, value in facts.items() if value not in (None, "", (), 0)}
+    return Slice(event.start, event.end, event.name, {"category": work.category, **shown})

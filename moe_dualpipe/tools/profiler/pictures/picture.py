@@ -1,34 +1,96 @@
 """What is drawn of one device, as an image or for Perfetto."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from ..account import TRANSFER, WAITING, Entry, spans_of
+from ..categories import category_of
+from ..communication import Kind, Names
 from ..doctor.verdict import Verdict
-from ..lanes import Lanes
+from ..intervals import Intervals, difference, intervals_of, union
+from ..kernel_names import short_name
+from ..phases import Phases
+from ..trace import DeviceEvent, HostEvent, Trace
 
 
-class Slice(NamedTuple):
-    """A named span, in microseconds from the start of the device's first event."""
+class Work(NamedTuple):
+    """A device event with what is known about it."""
 
-    start: float
-    end: float
-    name: str
-    args: Mapping[str, Any] | None = None
-    """What is shown of it when it is selected."""
+    event: DeviceEvent
+    kind: Kind
+    category: str
+    phase: str = ""
+    """The part of the program that launched it; "" if unknown."""
+    owner: HostEvent | None = None
+    """The annotation or module of the phase; None if unknown."""
+
+    @property
+    def name(self) -> str:
+        return self.phase or short_name(self.event.name)
+
+
+def work_of(trace: Trace, names: Names, phases: Phases) -> tuple[Work, ...]:
+    """The work of a trace that comes from `host_as_device`, sorted by start."""
+    found = []
+    for event in sorted(trace.device_events, key=lambda event: event.start):
+        kind, name = names.kind_of(event), phases.name_of(event)
+        unknown = name == event.name and not phases.is_named(event)
+        owner = None if unknown else phases.owner_of(event)
+        found.append(Work(event, kind, category_of(event, kind), "" if unknown else name, owner))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The lanes of one device and their title. shift_us: how much later they start than those of the first picture."""
+    """The work of one device. All times are those of its trace; `shift_us` later on the axis of all pictures."""
 
     title: str
-    lanes: Lanes
+    work: Sequence[Work]
     shift_us: float = 0.0
-    verdicts: Sequence[Verdict] = field(default=())
-    account: Sequence[Slice] = field(default=())
-    """What the device did at each moment."""
+    account: Sequence[Entry] = ()
+    verdicts: Sequence[Verdict] = ()
+
+    @property
+    def start_us(self) -> float:
+        return min((one.event.start for one in self.work), default=0.0)
 
     @property
     def end_us(self) -> float:
-        return self.shift_us + self.lanes.end_us
+        """The end of the last work, on the axis of all pictures."""
+        return max((one.event.end for one in self.work), default=-self.shift_us) + self.shift_us
+
+    @property
+    def exposed(self) -> Intervals:
+        return spans_of(self.account, TRANSFER, WAITING)
+
+    @property
+    def hidden(self) -> Intervals:
+        """Communication that is not exposed."""
+        return difference(union(intervals_of(one.event for one in self.of_kind("comm"))), self.exposed)
+
+    def of_kind(self, kind: Kind) -> list[Work]:
+        return [one for one in self.work if one.kind == kind]
+
+
+class Run(NamedTuple):
+    """Successive work of one stream that one annotation or module launched or, without any, of one name."""
+
+    start: float
+    end: float
+    name: str
+
+
+def runs(work: Iterable[Work], gap: float) -> Iterator[Run]:
+    """Yield the runs of work that is sorted by start, each without gaps longer than `gap`."""
+    latest: dict[str, tuple[Work, Run]] = {}
+    for one in work:
+        start, end, stream = one.event.start, one.event.end, one.event.stream
+        if stream in latest:
+            first, run = latest[stream]
+            if first[3:] == one[3:] and run.name == one.name and start - run.end <= gap:
+                latest[stream] = first, run._replace(end=max(run.end, end))
+                continue
+            yield run
+        latest[stream] = one, Run(start, end, one.name)
+    yield from (run for _, run in latest.values())

@@ -33,7 +33,7 @@ from ....messages import quoted
 from ..trace import Trace, TraceError
 
 WANTED = "name a trace of torch.profiler (.json, .json.gz) or an export of Nsight Systems (.sqlite)"
-CUT, DAMAGED_GZIP = "incomplete or not JSON", "its gzip data is damaged"
+DAMAGED_GZIP = "its gzip data is damaged"
 WRITTEN_BY = {"writtenBy": "moe-dualpipe profile"}
 """The value of "otherData" in the files for ui.perfetto.dev. They are not recordings."""
 _CHUNK = 1 << 16
@@ -72,13 +72,6 @@ _STRING = r'"(?:[^"\\]|\\.)*+"'
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
 _NOT_FINITE = re.compile(rf"{_STRING}|-?\b(?:inf(?:inity)?|nan(?:\([^)]*\))?|1\.#\w+)", re.IGNORECASE | re.DOTALL)
 _DECIMAL_COMMA = re.compile(rf"{_STRING}|(:\s*-?\d+),(?=\d+(?:e[-+]?\d+)?\s*[,}}])", re.IGNORECASE | re.DOTALL)
-_REPAIRS = {
-    "invalid UTF-8": lambda text: re.sub("[\udc80-\udcff]", "\ufffd", text),
-    "control characters": lambda text: re.sub(r"[\x00-\x1f]", " ", text),
-    "invalid escapes": lambda text: _ESCAPE.sub(lambda found: "\\\\" if found[0] == "\\" else found[0], text),
-    "inf or nan": lambda text: _NOT_FINITE.sub(lambda found: found[0] if found[0][0] == '"' else "null", text),
-    "decimal commas": lambda text: _DECIMAL_COMMA.sub(lambda found: f"{found[1]}." if found[1] else found[0], text),
-}
 
 
 def read_chrome(path: Path, trace: Trace) -> ChromeTrace:
@@ -120,38 +113,42 @@ def _salvaged(data: bytes, path: Path, trace: Trace) -> ChromeTrace:
         what = f"it begins with {quoted(data[:20])}" if data.strip() else empty
         raise TraceError(f"{path}: not a trace: {what}, and has no list of events: {WANTED}")
     starts = [found.end() for found in _START.finditer(data, opening.end() - 1)]
-    found = [_read(data[start:end]) for start, end in pairwise(starts)]
+    found = [_read(data[start:end], trace) for start, end in pairwise(starts)]
     last = data[starts[-1] if starts else opening.end() :]
     ends = [place.start() for place in re.finditer(rb"\]", last)]
     for end in (*ends, len(last)):
-        if (one := _read(last[:end])) != (None, CUT):
+        if (one := _read(last[:end], trace)) is not None:
             found.append(one)
             break
     trace.truncated = end == len(last) if starts else b"]" not in last
-    for event, damage in found:
-        if damage:
-            (trace.skipped if event is None else trace.repaired)[damage] += 1
+    trace.skipped += sum(event is None for event in found)
     try:
         beside = _FILE.decode(data[: opening.end()] + b"]" + (last[end + 1 :] or b"}"))
     except DAMAGE:
         beside = None
     read = beside if isinstance(beside, ChromeTrace) else ChromeTrace([])
-    read.traceEvents = [event or Event() for event, _ in found]
+    read.traceEvents = [event or Event() for event in found]
     return read
 
 
-def _read(data: bytes) -> tuple[Event | None, str]:
-    """One event, None if it cannot be read, and its damage. Behind it may be a comma."""
+def _read(data: bytes, trace: Trace) -> Event | None:
+    """One event, None if it cannot be read. Behind it may be a comma."""
     data = data.rstrip(b", \t\r\n")
     if (event := _decoded(data)) is not None:
-        return event, ""
-    text = data.decode("utf-8", "surrogateescape")
-    for damage, repair in _REPAIRS.items():
-        if (repaired := repair(text)) != text:
-            text = repaired
-            if (event := _decoded(text.encode())) is not None:
-                return None if None in (event.ts, event.dur) else event, damage
-    return None, CUT
+        return event
+    event = _decoded(_repaired(data.decode("utf-8", "surrogateescape")).encode())
+    if event is None or None in (event.ts, event.dur):
+        return None
+    trace.repaired += 1
+    return event
+
+
+def _repaired(text: str) -> str:
+    text = re.sub("[\udc80-\udcff]", "\ufffd", text)
+    text = re.sub(r"[\x00-\x1f]", " ", text)
+    text = _ESCAPE.sub(lambda found: "\\\\" if found[0] == "\\" else found[0], text)
+    text = _NOT_FINITE.sub(lambda found: found[0] if found[0][0] == '"' else "null", text)
+    return _DECIMAL_COMMA.sub(lambda found: f"{found[1]}." if found[1] else found[0], text)
 
 
 def _decoded(data: bytes) -> Event | None:

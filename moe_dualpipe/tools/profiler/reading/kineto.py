@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.json import decode
 
 from ....overlap.labels import OWN_TRANSFERS
-from ..trace import DeviceEvent, HostEvent, MemoryPoint, StreamWait, SyncCall, Trace
+from ..trace import DeviceEvent, HostEvent, StreamWait, SyncCall, Trace
 from .chrome import DAMAGE, ChromeTrace, Event
 from .collectives import RecordedCollectives, whole
 
@@ -23,7 +23,6 @@ TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{OWN_TRANSFERS}):(?!:)")
 """Names of events for whole transfers, by torch's backends and this package. They are not annotations."""
 WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|Wait)(?!WithBarrier)")
 """Names of calls in which the host waits, of CUDA, HIP and SYCL."""
-NO_TIME = "no valid time"
 _OWN_CALLS = re.compile(f"{OWN_TRANSFERS}::")
 _STEP = re.compile(r"ProfilerStep[#*]")
 _MODULE = "nn.Module: "
@@ -87,8 +86,6 @@ class _Sorter:
                 handler = self._handlers.get(event.cat) if isinstance(event.cat, str) else None
                 if handler is not None and (timed := self._timed(event)) is not None:
                     handler(timed, event)
-            elif event.name == "[memory]":
-                self._memory(event)
         if trace.device_events:
             trace.operators = []  # only where the CPU is the device is its work looked at
         trace.syncs = [sync._replace(stream=self._awaited.get(sync.correlation)) for sync in trace.syncs]
@@ -98,7 +95,7 @@ class _Sorter:
     def _timed(self, event: Event) -> HostEvent | None:
         start, length = time_of(event.ts), time_of(event.dur)
         if start is None or length is None or length < 0:
-            self.trace.skipped[NO_TIME] += 1
+            self.trace.skipped += 1
             return None
         thread = str(event.pid), str(event.tid)
         # one string per name and one pair per thread, not one per event
@@ -108,7 +105,7 @@ class _Sorter:
         try:
             found = decode(event.args)
         except DAMAGE:
-            self.trace.repaired["invalid arguments"] += 1
+            self.trace.repaired += 1
             found = None
             with suppress(*DAMAGE):
                 found = decode(bytes(event.args).decode("utf-8", "replace"))
@@ -169,13 +166,6 @@ class _Sorter:
             self.trace.stream_waits.append(StreamWait(timed.start, device, str(stream), awaited, recorded, correlation))
         elif correlation is not None and awaited is not None:
             self._awaited[correlation] = awaited
-
-    def _memory(self, event: Event) -> None:
-        arguments, time = self._arguments(event), time_of(event.ts)
-        allocated, reserved = arguments.get("Total Allocated"), arguments.get("Total Reserved")
-        if time is not None and type(allocated) is int and type(reserved) is int:
-            device = "cpu" if arguments.get("Device Type") == 0 else sys.intern(str(arguments.get("Device Id", "")))
-            self.trace.memory.append(MemoryPoint(time, device, allocated, reserved))
 
 
 def add_annotation(trace: Trace, event: HostEvent) -> None:

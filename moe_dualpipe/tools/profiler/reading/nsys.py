@@ -1,32 +1,35 @@
 """Read what Nsight Systems recorded, from its SQLite export: `nsys export --type sqlite report.nsys-rep`.
 
-    Trace                 table of the export
-    device events         CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET; _GRAPH_TRACE for CUDA graphs recorded as a whole
-    launches, syncs       CUPTI_ACTIVITY_KIND_RUNTIME, by correlation id and process; _SYNCHRONIZATION: the streams
-    annotations           NVTX_EVENTS
-    rank, clock, GPU      META_DATA_CAPTURE, TARGET_INFO_*
+Each row becomes an event as torch.profiler would write it, and kineto.py sorts both:
+
+    event                 table of the export
+    kernel, gpu_memcpy    CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET; _GRAPH_TRACE for CUDA graphs recorded as a whole
+    cuda_runtime          CUPTI_ACTIVITY_KIND_RUNTIME, by correlation id and process
+    cuda_sync             CUPTI_ACTIVITY_KIND_SYNCHRONIZATION
+    user_annotation       NVTX_EVENTS
+    values beside events  META_DATA_CAPTURE, TARGET_INFO_*
 
 Versions of Nsight Systems differ in tables and columns, and empty tables are not exported: what is missing counts as
 not recorded. Source: the schema in the files themselves, and docs.nvidia.com/nsight-systems (SQLite schema reference).
 
-Of NVTX ranges, those of users are annotations. Those of NCCL name transfers; those of other libraries of NVIDIA say
-nothing about the program. `torch.autograd.profiler.emit_nvtx` writes a range for each operator too, such as
-"aten::mm, op_id = 5": these are left out, as in traces of torch.profiler, and only what a user, a framework or a custom
-autograd function named stays.
+Of NVTX ranges, those of users are annotations. Those of NVIDIA's libraries and of `torch.autograd.profiler.emit_nvtx`
+("aten::mm, op_id = 5") say nothing about the program, except for "nccl:all_to_all, op_id = 5", which names a transfer.
 """
 
 import re
 import sqlite3
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..trace import DeviceEvent, HostEvent, StreamWait, SyncCall, Trace, TraceError
-from .collectives import name_transfers, whole
-from .kineto import NO_TIME, TRANSFER, WAITS, add_annotation
+from msgspec import Raw
+from msgspec.json import encode
+
+from ..trace import Trace, TraceError
+from .chrome import ChromeTrace, Event
+from .kineto import TRANSFER
 
 KERNEL, MEMCPY, MEMSET, GRAPH, RUNTIME, SYNC, EVENT = (
     f"CUPTI_ACTIVITY_KIND_{name}"
@@ -41,19 +44,12 @@ _COPIES = (
 )  # fmt: skip
 _MEMORIES = "Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static"
 _STREAM_WAIT, _STREAM_SYNC = 2, 3  # ENUM_CUPTI_SYNC_TYPE
-_NO_STREAM = 2**32 - 1
+_SYNC_NAMES = {_STREAM_WAIT: "Stream Wait Event", _STREAM_SYNC: "Stream Sync"}
 _DOMAIN_CREATED = 75  # ENUM_NSYS_EVENT_TYPE
 _RANKS = "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"
 _SIZES = "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"
 _GRAPHS = "CUDA graphs are recorded as a whole, without their kernels: record with --cuda-graph-trace=node"
 _EMITTED = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = .*", re.DOTALL)
-_OPERATOR = re.compile(r"[a-z_][\w.]*::")
-_NCCL = re.compile(r"p?nccl(?=[A-Z])")
-_NCCL_TRANSFERS = {
-    "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter",
-    "Broadcast": "broadcast", "Bcast": "broadcast", "Reduce": "reduce", "Send": "send", "Recv": "recv",
-    "AlltoAll": "all_to_all", "AllToAll": "all_to_all", "Gather": "gather", "Scatter": "scatter",
-}  # fmt: skip
 _LIBRARY = re.compile(r"(?:NCCL|CCCL|NVSHMEM|cu[A-Z]\w*)$")
 """Names of NVTX domains of libraries."""
 
@@ -64,200 +60,142 @@ def is_sqlite(path: Path) -> bool:
         return file.read(16) == b"SQLite format 3\0"
 
 
-def read_nsys(path: Path) -> Trace:
-    """Read an export. Raises TraceError if it is not one, or is damaged."""
+def read_nsys(path: Path, trace: Trace) -> ChromeTrace:
+    """Read an export. Notes in `trace` what it lacks. Raises TraceError if it is not one, or is damaged."""
     # immutable: without locks and side files, so that a file in a folder without write access can be read
     uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
     try:
         with closing(sqlite3.connect(uri, uri=True)) as file:
             file.text_factory = lambda text: text.decode("utf-8", "replace")
-            trace = _Reader(path, file).read()
+            export = _Export(path, file)
+            found = ChromeTrace([*export.device(), *export.calls(), *export.syncs(), *export.ranges()])
+            export.describe(found)
+            trace.notes += [_GRAPHS] if any(export.rows(GRAPH, "start")) else []
     except sqlite3.Error as error:
         raise TraceError(f"{path}: not a usable SQLite file: {error}") from None
-    if not trace.device_events:
-        raise TraceError(f"{path}: Nsight Systems recorded no work on a GPU: run it with --trace=cuda,nvtx")
-    return trace
+    return found
 
 
-class _Reader:
+class _Export:
     def __init__(self, path: Path, file: sqlite3.Connection):
-        self.file, self.trace = file, Trace(source="nsys")
+        self.file = file
         self._columns: dict[str, set[str]] = defaultdict(set)
         for (table,) in file.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
             self._columns[table] = {column for _, column, *_ in file.execute(f"PRAGMA table_info({_quoted(table)})")}
         if not self._columns["StringIds"]:
             raise TraceError(f"{path}: a SQLite file, but not an export of Nsight Systems: it has no table StringIds")
-        self._names = {number: str(text) for number, text in self._rows("StringIds", "id", "value") if text is not None}
+        self._names = dict(self.rows("StringIds", "id", "value"))
         self._gpus = {
-            (pid, device): gpu for gpu, device, pid in self._rows("TARGET_INFO_CUDA_DEVICE", "gpuId", "cudaId", "pid")
+            (pid, device): gpu for gpu, device, pid in self.rows("TARGET_INFO_CUDA_DEVICE", "gpuId", "cudaId", "pid")
         }
         self._processes: dict[int, int] = {}
         """A number for each process. Correlation ids are unique only in a process."""
 
-    def read(self) -> Trace:
-        self._read_device()
-        self._read_calls()
-        self._read_syncs()
-        self._read_ranges()
-        name_transfers(self.trace)
-        self._describe()
-        return self.trace
-
-    def _rows(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
+    def rows(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
         """Yield these columns of a table, None where a column is missing; nothing if the table is missing."""
         known = self._columns[table]
         wanted = ", ".join(_quoted(column) if column in known else "NULL" for column in columns)
         return self.file.execute(f"SELECT {wanted} FROM {_quoted(table)}") if known else iter(())
 
-    def _read_device(self) -> None:
+    def device(self) -> Iterator[Event]:
         names = "demangledName", "shortName", "mangledName"
-        for *place, demangled, short, mangled, x, y, z in self._rows(
-            KERNEL, *_PLACE, *names, "gridX", "gridY", "gridZ"
-        ):
-            name = self._name(demangled) or self._name(short) or self._name(mangled) or "unnamed kernel"
-            self._add(name, "kernel", place, (whole(x) or 0) * (whole(y) or 0) * (whole(z) or 0))
+        for *place, demangled, short, mangled, x, y, z in self.rows(KERNEL, *_PLACE, *names, "gridX", "gridY", "gridZ"):
+            known = (self._names.get(number) for number in (demangled, short, mangled))
+            yield self._work(next(filter(None, known), "unnamed kernel"), "kernel", place, grid=[x, y, z])
         columns = "bytes", "copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId"
-        for *place, size, kind, source, target, gives, gets in self._rows(MEMCPY, *_PLACE, *columns):
+        for *place, size, kind, source, target, gives, gets in self.rows(MEMCPY, *_PLACE, *columns):
             what = _of(_COPIES, kind) or "unknown"
             if what == "DtoD" and None not in (gives, gets) and gives != gets:
                 what = "PtoP"
             memories = _of(_MEMORIES, source), _of(_MEMORIES, target)
             name = f"Memcpy {what}" + (f" ({memories[0]} -> {memories[1]})" if all(memories) else "")
-            self._add(name, "gpu_memcpy", place, 0, size)
-        for *place, size in self._rows(MEMSET, *_PLACE, "bytes"):
-            self._add("Memset (Device)", "gpu_memset", place, 0, size)
-        for *place, graph in self._rows(GRAPH, *_PLACE, "graphId"):
-            self._add("CUDA graph" if graph is None else f"CUDA graph {graph}", "kernel", place, 0)
-            self.trace.notes = [_GRAPHS]
+            yield self._work(name, "gpu_memcpy", place, bytes=size)
+        for *place, size in self.rows(MEMSET, *_PLACE, "bytes"):
+            yield self._work("Memset (Device)", "gpu_memset", place, bytes=size)
+        for *place, graph in self.rows(GRAPH, *_PLACE, "graphId"):
+            yield self._work("CUDA graph" if graph is None else f"CUDA graph {graph}", "kernel", place)
 
-    def _add(self, name: str, category: str, place: list[Any], blocks: int, size: object = 0) -> None:
+    def _work(self, name: str, category: str, place: list[Any], **arguments: Any) -> Event:
         start, end, device, stream, correlation, process = place
-        if self._is_valid(start, end):
-            moved = size if isinstance(size, int) and size >= 0 else 0
-            self.trace.device_events.append(DeviceEvent(
-                sys.intern(name), category, start / 1e3, end / 1e3, self._device(device, process),
-                sys.intern(str(stream)), self._correlation(process, correlation), blocks, moved,
-            ))  # fmt: skip
+        where = {"device": self._device(device, process), "stream": stream}
+        return _event(name, category, start, end, correlation=self._correlation(process, correlation), **where,
+                      **arguments)  # fmt: skip
 
-    def _read_calls(self) -> None:
-        trace, columns = self.trace, ("start", "end", "globalTid", "correlationId", "nameId")
-        for start, end, thread, correlation, name in self._rows(RUNTIME, *columns):
-            if self._is_valid(start, end):
-                number, text = self._correlation(thread, correlation), _VERSION.sub("", self._name(name))
-                call = HostEvent(sys.intern(text), start / 1e3, end / 1e3, _thread_of(thread))
-                if number is not None:
-                    trace.launches[number] = call
-                if WAITS.search(text):
-                    trace.syncs.append(SyncCall(*call, number))
+    def calls(self) -> Iterator[Event]:
+        columns = "start", "end", "globalTid", "correlationId", "nameId"
+        for start, end, thread, correlation, name in self.rows(RUNTIME, *columns):
+            text = _VERSION.sub("", self._names.get(name) or "")
+            number = self._correlation(thread, correlation)
+            yield _event(text, "cuda_runtime", start, end, thread, correlation=number)
 
-    def _read_syncs(self) -> None:
+    def syncs(self) -> Iterator[Event]:
         """The streams of calls that wait, and of waits that are queued on a stream."""
-        trace = self.trace
+        columns = "globalPid", "eventSyncId", "streamId", "correlationId"
         recorded = {
-            (process, event): (str(stream), self._correlation(process, correlation))
-            for process, event, stream, correlation in self._rows(
-                EVENT, "globalPid", "eventSyncId", "streamId", "correlationId"
-            )
+            (process, event): (stream, self._correlation(process, correlation))
+            for process, event, stream, correlation in self.rows(EVENT, *columns)
         }
-        awaited: dict[int | None, str] = {}
-        columns = "start", "syncType", "deviceId", "streamId", "correlationId", "globalPid", "eventSyncId"
-        for start, kind, device, stream, correlation, process, event in self._rows(SYNC, *columns):
-            number = self._correlation(process, correlation)
-            if kind == _STREAM_WAIT and isinstance(start, int):
-                source, by = recorded.get((process, event), (None, None))
-                place = self._device(device, process), str(stream)
-                trace.stream_waits.append(StreamWait(start / 1e3, *place, source, by, number))
-            elif kind == _STREAM_SYNC and number is not None and stream not in (None, _NO_STREAM):
-                awaited[number] = str(stream)
-        trace.syncs = [call._replace(stream=awaited.get(call.correlation)) for call in trace.syncs]
+        for *place, kind, event in self.rows(SYNC, *_PLACE, "syncType", "eventSyncId"):
+            if kind in _SYNC_NAMES:
+                source, by = (
+                    (place[3], None) if kind == _STREAM_SYNC else recorded.get((place[-1], event), (None, None))
+                )
+                awaited = {"wait_on_stream": source, "wait_on_cuda_event_record_corr_id": by}
+                yield self._work(_SYNC_NAMES[kind], "cuda_sync", place, **awaited)
 
-    def _read_ranges(self) -> None:
+    def ranges(self) -> Iterator[Event]:
         """The NVTX ranges. One that never ended is left out."""
-        trace, emitted = self.trace, defaultdict[tuple[str, str], list[HostEvent]](list)
         columns = "start", "end", "globalTid", "text", "textId", "domainId", "eventType"
+        rows = [
+            (start, end, thread, str(text or self._names.get(number) or ""), (_process_id(thread), domain), kind)
+            for start, end, thread, text, number, domain, kind in self.rows(RANGES, *columns)
+        ]
         libraries = {
-            (_process_id(identifier), domain)
-            for _, end, identifier, text, text_id, domain, kind in self._rows(RANGES, *columns)
-            if end is None and kind == _DOMAIN_CREATED and _LIBRARY.match(str(text or self._name(text_id)))
-        }
-        for start, end, identifier, text, text_id, domain, _ in self._rows(RANGES, *columns):
-            full = str(text) if text is not None else self._name(text_id)
-            if end is None:
-                trace.num_events += 1
-            if end is None or not self._is_valid(start, end) or not full:
-                continue
-            name = sys.intern(_EMITTED.sub("", full))
-            event = HostEvent(name, start / 1e3, end / 1e3, _thread_of(identifier))
-            if library := _NCCL.match(name):
-                if (transfer := _NCCL_TRANSFERS.get(name[library.end() :])) is not None:
-                    trace.transfers.append(event._replace(name=f"nccl:{transfer}"))
-            elif len(name) < len(full):
-                emitted[event.thread].append(event)
-            elif (_process_id(identifier), domain) not in libraries:
-                add_annotation(trace, event)
-        for events in emitted.values():
-            self._add_emitted(events)
+            domain for _, end, _, name, domain, kind in rows
+            if end is None and kind == _DOMAIN_CREATED and _LIBRARY.match(name)
+        }  # fmt: skip
+        for start, end, thread, full, domain, _ in rows:
+            name = _EMITTED.sub("", full)
+            if end is not None and name and (TRANSFER.match(name) or (name == full and domain not in libraries)):
+                yield _event(name, "user_annotation", start, end, thread)
 
-    def _add_emitted(self, events: list[HostEvent]) -> None:
-        """Add the ranges of one thread that emit_nvtx wrote, without operators and what is inside these."""
-        until = float("-inf")
-        for event in sorted(events, key=lambda event: (event.start, -event.end)):
-            if TRANSFER.match(event.name):
-                self.trace.transfers.append(event)
-            elif event.start >= until:
-                if _OPERATOR.match(event.name):
-                    until = event.end
-                else:
-                    add_annotation(self.trace, event)
-
-    def _describe(self) -> None:
-        trace = self.trace
+    def describe(self, trace: ChromeTrace) -> None:
         environment: dict[str, str] = {}
-        for name, value in self._rows("META_DATA_CAPTURE", "name", "value"):
+        for name, value in self.rows("META_DATA_CAPTURE", "name", "value"):
             if str(name).endswith(":ENVIRONMENT_VARIABLE"):
                 key, _, text = str(value).partition("=")
                 environment.setdefault(key, text.strip('"'))
-        trace.queues = whole(environment.get("CUDA_DEVICE_MAX_CONNECTIONS")) or None
+        trace.CUDA_DEVICE_MAX_CONNECTIONS = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
         if len(self._processes) == 1:  # otherwise the file has several ranks
-            trace.rank = next((whole(environment[key]) for key in _RANKS if key in environment), None)
-            trace.world_size = next((whole(environment[key]) for key in _SIZES if key in environment), None) or None
-        gpus = [*self._rows("TARGET_INFO_GPU", "name", "smCount")]
-        gpus += self._rows("TARGET_INFO_CUDA_DEVICE", "name", "numMultiprocessors")
-        trace.num_sms = next((number for _, count in gpus if (number := whole(count))), 0)
-        trace.gpu = next((str(name) for name, _ in gpus if name), "")
-        for (started,) in self._rows("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
-            trace.base_us = started / 1e3 if isinstance(started, int) else 0.0
-        trace.host = next((str(value) for name, value in self._rows("TARGET_INFO_SYSTEM_ENV", "name", "value")
-                           if name == "Hostname"), "")  # fmt: skip
+            rank, size = (next((environment[k] for k in keys if k in environment), None) for keys in (_RANKS, _SIZES))
+            trace.distributedInfo = {"rank": rank, "world_size": size}
+        gpus = [*self.rows("TARGET_INFO_GPU", "name", "smCount")]
+        gpus += self.rows("TARGET_INFO_CUDA_DEVICE", "name", "numMultiprocessors")
+        names, sizes = (next(filter(None, column), None) for column in zip(*gpus, strict=True)) if gpus else ("", 0)
+        trace.deviceProperties = [{"name": names, "numSms": sizes}]
+        for (started,) in self.rows("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
+            trace.baseTimeNanoseconds = started
+        hosts = (value for name, value in self.rows("TARGET_INFO_SYSTEM_ENV", "name", "value") if name == "Hostname")
+        trace.host_name = next(hosts, "")
 
-    def _is_valid(self, start: object, end: object) -> bool:
-        """Count a row. Returns whether its times are valid."""
-        self.trace.num_events += 1
-        valid = isinstance(start, int) and isinstance(end, int) and start <= end
-        if not valid:
-            self.trace.skipped[NO_TIME] += 1
-        return valid
-
-    def _device(self, device: object, process: object) -> str:
-        return sys.intern(str(self._gpus.get((_process_id(process), device), device)))
+    def _device(self, device: object, process: object) -> object:
+        return self._gpus.get((_process_id(process), device), device)
 
     def _correlation(self, identifier: object, correlation: object) -> int | None:
         """A number for a correlation id of a process, from the global id of the process or of one of its threads."""
         number = self._processes.setdefault(_process_id(identifier), len(self._processes))
         return correlation + (number << 32) if isinstance(correlation, int) else None
 
-    def _name(self, identifier: object) -> str:
-        return self._names.get(identifier, "") if isinstance(identifier, int) else ""
+
+def _event(name: str, category: str, start: object, end: object, thread: object = None, **arguments: Any) -> Event:
+    times = (start / 1e3, (end - start) / 1e3) if isinstance(start, int) and isinstance(end, int) else (None, None)
+    place = _process_id(thread), thread & 0xFFFFFF if isinstance(thread, int) else 0
+    return Event("X", category, name, *times, *place, Raw(encode(arguments)))
 
 
 def _process_id(identifier: object) -> int:
     """The process in a global id of a process or thread; 0 if unknown."""
     return identifier >> 24 & 0xFFFFFF if isinstance(identifier, int) else 0
-
-
-def _thread_of(identifier: object) -> tuple[str, str]:
-    thread = identifier & 0xFFFFFF if isinstance(identifier, int) else 0
-    return sys.intern(str(_process_id(identifier))), sys.intern(str(thread))
 
 
 def _of(names: tuple[str, ...], number: object) -> str:

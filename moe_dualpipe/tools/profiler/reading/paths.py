@@ -1,4 +1,4 @@
-"""Which files to read: folders and patterns become lists of traces, in the order of ranks."""
+"""Which files to read: folders and patterns become lists of traces."""
 
 import glob
 import re
@@ -13,13 +13,11 @@ _KINDS = f"{', '.join(_SUFFIXES)} files"
 _START = 1 << 20  # bytes in which the list of events begins
 _EVENTS = re.compile(rb'\s*\[|.*?"traceEvents"', re.DOTALL)
 _OWN = WRITTEN_BY["writtenBy"].encode()
-_RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d{1,9})\b')
-_RANK_IN_NAME = re.compile(r"rank\D?(\d+)", re.IGNORECASE)
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(\d+)")
 
 
 def trace_paths(arguments: Sequence[Path]) -> list[Path]:
-    """Replace folders and patterns by their traces, sorted by rank. Files keep their places; each appears once.
+    """Replace folders and patterns by their traces, sorted by name. Files keep their places; each appears once.
 
     A folder without traces stands for the traces in its folders. Raises TraceError if there are none.
     """
@@ -28,8 +26,7 @@ def trace_paths(arguments: Sequence[Path]) -> list[Path]:
 
 def _expanded(argument: Path) -> list[Path]:
     if argument.is_dir():
-        folders, where = (folder for folder in sorted(argument.iterdir()) if folder.is_dir()), "in this folder"
-        found = _traces(argument.iterdir()) or [path for folder in folders for path in _traces(folder.iterdir())]
+        found, where = _traces(argument.iterdir()) or _traces(argument.glob("*/*")), "in this folder"
     elif not argument.exists() and glob.has_magic(str(argument)):
         found, where = _traces(map(Path, glob.glob(str(argument)))), "matches this pattern"
     else:
@@ -40,30 +37,22 @@ def _expanded(argument: Path) -> list[Path]:
 
 
 def _traces(paths: Iterable[Path]) -> list[Path]:
-    """The traces among `paths`, sorted by rank; other JSON files, such as reports, and hidden files are left out."""
-    files = [path for path in sorted(paths) if path.name.lower().endswith(_SUFFIXES) and path.is_file()]
-    starts = {path: _start(path) for path in files if not path.name.startswith(".")}  # macOS: "._rank0.json"
-    return sorted(
-        (path for path, start in starts.items() if start is not None),
-        key=lambda path: (*_rank(path, starts[path] or b""), path.parent, path.name),
-    )
+    """The traces among `paths`, sorted by name, in which a number counts as one; hidden files are left out."""
+    files = [path for path in paths if path.name.lower().endswith(_SUFFIXES) and path.is_file()]
+    visible = [path for path in files if not path.name.startswith(".")]  # macOS: "._rank0.json"
+    return sorted(filter(_is_trace, visible), key=lambda path: [*map(_place, _NUMBER.split(str(path)))])
 
 
-def _start(path: Path) -> bytes | None:
-    """The first bytes of a trace, None of another file. Of a file that cannot be read, the reader tells why."""
+def _place(part: str) -> tuple[int, str]:
+    return (int(part[:18]), "") if part.isdecimal() else (0, part)
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether a file is a trace, and no report or file for Perfetto. The reader refuses a file that cannot be read."""
     if path.suffix.lower() == ".sqlite":
-        return b""
+        return True
     try:
         start = contents(path, [], _START)
     except OSError:
-        return b""
-    is_trace = len(start) >= _START or _EVENTS.match(start)
-    return start if is_trace and _OWN not in start[:200] else None
-
-
-def _rank(path: Path, start: bytes) -> tuple[bool, int]:
-    """The recorded rank, or that in the name, or the last number of the name. Files without any come last."""
-    numbers = _NUMBER.findall(path.name)
-    if found := _RANK.search(start) or _RANK_IN_NAME.search(path.name):
-        return False, int(found[1])
-    return (False, int(numbers[-1][:18])) if numbers else (True, 0)
+        return True
+    return (len(start) >= _START or _EVENTS.match(start) is not None) and _OWN not in start[:200]

@@ -1,7 +1,6 @@
 """What to tell a user about damage in a trace."""
 
 import re
-from collections import Counter
 from pathlib import Path
 
 from ....messages import plural
@@ -13,16 +12,11 @@ _LAUNCH = re.compile(r"Launch|Memcpy|Memset|enqueue|runFunction", re.IGNORECASE)
 def remarks(trace: Trace) -> tuple[str, ...]:
     """Sentences about events that were skipped or repaired, and about the file."""
     found = list(trace.notes)
-    if trace.skipped:
-        found.append(f"{plural(trace.skipped.total(), 'damaged event')} skipped ({_reasons(trace.skipped)})")
-    if trace.repaired:
-        found.append(f"{plural(trace.repaired.total(), 'damaged event')} repaired ({_reasons(trace.repaired)})")
+    if trace.truncated:
+        found.append(f"the file is cut off: only the first {trace.num_events:,} events are analyzed")
+    for what, number in (("skipped", trace.skipped), ("repaired", trace.repaired)):
+        found += [f"{plural(number, 'damaged event')} {what}"] * (number > 0)
     return tuple(found)
-
-
-def damage(trace: Trace) -> dict[str, dict[str, int] | list[str]]:
-    """Numbers of events that were skipped or repaired, by reason, and what else is wrong with the file."""
-    return {"skipped": dict(trace.skipped), "repaired": dict(trace.repaired), "notes": list(trace.notes)}
 
 
 def refuse_launches_alone(path: Path, trace: Trace) -> None:
@@ -37,7 +31,3 @@ def refuse_launches_alone(path: Path, trace: Trace) -> None:
             f"{path}: no device work was recorded, only {plural(launches, 'launch', 'es')} of it: "
             "add the device to the activities of the profiler, such as ProfilerActivity.CUDA"
         )
-
-
-def _reasons(counts: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())

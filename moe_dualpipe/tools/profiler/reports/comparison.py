@@ -4,40 +4,35 @@ from ....messages import plural, printable
 from ...drawing.tables import markdown
 from ..account import KINDS
 from ..compare import Comparison, Recording
-from ..kernel_names import short_name
 from .overlap import percent
 
 _SAME = 0.005  # steps that differ by a smaller share take the same time
-_MOST_DETAILS, _MOST_KERNELS = 12, 8
+_MOST_DETAILS = 12
 
 
 def compare_text(comparison: Comparison) -> str:
-    """Return the difference of the steps, the account of both, the largest differences in it, and kernels."""
-    both = (comparison.a, comparison.b)
-    sides = [_side(letter, one) for letter, one in zip("AB", both, strict=True)]
+    """Return the difference of the steps, the account of both, and the largest differences in it."""
+    both = {"A": comparison.a, "B": comparison.b}
+    heads = [_side(letter, one) for letter, one in both.items()]
     if not comparison.by_step:
-        unknown = [letter for letter, one in zip("AB", both, strict=True) if not one.per_step]
-        sides.append(f"No steps are recorded in {' and '.join(unknown)}: whole recordings are compared.")
-    parts = ["\n".join([*sides, *map(printable, comparison.unlike)]), _difference(comparison)]
-    parts += [
-        markdown(_account_rows(comparison)),
-        markdown(_detail_rows(comparison)),
-        markdown(_kernel_rows(comparison)),
-    ]
-    a, b = (sums.hidden_us / sums.comm_us if sums.comm_us else None for sums in comparison.sums)
+        unknown = [letter for letter, one in both.items() if not one.steps]
+        heads.append(f"No steps are recorded in {' and '.join(unknown)}: whole recordings are compared.")
+    parts = ["\n".join([*heads, *map(printable, comparison.unlike)]), _difference(comparison)]
+    parts += [markdown(_account_rows(comparison)), markdown(_detail_rows(comparison))]
+    a, b = (one.hidden_fraction for one in both.values())
     if a is not None or b is not None:
         parts.append(f"Of the communication, {percent(a)} is hidden behind computation in A, and {percent(b)} in B.")
     return "\n\n".join(parts)
 
 
 def _side(letter: str, one: Recording) -> str:
-    kinds = "CPU" if one.on_cpu else printable(", ".join(one.gpus))
-    steps = plural(one.steps, "step") if one.steps else "no steps"
-    return f"{letter}: {printable(one.name)}: {plural(one.devices, 'device')}{f' ({kinds})' if kinds else ''}, {steps}"
+    kinds = "CPU" if one.analyses[0].device == "cpu" else printable(", ".join(one.gpus))
+    devices = plural(len(one.analyses), "device") + (f" ({kinds})" if kinds else "")
+    return f"{letter}: {printable(one.name)}: {devices}, {plural(one.steps, 'step') if one.steps else 'no steps'}"
 
 
 def _difference(comparison: Comparison) -> str:
-    (a, b), whole = (sums.step_us for sums in comparison.sums), comparison.difference_us
+    (a, b), whole = comparison.times_us, comparison.difference_us
     what = "A step" if comparison.by_step else "The recording"
     share = abs(whole) / a if a else 0.0
     if share < _SAME:
@@ -48,9 +43,8 @@ def _difference(comparison: Comparison) -> str:
 
 def _account_rows(comparison: Comparison) -> list[list[str]]:
     """The kinds, which add up to the step."""
-    a, b = comparison.sums
     rows = [["us per step" if comparison.by_step else "us", "A", "B", "B - A", "change"]]
-    rows.append(["step" if comparison.by_step else "recording", *_times(a.step_us, b.step_us)])
+    rows.append(["step" if comparison.by_step else "recording", *_times(*comparison.times_us)])
     for kind in KINDS:
         sums = [sum(us[side] for key, us in comparison.account.items() if key[0] == kind) for side in (0, 1)]
         if max(sums) >= 0.5:
@@ -72,12 +66,3 @@ def _detail_rows(comparison: Comparison) -> list[list[str]]:
 def _times(a: float, b: float) -> list[str]:
     change = "-" if a < 0.5 else f"{b / a - 1:+.1%}" if b < 10 * a else f"{b / a:,.0f} times"
     return [f"{a:,.0f}", f"{b:,.0f}", f"{b - a:+,.0f}", change]
-
-
-def _kernel_rows(comparison: Comparison) -> list[list[str]]:
-    noun = "operator" if comparison.a.on_cpu and comparison.b.on_cpu else "kernel"
-    rows = [[noun, "times in A", "in B", "us in A", "in B"]]
-    for name, (a, b) in [*comparison.kernels.items()][:_MOST_KERNELS]:
-        counts = (f"{one.count:,.1f}".removesuffix(".0") for one in (a, b))
-        rows.append([short_name(name), *counts, f"{a.total_us:,.0f}", f"{b.total_us:,.0f}"])
-    return rows

@@ -5,42 +5,26 @@ from typing import TYPE_CHECKING
 
 from ....messages import plural, printable
 from ...drawing.tables import markdown
-from ..account import KINDS, LOST, totals
+from ..account import KINDS, LOST, WAITING, totals
 from ..analyze import Analysis
-from .ranks import collectives_text, lateness_text
 from .verdicts import verdicts_text
 
 if TYPE_CHECKING:
-    from ..files import TraceFiles
+    from ..files import TracedDevice, TraceFiles
     from ..measure import Measurement
 
-MAX_STEPS = 20
 MAX_DETAILS = 8  # lost times of which the account has a row of their own
 
 
-def analysis_text(
-    analysis: Analysis, phases: bool = False, kernels: int = 0, streams: bool = False, collectives: bool = False
-) -> str:
+def analysis_text(analysis: Analysis, phases: bool = False) -> str:
     """Return the report of one device: its account, and the hidden share.
 
-    phases, streams, collectives: add a table of each. kernels: add a table of this many kernels, those with the longest
-    total time.
+    phases: add a table of them.
     """
     tables = [account_rows({analysis.name: analysis}, details=True)]
-    if len(analysis.steps) > 1:
-        tables.append(_step_rows(analysis))
     if phases and analysis.phases:
         tables.append(_phase_rows(analysis))
-    if streams:
-        rows = [[stream, f"{busy:,.0f}"] for stream, busy in analysis.streams.items()]
-        tables.append([["thread" if analysis.device == "cpu" else "stream", "busy, us"], *rows])
-    if kernels:
-        rows = [["kernel", "kind", "times", "total us", "blocks"]]
-        for k in analysis.kernels[:kernels]:
-            rows.append([k.name[:60], k.kind, f"{k.times:,}", f"{k.total_us:,.0f}", str(k.most_blocks or "-")])
-        tables.append(rows)
-    texts = [*map(markdown, tables), *([collectives_text(analysis.collectives)] if collectives else [])]
-    return "\n\n".join([*texts, hidden_sentence(analysis)])
+    return "\n\n".join([*map(markdown, tables), hidden_sentence(analysis)])
 
 
 def account_rows(analyses: dict[str, Analysis], details: bool = False) -> list[list[str]]:
@@ -72,44 +56,38 @@ def account_rows(analyses: dict[str, Analysis], details: bool = False) -> list[l
     return rows
 
 
-def traces_text(
-    files: "TraceFiles", phases: bool = False, kernels: int = 0, streams: bool = False, collectives: bool = False
-) -> str:
+def traces_text(files: "TraceFiles", phases: bool = False) -> str:
     """Return the report of each device and, if there are several, a table that compares them."""
     parts = []
     for device in files.devices:
-        text = analysis_text(device.analysis, phases, kernels, streams, collectives)
+        text = analysis_text(device.analysis, phases)
         parts.append("\n".join(filter(None, [printable(device.path), device.left_out, text])))
-        num_events = sum(kernel.times for kernel in device.analysis.kernels)
-        parts.append(verdicts_text(device.analysis, num_events))
+        parts.append(verdicts_text(device.analysis))
     if len(files.devices) > 1:
-        parts += [compare_ranks(files), *(printable(comparison.missing_text) for comparison in files.comparisons)]
-        parts += [lateness_text(files)]
+        sentences = [printable(sentence, 300) for sentence in files.comparison.sentences]
+        parts += [compare_ranks(files.names, files.devices), "\n".join(sentences)]
     return "\n\n".join(filter(None, parts))
 
 
-def compare_ranks(files: "TraceFiles", names: Sequence[str] | None = None) -> str:
-    """Return a table with one row per device, with the time that it waited for other ranks ("-" if unknown), and
-    sentences about what could not be compared."""
-    rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waited for others"]]
-    for name, device, skew in zip(names or files.names, files.devices, files.skews, strict=True):
-        a, waited = device.analysis, "-" if skew.waited_us is None else f"{skew.waited_us:,.0f}"
+def compare_ranks(names: Sequence[str], devices: Sequence["TracedDevice"]) -> str:
+    """Return a table with one row per device."""
+    rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waiting for a rank"]]
+    for name, device in zip(names, devices, strict=True):
+        a = device.analysis
         times = (a.window_us, a.kernel_compute_us, a.comm_us, a.exposed_comm_us)
+        waited = f"{a.time_of(WAITING):,.0f}"
         rows.append([name, *(f"{time:,.0f}" for time in times), percent(a.hidden_fraction), waited])
-    problems = [f"Not compared: {printable(p, 300)}." for one in files.comparisons for p in one.problems]
-    return "\n\n".join([markdown(rows), *(["\n".join(problems)] if problems else [])])
+    return markdown(rows)
 
 
 def measurement_text(measurement: "Measurement") -> str:
-    """Return both runs of this rank beside each other and the lower bound; under torchrun, also a table of ranks."""
-    analyses = {run: files.devices[0].analysis for run, files in measurement.runs.items()}
+    """Return both runs beside each other and the lower bound."""
+    analyses = {run: device.analysis for run, device in measurement.devices.items()}
     sequential, overlapped = analyses["sequential"], analyses["overlapped"]
     workload, ranks, bound = measurement.workload, measurement.num_ranks, measurement.bound_us
-    several = len(measurement.runs["overlapped"].devices) > 1
     possible = "" if measurement.possible is None else f"{percent(measurement.possible)} possible, reached "
     parts = [
-        f"{workload.description}; experts over {plural(ranks, 'rank')}"
-        f"{', this is rank 0' if several else ''}\n{measurement.link}",
+        f"{workload.description}; experts over {plural(ranks, 'rank')}\n{measurement.link}",
         markdown(account_rows(analyses)),
         compare_phases(analyses, workload.layers * (1 if workload.mode == "train" else 2)),
         f"lower bound (computation or communication alone, whichever is longer): {bound:,.0f} us\n"
@@ -118,21 +96,7 @@ def measurement_text(measurement: "Measurement") -> str:
         f"hidden communication: {possible}{percent(overlapped.hidden_fraction)} overlapped, "
         f"{percent(sequential.hidden_fraction)} sequential",
     ]
-    if several:
-        parts.insert(3, f"overlapped, by rank:\n\n{compare_ranks(measurement.runs['overlapped'])}")
     return "\n\n".join(parts)
-
-
-def _step_rows(analysis: Analysis) -> list[list[str]]:
-    steps = analysis.by_step
-    kinds = [kind for kind in KINDS if any(step["account"].get(kind, 0.0) >= 0.5 for step in steps)]
-    rows = [["step", "us", *kinds]]
-    for step in steps[:MAX_STEPS]:
-        times = (step["time_us"], *(step["account"][kind] for kind in kinds))
-        rows.append([str(step["step"]), *(f"{time:,.0f}" for time in times)])
-    if (more := len(steps) - MAX_STEPS) > 0:
-        rows.append([f"{more} more", *[""] * (len(kinds) + 1)])
-    return rows
 
 
 def _phase_rows(analysis: Analysis) -> list[list[str]]:

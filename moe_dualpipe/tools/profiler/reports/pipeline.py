@@ -13,7 +13,7 @@ HEADINGS = {
     "waiting": "idle inside", "bubble": "bubble", "predicted_bubble": "predicted", "gradients": "gradients",
     "optimizer": "optimizer", "rest": "rest",
 }  # fmt: skip
-"""Columns of the table, by the attribute of StepBreakdown."""
+"""Columns of the table, by the part of the step."""
 
 
 def rank_name(rank: int, data_rank: int, data_ranks: int) -> str:
@@ -27,7 +27,7 @@ def pipeline_text(pipelines: Sequence[RecordedPipeline]) -> str:
     for data_rank, pipeline in enumerate(pipelines):
         for rank, breakdown in enumerate(step_breakdowns(pipeline)):
             name = rank_name(rank, data_rank, len(pipelines))
-            rows.append([name, *(f"{getattr(breakdown, key):,.1f}" for key in HEADINGS)])
+            rows.append([name, *(f"{breakdown[key]:,.1f}" for key in HEADINGS)])
         measured, predicted = pipeline.timeline(pipeline.typical), pipeline.predicted
         which = f"data rank {data_rank}, " if len(pipelines) > 1 else ""
         lines.append(
@@ -57,7 +57,7 @@ def pipeline_objects(pipelines: Sequence[RecordedPipeline]) -> list[dict[str, An
             "costs_ms": asdict(pipeline.costs),
             "makespan_ms": pipeline.timeline(pipeline.typical).makespan,
             "predicted_makespan_ms": pipeline.predicted.makespan,
-            "ranks_ms": [asdict(breakdown) for breakdown in step_breakdowns(pipeline)],
+            "ranks_ms": step_breakdowns(pipeline),
         }
         for pipeline in pipelines
     ]

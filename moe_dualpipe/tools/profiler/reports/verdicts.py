@@ -11,12 +11,12 @@ LEAST_SHARE = 0.01
 HEALTHY = "All that is not computation at full speed takes less than 1% of the window, or has the causes above."
 
 
-def verdicts_text(analysis: Analysis, num_events: int = 0) -> str:
+def verdicts_text(analysis: Analysis) -> str:
     """Return a numbered list: what happens and where, the evidence, the predicted gain, and what to change.
 
-    num_events: of the device. If these are more than are searched, it says so.
+    If the device has more events than are searched, it says so.
     """
-    parts = []
+    parts, num_events = [], analysis.num_events
     if num_events > MOST_EVENTS:
         parts.append(f"Causes were searched only in the first {MOST_EVENTS:,} of {num_events:,} events of the device.")
     verdicts = analysis.verdicts
