@@ -18,7 +18,7 @@ from ..data.synced_files import sync, write_synced
 from ..expert_parallel.gather import gather_objects
 from ..messages import printable
 from ..runtime.shared_errors import Result
-from .folder_lock import LOCK_FILE, only_writer
+from .folder_lock import only_writer
 from .tensor_file import Announce
 
 LAST_FILE = "config.json"
@@ -53,7 +53,7 @@ def write_folder(
 
     def create() -> None:
         if leads and not replace:
-            stack.enter_context(only_writer(final, hidden(final, "lock") if url is None else final / LOCK_FILE))
+            stack.enter_context(only_writer(final, hidden(final, "lock")))
             if is_there(final):
                 raise ValueError(f"{printable(final)} already exists: choose another folder")
         if writes:

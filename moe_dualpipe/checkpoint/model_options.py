@@ -58,14 +58,19 @@ def with_named_layers(model: ModelConfig, named: Mapping[str, str | Factory | No
 
 
 def check_sizes(model: ModelConfig, shapes: Sequence[Sequence[int]], where: str) -> None:
-    """Raise ValueError if the model has more layers, or many more parameters, than `shapes`, those of all its tensors.
+    """Raise ValueError if the model has more layers or experts, or many more parameters, than `shapes`, of all tensors.
 
-    Of custom layers, only the user's code knows the sizes.
+    Even listing the tensors of a huge model takes long. Of custom layers, only the user's code knows the sizes.
     """
-    elements = sum(map(math.prod, shapes))
-    parameters = model.hidden_size * model.vocab_size if model.own_layers else shape_of(model).parameters
-    if model.num_layers + model.mtp_layers > len(shapes) or parameters > 2 * elements:
-        layers = plural(model.num_layers + model.mtp_layers, "layer")
+    elements, layers = sum(map(math.prod, shapes)), model.num_layers + model.mtp_layers
+    fits = layers <= len(shapes)
+    if fits and not model.own_layers:
+        experts = len(model.routed_blocks()) * model.num_experts
+        fits = experts <= len(shapes) and shape_of(model).parameters <= 2 * elements
+    if not fits or model.hidden_size * model.vocab_size > 2 * elements:
+        parts = (
+            f"{plural(layers, 'layer')} of {plural(model.num_experts, 'expert')} and {plural(model.num_heads, 'head')}"
+        )
         raise ValueError(
-            f"cannot build the model of {where}: its {layers} do not fit into the {elements:,} numbers of its tensors"
+            f"cannot build the model of {where}: its {parts} do not fit into the {elements:,} numbers of its tensors"
         )

@@ -140,3 +140,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], announce: Announce 
     path.chmod(mode)
     announce(f"syncing {path.name}")
     sync(path)
+
+
+def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Divide tensors into files of at most `limit` bytes, in their order. A larger tensor gets its own file."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if files[-1] and filled + size > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files

@@ -59,28 +59,20 @@ class TensorFolder:
         """Names in the order of the files and bytes, in which reading is fastest."""
         return sorted(names, key=lambda name: (self.entries[name].file, self.entries[name].start))
 
-    def read(self, name: str, index: int | None = None) -> Tensor:
+    def read(self, name: str) -> Tensor:
         """Return a tensor, as a new CPU tensor in the stored dtype.
 
-        index: return only this entry of the first dimension, and read only its bytes.
-
-        Raises ValueError for an unknown name and for a file that cannot be read, and IndexError for an invalid index.
+        Raises ValueError for an unknown name and for a file that cannot be read.
         """
         if (entry := self.entries.get(name)) is None:
             raise ValueError(f"{printable(self.folder)} has no tensor {quoted(name)}")
-        shape, start, size = entry.shape, entry.start, entry.nbytes
-        if index is not None:
-            if not shape or not 0 <= index < shape[0]:
-                raise IndexError(f"{quoted(name)} of shape {[*shape]} has no entry {index}")
-            size //= shape[0]
-            shape, start = shape[1:], start + index * size
         if (file := entry.file.name) in self._checksums:
             fetch(entry.file, self._checksums[file])
-        data = torch.empty(size, dtype=torch.uint8, device="cpu")
+        data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         with open_file(entry.file, self._statuses.get(file)) as opened:
-            opened.read_into(start, data.numpy().data)
-        self.bytes_read += size
-        return data.view(entry.dtype).reshape(shape)
+            opened.read_into(entry.start, data.numpy().data)
+        self.bytes_read += entry.nbytes
+        return data.view(entry.dtype).reshape(entry.shape)
 
     def close(self) -> None:
         """Remove the copies of files on a store."""

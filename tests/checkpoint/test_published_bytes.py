@@ -1,7 +1,6 @@
 """Each rank reads only the tensors that it holds, counted in bytes."""
 
 import torch
-from safetensors.torch import load_file
 
 from moe_dualpipe.checkpoint.huggingface import PublishedModel
 from tests.support.published import random_model, save
@@ -17,10 +16,8 @@ def test_each_rank_reads_its_tensors_once(tmp_path):
     theirs = random_model("qwen2_moe", dtype=torch.bfloat16, num_experts=6, num_hidden_layers=4)
     folders = {
         "single": save(theirs, tmp_path / "single"),
-        "stacked": save(theirs, tmp_path / "stacked", save_original_format=False),
         "shards": save(theirs, tmp_path / "shards", max_shard_size="10KB"),
     }
-    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(folders["stacked"] / "model.safetensors")
     assert len([*folders["shards"].glob("*.safetensors")]) > 3
     shapes = PublishedModel(folders["single"]).shapes
     sizes = {name: 2 * torch.Size(shape).numel() for name, shape in shapes.items()}

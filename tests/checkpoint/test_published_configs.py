@@ -10,7 +10,7 @@ import pytest
 
 from moe_dualpipe.checkpoint.huggingface import ARCHITECTURES, read_config, write_config
 from moe_dualpipe.checkpoint.huggingface.architectures import REQUIRED
-from moe_dualpipe.checkpoint.huggingface.config import architecture_of, differences
+from moe_dualpipe.checkpoint.huggingface.config import architecture_of, different_options
 from moe_dualpipe.models import preset
 from moe_dualpipe.tools.planner import shape_of
 from tests.support.runs import ROOT
@@ -32,7 +32,7 @@ PRESETS = {
 def test_presets_are_the_published_models_without_yarn_and_mtp(name):
     found = read_config(CONFIGS[name])
     found = dataclasses.replace(found, yarn_factor=1.0, mtp_layers=0)
-    assert differences(found, preset(PRESETS[name])) == []
+    assert different_options(found, preset(PRESETS[name])) == []
 
 
 @pytest.mark.parametrize("name", CONFIGS)

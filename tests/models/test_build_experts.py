@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Loopback
-from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors, older_names
+from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import MoE, build_model
 from moe_dualpipe.models.build_experts import ExpertBuilder
 from tests.support import custom_experts
@@ -130,12 +130,6 @@ def test_no_second_copy_of_the_experts_is_built():
     assert Counting.built == [1, 2, E, *[1] * E]
     assert max(Counting.experts_alive) <= E + 1
     assert [*Counting.alive] == [experts]
-
-
-def test_what_all_experts_share_has_another_name_in_older_checkpoints():
-    layer = builder("tests.support.custom_experts:Stacked").build(range(4, 8))
-    assert older_names([layer]) == {"bias": "bias.4-7", "scale": "scale.4-7"}
-    assert {"bias", "scale"}.isdisjoint(expert_ids(layer))
 
 
 def test_on_the_meta_device_only_shapes_are_built():
