@@ -200,13 +200,11 @@ _ROPES: Mapping[str, tuple[tuple[str, str, Any], ...]] = {
 
 
 def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; older versions and published models `rope_theta` and `rope_scaling`.
-
-    If there are both, `rope_scaling` counts, as in transformers.
-    """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters and rope_scaling must be objects: got {quoted(rope, 60)}")
+    """transformers 5 writes `rope_parameters`; older versions and published models `rope_theta` and `rope_scaling`."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    rope = old or new or {}
+    if not isinstance(rope, Mapping) or new not in (None, {}, rope):
+        raise ValueError(f"rope_parameters and rope_scaling must be one object: got {quoted((new, old), 100)}")
     theta, fraction = (_of_both(rope, config, key) for key in ("rope_theta", "partial_rotary_factor"))
     options = {"rope_theta": architecture.rope_theta if theta is None else theta}
     if any(key.option == "rotary_fraction" for key in architecture.keys):
