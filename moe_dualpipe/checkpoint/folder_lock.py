@@ -31,15 +31,17 @@ class FolderInUseError(ValueError):
 
 
 @contextmanager
-def only_writer(folder: Path, lock_file: Path, wait: float = GRACE) -> Iterator[None]:
+def only_writer(folder: Path, lock_file: Path, wait: float | None = None) -> Iterator[None]:
     """Hold the lock of `folder` in `lock_file`. Does nothing if the folder stands for a URL.
 
-    Raises FolderInUseError if another process still has it after `wait` seconds, and OSError if there can be no lock.
+    Raises FolderInUseError if another process still has it after `wait` seconds (None: GRACE), and OSError if there can
+    be no lock.
     """
     if stores.url_of(folder) is not None:
         yield
         return
-    made, end = [parent for parent in lock_file.parents if not parent.exists()], time.monotonic() + wait
+    made = [parent for parent in lock_file.parents if not parent.exists()]
+    end = time.monotonic() + (GRACE if wait is None else wait)
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     while (descriptor := _locked(lock_file)) is None:
         if time.monotonic() >= end:

@@ -10,12 +10,12 @@ from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.models import ModelConfig
 
 
-def write_manifest(folder, step=3, model=None, id=""):
+def write_manifest(folder, step=3, model=None):
     """Write a checkpoint without tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokens.txt").write_bytes(b"{}")
     files = {"tokens.txt": FileChecksum.of(b"{}")}
-    (folder / "run.json").write_bytes(Manifest(step, model or {}, files, id).encode())
+    (folder / "run.json").write_bytes(Manifest(step, model or {}, files).encode())
 
 
 def state_of(rank, step):
