@@ -2,9 +2,11 @@
 
 import dataclasses
 import errno
+import json
 import math
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -19,7 +21,6 @@ from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_checkpoint
 from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.training.config import OptimizerConfig
 from tests.support import ranks
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, make_trainer, save, settings, train
@@ -42,7 +43,7 @@ def contents(folder):
 
 
 def export(run, out, *options):
-    return main(["export", str(run), "--to", "huggingface", "--out", str(out), *options])
+    return main(["export", str(run), "--out", str(out), *options])
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def measure(_rank, small, large, out):
     plan = plan_checkpoint_export(large)
     exported, _ = peak(lambda: plan.write(out / "out", "40MB"))
     imported, model = peak(lambda: from_pretrained(out / "out"))
-    return exported, plan.peak_bytes("40MB"), imported, sum(tensor.nbytes for tensor in model.state_dict().values())
+    return exported, imported, sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 @pytest.mark.long
@@ -85,10 +86,10 @@ def test_an_export_needs_a_file_and_three_tensors_and_an_import_the_model_and_on
     for name, model in ("small", PLAIN), ("large", LARGE):
         run_ranks(1, save_start, settings(tmp_path / name, model=model, pp=1, **SMALL), 1)
     small, large = (find_checkpoint(str(tmp_path / name)) for name in ("small", "large"))
-    ((exported, stated, imported, model),) = run_ranks(1, measure, small, large, tmp_path)
+    ((exported, imported, model),) = run_ranks(1, measure, small, large, tmp_path)
     files = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
-    assert sum(files) > 235_000_000 and stated == pytest.approx(max(files) + 3 * LARGEST, rel=1e-4)
-    assert exported < stated and imported < model + 1.25 * LARGEST
+    assert sum(files) > 235_000_000
+    assert exported < max(files) + 3 * LARGEST and imported < model + 1.25 * LARGEST
 
 
 # ---- Divisions ----
@@ -115,16 +116,17 @@ def test_exports_do_not_depend_on_the_division_of_the_run(tmp_path, model, divis
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.quick("bfloat16")
-def test_frozen_parameters_and_runs_in_bf16_are_exported(tmp_path, dtype):
-    options = {"dtype": dtype, "freeze": ("*.experts.*", "embedding.weight"), "optim": OptimizerConfig(warmup_steps=0)}
-    run_ranks(2, train, settings(tmp_path / "run", model=PLAIN, steps=2, **SMALL, **options))
+def test_frozen_parameters_and_runs_in_bf16_are_exported_rounded_once_to_any_dtype(tmp_path):
+    options = {"dtype": "bfloat16", "freeze": ("*.experts.*", "embedding.weight")}
+    run_ranks(1, train, settings(tmp_path / "run", model=DEEPSEEK, steps=1, **SMALL, **options))
     weights = global_weights(load_model(find_checkpoint(str(tmp_path / "run"))))
-    for name in ("float32", "bfloat16"):
+    for name in ("float32", "bfloat16", "float16"):
         assert export(tmp_path / "run", tmp_path / name, "--dtype", name) == 0
+        assert json.loads((tmp_path / name / "config.json").read_text())["torch_dtype"] == name
         exported = global_weights(from_pretrained(tmp_path / name))
-        assert all(torch.equal(exported[key], tensor.to(getattr(torch, name))) for key, tensor in weights.items())
+        for key, tensor in weights.items():  # biases of routers are published in fp32
+            dtype = torch.float32 if key.endswith("router.bias_E") else getattr(torch, name)
+            assert torch.equal(exported[key], tensor.to(dtype)), key
 
 
 def write_together(rank, checkpoint, out, size, failing=None):
@@ -145,23 +147,22 @@ def write_together(rank, checkpoint, out, size, failing=None):
     return ""
 
 
-@pytest.mark.parametrize("size", ["60KB", "5GB"])
-@pytest.mark.quick("60KB")
-def test_ranks_that_write_together_write_the_files_of_one(run, tmp_path, size):
-    assert export(run, tmp_path / "one", "--max-shard-size", size) == 0
-    run_ranks(2, write_together, find_checkpoint(str(run)), tmp_path / "two", size)
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
-    files = [*(tmp_path / "one").glob("*.safetensors")]
-    assert len(files) == 1 if size == "5GB" else len(files) > 5
+def write_in_turn(rank, checkpoint, folder):
+    """A write that fails on rank 1, two that do not, and one into a folder that is there."""
+    attempts = [("60KB", "failed", 1), ("60KB", "shards", None), ("5GB", "whole", None), ("60KB", "shards", None)]
+    return [write_together(rank, checkpoint, folder / out, size, failing) for size, out, failing in attempts]
 
 
-def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(run, tmp_path):
-    arguments = find_checkpoint(str(run)), tmp_path / "out", "60KB"
-    errors = run_ranks(2, write_together, *arguments, 1)
-    assert errors == ["rank 1: [Errno 5] Input/output error: 'tensors'"] * 2 and not [*tmp_path.iterdir()]
-    assert run_ranks(2, write_together, *arguments) == [""] * 2
-    errors = run_ranks(2, write_together, *arguments)
-    assert errors == [f"rank 0: {tmp_path}/out already exists: choose another folder"] * 2
+def test_ranks_that_write_together_write_the_files_of_one_or_nothing(run, tmp_path):
+    errors = run_ranks(2, write_in_turn, find_checkpoint(str(run)), tmp_path)
+    failed = "rank 1: [Errno 5] Input/output error: 'tensors'"
+    assert errors == [[failed, "", "", f"rank 0: {tmp_path}/shards already exists: choose another folder"]] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"shards", "whole"}
+    for name, size in (("shards", "60KB"), ("whole", "5GB")):
+        assert export(run, tmp_path / "one", "--max-shard-size", size) == 0
+        assert contents(tmp_path / name) == contents(tmp_path / "one")
+        assert len([*(tmp_path / name).glob("*.safetensors")]) > 5 or name == "whole"
+        shutil.rmtree(tmp_path / "one")
 
 
 # ---- All or nothing ----
@@ -202,7 +203,7 @@ def test_a_killed_export_leaves_nothing_under_its_name(run, tmp_path):
     assert contents(out) == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("what,call", [("save_file", 1), ("save_file", 3), ("fsync", 2), ("fsync", 9), ("write", 3)])
+@pytest.mark.parametrize("what,call", [("save_file", 3), ("fsync", 2), ("fsync", 9), ("write", 2)])
 def test_a_disk_that_fails_midway_leaves_nothing(run, tmp_path, monkeypatch, capsys, what, call):
     module = tensor_file if what == "save_file" else os
     function, count = getattr(module, what), 0

@@ -15,7 +15,6 @@ from moe_dualpipe.checkpoint import (
     check_model,
     find_checkpoint,
     load_checkpoint,
-    load_model,
     manifest,
     read_manifest,
     verify_checkpoint,
@@ -94,9 +93,6 @@ def test_every_wrong_model_option_with_a_matching_checksum_is_refused(run):
             assert {key for key in DEFAULT if model.get(key, DEFAULT[key]) != DEFAULT[key]} <= IGNORED
         except ValueError as error:
             check_message(error, 4000)
-        with pytest.raises(ValueError) as refused:  # the tensors are not those of any model
-            load_model(newest(run))
-        check_message(refused.value)
 
 
 def forge(checkpoint, **more):
