@@ -2,7 +2,7 @@
 
 import io
 import json
-import subprocess
+import runpy
 import sys
 from dataclasses import asdict
 
@@ -34,12 +34,7 @@ def write_old(folder, step):
     (folder / "run.json").write_bytes(Manifest(step, asdict(ModelConfig()), files).encode())
 
 
-def convert(*arguments):
-    command = [sys.executable, ROOT / "examples" / "convert_checkpoint.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
-
-
-def test_the_newest_intact_checkpoint_of_an_earlier_version_is_converted(tmp_path):
+def test_the_newest_intact_checkpoint_of_an_earlier_version_is_converted(tmp_path, monkeypatch, capsys):
     old, new = tmp_path / "old", tmp_path / "new"
     for step in (3, 7):
         write_old(old / "checkpoints" / f"step-00000{step}", step)
@@ -48,10 +43,13 @@ def test_the_newest_intact_checkpoint_of_an_earlier_version_is_converted(tmp_pat
     with pytest.raises(ValueError, match=advice):
         find_checkpoint(str(old / "checkpoints" / "step-000007"))
     (old / "checkpoints" / "step-000007" / "__0_0.distcp").write_bytes(b"damaged")
-    done = convert(old, new)
-    assert done.stdout == f"{old} -> {new}/checkpoints/step-000003\n", done.stderr
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", str(old), str(new)])
+    main = runpy.run_path(str(ROOT / "examples" / "convert_checkpoint.py"))["main"]
+    main()
+    assert capsys.readouterr().out == f"{old} -> {new}/checkpoints/step-000003\n"
     found = find_checkpoint(str(new))
     assert loaded_step(found) == check_model(found, ModelConfig()) == 3
     assert (found / "tokenizer.json").read_bytes() == b"{}" and (new / "run.toml").read_text() == "steps = 9\n"
-    failed = convert(new, tmp_path / "third")
-    assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "no earlier version wrote it" in failed.stderr
+    sys.argv[1:] = [str(new), str(tmp_path / "third")]
+    with pytest.raises(SystemExit, match=r"^convert_checkpoint.py: error: .*: no earlier version wrote it$"):
+        main()

@@ -70,7 +70,7 @@ def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
 
 @pytest.mark.parametrize("options,problem", [
     (["--max-shard-size", "5 gallons"], "a shard size is a number of bytes, or a text such as 5GB: got '5 gallons'"),
-    (["--dtype", "int8"], "--dtype must be float32, bfloat16 or float16"),
+    (["--dtype", "int8"], "unknown --dtype 'int8'; choose from: bfloat16, float16, float32"),
 ])  # fmt: skip
 def test_invalid_options_write_nothing(byte_run, tmp_path, capsys, options, problem):
     assert export(byte_run, tmp_path / "out", *options) == 2

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,9 +10,8 @@ from moe_dualpipe.checkpoint import folder_lock
 from moe_dualpipe.checkpoint.atomic_folder import write_folder
 from moe_dualpipe.checkpoint.folder_lock import LOCK_FILE, FolderInUseError, only_writer
 from moe_dualpipe.training import agreement, train
-from moe_dualpipe.training.metrics import read_records
 from tests.support import ranks
-from tests.support.runs import SMALL, change, command, losses, settings
+from tests.support.runs import change, settings
 
 
 def hold(folder, pipe):
@@ -72,18 +70,6 @@ def test_a_resumed_run_goes_on_from_what_the_run_before_it_saved_last(tmp_path, 
 
     monkeypatch.setattr(agreement, "only_writer", once_the_other_has_ended)
     assert train(change(config, out=None, resume=str(run), steps=3), verbose=False).run.first_step == 2
-
-
-@pytest.mark.long
-def test_of_two_commands_at_once_one_trains(tmp_path):
-    arguments = (*SMALL, "--out", tmp_path / "run", "--steps", 30)
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(command, *arguments, processes=2) for _ in range(2)]
-    good, bad = sorted((run.result() for run in runs), key=lambda run: run.returncode)
-    assert good.returncode == 0 and bad.returncode != 0
-    lines = [line for line in bad.stderr.splitlines() if line.startswith("train.py: error")]
-    assert len(lines) == 1 and f"{tmp_path}/run is being written by process" in lines[0]
-    assert [*losses(read_records(tmp_path / "run"))] == [*range(1, 31)]
 
 
 def test_a_second_export_is_refused_and_the_first_is_whole(tmp_path, monkeypatch):

@@ -74,19 +74,3 @@ def test_tensors_of_a_published_model_are_read_by_ranges(folders, s3):
     for name in local.entries:
         assert torch.equal(remote.read(name), local.read(name)), name
     assert not [*folder.glob("*.safetensors")]
-
-
-@pytest.mark.long
-def test_commands_read_runs_at_a_url_as_in_a_folder(folders, s3, capsys):
-    def output(*arguments):
-        code = main([*arguments])
-        captured = capsys.readouterr()
-        return code, (captured.out + captured.err).replace(RUN, str(folders / "run"))
-
-    s3.put_folder(folders / "run", "run")
-    local = str(folders / "run")
-    for words in (("generate", "--sample-tokens", "5"), ("eval", "--data", __file__, "--max-tokens", "200", "--json")):
-        command, *options = words
-        one, other = output(command, local, *options), output(command, RUN, *options)
-        assert one[0] == other[0] == 0 and one[1].split('"tokens_per')[0] == other[1].split('"tokens_per')[0]
-    assert output("model", "balance", RUN, "--gpus", "2") == output("model", "balance", local, "--gpus", "2")
