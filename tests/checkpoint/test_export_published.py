@@ -68,17 +68,6 @@ def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
     assert re.fullmatch(rf"wrote {shards + 5} files, 0.3\d MB", result)
 
 
-@pytest.mark.parametrize("options,problem", [
-    (["--max-shard-size", "5 gallons"], "a shard size is a number of bytes, or a text such as 5GB: got '5 gallons'"),
-    (["--dtype", "int8"], "unknown --dtype 'int8'; choose from: bfloat16, float16, float32"),
-])  # fmt: skip
-def test_invalid_options_write_nothing(byte_run, tmp_path, capsys, options, problem):
-    assert export(byte_run, tmp_path / "out", *options) == 2
-    error = capsys.readouterr().err
-    assert problem in error and error.count("\n") == 1
-    assert not [*tmp_path.iterdir()]
-
-
 def check_tokenizer(folder, tokenizer):
     """transformers encodes and decodes as the run did, and ends texts with the same token."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
