@@ -10,7 +10,7 @@ import torch
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
 from moe_dualpipe.checkpoint.huggingface import find_architecture, from_pretrained, save_pretrained
 from moe_dualpipe.cli import main
-from moe_dualpipe.data import BYTES, UnknownTokenizer, find_tokenizer
+from moe_dualpipe.data import find_tokenizer
 from moe_dualpipe.models import preset
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
@@ -101,18 +101,6 @@ def test_transformers_loads_the_tokenizer_of_a_run(kind, request, tmp_path):
     assert theirs.encode("a<|endoftext|>b") == [97, 0, 98]
     assert theirs.decode([97, 0, 98], skip_special_tokens=True) == "ab"
     assert theirs.decode([0xC3, 65]) == tokenizer.decode([0xC3, 65])
-
-
-def test_a_model_without_a_known_tokenizer_names_no_special_tokens(tmp_path):
-    save(random_model("mixtral"), tmp_path / "saved")
-    model = from_pretrained(tmp_path / "saved")
-    model.companions = {}
-    save_pretrained(model, tmp_path / "ids", tokenizer=UnknownTokenizer(37))
-    config = json.loads((tmp_path / "ids" / "config.json").read_text())
-    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
-    assert {path.name for path in (tmp_path / "ids").iterdir()} == {"config.json", "model.safetensors"}
-    save_pretrained(model, tmp_path / "bytes", tokenizer=BYTES)
-    assert json.loads((tmp_path / "bytes" / "config.json").read_text())["eos_token_id"] == 0
 
 
 def test_the_files_of_a_published_model_stay_as_they_are(bpe_run, tmp_path):

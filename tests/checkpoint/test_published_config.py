@@ -173,23 +173,6 @@ def test_unknown_keys_that_could_change_the_model_are_refused(key):
     read_config({**config, key: 1.0 if factor else None, "license": "mit", "id2label": {"0": "a"}, "pruned_heads": {}})
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.quick("deepseek_v3")
-def test_huge_numbers_are_refused_before_a_tensor_is_listed(name, tmp_path):
-    _, folder, config = saved_model(name, tmp_path / "saved")
-    model, unused = PublishedModel(folder).config, {*NO_EFFECT, "sliding_window"}
-    if config["model_type"] not in ("mixtral", "olmoe") and not any(map(model.is_dense, range(model.num_layers))):
-        unused.add("intermediate_size")
-    for key, value in config.items():
-        if type(value) is int and key not in unused:
-            for huge in (10**4, 10**9, 2**31 - 1, 10**30):
-                (folder / "config.json").write_text(json.dumps({**config, key: huge}))
-                with pytest.raises(ValueError) as error:
-                    from_pretrained(folder)
-                    pytest.fail(f"{key} {huge} was accepted")
-                check_message(error.value, 2500)
-
-
 @pytest.mark.parametrize("changes,problem", [
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only 'silu'"),
     ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported: only 0.0"),

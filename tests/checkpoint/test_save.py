@@ -27,6 +27,9 @@ from moe_dualpipe.models import ModelConfig
 from tests.support import ranks
 from tests.support.checkpoints import FullDisk, checkpoint_names, loaded_step, newest, save_steps, state_of
 from tests.support.ranks import run_ranks
+from tests.support.runs import losses, settings, train_each
+
+SHORT = {"steps": 3, "seq_len": 8, "eval_sequences": 1, "save_every": 1}
 
 
 def test_a_checkpoint_holds_the_state_of_every_rank_and_the_extra_files(run):
@@ -172,6 +175,18 @@ def test_a_save_holds_the_state_at_start_and_close_finishes_it(tmp_path):
     assert loaded_step(find_checkpoint(str(tmp_path / "at once"))) == 4
     for step in (4, 5):
         assert loaded_step(tmp_path / "background" / "checkpoints" / f"step-{step:06d}") == step
+
+
+def test_background_saves_are_bit_identical_to_synchronous_ones(tmp_path):
+    configs = [settings(tmp_path / str(on), save_async=on, keep=2, **SHORT) for on in (True, False)]
+    runs = run_ranks(2, train_each, configs)[0]
+    assert losses(runs[0]) == losses(runs[1])
+    for step in (2, 3):
+        one, other = (
+            verify_checkpoint(tmp_path / str(on) / "checkpoints" / f"step-{step:06d}") for on in (True, False)
+        )
+        assert one.files == other.files != {}
+    assert checkpoint_names(tmp_path / "True") == ["step-000002", "step-000003"]
 
 
 def save_in_small_files(rank, run):
