@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_dualpipe.checkpoint import list_checkpoints, read_manifest, save_checkpoint
 from moe_dualpipe.checkpoint.manifest import RUN_FILE, FileChecksum
-from moe_dualpipe.checkpoint.model_options import model_config
+from moe_dualpipe.checkpoint.weights import model_config
 
 
 def read_old(checkpoint: Path) -> tuple[int, dict[str, Tensor], dict[str, bytes]]:

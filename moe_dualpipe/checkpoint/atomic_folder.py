@@ -101,7 +101,7 @@ def on_all_ranks(
 
     With one rank, raises its error; with several, a ValueError or OSError that says which of them failed, and why.
     """
-    mine: tuple[Any, str, bool] | None = None
+    mine: tuple[Any, str, bool]
     failed = None
     try:
         mine = action(), "", False

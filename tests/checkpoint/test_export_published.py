@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import re
+from unittest import mock
 
 import pytest
 import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
 from moe_dualpipe.checkpoint.huggingface import find_architecture, from_pretrained, save_pretrained
+from moe_dualpipe.checkpoint.huggingface import save as save_module
 from moe_dualpipe.cli import main
 from moe_dualpipe.data import find_tokenizer
 from moe_dualpipe.models import preset
@@ -119,4 +121,8 @@ def test_the_files_of_a_published_model_stay_as_they_are(bpe_run, tmp_path):
     save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "again")
     assert {name: (tmp_path / "again" / name).read_text("utf-8") for name in texts} == texts
     again = json.loads((tmp_path / "again" / "config.json").read_text())
+    write = mock.Mock()
+    with mock.patch.object(save_module, "write_folder", write):
+        save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "last")
+    assert [*write.call_args.args[2](None)][-1] == "config.json"
     assert again["eos_token_id"] == 5 and again["max_position_embeddings"] == 1234 and "pad_token_id" not in again

@@ -80,7 +80,7 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     )
     assert main(["generate", str(saved)]) == 2
     assert (
-        "has custom experts, 'antigravity:Class': if you trust this code, use --experts antigravity:Class"
+        "has custom experts 'antigravity:Class': if you trust this code, use --experts antigravity:Class"
         in capsys.readouterr().err
     )
     (saved / "run.json").write_bytes(dataclasses.replace(manifest, model={"sides": 3}).encode())

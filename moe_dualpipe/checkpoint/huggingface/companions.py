@@ -19,8 +19,7 @@ NAMES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
-_LARGEST = 4 * 2**20  # bytes of one file; real chat templates and lists of special tokens are much smaller
-_LARGEST_TOKENIZER = 2**28
+_LARGEST = 2**28  # bytes of one file; real ones are smaller
 
 
 def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
@@ -33,8 +32,8 @@ def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
         if not (path := folder / name).is_file():
             continue
         try:
-            if path.stat().st_size > (largest := _LARGEST_TOKENIZER if name == TOKENIZER_FILE else _LARGEST):
-                raise ValueError(f"it has more than {largest:,} bytes")
+            if path.stat().st_size > _LARGEST:
+                raise ValueError(f"it has more than {_LARGEST:,} bytes")
             texts[name] = path.read_text("utf-8")
             if path.suffix == ".json":
                 parse(texts[name], allow_nan=True)

@@ -12,7 +12,7 @@ from ...messages import printable, quoted
 from ...models import ModelConfig
 from ...models.config import BUILT_IN
 from ...models.layer_class import same_layer
-from ..model_options import check_types
+from ..weights import check_types
 from .architectures import ALIASES, ARCHITECTURES, REQUIRED, Architecture, Key
 from .unknown_keys import ReadKeys
 
@@ -64,7 +64,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     _refuse_windows(config, architecture)
     check_types(options)
     model = ModelConfig(**options)
-    written = _written(model, architecture)
+    written = write_config(model, architecture)
     for key in _DERIVED & written.keys():
         if (value := config.get(key)) not in (None, written[key]):
             raise ValueError(f"{key} {quoted(value, 60)} contradicts other sizes: only {written[key]} is supported")
@@ -86,21 +86,14 @@ def _value(config: Mapping[str, Any], key: Key) -> Any:
     return meant[0] if meant else value
 
 
-def write_config(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """config.json of a model. Raises ValueError, with the options, if the architecture cannot express it."""
-    if found := misfits(model, architecture):
-        raise ValueError(f"{architecture.model_type} cannot express {'; '.join(found)}")
-    return _written(model, architecture)
-
-
 def find_architecture(model: ModelConfig) -> Architecture:
     """The first architecture that can express the model. Raises ValueError if none can."""
     if model.own_layers:
         field = model.own_layers[0]
         raise ValueError(
             f"published architectures have no layers of your own: this model has {field} "
-            f"{quoted(getattr(model, field), 60)}; merge LoRA adapters with examples/merge_lora.py, or use "
-            "moe-dualpipe export without --to huggingface"
+            f"{quoted(getattr(model, field), 60)}; merge LoRA adapters with examples/merge_lora.py; other runs start "
+            "from the weights of this one with --weights"
         )
     found = {name: misfits(model, architecture) for name, architecture in ARCHITECTURES.items()}
     if fits := [name for name in found if not found[name]]:
@@ -115,7 +108,7 @@ def find_architecture(model: ModelConfig) -> Architecture:
 def misfits(model: ModelConfig, architecture: Architecture) -> list[str]:
     """The options of `model` that `architecture` cannot express, one message each."""
     try:
-        found = different_options(read_config(_written(model, architecture)), model)
+        found = different_options(read_config(write_config(model, architecture)), model)
     except ValueError as error:  # the sizes of one kind of attention may not fit the other
         found = [(name, only, getattr(model, name)) for name, only in architecture.options.items()]
         found = [(name, only, got) for name, only, got in found if got != only and name not in _OF_TRAINING]
@@ -263,8 +256,8 @@ def _read_groups(config: Mapping[str, Any], architecture: Architecture) -> dict[
     return {} if method == "greedy" else {"expert_groups": groups, "top_groups": top, "group_score": "best"}
 
 
-def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """config.json of `model`, without options that the architecture cannot express."""
+def write_config(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """config.json of `model`, without options that the architecture cannot express (`misfits`)."""
     model = dataclasses.replace(canonical(model), dense_size=model.dense_size)  # has no effect without dense layers
     config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
     for key in architecture.keys:

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ...data.strict_json import read_named
 from ...expert_parallel import ExpertParallel
-from ...messages import plural, printable, quoted
+from ...messages import printable, quoted
 from ...models import ModelConfig, StageOptions, TransformerStage, build_model
-from ..model_options import check_sizes
 from ..tensor_folder import TensorFolder
-from ..weights import global_weights, group_names
+from ..weights import check_sizes, global_weights, group_names
 from .architectures import Architecture
 from .companions import read_companions
 from .config import architecture_of, is_interleaved, read_config
@@ -222,8 +221,6 @@ def from_pretrained(
     for buffer in model.buffers():
         buffer.zero_()  # buffers that are not loaded start from 0
     weights = global_weights(model)
-    if missing := sorted(weights.keys() - published.shapes.keys()):
-        raise ValueError(f"{folder} lacks {plural(len(missing), 'tensor')} of the model, the first is {missing[0]}")
     published.read(weights)
     model.companions = companions
     return model
