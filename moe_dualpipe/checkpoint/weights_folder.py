@@ -38,8 +38,8 @@ def find_weights(path: str) -> Path:
         return folder
     if (folder / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{printable(folder)} is neither a run nor a published model: give the run or the checkpoint itself "
-            "in place of what earlier versions exported"
+            f"{printable(folder)} is neither a run nor a published model: convert what an earlier version exported "
+            "with examples/convert_checkpoint.py"
         )
     return find_checkpoint(path)
 

@@ -183,7 +183,7 @@ def test_a_checkpoint_with_another_model_is_not_opened(run, tmp_path, model, pro
     (lambda folder: (folder / "rank-0-0.safetensors").unlink(), "is broken: rank-0-0.safetensors is missing"),
     (lambda folder: (folder / "run.json").unlink(), "is broken: cannot read run.json: No such file"),
     (lambda folder: [(folder / "run.json").unlink(), (folder / "config.json").write_text("{}")],
-     "is neither a run nor a published model: give the run or the checkpoint itself"),
+     "is neither a run nor a published model: convert what an earlier version exported with examples/"),
     (lambda folder: (folder / "config.json").write_text('{"model_type": "qwen3_moe"}'), "it has no vocab_size"),
 ])  # fmt: skip
 def test_what_a_run_cannot_start_from_is_one_line(checkpoint, tmp_path, damage, problem):
