@@ -7,7 +7,7 @@ from .destinations import list_checkpoints
 from .load import check_model, find_checkpoint
 from .manifest import RUN_FILE, Manifest, read_manifest, verify_checkpoint
 from .save import SaveError, Saver, SaveResult, save_checkpoint
-from .tensor_folder import TensorFolder
+from .tensor_file import TensorFolder
 from .weights import PartialLoad, load_tensors
 from .weights_folder import (
     check_weights,

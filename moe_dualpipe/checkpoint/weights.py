@@ -20,7 +20,7 @@ from ..models.costs import shape_of
 from ..models.layer_class import Factory, name_of, same_layer
 from ..runtime.shared_errors import raise_on_all_ranks
 from .manifest import read_manifest
-from .tensor_folder import TensorFolder
+from .tensor_file import TensorFolder
 
 OwnLayer = str | Factory | None
 """A layer by its name, a class, or a function; None: built in."""

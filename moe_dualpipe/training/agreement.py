@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import find_checkpoint
-from ..checkpoint.folder_lock import GRACE, LOCK_FILE, LOST, only_writer
+from ..checkpoint.atomic_folder import GRACE, LOCK_FILE, LOST, only_writer
 from ..checkpoint.manifest import RUN_FILE
 from ..data import stores
 from ..health.watch import joining

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from moe_dualpipe.checkpoint import folder_lock
-from moe_dualpipe.checkpoint.atomic_folder import write_folder
-from moe_dualpipe.checkpoint.folder_lock import LOCK_FILE, FolderInUseError, only_writer
+from moe_dualpipe.checkpoint import atomic_folder
+from moe_dualpipe.checkpoint.atomic_folder import LOCK_FILE, FolderInUseError, only_writer, write_folder
 from moe_dualpipe.training import agreement, train
 from tests.support import ranks
 from tests.support.runs import change, settings
@@ -73,7 +72,7 @@ def test_a_resumed_run_goes_on_from_what_the_run_before_it_saved_last(tmp_path, 
 
 
 def test_a_second_export_is_refused_and_the_first_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "GRACE", 0.0)
+    monkeypatch.setattr(atomic_folder, "GRACE", 0.0)
     out = tmp_path / "out"
 
     def export_another(_folder):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_weights_in_fp8_are_expanded_and_exported_in_bf16(original, folder, tmp_
 
 NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FAULTS = {
+FAULTS: dict[str, tuple[Any, str]] = {
     "vector": (lambda t: {NORM: t[NORM].to(E4M3)}, f"{NORM} has dtype .*e4m3fn, which is not supported"),
     "whole numbers": (lambda t: {DOWN: t[DOWN].view(torch.int8)}, f"{DOWN} has dtype torch.int8, which"),
     "e5m2": (lambda t: {DOWN: t[DOWN].view(E5M2)}, f"{DOWN} has dtype torch.float8_e5m2, which is not supp"),

@@ -7,7 +7,7 @@ import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint
 from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
-from moe_dualpipe.checkpoint.tensor_folder import TensorFolder
+from moe_dualpipe.checkpoint.tensor_file import TensorFolder
 from moe_dualpipe.cli import main
 from moe_dualpipe.data.stores import Url, local_path, open_folder, staged_folder
 from tests.support.object_store import access, in_environment

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_dualpipe.checkpoint.huggingface.save import parse_size
-from moe_dualpipe.checkpoint.tensor_file import DTYPES, divide, write_tensors
-from moe_dualpipe.checkpoint.tensor_folder import TensorFolder
+from moe_dualpipe.checkpoint.tensor_file import DTYPES, TensorFolder, divide, write_tensors
 from tests.support.mutations import check_message, mutations
 from tests.support.safetensors_files import entry, every_dtype, same, tensor_of, write_file, write_shards
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_dualpipe.checkpoint import check_weights, find_checkpoint, find_weights, load_model, load_weights, open_model
-from moe_dualpipe.checkpoint.tensor_folder import TensorFolder
+from moe_dualpipe.checkpoint.tensor_file import TensorFolder
 from moe_dualpipe.checkpoint.weights import global_weights, group_names
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import build_model

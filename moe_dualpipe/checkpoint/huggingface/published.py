@@ -19,7 +19,7 @@ from ...data.strict_json import read_named
 from ...expert_parallel import ExpertParallel
 from ...messages import printable, quoted
 from ...models import ModelConfig, StageOptions, TransformerStage, build_model
-from ..tensor_folder import TensorFolder
+from ..tensor_file import TensorFolder
 from ..weights import check_sizes, global_weights, group_names
 from .architectures import Architecture
 from .companions import read_companions

@@ -28,8 +28,7 @@ from ...data import Tokenizer, find_tokenizer
 from ...messages import printable, quoted
 from ...models import ModelConfig, TransformerStage
 from ..atomic_folder import write_folder
-from ..tensor_file import divide, write_tensors
-from ..tensor_folder import INDEX_FILE, SINGLE_FILE
+from ..tensor_file import INDEX_FILE, SINGLE_FILE, divide, write_tensors
 from ..weights import SavedModel, global_weights
 from .architectures import ALIASES, ARCHITECTURES
 from .companions import companions_of, published_config, special_ids, tokenizer_files
