@@ -75,17 +75,6 @@ def test_an_export_has_the_same_tensors_as_the_import(name, dtype, tmp_path):
         assert_near(*(model(TOKENS_BS).logits for model in models))
 
 
-def test_files_may_be_divided(tmp_path: Path):
-    theirs = random_model("mixtral")
-    expected = from_pretrained(save(theirs, tmp_path / "single")).state_dict()
-    save(theirs, tmp_path / "shards", max_shard_size="10KB")
-    save_pretrained(from_pretrained(tmp_path / "shards"), tmp_path / "again", max_shard_size="10KB")
-    for name in ("shards", "again"):
-        assert len([*(tmp_path / name).glob("*.safetensors")]) > 3
-        found = from_pretrained(tmp_path / name).state_dict()
-        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-
-
 def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path):
     save(random_model("deepseek_v3"), tmp_path / "saved")
     expected, path = from_pretrained(tmp_path / "saved"), tmp_path / "saved" / "config.json"
