@@ -6,7 +6,8 @@ last. A file appears on a store at once and complete.
 
 A folder has one writer: a second run or export would break what the first one writes. The lock is `flock` on a file.
 The kernel releases it when the process dies. It holds for all machines if NFS or Lustre is mounted with locks. Object
-stores have no locks: there, a checkpoint whose files come from two runs does not match its checksums, and is skipped.
+stores have no locks: there, it holds for the processes of one machine. If two machines write the same checkpoint, its
+files do not match its checksums, and it is skipped.
 """
 
 import errno
@@ -159,14 +160,11 @@ class FolderInUseError(ValueError):
 
 @contextmanager
 def only_writer(folder: Path, lock_file: Path, wait: float | None = None) -> Iterator[None]:
-    """Hold the lock of `folder` in `lock_file`. Does nothing if the folder stands for a URL.
+    """Hold the lock of `folder` in `lock_file`. If the folder stands for a URL, it holds on this machine only.
 
     Raises FolderInUseError if another process still has it after `wait` seconds (None: GRACE), and OSError if there can
     be no lock.
     """
-    if stores.url_of(folder) is not None:
-        yield
-        return
     made = [parent for parent in lock_file.parents if not parent.exists()]
     end = time.monotonic() + (GRACE if wait is None else wait)
     lock_file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint
+from moe_dualpipe.checkpoint.atomic_folder import FolderInUseError, hidden, only_writer
 from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
 from moe_dualpipe.checkpoint.tensor_file import TensorFolder
 from moe_dualpipe.cli import main
@@ -56,6 +57,12 @@ def test_ranks_export_the_same_files_to_a_url_and_config_json_last(folders, s3, 
     assert s3.names("published/") == [f"published/{name}" for name in names]
     assert all(s3.content(f"published/{name}") == (folders / "published" / name).read_bytes() for name in names)
     assert s3.written()[-1] == "config.json" and len(s3.written()) > 6
+    place = staged_folder(Url(PUBLISHED))
+    with (
+        only_writer(place, hidden(place, "lock")),
+        pytest.raises(FolderInUseError, match=f"^{PUBLISHED} is being written"),
+    ):
+        plan_checkpoint_export(find_checkpoint(RUN)).write(place)
     assert main(["export", RUN, "--out", PUBLISHED]) == 2
     assert capsys.readouterr().err == f"moe-dualpipe: error: {PUBLISHED} already exists: choose another folder\n"
 
