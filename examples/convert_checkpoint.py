@@ -1,9 +1,11 @@
-"""Convert a checkpoint of an earlier version, whose tensors are in .distcp files, to safetensors.
+"""Convert what an earlier version wrote: a checkpoint with .distcp files, or exported weights with checksums.json.
 
     python examples/convert_checkpoint.py runs/old runs/new
+    python examples/convert_checkpoint.py exported runs/new
 
 The newest intact checkpoint of runs/old becomes a checkpoint of runs/new: `train.py --resume runs/new` continues from
-it. tensors.json says where each tensor is in a .distcp file. Loading it runs no code.
+it. From exported weights, `train.py --weights runs/new` starts. tensors.json says where each tensor is in a .distcp
+file. Loading it runs no code.
 """
 
 import io
@@ -14,15 +16,29 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_dualpipe.checkpoint import list_checkpoints, read_manifest, save_checkpoint
 from moe_dualpipe.checkpoint.manifest import RUN_FILE, FileChecksum
-from moe_dualpipe.checkpoint.model_options import model_config
+from moe_dualpipe.checkpoint.weights import model_config
+from moe_dualpipe.models import ModelConfig
+
+Old = tuple[int, ModelConfig, dict[str, Tensor], dict[str, bytes]]
+"""The step, the model, the tensors and the other files."""
 
 
-def read_old(checkpoint: Path) -> tuple[int, dict[str, Tensor], dict[str, bytes]]:
-    """The step, the tensors and the other files of an old checkpoint. Raises ValueError if it is damaged."""
+def read_export(folder: Path) -> Old:
+    config = json.loads((folder / "config.json").read_bytes())
+    if config.pop("model_type", "") != "moe-dualpipe":
+        raise ValueError("no earlier version wrote it")
+    tensors = {f"model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    others = {path.name: path.read_bytes() for path in folder.glob("tokenizer.json")}
+    return 0, model_config(config), tensors, others
+
+
+def read_old(checkpoint: Path) -> Old:
+    """Raises ValueError for a checkpoint that is damaged."""
     manifest = read_manifest(checkpoint)
     if ".metadata" not in manifest.files:
         raise ValueError("no earlier version wrote it")
@@ -35,16 +51,17 @@ def read_old(checkpoint: Path) -> tuple[int, dict[str, Tensor], dict[str, bytes]
             file.seek(place["offset"])
             tensors[name] = torch.load(io.BytesIO(file.read(place["length"])), weights_only=True)
     others = {name for name in manifest.files if not name.endswith(".distcp")} - {".metadata", "tensors.json"}
-    return manifest.step, tensors, {name: (checkpoint / name).read_bytes() for name in sorted(others)}
+    files = {name: (checkpoint / name).read_bytes() for name in sorted(others)}
+    return manifest.step, model_config(manifest.model), tensors, files
 
 
 def convert(old: Path, new: Path) -> Path:
-    """Write the newest intact checkpoint of the run `old` into the run `new`. Raises ValueError without any."""
+    """Write the newest intact checkpoint or the weights of `old` into the run `new`. Raises ValueError without any."""
     reasons = []
-    for checkpoint in [old] if (old / RUN_FILE).exists() else list_checkpoints(old / "checkpoints"):
+    exported = (old / "config.json").exists()
+    for checkpoint in [old] if exported or (old / RUN_FILE).exists() else list_checkpoints(old / "checkpoints"):
         try:
-            step, tensors, others = read_old(checkpoint)
-            model = model_config(read_manifest(checkpoint).model)
+            step, model, tensors, others = (read_export if exported else read_old)(checkpoint)
         except (ValueError, OSError, RuntimeError, LookupError) as error:
             reasons.append(f"{checkpoint}: {error}")
             continue

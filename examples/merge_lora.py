@@ -42,7 +42,7 @@ def main() -> None:
     try:
         checkpoint = find_checkpoint(run)
         if read_manifest(checkpoint).model.get("experts", "swiglu") == "swiglu":
-            raise ValueError(f"{checkpoint} has no adapters: use moe-dualpipe export {run} --to huggingface")
+            raise ValueError(f"{checkpoint} has no adapters: use moe-dualpipe export {run}")
         model = merged(load_model(checkpoint, experts=LoRAExperts))
         model.companions = companions_of(checkpoint)
         save_pretrained(model, Path(folder), tokenizer=find_tokenizer(checkpoint))

@@ -43,7 +43,7 @@ COMMANDS = {
     "data check": ("data:CheckData", "Check files of token ids"),
     "generate": ("generate:Generate", "Continue a prompt with the model of a run"),
     "eval": ("eval:Eval", "Evaluate a model on text or tasks"),
-    "export": ("export:Export", "Write the weights of a run as safetensors"),
+    "export": ("export:Export", "Write the weights of a run in Hugging Face's format"),
     "model list": ("model:ListModels", "List the named models and their sizes"),
     "model show": ("model:ShowModel", "Show the parameters and FLOPs of a model"),
     "plan estimate": ("plan:EstimateCommand", "Predict step time, memory and cost of a run"),

@@ -1,11 +1,10 @@
 """LoRA (arXiv 2106.09685): fine-tune a trained model through low-rank matrices beside its frozen SwiGLU experts.
 
     python train.py --steps 40 --out runs/base
-    moe-dualpipe export runs/base --out base
-    python examples/layers/lora.py --weights base --weights-partial --set model.expert_options.rank=16
+    python examples/layers/lora.py --weights runs/base --weights-partial --set model.expert_options.rank=16
 
-The frozen matrices have the names of the built-in experts, so `--weights` loads them. The file lacks the low-rank
-matrices, which `--weights-partial` allows. A starts from random numbers and B from 0, so the first loss equals
+The frozen matrices have the names of the built-in experts, so `--weights` loads them. The checkpoint lacks the
+low-rank matrices, which `--weights-partial` allows. A starts from random numbers and B from 0, so the first loss equals
 that of the base model. Attention and router are not frozen.
 
 M rows, D model dim, F inner width, R rank, E experts on this rank.

@@ -39,14 +39,17 @@ def read_loads(path: Path) -> tuple[list[int], list[list[float]], list[float]]:
     Raises ValueError for a wrong file.
     """
     found = strict_json.read_named(path)
-    loads = found.get("loads") if isinstance(found, dict) else None
-    rows: list[Any] = loads if isinstance(loads, list) else [None]
-    if not all(isinstance(row, list) and all(type(load) in (int, float) for load in row) for row in rows):
+    rows = found.get("loads") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, list) and _are(row, int, float) for row in rows):
         raise ValueError(f'{printable(path)} must have "loads", a list of numbers for each layer')
     layers = found.get("layers", [*range(len(rows))])
-    if not isinstance(layers, list) or len(layers) != len(rows) or any(type(layer) is not int for layer in layers):
+    if not isinstance(layers, list) or len(layers) != len(rows) or not _are(layers, int):
         raise ValueError(f'"layers" in {printable(path)} must be a number for each list of "loads"')
     maxima = found.get("maxima", [1.0] * len(rows))
-    if not isinstance(maxima, list) or len(maxima) != len(rows) or any(type(one) not in (int, float) for one in maxima):
+    if not isinstance(maxima, list) or len(maxima) != len(rows) or not _are(maxima, int, float):
         raise ValueError(f'"maxima" in {printable(path)} must be a number for each list of "loads"')
     return layers, rows, maxima
+
+
+def _are(values: list[Any], *kinds: type) -> bool:
+    return all(type(value) in kinds for value in values)

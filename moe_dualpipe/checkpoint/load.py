@@ -7,23 +7,18 @@ Every tensor is saved once under its global name, however many ranks hold a repl
 that gets this name only when it is complete (save.py). It may come from a stranger, so every field is checked.
 """
 
-import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 from ..data import stores
 from ..messages import printable, quoted
 from ..models import ModelConfig
-from ..models.config import BUILT_IN
-from ..models.layer_class import same_layer
 from ..runtime.launch import Launch
 from .destinations import STEP_FOLDER, list_checkpoints
-from .manifest import RUN_FILE, read_manifest, verify_checkpoint
-
-# Options that do not change what the saved weights mean: those of initialization, loss and precision.
-_MAY_DIFFER = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
+from .huggingface.config import different_options
+from .manifest import RUN_FILE, verify_checkpoint
+from .weights import SavedModel
 
 
 def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Path:
@@ -73,21 +68,16 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
     An option that did not exist when the checkpoint was saved has its default value. Options that only affect
     initialization, the loss or the precision of a product may differ.
     """
-    saved = read_manifest(checkpoint)
-    if found := model_differences(saved.model, model):
+    saved = SavedModel(checkpoint)
+    if found := differences(saved.config, model):
         raise ValueError(f"{checkpoint} holds another model: {'; '.join(found)}")
     return saved.step
 
 
-def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """The options in which a saved model differs from `model`, one message each."""
-    options = {field.name: (field.default, getattr(model, field.name)) for field in dataclasses.fields(model)}
-    saved = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}  # as JSON has it
-    options |= dict.fromkeys(sorted(set(saved) - set(options)), ("unknown", "unknown"))
+def differences(saved: ModelConfig, model: ModelConfig, but: Collection[str] = ()) -> list[str]:
+    """The options, except those in `but`, in which a saved model differs from `model`, one message each."""
     return [
-        f"{printable(key, 60)} was {quoted(saved.get(key, default), 60)}, now {now!r}"
-        for key, (default, now) in options.items()
-        if key not in _MAY_DIFFER
-        and saved.get(key, default) != now
-        and not (key in BUILT_IN and isinstance(saved.get(key), str) and same_layer(saved[key], now))
+        f"{name} was {quoted(was, 60)}, now {now!r}"
+        for name, was, now in different_options(saved, model)
+        if name not in but
     ]

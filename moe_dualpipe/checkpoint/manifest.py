@@ -1,10 +1,7 @@
-"""The list of a folder's files, with their sizes and checksums, and the check that the files match it.
+"""run.json of a checkpoint: the step, the model, and size and CRC-32 of every other file; and the check of these files.
 
-    run.json          of a checkpoint: the step, the model, and size and CRC-32 of every other file
-    checksums.json    of an export (weights.py): size and CRC-32 of every other file
-
-Each has a CRC-32 of its own fields. Every field is checked when it is read. The checksums detect damage, not forgery:
-safety never depends on them.
+safetensors has no checksums, and cannot list the other files. run.json has a CRC-32 of its own fields. Every field is
+checked when it is read. The checksums detect damage, not forgery: safety never depends on them.
 """
 
 import json
@@ -20,7 +17,7 @@ from ..data import stores
 from ..data.strict_json import check_regular, read_file
 from ..messages import printable, quoted
 
-RUN_FILE, EXPORT_FILE = "run.json", "checksums.json"
+RUN_FILE = "run.json"
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no path separator: stays in the checkpoint's folder
 _BLOCK = 2**22  # bytes read at a time
@@ -48,15 +45,11 @@ class FileChecksum:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of run.json or checksums.json. Equal checksums mean equal files.
-
-    id: differs for two checkpoints of the same step, also if they are equal.
-    """
+    """The contents of run.json. Equal checksums mean equal files."""
 
     step: int
     model: Mapping[str, Any]
     files: Mapping[str, FileChecksum]
-    id: str = ""
 
     @property
     def checksum(self) -> int:
@@ -73,35 +66,17 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 # ---- Reading: no field is trusted ----
 
 
-def read_manifest(folder: Path, name: str = RUN_FILE) -> Manifest:
-    """Read run.json or checksums.json. Raises ValueError if it is missing, invalid or damaged."""
-    with reading(path := folder / name):
-        saved = read_file(path, follow_links=name == EXPORT_FILE)
+def read_manifest(folder: Path) -> Manifest:
+    """Read run.json. Raises ValueError if it is missing, invalid or damaged."""
+    with reading(path := folder / RUN_FILE):
+        saved = read_file(path, follow_links=False)
         if saved.pop("checksum") != _checksum(saved):
             raise ValueError("its checksum does not match")
-        if name == EXPORT_FILE:
-            saved = {"step": 0, "model": {}, **saved}
         files = {
             valid_file_name(file): FileChecksum(valid_count(entry["length"]), valid_count(entry["crc32"]))
             for file, entry in saved["files"].items()
         }
-        return Manifest(valid_count(saved["step"]), {**saved["model"]}, files, str(saved.get("id", "")))
-
-
-def verify_export(folder: Path) -> int:
-    """Compare every file of an export with checksums.json, and return a checksum of all.
-
-    Returns 0 for a folder without checksums.json: an older export, or one from elsewhere. Raises ValueError, naming the
-    first file that differs, and if checksums.json is damaged.
-    """
-    if not (folder / EXPORT_FILE).exists():
-        return 0
-    manifest = read_manifest(folder, EXPORT_FILE)
-    for name, expected in manifest.files.items():
-        if stores.exists(folder / name):
-            stores.fetch(folder / name, expected.crc32)
-    _verify_files(folder, manifest.files, follow_links=True)
-    return manifest.checksum
+        return Manifest(valid_count(saved["step"]), {**saved["model"]}, files)
 
 
 def verify_checkpoint(checkpoint: Path) -> Manifest:
@@ -114,27 +89,23 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     if ".metadata" in manifest.files:
         raise ValueError("an earlier version wrote it: convert it with examples/convert_checkpoint.py")
-    _verify_files(checkpoint, manifest.files, follow_links=False)
-    return manifest
-
-
-def _verify_files(folder: Path, files: Mapping[str, FileChecksum], follow_links: bool) -> None:
     try:
-        for name, expected in files.items():
-            path = folder / name
-            if (length := _size(path, follow_links)) != expected.length:
+        for name, expected in manifest.files.items():
+            path = checkpoint / name
+            if (length := _size(path)) != expected.length:
                 raise ValueError(f"{name} has {length:,} bytes, expected {expected.length:,}")
             if (stores.url_of(path) is None or path.exists()) and FileChecksum.of_file(path) != expected:
                 raise ValueError(f"{name} does not match its checksum")
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from None
+    return manifest
 
 
-def _size(path: Path, follow_links: bool) -> int:
-    """The size of a file. Raises ValueError if it is missing, not regular, or a link that could lead elsewhere."""
+def _size(path: Path) -> int:
+    """The size of a file. Raises ValueError if it is missing, not regular, or a link, which could lead elsewhere."""
     try:
         size = stores.size_of(path)
-        return check_regular(path, follow_links).st_size if size is None else size
+        return check_regular(path, follow_links=False).st_size if size is None else size
     except FileNotFoundError:
         raise ValueError(f"{path.name} is missing") from None
     except ValueError as error:

@@ -14,7 +14,6 @@ writes all of its tensors into one file, which it first serializes in memory. Th
 
 import dataclasses
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
@@ -32,8 +31,7 @@ from ..runtime.groups import create_group
 from .atomic_folder import UPLOAD, announce_nothing, on_all_ranks, write_folder
 from .destinations import RunUploads, remove_old
 from .manifest import RUN_FILE, FileChecksum, Manifest
-from .tensor_file import Announce, write_tensors
-from .tensor_writer import divide
+from .tensor_file import Announce, divide, write_tensors
 
 _WAIT_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for the disks of others, however slow they are."""
@@ -163,7 +161,7 @@ def save_checkpoint(
         files = {name: FileChecksum.of(data) for name, data in more.items()}
         for written in ranks:
             files |= written
-        manifest = Manifest(step, dataclasses.asdict(model), files, uuid.uuid4().hex)
+        manifest = Manifest(step, dataclasses.asdict(model), files)
         return {**more, RUN_FILE: manifest.encode()}
 
     more = extra or {}

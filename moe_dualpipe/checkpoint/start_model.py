@@ -8,22 +8,20 @@ from ..models.config import BUILT_IN, options_field
 
 
 def start_model(resume: str | None, weights: str | None, staging: str | None = None) -> ModelConfig | None:
-    """The model of a checkpoint or of a folder of weights, without its custom layers, which options must name.
+    """The model of a run, a checkpoint or a published model, without its custom layers, which options must name.
 
     staging: as in `CheckpointConfig`. Returns None without such a path, and if it cannot be read: planning the run then
     raises the error. Raises StorageError if a store cannot be read.
     """
     if not (resume or weights):
         return None
-    from . import list_checkpoints, model_of, read_manifest  # imports torch
-    from .model_options import model_config
+    from . import list_checkpoints, open_weights  # imports torch
 
     try:
         path = storage.local_path(resume or weights or "", staging)
-        if resume:
-            path = [*list_checkpoints(path / "checkpoints"), *list_checkpoints(path), path][0]
+        path = [*list_checkpoints(path / "checkpoints"), *list_checkpoints(path), path][0]
         storage.open_folder(path)
-        model = model_config(read_manifest(path).model) if resume else model_of(path)
+        model = open_weights(path).config
     except storage.StorageError:
         raise
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""One safetensors file. The safetensors library writes it and checks its header; this module reads the tensors.
+"""Tensors in safetensors files. The safetensors library writes them and checks headers; this module reads the tensors.
 
     8 bytes          length of the header, little-endian
     the header       JSON: name -> dtype, shape, and the range of the tensor's bytes after the header
@@ -8,13 +8,18 @@ The library can read tensors in two ways, and neither will do. If it maps a file
 fails, SIGBUS kills the process without a message. With `backend="pread"`, it holds the GIL while it reads (1.5 s for
 2 GiB on a fast disk): the heartbeat of the rank stops, and after 10 s the rank counts as dead. So this module reads the
 bytes with `pread`, or from an object store.
+
+A published model has all tensors in model.safetensors, or in shards that model.safetensors.index.json lists. A
+checkpoint has them in the files that run.json lists. Opening a folder reads only headers. Folders are not trusted: the
+index may name only files in its own folder, and must agree with all headers. The files of a published model may be
+symbolic links, as in the cache of huggingface_hub. Pickles are refused.
 """
 
 import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +32,11 @@ from torch import Tensor
 
 from ..data import DataFile
 from ..data.files import FileStatus
-from ..data.stores import Entry, RangedFile, url_of
+from ..data.stores import Entry, RangedFile, drop, exists, fetch, url_of
+from ..data.strict_json import read_file
 from ..data.synced_files import sync
-from ..messages import printable, quoted
-from .manifest import reading
+from ..messages import plural, printable, quoted
+from .manifest import Manifest, reading, valid_file_name
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -41,6 +47,7 @@ DTYPES = {
 }  # fmt: skip
 """The dtypes of the format, except those of less than a byte, F4 and F6."""
 
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _MAX_DIMS = 64  # of a tensor of torch
@@ -140,3 +147,98 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], announce: Announce 
     path.chmod(mode)
     announce(f"syncing {path.name}")
     sync(path)
+
+
+def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Divide tensors into files of at most `limit` bytes, in their order. A larger tensor gets its own file."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if files[-1] and filled + size > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+# ---- Folders ----
+
+
+class TensorFolder:
+    """The tensors of a folder with model.safetensors, or with shards and model.safetensors.index.json.
+
+    checkpoint: the contents of run.json, which lists the files of a checkpoint.
+
+    entries: where each tensor is stored, by name. bytes_read: bytes of tensors read so far.
+
+    Raises ValueError, in one line that names the file, if the folder has no such weights or a file is invalid.
+    """
+
+    def __init__(self, folder: Path, checkpoint: Manifest | None = None):
+        self.folder, self.bytes_read = folder, 0
+        self._checksums = {name: file.crc32 for name, file in checkpoint.files.items()} if checkpoint else {}
+        if checkpoint:
+            headers = {name: read_header(folder / name) for name in self._checksums if name.endswith(".safetensors")}
+        elif exists(folder / SINGLE_FILE):
+            headers = {SINGLE_FILE: read_header(folder / SINGLE_FILE)}
+        elif exists(folder / INDEX_FILE):
+            headers = _read_shards(folder / INDEX_FILE)
+        else:
+            shown = printable(folder)
+            way = f"AutoModelForCausalLM.from_pretrained({shown!r}).save_pretrained({shown + '-safetensors'!r})"
+            raise ValueError(
+                f"{shown} has neither {SINGLE_FILE} nor {INDEX_FILE}; pickles (.bin, .pt) can run code, so they are "
+                f"not read: convert them with the transformers library, {way}"
+            )
+        self._statuses = {name: status for name, (status, _) in headers.items()}
+        self.entries: Mapping[str, TensorEntry] = {
+            name: entry for _, entries in headers.values() for name, entry in entries.items()
+        }
+
+    def by_position(self, names: Iterable[str]) -> list[str]:
+        """Names in the order of the files and bytes, in which reading is fastest."""
+        return sorted(names, key=lambda name: (self.entries[name].file, self.entries[name].start))
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, as a new CPU tensor in the stored dtype.
+
+        Raises ValueError for an unknown name and for a file that cannot be read.
+        """
+        if (entry := self.entries.get(name)) is None:
+            raise ValueError(f"{printable(self.folder)} has no tensor {quoted(name)}")
+        if (file := entry.file.name) in self._checksums:
+            fetch(entry.file, self._checksums[file])
+        data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
+        with open_file(entry.file, self._statuses.get(file)) as opened:
+            opened.read_into(entry.start, data.numpy().data)
+        self.bytes_read += entry.nbytes
+        return data.view(entry.dtype).reshape(entry.shape)
+
+    def close(self) -> None:
+        """Remove the copies of files on a store."""
+        drop(self.folder, {entry.file.name for entry in self.entries.values()})
+
+
+def _read_shards(index: Path) -> dict[str, tuple[Any, dict[str, TensorEntry]]]:
+    """Read the headers of the files that an index lists. It must list every tensor of each, and no others.
+
+    Its metadata is ignored: the total_size of many published checkpoints is wrong.
+    """
+    with reading(index):
+        value = read_file(index)
+        if not isinstance(value, dict) or not isinstance(listed := value.get("weight_map"), dict):
+            raise ValueError("it has no weight_map")
+        names = dict.fromkeys(map(valid_file_name, listed.values()))
+        if missing := [name for name in names if not exists(index.with_name(name))]:
+            more = f", and {plural(len(missing) - 1, 'more file')}" if len(missing) > 1 else ""
+            raise ValueError(
+                f"it lists {printable(missing[0], 60)}{more}, not found: download or copy the folder again"
+            )
+    shards = {name: read_header(index.with_name(name)) for name in names}
+    stored = {(name, file) for file, (_, entries) in shards.items() for name in entries}
+    if wrong := stored ^ {*listed.items()}:
+        name, file = min(wrong)
+        problem = "has it, but it is not listed there" if (name, file) in stored else "does not have it"
+        raise ValueError(f"cannot read {index}: of {quoted(name, 60)}, {file} {problem}")
+    return shards

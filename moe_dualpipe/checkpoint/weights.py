@@ -1,27 +1,113 @@
-"""The weights of a model by global name, in a run and in a folder that `moe-dualpipe export` wrote:
-
-model.safetensors    the fp32 weights, under the checkpoint's global names
-config.json          the model, with `model_type` "moe-dualpipe"
-tokenizer.json       unless the tokenizer is bytes
-checksums.json       size and CRC-32 of the other files, which are compared when the folder is read
-"""
+"""The weights of a model by global name: of a module, in a checkpoint, or given in memory."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..expert_parallel.gather import gather_objects
 from ..expert_parallel.parameters import ExpertIds, expert_ids, global_tensors
-from ..models.layer_class import Factory
+from ..messages import plural, printable, quoted
+from ..models import ModelConfig
+from ..models.config import BUILT_IN
+from ..models.costs import shape_of
+from ..models.layer_class import Factory, name_of, same_layer
 from ..runtime.shared_errors import raise_on_all_ranks
-from .partial import group_names
+from .manifest import read_manifest
+from .tensor_file import TensorFolder
 
-WEIGHTS_FILE, CONFIG_FILE, MODEL_TYPE = "model.safetensors", "config.json", "moe-dualpipe"
 OwnLayer = str | Factory | None
 """A layer by its name, a class, or a function; None: built in."""
 PREFIX = "model."  # a checkpoint puts it before the names of weights
+_MAX_GROUPS = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartialLoad:
+    """Names of tensors. loaded: in the model and the file. missing: only in the model. ignored: only in the file."""
+
+    loaded: Sequence[str]
+    missing: Sequence[str]
+    ignored: Sequence[str]
+
+    def __str__(self) -> str:
+        lines = [f"loaded {plural(len(self.loaded), 'tensor')}"]
+        if self.missing:
+            lines.append(f"not in the file, start from their initial weights: {group_names(self.missing)}")
+        if self.ignored:
+            lines.append(f"in the file, but not in the model: {group_names(self.ignored)}")
+        return "\n".join(lines)
+
+
+def group_names(names: Iterable[str]) -> str:
+    """List one name of each group, and the size of the group. Names in a group differ only in numbers.
+
+    Example: norm.weight, layers.0.up.2, layers.0.up.3, layers.2.up.2
+    -> "layers.0.up.2 (and 2 like it), norm.weight"
+    """
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    texts = [
+        printable(group[0]) + (f" (and {len(group) - 1:,} like it)" if len(group) > 1 else "")
+        for group in groups.values()
+    ]
+    more = [f"and {plural(len(texts) - _MAX_GROUPS, 'more group')}"] if len(texts) > _MAX_GROUPS else []
+    return ", ".join(texts[:_MAX_GROUPS] + more)
+
+
+class SavedModel:
+    """The model and the tensors of a checkpoint. prefix: of the tensors to read. The names are without it.
+
+    where: the path in messages. checksum: differs for checkpoints with different tensors. Raises ValueError if run.json
+    cannot be read.
+    """
+
+    def __init__(self, folder: Path, prefix: str = PREFIX):
+        self.where, self._prefix, self._manifest = folder, prefix, read_manifest(folder)
+        self.step, self.checksum = self._manifest.step, self._manifest.checksum
+
+    @cached_property
+    def _tensors(self) -> TensorFolder:
+        return TensorFolder(self.where, self._manifest)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        entries, prefix = self._tensors.entries.items(), self._prefix
+        return {name.removeprefix(prefix): entry.shape for name, entry in entries if name.startswith(prefix)}
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model. Reads no weights. Raises ValueError if its options are invalid."""
+        try:
+            return model_config(self._manifest.model)
+        except ValueError as error:
+            raise ValueError(f"cannot build the model of {printable(self.where)}: {printable(error)}") from None
+
+    def config_with(self, named: Mapping[str, OwnLayer]) -> ModelConfig:
+        """The model with its custom layers, which must be named: a checkpoint never decides which class is imported.
+
+        named: "experts", "router", "attention", "block". Raises ValueError if the model has other layers, or if it has
+        more parameters than the checkpoint.
+        """
+        config = self.config
+        check_sizes(config, [*self.shapes.values()], printable(self.where))
+        return with_named_layers(config, named, str(self.where))
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors.read(self._prefix + name)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read into tensors of the same shapes. Raises ValueError if they cannot be read."""
+        for name in self._tensors.by_position(self._prefix + name for name in tensors):
+            tensors[name.removeprefix(self._prefix)].copy_(self._tensors.read(name))
+        self._tensors.close()
 
 
 def global_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -85,3 +171,67 @@ def _fault(name: str, tensor: Tensor, given: object) -> str:
     if given.shape != tensor.shape:
         return f"`weights`: {name} has shape {[*given.shape]}, expected {[*tensor.shape]}"
     return ""
+
+
+# ---- Model options, which are not trusted ----
+#
+# An option of the wrong type would fail somewhere inside the model, and a huge one would use all memory. A model cannot
+# have more parameters than its checkpoint has numbers, so its sizes are compared with those of the tensors first.
+
+
+def model_config(saved: Mapping[str, Any]) -> ModelConfig:
+    """Return the saved model. An option that is missing has its default. Raises ValueError for invalid options."""
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    if unknown := [name for name in saved if name not in known]:
+        raise ValueError(f"unknown option {quoted(unknown[0], 60)}")
+    saved = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
+    check_types(saved)
+    return ModelConfig(**saved)
+
+
+def check_types(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of `ModelConfig` with a value of another type."""
+    for field in dataclasses.fields(ModelConfig):
+        value, kind = options.get(field.name, field.default), type(field.default)
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise ValueError(f"{field.name} must be of type {kind.__name__}: got {quoted(value, 60)}")
+        if isinstance(value, tuple) and any(type(entry) is not int for entry in value):
+            raise ValueError(f"{field.name} must be a list of whole numbers: got {quoted([*value], 60)}")
+
+
+def with_named_layers(model: ModelConfig, named: Mapping[str, str | Factory | None], where: str) -> ModelConfig:
+    """Return the model of the checkpoint `where`, with the custom layers that the user has named.
+
+    named: "experts", "router", "attention" or "block" -> a name or class, or None for built-in layers. A checkpoint
+    never decides what is imported. Raises ValueError if it has other layers than these.
+    """
+    for field, given in named.items():
+        saved, name = getattr(model, field), name_of(given) if given is not None else None
+        if name is None and saved in BUILT_IN[field]:
+            continue
+        if name is None or not same_layer(saved, name):
+            built_in = saved in BUILT_IN[field]
+            advice = f"leave out --{field}" if built_in else f"if you trust this code, use --{field} {printable(saved)}"
+            other = "" if name is None else f", not {quoted(name)}"
+            raise ValueError(f"{where} has {'' if built_in else 'custom '}{field} {quoted(saved)}{other}: {advice}")
+        model = dataclasses.replace(model, **{field: name})
+    return model
+
+
+def check_sizes(model: ModelConfig, shapes: Sequence[Sequence[int]], where: str) -> None:
+    """Raise ValueError if the model has more layers or experts, or many more parameters, than `shapes`, of all tensors.
+
+    Even listing the tensors of a huge model takes long. Of custom layers, only the user's code knows the sizes.
+    """
+    elements, layers = sum(map(math.prod, shapes)), model.num_layers + model.mtp_layers
+    fits = layers <= len(shapes)
+    if fits and not model.own_layers:
+        experts = len(model.routed_blocks()) * model.num_experts
+        fits = experts <= len(shapes) and shape_of(model).parameters <= 2 * elements
+    if not fits or model.hidden_size * model.vocab_size > 2 * elements:
+        parts = (
+            f"{plural(layers, 'layer')} of {plural(model.num_experts, 'expert')} and {plural(model.num_heads, 'head')}"
+        )
+        raise ValueError(
+            f"cannot build the model of {where}: its {parts} do not fit into the {elements:,} numbers of its tensors"
+        )

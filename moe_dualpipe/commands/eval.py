@@ -19,7 +19,7 @@ class Eval(OwnLayerOptions, DeviceOption, JsonOption):
 
     model: Positional[Annotated[str, arg(metavar="RUN")]]
     """Folder or URL of a run (its newest checkpoint is used), or of a checkpoint.
-    Or a folder from `moe-dualpipe export`, or a published model in Hugging Face's format."""
+    Or a published model in Hugging Face's format."""
     data: str | None = None
     """Text: a file, a folder, a glob, a .jsonl file, or "stdlib".
     Or token ids: a .bin file, or the held-out text of a folder written by `moe-dualpipe data prepare`."""

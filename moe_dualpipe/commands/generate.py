@@ -32,7 +32,7 @@ class Generate(OwnLayerOptions, DeviceOption):
     """
 
     run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
-    """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, or from `moe-dualpipe export`."""
+    """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, or of a published model."""
     prompt: str = "\n"
     """Start of the text."""
     sample_tokens: int = 200

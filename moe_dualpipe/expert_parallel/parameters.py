@@ -11,7 +11,7 @@ sums, optimizer state, checkpoints) reads two attributes of the layer, which `Mo
                      the layer, it has a replica on each of these ranks. Default: nothing
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -61,23 +61,6 @@ def global_tensors(name: str, tensor: Tensor, held: ExpertIds | None) -> Iterato
         yield from ((held.name.replace("*", str(expert)), tensor[i]) for i, expert in enumerate(held.ids))
     else:
         yield held.name.replace("*", str(held.ids.start)), tensor
-
-
-def older_names(modules: Iterable[nn.Module]) -> dict[str, str]:
-    """Map global names to those in older checkpoints, which saved lists whole: `each.5.weight` to `each.1.weight.4-5`.
-
-    They can be loaded only with as many expert-parallel ranks as they were saved with. What is common to all experts
-    was saved in the same way.
-    """
-    return {
-        _join(prefix, global_name): _join(prefix, name, f"{ids.start}-{ids.stop - 1}")
-        for module in modules
-        for prefix, layer, ids in _expert_layers(module)
-        for name, global_name in (
-            *((name, name) for name in getattr(layer, "common", ())),
-            *((n, h.name.replace("*", str(h.ids.start))) for n, h in expert_ids(layer).items() if h.layout == "listed"),
-        )
-    }
 
 
 def entries(layer: nn.Module, number: int) -> frozenset[str]:

@@ -39,7 +39,7 @@ _NEW_TOKENS = 256  # to generate, for tasks that do not say how many
 class MoEDualPipe(LM):
     """A model of this project for lm-evaluation-harness. Each request has a tuple `args`.
 
-    path: the folder of a run, of a checkpoint, or from `moe-dualpipe export`. max_length: maximum number of tokens that
+    path: the folder of a run, of a checkpoint, or of a published model. max_length: maximum number of tokens that
     the model attends to; use the sequence length of training. batch_size: sequences at a time. device: cpu (in fp32),
     cuda (in bf16), or auto. own_layers: as for `open_model`. max_batch_size: ignored.
 

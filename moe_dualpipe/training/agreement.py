@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import find_checkpoint
-from ..checkpoint.folder_lock import EXPIRES, GRACE, LOCK_FILE, only_writer
+from ..checkpoint.atomic_folder import GRACE, LOCK_FILE, LOST, only_writer
 from ..checkpoint.manifest import RUN_FILE
 from ..data import stores
 from ..health.watch import joining
@@ -79,7 +79,7 @@ def _decide(told: list[dict], stack: ExitStack | None) -> dict:
     decided = {**goes_on, "free": min(known, default=None), "problem": ""}
     if stack is not None and decided["folder"]:
         folder = Path(decided["folder"])
-        wait = EXPIRES if decided["resume"] else GRACE  # the first rank may have been on a machine that was lost
+        wait = LOST if decided["resume"] else GRACE  # the first rank may have been on a machine that was lost
         try:
             stack.enter_context(only_writer(folder, folder / LOCK_FILE, wait))
         except (ValueError, OSError) as error:

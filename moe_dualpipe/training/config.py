@@ -128,8 +128,8 @@ class CheckpointConfig:
     """Resume from the newest checkpoint of this run, or from this checkpoint. A folder or a URL.
     Its options are restored; options given beside it override them."""
     weights: str | None = None
-    """Start a new run from the weights in this folder or URL.
-    It has a model in Hugging Face's format, or one written by `moe-dualpipe export`."""
+    """Start a new run from these weights: the folder or URL of a model in Hugging Face's format, of another run (its
+    newest checkpoint is used), or of a checkpoint."""
     weights_partial: bool = False
     """With --weights: load only the weights that match by name and shape. Others keep their initial values."""
     save_every: int | None = None

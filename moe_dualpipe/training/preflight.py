@@ -19,6 +19,7 @@ from ..checkpoint import (
     check_model,
     check_weights,
     find_checkpoint,
+    find_weights,
     is_published,
     start_tokenizer,
 )
@@ -93,8 +94,8 @@ class Run:
     text: TextData | GivenBatches
     resume: Path | None
     """The checkpoint to start from."""
-    weights: Mapping[str, Tensor] | None
-    """The weights to start from, if they are given in memory."""
+    weights: Mapping[str, Tensor] | Path | None
+    """The weights to start from: given in memory, or the folder or checkpoint that has them."""
     differences: Sequence[str]
     """With --weights-partial: the options in which the model of the weights differs, one message each."""
     first_step: int
@@ -167,10 +168,10 @@ def prepare(
     dtype = setup.choose_dtype(config.compute, device.type)
     chosen = {"compile": "on" if compiled else "off", "dtype": str(dtype).removeprefix("torch.")}
     config = replace(config, compute=replace(config.compute, **chosen))
-    resume = agreed.resume or (_find(options.resume, options.staging) if options.resume else None)
-    weights = stores.local_path(options.weights, options.staging) if options.weights else None
-    if weights:
-        stores.open_folder(weights)
+    for given_path in filter(None, (options.resume, options.weights)):
+        stores.local_path(given_path, options.staging)  # copies of files of a URL come here
+    resume = agreed.resume or (find_checkpoint(options.resume) if options.resume else None)
+    weights = find_weights(options.weights) if options.weights and not resume else None
     first_step, differences = 0, []
     if resume:
         if request.saved is None and "checkpoint.resume" in request.typed and "batch.data" not in request.typed:
@@ -202,8 +203,8 @@ def prepare(
     return Run(
         config, changed, choice, replace(choice.layout, rank=launch.rank), device, dtype, kernels, compiled, folder,
         layers, split(config.model, choice.schedule.num_stages, layers), text, resume,
-        None if resume else given.weights, differences, first_step, restarted, _companions(resume, weights),
-        from_command, instruments, agreed.store,
+        None if resume else weights or given.weights, differences, first_step, restarted,
+        _companions(resume or weights), from_command, instruments, agreed.store,
         _filled(config, choice, layers, dtype, device, instruments),
         peak_flops=_peak_flops(config, device, dtype, instruments),
     )  # fmt: skip
@@ -262,15 +263,10 @@ def _peak_flops(
     return instruments.peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
-def _find(run: str, staging: str | None) -> Path:
-    stores.local_path(run, staging)  # copies of files of a URL come here
-    return find_checkpoint(run)
-
-
-def _companions(resume: Path | None, weights: Path | None) -> dict[str, str]:
-    if resume:
-        return companions_of(resume)
-    return read_companions(weights) if weights and is_published(weights) else {}
+def _companions(start: Path | None) -> dict[str, str]:
+    if start is None:
+        return {}
+    return read_companions(start) if is_published(start) else companions_of(start)
 
 
 def _check_export(config: TrainConfig) -> None:

@@ -82,7 +82,7 @@ class Saving:
                 plan.write(stores.output_folder(folder, options.staging))
         except (ValueError, OSError) as error:
             self.console.fail(f"--export {printable(folder)}: {error}")
-        model_type, size = plan.layout.architecture.model_type, plan.num_bytes / 1e6
+        model_type, size = plan.layout.architecture.model_type, sum(plan.sizes.values()) / 1e6
         self.console.say(f"exported {printable(folder)}: {model_type}, {size:,.1f} MB")
 
     def close(self) -> None:

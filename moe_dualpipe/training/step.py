@@ -5,6 +5,7 @@ B sequences, S positions, L layers, E experts.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights
-from ..data import stores
 from ..data.same_text import check_same_text
-from ..expert_parallel.parameters import older_names
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import eval_mode, generate_through_pipeline
@@ -114,16 +113,14 @@ class Trainer:
 
     def _load(self) -> PartialLoad | None:
         """Load what the run starts from. Returns what --weights-partial loaded."""
-        run, options, partial = self.run, self.config.checkpoint, None
-        older = older_names(self.stages.values())
+        run, partial = self.run, None
         if run.resume:
-            load_checkpoint(run.resume, self.state(), older)
+            load_checkpoint(run.resume, self.state())
+        elif isinstance(run.weights, Path):
+            loaded = load_weights(run.weights, self.state(), self.config.checkpoint.weights_partial)
+            partial = loaded if self.config.checkpoint.weights_partial else None
         elif run.weights is not None:
             load_tensors(run.weights, self.config.model.num_experts, self.state(), self.stages.values())
-        elif options.weights:
-            folder = stores.local_path(options.weights, options.staging)
-            loaded = load_weights(folder, self.state(), older, options.weights_partial)
-            partial = loaded if options.weights_partial else None
         else:
             return None
         self.optimizer.after_load(run.first_step - int(self.skipped.total) if run.resume else 0)

@@ -2,16 +2,18 @@
 
 import io
 import json
-import subprocess
+import runpy
 import sys
 from dataclasses import asdict
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from moe_dualpipe.checkpoint import check_model, find_checkpoint
+from moe_dualpipe.checkpoint import check_model, find_checkpoint, find_weights, load_model
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
-from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.checkpoint.weights import global_weights
+from moe_dualpipe.models import ModelConfig, build_model
 from tests.support.checkpoints import loaded_step, state_of
 from tests.support.runs import ROOT
 
@@ -34,12 +36,7 @@ def write_old(folder, step):
     (folder / "run.json").write_bytes(Manifest(step, asdict(ModelConfig()), files).encode())
 
 
-def convert(*arguments):
-    command = [sys.executable, ROOT / "examples" / "convert_checkpoint.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
-
-
-def test_the_newest_intact_checkpoint_of_an_earlier_version_is_converted(tmp_path):
+def test_checkpoints_and_exported_weights_of_earlier_versions_are_converted(tmp_path, monkeypatch, capsys):
     old, new = tmp_path / "old", tmp_path / "new"
     for step in (3, 7):
         write_old(old / "checkpoints" / f"step-00000{step}", step)
@@ -48,10 +45,21 @@ def test_the_newest_intact_checkpoint_of_an_earlier_version_is_converted(tmp_pat
     with pytest.raises(ValueError, match=advice):
         find_checkpoint(str(old / "checkpoints" / "step-000007"))
     (old / "checkpoints" / "step-000007" / "__0_0.distcp").write_bytes(b"damaged")
-    done = convert(old, new)
-    assert done.stdout == f"{old} -> {new}/checkpoints/step-000003\n", done.stderr
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", str(old), str(new)])
+    main = runpy.run_path(str(ROOT / "examples" / "convert_checkpoint.py"))["main"]
+    main()
+    assert capsys.readouterr().out == f"{old} -> {new}/checkpoints/step-000003\n"
     found = find_checkpoint(str(new))
     assert loaded_step(found) == check_model(found, ModelConfig()) == 3
     assert (found / "tokenizer.json").read_bytes() == b"{}" and (new / "run.toml").read_text() == "steps = 9\n"
-    failed = convert(new, tmp_path / "third")
-    assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "no earlier version wrote it" in failed.stderr
+    (exported := tmp_path / "exported").mkdir()
+    model = build_model(ModelConfig(num_layers=2))
+    save_file(global_weights(model), exported / "model.safetensors")
+    (exported / "config.json").write_text(json.dumps({"model_type": "moe-dualpipe", **asdict(model.config)}))
+    sys.argv[1:] = [str(exported), str(tmp_path / "weights")]
+    main()
+    found = load_model(find_weights(str(tmp_path / "weights"))).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    sys.argv[1:] = [str(new), str(tmp_path / "third")]
+    with pytest.raises(SystemExit, match=r"^convert_checkpoint.py: error: .*: no earlier version wrote it$"):
+        main()

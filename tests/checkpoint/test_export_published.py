@@ -3,15 +3,16 @@
 import dataclasses
 import json
 import re
+from unittest import mock
 
 import pytest
 import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
 from moe_dualpipe.checkpoint.huggingface import find_architecture, from_pretrained, save_pretrained
+from moe_dualpipe.checkpoint.huggingface import save as save_module
 from moe_dualpipe.cli import main
-from moe_dualpipe.data import BYTES, UnknownTokenizer
-from moe_dualpipe.data.tokenizer import BPETokenizer
+from moe_dualpipe.data import find_tokenizer
 from moe_dualpipe.models import preset
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
@@ -27,7 +28,7 @@ TEXTS = ("def f():\n    return 'ü — 中文'\n", " \t  a\r\n\n\n  b  ", "Āā�
 
 
 def export(run, out, *options):
-    return main(["export", str(run), "--to", "huggingface", "--out", str(out), *options])
+    return main(["export", str(run), "--out", str(out), *options])
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,12 @@ def bpe_run(tmp_path_factory):
     return base / "run"
 
 
-@pytest.mark.parametrize("name", ["tiny", "small"])
-def test_our_own_presets_are_of_a_published_architecture(name):
-    assert find_architecture(preset(name)).model_type == "glm4_moe"
-    with pytest.raises(
-        ValueError, match="the nearest, glm4_moe, cannot express router_score 'softmax', only 'sigmoid'"
-    ):
-        find_architecture(dataclasses.replace(preset(name), router_score="softmax"))
+def test_our_own_presets_are_of_a_published_architecture_or_the_nearest_is_named():
+    for name in ("tiny", "small"):
+        assert find_architecture(preset(name)).model_type == "glm4_moe"
+    problem = "the nearest, glm4_moe, cannot express router_score 'softmax', only 'sigmoid'"
+    with pytest.raises(ValueError, match=problem):
+        find_architecture(dataclasses.replace(preset("tiny"), router_score="softmax"))
 
 
 def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
@@ -66,35 +66,8 @@ def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
     assert first == f"{byte_run}/checkpoints/step-000002 -> {tmp_path}/out"
     shards = len([*(tmp_path / "out").glob("model-*")])
     assert shards > 2
-    assert plan == (
-        f"glm4_moe (Glm4MoeForCausalLM): 81 tensors, 0.33 MB in {shards} safetensors files; needs 0.20 MB of memory "
-        "for tensors"
-    )
+    assert plan == f"glm4_moe (Glm4MoeForCausalLM): 81 tensors, 0.33 MB in {shards} safetensors files"
     assert re.fullmatch(rf"wrote {shards + 5} files, 0.3\d MB", result)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_weights_are_rounded_once_to_the_chosen_dtype(byte_run, tmp_path, dtype):
-    assert export(byte_run, tmp_path / "out", "--dtype", dtype) == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
-    model, exported = load_model(find_checkpoint(str(byte_run))), from_pretrained(tmp_path / "out")
-    for name, tensor in exported.state_dict().items():
-        kept = name.endswith("router.bias_E")  # in fp32, as it is published
-        assert torch.equal(tensor, model.state_dict()[name].to(torch.float32 if kept else getattr(torch, dtype))), name
-
-
-@pytest.mark.parametrize("options,problem", [
-    (["--architecture", "mixtral"], "mixtral cannot express num_dense_layers 1, only 0; dense_size 64, only 384;"),
-    (["--architecture", "gpt5"], "architecture 'gpt5' is not supported: supported are mixtral, olmoe, "),
-    (["--max-shard-size", "5 gallons"], "a shard size is a number of bytes, or a text such as 5GB: got '5 gallons'"),
-    (["--to", "moe-dualpipe", "--dtype", "bfloat16"], "--dtype needs --to huggingface"),
-    (["--to", "moe-dualpipe", "--max-shard-size", "1GB"], "--max-shard-size needs --to huggingface"),
-])  # fmt: skip
-def test_invalid_options_write_nothing(byte_run, tmp_path, capsys, options, problem):
-    assert export(byte_run, tmp_path / "out", *options) == 2
-    error = capsys.readouterr().err
-    assert problem in error and error.count("\n") == 1
-    assert not [*tmp_path.iterdir()]
 
 
 def check_tokenizer(folder, tokenizer):
@@ -114,38 +87,22 @@ def check_tokenizer(folder, tokenizer):
     assert made.shape[1] <= given["input_ids"].shape[1] + 5
 
 
-def test_models_of_bytes_get_a_tokenizer_that_transformers_loads(byte_run, tmp_path):
-    assert export(byte_run, tmp_path / "out") == 0
-    check_tokenizer(tmp_path / "out", BYTES)
-
-
-def test_the_tokenizer_of_a_run_is_exported(bpe_run, tmp_path):
-    assert export(bpe_run, tmp_path / "out") == 0
-    content = (tmp_path / "out" / "tokenizer.json").read_bytes()
-    assert content == (find_checkpoint(str(bpe_run)) / "tokenizer.json").read_bytes()
-    check_tokenizer(tmp_path / "out", BPETokenizer(content, ""))
-
-
-def test_zero_bytes_and_special_tokens_of_models_of_bytes(byte_run, tmp_path):
-    assert export(byte_run, tmp_path / "out") == 0
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+@pytest.mark.parametrize("kind", ["byte_run", "bpe_run"])
+def test_transformers_loads_the_tokenizer_of_a_run(kind, request, tmp_path):
+    run = request.getfixturevalue(kind)
+    assert export(run, tmp_path / "out") == 0
+    tokenizer = find_tokenizer(find_checkpoint(str(run)))
+    check_tokenizer(tmp_path / "out", tokenizer)
+    if kind == "bpe_run":
+        content = (find_checkpoint(str(run)) / "tokenizer.json").read_bytes()
+        assert (tmp_path / "out" / "tokenizer.json").read_bytes() == content
+        return
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x3000, 0x10000)]))
-    assert tokenizer.encode(every) == BYTES.encode(every)
-    assert tokenizer.encode("a<|endoftext|>b") == [97, 0, 98]
-    assert tokenizer.decode([97, 0, 98], skip_special_tokens=True) == "ab"
-    assert tokenizer.decode([0xC3, 65]) == BYTES.decode([0xC3, 65])
-
-
-def test_a_model_without_a_known_tokenizer_names_no_special_tokens(tmp_path):
-    save(random_model("mixtral"), tmp_path / "saved")
-    model = from_pretrained(tmp_path / "saved")
-    model.companions = {}
-    save_pretrained(model, tmp_path / "ids", tokenizer=UnknownTokenizer(37))
-    config = json.loads((tmp_path / "ids" / "config.json").read_text())
-    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
-    assert {path.name for path in (tmp_path / "ids").iterdir()} == {"config.json", "model.safetensors"}
-    save_pretrained(model, tmp_path / "bytes", tokenizer=BYTES)
-    assert json.loads((tmp_path / "bytes" / "config.json").read_text())["eos_token_id"] == 0
+    assert theirs.encode(every) == tokenizer.encode(every)
+    assert theirs.encode("a<|endoftext|>b") == [97, 0, 98]
+    assert theirs.decode([97, 0, 98], skip_special_tokens=True) == "ab"
+    assert theirs.decode([0xC3, 65]) == tokenizer.decode([0xC3, 65])
 
 
 def test_the_files_of_a_published_model_stay_as_they_are(bpe_run, tmp_path):
@@ -164,4 +121,8 @@ def test_the_files_of_a_published_model_stay_as_they_are(bpe_run, tmp_path):
     save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "again")
     assert {name: (tmp_path / "again" / name).read_text("utf-8") for name in texts} == texts
     again = json.loads((tmp_path / "again" / "config.json").read_text())
+    write = mock.Mock()
+    with mock.patch.object(save_module, "write_folder", write):
+        save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "last")
+    assert [*write.call_args.args[2](None)][-1] == "config.json"
     assert again["eos_token_id"] == 5 and again["max_position_embeddings"] == 1234 and "pad_token_id" not in again

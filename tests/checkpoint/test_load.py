@@ -13,13 +13,10 @@ import torch
 
 from moe_dualpipe.checkpoint import (
     check_model,
-    check_weights,
     find_checkpoint,
     load_checkpoint,
-    load_model,
     manifest,
     read_manifest,
-    save_checkpoint,
     verify_checkpoint,
 )
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
@@ -30,7 +27,12 @@ from tests.support.checkpoints import loaded_step, newest, state_of, write_manif
 from tests.support.mutations import check_message, mutations
 from tests.support.ranks import run_ranks
 
-IGNORED = dict.fromkeys(("init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"))  # not of the weights
+IGNORED = {
+    "init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype", "group_score", "q_rank", "kv_rank", "rope_dim",
+    "value_dim", "latent_norm_eps", "rope_scaling", "yarn_positions", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
+    "yarn_mscale_all_dim", "yarn_attention_factor", "yarn_truncate", "dense_size",
+}  # fmt: skip
+"""Options of training, and those without effect on the default model."""
 DEFAULT = json.loads(json.dumps(dataclasses.asdict(ModelConfig())))
 
 
@@ -88,25 +90,16 @@ def test_every_wrong_model_option_with_a_matching_checksum_is_refused(run):
             continue
         try:
             check_model(newest(run), ModelConfig())
-            assert {**DEFAULT, **model, **IGNORED} == {**DEFAULT, **IGNORED}
+            assert {key for key in DEFAULT if model.get(key, DEFAULT[key]) != DEFAULT[key]} <= IGNORED
         except ValueError as error:
             check_message(error, 4000)
-        with pytest.raises(ValueError) as refused:  # the tensors are not those of any model
-            load_model(newest(run))
-        check_message(refused.value)
 
 
-def test_every_wrong_value_in_the_config_json_of_an_export_is_refused(tmp_path):
-    path = tmp_path / "config.json"
-    saved = {"model_type": "moe-dualpipe", **DEFAULT}
-    (tmp_path / "model.safetensors").write_bytes(b"")  # not read here
-    for _, text in mutations(saved):
-        path.write_text(text)
-        try:
-            check_weights(tmp_path, ModelConfig())
-            assert {**saved, **json.loads(text), **IGNORED} == {**saved, **IGNORED}
-        except ValueError as error:
-            check_message(error, 4000)
+def forge(checkpoint, **more):
+    """Write run.json with checksums that match, as an attacker would."""
+    old = read_manifest(checkpoint)
+    files = {name: FileChecksum.of((checkpoint / name).read_bytes()) for name in old.files}
+    (checkpoint / "run.json").write_bytes(Manifest(old.step, old.model, files | more).encode())
 
 
 class Attack:
@@ -125,23 +118,11 @@ def test_a_file_that_holds_no_tensors_is_refused_and_runs_no_code(run, kind):
     torch.save(Attack(marker), buffer := io.BytesIO())
     payloads = {"pickle": pickle.dumps(Attack(marker)).ljust(600, b"\0"), "saved": buffer.getvalue()}
     path.write_bytes(payloads.get(kind, path.read_bytes()[:-1]))
-    old = read_manifest(newest(run))
-    files = {path.name: FileChecksum.of(path.read_bytes()) for path in newest(run).iterdir() if path.name in old.files}
-    (newest(run) / "run.json").write_bytes(Manifest(old.step, old.model, files).encode())
+    forge(newest(run))
     with pytest.raises(ValueError, match=r"cannot read .*rank-0-0.safetensors: it has .* not a safetensors") as refused:
         loaded_step(find_checkpoint(str(run)))
     check_message(refused.value)
     assert not marker.exists()
-
-
-@pytest.mark.parametrize("name", ["../tokens.txt", "/etc/hostname", "..", "a/b"])
-def test_a_path_that_leaves_the_folder_is_refused(run, name):
-    (newest(run).parent / "tokens.txt").write_bytes(b"a b c")
-    old = read_manifest(newest(run))
-    files = {**old.files, name: FileChecksum.of(b"a b c")}
-    (newest(run) / "run.json").write_bytes(Manifest(old.step, old.model, files).encode())
-    with pytest.raises(ValueError, match=f"cannot read run.json: '{name}' is not a valid file name"):
-        find_checkpoint(str(newest(run)))
 
 
 # ---- Which checkpoint a run resumes from ----
@@ -171,7 +152,7 @@ def test_a_resumed_run_without_options_has_the_model_of_its_newest_checkpoint(tm
 
 
 @pytest.mark.parametrize("change,now,problem", [
-    ({"hidden_size": 64}, {}, "hidden_size was 64, now 128"), ({"depth": 3}, {}, "depth was 3, now 'unknown'"),
+    ({"hidden_size": 64}, {}, "hidden_size was 64, now 128"), ({"depth": 3}, {}, "unknown option 'depth'"),
     ({"rope_theta": None}, {"rope_theta": 500.0}, "rope_theta was 10000.0, now 500.0"), ({"rope_theta": None}, {}, ""),
     ({"init_std": 0.5, "sequence_loss": 1e-4, "z_loss": 0, "mtp_weight": 1}, {}, ""),
 ], ids=str)  # fmt: skip
@@ -182,7 +163,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, change, now, problem
     if not problem:
         assert check_model(tmp_path, ModelConfig(**now)) == 7
         return
-    with pytest.raises(ValueError, match=f"holds another model: {problem}$"):
+    with pytest.raises(ValueError, match=f"(holds another model|cannot build the model of .*): {problem}$"):
         check_model(tmp_path, ModelConfig(**now))
 
 
@@ -203,17 +184,6 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(run):
     assert run_ranks(2, load_on_two_ranks, folders) == [5, 5]
 
 
-def save_under_older_names(_rank, run):
-    save_checkpoint(run, 3, {"model.old": torch.arange(3.0), "exp_avg.old": torch.arange(3.0) + 5}, ModelConfig())
-
-
-def test_tensors_are_found_under_their_names_in_older_checkpoints(tmp_path):
-    run_ranks(1, save_under_older_names, tmp_path)
-    state = {"model.new": torch.zeros(3), "exp_avg.new": torch.zeros(3)}
-    load_checkpoint(find_checkpoint(str(tmp_path)), state, {"new": "old", "other": "gone"})
-    assert state["model.new"].tolist() == [0, 1, 2] and state["exp_avg.new"].tolist() == [5, 6, 7]
-
-
 # ---- Refusals ----
 
 
@@ -228,6 +198,7 @@ def pipe(path):
 
 
 TOKENS, FIRST, RUN = "tokens.txt", "rank-0-0.safetensors", "run.json"
+NO_BYTES = FileChecksum.of(b"")
 DAMAGES = {
     "truncated": (lambda c: os.truncate(c / FIRST, 50), f"{FIRST} has 50 bytes, expected "),
     "missing": (lambda c: (c / FIRST).unlink(), f"{FIRST} is missing"),
@@ -237,6 +208,12 @@ DAMAGES = {
     "a pipe": (lambda c: pipe(c / TOKENS), f"{TOKENS} is refused: it is not a file"),
     "a pipe as run.json": (lambda c: pipe(c / RUN), f"cannot read {RUN}: it is not a file"),
     "a folder": (lambda c: [(c / TOKENS).unlink(), (c / TOKENS).mkdir()], f"{TOKENS} is refused: it is not a file"),
+    "outside": (
+        lambda c: forge(c, **{"../tokens.txt": NO_BYTES}),
+        f"cannot read {RUN}: '../tokens.txt' is not a valid",
+    ),
+    "absolute": (lambda c: forge(c, **{"/etc/hostname": NO_BYTES}), f"cannot read {RUN}: '/etc/hostname' is not a va"),
+    "dots": (lambda c: forge(c, **{"..": NO_BYTES}), f"cannot read {RUN}: '..' is not a valid file name"),
     "nested": (lambda c: (c / RUN).write_text("[" * 5000 + "]" * 5000), f"cannot read {RUN}: its objects and lists"),
     "empty": (lambda c: [path.unlink() for path in c.iterdir()], f"cannot read {RUN}: No such file"),
 }

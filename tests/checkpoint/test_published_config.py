@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 
 import pytest
 import torch
@@ -21,23 +20,12 @@ NO_EFFECT = {
 """Keys that do not describe the model."""
 
 
-QUICK = {"deepseek_v3"}
-"""The configurations that are not among the long tests: the one with the most options."""
-
-
 def saved_model(name, folder):
     """A model of transformers, its folder, and its config.json."""
     with exact(torch.float64):
         model = random_model(name, dtype=torch.float64)
     save(model, folder)
     return model, folder, json.loads((folder / "config.json").read_text())
-
-
-@pytest.fixture(
-    scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
-)
-def saved(request, tmp_path_factory):
-    return saved_model(request.param, tmp_path_factory.mktemp("published") / "saved")
 
 
 def keys_read(kind):
@@ -63,14 +51,6 @@ def every_key():
     found = set().union(*map(keys_read, ARCHITECTURES))
     assert {"is_causal", "rope_interleave", "per_layer_config"} < found
     return sorted(key for key in found | {"rope_scaling"} if key and not key.startswith("_"))
-
-
-@pytest.fixture
-def change(saved):
-    """A function that writes a text or value as config.json."""
-    path, text = saved[1] / "config.json", json.dumps(saved[2])
-    yield lambda new: path.write_text(new if isinstance(new, str) else json.dumps(new))
-    path.write_text(text)
 
 
 def logits(model):
@@ -135,7 +115,7 @@ class Law:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-@pytest.mark.quick("olmoe", "deepseek_v2", "glm4_moe")
+@pytest.mark.quick("deepseek_v2")
 def test_flags_and_rotations_are_refused_or_mean_what_they_mean_in_transformers(kind, tmp_path, every_key):
     law = Law(saved_model(kind, tmp_path / "saved"))
     for key in every_key:
@@ -161,9 +141,9 @@ def test_any_value_is_refused_or_means_what_it_means_in_transformers(name, tmp_p
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.quick("qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
 def test_broken_values_are_refused_in_one_line(name):
-    config = random_model(name).config.to_dict()
-    for what, text in mutations(config, VALUES):
+    for what, text in mutations(random_model(name).config.to_dict(), VALUES):
         try:
             config = json.loads(text)
         except (ValueError, RecursionError):
@@ -185,33 +165,12 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("key", UNKNOWN)
-def test_unknown_keys_that_could_change_the_model_are_refused(saved, change, key):
-    change({**saved[2], key: UNKNOWN[key]})
-    with pytest.raises(ValueError, match=key):
-        PublishedModel(saved[1])
-    factor = key.endswith(("multiplier", "scaling"))
-    change({**saved[2], key: 1.0 if factor else None, "license": "mit", "id2label": {"0": "a"}, "pruned_heads": {}})
-    PublishedModel(saved[1])
-    change({**saved[2], key: 0})  # multiplied by 0
-    if factor:
+def test_unknown_keys_that_could_change_the_model_are_refused(key):
+    config, factor = random_model("deepseek_v3").config.to_dict(), key.endswith(("multiplier", "scaling"))
+    for value in (UNKNOWN[key], 0) if factor else (UNKNOWN[key],):  # multiplied by 0
         with pytest.raises(ValueError, match=key):
-            PublishedModel(saved[1])
-
-
-def test_huge_numbers_fail_at_once(saved, change):
-    model, unused = PublishedModel(saved[1]).config, {*NO_EFFECT, "sliding_window"}
-    if saved[2]["model_type"] not in ("mixtral", "olmoe") and not any(map(model.is_dense, range(model.num_layers))):
-        unused.add("intermediate_size")
-    for key, value in saved[2].items():
-        if type(value) is int and key not in unused:
-            for huge in (10**4, 10**9, 2**31 - 1, 10**30):
-                change({**saved[2], key: huge})
-                start = time.monotonic()
-                with pytest.raises(ValueError) as error:
-                    from_pretrained(saved[1])
-                    pytest.fail(f"{key} {huge} was accepted")
-                assert time.monotonic() - start < 5, key
-                check_message(error.value, 2500)
+            read_config({**config, key: value})
+    read_config({**config, key: 1.0 if factor else None, "license": "mit", "id2label": {"0": "a"}, "pruned_heads": {}})
 
 
 @pytest.mark.parametrize("changes,problem", [
@@ -225,13 +184,15 @@ def test_huge_numbers_fail_at_once(saved, change):
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "its rotary embedding 'llama3' has no original_max"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 8.0, "beta_fast": 3}},
      "beta_fast of the rotary embedding 'linear' is not supported"),
+    ({"num_key_value_heads": 1}, "num_key_value_heads 1 contradicts other sizes: only 3"),
     ({"is_causal": False}, "is_causal False is not supported: only True"),
     ({"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"type": "default"}},
-     "rope_parameters contradicts rope_scaling"),
+     "rope_parameters and rope_scaling must be one object"),
     ({"rope_theta": 3e4, "rope_parameters": {"rope_theta": 2e4}}, "rope_theta 30000.0 contradicts that of rope_param"),
     ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported: supported are mixtral, olmoe, qwen2_moe, "),
 ])  # fmt: skip
 def test_what_this_model_cannot_express_is_named(changes, problem):
+    kind = "deepseek_v3" if "num_key_value_heads" in changes else "olmoe"
     with pytest.raises(ValueError) as error:
-        read_config({**random_model("olmoe").config.to_dict(), **changes})
+        read_config({**random_model(kind).config.to_dict(), **changes})
     assert problem in str(error.value)

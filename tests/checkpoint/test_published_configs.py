@@ -1,4 +1,4 @@
-"""The config.json of published models: equal to the presets, with the published sizes, and written back unchanged.
+"""The config.json of published models: equal to the presets, and written back unchanged.
 
 tests/support/published_configs.json has the values of these files, entered by hand.
 """
@@ -10,18 +10,11 @@ import pytest
 
 from moe_dualpipe.checkpoint.huggingface import ARCHITECTURES, read_config, write_config
 from moe_dualpipe.checkpoint.huggingface.architectures import REQUIRED
-from moe_dualpipe.checkpoint.huggingface.config import architecture_of, differences
+from moe_dualpipe.checkpoint.huggingface.config import architecture_of, different_options
 from moe_dualpipe.models import preset
-from moe_dualpipe.tools.planner import shape_of
 from tests.support.runs import ROOT
 
 CONFIGS = json.loads((ROOT / "tests/support/published_configs.json").read_text())
-SIZES = {
-    "OLMoE-1B-7B-0924": (6.92, 1.28), "Qwen3-30B-A3B": (30.5, 3.3), "Mixtral-8x7B-v0.1": (46.7, 12.9),
-    "DeepSeek-V2-Lite": (15.7, 2.4), "DeepSeek-V3": (671, 37), "Qwen1.5-MoE-A2.7B": (14.3, 2.7),
-    "GLM-4.5-Air": (106, 12),
-}  # fmt: skip
-"""Billions of parameters, all and active, as the model cards say; without multi-token prediction."""
 PRESETS = {
     "OLMoE-1B-7B-0924": "olmoe-1b-7b", "Qwen3-30B-A3B": "qwen3-30b-a3b", "Mixtral-8x7B-v0.1": "mixtral-8x7b",
     "DeepSeek-V2-Lite": "deepseek-v2-lite", "DeepSeek-V3": "deepseek-v3",
@@ -32,16 +25,7 @@ PRESETS = {
 def test_presets_are_the_published_models_without_yarn_and_mtp(name):
     found = read_config(CONFIGS[name])
     found = dataclasses.replace(found, yarn_factor=1.0, mtp_layers=0)
-    assert differences(found, preset(PRESETS[name])) == []
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_sizes_are_those_of_the_model_card(name):
-    size = shape_of(dataclasses.replace(read_config(CONFIGS[name]), mtp_layers=0))
-    parameters, active = SIZES[name]
-    assert size.parameters / 1e9 == pytest.approx(parameters, rel=0.01)
-    counts = size.active_parameters, size.active_parameters - size.embedding  # cards count the embedding, or do not
-    assert any(count / 1e9 == pytest.approx(active, rel=0.08) for count in counts)
+    assert different_options(found, preset(PRESETS[name])) == []
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -5,29 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from moe_dualpipe.checkpoint.huggingface import PublishedModel, from_pretrained, save_pretrained
+from moe_dualpipe.checkpoint import check_weights, load_weights
+from moe_dualpipe.checkpoint.huggingface import from_pretrained, save_pretrained
 from moe_dualpipe.checkpoint.weights import global_weights
-from moe_dualpipe.checkpoint.weights_folder import load_weights
-from tests.support.published import exact, random_model, save, save_with_mtp
+from tests.support.published import change_tensors, exact, random_model, save, save_with_mtp
 
 TOKENS_BL = torch.randint(37, (2, 12), generator=torch.Generator().manual_seed(4))
 NAMES = "deepseek_v3", "deepseek_v3 without q latent", "glm4_moe"
-
-
-@pytest.fixture
-def folder(tmp_path):
-    save_with_mtp(random_model("deepseek_v3"), tmp_path / "saved")
-    return tmp_path / "saved"
-
-
-def change(folder, edit):
-    """Edit the dictionary of a folder's tensors."""
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,45 +65,36 @@ def test_an_export_has_the_same_tensors_as_the_import(name, depth, tied, tmp_pat
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == depth
 
 
-def state_of(model, without=" "):
-    weights = global_weights(model).items()
-    return {f"model.{name}": tensor for name, tensor in weights if not name.startswith(without)}
-
-
-@pytest.mark.parametrize("name,original", [
-    ("embed_tokens", "model.embed_tokens.weight"), ("shared_head.head", "lm_head.weight"),
+@pytest.mark.parametrize("kind,copy,original", [
+    ("deepseek_v3", "model.layers.3.embed_tokens.weight", "model.embed_tokens.weight"),
+    ("deepseek_v3", "model.layers.3.shared_head.head.weight", "lm_head.weight"),
+    ("qwen2_moe", "lm_head.weight", "model.embed_tokens.weight"),
 ])  # fmt: skip
-def test_a_rank_refuses_copies_that_differ_of_what_it_loads(folder, name, original):
+def test_the_rank_that_loads_a_tensor_refuses_copies_that_differ(kind, copy, original, tmp_path):
+    folder = tmp_path / "saved"
+    (save_with_mtp if kind == "deepseek_v3" else save)(random_model(kind), folder)
+    weights = global_weights(from_pretrained(folder))
+    held = "embedding.weight" if "embed" in original else "head.weight"
+    change_tensors(folder, lambda tensors: tensors.update({copy: tensors[original] + 1}))
+    with pytest.raises(ValueError, match=f"{copy} differs from {original}"):
+        load_weights(folder, {f"model.{held}": weights[held]})
+    load_weights(folder, {f"model.{name}": tensor for name, tensor in weights.items() if name != held})
+    change_tensors(folder, lambda tensors: tensors.pop(copy))  # it may be missing
+    load_weights(folder, {f"model.{held}": weights[held]})
+
+
+def test_a_folder_without_mtp_tensors_loads_without_mtp_but_not_with_some(tmp_path):
+    save_with_mtp(random_model("deepseek_v3"), folder := tmp_path / "saved")
     model = from_pretrained(folder)
-    change(folder, lambda tensors: tensors[f"model.layers.3.{name}.weight"][5, 3].neg_())
-    for load in (lambda: from_pretrained(folder), lambda: load_weights(folder, state_of(model))):
-        with pytest.raises(ValueError, match=f"model.layers.3.{name}.weight differs from {original}"):
-            load()
-    load_weights(folder, state_of(model, without="mtp."))
-    change(folder, lambda tensors: tensors.pop(f"model.layers.3.{name}.weight"))  # it may be missing
-    assert all(torch.equal(tensor, model.state_dict()[n]) for n, tensor in from_pretrained(folder).state_dict().items())
-
-
-def test_a_tied_head_is_compared_with_the_embedding(tmp_path):
-    folder = save(random_model("qwen2_moe"), tmp_path / "saved")
-    change(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
-    weight = torch.empty(37, 24)
-    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        load_weights(folder, {"model.embedding.weight": weight})
-    load_weights(folder, {"model.norm.weight": weight[0]})
-
-
-def test_a_folder_without_mtp_tensors_loads_without_mtp_but_not_with_some(folder):
-    model, published = from_pretrained(folder), PublishedModel(folder)
-    assert published.differences(replace(published.config, mtp_layers=0)) == []
-    assert published.differences(replace(published.config, mtp_layers=2)) == ["mtp_layers was 1, now 2"]
-    change(folder, lambda tensors: tensors.pop("model.layers.3.hnorm.weight"))
+    assert check_weights(folder, replace(model.config, mtp_layers=0)) == []
+    with pytest.raises(ValueError, match="mtp_layers was 1, now 2"):
+        check_weights(folder, replace(model.config, mtp_layers=2))
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.3.hnorm.weight"))
     with pytest.raises(ValueError, match=r"lacks tensors of the model .*model\.layers\.3\.hnorm\.weight"):
         from_pretrained(folder)
-    change(folder, lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"))
-    with pytest.raises(ValueError, match=r"has tensors that the model .* does not have: .*model\.layers\.3"):
-        from_pretrained(folder)
-    change(folder, lambda tensors: [tensors.pop(key) for key in [*tensors] if key.startswith("model.layers.3.")])
+    change_tensors(
+        folder, lambda tensors: [tensors.pop(key) for key in [*tensors] if key.startswith("model.layers.3.")]
+    )
     without = from_pretrained(folder)
     assert without.config == replace(model.config, mtp_layers=0)
     assert torch.equal(without(TOKENS_BL), model.logits(model(TOKENS_BL)))

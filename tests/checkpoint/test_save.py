@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from moe_dualpipe.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
-    tensor_file,
     verify_checkpoint,
 )
 from moe_dualpipe.checkpoint import atomic_folder as places
@@ -29,6 +27,9 @@ from moe_dualpipe.models import ModelConfig
 from tests.support import ranks
 from tests.support.checkpoints import FullDisk, checkpoint_names, loaded_step, newest, save_steps, state_of
 from tests.support.ranks import run_ranks
+from tests.support.runs import losses, settings, train_each
+
+SHORT = {"steps": 3, "seq_len": 8, "eval_sequences": 1, "save_every": 1}
 
 
 def test_a_checkpoint_holds_the_state_of_every_rank_and_the_extra_files(run):
@@ -84,19 +85,18 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_no_files(run):
     assert loaded_step(find_checkpoint(str(run))) == 40
 
 
-def save_forever(store, rank, run, first):
-    """Save in a loop on one rank, slowly."""
+def save_until(store, rank, run, step, dies):
+    """Save one checkpoint. dies: the rank that ends without a word, and the operation before which it does."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    save_file = tensor_file.save_file
+    operations = []
 
-    def slow(*arguments):
-        time.sleep(0.04)
-        save_file(*arguments)
-        time.sleep(0.04)
+    def announce(operation):
+        operations.append(operation)
+        if dies == (rank, len(operations)):
+            os._exit(9)
 
-    setattr(tensor_file, "save_file", slow)  # noqa: B010
-    for step in range(first, 10**6):
-        save_checkpoint(run, step, state_of(rank, step), ModelConfig(), keep=2)
+    save_checkpoint(run, step, state_of(rank, step), ModelConfig(), keep=2, announce=announce)
+    os._exit(0)
 
 
 def fork(function, *args):
@@ -109,52 +109,33 @@ def fork(function, *args):
     return pid
 
 
-def wait_for(path):
-    """Wait until `path` exists and return the time."""
-    begun = time.monotonic()
-    while not path.exists():
-        assert time.monotonic() < begun + 60, path
-        time.sleep(0.001)
-    return time.monotonic()
+def die_before_every_operation(run, scratch):
+    """Each attempt starts with the files that the one before it has left. Ends with a save without a death."""
+    step = 9
+    for rank in (0, 1):
+        for number in range(1, 100):
+            store, dies = scratch / f"store-{rank}-{number}", (rank, number)
+            pids = [fork(save_until, store, one, run, step + 1, dies) for one in (0, 1)]
+            died = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1]) == 9
+            if died:
+                os.kill(pids[1 - rank], signal.SIGKILL)
+            os.waitpid(pids[1 - rank], 0)
+            messages = []
+            found = loaded_step(find_checkpoint(str(run), messages.append))
+            assert not messages, "an incomplete checkpoint has the name of a complete one"
+            assert found in (step, step + 1) and (died or found == step + 1)
+            step = found
+            if not died:
+                assert number > 5
+                break
 
 
-def kill_ten_times(results, run, scratch):
-    """Kill two saving ranks ten times.
-
-    Reports whether a save was running, what `find_checkpoint` warned, and the step and name of what it found.
-    """
-    rng, step = random.Random(2), 9
-    for kill in range(10):
-        pids = [fork(save_forever, scratch / f"store{kill}", rank, run, step + 1) for rank in (0, 1)]
-        begun = wait_for(run / "checkpoints" / f".step-{step + 1:06d}.unfinished")
-        one_save = wait_for(run / "checkpoints" / f"step-{step + 1:06d}") - begun
-        wait_for(run / "checkpoints" / f".step-{step + 2:06d}.unfinished")
-        time.sleep(rng.uniform(0, 1.2 * one_save))
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        in_a_save, messages = any((run / "checkpoints").glob(".step-*.unfinished")), []
-        found = find_checkpoint(str(run), messages.append)
-        step = loaded_step(found)
-        results.put((in_a_save, messages, step, found.name))
-
-
-@pytest.mark.long
-def test_killing_the_ranks_during_a_save_leaves_the_previous_checkpoint_intact(run, tmp_path):
-    """Ten times, two ranks save in a loop and are killed. They start with the files that the previous ranks left."""
-    results = ranks._context.SimpleQueue()
-    process = ranks._context.Process(target=kill_ten_times, args=(results, run, tmp_path))
+def test_a_death_at_any_point_of_a_save_leaves_an_intact_checkpoint(run, tmp_path):
+    process = ranks._context.Process(target=die_before_every_operation, args=(run, tmp_path))
     process.start()
     process.join()
     assert process.exitcode == 0
-    reports = [results.get() for _ in range(10)]
-    assert sum(in_a_save for in_a_save, *_ in reports) >= 6
-    steps = [step for *_, step, _ in reports]
-    assert steps == sorted(set(steps)) and steps[0] > 9
-    for _, messages, step, name in reports:
-        assert not messages, "an incomplete checkpoint has the name of a complete one"
-        assert name == f"step-{step:06d}"
-    assert run_ranks(1, save_steps, run, [steps[-1] + 1], 1)[0] == [f"step-{steps[-1] + 1:06d}"]
+    assert run_ranks(1, save_steps, run, [99], 1) == [["step-000099"]], "a remnant stays"
 
 
 # ---- The background saver ----
@@ -194,6 +175,18 @@ def test_a_save_holds_the_state_at_start_and_close_finishes_it(tmp_path):
     assert loaded_step(find_checkpoint(str(tmp_path / "at once"))) == 4
     for step in (4, 5):
         assert loaded_step(tmp_path / "background" / "checkpoints" / f"step-{step:06d}") == step
+
+
+def test_background_saves_are_bit_identical_to_synchronous_ones(tmp_path):
+    configs = [settings(tmp_path / str(on), save_async=on, keep=2, **SHORT) for on in (True, False)]
+    runs = run_ranks(2, train_each, configs)[0]
+    assert losses(runs[0]) == losses(runs[1])
+    for step in (2, 3):
+        one, other = (
+            verify_checkpoint(tmp_path / str(on) / "checkpoints" / f"step-{step:06d}") for on in (True, False)
+        )
+        assert one.files == other.files != {}
+    assert checkpoint_names(tmp_path / "True") == ["step-000002", "step-000003"]
 
 
 def save_in_small_files(rank, run):

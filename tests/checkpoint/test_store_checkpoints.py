@@ -1,26 +1,18 @@
 """Checkpoints on an S3 server: the same contents as in a folder, never visible before they are complete."""
 
-import os
-import signal
-import threading
-import time
-
 import pytest
 import torch
 
 from moe_dualpipe.checkpoint import (
     SaveError,
-    Saver,
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
-    open_model,
     save_checkpoint,
 )
-from moe_dualpipe.data.stores import Patience, Url, staged_folder, write
+from moe_dualpipe.data.stores import Patience, Url, staged_folder
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import ModelConfig
-from tests.support import ranks
 from tests.support.checkpoints import loaded_step, state_of
 from tests.support.object_store import BUCKET, access, in_environment
 from tests.support.ranks import run_ranks
@@ -130,75 +122,3 @@ def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all(run):
     assert find_checkpoint(RUN).name == "step-000009"
     assert save(run, [21], keep=1) == ["step-000021"]
     assert {name.split("/")[2] for name in run.names()} == {"step-000021"}, "a remnant stays"
-
-
-@pytest.mark.parametrize("fault", [500, "hang up"])
-@pytest.mark.long
-def test_a_save_outlasts_faults_that_pass(s3, fault):
-    """Every third request fails, whichever it is."""
-    s3.fault = lambda _: fault if len(s3.requests) % 3 == 0 else None
-    assert save(s3, [4]) == ["step-000004"]
-    s3.fault = lambda _: None
-    assert loaded_step(find_checkpoint(RUN)) == 4
-
-
-@pytest.mark.parametrize("where", ["rank-1-0.safetensors", "run.json"])
-@pytest.mark.quick("run.json")
-def test_a_save_that_is_killed_leaves_the_previous_checkpoint(run, where, tmp_path):
-    """The ranks are killed while one of them uploads a file."""
-    killed = []
-
-    def kill(request):
-        if request.method == "PUT" and request.path.endswith(where) and not killed:
-            for process in processes:
-                os.kill(process.pid, signal.SIGKILL)
-                killed.append(process.pid)
-            return "hang up"
-        return None
-
-    run.fault = kill
-    arguments = [
-        (None, str(tmp_path / "store"), rank, 2, in_environment, (access(run), save_steps, [12])) for rank in (0, 1)
-    ]
-    processes = [ranks._context.Process(target=ranks._main, args=one, daemon=True) for one in arguments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert len(killed) == 2
-    time.sleep(0.2)
-    assert find_checkpoint(RUN).name == "step-000009"
-    run.reset_faults()
-    assert save(run, [12]) == ["step-000012", "step-000009", "step-000005", "step-000003"]
-    assert loaded_step(find_checkpoint(RUN)) == 12
-
-
-def save_in_background(rank):
-    saver = Saver(staged_folder(Url(RUN)), ModelConfig(), keep=0)
-    saver.start(6, state_of(rank, 6))
-    busy = saver.busy, saver.poll()
-    write(Url("s3://bucket/go"), b"")  # training goes on, and then the store answers again
-    result = saver.wait()
-    saver.close()
-    return busy, result.error
-
-
-def test_training_goes_on_while_a_checkpoint_is_uploaded(s3):
-    answers = threading.Event()
-
-    def hold(request):
-        if request.path.endswith("/go"):
-            answers.set()
-        elif request.method == "PUT":
-            assert answers.wait(60)
-
-    s3.fault = hold
-    assert run_ranks(1, in_environment, access(s3), save_in_background) == [((True, None), "")]
-    assert find_checkpoint(RUN).name == "step-000006"
-
-
-def test_a_run_that_is_not_there_is_named(run):
-    with pytest.raises(ValueError) as error:
-        open_model("s3://bucket/nothing")
-    assert printable(error.value).startswith("no checkpoint in s3://bucket/nothing")
-    assert run.names("nothing") == []

@@ -1,5 +1,6 @@
 """Small checkpoints on disk: written by hand or by `save_checkpoint`, and read back."""
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -10,12 +11,20 @@ from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.models import ModelConfig
 
 
-def write_manifest(folder, step=3, model=None, id=""):
+def write_manifest(folder, step=3, model=None):
     """Write a checkpoint without tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokens.txt").write_bytes(b"{}")
     files = {"tokens.txt": FileChecksum.of(b"{}")}
-    (folder / "run.json").write_bytes(Manifest(step, model or {}, files, id).encode())
+    (folder / "run.json").write_bytes(Manifest(step, model or {}, files).encode())
+
+
+def write_tensors_of(folder, tensors, model, **options):
+    """Write a checkpoint of these tensors. options: of the model, in place of its own."""
+    folder.mkdir()
+    tensor_file.write_tensors(folder / "rank-0-0.safetensors", tensors)
+    files = {path.name: FileChecksum.of_file(path) for path in folder.iterdir()}
+    (folder / "run.json").write_bytes(Manifest(3, dataclasses.asdict(model) | options, files).encode())
 
 
 def state_of(rank, step):

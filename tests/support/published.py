@@ -1,6 +1,7 @@
 """Small random models of transformers, of every architecture that can be imported, with awkward sizes."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,19 @@ def random_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
 def save(model: Any, folder: Path, **options: Any) -> Path:
     model.save_pretrained(folder, **options)
     return folder
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    """Change keys of config.json; None removes one."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def change_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Edit the dictionary of a folder's tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
 
 
 def transformers_model(folder: Path, dtype: torch.dtype) -> Any:

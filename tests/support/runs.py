@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 import torch.distributed.run as torch_launcher
 
-from moe_dualpipe.checkpoint import Saver
 from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
@@ -92,15 +91,6 @@ def skip_steps(trainer) -> contextlib.AbstractContextManager[object]:
     patch = mock.patch.object(trainer.skipped, "before_update", lambda update: setattr(update, "finite", False))
     patch.start()
     return contextlib.closing(SimpleNamespace(close=patch.stop))
-
-
-def save(trainer, step) -> Path:
-    """Write a checkpoint after `step` updates and wait for it."""
-    with contextlib.closing(Saver(trainer.run.folder, trainer.config.model, 0)) as saver:
-        saver.start(step, trainer.state())
-        result = saver.wait()
-    assert result is not None and not result.error
-    return result.path
 
 
 def train(rank, config):

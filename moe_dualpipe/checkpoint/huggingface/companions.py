@@ -1,7 +1,8 @@
 """The small files beside published weights. A run keeps them, so that its exports contain them.
 
 They say how to format a chat, which tokens end a generation, and how long the context is. A checkpoint stores them in
-one file, published.json: file name -> text.
+one file, published.json: file name -> text. For runs that did not start from a published model, an export gets files of
+its tokenizer: without them, transformers would use the default special tokens of the architecture.
 """
 
 import json
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...data import TOKENIZER_FILE
+from ...data import TOKENIZER_FILE, Tokenizer, library_json
 from ...data.strict_json import parse, read_named
 from ...messages import describe, printable, quoted
 
@@ -18,8 +19,7 @@ NAMES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
-_LARGEST = 4 * 2**20  # bytes of one file; real chat templates and lists of special tokens are much smaller
-_LARGEST_TOKENIZER = 2**28
+_LARGEST = 2**28  # bytes of one file; real ones are smaller
 
 
 def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
@@ -32,8 +32,8 @@ def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
         if not (path := folder / name).is_file():
             continue
         try:
-            if path.stat().st_size > (largest := _LARGEST_TOKENIZER if name == TOKENIZER_FILE else _LARGEST):
-                raise ValueError(f"it has more than {largest:,} bytes")
+            if path.stat().st_size > _LARGEST:
+                raise ValueError(f"it has more than {_LARGEST:,} bytes")
             texts[name] = path.read_text("utf-8")
             if path.suffix == ".json":
                 parse(texts[name], allow_nan=True)
@@ -65,3 +65,33 @@ def published_config(companions: Mapping[str, str]) -> dict[str, Any]:
     """The contents of config.json among `companions`; {} without one."""
     config = parse(companions.get("config.json", "{}"), allow_nan=True)
     return config if isinstance(config, dict) else {}
+
+
+def tokenizer_files(tokenizer: Tokenizer | None, alone: bool) -> dict[str, bytes]:
+    """tokenizer.json, and unless `alone` tokenizer_config.json and generation_config.json: file name -> content.
+
+    Returns {} without a known tokenizer.
+    """
+    found = library_json(tokenizer) if tokenizer is not None else None
+    if found is None or tokenizer is None:
+        return {}
+    content, end = found
+    if alone:
+        return {TOKENIZER_FILE: content}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    generation = {"eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.end_id}
+    made = {"tokenizer_config.json": _encoded(config), "generation_config.json": _encoded(generation)}
+    return {TOKENIZER_FILE: content, **made}
+
+
+def special_ids(tokenizer: Tokenizer | None, source: Mapping[str, Any]) -> dict[str, int | None]:
+    """The ids of special tokens for config.json: those of `source`, or else of the tokenizer, or None."""
+    end = tokenizer.end_id if tokenizer is not None and tokenizer.end_id >= 0 else None
+    ids = {"bos_token_id": None, "eos_token_id": None if source else end, "pad_token_id": None}
+    return {key: source.get(key, default) for key, default in ids.items()}
+
+
+def _encoded(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

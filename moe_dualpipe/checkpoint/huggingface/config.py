@@ -10,9 +10,10 @@ from typing import Any
 
 from ...messages import printable, quoted
 from ...models import ModelConfig
-from ..model_options import check_types
-from .architectures import ALIASES, ARCHITECTURES, REQUIRED, Architecture
-from .unknown_keys import ReadKeys
+from ...models.config import BUILT_IN
+from ...models.layer_class import same_layer
+from ..weights import check_types
+from .architectures import ALIASES, ARCHITECTURES, REQUIRED, Architecture, Key
 
 _ONLY = {
     "gqa": {"num_kv_heads", "qk_norm", "rotary_fraction"},
@@ -21,19 +22,18 @@ _ONLY = {
 """Options that only one kind of attention has."""
 _OF_TRAINING = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
 """Options that the config.json of a published model lacks, or that do not change what its weights mean."""
-_LENGTHS = "max_position_embeddings"
+_LENGTHS, _SHARED_SIZE = "max_position_embeddings", "shared_expert_intermediate_size"
+_DERIVED = {"num_key_value_heads", "head_dim", "qk_head_dim", _SHARED_SIZE}
+"""Keys of config.json that must have the value that would be written, if they are there."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """Raises ValueError for an architecture that is not supported."""
-    return _named(config.get("model_type"), "model_type")
-
-
-def _named(kind: Any, what: str) -> Architecture:
+    kind = config.get("model_type")
     name = ALIASES.get(str(kind), kind)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         supported = ", ".join([*ARCHITECTURES, *ALIASES])
-        raise ValueError(f"{what} {quoted(kind, 60)} is not supported: supported are {supported}")
+        raise ValueError(f"model_type {quoted(kind, 60)} is not supported: supported are {supported}")
     return ARCHITECTURES[name]
 
 
@@ -42,57 +42,58 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     architecture, config = architecture_of(config), ReadKeys(config)
     options = {**architecture.options}
     for key in architecture.keys:
-        value = config.get(key.key, config.get(key.also, key.default) if key.also else key.default)
-        if key.also in config and config.get(key.also) != value:
-            raise ValueError(f"{key.key} {quoted(value, 60)} contradicts {key.also} {quoted(config[key.also], 60)}")
-        value = key.default if value is None and key.null else value
-        if value is REQUIRED or value is None:
-            raise ValueError(f"it has no {key.key}")
-        meant = [option for published, option in key.values if published is value]
-        if key.values and not meant:
-            raise ValueError(f"{key.key} {quoted(value, 60)} is not supported")
-        options[key.option] = meant[0] if meant else value
+        options[key.option] = _value(config, key)
     for key, only in architecture.fixed.items():
-        value = config.get(key, only)
-        if value != only:
+        if (value := config.get(key, only)) != only:
             raise ValueError(f"{key} {quoted(value, 60)} is not supported: only {quoted(only, 60)}")
-    _refuse_windows(config, architecture)
-    if architecture.options.get("attention") == "mla":
-        _check_derived(config)
-    else:
-        options |= _heads(config, options)
+    check_types(options)
+    if architecture.options.get("attention") != "mla":
+        options["num_kv_heads"] = _number(config, "num_key_value_heads", options["num_heads"])
+        options["head_dim"] = _number(config, "head_dim", options["hidden_size"] // max(options["num_heads"], 1))
     if architecture.interleaved:
         is_interleaved(config)
     options |= _read_rope(config, architecture)
     if architecture.lists_dense:
-        options |= _read_dense(config)
+        options |= _read_dense(config, options["num_layers"])
     if architecture.shared == "sized":
-        options |= _read_shared(config)
+        total = _number(config, _SHARED_SIZE)
+        options |= {"num_shared_experts": total // max(options["expert_size"], 1), "shared_gate": total > 0}
     if architecture.greedy:
         options |= _read_groups(config, architecture)
-    config.refuse_others()
+    _refuse_windows(config, architecture)
     check_types(options)
-    return ModelConfig(**options)
+    model = ModelConfig(**options)
+    written = write_config(model, architecture)
+    for key in _DERIVED & written.keys():
+        if (value := config.get(key)) not in (None, written[key]):
+            raise ValueError(f"{key} {quoted(value, 60)} contradicts other sizes: only {written[key]} is supported")
+    config.refuse_others()
+    return model
 
 
-def write_config(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """config.json of a model. Raises ValueError, with the options, if the architecture cannot express it."""
-    if found := misfits(model, architecture):
-        raise ValueError(f"{architecture.model_type} cannot express {'; '.join(found)}")
-    return _written(model, architecture)
+def _value(config: Mapping[str, Any], key: Key) -> Any:
+    """The option that a key of config.json means."""
+    value = config.get(key.key, config.get(key.also, key.default) if key.also else key.default)
+    if key.also in config and config.get(key.also) != value:
+        raise ValueError(f"{key.key} {quoted(value, 60)} contradicts {key.also} {quoted(config[key.also], 60)}")
+    value = key.default if value is None and key.null else value
+    if value is REQUIRED or value is None:
+        raise ValueError(f"it has no {key.key}")
+    meant = [option for published, option in key.values if published is value]
+    if key.values and not meant:
+        raise ValueError(f"{key.key} {quoted(value, 60)} is not supported")
+    return meant[0] if meant else value
 
 
-def find_architecture(model: ModelConfig, wanted: str = "") -> Architecture:
-    """The architecture called `wanted`, or the first that can express the model. Raises ValueError if none can."""
+def find_architecture(model: ModelConfig) -> Architecture:
+    """The first architecture that can express the model. Raises ValueError if none can."""
     if model.own_layers:
         field = model.own_layers[0]
         raise ValueError(
             f"published architectures have no layers of your own: this model has {field} "
-            f"{quoted(getattr(model, field), 60)}; merge LoRA adapters with examples/merge_lora.py, or use "
-            "moe-dualpipe export without --to huggingface"
+            f"{quoted(getattr(model, field), 60)}; merge LoRA adapters with examples/merge_lora.py; other runs start "
+            "from the weights of this one with --weights"
         )
-    if wanted:
-        return _named(wanted, "architecture")
     found = {name: misfits(model, architecture) for name, architecture in ARCHITECTURES.items()}
     if fits := [name for name in found if not found[name]]:
         return ARCHITECTURES[fits[0]]
@@ -106,7 +107,7 @@ def find_architecture(model: ModelConfig, wanted: str = "") -> Architecture:
 def misfits(model: ModelConfig, architecture: Architecture) -> list[str]:
     """The options of `model` that `architecture` cannot express, one message each."""
     try:
-        found = differences(read_config(_written(model, architecture)), model)
+        found = different_options(read_config(write_config(model, architecture)), model)
     except ValueError as error:  # the sizes of one kind of attention may not fit the other
         found = [(name, only, getattr(model, name)) for name, only in architecture.options.items()]
         found = [(name, only, got) for name, only, got in found if got != only and name not in _OF_TRAINING]
@@ -115,11 +116,15 @@ def misfits(model: ModelConfig, architecture: Architecture) -> list[str]:
     return [f"{name} {quoted(got, 60)}, only {quoted(only, 60)}" for name, only, got in found]
 
 
-def differences(published: ModelConfig, model: ModelConfig) -> list[tuple[str, Any, Any]]:
+def different_options(saved: ModelConfig, model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """The options that differ and change what the weights mean: the name, and the value in each model."""
-    expected, got = (dataclasses.asdict(canonical(one)) for one in (published, model))
+    was, now = (dataclasses.asdict(canonical(one)) for one in (saved, model))
     return [
-        (name, expected[name], got[name]) for name in got if name not in _OF_TRAINING and got[name] != expected[name]
+        (name, was[name], now[name])
+        for name in now
+        if name not in _OF_TRAINING
+        and was[name] != now[name]
+        and not (name in BUILT_IN and same_layer(was[name], now[name]))
     ]
 
 
@@ -152,10 +157,7 @@ def _number(config: Mapping[str, Any], key: str, default: Any = None) -> int:
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
     """Whether a rotation pairs channels (2i, 2i + 1), in an architecture that supports both orders."""
-    value = config.get("rope_interleave", True)
-    if not isinstance(value, bool):
-        raise ValueError(f"rope_interleave must be true or false: got {quoted(value, 60)}")
-    return value
+    return bool(config.get("rope_interleave", True))  # of any type, as in transformers
 
 
 def _refuse_windows(config: Mapping[str, Any], architecture: Architecture) -> None:
@@ -165,27 +167,6 @@ def _refuse_windows(config: Mapping[str, Any], architecture: Architecture) -> No
     others = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
     if kinds is not None and others:
         raise ValueError(f"layer_types with {quoted(others[0], 60)} is not supported: only 'full_attention'")
-
-
-def _check_derived(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if a size of latent attention contradicts the sizes that determine it."""
-    rotated, unrotated = _number(config, "qk_rope_head_dim"), _number(config, "qk_nope_head_dim")
-    heads = _number(config, "num_attention_heads")
-    derived = {"head_dim": rotated, "qk_head_dim": rotated + unrotated, "num_key_value_heads": heads}
-    for key, expected in derived.items():
-        value = config.get(key)
-        if value is not None and (type(value) is not int or value != expected):
-            raise ValueError(f"{key} {quoted(value, 60)} is not supported for latent attention: only {expected}")
-
-
-def _heads(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    heads = options["num_heads"]
-    if type(heads) is not int or heads < 1:
-        raise ValueError(f"num_attention_heads must be a positive whole number: got {quoted(heads)}")
-    width = config.get("head_dim")
-    if width is None:
-        width = _number(config, "hidden_size") // heads
-    return {"num_kv_heads": _number(config, "num_key_value_heads", heads), "head_dim": width}
 
 
 _FACTOR, _POSITIONS = ("factor", "yarn_factor", REQUIRED), "original_max_position_embeddings"
@@ -209,7 +190,10 @@ _ROPES: Mapping[str, tuple[tuple[str, str, Any], ...]] = {
 
 def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`; older versions and published models `rope_theta` and `rope_scaling`."""
-    rope = _rope_object(config)
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    rope = old or new or {}
+    if not isinstance(rope, Mapping) or new not in (None, {}, rope):
+        raise ValueError(f"rope_parameters and rope_scaling must be one object: got {quoted((new, old), 100)}")
     theta, fraction = (_of_both(rope, config, key) for key in ("rope_theta", "partial_rotary_factor"))
     options = {"rope_theta": architecture.rope_theta if theta is None else theta}
     if any(key.option == "rotary_fraction" for key in architecture.keys):
@@ -241,17 +225,6 @@ def _rope_kind(model: ModelConfig) -> str:
     return model.rope_scaling if active else "default"
 
 
-def _rope_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {key: config.get(key) for key in ("rope_parameters", "rope_scaling")}
-    for key, value in found.items():
-        if value is not None and not isinstance(value, Mapping):
-            raise ValueError(f"{key} must be an object: got {quoted(value, 60)}")
-    new, old = (value or {} for value in found.values())
-    if new and old and new != old:
-        raise ValueError("rope_parameters contradicts rope_scaling")
-    return new or old
-
-
 def _of_both(rope: Mapping[str, Any], config: Mapping[str, Any], key: str) -> Any:
     """The value of a key that may be in `rope`, in config.json itself, or in both."""
     inner, outer = rope.get(key), config.get(key)
@@ -260,24 +233,14 @@ def _of_both(rope: Mapping[str, Any], config: Mapping[str, Any], key: str) -> An
     return outer if inner is None else inner
 
 
-def _read_dense(config: Mapping[str, Any]) -> dict[str, Any]:
-    listed, step = config.get("mlp_only_layers"), _number(config, "decoder_sparse_step", 1)
-    layers = _number(config, "num_hidden_layers")
-    listed = [] if listed is None else listed
+def _read_dense(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    listed, step = config.get("mlp_only_layers") or [], _number(config, "decoder_sparse_step", 1)
     if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
         raise ValueError(f"mlp_only_layers must be a list of layers from 0 to {layers - 1}: got {quoted(listed, 60)}")
     if layers > 10_000:  # refused later: this would be a long list
         return {}
     dense = {layer for layer in range(layers) if step == 0 or (layer + 1) % step} | {*listed}
     return {"num_dense_layers": 0, "dense_layers": tuple(sorted(dense))}
-
-
-def _read_shared(config: Mapping[str, Any]) -> dict[str, Any]:
-    key, width = "shared_expert_intermediate_size", _number(config, "moe_intermediate_size")
-    total = _number(config, key)
-    if not width or total % width:
-        raise ValueError(f"{key} must be a multiple of moe_intermediate_size: got {total} and {width}")
-    return {"num_shared_experts": total // width, "shared_gate": total > 0}
 
 
 def _read_groups(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
@@ -289,8 +252,8 @@ def _read_groups(config: Mapping[str, Any], architecture: Architecture) -> dict[
     return {} if method == "greedy" else {"expert_groups": groups, "top_groups": top, "group_score": "best"}
 
 
-def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    """config.json of `model`, without options that the architecture cannot express."""
+def write_config(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """config.json of `model`, without options that the architecture cannot express (`misfits`)."""
     model = dataclasses.replace(canonical(model), dense_size=model.dense_size)  # has no effect without dense layers
     config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
     for key in architecture.keys:
@@ -299,6 +262,7 @@ def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     config |= architecture.fixed
     if model.attention == "mla":
         config |= {"q_lora_rank": model.q_rank or None, "num_key_value_heads": model.num_heads}
+        config |= {"head_dim": model.rope_dim, "qk_head_dim": model.head_dim + model.rope_dim}
     else:
         config |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
     config |= {"rope_theta": model.rope_theta, "rope_scaling": None, _LENGTHS: model.yarn_positions}
@@ -311,8 +275,62 @@ def _written(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
         listed = [*range(model.num_dense_layers), *model.dense_layers]
         config |= {"mlp_only_layers": listed, "decoder_sparse_step": 1}
     if architecture.shared == "sized":
-        config["shared_expert_intermediate_size"] = model.num_shared_experts * model.expert_size
+        config[_SHARED_SIZE] = model.num_shared_experts * model.expert_size
     if architecture.greedy:
         method = "group_limited_greedy" if model.top_groups < model.expert_groups else "greedy"
         config |= {"n_group": model.expert_groups, "topk_group": model.top_groups, "topk_method": method}
     return config
+
+
+# ---- Keys that nothing reads ----
+#
+# Other programs write many keys, and new versions of an architecture add more. A key such as `embedding_multiplier`,
+# whose name contains a word for a part of the model, is refused unless its value means "off".
+
+
+_PARTS = """
+act activation alibi attention attn bias cap capping clip compression conv dense dim dropout embedding expert experts
+factor gate group groups head heads hidden index interleave jitter kv layer layers lora mask mlp moe mscale mtp
+multiplier mup nextn noise norm position qk qkv quantization rank residual rope rotary routed router scale scaling score
+scoring shared sink sinks size sliding softcap softcapping sparse swiglu theta topk v window yarn
+"""
+_OF_OTHERS = """
+output_attentions output_hidden_states output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size
+chunk_size_feed_forward cross_attention_hidden_size add_cross_attention pruned_heads num_beam_groups
+attn_implementation experts_implementation max_position_embeddings max_window_layers no_repeat_ngram_size
+encoder_no_repeat_ngram_size quantization_config
+"""
+_WORDS = frozenset(_PARTS.split())
+"""Words for what a model computes."""
+_HARMLESS = frozenset(_OF_OTHERS.split())
+"""Keys with such a word that do not change what the model computes, or that are read elsewhere."""
+_FACTORS = {"factor", "multiplier", "scale", "scaling"}
+
+
+class ReadKeys(dict[str, Any]):
+    """The contents of config.json. Remembers which keys were read."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__(config)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def refuse_others(self) -> None:
+        """Raise ValueError for a key that was not read and could change what the model computes."""
+        for key, value in self.items():
+            name = key.strip("_")
+            words = {*name.lower().split("_")}
+            if key in self.read or name in _HARMLESS or not words & _WORDS or is_off(words, value):
+                continue
+            what = f"{printable(key, 60)} {quoted(value, 60)}"
+            raise ValueError(f"{what} is unknown for this architecture, and could change what the model computes")
+
+
+def is_off(words: set[str], value: Any) -> bool:
+    """Whether a value changes nothing: null, false and empty, 1 for a factor, and 0 for anything else."""
+    if value is None or value is False or value in ("", [], {}):
+        return True
+    return isinstance(value, int | float) and value is not True and value == (1 if words & _FACTORS else 0)

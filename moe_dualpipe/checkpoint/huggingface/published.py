@@ -1,11 +1,11 @@
-"""The folder of a published model: read any tensor of this model from it.
+"""The folder of a published model: read any tensor of this model from it, or build the model.
 
 The whole folder is checked before the first tensor is read: it must have every tensor of the model, with the right
 shape, and no others. So experts are never dropped silently.
 """
 
 import dataclasses
-import math
+import os
 import zlib
 from collections.abc import Mapping
 from functools import cached_property
@@ -16,21 +16,24 @@ import torch
 from torch import Tensor
 
 from ...data.strict_json import read_named
-from ...messages import plural, printable, quoted
-from ...models import ModelConfig
-from ...models.costs import shape_of
-from ..partial import group_names
-from ..tensor_file import TensorEntry
-from ..tensor_folder import TensorFolder
+from ...expert_parallel import ExpertParallel
+from ...messages import printable, quoted
+from ...models import ModelConfig, StageOptions, TransformerStage, build_model
+from ..tensor_file import TensorFolder
+from ..weights import check_sizes, global_weights, group_names
 from .architectures import Architecture
-from .config import architecture_of, differences, is_interleaved, read_config
-from .fp8 import BLOCK, dequantize
+from .companions import read_companions
+from .config import architecture_of, is_interleaved, read_config
 from .tensors import EMBEDDING, HEAD, Layout, Target, published_shapes
 
 CONFIG_FILE = "config.json"
 _SCALE = "_scale_inv"
 _DERIVED = ".rotary_emb.inv_freq"  # tables of angles, which old versions of transformers saved
+_OURS = {EMBEDDING: "embedding.weight", HEAD: "head.weight"}
 _PIECE = 2**24  # numbers that are compared at a time
+BLOCK = 128
+"""Rows and columns of a block of weights in fp8, which has one scale in fp32."""
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 
 class PublishedModel:
@@ -53,7 +56,7 @@ class PublishedModel:
         except ValueError as error:
             raise ValueError(f"{printable(folder / CONFIG_FILE)}: {error}") from None
         self._tensors = TensorFolder(folder)
-        self._check_counts(config)
+        check_sizes(config, [entry.shape for entry in self._tensors.entries.values()], printable(folder))
         self.layout = self._layout(config)
         self.config: ModelConfig = self.layout.model
         self._check()
@@ -85,52 +88,33 @@ class PublishedModel:
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Read weights of the model, by global name, into tensors of the same shapes.
 
-        Raises ValueError unless copies of a published tensor are equal to it. The rank that loads the embedding
-        compares a tied head with it, and the rank that loads the projection of an MTP module the copies in that module.
+        Raises ValueError unless copies of a published tensor, such as a tied head, are equal to it. The rank that loads
+        the tensor compares them.
         """
         for name, tensor in tensors.items():
             first = 0
             for part in self.targets[name].parts:
-                published = self._read(part.name, tensor.dtype, part.index)
+                published = self._read(part.name, tensor.dtype)
                 tensor[first : first + part.shape[0]].copy_(part.from_published(published))
                 first += part.shape[0]
-        users = {f"model.layers.{layer}.": f"mtp.{k}.join.weight" for k, layer in enumerate(self.config.mtp_blocks)}
         for name, original in self._copies.items():
-            user = next((user for prefix, user in users.items() if name.startswith(prefix)), "embedding.weight")
-            if user in tensors and not self._equal(name, original):
-                raise ValueError(
-                    f"{printable(self.folder)}: {name} differs from {original}, but this model has one tensor for both"
-                )
+            if _OURS[original] in tensors:
+                self._compare(name, original)
 
-    def differences(self, model: ModelConfig) -> list[str]:
-        """The options in which `model` differs from that of the folder. Its MTP modules may be left out."""
-        return [
-            f"{name} was {quoted(published, 60)}, now {now!r}"
-            for name, published, now in differences(self.config, model)
-            if name != "mtp_layers" or now
-        ]
+    def _compare(self, name: str, original: str) -> None:
+        first, second = (self._read(one, torch.float32).flatten() for one in (name, original))
+        if not all(map(torch.equal, first.split(_PIECE), second.split(_PIECE))):
+            raise ValueError(
+                f"{printable(self.folder)}: {name} differs from {original}, but this model has one tensor for both"
+            )
 
     def _layout(self, config: ModelConfig) -> Layout:
         """The layout of this folder, without MTP if its tensors are missing: transformers does not write them."""
         names = self._tensors.entries.keys()
         if config.mtp_blocks and f"model.layers.{config.num_layers}.eh_proj.weight" not in names:
             config = dataclasses.replace(config, mtp_layers=0)
-        stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
         interleaved = self.architecture.interleaved and is_interleaved(self.source)
-        return Layout(config, self.architecture, stacked, interleaved)
-
-    def _check_counts(self, config: ModelConfig) -> None:
-        """Raise ValueError for a model much larger than the folder: only listing its tensors could take long."""
-        entries = self._tensors.entries
-        stacked = sum(entry.shape[0] for entry in entries.values() if len(entry.shape) == 3)
-        experts = len(config.routed_blocks()) * config.num_experts
-        elements = sum(math.prod(entry.shape) for entry in entries.values())
-        if experts > 2 * (len(entries) + stacked) or shape_of(config).parameters > 2 * elements:
-            raise ValueError(
-                f"{printable(self.folder)}: its config.json describes {plural(config.num_layers, 'layer')} of "
-                f"{plural(config.num_experts, 'expert')} and {plural(config.num_heads, 'head')}, far more than "
-                f"{elements:,} numbers in {plural(len(entries), 'tensor')} can hold"
-            )
+        return Layout(config, self.architecture, interleaved)
 
     def _check(self) -> None:
         """Raise ValueError unless the tensors of the folder are those of the model."""
@@ -147,30 +131,20 @@ class PublishedModel:
             found, what = entries[name], f"{where}: {printable(name, 100)}"
             if found.shape != shape:
                 raise ValueError(f"{what} has shape {[*found.shape]}, but by config.json it must have {[*shape]}")
-            fp8 = found.dtype.itemsize == 1 and found.dtype.is_floating_point
-            if not found.dtype.is_floating_point or (fp8 and len(shape) == 1):
-                kind = "vectors" if fp8 else "weights"
-                raise ValueError(f"{what} has dtype {found.dtype}, which is not for {kind}")
-            if fp8:
-                scales.add(self._check_fp8(name, found, what))
+            if self._fp8 and found.dtype == torch.float8_e4m3fn and len(shape) == 2:
+                scales.add(scale := f"{name}{_SCALE}")
+                stored, blocks = entries.get(scale), tuple(-(-size // BLOCK) for size in shape)
+                if stored is None or (stored.shape, stored.dtype) != (blocks, torch.float32):
+                    raise ValueError(f"{what}{_SCALE} must be float32 {[*blocks]}, one scale for each block")
+            elif not found.dtype.is_floating_point or found.dtype.itemsize == 1:
+                raise ValueError(
+                    f"{what} has dtype {found.dtype}, which is not supported: only matrices may be float8_e4m3fn, with "
+                    "a quantization_config of 'fp8' in config.json"
+                )
         if extra := {name for name in entries.keys() - known.keys() - scales if not name.endswith(_DERIVED)}:
             raise ValueError(
                 f"{where} has tensors that the model of its config.json does not have: {group_names(extra)}"
             )
-
-    def _check_fp8(self, name: str, found: TensorEntry, what: str) -> str:
-        """Return the name of the scales of a weight in fp8. Raises ValueError if they do not fit it."""
-        if found.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"{what} has dtype {found.dtype}, which is not supported: only {torch.float8_e4m3fn}")
-        if not self._fp8:
-            raise ValueError(
-                f"{what} has dtype {found.dtype}, which needs a quantization_config of 'fp8' in config.json"
-            )
-        shape = *found.shape[:-2], *(-(-size // BLOCK) for size in found.shape[-2:])  # stacked experts have their own
-        scale = self._tensors.entries.get(f"{name}{_SCALE}")
-        if scale is None or (scale.shape, scale.dtype) != (shape, torch.float32):
-            raise ValueError(f"{what}{_SCALE} must be float32 {[*shape]}, one scale for each block")
-        return f"{name}{_SCALE}"
 
     @property
     def _copies(self) -> dict[str, str]:
@@ -178,16 +152,10 @@ class PublishedModel:
         tied = {HEAD: EMBEDDING} if self.config.tied_embeddings else {}
         return {name: one for name, one in {**tied, **self.layout.copies()}.items() if name in self._tensors.entries}
 
-    def _read(self, name: str, dtype: torch.dtype, index: int | None = None) -> Tensor:
-        """A published tensor, or one entry of it, in its stored dtype; fp8 is expanded into `dtype`."""
-        tensor = self._tensors.read(name, index)
-        if tensor.dtype.itemsize > 1:
-            return tensor
-        return dequantize(tensor, self._tensors.read(f"{name}{_SCALE}", index), dtype)
-
-    def _equal(self, name: str, original: str) -> bool:
-        first, second = (self._read(one, torch.float32).flatten() for one in (name, original))
-        return all(map(torch.equal, first.split(_PIECE), second.split(_PIECE)))
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A published tensor in its stored dtype; fp8 is expanded into `dtype`."""
+        tensor = self._tensors.read(name)
+        return tensor if tensor.dtype.itemsize > 1 else dequantize(tensor, self._tensors.read(f"{name}{_SCALE}"), dtype)
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
@@ -207,9 +175,52 @@ def _is_fp8(quantization: Any) -> bool:
     """Whether matrices are in fp8, as DeepSeek publishes them. Raises ValueError for other quantizations."""
     if quantization is None:
         return False
-    if not isinstance(quantization, Mapping):
-        raise ValueError(f"quantization_config must be an object: got {quoted(quantization, 60)}")
-    for key, wanted in {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}.items():
-        if (value := quantization.get(key, "e4m3")) != wanted:
-            raise ValueError(f"quantization_config with {key} {quoted(value, 60)} is not supported: only {wanted!r}")
+    given = {"fmt": "e4m3", **quantization} if isinstance(quantization, Mapping) else {}
+    if any(given.get(key) != value for key, value in _FP8.items()):
+        raise ValueError(f"quantization_config {quoted(quantization, 200)} is not supported: it needs {_FP8}")
     return True
+
+
+def dequantize(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return quantized * scale in `dtype`, as DeepSeek-V3's `weight_dequant`: computed in fp32 and rounded once.
+
+    Despite the name of the scales, `weight_scale_inv`, a weight is the product of its number and its scale.
+
+    quantized: [rows, columns] in fp8. scales: [rows / 128, columns / 128], rounded up, in fp32.
+
+    Example: the number in row 130 and column 5 is multiplied by scales[1, 0].
+    """
+    weight = torch.empty(quantized.shape, dtype=dtype)
+    rows, columns = quantized.shape
+    for first in range(0, rows, BLOCK):  # a scale per number of the whole matrix would need much memory
+        stripe = quantized[first : first + BLOCK].float()
+        of_columns = scales[first // BLOCK].repeat_interleave(BLOCK)[:columns]
+        weight[first : first + BLOCK] = stripe * of_columns
+    return weight
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str], dtype: torch.dtype | None = None, expert_parallel: ExpertParallel | None = None,
+    options: StageOptions | None = None,
+) -> TransformerStage:  # fmt: skip
+    """Build the model in `folder`, which has config.json and safetensors files as transformers writes them.
+
+    dtype: of the model; None: that of the stored weights. expert_parallel, options: as in `build_model`.
+
+    Needs memory for the model and one more tensor. The model is on the CPU. `model.companions` has the texts of
+    tokenizer.json, tokenizer_config.json and similar files, which `save_pretrained` writes again.
+
+    Raises ValueError, in one line, for an architecture that is not supported, and for files that are invalid or do not
+    fit together (docs/checkpoints.md).
+    """
+    published = PublishedModel(Path(folder))
+    companions = read_companions(published.folder, tokenizer=True)
+    with torch.device("meta"):  # no memory, and no random numbers
+        model = build_model(published.config, expert_parallel, options or StageOptions())
+    model = model.to(dtype or published.dtype).to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()  # buffers that are not loaded start from 0
+    weights = global_weights(model)
+    published.read(weights)
+    model.companions = companions
+    return model

@@ -1,13 +1,19 @@
 """Write a model, or a checkpoint of any parallel layout, in the format that transformers, vLLM and SGLang read.
 
-Tensors are written one file at a time, in the order of the layers: the memory needed is that of a file and a small
-multiple of the largest tensor, for a model of any size. Ranks divide the files among themselves. The folder gets its
-name when all of its files are on disk.
+    model.safetensors                                       if all tensors fit into one file
+    model-00001-of-00003.safetensors, ...                   otherwise, divided as transformers does
+    model.safetensors.index.json                            which file has which tensor
+
+Names, dtypes and shapes are known before the first tensor, so files and index are planned first. Tensors are written
+one file at a time, in the order of the layers: the memory needed is that of a file and three times the largest tensor
+in fp32, for a model of any size. Ranks divide the files among themselves. The folder gets its name when all of its
+files are on disk.
 """
 
-import dataclasses
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -18,24 +24,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...data import TOKENIZER_FILE, Tokenizer, find_tokenizer
-from ...messages import plural, printable
+from ...data import Tokenizer, find_tokenizer
+from ...messages import printable, quoted
 from ...models import ModelConfig, TransformerStage
 from ..atomic_folder import write_folder
-from ..manifest import read_manifest
-from ..model_options import model_config
-from ..tensor_file import write_tensors
-from ..tensor_folder import TensorFolder
-from ..tensor_writer import Shards, as_dtype
-from ..weights import global_weights
+from ..tensor_file import INDEX_FILE, SINGLE_FILE, divide, write_tensors
+from ..weights import SavedModel, global_weights
 from .architectures import ALIASES, ARCHITECTURES
-from .companions import companions_of, published_config
+from .companions import companions_of, published_config, special_ids, tokenizer_files
 from .config import find_architecture, is_interleaved, misfits, write_config
 from .published import CONFIG_FILE
 from .tensors import Layout, published_shapes
-from .tokenizer import special_ids, tokenizer_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(I?)B", re.ASCII)
 _REPLACED = {
     "quantization_config", "rope_parameters", "auto_map", "transformers_version", "torch_dtype", "dtype", "layer_types",
     "head_dim", "qk_head_dim", "num_experts", "num_local_experts",
@@ -47,7 +49,7 @@ _REPLACED = {
 class Export:
     """A planned export. read: returns a tensor of the model, by global name, in any dtype.
 
-    files: contents of other files, by name.
+    shapes: dtype and shape of each published tensor. files: contents of other files, by name.
     """
 
     layout: Layout
@@ -58,40 +60,40 @@ class Export:
     files: Mapping[str, bytes]
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.shapes.values())
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor, by its published name."""
+        return {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in self.shapes.items()}
 
-    def shards(self, max_shard_size: int | str = "5GB") -> Shards:
-        """The safetensors files of an export. Raises ValueError for a size that is invalid."""
-        return Shards(self.shapes, max_shard_size)
+    def shards(self, max_shard_size: int | str = "5GB") -> dict[str, list[str]]:
+        """The names of the tensors in each safetensors file. Raises ValueError for a size that is invalid.
 
-    def peak_bytes(self, max_shard_size: int | str = "5GB") -> int:
-        """Peak memory for tensors: the largest file, and three times the largest tensor in fp32.
-
-        Reading holds the stored bytes and the tensor. The allocator may keep a third one that was freed.
+        max_shard_size: bytes of tensors in a file, or a text such as "5GB". A larger tensor has its own file.
         """
-        largest = max(torch.Size(target.shape).numel() for target in self.layout.targets())
-        return self.shards(max_shard_size).largest + 3 * 4 * largest
+        shards = divide(self.sizes, parse_size(max_shard_size))
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        return dict(zip(names if len(shards) > 1 else [SINGLE_FILE], shards, strict=True))
 
     def write(self, folder: Path, max_shard_size: int | str = "5GB") -> None:
         """Write the files into the new folder `folder`, which may stand for a URL. Collective: ranks write different
-        shards.
+        files.
 
         Raises ValueError on all ranks if `folder` exists, or a tensor cannot be read or does not fit its dtype, and
         OSError if a file cannot be written. After an error, the unfinished folder is removed.
         """
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         shards = self.shards(max_shard_size)
-        share = dict([*shards.files.items()][rank::size])
+        share = dict([*shards.items()][rank::size])
 
         def write(unfinished: Path) -> None:
             tensors = self._tensors({name for names in share.values() for name in names})
             for file, names in share.items():
                 write_tensors(unfinished / file, dict(islice(tensors, len(names))))
 
-        config = (json.dumps(self.config, indent=2) + "\n").encode()
-        write_folder(folder, write, lambda _: {**shards.index(), **self.files, CONFIG_FILE: config})
+        listed = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": listed}
+        made = {INDEX_FILE: index} if len(shards) > 1 else {}
+        files = {**self.files, **{name: _encoded(value) for name, value in made.items()}}
+        write_folder(folder, write, lambda _: {**files, CONFIG_FILE: _encoded(self.config)})
 
     def _tensors(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
         """The published tensors with these names, in the planned order."""
@@ -112,15 +114,19 @@ class Export:
                 yield name, torch.zeros(shape, dtype=self.dtype)
 
 
+def _encoded(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
 def plan_export(
-    model: ModelConfig, read: Callable[[str], Tensor], *, dtype: torch.dtype | None = None, architecture: str = "",
+    model: ModelConfig, read: Callable[[str], Tensor], *, dtype: torch.dtype | None = None,
     companions: Mapping[str, str] | None = None, tokenizer: Tokenizer | None = None,
 ) -> Export:  # fmt: skip
     """Plan to write a model whose tensors `read` returns.
 
-    companions: the files of the model from which the run started. dtype: None: that of `companions`, or float32.
-    architecture: "": that of `companions`, if it fits, or the first that can express the model. tokenizer: also write
-    its files, except those that `companions` has.
+    companions: the files of the model from which the run started. The architecture is that of `companions`, if it fits,
+    or the first that can express the model. dtype: None: that of `companions`, or float32. tokenizer: also write its
+    files, except those that `companions` has.
 
     Raises ValueError if no published architecture can express the model.
     """
@@ -128,11 +134,10 @@ def plan_export(
     source = published_config(companions)
     kind = str(source.get("model_type"))
     started = ARCHITECTURES.get(ALIASES.get(kind, kind))
-    if not architecture and started and not model.own_layers and not misfits(model, started):
-        architecture = started.model_type
-    found = find_architecture(model, architecture)
+    fits = started and not model.own_layers and not misfits(model, started)
+    found = started if started and fits else find_architecture(model)
     config = write_config(model, found)
-    if started == found:
+    if fits:
         config = {**{key: value for key, value in source.items() if key not in _REPLACED}, **config}
         config["max_position_embeddings"] = source.get("max_position_embeddings", config["max_position_embeddings"])
     else:
@@ -143,30 +148,27 @@ def plan_export(
     if dtype not in names:
         raise ValueError(f"an export has dtype {', '.join(DTYPES)}: got {dtype}")
     config["torch_dtype"] = names[dtype]
-    interleaved = found.interleaved and is_interleaved(config)
-    layout = Layout(model, found, interleaved=interleaved)
+    layout = Layout(model, found, found.interleaved and is_interleaved(config))
     shapes = published_shapes(layout)
     shapes |= {name: shapes[original] for name, original in layout.copies().items()} | layout.unused()
     planned = {
         name: (torch.float32 if name.endswith("e_score_correction_bias") else dtype, shape)
         for name, shape in shapes.items()
     }
-    files = tokenizer_files(tokenizer)
-    if companions:
-        files = {name: files[name] for name in files if name == TOKENIZER_FILE}
-        files |= {name: text.encode() for name, text in companions.items()}
+    files = {name: text.encode() for name, text in companions.items() if name != CONFIG_FILE}
+    files |= tokenizer_files(tokenizer, alone=bool(companions))
     return Export(layout, dtype, read, planned, config, files)
 
 
 def save_pretrained(
     model: TransformerStage, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB",
-    dtype: torch.dtype | None = None, architecture: str = "", tokenizer: Tokenizer | None = None,
+    dtype: torch.dtype | None = None, tokenizer: Tokenizer | None = None,
 ) -> None:  # fmt: skip
     """Write a whole model into the new folder `folder`: config.json, safetensors files, and `model.companions`.
 
-    dtype: of the written weights; None: that of the model. architecture: a `model_type` such as "mixtral"; "": that of
-    the folder from which the model was loaded, or without one the first that can express it. tokenizer: also write its
-    files; None: those of the folder from which the model was loaded.
+    dtype: of the written weights; None: that of the model. The architecture is that of the folder from which the model
+    was loaded, or without one the first that can express it. tokenizer: also write its files; None: those of the folder
+    from which the model was loaded.
 
     Raises ValueError if no published architecture can express the model, if `folder` exists, and for a weight that is
     not finite or too large for `dtype`, and OSError if a file cannot be written. After an error, the unfinished folder
@@ -179,37 +181,46 @@ def save_pretrained(
             "save_pretrained needs a whole model: this is one pipeline stage; export a checkpoint of the run"
         )
     dtype = dtype or next(model.parameters()).dtype
-    companions = dict(model.companions)
-    own_tokenizer = companions.pop(TOKENIZER_FILE, None)
     plan = plan_export(
-        model.config, lambda name: weights[name].detach().cpu(), dtype=dtype, architecture=architecture,
-        companions=companions, tokenizer=tokenizer,
+        model.config, lambda name: weights[name].detach().cpu(), dtype=dtype, companions=model.companions,
+        tokenizer=tokenizer,
     )  # fmt: skip
-    if tokenizer is None and own_tokenizer is not None:
-        plan = dataclasses.replace(plan, files={**plan.files, TOKENIZER_FILE: own_tokenizer.encode()})
     plan.write(Path(folder), max_shard_size)
 
 
-def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None, architecture: str = "") -> Export:
+def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None) -> Export:
     """Plan to write the weights of a checkpoint, with its tokenizer and the files of the model that it started from.
 
     Raises ValueError if the checkpoint is unreadable, or if no published architecture can express its model.
     """
-    manifest = read_manifest(checkpoint)
-    try:
-        model = model_config(manifest.model)
-    except ValueError as error:
-        raise ValueError(f"cannot read the model of {printable(checkpoint)}: {printable(error)}") from None
-    saved = TensorFolder(checkpoint, manifest)
+    saved = SavedModel(checkpoint)
     plan = plan_export(
-        model, lambda name: saved.read(f"model.{name}"), dtype=dtype, architecture=architecture,
-        companions=companions_of(checkpoint), tokenizer=find_tokenizer(checkpoint),
+        saved.config, saved.tensor, dtype=dtype, companions=companions_of(checkpoint),
+        tokenizer=find_tokenizer(checkpoint),
     )  # fmt: skip
-    shapes = {name: entry.shape for name, entry in saved.entries.items()}
-    targets = {f"model.{target.name}": target.shape for target in plan.layout.targets()}
-    problems = [name for name, shape in targets.items() if shapes.get(name) != shape]
-    problems += [name for name in shapes if name.startswith("model.") and name not in targets]
-    if problems:
-        more = f", and {plural(len(problems) - 1, 'more tensor')}" if len(problems) > 1 else ""
-        raise ValueError(f"{printable(checkpoint)}: {printable(problems[0])} does not fit its model{more}")
+    targets = {target.name: target.shape for target in plan.layout.targets()}
+    if wrong := sorted(targets.items() ^ saved.shapes.items()):
+        raise ValueError(f"{printable(checkpoint)}: {printable(wrong[0][0])} does not fit its model")
     return plan
+
+
+def as_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor to write as `name`, in `dtype`. Raises ValueError if it would hold a NaN or infinity."""
+    converted = tensor.to(dtype)
+    if converted.numel() and not all(torch.stack(converted.aminmax()).isfinite()):  # a mask would need more memory
+        largest = tensor.abs().max().item()
+        if math.isfinite(largest):
+            limit = torch.finfo(dtype).max
+            raise ValueError(f"{name} holds {largest:.4g}, and {dtype} at most {limit:.4g}: choose another dtype")
+        raise ValueError(f"{name} holds a NaN or infinity: export an earlier checkpoint")
+    return converted
+
+
+def parse_size(size: int | str) -> int:
+    """Return a number of bytes: 5GB is 5 x 1000^3, 5GiB is 5 x 1024^3. Raises ValueError."""
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip().upper())):
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit) + 1))
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"a shard size is a number of bytes, or a text such as 5GB: got {quoted(size, 60)}")
+    return size

@@ -1,7 +1,7 @@
 """Which published tensors make up each tensor of this model, as tables that serve both directions.
 
 This model stacks matrices that are multiplied together: queries, keys and values; gate and up. Published models store
-each matrix separately, or stack the experts of a layer. So a tensor of this model is a list of `PublishedRows`, stacked
+each matrix separately. So a tensor of this model is a list of `PublishedRows`, stacked
 along the first dimension. The rows may be in another order: DeepSeek rotates channels (2i, 2i + 1) together, and this
 model rotates channels (i, i + C/2).
 
@@ -13,7 +13,6 @@ depend on the architecture.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +51,8 @@ _BLOCK: _Rows = (
     ("dense", "mlp.down.weight", "mlp.down_proj.weight DI"),
     ("routed", "mlp.router.logits.weight", "{mlp}.gate.weight ED"),
     ("routed router_bias", "mlp.router.bias_E", "{mlp}.gate.e_score_correction_bias E"),
-    ("routed single", "mlp.experts.gate_up.*", "{mlp}.experts.*.{gate}.weight FD, {mlp}.experts.*.{up}.weight FD"),
-    ("routed single", "mlp.experts.down.*", "{mlp}.experts.*.{down}.weight DF"),
-    ("routed stacked", "mlp.experts.gate_up.*", "{mlp}.experts.gate_up_proj GD"),
-    ("routed stacked", "mlp.experts.down.*", "{mlp}.experts.down_proj DF"),
+    ("routed", "mlp.experts.gate_up.*", "{mlp}.experts.*.{gate}.weight FD, {mlp}.experts.*.{up}.weight FD"),
+    ("routed", "mlp.experts.down.*", "{mlp}.experts.*.{down}.weight DF"),
 )  # fmt: skip
 _SHARED: _Rows = (
     ("routed shared", "mlp.shared.gate_up.weight",
@@ -67,20 +64,18 @@ _MTP: _Rows = (
     ("", "token_norm.weight", "enorm.weight D"), ("", "hidden_norm.weight", "hnorm.weight D"),
     ("", "join.weight", "eh_proj.weight DJ"), ("", "norm.weight", "shared_head.norm.weight D"),
 )  # fmt: skip
-_ONE_FOR_ALL_EXPERTS = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRows:
-    """Rows of a tensor of this model, as a published tensor, or as one entry of its first dimension.
+    """Rows of a tensor of this model, as a published tensor.
 
-    name, shape: of the published tensor, without the first dimension if `index` selects one entry. order: for each row
-    of this model, the index of the published row. swapped: the left and right halves of the columns are exchanged.
+    name, shape: of the published tensor. order: for each row of this model, the index of the published row. swapped:
+    the left and right halves of the columns are exchanged.
     """
 
     name: str
     shape: tuple[int, ...]
-    index: int | None = None
     order: Tensor | None = field(default=None, compare=False)
     swapped: bool = False
 
@@ -108,14 +103,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The published tensors of one model. stacked: the experts of a layer are one tensor, as transformers holds them.
-
-    interleaved: rotations pair channels (2i, 2i + 1).
-    """
+    """The published tensors of one model. interleaved: rotations pair channels (2i, 2i + 1)."""
 
     model: ModelConfig
     architecture: Architecture
-    stacked: bool = False
     interleaved: bool = False
 
     def targets(self) -> Iterator[Target]:
@@ -160,7 +151,7 @@ class Layout:
             model.attention: True, f"{model.qk_norm}_norms": model.attention == "gqa", "q_latent": model.q_rank > 0,
             "no_q_latent": model.q_rank == 0, "qkv_bias": model.qkv_bias, "out_bias": model.out_bias,
             "dense": model.is_dense(layer), "routed": not model.is_dense(layer), "router_bias": model.router_bias,
-            "stacked": self.stacked, "single": not self.stacked, "shared": model.num_shared_experts > 0,
+            "shared": model.num_shared_experts > 0,
             "shared_gate": model.shared_gate,
         }  # fmt: skip
         return {word for word, holds in held.items() if holds}
@@ -171,7 +162,7 @@ class Layout:
         width = model.value_dim if model.attention == "mla" else model.head_dim
         return {
             "1": 1, "V": model.vocab_size, "D": model.hidden_size, "J": 2 * model.hidden_size, "I": model.dense_size,
-            "E": model.num_experts, "F": model.expert_size, "G": 2 * model.expert_size,
+            "E": model.num_experts, "F": model.expert_size,
             "S": model.num_shared_experts * model.expert_size, "C": model.head_dim, "Q": heads * model.head_dim,
             "K": model.num_kv_heads * model.head_dim, "O": heads * width, "A": model.q_rank, "B": model.kv_rank,
             "P": model.kv_rank + model.rope_dim, "U": heads * (model.head_dim + model.rope_dim),
@@ -181,7 +172,7 @@ class Layout:
     def _targets(self, rows: _Rows, ours: str, theirs: str, words: set[str]) -> Iterator[Target]:
         model, architecture, sizes = self.model, self.architecture, self._sizes()
         gate, up, down = architecture.matrices
-        names = {"mlp": "mlp" if self.stacked else architecture.mlp, "shared": architecture.shared_name}
+        names = {"mlp": architecture.mlp, "shared": architecture.shared_name}
         names |= {"gate": gate, "up": up, "down": down}
         orders: dict[str, Tensor] = {}
         if self.interleaved:
@@ -195,9 +186,8 @@ class Layout:
                 for part in published.format(**names).replace("*", expert).split(", "):
                     part, letters = part.split(" ")
                     shape = tuple(sizes[letter] for letter in letters)
-                    index = int(expert) if part.endswith(_ONE_FOR_ALL_EXPERTS) else None
                     order = orders.get(letters[0])
-                    parts.append(PublishedRows(theirs + part, shape, index, order, swapped=letters == "DJ"))
+                    parts.append(PublishedRows(theirs + part, shape, order, swapped=letters == "DJ"))
                 yield Target(ours + name.replace("*", expert), tuple(parts))
 
 
@@ -218,9 +208,4 @@ def _swap_halves(matrix: Tensor) -> Tensor:
 
 def published_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     """The names and shapes of all published tensors, in the order in which they are written."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for target in layout.targets():
-        for part in target.parts:
-            shape: Any = part.shape if part.index is None else (layout.model.num_experts, *part.shape)
-            shapes[part.name] = shape
-    return shapes
+    return {part.name: part.shape for target in layout.targets() for part in target.parts}
