@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_dualpipe.tools.profiler.doctor.case import Case, Change
-from moe_dualpipe.tools.profiler.doctor.replay import replay
+from moe_dualpipe.tools.profiler.doctor.case import Case
+from moe_dualpipe.tools.profiler.doctor.replay import Change, replay
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.files import TraceFiles, analyze_files
 from moe_dualpipe.tools.profiler.reports.overlap import traces_text

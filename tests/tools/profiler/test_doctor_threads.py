@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from moe_dualpipe.tools.profiler import NAMES, read_trace
-from moe_dualpipe.tools.profiler.doctor.case import shorter
+
 from moe_dualpipe.tools.profiler.doctor.diagnose import diagnose, examine
-from moe_dualpipe.tools.profiler.doctor.replay import replay
-from moe_dualpipe.tools.profiler.doctor.threads import BLOCKED
+from moe_dualpipe.tools.profiler.doctor.replay import replay, shorter
+from moe_dualpipe.tools.profiler.doctor.view import BLOCKED
 from moe_dualpipe.tools.profiler.doctor.view import COMM
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
@@ -210,7 +210,7 @@ def waits(case):
     node = {int(node): event for event, node in enumerate(case.nodes.event)}
     calls = {int(node): call for call, node in enumerate(case.nodes.call_end)}
     found = []
-    for source, target in zip(case.graph.waits.source.tolist(), case.graph.waits.target.tolist(), strict=True):
+    for source, target in zip(case.graph.edges.source_node.tolist(), case.graph.edges.target.tolist(), strict=True):
         if target in calls:
             event = node[source]
             found.append((case.view.calls[calls[target]].name, case.view.start[event], case.view.end[event]))

@@ -13,8 +13,8 @@ import numpy as np
 
 from .....messages import plural
 from ...intervals import length_before, union
-from ..case import Case, Finding, shorter
-from ..replay import Floats, Times
+from ..case import Case, Finding
+from ..replay import Floats, Times, shorter
 from ..view import COMPUTE
 from .transfers import LONG, kind_key
 

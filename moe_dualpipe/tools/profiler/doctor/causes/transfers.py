@@ -12,9 +12,9 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from ...collectives import bytes_of
-from ..case import Case, Finding, shorter
+from ..case import Case, Finding
 from ..ranks import Joined
-from ..replay import Floats, Graph
+from ..replay import Floats, Graph, shorter
 
 LEAST = 4
 """Minimum number of transfers of one kind and size, to compare them."""
@@ -145,13 +145,13 @@ def _small(case: Case) -> list[Finding]:
     )
     launches = case.view.launch[further]
     calls, nodes = case.nodes.call[launches[launches >= 0]], case.nodes.event[further]
+    either = np.concatenate([nodes, calls])
 
     def change(graph: Graph) -> Graph:
         """Without the later calls, and what the host did for them."""
-        lag, duration = graph.before_lag.copy(), graph.duration.copy()
-        either = np.concatenate([nodes, calls])
+        lag, duration = graph.edges.lag.copy(), graph.duration.copy()
         lag[either] = np.minimum(lag[either], 0.0)
         duration[nodes], duration[calls] = np.minimum(moving, duration[nodes]), 0.0
-        return replace(graph, before_lag=lag, duration=duration)
+        return replace(graph, edges=graph.edges._replace(lag=lag), duration=duration)
 
     return [case.finding("small-messages", further, start, end, evidence, change)]
