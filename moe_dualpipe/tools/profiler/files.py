@@ -129,7 +129,7 @@ def analyze_files(
     accounts = [device.analysis.account for device in found.devices]
     complete = [
         replace(device, analysis=replace(device.analysis, **one._asdict()))
-        for device, one in zip(found.devices, conclude(examined, accounts, found.comparisons[0].meetings), strict=True)
+        for device, one in zip(found.devices, conclude(examined, accounts, found.comparisons[0]), strict=True)
     ]
     return replace(found, devices=complete)
 

@@ -19,11 +19,11 @@ import numpy as np
 
 from ..account import COMPUTATION, LOST, SLOWED, Entry, Total, relabeled, spans_of, totals
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
-from ..matching import Meeting
+from ..ranks import Comparison
 from ..trace import DeviceEvent, Trace
 from .case import Case, Finding
-from .causes import contention, exposed, host, order, transfers
-from .causes.contention import Slowdown, beside_us, slowdown_of
+from .causes import exposed, host, order, transfers
+from .causes.transfers import Slowdown, beside_us, slowdown_of
 from .dependencies import graph_of
 from .ranks import JointGraph, Met, join, largest, meetings_of
 from .replay import Floats, Graph, Times, replay, shorter
@@ -73,29 +73,26 @@ class Diagnosis(NamedTuple):
     """Lost time that no verdict explains, largest first."""
 
 
-def diagnose(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -> tuple[Verdict, ...]:
-    """Return the causes of lost time on one device, largest gain first."""
-    return conclude([examine(trace, device, kind_of)], [()])[0].verdicts
-
-
 def conclude(
-    examined: Sequence[Examined | None], accounts: Sequence[Sequence[Entry]], meetings: Sequence[Meeting] = ()
+    examined: Sequence[Examined | None], accounts: Sequence[Sequence[Entry]], comparison: Comparison
 ) -> list[Diagnosis]:  # fmt: skip
     """Return the verdicts on each device; an entry of None has none.
 
-    accounts: of each device. meetings: collectives that several devices recorded.
+    accounts: of each device. comparison: of all devices.
     """
     known = [one for one in examined if one is not None]
     names = {number: one.name for number, one in enumerate(known)}
-    met = meetings_of([one.case for one in known], meetings)
+    shifts = [clock.shift_us for one, clock in zip(examined, comparison.clocks, strict=True) if one is not None]
+    met = meetings_of([one.case for one in known], comparison.meetings)
     joined = [*join([one.case for one in known], met)]
     cases = [case for case, _ in joined]
     slowdowns, found = slowdowns_of(cases, met), list[Causes]()
     for one, (case, last), own in zip(known, joined, slowdowns, strict=True):
         slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(case.view.events)))
         of_transfers = transfers.find(case, names, last, slowed_us)
-        found.append(_numbered([*one.host, *one.others, *of_transfers, *contention.find(case, own)]))
-    repairs = Repairs(cases, met, slowdowns, found)
+        slowed = [transfers.of_slowdown(case, slowdown) for slowdown in own]
+        found.append(_numbered([*one.host, *one.others, *of_transfers, *slowed]))
+    repairs = Repairs(cases, met, slowdowns, found, shifts)
     kept, mended = list[list[Cause]](), list[Times]()
     for rank, (one, case) in enumerate(zip(known, cases, strict=True)):
         causes = _kept(one, repairs, rank)
@@ -195,13 +192,13 @@ class Repairs:
 
     def __init__(
         self, cases: Sequence[Case], meetings: Sequence[Met], slowdowns: Sequence[Sequence[Slowdown]],
-        found: Sequence[Causes],
+        found: Sequence[Causes], shifts: Sequence[float],
     ):  # fmt: skip
-        """slowdowns, found: one for each case."""
+        """slowdowns, found, shifts (of clocks): one for each case."""
         self.cases, self.meetings, self.slowdowns, self.found = cases, meetings, slowdowns, found
         self.windows: dict[frozenset[Cause], list[float]] = {}
         try:
-            self.joint = JointGraph(cases, meetings) if meetings else None
+            self.joint = JointGraph(cases, meetings, shifts) if meetings else None
         except CycleError:
             self.joint = None
 

@@ -15,7 +15,6 @@ collective takes as long as recorded, waits included. In the graph of all ranks,
                      >--> hub
     rank 1   join --'         '--> move --> what follows on rank 1
 
-The clocks of the ranks may differ. They are aligned by the ends of collectives, which are the same on all ranks.
 """
 
 from collections import defaultdict
@@ -110,11 +109,11 @@ class JointGraph:
     Raises CycleError if the waits of the ranks for each other form a cycle.
     """
 
-    def __init__(self, cases: Sequence[Case], meetings: Sequence[Met]):
-        self.recorded = [case.graph for case in cases]
+    def __init__(self, cases: Sequence[Case], meetings: Sequence[Met], shifts: Sequence[float]):
+        """shifts: what to add to the times of each rank for a common clock (../clocks.py)."""
+        self.recorded, self.shifts = [case.graph for case in cases], shifts
         self.first = np.cumsum([0, *(len(graph.start) for graph in self.recorded)])
-        self.shift = _clock_shifts(cases, meetings)
-        shifted = [graph.start + shift for graph, shift in zip(self.recorded, self.shift, strict=True)]
+        shifted = [graph.start + shift for graph, shift in zip(self.recorded, shifts, strict=True)]
         parts, hubs = [], int(self.first[-1])
         for met in meetings:
             joins_Mn = np.array([self.first[r] + cases[r].nodes.event[events] for r, events in met.members()])
@@ -146,7 +145,7 @@ class JointGraph:
         recorded = np.concatenate([graph.duration for graph in self.recorded])
         duration[self.moves] = np.maximum(self.own_us + duration[self.joins] - recorded[self.joins], 0.0)
         duration[self.joins] = 0.0
-        delay = [graph.delay + shift * ~_has_input(graph) for graph, shift in zip(graphs, self.shift, strict=True)]
+        delay = [graph.delay + shift * ~_has_input(graph) for graph, shift in zip(graphs, self.shifts, strict=True)]
         is_device = np.concatenate([*(graph.is_device for graph in graphs), more > 0])
         times = replay(Graph(is_device, self.start, duration, self._edges(graphs), np.concatenate([*delay, more])))
         times.end[self.joins] = times.end[self.moves]
@@ -169,20 +168,3 @@ def _has_input(graph: Graph) -> Mask:
     found = np.zeros(len(graph.start), bool)
     found[graph.edges.target[graph.edges.lag > -np.inf]] = True
     return found
-
-
-def _clock_shifts(cases: Sequence[Case], meetings: Sequence[Met]) -> Floats:
-    """What to add to the times of each rank so that collectives end together: the median difference to a known rank."""
-    shift = np.full(len(cases), np.nan)
-    for number in range(len(cases)):
-        if np.isnan(shift[number]):
-            shift[number] = 0.0
-            queue = [number]
-            for known in queue:
-                for met in meetings:
-                    ended = {rank: cases[rank].view.end[events] for rank, events in met.members()}
-                    for rank, times in ended.items() if known in ended else ():
-                        if np.isnan(shift[rank]):
-                            shift[rank] = shift[known] + float(np.median(ended[known] - times))
-                            queue.append(rank)
-    return shift

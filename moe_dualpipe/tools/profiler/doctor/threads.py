@@ -9,7 +9,7 @@ must be inferred than on a GPU (dependencies.py):
               annotation dispatch(F) started. Any other gap is a wait for what ended just before the thread went on
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -82,20 +82,9 @@ class _Waits:
                 start, end = wait.start - self.view.origin, wait.end - self.view.origin
                 known[wait.thread[1]].append((start, end))
                 for event in self.started[others.popleft()]:
-                    if self.view.end[event] <= end + CLOCK:
-                        yield self._wait(wait, start, end, event)
+                    if (ended := float(self.view.end[event])) <= end + CLOCK:
+                        yield Call(wait.name, start, max(start, ended), wait.thread, None, True), event
         yield from self._unnamed(known)
-
-    def _wait(self, wait: HostEvent, start: float, end: float, event: int) -> _Awaited:
-        """The time that the thread waits for `event` between start and end; no time if it had ended before."""
-        ended = float(self.view.end[event])
-        pieces = self.pieces[wait.thread[1]]
-        at = bisect_left(pieces, ended - CLOCK, key=lambda i: self.view.start[i])
-        before = float(self.view.end[pieces[at - 1]]) if at else start
-        after = float(self.view.start[pieces[at]]) if at < len(pieces) else end
-        if ended < start or before > ended:
-            return Call(wait.name, start, start, wait.thread, None, True), event
-        return Call(wait.name, max(start, before), max(min(end, after), ended), wait.thread, None, True), event
 
     def _unnamed(self, known: dict[str, list[tuple[float, float]]]) -> Iterator[_Awaited]:
         """Gaps of threads, outside of known waits, in which a transfer ended just before the thread went on."""

@@ -151,7 +151,7 @@ def view_of(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) ->
         labels=labels, letters=[_chunk(label) for label in labels],
         is_wgrad=np.array([letter_of(label) == WEIGHTS for label in labels], bool),
         calls=calls, launch=launch, num_waits=_num_waits(trace, calls, launch, kind, origin),
-        recorded_inputs=_recorded_inputs(trace, device, events, launch, calls),
+        recorded_inputs=_recorded_inputs(trace, device, events, launch),
         queues=trace.queues,
     )  # fmt: skip
 
@@ -224,7 +224,7 @@ def _num_waits(trace: Trace, calls: Sequence[Call], launch: Ints, kind: Ints, or
 
 
 def _recorded_inputs(
-    trace: Trace, device: str, events: Sequence[DeviceEvent], launch: Ints, calls: Sequence[Call]
+    trace: Trace, device: str, events: Sequence[DeviceEvent], launch: Ints
 ) -> dict[int, list[int]] | None:  # fmt: skip
     """Return the events that each event waits for; None if the trace does not have them.
 

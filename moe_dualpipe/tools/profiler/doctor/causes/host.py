@@ -15,7 +15,7 @@ from ...intervals import EMPTY, Intervals, as_intervals, difference, intersectio
 from ...trace import Trace, innermost
 from ..case import Case, Finding, most_costly
 from ..dependencies import LATE
-from ..replay import SYNC, Change, Floats, Graph, Ints, Mask, shorter, without
+from ..replay import SYNC, Change, Floats, Graph, Mask, shorter, without
 from ..view import COMM
 
 SHORT = 10.0
@@ -46,7 +46,9 @@ def _syncs(case: Case, trace: Trace, activities: Intervals) -> list[Finding]:
     if not len(calls):
         return []
     awaited_end = view.call_ends[calls] - waits.lag[unwanted]
-    following = _caught_up(case, calls, awaited_end)
+    first, known = np.full(len(view.calls) + 1, case.window_us), view.launch >= 0
+    np.minimum.at(first, view.launch[known], view.start[known])
+    following = np.maximum(np.minimum.accumulate(first[::-1])[::-1][calls + 1], awaited_end)
     costs = case.without_computation(awaited_end, following)
     around = innermost(trace.annotations, [(view.calls[call].start + view.origin, call) for call in calls.tolist()])
     names = [view.calls[call].name for call in calls.tolist()]
@@ -57,7 +59,7 @@ def _syncs(case: Case, trace: Trace, activities: Intervals) -> list[Finding]:
     waited = (view.call_ends - view.call_starts)[calls].sum()
     evidence = (
         f"{most_costly(names, costs)} and similar calls waited {len(calls):,} times, {waited:,.0f} us in total.",
-        f"After {int((costs > LATE).sum()):,} of these waits, nothing was computed until the host was ahead again: "
+        f"After {int((costs > LATE).sum()):,} of these waits, nothing was computed until the next launch took effect: "
         f"{costs.sum():,.0f} us in total, {costs.max():,.0f} us at most.",
     )
     change = without(unwanted)
@@ -74,21 +76,6 @@ def _in_calls(case: Case, spans: Intervals) -> Floats:
     """How much of each call is inside `spans`."""
     before = length_before(spans)
     return (before(case.view.call_ends) - before(case.view.call_starts))[: len(case.view.calls)]
-
-
-def _caught_up(case: Case, calls: Ints, awaited_end: Floats) -> Floats:
-    """When the host was ahead of the device again after each call: at the start of the first event whose launch came
-    before its predecessor on the stream had started. At the latest, at the next wait or the end of the window."""
-    view = case.view
-    known = (view.launch >= 0) & (view.previous >= 0)
-    ahead = np.flatnonzero(known & (view.call_ends[view.launch] <= view.start[view.previous]))
-    first = np.full(len(view.calls) + 1, case.window_us)
-    np.minimum.at(first, view.launch[ahead], view.start[ahead])
-    first = np.minimum.accumulate(first[::-1])[::-1]
-    found = np.maximum(first[calls + 1], awaited_end)
-    order = np.argsort(awaited_end, kind="stable")
-    found[order[:-1]] = np.minimum(found[order[:-1]], awaited_end[order[1:]])
-    return found
 
 
 def _activity(case: Case, kind: str, spans: Intervals) -> list[Finding]:

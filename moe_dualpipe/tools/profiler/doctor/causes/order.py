@@ -2,9 +2,9 @@
 
 few-queues      The two streams share a hardware queue, which starts work in the order of launch. The signs: no work on
                 one stream ever started before work that was launched earlier on the other; and computation waits for
-                transfers, too, or transfers wait for work that was not the last one launched before them.
+                transfers, too.
 late-launch     Otherwise. The transfer was put behind computation that it does not need, or behind another transfer
-                whose input came later. On a CPU, the thread computed before it started the transfer.
+                whose input came later.
 early-wait      Computation waits for a transfer of the other chunk.
 shared-stream   Transfers of different groups wait for each other on one stream. torch.distributed gives each process
                 group its own stream; two groups share one if both use one communicator or one side stream. Transfers
@@ -17,20 +17,16 @@ from dataclasses import replace
 import numpy as np
 
 from ..case import Case, Finding
-from ..dependencies import LATE, NEAR, NEAREST
+from ..dependencies import LATE, NEAR
 from ..replay import ASSUMED, DATA, ORDER, Change, Floats, Graph, Ints, Mask, edges, ends, merged, rewired, without
 from ..view import COMPUTE
 
 LEAST = 3
 """Minimum number of occurrences of a pattern."""
-SHORT = 500.0
-"""Microseconds. Transfers that a thread starts late by less are ignored."""
 
 
 def find(case: Case) -> list[Finding]:
     """Find transfers, and computation beside transfers, that wait for unrelated work."""
-    if case.view.is_cpu:
-        return [*_late_on_threads(case), *_shared_stream(case)]
     waits = np.flatnonzero(case.graph.edges.kind == ORDER)
     source, target = (case.event_of[nodes[waits]] for nodes in (case.graph.edges.source_node, case.graph.edges.target))
     of_transfers = case.is_comm[source] | case.is_comm[target]
@@ -57,22 +53,8 @@ def _share_queues(case: Case, source: Ints, target: Ints) -> Mask:
     pairs = np.sort(np.stack([view.stream[source], view.stream[target]], axis=1), axis=1)
     for pair in np.unique(pairs, axis=0):
         same = (pairs == pair).all(axis=1)
-        shared |= same & (_in_launch_order(case, *pair) and not _behind_all(case, source[same], target[same]))
+        shared |= same & (case.is_comm[source[same]].any() and _in_launch_order(case, *pair))
     return shared
-
-
-def _behind_all(case: Case, source: Ints, target: Ints) -> bool:
-    """Whether only transfers wait, each for the last work launched before it, as if it had been put behind it."""
-    view = case.view
-    if case.is_comm[source].any():
-        return False
-    for stream in np.unique(view.stream[source]):
-        of_stream = view.stream[source] == stream
-        launches = np.sort(view.launch[view.stream == stream])
-        after = np.searchsorted(launches, view.launch[source[of_stream]], side="right")
-        if (after < np.searchsorted(launches, view.launch[target[of_stream]])).any():
-            return False
-    return True
 
 
 def _in_launch_order(case: Case, one: int, other: int) -> bool:
@@ -113,59 +95,20 @@ def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     if not len(every):
         return []
     drop, earlier = without(_chosen(case, waits)), _launched_with(case, moved)
-    costs = np.concatenate([_delays(case, events), np.array([*behind.values()])])
-    why = "Until then, work ran that was launched earlier and that they do not need."
-    return [_late_launch(case, every, costs, why, lambda graph: earlier(drop(graph)))]
-
-
-def _late_launch(case: Case, transfers: Ints, waited: Floats, why: str, change: Change) -> Finding:
-    """The finding about transfers that started so many microseconds after their input was there."""
-    worst, view = int(np.argmax(waited)), case.view
+    waited = np.concatenate([_delays(case, events), np.array([*behind.values()])])
+    worst = int(np.argmax(waited))
     evidence = (
-        f"The input of {len(transfers):,} transfers was ready, but they started later: {waited.sum():,.0f} us in "
-        f"total, {waited[worst]:,.0f} us at most ({case.place(transfers[worst])}).",
-        f"{why}{case.launched_behind(transfers[worst])}",
+        f"The input of {len(every):,} transfers was ready, but they started later: {waited.sum():,.0f} us in "
+        f"total, {waited[worst]:,.0f} us at most ({case.place(every[worst])}).",
+        "Until then, work ran that was launched earlier and that they do not need."
+        + case.launched_behind(every[worst]),
     )
-    start, end = view.start[transfers], view.end[transfers]
-    return case.finding("late-launch", transfers, start - waited, end, evidence, change, costs=waited)
-
-
-def _late_on_threads(case: Case) -> list[Finding]:
-    """Transfers whose input was ready while their thread computed what they do not need.
-
-    The input is the last computation of the chunk before the segment that starts the transfer.
-    """
-    view = case.view
-    threads = [event.stream for event in view.events]
-    at_once = {*case.event_of[case.graph.edges.source_node[case.at_once]].tolist()}
-    late: dict[int, float] = {}
-    for event in np.flatnonzero(case.is_comm & (view.launch >= 0)).tolist():
-        call = view.calls[view.launch[event]]
-        at = int(np.searchsorted(view.start, call.start))
-        before = [
-            i for i in range(max(at - NEAREST, 0), at)
-            if threads[i] == call.thread[1] and not (case.is_comm[i] or view.is_wgrad[i])
-            and view.letters[i] == view.letters[event] is not None
-        ]  # fmt: skip
-        inputs = [i for i in before if view.labels[i] != view.labels[event]]
-        if not inputs or event in at_once:  # started elsewhere, it would be awaited as long
-            continue
-        own_us = sum(float(view.duration[i]) for i in before if i > inputs[-1])
-        since = max(float(view.end[inputs[-1]]) + own_us, float(view.free[event]))
-        idle = case.without_computation(np.array([since]), np.array([call.start]))[0]
-        if call.start - since > max(SHORT, 2 * idle):
-            late[event] = call.start - since
-    if not late:
-        return []
-    events, waited = np.array([*late], np.int64), np.array([*late.values()])
-    rows = len(case.graph.start) + case.nodes.event[events]
-
-    def change(graph: Graph) -> Graph:
-        lag = graph.edges.lag.copy()
-        lag[rows] -= waited
-        return replace(graph, edges=graph.edges._replace(lag=lag))
-
-    return [_late_launch(case, events, waited, "Meanwhile, their thread computed what they do not need.", change)]
+    start, end = view.start[every], view.end[every]
+    return [
+        case.finding(
+            "late-launch", every, start - waited, end, evidence, lambda graph: earlier(drop(graph)), costs=waited
+        )
+    ]
 
 
 def _early(case: Case, source: Ints, target: Ints, waits: Ints) -> list[Finding]:
