@@ -1,8 +1,7 @@
 """The graph of dependencies of a GPU's work, from what a trace records and from when things happened.
 
 recorded     the order of calls in a thread with the host's work between them; launch -> kernel; the order of a
-             stream; calls that wait for the device; and where the trace has them, the events that streams wait for
-             (torch.profiler with enable_cuda_sync_events)
+             stream; calls that wait for the device
 inferred     an event that could have started earlier, and starts within 5 us of the end of work on another stream,
              depends on it. If the host queued no wait for another stream, or the work belongs to the other chunk,
              or all queued waits have another input, it is not an input: such dependencies are ORDER, which a
@@ -32,11 +31,9 @@ _FULL_QUEUE = 900  # launches block when about 1,000 are queued
 _BLOCKED = 100.0
 _GAP = 1.0  # between two kernels of a stream
 _HISTORY = 16
-NEAREST = 256
-"""An input is looked for among this many events."""
 
-Inputs = dict[int, list[int]]
-"""The events on other streams that an event needs."""
+Inputs = dict[int, int]
+"""The event on another stream that an event needs."""
 
 
 class Nodes:
@@ -92,31 +89,20 @@ def _add_calls(
 
 
 def _awaited_events(view: View) -> Ints:
-    """The event for which each call waited; -1 for calls that did not wait.
+    """The event for which each call waited: what ended last before it returned; -1 for calls that did not wait.
 
-    A call waits for the last work of its thread, if that ends while it waits, and otherwise for what ends last before
-    the call returns. Launches wait while the queue is full.
+    Launches wait while the queue is full.
     """
-    awaited = np.full(len(view.calls), -1, np.int64)
+    count = len(view.calls)
+    start, end, number = view.call_starts[:count], view.call_ends[:count], np.arange(count)
+    queued = np.searchsorted(np.sort(view.launch), number) - np.searchsorted(np.sort(view.start), start)
+    full = np.isin(number, view.launch) & (queued >= _FULL_QUEUE) & (end - start > _BLOCKED)
     by_end = np.argsort(view.end, kind="stable")
-    end = view.end[by_end]
-    launched_by = {call: event for event, call in enumerate(view.launch.tolist())}
-    latest: dict[tuple[str, str], int] = {}
-    launches = np.searchsorted(np.sort(view.launch), np.arange(len(view.calls)))
-    queued = launches - np.searchsorted(np.sort(view.start), view.call_starts[: len(view.calls)])
-    for i, call in enumerate(view.calls):
-        own = launched_by.get(i)
-        full = own is not None and queued[i] >= _FULL_QUEUE and call.end - call.start > _BLOCKED
-        if call.sync or full:
-            event = own if call.sync and own is not None else latest.get(call.thread, -1)
-            if full or event < 0 or not call.start + CLOCK < view.end[event] <= call.end + CLOCK:
-                at = int(np.searchsorted(end, call.end + CLOCK, side="right")) - 1
-                while at >= 0 and end[at] > call.start + CLOCK and view.launch[by_end[at]] > i:
-                    at -= 1
-                event = int(by_end[at]) if at >= 0 and end[at] > call.start + CLOCK else -1
-            awaited[i] = event
-        if own is not None:
-            latest[call.thread] = own
+    awaited = np.full(count, -1, np.int64)
+    for call in np.flatnonzero(full | [call.sync for call in view.calls]).tolist():
+        first, last = np.searchsorted(view.end[by_end], [start[call] + CLOCK, end[call] + CLOCK], side="right")
+        launched = by_end[first:last][view.launch[by_end[first:last]] <= call]
+        awaited[call] = launched[-1] if len(launched) else -1
     return awaited
 
 
@@ -128,13 +114,10 @@ def waits_of_calls(view: View, nodes: Nodes, awaited: Ints, most_us: float = np.
 
 
 def _between_streams(view: View, nodes: Nodes) -> Edges:
-    inputs = _assumed(view) if view.recorded_inputs is None else _needed(view, view.recorded_inputs)
+    inputs = _assumed(view)
     binding = dict(_binding(view, inputs))
     found = [(source, target, kind) for target, (source, kind) in binding.items()]
-    found += [
-        (source, target, ASSUMED) for target, sources in inputs.items() for source in sources
-        if binding.get(target) != (source, DATA)
-    ]  # fmt: skip
+    found += [(source, target, ASSUMED) for target, source in inputs.items() if binding.get(target) != (source, DATA)]
     source, target, kind = np.array(found, np.int64).reshape(-1, 3).T
     lag = np.where(kind == ASSUMED, 0.0, view.start[target] - view.end[source])
     return edges(ends(nodes.event[source]), nodes.event[target], lag, kind)
@@ -152,37 +135,21 @@ def _binding(view: View, inputs: Inputs) -> Iterator[tuple[int, tuple[int, int]]
     last = np.searchsorted(view.end[by_end], view.start[late] + CLOCK, side="right")
     first = np.searchsorted(view.end[by_end], view.start[late] - NEAR)
     for target, begin, end in zip(late.tolist(), first.tolist(), last.tolist(), strict=True):
-        known = inputs.get(target, ())
+        known = inputs.get(target, -1)
         ended = [
             source for source in by_end[begin:end][::-1].tolist()
             if view.stream[source] != view.stream[target] and source < target
         ]  # fmt: skip
-        # an input if there is one, else work of the same chunk; of several, what ended last
-        ended.sort(key=lambda source: (source not in known, not same_chunk(view, source, target)))
+        # the input if it is there, else work of the same chunk; of several, what ended last
+        ended.sort(key=lambda source: (source != known, not same_chunk(view, source, target)))
         if ended and view.end[ended[0]] > view.ready[target] + CLOCK:
             yield target, (ended[0], DATA if _is_input(view, ended[0], target, known) else ORDER)
 
 
-def _is_input(view: View, source: int, target: int, known: Sequence[int]) -> bool:
-    if source in known:
-        return True
-    if view.recorded_inputs is not None:
-        return False
-    every_wait_has_one = 0 < view.num_waits[target] <= len(known) and view.letters[target] is not None
-    return bool(view.may_wait[target]) and same_chunk(view, source, target) and not every_wait_has_one
-
-
-def _needed(view: View, recorded: Inputs) -> Inputs:
-    """Recorded inputs; of transfers, the last work up to these on its stream that belongs to their chunk."""
-    of_stream = {stream: np.flatnonzero(view.stream == stream) for stream in np.unique(view.stream).tolist()}
-    found: Inputs = defaultdict(list)
-    for target, sources in recorded.items():
-        for source in sources:
-            queue = of_stream[int(view.stream[source])]
-            at = int(np.searchsorted(queue, source))
-            before = queue[max(at - NEAREST, 0) : at + 1][::-1].tolist()
-            found[target].append(next((event for event in before if _may_need(view, event, target)), source))
-    return found
+def _is_input(view: View, source: int, target: int, known: int) -> bool:
+    every_wait_has_one = known >= 0 and view.num_waits[target] == 1 and view.letters[target] is not None
+    may_need = view.may_wait[target] and same_chunk(view, source, target) and not every_wait_has_one
+    return source == known or bool(may_need)
 
 
 def _may_need(view: View, source: int, target: int) -> bool:
@@ -200,7 +167,7 @@ def _assumed(view: View) -> Inputs:
         is_comm, letter = bool(view.kind[target] == COMM), view.letters[target]
         source = _latest_input(view, target, done[not is_comm, letter])
         if source is not None:
-            found[target] = [source]
+            found[target] = source
             if not is_comm and letter is not None:
                 done[True, letter].remove(source)  # the stream waits for it once
         for known in {letter, None}:

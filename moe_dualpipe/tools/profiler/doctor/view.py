@@ -1,7 +1,6 @@
 """One device of a trace, in the form that all causes share: events with their kinds, labels and launches, and calls."""
 
 import re
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,8 +63,6 @@ class View:
     """The call that launched each event; -1 if unknown."""
     num_waits: Ints
     """How many waits for other streams the host queued before each event; -1 if no such call is recorded."""
-    recorded_inputs: dict[int, list[int]] | None
-    """The events on other streams that each event waits for. None if the trace does not say."""
     queues: int | None
     """Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), if recorded."""
 
@@ -151,7 +148,6 @@ def view_of(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) ->
         labels=labels, letters=[_chunk(label) for label in labels],
         is_wgrad=np.array([letter_of(label) == WEIGHTS for label in labels], bool),
         calls=calls, launch=launch, num_waits=_num_waits(trace, calls, launch, kind, origin),
-        recorded_inputs=_recorded_inputs(trace, device, events, launch),
         queues=trace.queues,
     )  # fmt: skip
 
@@ -221,37 +217,3 @@ def _num_waits(trace: Trace, calls: Sequence[Call], launch: Ints, kind: Ints, or
         waits[number] = min(pending[thread], 1) if is_comm else pending[thread]
         pending[thread] = max(pending[thread] - 1, 0) if is_comm else 0
     return waits[launch]
-
-
-def _recorded_inputs(
-    trace: Trace, device: str, events: Sequence[DeviceEvent], launch: Ints
-) -> dict[int, list[int]] | None:  # fmt: skip
-    """Return the events that each event waits for; None if the trace does not have them.
-
-    A stream that waits for an event waits for the last work that was queued on the event's stream when the event was
-    recorded. The first work that is queued on it afterwards has this input.
-    """
-    waits = [wait for wait in trace.stream_waits if wait.device == device]
-    if not waits:
-        return None
-    launched: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for i in np.flatnonzero(launch >= 0).tolist():
-        launched[events[i].stream].append((trace.launches[events[i].correlation].start, i))
-    for queue in launched.values():
-        queue.sort()
-    found: dict[int, list[int]] = defaultdict(list)
-    for wait in waits:
-        if wait.awaited is None or wait.awaited == wait.stream:
-            continue
-        waited = _time_of(trace, wait.correlation, wait.time_us)
-        before, after = launched[wait.awaited], launched[wait.stream]
-        source = bisect_left(before, (_time_of(trace, wait.recorded, waited), -1)) - 1
-        target = bisect_left(after, (waited, -1))
-        if source >= 0 and target < len(after):
-            found[after[target][1]].append(before[source][1])
-    return {target: list(dict.fromkeys(sources)) for target, sources in found.items()}
-
-
-def _time_of(trace: Trace, correlation: int | None, otherwise: float) -> float:
-    call = None if correlation is None else trace.launches.get(correlation)
-    return otherwise if call is None else call.start

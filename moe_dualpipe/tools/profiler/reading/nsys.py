@@ -24,13 +24,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..trace import DeviceEvent, HostEvent, StreamWait, SyncCall, Trace, TraceError
+from ..trace import DeviceEvent, HostEvent, SyncCall, Trace, TraceError
 from .collectives import name_transfers, whole
 from .kineto import NO_TIME, TRANSFER, WAITS, add_annotation
 
-KERNEL, MEMCPY, MEMSET, GRAPH, RUNTIME, SYNC, EVENT = (
+KERNEL, MEMCPY, MEMSET, GRAPH, RUNTIME, SYNC = (
     f"CUPTI_ACTIVITY_KIND_{name}"
-    for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE", "RUNTIME", "SYNCHRONIZATION", "CUDA_EVENT")
+    for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE", "RUNTIME", "SYNCHRONIZATION")
 )
 RANGES = "NVTX_EVENTS"
 _PLACE = "start", "end", "deviceId", "streamId", "correlationId", "globalPid"
@@ -40,7 +40,7 @@ _COPIES = (
     "DtoH unified", "DtoD unified",
 )  # fmt: skip
 _MEMORIES = "Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static"
-_STREAM_WAIT, _STREAM_SYNC = 2, 3  # ENUM_CUPTI_SYNC_TYPE
+_STREAM_SYNC = 3  # ENUM_CUPTI_SYNC_TYPE
 _NO_STREAM = 2**32 - 1
 _DOMAIN_CREATED = 75  # ENUM_NSYS_EVENT_TYPE
 _RANKS = "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"
@@ -151,24 +151,14 @@ class _Reader:
                     trace.syncs.append(SyncCall(*call, number))
 
     def _read_syncs(self) -> None:
-        """The streams of calls that wait, and of waits that are queued on a stream."""
-        trace = self.trace
-        recorded = {
-            (process, event): (str(stream), self._correlation(process, correlation))
-            for process, event, stream, correlation in self._rows(
-                EVENT, "globalPid", "eventSyncId", "streamId", "correlationId"
-            )
-        }
+        """The streams of calls that wait."""
         awaited: dict[int | None, str] = {}
-        columns = "start", "syncType", "deviceId", "streamId", "correlationId", "globalPid", "eventSyncId"
-        for start, kind, device, stream, correlation, process, event in self._rows(SYNC, *columns):
+        columns = "syncType", "streamId", "correlationId", "globalPid"
+        for kind, stream, correlation, process in self._rows(SYNC, *columns):
             number = self._correlation(process, correlation)
-            if kind == _STREAM_WAIT and isinstance(start, int):
-                source, by = recorded.get((process, event), (None, None))
-                place = self._device(device, process), str(stream)
-                trace.stream_waits.append(StreamWait(start / 1e3, *place, source, by, number))
-            elif kind == _STREAM_SYNC and number is not None and stream not in (None, _NO_STREAM):
+            if kind == _STREAM_SYNC and number is not None and stream not in (None, _NO_STREAM):
                 awaited[number] = str(stream)
+        trace = self.trace
         trace.syncs = [call._replace(stream=awaited.get(call.correlation)) for call in trace.syncs]
 
     def _read_ranges(self) -> None:

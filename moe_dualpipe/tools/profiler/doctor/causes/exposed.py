@@ -81,9 +81,10 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
     cost.
     """
     alone, gaps = _alone(case)
+    kinds = np.array([kind_of_collective(event) for event in case.view.events])
     by_key: dict[str, list[int]] = defaultdict(list)
     for event in alone.tolist():
-        by_key[_key(case, event)].append(event)
+        by_key[_key(case, event, kinds[event])].append(event)
     found = []
     for key, chosen in by_key.items():
         events = np.array(chosen)
@@ -100,8 +101,8 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
             f"The longest wait is for {case.place(worst)}.{case.launched_behind(worst)}",
             "No computation was queued that does not depend on these transfers.",
         )
-        hidden = 1 - cost / case.view.duration[_of_kind(case, "all_reduce")].sum() if key == "sum-at-end" else 0.0
-        key = f"{key}/last bucket" if hidden > _BUCKETS else key
+        if key == "sum-at-end" and cost < _BUCKETS * case.view.duration[kinds == "all_reduce"].sum():
+            key = "sum-at-end/last bucket"
         independent = key in ("sum-at-end", "exposed-weights")  # of the computation before or after them
         change = shorter(case.nodes.event[events], costs) if independent else None
         finding = case.finding(key, events, start, end, evidence, change, costs=costs, cost_us=cost)
@@ -109,14 +110,9 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
     return found
 
 
-def _of_kind(case: Case, kind: str) -> Ints:
-    transfers = np.flatnonzero(case.is_comm)
-    return transfers[[kind_of_collective(case.view.events[event]) == kind for event in transfers.tolist()]]
-
-
-def _key(case: Case, event: int) -> str:
+def _key(case: Case, event: int, kind: str) -> str:
     """The cause of an exposed transfer, which depends on what it is for."""
-    view, kind = case.view, kind_of_collective(case.view.events[event])
+    view = case.view
     computing = np.flatnonzero(view.kind == COMPUTE)
     after = int(np.searchsorted(view.start[computing], view.end[event] - CLOCK))
     if kind == "all_reduce" and (

@@ -45,17 +45,14 @@ SMALL_BYTES, SMALL_US = 1 << 18, 100.0
 """A transfer is small if it has at most so many bytes; if these are unknown, if it takes less than so long."""
 
 
-def find(
-    case: Case, rank_names: dict[int, str] | None = None, met: Joined | None = None, slowed_us: Floats | float = 0.0
-) -> list[Finding]:  # fmt: skip
+def find(case: Case, rank_names: dict[int, str], met: Joined | None, slowed_us: Floats) -> list[Finding]:
     """Find waits for other ranks, slow transfers, and small ones.
 
     rank_names: names of the ranks by number. met: who joined last.
     slowed_us: how much longer each event took because of computation beside it.
     """
-    joined, alone = case.comm_us is not None, case.own_us - slowed_us
-    waits = _imbalance(case, rank_names or {}, met) if met is not None else []
-    return [*waits, *_long(case, alone, joined), *_small(case)]
+    waits = _imbalance(case, rank_names, met) if met is not None else []
+    return [*waits, *_long(case, case.own_us - slowed_us, met is not None), *_small(case)]
 
 
 def kind_key(case: Case, event: int) -> tuple[object, ...]:
@@ -82,9 +79,8 @@ def _usual(case: Case, own: Floats) -> Floats:
 
 
 def _imbalance(case: Case, rank_names: dict[int, str], met: Joined) -> list[Finding]:
-    duration, own = case.view.duration, case.own_us
-    waited = np.where(case.is_comm, duration - own, 0.0)
-    if waited.sum() < OFTEN * duration[case.is_comm].sum():
+    waited = case.waited_us
+    if waited.sum() < OFTEN * case.view.duration[case.is_comm].sum():
         return []
     own_waits, every_wait = (
         np.bincount(met.last[met.last >= 0], us[met.last >= 0]) for us in (waited, met.waited_us)
