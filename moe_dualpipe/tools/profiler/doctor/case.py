@@ -52,10 +52,11 @@ class Case:
         return calls
 
     @cached_property
-    def at_once(self) -> Mask:
+    def at_once(self) -> Ints:
         """Which edges are waits of a CPU for transfers that the same segment has started."""
         calls = [i for i, call in enumerate(self.view.calls) if call.name == AT_ONCE]
-        return (self.graph.edges.kind == SYNC) & np.isin(self.call_of[self.graph.edges.target], calls)
+        of_calls = np.isin(self.call_of[self.graph.edges.target], calls)
+        return np.flatnonzero((self.graph.edges.kind == SYNC) & of_calls)
 
     def inputs_ready(self, *kinds: int) -> Floats:
         """When the inputs of each event were ready, as far as they are known; 0 without any."""

@@ -99,7 +99,8 @@ def _awaited_events(view: View) -> Ints:
     full = np.isin(number, view.launch) & (queued >= _FULL_QUEUE) & (end - start > _BLOCKED)
     by_end = np.argsort(view.end, kind="stable")
     awaited = np.full(count, -1, np.int64)
-    for call in np.flatnonzero(full | [call.sync for call in view.calls]).tolist():
+    sync = np.array([call.sync for call in view.calls], bool)
+    for call in np.flatnonzero(full | sync).tolist():
         first, last = np.searchsorted(view.end[by_end], [start[call] + CLOCK, end[call] + CLOCK], side="right")
         launched = by_end[first:last][view.launch[by_end[first:last]] <= call]
         awaited[call] = launched[-1] if len(launched) else -1
@@ -152,13 +153,6 @@ def _is_input(view: View, source: int, target: int, known: int) -> bool:
     return source == known or bool(may_need)
 
 
-def _may_need(view: View, source: int, target: int) -> bool:
-    """Whether `target` can need `source`: computation can need all, transfers need activations of their chunk."""
-    if view.kind[target] != COMM or view.letters[target] is None:
-        return True
-    return same_chunk(view, source, target) and not view.is_wgrad[source]
-
-
 def _assumed(view: View) -> Inputs:
     found: Inputs = {}
     done: dict[tuple[bool, str | None], deque[int]] = defaultdict(lambda: deque(maxlen=_HISTORY))
@@ -176,13 +170,14 @@ def _assumed(view: View) -> Inputs:
 
 
 def _latest_input(view: View, target: int, launched: Sequence[int]) -> int | None:
-    is_comm = view.kind[target] == COMM
-    if not view.may_wait[target] or (not is_comm and view.num_waits[target] < 0 and view.letters[target] is None):
+    """Computation can need all transfers; transfers need activations of their chunk."""
+    is_comm, letter = view.kind[target] == COMM, view.letters[target]
+    if not view.may_wait[target] or (not is_comm and view.num_waits[target] < 0 and letter is None):
         return None
     ended = [
         source for source in launched
         if view.end[source] <= view.start[target] + CLOCK and view.stream[source] != view.stream[target]
-        and _may_need(view, source, target)
+        and (not is_comm or letter is None or (same_chunk(view, source, target) and not view.is_wgrad[source]))
     ]  # fmt: skip
     if is_comm or not ended:
         return ended[-1] if ended else None

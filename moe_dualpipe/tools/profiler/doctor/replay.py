@@ -40,7 +40,7 @@ class Edges(NamedTuple):
         return self.source // 2
 
     def keep(self, kept: Mask) -> "Edges":
-        return Edges(*(column[kept] for column in self))
+        return Edges(self.source[kept], self.target[kept], self.lag[kept], self.kind[kept])
 
 
 def ends(nodes: Ints) -> Ints:
@@ -153,12 +153,12 @@ def replay(graph: Graph) -> Times:
     return Times(np.array(times[::2]), np.array(times[1::2]), graph.is_device)
 
 
-def without(unwanted: Mask) -> Change:
-    """Drop edges, a mask over those of the recorded graph."""
+def without(rows: Ints) -> Change:
+    """Drop edges of the recorded graph."""
 
     def change(graph: Graph) -> Graph:
         lag = graph.edges.lag.copy()
-        lag[: len(unwanted)][unwanted] = -np.inf
+        lag[rows] = -np.inf
         return replace(graph, edges=graph.edges._replace(lag=lag))
 
     return change

@@ -46,10 +46,9 @@ def case_of_threads(view: View, trace: Trace) -> Case:
 def _starts(view: View, trace: Trace) -> Iterator[_Awaited]:
     """The calls that start transfers, each with its transfer."""
     for event in np.flatnonzero(view.kind == COMM).tolist():
-        number = view.events[event].correlation
         call = trace.launch_of(view.events[event])
         if call is not None and call.name != view.events[event].name:
-            yield Call(call.name, call.start - view.origin, call.end - view.origin, call.thread, number, False), event
+            yield Call(call.name, call.start - view.origin, call.end - view.origin, call.thread, None, False), event
 
 
 class _Waits:
@@ -97,15 +96,10 @@ class _Waits:
                 if end - start < _LEAST_WAIT or (before >= 0 and known[stream][before][1] > start):
                     continue
                 if last >= 0 and self.ends[last] >= max(start, end - _NEAR):
-                    event = self.by_end[last]
-                    yield Call(self._name(event, start), start, end, ("", stream), None, True), event
-
-    def _name(self, event: int, start: float) -> str:
-        """AT_ONCE if the segment that started a transfer waits for it."""
-        segment = self.trace.annotation_of(self.view.events[event])
-        if segment is None or letter_of(segment.name) is None:
-            return BLOCKED
-        return AT_ONCE if segment.start <= start + self.view.origin <= segment.end else BLOCKED
+                    event, time = self.by_end[last], start + self.view.origin
+                    segment = self.trace.annotation_of(self.view.events[event])
+                    of_segment = segment and letter_of(segment.name) and segment.start <= time <= segment.end
+                    yield Call(AT_ONCE if of_segment else BLOCKED, start, end, ("", stream), None, True), event
 
 
 def _graph(view: View, awaited: Ints) -> tuple[Graph, Nodes]:

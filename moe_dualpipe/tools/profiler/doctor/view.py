@@ -16,6 +16,7 @@ from .replay import Floats, Ints, Mask
 
 COMPUTE, COMM, COPY = range(3)
 _KINDS = {"compute": COMPUTE, "comm": COMM, "copy": COPY}
+_CHUNKS = {"F": "F", "B": "B", "I": "B", "W": "B"}
 MOST_EVENTS = 300_000
 """Causes are searched among this many events, the first ones."""
 
@@ -145,16 +146,11 @@ def view_of(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) ->
         start=np.array([event.start for event in events]) - origin,
         end=np.array([event.end for event in events]) - origin,
         stream=np.array([numbers.setdefault(event.stream, len(numbers)) for event in events], np.int64),
-        labels=labels, letters=[_chunk(label) for label in labels],
+        labels=labels, letters=[_CHUNKS.get(letter_of(label) or "") for label in labels],
         is_wgrad=np.array([letter_of(label) == WEIGHTS for label in labels], bool),
         calls=calls, launch=launch, num_waits=_num_waits(trace, calls, launch, kind, origin),
         queues=trace.queues,
     )  # fmt: skip
-
-
-def _chunk(label: str) -> str | None:
-    letter = letter_of(label)
-    return "B" if letter in ("I", "W") else letter
 
 
 def _calls(trace: Trace, events: Sequence[DeviceEvent], origin: float) -> list[Call]:

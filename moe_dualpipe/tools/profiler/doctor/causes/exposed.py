@@ -23,7 +23,6 @@ _BUCKETS = 0.5
 _INTERLEAVED = 0.3
 """If a larger share of the communication is hidden, two micro-batches run beside each other."""
 _POINT_TO_POINT = re.compile(r"(^|[:_ ])i?(send|recv)(\b|_|$)(?!.*all)", re.IGNORECASE)
-_WEIGHTS = "all_gather", "reduce_scatter"
 
 
 def is_point_to_point(case: Case, event: int) -> bool:
@@ -50,7 +49,8 @@ def _pipeline(case: Case) -> list[Finding]:
         f"During {len(events):,} sends and receives, nothing was computed for {exposed:,.0f} us.",
         f"The longest wait is {case.without_computation(start, end).max():,.0f} us.",
     )
-    change = without((waits.kind == DATA) & np.isin(waits.source_node, case.nodes.event[events]))
+    from_them = np.isin(waits.source_node, case.nodes.event[events])
+    change = without(np.flatnonzero((waits.kind == DATA) & from_them))
     return [case.finding("exposed-pipeline", events, start, end, evidence, change, cost_us=exposed)]
 
 
@@ -84,7 +84,7 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
     kinds = np.array([kind_of_collective(event) for event in case.view.events])
     by_key: dict[str, list[int]] = defaultdict(list)
     for event in alone.tolist():
-        by_key[_key(case, event, kinds[event])].append(event)
+        by_key[_key(case, event, str(kinds[event]))].append(event)
     found = []
     for key, chosen in by_key.items():
         events = np.array(chosen)
@@ -119,7 +119,7 @@ def _key(case: Case, event: int, kind: str) -> str:
         after == len(computing) or category_of_kernel(view.events[computing[after]].name) == "optimizer"
     ):
         return "sum-at-end"
-    if kind in _WEIGHTS:
+    if kind in ("all_gather", "reduce_scatter"):
         return "exposed-weights"
     experts = kind == "all_to_all" or view.letters[event] is not None
     hidden = union_length(intersection(case.transferring, case.computing))

@@ -62,7 +62,7 @@ def _syncs(case: Case, trace: Trace, activities: Intervals) -> list[Finding]:
         f"After {int((costs > LATE).sum()):,} of these waits, nothing was computed until the next launch took effect: "
         f"{costs.sum():,.0f} us in total, {costs.max():,.0f} us at most.",
     )
-    change = without(unwanted)
+    change = without(np.flatnonzero(unwanted))
     return [case.finding("host-sync", calls, awaited_end, following, evidence, change, places=places)]
 
 
@@ -88,12 +88,9 @@ def _activity(case: Case, kind: str, spans: Intervals) -> list[Finding]:
         f"Meanwhile, the device had nothing to do for {union_length(lost):,.0f} us.",
     )
     following = np.minimum(np.searchsorted(case.view.start, lost[:, 1]), len(case.view.start) - 1)
-    faster, waits = _host_without(case, spans), without(_waits_in(case, spans))
-
-    def change(graph: Graph) -> Graph:
-        return waits(faster(graph))
-
-    return [case.finding(ACTIVITIES[kind], following, lost[:, 0], lost[:, 1], evidence, change)]
+    faster, waits = _host_without(case, spans), without(np.flatnonzero(_waits_in(case, spans)))
+    start, end = lost.T
+    return [case.finding(ACTIVITIES[kind], following, start, end, evidence, lambda graph: waits(faster(graph)))]
 
 
 def _late_host(case: Case, activities: Intervals) -> list[Finding]:

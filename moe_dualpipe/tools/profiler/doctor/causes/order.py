@@ -82,7 +82,7 @@ def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
         f"started in the order in which it was launched.{setting}",
     )
     start, end = view.start[events] - delays, np.where(case.is_comm, view.end, view.start)[events]
-    return [case.finding("few-queues", events, start, end, evidence, without(_chosen(case, waits)), costs=delays)]
+    return [case.finding("few-queues", events, start, end, evidence, without(waits), costs=delays)]
 
 
 def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
@@ -94,7 +94,7 @@ def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
     every = np.concatenate([events, np.array([*behind], np.int64)])
     if not len(every):
         return []
-    drop, earlier = without(_chosen(case, waits)), _launched_with(case, moved)
+    drop, earlier = without(waits), _launched_with(case, moved)
     waited = np.concatenate([_delays(case, events), np.array([*behind.values()])])
     worst = int(np.argmax(waited))
     evidence = (
@@ -124,7 +124,7 @@ def _early(case: Case, source: Ints, target: Ints, waits: Ints) -> list[Finding]
         f"{len(target):,} times, computation waited for a transfer of the other micro-batch: {delays.sum():,.0f} us in "
         f"total, {delays.max():,.0f} us at most.",
     )
-    drop, nodes = without(_chosen(case, waits)), case.nodes.event
+    drop, nodes = without(waits), case.nodes.event
     known = needing >= 0
     needed = edges(ends(nodes[source[known]]), nodes[needing[known]], 0.0, DATA)
 
@@ -134,12 +134,6 @@ def _early(case: Case, source: Ints, target: Ints, waits: Ints) -> list[Finding]
 
     start = view.start[target]
     return [case.finding("early-wait", target, start - delays, start, evidence, change, costs=delays)]
-
-
-def _chosen(case: Case, waits: Ints) -> Mask:
-    chosen = np.zeros(len(case.graph.edges.kind), bool)
-    chosen[waits] = True
-    return chosen
 
 
 def _inputs(case: Case, *kinds: int) -> dict[int, int]:
