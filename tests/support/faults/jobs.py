@@ -54,7 +54,7 @@ OPTIMIZER: Shares = tuple(
 
 
 def moe_training(
-    seed: int = 0, ranks: int = 2, layers: int = 8, steps: int = 2, jitter: float = 0.03, transfer_us: float = 560.0,
+    seed: int = 0, ranks: int = 2, layers: int = 6, steps: int = 2, jitter: float = 0.03, transfer_us: float = 560.0,
     sums_us: float = 1000.0, foreign: bool = False, expert_ranks: int | None = None,
 ) -> Job:  # fmt: skip
     """expert_ranks: ranks of an expert-parallel group; by default, all."""
@@ -147,7 +147,7 @@ def sequential_moe(job: Job, strength: int) -> Job:
 
 
 def data_parallel(
-    seed: int = 0, ranks: int = 2, layers: int = 16, steps: int = 2, jitter: float = 0.03, transfer_us: float = 700.0,
+    seed: int = 0, ranks: int = 2, layers: int = 10, steps: int = 2, jitter: float = 0.03, transfer_us: float = 700.0,
     foreign: bool = True, at_end: bool = False,
 ) -> Job:  # fmt: skip
     """A bucket is two layers. The last bucket is summed beside the backward of the embedding. at_end: all are summed at
@@ -245,7 +245,7 @@ def _decode_kernels(w: Writer, layers: int) -> tuple[Kernel, ...]:
     )  # fmt: skip
 
 
-def decode(seed: int = 0, tokens: int = 12, layers: int = 16, jitter: float = 0.03, graphs: bool = True) -> Job:
+def decode(seed: int = 0, tokens: int = 8, layers: int = 12, jitter: float = 0.03, graphs: bool = True) -> Job:
     w = Writer(0, seed, jitter)
     for token in range(tokens):
         with w.range(f"decode token {token}"):
@@ -256,7 +256,7 @@ def decode(seed: int = 0, tokens: int = 12, layers: int = 16, jitter: float = 0.
 
 
 def single_gpu(
-    seed: int = 0, layers: int = 24, steps: int = 2, jitter: float = 0.03, foreign: bool = True, small: str = "",
+    seed: int = 0, layers: int = 12, steps: int = 2, jitter: float = 0.03, foreign: bool = True, small: str = "",
 ) -> Job:  # fmt: skip
     """small: the optimizer has many small kernels, which are launched "together" or "alone"."""
     w = Writer(0, seed, jitter, foreign)
@@ -266,7 +266,7 @@ def single_gpu(
                 w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
             for layer in reversed(range(layers)):
                 w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
-            kernels = tuple(Kernel(OPTIMIZER[0][0], 2.0, grid=1) for _ in range(2500))
+            kernels = tuple(Kernel(OPTIMIZER[0][0], 2.0, grid=1) for _ in range(1200))
             with w.range("Optimizer.step#AdamW.step"):
                 if small:
                     w.ops += kernels if small == "alone" else [Graph(kernels)]

@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from moe_dualpipe.tools.profiler import NAMES, read_trace
-
 from moe_dualpipe.tools.profiler.doctor.diagnose import diagnose, examine
 from moe_dualpipe.tools.profiler.doctor.replay import replay, shorter
-from moe_dualpipe.tools.profiler.doctor.view import BLOCKED
-from moe_dualpipe.tools.profiler.doctor.view import COMM
+from moe_dualpipe.tools.profiler.doctor.view import BLOCKED, COMM
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
 from tests.support.diagnosed import gain_of
