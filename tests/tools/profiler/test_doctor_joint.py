@@ -97,10 +97,10 @@ def test_ranks_whose_collectives_do_not_fit_together_are_replayed_alone(tmp_path
 
 def test_the_kernels_beside_transfers_change_with_them(tmp_path):
     """Not only the transfers of a slow link take less time: the kernels beside them do, too."""
-    base = FAULTS["starved computation"].apply(moe_training(layers=4), 2)
+    base = FAULTS["starved computation"].apply(moe_training(), 2)
     both = FAULTS["slow link"].apply(base, 2)
     [gain, *_] = [verdict.gain_us for _, verdict in verdicts_of(both, tmp_path) if verdict.kind == "slow-transfer"]
-    assert gain == pytest.approx(run(both).window_us - run(base).window_us, rel=0.15)
+    assert gain == pytest.approx(run(both).window_us - run(base).window_us, rel=0.1)
 
 
 def test_a_collective_is_slowed_down_by_computation_on_any_rank(tmp_path):

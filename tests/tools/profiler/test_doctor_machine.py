@@ -19,12 +19,12 @@ SENT = Record("go"), Collective("t", "all_reduce", "ep", (0, 1), 10, 1, "ep", "g
     # a number holds the host until its stream is done
     ([(Kernel("a", 100), Item(), Kernel("b", 1))], 9, {"0a": (5, 105), "0Memcpy": (105, 107), "0b": (114, 115)}),
     # an event orders two streams
-    ([(Kernel("a", 50), Record("a"), Await("a", "other"), Kernel("b", 1, "other"))], 9, {"0a": (5, 55), "0b": (55, 56)}),
+    ([(Kernel("a", 50), Record("a"), Await("a", "x"), Kernel("b", 1, "x"))], 9, {"0a": (5, 55), "0b": (55, 56)}),
     # a transfer moves data when all have joined, at 105; until then, the kernel beside it takes 1.5 times as long
     ([(*SENT, Kernel("a", 60)), (Kernel("slow", 100), *SENT)], 9,
      {"0t": (7, 115), "1t": (105, 115), "0a": (10, 100), "1slow": (5, 105)}),
     # c waits in the queue for b, and may start when b has started
-    ([(Kernel("a", 50), Kernel("b", 50), Kernel("c", 1, "other"))], 1, {"0a": (5, 55), "0b": (55, 106), "0c": (55, 57)}),
+    ([(Kernel("a", 50), Kernel("b", 50), Kernel("c", 1, "x"))], 1, {"0a": (5, 55), "0b": (55, 106), "0c": (55, 57)}),
     ([(Graph((Kernel("a", 5), Kernel("b", 5))),)], 9, {"0a": (7, 12), "0b": (12, 17)}),  # a graph is one launch
 ])  # fmt: skip
 def test_times(programs, queues, expected):

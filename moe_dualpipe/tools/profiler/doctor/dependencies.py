@@ -30,7 +30,6 @@ _SHORT_CALL = 5.0  # what a call that waits takes without waiting
 _FULL_QUEUE = 900  # launches block when about 1,000 are queued
 _BLOCKED = 100.0
 _GAP = 1.0  # between two kernels of a stream
-_HISTORY = 16
 
 Inputs = dict[int, int]
 """The event on another stream that an event needs."""
@@ -155,7 +154,7 @@ def _is_input(view: View, source: int, target: int, known: int) -> bool:
 
 def _assumed(view: View) -> Inputs:
     found: Inputs = {}
-    done: dict[tuple[bool, str | None], deque[int]] = defaultdict(lambda: deque(maxlen=_HISTORY))
+    done: dict[tuple[bool, str | None], deque[int]] = defaultdict(lambda: deque(maxlen=16))
     order = np.argsort(view.launch, kind="stable")
     for target in order[view.launch[order] >= 0].tolist():
         is_comm, letter = bool(view.kind[target] == COMM), view.letters[target]

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 
@@ -86,20 +87,24 @@ class _Waits:
         yield from self._unnamed(known)
 
     def _unnamed(self, known: dict[str, list[tuple[float, float]]]) -> Iterator[_Awaited]:
-        """Gaps of threads, outside of known waits, in which a transfer ended just before the thread went on."""
+        """Gaps of threads, outside of known waits, in which a transfer ended just before the thread went on.
+
+        A segment that lasts as long as a transfer that it started waits at once.
+        """
         for stream, pieces in self.pieces.items():
-            starts = [start for start, _ in known[stream]]
             for one, other in pairwise(pieces):
                 start, end = float(self.view.end[one]), float(self.view.start[other])
-                before = bisect_right(starts, end) - 1
+                before = bisect_right(known[stream], (end, inf)) - 1
                 last = bisect_right(self.ends, end + CLOCK) - 1
                 if end - start < _LEAST_WAIT or (before >= 0 and known[stream][before][1] > start):
                     continue
                 if last >= 0 and self.ends[last] >= max(start, end - _NEAR):
-                    event, time = self.by_end[last], start + self.view.origin
-                    segment = self.trace.annotation_of(self.view.events[event])
-                    of_segment = segment and letter_of(segment.name) and segment.start <= time <= segment.end
-                    yield Call(AT_ONCE if of_segment else BLOCKED, start, end, ("", stream), None, True), event
+                    found = self.view.events[self.by_end[last]]
+                    call, segment = self.trace.launch_of(found), self.trace.annotation_of(found)
+                    if call is not None and call.thread[1] == stream:
+                        start = max(start, call.end - self.view.origin)
+                    lasts = segment and letter_of(segment.name) and found.end <= segment.end
+                    yield Call(AT_ONCE if lasts else BLOCKED, start, end, ("", stream), None, True), self.by_end[last]
 
 
 def _graph(view: View, awaited: Ints) -> tuple[Graph, Nodes]:
