@@ -74,19 +74,18 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Poll:
-    """Wait until the last work of a stream is done, without a call: the host looks into its own memory."""
-
-    stream: str
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the runtime that launches nothing. waits: first for the last work of the computation."""
+    """A call of the runtime that launches nothing. waits: first for the last work of a stream. Without a name, the host
+    looks into its own memory, and nothing is recorded."""
 
     name: str
     us: float
     waits: bool = False
+    stream: str = COMPUTE
+
+
+def poll(stream: str) -> Call:
+    return Call("", 10.0, True, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class End:
     pass
 
 
-Op = Kernel | Collective | Graph | Record | Await | Item | Poll | Call | Python | Begin | End
+Op = Kernel | Collective | Graph | Record | Await | Item | Call | Python | Begin | End
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from moe_dualpipe.tools.profiler.doctor.replay import (
 from moe_dualpipe.tools.profiler.doctor.view import COMPUTE, POLL
 from tests.support.diagnosed import case_of, gain_of
 from tests.support.faults import FAULTS, run, write_traces
-from tests.support.faults.program import Await, Collective, Job, Kernel, Machine, Poll, Python, Record
+from tests.support.faults.program import Await, Collective, Job, Kernel, Machine, Python, Record, poll
 from tests.support.traces import annotation, kernel, launch, write
 
 
@@ -136,13 +136,13 @@ def polling(compute_us, wait, folder):
 
 
 def test_what_follows_a_poll_moves_with_what_it_waits_for(tmp_path):
-    case, faster = (polling(us, Poll("ep"), tmp_path / str(us)) for us in (3000, 1800))
+    case, faster = (polling(us, poll("ep"), tmp_path / str(us)) for us in (3000, 1800))
     true, us = case.window_us - faster.window_us, 0.4 * case.view.duration * (case.view.kind == COMPUTE)
     assert true > 1000 and gain_of(case, shorter(case.nodes.event, us)) == pytest.approx(true, rel=0.01)
 
 
 @pytest.mark.parametrize(("wait", "us", "number"), [
-    (Poll("ep"), 3000, 6), (Python(20), 3000, 0), (Python(4000), 3000, 0), (Poll("ep"), 200, 0),
+    (poll("ep"), 3000, 6), (Python(20), 3000, 0), (Python(4000), 3000, 0), (poll("ep"), 200, 0),
 ], ids=str)  # fmt: skip
 def test_polls(tmp_path, wait, us, number):
     """None: a host that is ahead, one that works long after the transfer, and a wait as short as ordinary work."""
