@@ -144,7 +144,6 @@ class JointGraph:
         duration = np.concatenate([*(graph.duration for graph in graphs), more])
         recorded = np.concatenate([graph.duration for graph in self.recorded])
         duration[self.moves] = np.maximum(self.own_us + duration[self.joins] - recorded[self.joins], 0.0)
-        duration[self.joins] = 0.0
         delay = [graph.delay + shift * ~_has_input(graph) for graph, shift in zip(graphs, self.shifts, strict=True)]
         is_device = np.concatenate([*(graph.is_device for graph in graphs), more > 0])
         times = replay(Graph(is_device, self.start, duration, self._edges(graphs), np.concatenate([*delay, more])))
