@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, groupby
+from typing import Any
 
 from .jobs import data_parallel, decode, moe_training, pipeline, sequential_moe, sharded, single_gpu
 from .program import Await, Begin, Call, Collective, End, Graph, Item, Job, Kernel, Op, Python, Record
@@ -36,7 +37,7 @@ def _rewritten(job: Job, ops: Callable[[int, tuple[Op, ...]], Iterable[Op]]) -> 
 def _edited(job: Job, edit: Callable[[int, Op], Op | tuple[Op, ...]]) -> Job:
     """The job with each operation replaced by what `edit` returns for its rank and itself."""
 
-    def ops(rank: int, program: tuple[Op, ...]) -> Iterator[Op]:
+    def ops(rank: int, program: tuple[Any, ...]) -> Iterator[Op]:
         for op in program:
             edited = edit(rank, op)
             yield from edited if isinstance(edited, tuple) else (edited,)
@@ -47,7 +48,7 @@ def _edited(job: Job, edit: Callable[[int, Op], Op | tuple[Op, ...]]) -> Job:
 def _slower(job: Job, factor: float, chosen: Callable[[int, Kernel], bool] = lambda *_: True) -> Job:
     """The kernels of all ranks or some take longer."""
 
-    def edit(rank: int, op: Op) -> Op:
+    def edit(rank: int, op: Any) -> Op:
         return replace(op, us=op.us * factor) if isinstance(op, Kernel) and chosen(rank, op) else op
 
     return _edited(job, edit)
@@ -56,7 +57,7 @@ def _slower(job: Job, factor: float, chosen: Callable[[int, Kernel], bool] = lam
 def _inserted(job: Job, segments: tuple[str, ...], ops: tuple[Op, ...], after: bool = False, rank: int = -1) -> Job:
     """Operations before or after some segments, of one rank or all."""
 
-    def inserted(own: int, program: tuple[Op, ...]) -> Iterator[Op]:
+    def inserted(own: int, program: tuple[Any, ...]) -> Iterator[Op]:
         for segment, group in groupby(program, lambda op: op.segment if isinstance(op, Kernel) else ""):
             more = ops if segment in segments and rank in (own, -1) else ()
             yield from () if after else more
@@ -124,7 +125,7 @@ def early_wait(job: Job, strength: int) -> Job:
     """The attention of the forward waits for the combine of the backward, which it does not need."""
     sent = {op.done for op in job.programs[0] if isinstance(op, Collective)}
 
-    def edit(_: int, op: Op) -> Op | tuple[Op, ...]:
+    def edit(_: int, op: Any) -> Op | tuple[Op, ...]:
         found = re.match(r"done combine\(F\) (\d+)\.(\d+)( of .*)", op.mark) if isinstance(op, Await) else None
         other = f"done combine(B) {found[1]}.{int(found[2]) + 1}{found[3]}" if found else ""
         return (op, Await(other)) if other in sent and _is_chosen(strength, op.mark) else op
@@ -135,7 +136,7 @@ def early_wait(job: Job, strength: int) -> Job:
 def shared_stream(job: Job, strength: int) -> Job:
     """Sums of gradients on the stream of the experts' transfers."""
 
-    def edit(_: int, op: Op) -> Op:
+    def edit(_: int, op: Any) -> Op:
         is_sum = isinstance(op, Collective) and op.kind == "all_reduce" and _is_chosen(strength, op.key)
         return replace(op, stream="experts") if is_sum else op
 
@@ -145,7 +146,7 @@ def shared_stream(job: Job, strength: int) -> Job:
 def late_launch(job: Job, strength: int) -> Job:
     """The dispatch of the forward is launched, and takes its place in the streams, after a later segment."""
 
-    def ops(_: int, program: tuple[Op, ...]) -> Iterator[Op]:
+    def ops(_: int, program: tuple[Any, ...]) -> Iterator[Op]:
         held: list[Collective] = []
         for op in program:
             if isinstance(op, Collective) and op.key.startswith("dispatch(F)") and _is_chosen(strength, op.key):
@@ -162,7 +163,7 @@ def late_launch(job: Job, strength: int) -> Job:
 def moving(job: Job, strength: int) -> Job:
     """In each layer, the kernels of another rank take longer."""
 
-    def ops(rank: int, program: tuple[Op, ...]) -> Iterator[Op]:
+    def ops(rank: int, program: tuple[Any, ...]) -> Iterator[Op]:
         layer = -1
         for op in program:
             layer += isinstance(op, Record) and op.mark.startswith("attn(B)")
@@ -176,7 +177,7 @@ def more_tokens(job: Job, strength: int) -> Job:
     """The experts of the last rank receive more tokens than the others."""
     last, factor = _last(job), 1 + 0.4 * strength
 
-    def edit(rank: int, op: Op) -> Op:
+    def edit(rank: int, op: Any) -> Op:
         more = rank == last and isinstance(op, Collective) and op.kind == "all_to_allv"
         return replace(op, elements=int(op.elements * factor)) if more else op
 
@@ -186,7 +187,7 @@ def more_tokens(job: Job, strength: int) -> Job:
 def slow_link(job: Job, strength: int) -> Job:
     """Some transfers of the experts take three times as long."""
 
-    def edit(_: int, op: Op) -> Op:
+    def edit(_: int, op: Any) -> Op:
         of_experts = isinstance(op, Collective) and op.kind == "all_to_allv"
         return replace(op, us=3 * op.us) if of_experts and random.Random(op.key).random() < 0.25 * strength else op
 
@@ -196,7 +197,7 @@ def slow_link(job: Job, strength: int) -> Job:
 def small_messages(job: Job, strength: int) -> Job:
     """A sum for each weight in place of one for all weights of a bucket."""
 
-    def edit(_: int, op: Op) -> Op | tuple[Op, ...]:
+    def edit(_: int, op: Any) -> Op | tuple[Op, ...]:
         keys = [*(f"{op.key}.{i}" for i in range(40 * strength)), op.key] if isinstance(op, Collective) else []
         return tuple(replace(op, key=key, elements=4000) for key in keys) or op
 

@@ -160,11 +160,11 @@ def test_launches_wait_while_the_queue_is_full(tmp_path):
     """3,000 kernels, launched every 1 us until 1,000 are queued. On a faster device, they are launched earlier."""
     events, now = [], 0.0
     for i in range(3000):
-        blocked = max(100.0 * (i - 999) - now, 1.0)
-        events += [launch(i, now, duration=blocked), kernel("gemm", 10 + 100 * i, 99, correlation=i)]
+        blocked = max(200.0 * (i - 999) - now, 1.0)
+        events += [launch(i, now, duration=blocked), kernel("gemm", 10 + 200 * i, 199, correlation=i)]
         now += blocked
     case = case_of(write(tmp_path / "t.json", events))
-    assert gain_of(case, shorter(case.nodes.event, case.view.duration / 2)) == pytest.approx(3000 * 99 / 2, rel=0.05)
+    assert gain_of(case, shorter(case.nodes.event, case.view.duration / 2)) == pytest.approx(3000 * 199 / 2, rel=0.05)
 
 
 @pytest.mark.parametrize(("launched_us", "named"), [(-5, True), (5, False)])
