@@ -167,8 +167,10 @@ def moving(job: Job, strength: int) -> Job:
         layer = -1
         for op in program:
             layer += isinstance(op, Record) and op.mark.startswith("attn(B)")
-            slow = isinstance(op, Kernel) and layer % len(job.programs) == rank
-            yield replace(op, us=op.us * (1 + 0.25 * strength)) if slow else op
+            if isinstance(op, Kernel) and layer % len(job.programs) == rank:
+                yield replace(op, us=op.us * (1 + 0.25 * strength))
+            else:
+                yield op
 
     return _rewritten(job, ops)
 
