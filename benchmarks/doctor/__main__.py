@@ -1,7 +1,7 @@
 """Inject faults into real runs on this CPU, and compare the predicted gains with the measured ones.
 
     python -m benchmarks.doctor                      all faults and pairs of faults, about five minutes
-    python -m benchmarks.doctor --only late-launch   one fault
+    python -m benchmarks.doctor --only wait-at-once  one fault
 
 Runs with a fault and without it take turns. Each is recorded. From a recording with the fault alone, the profiler must
 name the fault and predict by how much the run gets shorter without it. A slow rank needs two processes, which this
@@ -27,10 +27,10 @@ from benchmarks.common import full_range, table, take_turns
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.files import analyze_files
 
-from .faults import FAULTS, LATE, QUEUE, READ, SLOW, WAIT, Run
+from .faults import FAULTS, READ, SLOW, WAIT, Run
 from .ranks import record_ranks, recordings
 
-PAIRS = ((WAIT, LATE), (WAIT, SLOW), (LATE, QUEUE), (QUEUE, SLOW), (READ, SLOW))
+PAIRS = (WAIT, SLOW), (READ, SLOW)
 SLOW_RANK = "slow rank"
 
 Recorded = dict[bool, list[list[Path]]]

@@ -4,7 +4,6 @@ The engine, the layers and the recording are real. The model is tiny, and each s
 the machine hardly change its time. Transfers are those of modeled links, which sleep as well.
 """
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.expert_parallel.modeled.link import LinkTimer
 from moe_dualpipe.expert_parallel.protocol import Combined, Pending, Received, Route
 from moe_dualpipe.overlap import Engine
-from moe_dualpipe.overlap.labels import BACKWARD, FORWARD, LINK_CALL, SHARED, WEIGHTS, label, with_group
+from moe_dualpipe.overlap.labels import BACKWARD, FORWARD, WEIGHTS, label
 from moe_dualpipe.tools.profiler.capture import capture
 from moe_dualpipe.tools.profiler.pair import Pair, Workload
 
@@ -49,11 +47,11 @@ def overlapped(pair: Pair, engine: Engine) -> None:
 
 
 class PacedEngine(Engine):
-    """An engine whose segments sleep. inside, after: called with the label of each segment, in it and after it."""
+    """An engine whose segments sleep. inside: called with the label of each segment, in it."""
 
-    def __init__(self, queued: bool = False, inside: Sequence[Hook] = (), after: Sequence[Hook] = ()):
-        super().__init__(torch.device("cpu"), queued)
-        self.inside, self.after = inside, after
+    def __init__(self, inside: Sequence[Hook] = ()):
+        super().__init__(torch.device("cpu"))
+        self.inside = inside
 
     @contextmanager
     def annotate(self, text: str, layer: int | None, log: bool = True, source: Any = None) -> Iterator[None]:  # type: ignore[override]
@@ -63,48 +61,9 @@ class PacedEngine(Engine):
                 time.sleep(SECONDS[text])
                 for hook in self.inside:
                     hook(text)
-        if text in SECONDS:
-            for hook in self.after:
-                hook(text)
 
 
 # ---- Links ----
-
-
-class GatedTimer(LinkTimer):
-    """A link behind a busy hardware queue: a transfer starts when two more segments have ended, or something waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._gates: list[tuple[threading.Event, threading.Event]] = []
-
-    def segment_ended(self, _text: str) -> None:
-        for first, second in self._gates:
-            (second if first.is_set() else first).set()
-        self._gates = [gate for gate in self._gates if not gate[1].is_set()]
-
-    def transfer(self, seconds: float, group: str = "") -> AsyncResult[None]:
-        if self._thread is None:
-            super().transfer(0.0).wait()
-        assert self._thread is not None
-        first, second = threading.Event(), threading.Event()
-        self._gates.append((first, second))
-        with record_function(with_group(LINK_CALL, group)):
-            done = self._thread.submit(self._run, second, seconds, group)
-
-        def wait() -> None:
-            second.set()
-            done.result()
-
-        return AsyncResult([], wait)
-
-    @staticmethod
-    def _run(gate: threading.Event, seconds: float, group: str) -> None:
-        gate.wait()
-        with record_function(
-            with_group(f"{SHARED}:carry", group)
-        ):  # of a modeled link, the profiler would correct the start
-            time.sleep(seconds)
 
 
 class Links(Loopback):
@@ -165,14 +124,10 @@ class Metric:
 
 # ---- Runs ----
 
-WAIT, READ, LATE, QUEUE, SHARED_LINK, SLOW = (
-    "wait at once", "number read at once", "late launch", "busy queue", "shared link", "slow transfers",
-)  # fmt: skip
+WAIT, READ, SHARED_LINK, SLOW = "wait at once", "number read at once", "shared link", "slow transfers"
 FAULTS = {
     WAIT: "host-sync",
     READ: "host-sync",
-    LATE: "late-launch",
-    QUEUE: "few-queues",
     SHARED_LINK: "shared-stream",
     SLOW: "imbalance",  # the recording of one rank cannot tell it from a late rank
 }
@@ -184,7 +139,7 @@ class Run:
 
     def __init__(self, faults: Collection[str], related: Collection[str] = ()):
         related = {*faults, *related}
-        timers = [GatedTimer() if QUEUE in faults else LinkTimer() for _ in range(2)]
+        timers = [LinkTimer() for _ in range(2)]
         if SHARED_LINK in faults:
             timers[1] = timers[0]
         self.link = Link(latency_us=1e6 * (LONG_TRANSFER if SHARED_LINK in related else TRANSFER))
@@ -192,8 +147,7 @@ class Run:
         self.pair = Pair(workload(), self.links)
         self.metric = Metric(READ in faults)
         inside = [self.metric] if READ in related else []
-        after = [timer.segment_ended for timer in timers if isinstance(timer, GatedTimer)]
-        self.engine = PacedEngine(LATE in faults, inside, after)
+        self.engine = PacedEngine(inside)
 
     def record(self, path: Path) -> None:
         """Record one run."""

@@ -3,12 +3,11 @@
 import pytest
 
 from benchmarks.doctor.__main__ import PAIRS, diagnosed, row
-from benchmarks.doctor.faults import FAULTS, LATE, SLOW, WAIT, Run
+from benchmarks.doctor.faults import FAULTS, SLOW, WAIT, Run
 
 
 def verdicts_of(faults, folder):
-    run = Run(faults)
-    path = folder / "run.json"
+    run, path = Run(faults), folder / "run.json"
     run.record(folder / "warm-up.json")
     run.record(path)
     return diagnosed([path])[1]
@@ -18,18 +17,12 @@ def test_a_healthy_run_has_no_verdict(tmp_path):
     assert verdicts_of([], tmp_path) == []
 
 
-@pytest.mark.parametrize("fault", [
-    pytest.param(fault, marks=[] if fault == WAIT else pytest.mark.long) for fault in FAULTS
-])  # fmt: skip
-def test_a_fault_is_named_first(fault, tmp_path):
-    assert verdicts_of([fault], tmp_path)[0].kind == FAULTS[fault]
-
-
-@pytest.mark.parametrize("pair", [
-    pytest.param(pair, marks=[] if pair == (LATE, SLOW) else pytest.mark.long) for pair in [*PAIRS, (LATE, SLOW)]
+@pytest.mark.parametrize("faults", [
+    pytest.param(faults, marks=[] if faults == (WAIT, SLOW) else pytest.mark.long)
+    for faults in [*((fault,) for fault in FAULTS), *PAIRS]
 ], ids=" and ".join)  # fmt: skip
-def test_both_of_two_faults_are_named(pair, tmp_path):
-    assert {verdict.kind for verdict in verdicts_of(pair, tmp_path)} >= {FAULTS[fault] for fault in pair}
+def test_faults_are_named(faults, tmp_path):
+    assert {verdict.kind for verdict in verdicts_of(faults, tmp_path)} >= {FAULTS[fault] for fault in faults}
 
 
 def test_the_row_of_a_fault(monkeypatch):

@@ -95,7 +95,7 @@ def analyze_files(
     accounts = [device.analysis.account for device in found.devices]
     complete = [
         replace(device, analysis=replace(device.analysis, **one._asdict()))
-        for device, one in zip(found.devices, conclude(examined, accounts, found.comparison.meetings), strict=True)
+        for device, one in zip(found.devices, conclude(examined, accounts, found.comparison), strict=True)
     ]
     return replace(found, devices=complete)
 

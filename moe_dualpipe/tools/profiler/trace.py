@@ -77,22 +77,6 @@ class SyncCall(NamedTuple):
     """The awaited stream. None: the whole device, or unknown."""
 
 
-class StreamWait(NamedTuple):
-    """A stream that waits for an event, that is for the work queued on another stream when the event was recorded."""
-
-    time_us: float
-    """When the host queued the wait."""
-    device: str
-    stream: str
-    """The stream that waits."""
-    awaited: str | None
-    """The stream on which the event was recorded; None if unknown."""
-    recorded: int | None
-    """Correlation id of the call that recorded the event; None if unknown."""
-    correlation: int | None
-    """Correlation id of the call that queued the wait."""
-
-
 @dataclass
 class Trace:
     """The contents of one file."""
@@ -124,7 +108,6 @@ class Trace:
     """Calls of modules, such as "Linear_3", where Python was recorded."""
     syncs: list[SyncCall] = field(default_factory=list)
     """Calls in which the host waits for the device, also in `launches`."""
-    stream_waits: list[StreamWait] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Global ranks of each process group, by its name."""
     world_size: int | None = None

@@ -155,7 +155,6 @@ def _host_part(trace: Trace, steps: Sequence[DeviceStep]) -> Trace:
         transfers=around(trace.transfers), waits=around(trace.waits),
         steps=[step for step in trace.steps if first <= step.start < last],
         syncs=[call for call in trace.syncs if first <= call.start < last],
-        stream_waits=[wait for wait in trace.stream_waits if first <= wait.time_us < last],
     )  # fmt: skip
 
 

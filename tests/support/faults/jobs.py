@@ -11,7 +11,11 @@
 foreign: without annotations, as most programs are; their modules are recorded instead.
 """
 
+from collections.abc import Callable, Mapping
+
 from .program import Await, Graph, Job, Kernel, Python, Record, Shares, Writer
+
+Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 
 ATTENTION: Shares = (
     ("void rms_norm_kernel<c10::BFloat16, 8>(c10::BFloat16*, c10::BFloat16 const*, int)", "aten::rms_norm", 0.05),
@@ -53,23 +57,29 @@ OPTIMIZER: Shares = tuple(
 )  # fmt: skip
 
 
+def _job(write: Callable[[Writer], None], ranks: int, groups: Groups, seed: int, jitter: float, foreign: bool) -> Job:
+    """write: the program of one rank."""
+    writers = [Writer(rank, seed, jitter, foreign) for rank in range(ranks)]
+    for writer in writers:
+        write(writer)
+    return Job({w.rank: tuple(w.ops) for w in writers}, groups=groups, seed=seed, foreign=foreign)
+
+
 def moe_training(
-    seed: int = 0, ranks: int = 2, layers: int = 8, steps: int = 2, jitter: float = 0.03, transfer_us: float = 560.0,
+    seed: int = 0, ranks: int = 2, layers: int = 6, steps: int = 2, jitter: float = 0.03, transfer_us: float = 560.0,
     sums_us: float = 1000.0, foreign: bool = False, expert_ranks: int | None = None,
 ) -> Job:  # fmt: skip
     """expert_ranks: ranks of an expert-parallel group; by default, all."""
     size = expert_ranks or ranks
     ep = tuple(tuple(range(first, first + size)) for first in range(0, ranks, size))
     dp = tuple(tuple(range(first, ranks, size)) for first in range(size)) if size < ranks else ep
-    programs = {}
-    for rank in range(ranks):
-        own = next(group for group in ep if rank in group), next(group for group in dp if rank in group)
-        writer = Writer(rank, seed, jitter, foreign)
-        for step in range(steps):
-            with writer.range(f"ProfilerStep#{step}", "step"):
-                _moe_step(writer, step, layers, own, transfer_us, sums_us)
-        programs[rank] = tuple(writer.ops)
-    return Job(programs, groups={"expert_parallel": ep, "data_parallel": dp}, seed=seed, foreign=foreign)
+
+    def write(w: Writer) -> None:
+        own = next(group for group in ep if w.rank in group), next(group for group in dp if w.rank in group)
+        for step in w.steps(steps):
+            _moe_step(w, step, layers, own, transfer_us, sums_us)
+
+    return _job(write, ranks, {"expert_parallel": ep, "data_parallel": dp}, seed, jitter, foreign)
 
 
 def _moe_step(
@@ -128,89 +138,75 @@ def _moe_step(
 
 def sequential_moe(job: Job, strength: int) -> Job:
     """One chunk alone: nothing runs beside its transfers."""
-    programs, group = {}, (0, 1)
-    for rank in group:
-        w = Writer(rank, job.seed, 0.03, job.foreign)
+
+    def write(w: Writer) -> None:
         for layer in range(16):
             for label, us, shares, transfer in (
                 ("attn(F)", 400, ATTENTION, "dispatch(F)"), ("mlp(F)", 450, EXPERTS, "combine(F)"),
             ):  # fmt: skip
                 w.segment(label, "Attention_0", us, shares, 264)
-                w.ops.append(Record(mark := f"{label} {layer}"))
-                key = f"{transfer} {layer}"
-                w.transfer(transfer, "all_to_allv", "expert_parallel", group, 100 * strength, "experts",
-                           key=key, after=mark)  # fmt: skip
-                w.ops.append(Await(f"done {key} of {group}"))
+                w.sent(transfer, "all_to_allv", "expert_parallel", 100 * strength, f"{transfer} {layer}", "experts")
+                w.ops.append(Await(f"done {transfer} {layer} of (0, 1)"))
         w.segment("head(F)", "Linear_0", 400, WEIGHTS, 264)
-        programs[rank] = tuple(w.ops)
-    return Job(programs, groups={"expert_parallel": (group,)}, seed=job.seed, foreign=job.foreign)
+
+    return _job(write, 2, {"expert_parallel": ((0, 1),)}, job.seed, 0.03, job.foreign)
 
 
 def data_parallel(
-    seed: int = 0, ranks: int = 2, layers: int = 16, steps: int = 2, jitter: float = 0.03, transfer_us: float = 700.0,
+    seed: int = 0, ranks: int = 2, layers: int = 10, steps: int = 2, jitter: float = 0.03, transfer_us: float = 700.0,
     foreign: bool = True, at_end: bool = False,
 ) -> Job:  # fmt: skip
     """A bucket is two layers. The last bucket is summed beside the backward of the embedding. at_end: all are summed at
     once, after the backward."""
     group = tuple(range(ranks))
-    programs = {}
-    for rank in range(ranks):
-        w = Writer(rank, seed, jitter, foreign)
-        for step in range(steps):
-            with w.range(f"ProfilerStep#{step}", "step"):
-                for layer in range(layers):
-                    w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
-                for layer in reversed(range(layers)):
-                    w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
-                    if layer % 2 == 0 and not at_end:
-                        w.ops.append(Record(mark := f"bucket {step}.{layer}"))
-                        w.transfer("sum", "all_reduce", "data_parallel", group, transfer_us, "sums",
-                                   key=mark, after=mark)  # fmt: skip
-                w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
-                if at_end:
-                    w.ops.append(Record(mark := f"bucket {step}.0"))
-                    w.transfer("sum", "all_reduce", "data_parallel", group, transfer_us * layers / 2, "sums",
-                               key=mark, after=mark)  # fmt: skip
-                w.ops.append(Await(f"done bucket {step}.0 of {group}"))
-                w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
-        programs[rank] = tuple(w.ops)
-    return Job(programs, groups={"data_parallel": (group,)}, seed=seed, foreign=foreign)
+
+    def write(w: Writer) -> None:
+        for step in w.steps(steps):
+            for layer in range(layers):
+                w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
+            for layer in reversed(range(layers)):
+                w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
+                if layer % 2 == 0 and not at_end:
+                    w.sent("sum", "all_reduce", "data_parallel", transfer_us, f"bucket {step}.{layer}", "sums", group)
+            w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
+            if at_end:
+                us = transfer_us * layers / 2
+                w.sent("sum", "all_reduce", "data_parallel", us, f"bucket {step}.0", "sums", group)
+            w.ops.append(Await(f"done bucket {step}.0 of {group}"))
+            w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
+
+    return _job(write, ranks, {"data_parallel": (group,)}, seed, jitter, foreign)
 
 
 def sharded(
     seed: int = 0, layers: int = 12, steps: int = 2, jitter: float = 0.03, transfer_us: float = 90.0,
     foreign: bool = True, prefetch: bool = True,
 ) -> Job:  # fmt: skip
-    group = (0, 1)
-    programs = {}
-    for rank in group:
-        w = Writer(rank, seed, jitter, foreign)
+    passes = [("forward", layer) for layer in range(layers)]
+    passes += [("backward", layer) for layer in reversed(range(layers))]
 
-        def send(kind: str, stream: str, key: str, writer: Writer = w) -> None:
-            writer.ops.append(Record(f"before {key}"))
-            writer.transfer(kind, kind, "shards", group, transfer_us, stream, key=key, after=f"before {key}")
+    def write(w: Writer) -> None:
+        def gather(step: int, i: int) -> None:
+            w.sent("gather", "_allgather_base", "shards", transfer_us, f"weights {step}.{i}", "weights")
 
-        for step in range(steps):
-            passes = [("forward", layer) for layer in range(layers)]
-            passes += [("backward", layer) for layer in reversed(range(layers))]
-            with w.range(f"ProfilerStep#{step}", "step"):
-                send("_allgather_base", "weights", f"weights {step}.0")
-                for i, (name, layer) in enumerate(passes):
-                    if not prefetch and i:
-                        send("_allgather_base", "weights", f"weights {step}.{i}")
-                    w.ops.append(Await(f"done weights {step}.{i} of {group}"))
-                    if prefetch and i + 1 < len(passes):
-                        send("_allgather_base", "weights", f"weights {step}.{i + 1}")
-                    forward = name == "forward"
-                    w.segment(name, f"Block_{layer}", 300 if forward else 600, ATTENTION if forward else
-                              ATTENTION_BACKWARD, 264 if forward else 330)  # fmt: skip
-                    if not forward:
-                        send("_reduce_scatter_base", "gradients", f"gradients {step}.{i}")
-                w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
-                w.ops.append(Await(f"done gradients {step}.{len(passes) - 1} of {group}"))
-                w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
-        programs[rank] = tuple(w.ops)
-    return Job(programs, groups={"shards": (group,)}, seed=seed, foreign=foreign)
+        for step in w.steps(steps):
+            gather(step, 0)
+            for i, (name, layer) in enumerate(passes):
+                if not prefetch and i:
+                    gather(step, i)
+                w.ops.append(Await(f"done weights {step}.{i} of (0, 1)"))
+                if prefetch and i + 1 < len(passes):
+                    gather(step, i + 1)
+                us, shares, grid = (300, ATTENTION, 264) if name == "forward" else (600, ATTENTION_BACKWARD, 330)
+                w.segment(name, f"Block_{layer}", us, shares, grid)
+                if name == "backward":
+                    key = f"gradients {step}.{i}"
+                    w.sent("scatter", "_reduce_scatter_base", "shards", transfer_us, key, "gradients")
+            w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
+            w.ops.append(Await(f"done gradients {step}.{len(passes) - 1} of (0, 1)"))
+            w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
+
+    return _job(write, 2, {"shards": ((0, 1),)}, seed, jitter, foreign)
 
 
 def pipeline(
@@ -218,61 +214,53 @@ def pipeline(
     foreign: bool = False,
 ) -> Job:  # fmt: skip
     """Stage 0 sends activations down, stage 1 sends gradients up. What a micro-batch needs was sent `ahead` before."""
-    programs = {}
-    for rank in (0, 1):
-        w = Writer(rank, seed, jitter, foreign)
+
+    def write(w: Writer) -> None:
         for i in range(micro_batches):
+            if i >= ahead:
+                w.ops.append(Await(f"done {'BF'[w.rank]}{i - ahead} of (0, 1)"))
+            for kind, us, shares, grid in (("F", 500, ATTENTION, 264), ("B", 900, ATTENTION_BACKWARD, 330)):
+                w.segment(f"{w.rank}{kind}{i}", "Block_0", us, shares, grid)
+                w.ops.append(Record(f"{kind}{i}"))
             for kind, source in (("F", 0), ("B", 1)):
-                if rank != source and i >= ahead:
-                    w.ops.append(Await(f"done {kind}{i - ahead} of (0, 1)"))
-            w.segment(f"{rank}F{i}", "Block_0", 500, ATTENTION, 264)
-            w.ops.append(Record(f"F{i}"))
-            w.segment(f"{rank}B{i}", "Block_0", 900, ATTENTION_BACKWARD, 330)
-            w.ops.append(Record(f"B{i}"))
-            for kind, source in (("F", 0), ("B", 1)):
-                group, call = f"pipeline {kind}", "send" if rank == source else "recv"
+                group, call = f"pipeline {kind}", "send" if w.rank == source else "recv"
                 w.transfer(group, call, group, (0, 1), transfer_us, f"pipe {kind}", key=f"{kind}{i}",
                            after=f"{kind}{i}", peers=(source, 1 - source))  # fmt: skip
-        programs[rank] = tuple(w.ops)
-    groups = {f"pipeline {kind}": ((0, 1),) for kind in "FB"}
-    return Job(programs, groups=groups, seed=seed, foreign=foreign)
+
+    return _job(write, 2, {f"pipeline {kind}": ((0, 1),) for kind in "FB"}, seed, jitter, foreign)
 
 
-def _decode_kernels(w: Writer, layers: int) -> tuple[Kernel, ...]:
-    return tuple(
-        Kernel(name, w.varied(14 * share + 3, token, i), grid=132)
-        for token in range(layers) for i, (name, _, share) in enumerate((*ATTENTION, *EXPERTS))
-    )  # fmt: skip
+def decode(seed: int = 0, tokens: int = 8, layers: int = 12, jitter: float = 0.03, graphs: bool = True) -> Job:
+    def write(w: Writer) -> None:
+        kernels = tuple(
+            Kernel(name, w.varied(14 * share + 3, layer, i), grid=132)
+            for layer in range(layers) for i, (name, _, share) in enumerate((*ATTENTION, *EXPERTS))
+        )  # fmt: skip
+        for token in range(tokens):
+            with w.range(f"decode token {token}"):
+                w.ops += [Python(60), *([Graph(kernels)] if graphs else kernels)]
 
-
-def decode(seed: int = 0, tokens: int = 12, layers: int = 16, jitter: float = 0.03, graphs: bool = True) -> Job:
-    w = Writer(0, seed, jitter)
-    for token in range(tokens):
-        with w.range(f"decode token {token}"):
-            w.ops.append(Python(60))
-            kernels = _decode_kernels(w, layers)
-            w.ops += [Graph(kernels)] if graphs else kernels
-    return Job({0: tuple(w.ops)}, seed=seed)
+    return _job(write, 1, {}, seed, jitter, False)
 
 
 def single_gpu(
-    seed: int = 0, layers: int = 24, steps: int = 2, jitter: float = 0.03, foreign: bool = True, small: str = "",
+    seed: int = 0, layers: int = 12, steps: int = 2, jitter: float = 0.03, foreign: bool = True, small: str = "",
 ) -> Job:  # fmt: skip
     """small: the optimizer has many small kernels, which are launched "together" or "alone"."""
-    w = Writer(0, seed, jitter, foreign)
-    for step in range(steps):
-        with w.range(f"ProfilerStep#{step}", "step"):
+    kernels = tuple(Kernel(OPTIMIZER[0][0], 2.0, grid=1) for _ in range(1200))
+
+    def write(w: Writer) -> None:
+        for _ in w.steps(steps):
             for layer in range(layers):
                 w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
             for layer in reversed(range(layers)):
                 w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
-            kernels = tuple(Kernel(OPTIMIZER[0][0], 2.0, grid=1) for _ in range(2500))
             with w.range("Optimizer.step#AdamW.step"):
-                if small:
-                    w.ops += kernels if small == "alone" else [Graph(kernels)]
-                else:
+                w.ops += {"alone": kernels, "together": (Graph(kernels),)}.get(small, ())
+                if not small:
                     w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
-    return Job({0: tuple(w.ops)}, seed=seed, foreign=foreign)
+
+    return _job(write, 1, {}, seed, jitter, foreign)
 
 
 HEALTHY = {

@@ -27,7 +27,6 @@ from .program import (
     Kernel,
     Machine,
     Op,
-    Poll,
     Python,
     Record,
 )  # fmt: skip
@@ -172,21 +171,16 @@ class _Run:
                     yield machine.call_us
                     copy = Kernel("Memcpy DtoH (Device -> Pageable)", 2.0, stream, 0, category="gpu_memcpy")
                     yield from self._call(rank, copy, stream, "cudaMemcpyAsync", machine.launch_us)
-                    since = self.now
-                    yield self.devices[rank].last[self.devices[rank].number(stream)]
-                    yield 2.0
-                    host.append(HostSpan("runtime", "cudaStreamSynchronize", since, self.now, next(self.correlations)))
+                    yield from self._host(rank, (Call("cudaStreamSynchronize", 2.0, True, stream),))
                     for name in ("aten::_local_scalar_dense", "aten::item"):
                         host.append(HostSpan("operator", name, began, self.now))
 
-                case Call(name, us, waits):
+                case Call(name, us, waits, stream):
                     if waits:
-                        yield self.devices[rank].last[self.devices[rank].number(COMPUTE)]
+                        yield self.devices[rank].last[self.devices[rank].number(stream)]
                     yield us
-                    host.append(HostSpan("runtime", name, began, self.now, next(self.correlations)))
-                case Poll(stream):
-                    yield self.devices[rank].last[self.devices[rank].number(stream)]
-                    yield 10.0
+                    if name:
+                        host.append(HostSpan("runtime", name, began, self.now, next(self.correlations)))
 
     def _collective(self, rank: int, op: Collective) -> Iterator[float | _Command]:
         machine, host, began = self.job.machine, self.recordings[rank].host, self.now

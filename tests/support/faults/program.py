@@ -71,23 +71,21 @@ class Item:
     """Copy a number to the host and wait for it."""
 
     stream: str = COMPUTE
-    segment: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Poll:
-    """Wait until the last work of a stream is done, without a call: the host looks into its own memory."""
-
-    stream: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the runtime that launches nothing. waits: first for the last work of the computation."""
+    """A call of the runtime that launches nothing. waits: first for the last work of a stream. Without a name, the host
+    looks into its own memory, and nothing is recorded."""
 
     name: str
     us: float
     waits: bool = False
+    stream: str = COMPUTE
+
+
+def poll(stream: str) -> Call:
+    return Call("", 10.0, True, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class End:
     pass
 
 
-Op = Kernel | Collective | Graph | Record | Await | Item | Poll | Call | Python | Begin | End
+Op = Kernel | Collective | Graph | Record | Await | Item | Call | Python | Begin | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +165,11 @@ class Writer:
         yield
         self.ops.append(End())
 
+    def steps(self, number: int) -> Iterator[int]:
+        for step in range(number):
+            with self.range(f"ProfilerStep#{step}", "step"):
+                yield step
+
     def segment(self, label: str, module: str, us: float, shares: Shares, grid: int, python_us: float = 60.0) -> None:
         """A named part of the computation. Its end is marked with the label and `place` of the call."""
         with self.range(module if self.foreign else label, "module" if self.foreign else "annotation"):
@@ -183,3 +186,10 @@ class Writer:
             key, kind, group, ranks, self.varied(us, key), elements or int(us * 40_000), stream, after,
             "" if self.foreign else label, peers,
         ))  # fmt: skip
+
+    def sent(
+        self, label: str, kind: str, group: str, us: float, key: str, stream: str, ranks: tuple[int, ...] = (0, 1)
+    ) -> None:  # fmt: skip
+        """A transfer of what has been computed so far."""
+        self.ops.append(Record(key))
+        self.transfer(label, kind, group, ranks, us, stream, key=key, after=key)

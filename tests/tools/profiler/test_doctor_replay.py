@@ -1,4 +1,7 @@
-"""Laws of the replay: what is unchanged stays, and what becomes shorter never makes anything later."""
+"""Laws of the replay, and of the dependencies that are replayed.
+
+What is unchanged stays, and what becomes shorter never makes anything later.
+"""
 
 from dataclasses import replace
 
@@ -7,105 +10,170 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.tools.profiler import read_trace
-from moe_dualpipe.tools.profiler.communication import NAMES
-from moe_dualpipe.tools.profiler.doctor.case import case_of
-from moe_dualpipe.tools.profiler.doctor.replay import ASSUMED, Graph, Waits, order_of, replay, with_delays
-from moe_dualpipe.tools.profiler.doctor.view import view_of
+from moe_dualpipe.tools.profiler.doctor.causes.exposed import find_nothing_else
+from moe_dualpipe.tools.profiler.doctor.replay import (
+    ASSUMED,
+    DATA,
+    LAUNCH,
+    SYNC,
+    edges,
+    ends,
+    graph_of_nodes,
+    replay,
+    rewired,
+    shorter,
+    without,
+)
+from moe_dualpipe.tools.profiler.doctor.view import COMPUTE, POLL
+from tests.support.diagnosed import case_of, gain_of
 from tests.support.faults import FAULTS, run, write_traces
+from tests.support.faults.program import Await, Collective, Job, Kernel, Machine, Python, Record, poll
+from tests.support.traces import annotation, kernel, launch, write
 
 
 @st.composite
 def graphs(draw):
     """Recorded nodes that depend on earlier ones; many lags contradict the recording."""
     size = draw(st.integers(1, 12))
-    us = st.integers(0, 40).map(float)
-    start = np.sort(np.array(draw(st.lists(us, min_size=size, max_size=size))))
-    duration, lag, launch_lag = (np.array(draw(st.lists(us, min_size=size, max_size=size))) for _ in range(3))
+    us = st.lists(st.integers(0, 40).map(float), min_size=size, max_size=size)
+    duration, lag, launch_lag, start = (np.array(draw(us)) for _ in range(4))
     before, launch = (np.array([draw(st.integers(-1, i - 1)) for i in range(size)], np.int64) for _ in range(2))
-    waits = [(draw(st.integers(0, i - 1)), i) for i in range(1, size) if draw(st.booleans())]
-    source, target = (np.array([wait[side] for wait in waits], np.int64) for side in (0, 1))
-    waited = np.array([draw(us) for _ in waits])
-    return with_delays(Graph(
-        np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size))), start, duration, before, lag, launch,
-        launch_lag, Waits(source, target, waited, np.full(len(waits), ASSUMED, np.int64)), duration,
-    ))  # fmt: skip
-
-
-def reordered(graph, place):
-    """The same graph with node i at place[i]."""
-    order = np.argsort(place)
-
-    def moved(column):
-        return np.where(column >= 0, place[column], -1)[order]
-
-    return Graph(
-        graph.is_device[order], graph.start[order], graph.duration[order], moved(graph.before), graph.before_lag[order],
-        moved(graph.launch), graph.launch_lag[order],
-        graph.waits._replace(source=place[graph.waits.source], target=place[graph.waits.target]), graph.delay[order],
-    )  # fmt: skip
-
-
-@given(graphs())
-def test_an_unchanged_replay_gives_the_recorded_times(graph):
-    times = replay(graph)
-    np.testing.assert_allclose(times.start, graph.start, atol=1e-9)
-    np.testing.assert_allclose(times.end, graph.start + graph.duration, atol=1e-9)
-
-
-@given(graphs())
-def test_a_dependency_that_the_recording_contradicts_makes_no_delay_negative(graph):
-    assert (graph.delay >= 0).all()
-
-
-@given(graphs(), st.data())
-def test_shorter_nodes_make_nothing_later(graph, data):
-    share = np.array(data.draw(st.lists(st.floats(0, 1), min_size=len(graph.start), max_size=len(graph.start))))
-    before, after = replay(graph), replay(replace(graph, duration=graph.duration * share))
-    assert (after.start <= before.start + 1e-9).all() and (after.end <= before.end + 1e-9).all()
-
-
-@given(graphs(), st.data())
-def test_fewer_waits_make_nothing_later(graph, data):
-    gone = data.draw(st.lists(st.booleans(), min_size=len(graph.waits.lag), max_size=len(graph.waits.lag)))
-    fewer = replace(graph, waits=graph.waits._replace(lag=np.where(gone, -np.inf, graph.waits.lag)))
-    assert (replay(fewer).start <= replay(graph).start + 1e-9).all()
+    target = np.array([i for i in range(1, size) if draw(st.booleans())], np.int64)
+    source = np.array([draw(st.integers(0, i - 1)) for i in target.tolist()], np.int64)
+    is_device = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    waits = edges(ends(source), target, lag[target], ASSUMED)
+    return graph_of_nodes(is_device, np.sort(start), duration, before, lag, launch, launch_lag, waits)
 
 
 @settings(deadline=None)
 @given(graphs(), st.data())
-def test_the_numbering_of_the_nodes_does_not_matter(graph, data):
-    place = np.array(data.draw(st.permutations(range(len(graph.start)))), np.int64)
-    np.testing.assert_allclose(replay(reordered(graph, place)).end[place], replay(graph).end, atol=1e-9)
+def test_laws_of_the_replay(graph, data):
+    """It gives the recorded times. Shorter nodes and fewer dependencies make nothing later. The recorded starts only
+    give a first guess at the order."""
+    size, before = len(graph.start), replay(graph)
+    np.testing.assert_allclose(before.start, graph.start, atol=1e-9)
+    np.testing.assert_allclose(before.end, graph.start + graph.duration, atol=1e-9)
+    assert (graph.delay >= 0).all()
+    us = np.array(data.draw(st.lists(st.floats(0, 50), min_size=size, max_size=size)))
+    rows = np.flatnonzero(np.arange(len(graph.edges.lag)) >= 2 * size)[:: data.draw(st.integers(1, 3))]
+    for change in (shorter(np.arange(size), us), without(rows)):
+        after = replay(change(graph))
+        assert (after.start <= before.start + 1e-9).all() and (after.end <= before.end + 1e-9).all()
+    guess = np.array(data.draw(st.permutations(range(size))), float)
+    np.testing.assert_allclose(replay(replace(graph, start=guess)).end, before.end, atol=1e-9)
 
 
-def test_nodes_that_wait_for_each_other_have_no_order():
-    none, both = np.full(2, -1, np.int64), np.array([1, 0], np.int64)
-    zero = np.zeros(2)
-    waits = Waits(both[:1], both[1:], zero[:1], np.array([ASSUMED]))
-    graph = Graph(np.ones(2, bool), zero, zero, none, zero, none, zero, waits, zero)
-    assert order_of(graph) is not None
-    assert order_of(replace(graph, before=np.array([-1, 0], np.int64))) is None
-    with pytest.raises(ValueError, match="wait for each other"):
-        replay(replace(graph, before=np.array([-1, 0], np.int64)))
+def test_a_node_starts_after_the_start_of_its_launch_and_the_end_of_the_node_before():
+    start, us, none = np.array([0.0, 10.0, 30.0]), np.array([10.0, 20.0, 5.0]), np.full(3, -1, np.int64)
+    before, launch, waits = np.array([-1, 0, 1]), np.array([-1, -1, 0]), edges(none[:0], none[:0], 0.0, DATA)
+    graph = graph_of_nodes(np.ones(3, bool), start, us, before, np.zeros(3), launch, 0.0, waits)
+    assert replay(without(np.array([2]))(graph)).start.tolist() == [0, 10, 0]
+    assert replay(rewired(np.array([2]), ends(np.array([0])))(graph)).start.tolist() == [0, 10, 10]
+    assert rewired(np.array([0]), ends(np.array([2])))(graph) is graph  # they would wait for each other
+    assert graph.edges.kind.tolist()[3:] == [LAUNCH] * 3
 
 
-def test_work_in_a_hardware_queue_starts_once_the_work_before_it_has_started():
-    """Node 0 takes 10 us, and node 1 follows it. Node 2 needs nothing, and is behind node 1 in a queue."""
-    none, zero = np.full(3, -1, np.int64), np.zeros(3)
-    before, durations = np.array([-1, 0, -1], np.int64), np.array([10.0, 100.0, 5.0])
-    graph = Graph(
-        np.ones(3, bool), zero, durations, before, zero, none, zero, Waits(none[:0], none[:0], zero[:0], none[:0]), zero
-    )
-    assert replay(graph).start.tolist() == [0, 10, 0]
-    assert replay(replace(graph, queue=np.array([-1, -1, 1], np.int64))).start.tolist() == [0, 10, 10]
-
-
-@pytest.mark.parametrize("name", ["host sync", "one queue", "shared stream", "late launch", "no graphs"])
+@pytest.mark.parametrize("name", ["host sync", "one queue", "no graphs"])
 def test_the_replay_of_a_job_gives_its_recorded_times(name, tmp_path):
     for path in write_traces(run(FAULTS[name].apply(FAULTS[name].healthy(), 2)), tmp_path):
-        trace = read_trace(path)
-        case = case_of(view_of(trace, trace.device_events[0].device, NAMES.kind_of))
+        case = case_of(path)
         times = replay(case.graph)
         np.testing.assert_allclose(times.start[case.nodes.event], case.view.start, atol=1e-6)
         np.testing.assert_allclose(times.end[case.nodes.event], case.view.end, atol=1e-6)
+
+
+# ---- what waits for what ----
+
+
+@pytest.mark.parametrize(("waits", "of_transfer", "of_kernel"), [(0, -1, -1), (1, 1, 0), (2, 1, 1), (3, 1, 2)])
+def test_a_transfer_uses_up_one_of_the_queued_waits(tmp_path, waits, of_transfer, of_kernel):
+    """The kernel is launched after the transfer, and a second kernel after it. Another thread queues a wait."""
+    events = [launch(10 + i, 10 + i, name="cudaStreamWaitEvent") for i in range(waits)]
+    events += [launch(9, 15, thread=2, name="cudaStreamWaitEvent")] * (waits > 0)
+    for i, name in enumerate(("ncclDevKernel", "gemm", "gemm")):
+        events += [launch(i, 20 + 5 * i), kernel(name, 100 + 50 * i, 40, stream=8 if i else 9, correlation=i)]
+    view = case_of(write(tmp_path / "t.json", events)).view
+    assert view.num_waits.tolist() == [of_transfer, of_kernel, min(of_kernel, 0) if waits == 0 else 0]
+    assert view.may_wait.tolist() == [of_transfer != 0, of_kernel != 0, waits == 0]
+
+
+@pytest.mark.parametrize(("after_us", "kind"), [(4, DATA), (20, ASSUMED)])
+def test_a_transfer_that_starts_soon_after_its_input_waited_for_it(after_us, kind, tmp_path):
+    """The second kernel needs the transfer that ended last, not that which was launched last."""
+    events = [launch(i, 2 * i) for i in (1, 2, 3, 5)]
+    events += [launch(10 + i, 2 * i - 1, name="cudaStreamWaitEvent") for i in (2, 3, 5)]
+    events += [kernel("gemm", 10, 100, correlation=1), kernel("gemm", 900, 50, correlation=5)]
+    events += [kernel("ncclDevKernel", 110 + after_us, us, stream=i, correlation=i) for i, us in ((2, 290), (3, 90))]
+    case = case_of(write(tmp_path / "t.json", events))
+    found = case.graph.edges.keep(np.isin(case.graph.edges.kind, (DATA, ASSUMED)))
+    rows = zip(
+        case.event_of[found.source_node].tolist(),
+        case.event_of[found.target].tolist(),
+        found.kind.tolist(),
+        strict=True,
+    )
+    assert {*rows} == {(0, 1, kind), (0, 2, kind), (2, 3, ASSUMED)}
+
+
+def test_input_and_weight_gradients_belong_to_the_backward_chunk(tmp_path):
+    events = [event for i, letter in enumerate("FBIW") for event in (
+        annotation(f"mlp({letter})", 10 * i, 8), launch(i, 10 * i + 2), kernel("gemm", 100 + 10 * i, 9, correlation=i)
+    )]  # fmt: skip
+    view = case_of(write(tmp_path / "t.json", events)).view
+    assert view.letters == ["F", "B", "B", "B"] and view.is_wgrad.tolist() == [False, False, False, True]
+
+
+def polling(compute_us, wait, folder):
+    """Layers of a long kernel, a transfer of its output, and a second transfer whose launch needs the first one."""
+    ops = []
+    for layer in range(6):
+        sent = [Collective(f"{key} {layer}", "all_to_allv", "ep", (0,), us, 1, "ep", f"out {layer}")
+                for key, us in (("sizes", 50), ("rows", 400))]  # fmt: skip
+        ops += [Kernel(f"attention_{layer}", compute_us), Record(f"out {layer}"), sent[0], wait, sent[1]]
+        ops.append(Await(f"done rows {layer}"))
+    [path] = write_traces(run(Job({0: tuple(ops)}, Machine(5, 5, 3, 9, 1, 1, 1), {"ep": ((0,),)})), folder)
+    return case_of(path)
+
+
+def test_what_follows_a_poll_moves_with_what_it_waits_for(tmp_path):
+    case, faster = (polling(us, poll("ep"), tmp_path / str(us)) for us in (3000, 1800))
+    true, us = case.window_us - faster.window_us, 0.4 * case.view.duration * (case.view.kind == COMPUTE)
+    assert true > 1000 and gain_of(case, shorter(case.nodes.event, us)) == pytest.approx(true, rel=0.01)
+
+
+@pytest.mark.parametrize(("wait", "us", "number"), [
+    (poll("ep"), 3000, 6), (Python(20), 3000, 0), (Python(4000), 3000, 0), (poll("ep"), 200, 0),
+], ids=str)  # fmt: skip
+def test_polls(tmp_path, wait, us, number):
+    """None: a host that is ahead, one that works long after the transfer, and a wait as short as ordinary work."""
+    assert sum(call.name == POLL for call in polling(us, wait, tmp_path).view.calls) == number
+
+
+@pytest.mark.parametrize(("us", "ends_at", "waits"), [(150, 140, True), (50, 40, False), (150, 160, False)])
+def test_a_long_call_that_outlasts_its_own_copy_waits_for_it(tmp_path, us, ends_at, waits):
+    events = [launch(1, 0, name="cudaMemcpyAsync", duration=us), kernel("Memcpy DtoH", 5, ends_at - 5, correlation=1)]
+    case = case_of(write(tmp_path / "t.json", events))
+    assert [call.sync for call in case.view.calls] == [waits] == [SYNC in case.graph.edges.kind]
+
+
+def test_launches_wait_while_the_queue_is_full(tmp_path):
+    """3,000 kernels, launched every 1 us until 1,000 are queued. On a faster device, they are launched earlier."""
+    events, now = [], 0.0
+    for i in range(3000):
+        blocked = max(200.0 * (i - 999) - now, 1.0)
+        events += [launch(i, now, duration=blocked), kernel("gemm", 10 + 200 * i, 199, correlation=i)]
+        now += blocked
+    case = case_of(write(tmp_path / "t.json", events))
+    assert gain_of(case, shorter(case.nodes.event, case.view.duration / 2)) == pytest.approx(3000 * 199 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(("launched_us", "named"), [(-5, True), (5, False)])
+def test_nothing_to_overlap_if_the_next_kernel_was_queued(launched_us, named, tmp_path):
+    """Kernels start 10 us after the end of a transfer. launched_us: from the end of the transfer."""
+    events = []
+    for i in range(8):
+        end = 410 * i
+        events += [launch(i + 1, end + launched_us), kernel("a", end + 10, 300, correlation=i + 1)]
+        events.append(kernel("ncclDevKernel", end + 310, 100, stream=8))
+    case = case_of(write(tmp_path / "t.json", events))
+    assert len(find_nothing_else(case, case.graph.recorded, 500.0)) == named

@@ -4,8 +4,6 @@ import json
 import random
 from itertools import islice
 
-import pytest
-
 from moe_dualpipe.data import strict_json
 from moe_dualpipe.schedule import Schedule, build, validate
 from moe_dualpipe.tools.profiler.files import analyze_files
@@ -26,7 +24,7 @@ TRACE = {
 
 def test_every_wrong_value_in_a_trace_is_refused_or_analyzed(tmp_path):
     path, analyzed = tmp_path / "trace.json", 0
-    for _, text in islice(mutations(TRACE, VALUES), 0, None, 7):
+    for _, text in islice(mutations(TRACE, VALUES), 0, None, 13):
         path.write_text(text)
         try:
             found = analyze_files([path])
@@ -39,7 +37,7 @@ def test_every_wrong_value_in_a_trace_is_refused_or_analyzed(tmp_path):
         assert all(line.isprintable() and len(line) < 1000 for line in report.splitlines())
         strict_json.parse(strict_json.write(objects := found.as_objects()))
         json.dumps(objects, allow_nan=False)  # without replacing anything
-    assert analyzed > 80
+    assert analyzed > 40
 
 
 PIECES = ["", "9", "9" * 5000, "-", ",", "\n", '"', "\x1b[31m", "F", "0F0", "\udc80", "\0", "²"]
@@ -59,12 +57,3 @@ def test_random_changes_of_a_schedule_file_are_refused_or_valid():
             assert all(line.isprintable() for line in str(error).splitlines())
             assert len(str(error).splitlines()[0]) < 300
     assert 0 < valid < 100
-
-
-@pytest.mark.parametrize("stage", ["9" * 10, "9" * 5000])
-def test_a_long_number_is_not_an_action(stage):
-    with pytest.raises(
-        ValueError, match=r"line 1, cell 1: not an action: '9{9}.*; expected forms such as 0F3"
-    ) as refused:
-        Schedule.from_csv(f"{stage}F0")
-    check_message(refused.value)

@@ -1,4 +1,9 @@
-"""Made-up jobs with one known fault each: it is named, with its true gain, and little is left unexplained."""
+"""Made-up jobs with one known fault each: it is named, with its true gain, and little is left unexplained.
+
+The true gain of a fault is the difference to the same job without it.
+"""
+
+from functools import cache
 
 import pytest
 
@@ -6,9 +11,9 @@ from moe_dualpipe.tools.profiler.account import LOST
 from moe_dualpipe.tools.profiler.doctor.verdict import CAUSES
 from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY as NOTHING_LEFT
 from moe_dualpipe.tools.profiler.reports.verdicts import verdicts_text
-from tests.support.diagnosed import analyzed, outcome, verdicts_of
-from tests.support.faults import FAULTS
-from tests.support.faults.jobs import HEALTHY, decode
+from tests.support.diagnosed import analyzed, outcomes
+from tests.support.faults import FAULTS, PAIRS, run
+from tests.support.faults.jobs import HEALTHY, decode, moe_training
 from tests.support.faults.switches import STRENGTHS
 
 BESIDE = {
@@ -21,36 +26,69 @@ LEFT = 0.02
 """The largest share of a window that may stay unexplained."""
 
 
+@cache
+def recorded(make):
+    job = make()
+    return job, run(job)
+
+
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_its_true_gain(name, strength, tmp_path):
     fault = FAULTS[name]
-    job = fault.healthy()
-    found = outcome(fault, fault.apply(job, strength), fault.mended(job, strength) if fault.mended else job, tmp_path)
-    assert fault.kind in found.kinds and {*found.kinds} <= {fault.kind, *BESIDE.get(name, ())}
+    job, healthy = recorded(fault.healthy)
+    mended = fault.mended(job, strength) if fault.mended else job
+    [found] = outcomes(fault.apply(job, strength), [(fault, healthy if mended is job else run(mended))], tmp_path)
+    assert fault.kind in found.kinds <= {fault.kind, *BESIDE.get(name, ())}
     assert found.verdict is not None and found.verdict.share > 0.005
     assert found.verdict.title == CAUSES[TITLES.get(name, fault.kind)][0]
-    assert found.close() if fault.mended else found.predicted_us is None, (found.predicted_us, found.true_us)
+    assert found.costs and found.close(), (found.verdict.gain_us, found.true_us)
     assert found.unexplained < LEFT
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 12))])
 @pytest.mark.parametrize("name", HEALTHY)
-@pytest.mark.parametrize("seed", [0, 1])
 def test_a_healthy_job_has_no_verdict(name, seed, tmp_path):
     """Between the short kernels of a decode, a device takes time."""
-    files = analyzed(HEALTHY[name](seed=seed, jitter=0.02 + 0.03 * seed), tmp_path)
     expected = ["short-kernels"] * (HEALTHY[name] is decode)
-    for device in files.devices:
+    job = HEALTHY[name](seed=seed, jitter=0.05 if seed else 0.02)
+    for device in analyzed(run(job), tmp_path).devices:
         analysis = device.analysis
         assert [verdict.kind for verdict in analysis.verdicts] == expected
         lost = sum(entry.us for entry in analysis.account if entry.kind in LOST)
-        says_nothing = verdicts_text(analysis) == NOTHING_LEFT
-        assert says_nothing == (lost < 0.01 * analysis.window_us)
+        assert (verdicts_text(analysis) == NOTHING_LEFT) == (lost < 0.01 * analysis.window_us)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 12))
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_jobs_of_many_seeds(name, seed, tmp_path):
-    found = verdicts_of(HEALTHY[name](seed=seed, jitter=0.05), tmp_path)
-    assert {verdict.kind for _, verdict in found} == ({"short-kernels"} if HEALTHY[name] is decode else set())
+UNSEEN = {
+    ("starved transfers", "starved computation"),  # transfers are never alone
+    ("starved computation", "starved transfers"),
+    ("starved transfers", "slow rank"),  # hardly alone
+    ("more tokens", "starved transfers"),  # the other rank slows the transfers down, and they wait little
+    ("host sync", "slow host"),  # the call to copy the number takes as long as other calls
+}
+"""A fault, and one beside it with which the trace does not always show it."""
+UNPREDICTED = UNSEEN | {
+    ("shared stream", "one queue"),  # how other streams would share the queue is unknown
+    ("host sync", "one queue"),
+    ("one queue", "starved transfers"),  # nothing runs at once, so nothing shows that it would be slower
+    ("one queue", "starved computation"),
+}
+"""The same for the gain."""
+
+
+BESIDE_KIND = {"host-bound": {"slow-optimizer"}}
+"""What may be named as well: a slow host also launches the many small kernels of the optimizer late."""
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    pytest.param(*pair, marks=[] if number % 3 == 1 else pytest.mark.long) for number, pair in enumerate(PAIRS)
+], ids=lambda fault: fault.name)  # fmt: skip
+def test_two_faults_at_once(one, other, tmp_path):
+    """Each has the gain of its own removal. One that costs nothing beside the other one need not be named."""
+    job = moe_training(layers=4)
+    alone, beside = one.apply(job, 2), other.apply(job, 2)
+    first, second = outcomes(other.apply(alone, 2), [(one, run(beside)), (other, run(alone))], tmp_path)
+    for found, key in ((first, (one.name, other.name)), (second, (other.name, one.name))):
+        assert found.verdict or not found.costs or key in UNSEEN, found
+        assert found.close(0.2, 0.01) or not found.verdict or key in UNPREDICTED, found
+    assert first.kinds <= {one.kind, other.kind, "nothing-to-overlap", *BESIDE_KIND.get(one.kind, ())}

@@ -1,20 +1,17 @@
 """What all causes look at, and what they find."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from ..intervals import EMPTY, Intervals, difference, length_before, union
-from .dependencies import Nodes, graph_of, latency_of, previous_on_stream, ready_times
-from .replay import ASSUMED, DATA, Floats, Graph, Ints, Mask
+from .dependencies import Nodes
+from .replay import ASSUMED, DATA, SYNC, Change, Floats, Graph, Ints, Mask
 from .verdict import CAUSES, Verdict
-from .view import COMM, COMPUTE, COPY, View
-
-Change = Callable[[Graph], Graph]
-"""Returns the graph without a cause. It keeps the nodes, and the order of the waits."""
+from .view import AT_ONCE, COMM, COMPUTE, COPY, View
 
 
 class Finding(NamedTuple):
@@ -24,8 +21,6 @@ class Finding(NamedTuple):
     spans: Intervals
     """When it costs time."""
     change: Change | None
-    stays: Change | None = None
-    """What the cause does to a graph without other causes. None: the recorded graph has all that it does."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +38,6 @@ class Case:
         return self.view.window_us
 
     @cached_property
-    def previous(self) -> Ints:
-        """The event before each event on its stream, or -1."""
-        return previous_on_stream(self.view)
-
-    @cached_property
-    def ready(self) -> Floats:
-        """When each event was launched and its stream was free."""
-        return ready_times(self.view)
-
-    @cached_property
     def event_of(self) -> Ints:
         """The event of each node, or -1."""
         events = np.full(len(self.graph.start), -1, np.int64)
@@ -60,30 +45,41 @@ class Case:
         return events
 
     @cached_property
-    def latency(self) -> float:
-        return latency_of(self.view)
+    def call_of(self) -> Ints:
+        """The call that ends with each node, or -1."""
+        calls = np.full(len(self.graph.start), -1, np.int64)
+        calls[self.nodes.call_end] = np.arange(len(self.view.calls))
+        return calls
+
+    @cached_property
+    def at_once(self) -> Ints:
+        """Which edges are waits of a CPU for transfers that the same segment has started."""
+        calls = [i for i, call in enumerate(self.view.calls) if call.name == AT_ONCE]
+        of_calls = np.isin(self.call_of[self.graph.edges.target], calls)
+        return np.flatnonzero((self.graph.edges.kind == SYNC) & of_calls)
 
     def inputs_ready(self, *kinds: int) -> Floats:
         """When the inputs of each event were ready, as far as they are known; 0 without any."""
-        graph, waits = self.graph, self.graph.waits
-        chosen, ends = np.isin(waits.kind, kinds), np.zeros(len(graph.start))
-        np.maximum.at(ends, waits.target[chosen], (graph.start + graph.duration)[waits.source[chosen]])
-        return ends[self.nodes.event]
+        waits, ready = self.graph.edges.keep(np.isin(self.graph.edges.kind, kinds)), np.zeros(len(self.graph.start))
+        np.maximum.at(ready, waits.target, self.graph.recorded.end[waits.source_node])
+        return ready[self.nodes.event]
 
     @cached_property
     def could_start(self) -> Floats:
         """When each event was launched and its inputs were ready, whatever else its stream had to do."""
-        calls = np.array([call.start for call in self.view.calls] or [0.0])
-        launched = np.where(self.view.launch >= 0, calls[self.view.launch] + self.latency, self.view.start)
+        launched = np.where(self.view.launch >= 0, self.view.launched, self.view.start)
         return np.maximum(self.inputs_ready(DATA, ASSUMED), launched)
 
     @cached_property
     def own_us(self) -> Floats:
         """How long each event takes without waits for other ranks, as far as known."""
-        duration = self.view.duration
-        return (
-            duration if self.comm_us is None else np.where(self.is_comm, np.minimum(duration, self.comm_us), duration)
-        )
+        most = np.inf if self.comm_us is None else np.where(self.is_comm, self.comm_us, np.inf)
+        return np.minimum(self.view.duration, most)
+
+    @property
+    def waited_us(self) -> Floats:
+        """How long each transfer waited for other ranks, as far as known."""
+        return self.view.duration - self.own_us
 
     @cached_property
     def is_comm(self) -> Mask:
@@ -121,27 +117,25 @@ class Case:
     def place(self, event: int) -> str:
         """The annotation of an event's launch; otherwise its collective or its own name."""
         view = self.view
-        if view.labels[event]:
-            return view.labels[event]
         collective = view.events[event].collective
-        if collective is not None:
-            group = collective.description or collective.group
-            return f"{collective.name} in {group}" if group else collective.name
-        return view.events[event].name
+        if view.labels[event] or collective is None:
+            return view.labels[event] or view.events[event].name
+        group = collective.description or collective.group
+        return f"{collective.name} in {group}" if group else collective.name
 
     def launched_behind(self, event: int) -> str:
         """A sentence that names the last computation that was launched before a transfer; "" if unknown."""
-        view = self.view
-        before = np.flatnonzero((view.launch < view.launch[event]) & (view.launch >= 0) & ~self.is_comm)
+        launch = self.view.launch
+        before = np.flatnonzero((launch < launch[event]) & (launch >= 0) & ~self.is_comm)
         if not len(before):
             return ""
-        place = self.place(int(before[np.argmax(view.launch[before])]))
+        place = self.place(int(before[np.argmax(launch[before])]))
         return f" It was launched behind {place}: if it does not need that, launch it earlier."
 
     def finding(
         self, key: str, events: Sequence[int] | Ints, start: Floats, end: Floats, evidence: Sequence[str],
         change: Change | None, *, costs: Floats | None = None, cost_us: float | None = None,
-        places: Sequence[str] | None = None, stays: Change | None = None,
+        places: Sequence[str] | None = None,
     ) -> Finding:  # fmt: skip
         """A finding about `events`, each of which lost the time from start to end.
 
@@ -155,33 +149,7 @@ class Case:
             key.partition("/")[0], title, tuple(evidence), remedy, most_costly(places, costs),
             float(start[worst]), float(end[worst]), float(costs.sum()) if cost_us is None else cost_us,
         )  # fmt: skip
-        return Finding(verdict, union(np.stack([start, end], axis=1)), change, stays)
-
-
-def case_of(view: View) -> Case:
-    return Case(view, *graph_of(view))
-
-
-def without_waits(unwanted: Mask) -> Change:
-    """Drop waits, a mask over those of the recorded graph."""
-
-    def change(graph: Graph) -> Graph:
-        lag = graph.waits.lag.copy()
-        lag[: len(unwanted)][unwanted] = -np.inf
-        return replace(graph, waits=graph.waits._replace(lag=lag))
-
-    return change
-
-
-def shorter(nodes: Ints, us: Floats) -> Change:
-    """Shorten nodes by these times."""
-
-    def change(graph: Graph) -> Graph:
-        duration = graph.duration.copy()
-        duration[nodes] = np.maximum(duration[nodes] - us, 0.0)
-        return replace(graph, duration=duration)
-
-    return change
+        return Finding(verdict, union(np.stack([start, end], axis=1)), change)
 
 
 def most_costly(names: Sequence[str], costs: Iterable[float]) -> str:

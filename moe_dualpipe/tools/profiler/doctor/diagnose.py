@@ -3,30 +3,45 @@
 Each cause changes the graph of recorded dependencies; the gain is how much shorter the replayed window is. Two
 causes may claim the same time, so gains do not add up. A cause explains the entries of the account in which it costs
 time; all causes together also explain what is gone in a replay without them. The rest is unexplained.
+
+All ranks run one program, so a cause is removed on all ranks that have it. Then the ranks are replayed together: a rank
+that gets faster still waits for the others. If these waits are what is removed, or if they form a cycle, each rank is
+replayed alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from graphlib import CycleError
 from typing import NamedTuple
 
 import numpy as np
 
 from ..account import COMPUTATION, LOST, SLOWED, Entry, Total, relabeled, spans_of, totals
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
-from ..matching import Meeting
+from ..ranks import Comparison
 from ..trace import DeviceEvent, Trace
-from .case import Case, Finding, case_of
-from .causes import contention, copies, exposed, host, order, streams, transfers
-from .causes import thread_order as segments
-from .ranks import join, meetings_of
-from .replay import Times
+from .case import Case, Finding
+from .causes import exposed, host, order, transfers
+from .causes.transfers import Slowdown, beside_us, slowdown_of
+from .dependencies import graph_of
+from .ranks import JointGraph, Met, join, largest, meetings_of
+from .replay import Floats, Graph, Times, replay, shorter
 from .threads import case_of_threads
 from .verdict import Verdict
 from .view import COMPUTE, view_of
-from .what_if import Cause, Repairs, numbered, slowdowns_of
 
 LEAST_SHARE = 0.01
 """Causes that would save a smaller share of the window are left out."""
+ROUNDS = 10
+"""Maximum number of replays until computation and transfers that slow each other down have stable times."""
+SETTLED = 0.003
+"""Times are stable if all durations together change by less than this share of the window."""
+
+Cause = tuple[str, int]
+"""The kind of a verdict, and its number among those of its kind on one device."""
+Causes = dict[Cause, Finding]
+WAITS_FOR_RANKS: Cause = "imbalance", 0
 
 
 class Examined(NamedTuple):
@@ -42,12 +57,10 @@ class Examined(NamedTuple):
 def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], name: str = "") -> Examined | None:
     """Look at one device. Returns None if its window is empty. name: the name of its rank in other ranks' verdicts."""
     view = view_of(trace, device, kind_of)
-    case = case_of_threads(view, trace) if view.is_cpu else case_of(view)
+    case = case_of_threads(view, trace) if view.is_cpu else Case(view, *graph_of(view))
     if not case.window_us > 0:
         return None
-    found_host = segments.find(case) if view.is_cpu else host.find(case, trace)
-    others = [*order.find(case), *streams.find(case), *exposed.find_pipeline(case), *copies.find(case)]
-    return Examined(device, name, case, found_host, others)
+    return Examined(device, name, case, host.find(case, trace), [*order.find(case), *exposed.find(case)])
 
 
 class Diagnosis(NamedTuple):
@@ -61,29 +74,33 @@ class Diagnosis(NamedTuple):
 
 
 def conclude(
-    examined: Sequence[Examined | None], accounts: Sequence[Sequence[Entry]], meetings: Sequence[Meeting] = ()
+    examined: Sequence[Examined | None], accounts: Sequence[Sequence[Entry]], comparison: Comparison
 ) -> list[Diagnosis]:  # fmt: skip
     """Return the verdicts on each device; an entry of None has none.
 
-    accounts: of each device. meetings: collectives that several devices recorded.
+    accounts: of each device. comparison: of all devices.
     """
     known = [one for one in examined if one is not None]
     names = {number: one.name for number, one in enumerate(known)}
-    met = meetings_of([one.case for one in known], meetings)
-    cases, last = zip(*join([one.case for one in known], met), strict=True) if known else ((), ())
-    slowdowns = slowdowns_of(cases, met)
-    found = []
-    for one, case, joined, own in zip(known, cases, last, slowdowns, strict=True):
+    shifts = [shift or 0.0 for one, shift in zip(examined, comparison.shifts_us, strict=True) if one is not None]
+    met = meetings_of([one.case for one in known], comparison.meetings)
+    joined = [*join([one.case for one in known], met)]
+    cases = [case for case, _ in joined]
+    slowdowns, found = slowdowns_of(cases, met), list[Causes]()
+    for one, (case, last), own in zip(known, joined, slowdowns, strict=True):
         slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(case.view.events)))
-        of_transfers = transfers.find(case, names, joined, slowed_us)
-        found.append(numbered([*one.host, *one.others, *of_transfers, *contention.find(case, own)]))
-    repairs = Repairs(cases, met, slowdowns, found)
-    kept = [_kept(one, repairs, rank, found[rank]) for rank, one in enumerate(known)]
-    mended = [repairs.times(rank, causes) for rank, causes in enumerate(kept)]
-    for rank, (case, times) in enumerate(zip(cases, mended, strict=True)):
-        rest = numbered(exposed.find_nothing_else(case, times, LEAST_SHARE * case.window_us))
+        of_transfers = transfers.find(case, names, last, slowed_us)
+        slowed = [transfers.of_slowdown(case, slowdown) for slowdown in own]
+        found.append(_numbered([*one.host, *one.others, *of_transfers, *slowed]))
+    repairs = Repairs(cases, met, slowdowns, found, shifts)
+    kept, mended = list[list[Cause]](), list[Times]()
+    for rank, (one, case) in enumerate(zip(known, cases, strict=True)):
+        causes = _kept(one, repairs, rank)
+        times = repairs.times(causes)[rank]
+        rest = _numbered(exposed.find_nothing_else(case, times, LEAST_SHARE * case.window_us))
         found[rank] |= rest
-        kept[rank] += rest
+        kept.append([*causes, *rest])
+        mended.append(times)
     ranks = iter(range(len(known)))
     return [
         Diagnosis((), tuple(entries), tuple(_lost(entries, EMPTY)))
@@ -92,8 +109,45 @@ def conclude(
     ]  # fmt: skip
 
 
+def _numbered(findings: Sequence[Finding]) -> Causes:
+    """The findings of one device by cause."""
+    count = Counter[str]()
+    found: Causes = {}
+    for finding in findings:
+        kind = finding.verdict.kind
+        found[kind, count[kind]] = finding
+        count[kind] += 1
+    return found
+
+
+def _kept(one: Examined, repairs: "Repairs", rank: int) -> list[Cause]:
+    """The causes on one rank that cost enough.
+
+    One cause may follow from another. Late launches of the host count only if they would also be late without the calls
+    that wait for the device. A late launch of a transfer counts only if the transfer would also be late without all
+    causes of the host and without shared queues.
+    """
+    least, found = LEAST_SHARE * repairs.cases[rank].window_us, repairs.found[rank]
+    of_host = [*found][: len(one.host)]
+    kept: list[Cause] = []
+    for cause, finding in found.items():
+        before: list[Cause] = []
+        if cause in of_host:
+            before = of_host[: of_host.index(cause)]
+        elif cause[0] == "late-launch":
+            before = [other for other in kept if other in of_host or other[0] == "few-queues"]
+        gain = repairs.gain_of(rank, [cause]) if finding.change else finding.verdict.cost_us
+        if gain >= least and not (
+            before
+            and repairs.gain_of(rank, [*before, cause]) - repairs.gain_of(rank, before) < least
+            and finding.change
+        ):
+            kept.append(cause)
+    return kept
+
+
 def _diagnosis(
-    one: Examined, repairs: Repairs, rank: int, kept: Sequence[Cause], mended: Times, entries: Sequence[Entry]
+    one: Examined, repairs: "Repairs", rank: int, kept: Sequence[Cause], mended: Times, entries: Sequence[Entry]
 ) -> Diagnosis:  # fmt: skip
     case, found = repairs.cases[rank], repairs.found[rank]
     slowed = [finding.spans for (kind, _), finding in found.items() if kind == "starved-computation"]
@@ -133,32 +187,88 @@ def _mended_gaps(case: Case, mended: Times) -> Intervals:
     return union(gaps[shorter])
 
 
-def diagnose(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -> tuple[Verdict, ...]:
-    """Return the causes of lost time on one device, largest gain first."""
-    return conclude([examine(trace, device, kind_of)], [()])[0].verdicts
+class Repairs:
+    """How long the window of each rank would be without some of the causes."""
+
+    def __init__(
+        self, cases: Sequence[Case], meetings: Sequence[Met], slowdowns: Sequence[Sequence[Slowdown]],
+        found: Sequence[Causes], shifts: Sequence[float],
+    ):  # fmt: skip
+        """slowdowns, found, shifts (of clocks): one for each case."""
+        self.cases, self.meetings, self.slowdowns, self.found = cases, meetings, slowdowns, found
+        self.windows: dict[frozenset[Cause], list[float]] = {}
+        try:
+            self.joint = JointGraph(cases, meetings, shifts) if meetings else None
+        except CycleError:
+            self.joint = None
+
+    def gain_of(self, rank: int, causes: Collection[Cause]) -> float:
+        """By how much the window of a rank gets shorter without these causes."""
+        chosen = frozenset(causes)
+        if chosen not in self.windows:
+            self.windows[chosen] = [times.window_us for times in self.times(chosen)]
+        return self.cases[rank].graph.recorded.window_us - self.windows[chosen][rank]
+
+    def times(self, causes: Collection[Cause]) -> list[Times]:
+        """When everything on all ranks happens without these causes."""
+        if self.joint is not None and WAITS_FOR_RANKS not in causes:
+            try:
+                return self._settled(causes, self.meetings, self.joint.replay)
+            except CycleError:
+                pass
+        return self._settled(causes, (), lambda graphs: [replay(graph) for graph in graphs])
+
+    def _settled(
+        self, causes: Collection[Cause], meetings: Sequence[Met], replayed: Callable[[Sequence[Graph]], list[Times]]
+    ) -> list[Times]:  # fmt: skip
+        """Replay several times. Each replay applies the slowdowns that follow from the times of the previous one.
+
+        Only half of each difference is applied, so that durations and times do not oscillate.
+        """
+        left = [[one for one in own if (one.kind, 0) not in causes] for own in self.slowdowns]
+        changed = [self._changed(rank, causes) for rank in range(len(self.cases))]
+        graphs, times = changed, replayed(changed)
+        for _ in range(ROUNDS if causes and any(left) else 0):
+            moving = [
+                np.maximum(graph.duration[case.nodes.event] - (WAITS_FOR_RANKS not in causes) * case.waited_us, 0.0)
+                for case, graph in zip(self.cases, graphs, strict=True)
+            ]
+            beside = {is_comm: _beside(self.cases, is_comm, times, moving, meetings) for is_comm in (True, False)}
+            slowed = []
+            for i, case in enumerate(self.cases):
+                less = [one.k * (one.beside_us - beside[one.is_comm][i]) for one in left[i]]
+                slowed.append(
+                    shorter(case.nodes.event, np.sum([np.zeros(len(case.view.events)), *less], axis=0))(changed[i])
+                )
+            off = [np.abs(one.duration - other.duration).sum() for one, other in zip(graphs, slowed, strict=True)]
+            if all(us <= SETTLED * when.window_us for us, when in zip(off, times, strict=True)):
+                break
+            graphs = [
+                replace(one, duration=(one.duration + other.duration) / 2)
+                for one, other in zip(graphs, slowed, strict=True)
+            ]
+            times = replayed(graphs)
+        return times
+
+    def _changed(self, rank: int, causes: Collection[Cause]) -> Graph:
+        graph = self.cases[rank].graph
+        for cause, finding in self.found[rank].items():
+            if cause in causes and finding.change is not None:
+                graph = finding.change(graph)
+        return graph
 
 
-def _kept(one: Examined, repairs: Repairs, rank: int, found: Mapping[Cause, Finding]) -> list[Cause]:
-    """The causes on one rank that cost enough.
+def slowdowns_of(cases: Sequence[Case], meetings: Sequence[Met]) -> list[list[Slowdown]]:
+    """How much transfers and computation slow each other down on each rank."""
+    recorded, own = [case.graph.recorded for case in cases], [case.own_us for case in cases]
+    beside = {is_comm: _beside(cases, is_comm, recorded, own, meetings) for is_comm in (True, False)}
+    found = [[slowdown_of(case, is_comm, beside[is_comm][i]) for is_comm in beside] for i, case in enumerate(cases)]
+    return [[one for one in own if one is not None] for own in found]
 
-    One cause may follow from another. Late launches of the host count only if they would also be late without the calls
-    that wait for the device. A late launch of a transfer counts only if the transfer would also be late without all
-    causes of the host and without shared queues.
-    """
-    least = LEAST_SHARE * repairs.cases[rank].window_us
-    of_host = [*found][: len(one.host)]
-    kept: list[Cause] = []
-    for cause, finding in found.items():
-        before: list[Cause] = []
-        if cause in of_host:
-            before = of_host[: of_host.index(cause)]
-        elif cause[0] == "late-launch":
-            before = [other for other in kept if other in of_host or other[0] == "few-queues"]
-        gain = repairs.gain_of(rank, [cause]) if finding.change else finding.verdict.cost_us
-        if gain >= least and not (
-            before
-            and repairs.gain_of(rank, [*before, cause]) - repairs.gain_of(rank, before) < least
-            and finding.change
-        ):
-            kept.append(cause)
-    return kept
+
+def _beside(
+    cases: Sequence[Case], is_comm: bool, times: Sequence[Times], moving: Sequence[Floats], meetings: Sequence[Met]
+) -> list[Floats]:  # fmt: skip
+    """For how long each event runs beside the other kind. For a collective: on the rank where this is longest."""
+    own = [beside_us(case, is_comm, when, us) for case, when, us in zip(cases, times, moving, strict=True)]
+    return largest(own, meetings) if is_comm else own

@@ -6,9 +6,9 @@ recorded times exactly, and a shorter node never makes another one later. A gain
 windows, not a sum of waits: when one wait goes, another often takes its place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from graphlib import CycleError
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,66 +18,65 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_CHUNK = 1 << 16
+BEFORE, LAUNCH, DATA, ORDER, SYNC, ASSUMED = range(6)
+"""Kinds of edges: the node before in a stream or thread; the call that launches; a transfer or another stream has the
+input; a start that fits the end of unrelated work; a call of the host waits for the device; an input that was there in
+time."""
 
-DATA, ORDER, SYNC, ASSUMED = range(4)
-"""Kinds of `Graph.waits`: a transfer or another stream has the input; a start that fits the end of unrelated work; a
-call of the host waits for the device; an input that was there in time."""
 
+class Edges(NamedTuple):
+    """Dependencies: node `target` starts at least `lag` after the moment `source`, if lag is not -inf.
 
-class Waits(NamedTuple):
-    """Dependencies besides order and launches: node `target` starts at least `lag` after the end of node `source`."""
+    The moment 2n is the start of node n, and 2n + 1 its end.
+    """
 
     source: Ints
     target: Ints
     lag: Floats
     kind: Ints
 
-    def keep(self, kept: Mask) -> "Waits":
-        return Waits(self.source[kept], self.target[kept], self.lag[kept], self.kind[kept])
+    @property
+    def source_node(self) -> Ints:
+        return self.source // 2
 
-    def add(self, source: Sequence[int], target: Sequence[int], lag: float, kind: int) -> "Waits":
-        """Return these and further dependencies."""
-        return merged([self, Waits(
-            np.array(source, np.int64), np.array(target, np.int64), np.full(len(source), lag),
-            np.full(len(source), kind, np.int64),
-        )])  # fmt: skip
+    def keep(self, kept: Mask) -> "Edges":
+        return Edges(self.source[kept], self.target[kept], self.lag[kept], self.kind[kept])
 
 
-def merged(parts: Sequence[Waits]) -> Waits:
-    """All dependencies of `parts`."""
-    return Waits(
-        np.concatenate([part.source for part in parts]), np.concatenate([part.target for part in parts]),
-        np.concatenate([part.lag for part in parts]), np.concatenate([part.kind for part in parts]),
-    )  # fmt: skip
+def ends(nodes: Ints) -> Ints:
+    """The moments at which nodes end."""
+    return 2 * nodes + 1
+
+
+def edges(source: Ints, target: Ints, lag: Floats | float, kind: Ints | int) -> Edges:
+    """Edges with one lag or kind for all, or one each."""
+    return Edges(source, target, np.broadcast_to(lag, source.shape), np.broadcast_to(kind, source.shape))
+
+
+def merged(parts: Sequence[Edges]) -> Edges:
+    return Edges(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes in the order of their recorded starts. Times in microseconds.
-
-    A node starts at the latest of: the end of the node before it in its stream or thread, plus `before_lag`; the start
-    of its launch, plus `launch_lag`; the ends in `waits`; all plus `delay`; and the start of its node in `queue`. The
-    index -1 means that there is none.
-    """
+    """Nodes in the order of their recorded starts. Times in microseconds."""
 
     is_device: Mask
     start: Floats
     """As recorded."""
     duration: Floats
-    before: Ints
-    before_lag: Floats
-    launch: Ints
-    launch_lag: Floats
-    waits: Waits
+    edges: Edges
+    """Of n nodes, edge i is BEFORE to node i, and edge n + i is LAUNCH to node i."""
     delay: Floats
-    """For nodes without any dependency, the recorded start."""
-    queue: Ints | None = None
-    """The node that must have started before, because it is before in a hardware queue. None: no such nodes."""
+    """From the last dependency to the start; for nodes without any, the recorded start."""
 
     @property
     def recorded(self) -> "Times":
         return Times(self.start, self.start + self.duration, self.is_device)
+
+
+Change = Callable[[Graph], Graph]
+"""Returns the graph without a cause. It keeps the nodes, and the order of the edges; it may add further ones."""
 
 
 class Times(NamedTuple):
@@ -95,50 +94,44 @@ class Times(NamedTuple):
         return float(self.end[self.is_device].max() - self.start[self.is_device].min())
 
 
-def with_delays(graph: Graph) -> Graph:
-    """Set all delays so that the replay of `graph` gives the recorded times.
+def graph_of_nodes(
+    is_device: Mask, start: Floats, duration: Floats, before: Ints, before_lag: Floats, launch: Ints,
+    launch_lag: Floats | float, others: Edges,
+) -> Graph:  # fmt: skip
+    """The graph with the delays with which a replay gives the recorded times.
 
-    A dependency that the recording contradicts, because clocks are coarse, gets a smaller lag.
+    before, launch: a node for each node, or -1. Dependencies on later nodes are dropped. A lag that the recording
+    contradicts, because clocks are coarse, gets smaller.
     """
-    end = graph.start + graph.duration
-    ready = np.full(len(end), -np.inf)
-
-    def after(source: Ints, times: Floats, lag: Floats) -> Floats:
-        known = source >= 0
-        fitted = np.where(known, np.minimum(lag, graph.start - times[source]), 0.0)
-        np.maximum(ready, np.where(known, times[source] + fitted, -np.inf), out=ready)
-        return fitted
-
-    before_lag = after(graph.before, end, graph.before_lag)
-    launch_lag = after(graph.launch, graph.start, graph.launch_lag)
-    source, target, lag, _ = graph.waits
-    lag = np.minimum(lag, graph.start[target] - end[source])
-    np.maximum.at(ready, target, end[source] + lag)
-    delay = np.where(np.isinf(ready), graph.start, graph.start - ready)
-    waits = graph.waits._replace(lag=lag)
-    return replace(graph, before_lag=before_lag, launch_lag=launch_lag, waits=waits, delay=delay)
+    nodes = np.arange(len(start))
+    chain = [edges(ends(before), nodes, before_lag, BEFORE), edges(2 * launch, nodes, launch_lag, LAUNCH)]
+    found = merged([*chain, others.keep(others.source_node < others.target)])
+    known = (found.source >= 0) & (found.source_node < found.target)
+    source = np.where(known, found.source, 0)
+    times = np.stack([start, start + duration], axis=1).ravel()
+    lag = np.where(known, np.minimum(found.lag, start[found.target] - times[source]), -np.inf)
+    ready = np.full(len(start), -np.inf)
+    np.maximum.at(ready, found.target, times[source] + lag)
+    delay = np.where(np.isinf(ready), start, start - ready)
+    return Graph(is_device, start, duration, found._replace(source=source, lag=lag), delay)
 
 
-def order_of(graph: Graph) -> Ints | None:
-    """Return an order in which each node comes after all that it depends on; None if there is none."""
-    node = np.arange(len(graph.start))
-    kept = graph.waits.keep(graph.waits.lag > -np.inf)
-    columns = [column for column in (graph.before, graph.launch, graph.queue) if column is not None]
-    if all((column < node).all() for column in columns) and (kept.source < kept.target).all():
-        return node
-    source = np.concatenate([*(column[column >= 0] for column in columns), kept.source])
-    target = np.concatenate([*(node[column >= 0] for column in columns), kept.target])
-    left = np.bincount(target, minlength=len(node)).tolist()
-    by_source = np.argsort(source, kind="stable")
-    first = np.searchsorted(source[by_source], np.arange(len(node) + 1)).tolist()
-    targets = target[by_source].tolist()
-    order = [i for i, count in enumerate(left) if not count]
-    for done in order:
-        for following in targets[first[done] : first[done + 1]]:
-            left[following] -= 1
-            if not left[following]:
-                order.append(following)
-    return np.array(order, np.int64) if len(order) == len(node) else None
+def order_of(graph: Graph) -> list[int]:
+    """Return an order in which each node comes after all that it depends on, that of the recording if possible.
+
+    Raises CycleError: nodes wait for each other.
+    """
+    order = np.argsort(graph.start, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    kept = graph.edges.lag > -np.inf
+    source, target = graph.edges.source_node[kept], graph.edges.target[kept]
+    if (place[source] < place[target]).all():
+        return order.tolist()
+    sorter = TopologicalSorter(dict.fromkeys(order.tolist(), ()))
+    for one, other in zip(source.tolist(), target.tolist(), strict=True):
+        sorter.add(other, one)
+    return [*sorter.static_order()]
 
 
 def replay(graph: Graph) -> Times:
@@ -146,59 +139,54 @@ def replay(graph: Graph) -> Times:
 
     Raises CycleError: nodes wait for each other.
     """
-    order = order_of(graph)
-    if order is None:
-        raise CycleError("the nodes of the graph wait for each other")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    found = _replay_in_order(renumbered(graph, order, place))
-    return Times(found.start[place], found.end[place], graph.is_device)
+    by_target = np.argsort(graph.edges.target, kind="stable")
+    by_target = by_target[graph.edges.lag[by_target] > -np.inf]
+    first = np.searchsorted(graph.edges.target[by_target], np.arange(len(graph.start) + 1)).tolist()
+    sources, lags = graph.edges.source[by_target].tolist(), graph.edges.lag[by_target].tolist()
+    duration, delay = graph.duration.tolist(), graph.delay.tolist()
+    times = [0.0] * (2 * len(delay))
+    for node in order_of(graph):
+        ready = [times[sources[at]] + lags[at] for at in range(first[node], first[node + 1])]
+        start = max(ready, default=0.0) + delay[node]
+        times[2 * node] = start
+        times[2 * node + 1] = start + duration[node]
+    return Times(np.array(times[::2]), np.array(times[1::2]), graph.is_device)
 
 
-def renumbered(graph: Graph, order: Ints, place: Ints) -> Graph:
-    """The graph with its nodes in another order. place: the new number of each node."""
-    if (order == np.arange(len(order))).all():
-        return graph
-    waits = graph.waits.keep(graph.waits.lag > -np.inf)
+def without(rows: Ints) -> Change:
+    """Drop edges of the recorded graph."""
 
-    def moved(column: Ints) -> Ints:
-        return np.where(column >= 0, place[column], -1)[order]
+    def change(graph: Graph) -> Graph:
+        lag = graph.edges.lag.copy()
+        lag[rows] = -np.inf
+        return replace(graph, edges=graph.edges._replace(lag=lag))
 
-    return Graph(
-        graph.is_device[order], graph.start[order], graph.duration[order], moved(graph.before),
-        graph.before_lag[order], moved(graph.launch), graph.launch_lag[order],
-        waits._replace(source=place[waits.source], target=place[waits.target]), graph.delay[order],
-        None if graph.queue is None else moved(graph.queue),
-    )  # fmt: skip
+    return change
 
 
-def _replay_in_order(graph: Graph) -> Times:
-    """One pass in the order of the graph."""
-    order = np.argsort(graph.waits.target, kind="stable")
-    sources, targets, lags = (column[order].tolist() for column in graph.waits[:3])
-    targets.append(-1)
-    queue = np.full(len(graph.start), -1) if graph.queue is None else graph.queue
-    starts: list[float] = []
-    ends: list[float] = []
-    at = node = 0
-    for first in range(0, len(graph.start), _CHUNK):
-        columns = graph.before, graph.before_lag, graph.launch, graph.launch_lag, graph.delay, graph.duration, queue
-        for before, before_lag, launch, launch_lag, delay, duration, behind in zip(
-            *(column[first : first + _CHUNK].tolist() for column in columns), strict=True
-        ):
-            time = -1e300
-            if before >= 0:
-                time = ends[before] + before_lag
-            if launch >= 0 and (other := starts[launch] + launch_lag) > time:
-                time = other
-            while targets[at] == node:
-                if (other := ends[sources[at]] + lags[at]) > time:
-                    time = other
-                at += 1
-            time = delay if time == -1e300 else time + delay
-            if behind >= 0 and (other := starts[behind]) > time:
-                time = other
-            starts.append(time)
-            ends.append(time + duration)
-            node += 1
-    return Times(np.array(starts), np.array(ends), graph.is_device)
+def shorter(nodes: Ints, us: Floats) -> Change:
+    """Shorten nodes by these times."""
+
+    def change(graph: Graph) -> Graph:
+        duration = graph.duration.copy()
+        duration[nodes] = np.maximum(duration[nodes] - us, 0.0)
+        return replace(graph, duration=duration)
+
+    return change
+
+
+def rewired(rows: Ints, source: Ints) -> Change:
+    """Let edges come from other moments; negative: drop them. If nodes would wait for each other, nothing changes."""
+
+    def change(graph: Graph) -> Graph:
+        sources, lag = graph.edges.source.copy(), graph.edges.lag.copy()
+        sources[rows] = np.maximum(source, 0)
+        lag[rows] = np.where(source >= 0, np.where(np.isinf(lag[rows]), 0.0, lag[rows]), -np.inf)
+        changed = replace(graph, edges=graph.edges._replace(source=sources, lag=lag))
+        try:
+            order_of(changed)
+        except CycleError:
+            return graph
+        return changed
+
+    return change

@@ -1,29 +1,33 @@
 """One device of a trace, in the form that all causes share: events with their kinds, labels and launches, and calls."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from ....overlap.labels import WEIGHTS, letter_of
 from ..trace import DeviceEvent, Trace
-from .recorded import recorded_inputs
 from .replay import Floats, Ints, Mask
 
 COMPUTE, COMM, COPY = range(3)
 _KINDS = {"compute": COMPUTE, "comm": COMM, "copy": COPY}
+_CHUNKS = {"F": "F", "B": "B", "I": "B", "W": "B"}
 MOST_EVENTS = 300_000
 """Causes are searched among this many events, the first ones."""
 
 WAIT_CALLS = re.compile(r"StreamWaitEvent")
 SYNC_CALLS = re.compile(r"Synchronize|Memcpy(?!.*Async)|^(cuda|hip)Free$")
 _LONG_CALL = 100.0  # microseconds; an ordinary launch takes 5 to 30
-POLL = "polling for a number"
-"""The name of a wait that is not a call."""
+POLL, AT_ONCE, BLOCKED = "polling for a number", "wait at once", "wait"
+"""Names of waits that are not calls: a host that polls; a thread in the segment that started the transfer; another."""
 _LEAST_POLL = 1000.0  # microseconds; the host's own work between two calls is usually shorter
 _SOON = 100.0  # microseconds from the end of the transfer until the host goes on
+_LATENCY = 10.0  # at most so much of a launch's latency, beyond the call itself, is taken for unavoidable
 
 
 class Call(NamedTuple):
@@ -38,7 +42,7 @@ class Call(NamedTuple):
     """Whether it may wait for the device."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """Events and calls are sorted by start. Times are in microseconds from the start of the first event."""
 
@@ -58,13 +62,8 @@ class View:
     calls: list[Call]
     launch: Ints
     """The call that launched each event; -1 if unknown."""
-    may_wait: Mask
-    """Whether the host queued a wait for another stream before the event. True for all if no such call is recorded."""
     num_waits: Ints
-    """The number of these waits; 0 if unknown."""
-    waits_recorded: bool
-    recorded_inputs: dict[int, list[int]] | None
-    """The events on other streams that each event waits for. None if the trace does not say."""
+    """How many waits for other streams the host queued before each event; -1 if no such call is recorded."""
     queues: int | None
     """Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), if recorded."""
 
@@ -80,6 +79,54 @@ class View:
     def is_cpu(self) -> bool:
         return self.device == "cpu"
 
+    @property
+    def may_wait(self) -> Mask:
+        """Whether the host may have queued a wait for another stream before each event."""
+        return (self.num_waits != 0) | (self.launch < 0)
+
+    @cached_property
+    def call_starts(self) -> Floats:
+        """When each call started; one number if there are no calls."""
+        return np.array([call.start for call in self.calls] or [0.0])
+
+    @cached_property
+    def call_ends(self) -> Floats:
+        return np.array([call.end for call in self.calls] or [0.0])
+
+    @cached_property
+    def latency(self) -> float:
+        """The shortest usual time from the start of a launch to the start of its kernel."""
+        known = self.launch >= 0
+        if not known.any():
+            return 0.0
+        launch = self.launch[known]
+        most = _LATENCY + np.median(self.call_ends[launch] - self.call_starts[launch])
+        return float(np.clip(np.percentile(self.start[known] - self.call_starts[launch], 5), 0.0, most))
+
+    @cached_property
+    def launched(self) -> Floats:
+        """When each event could start at the earliest after its launch; -inf if that is unknown."""
+        return np.where(self.launch >= 0, self.call_starts[self.launch] + self.latency, -np.inf)
+
+    @cached_property
+    def previous(self) -> Ints:
+        """The event before each event on its stream; -1 for the first."""
+        order = np.argsort(self.stream, kind="stable")
+        previous = np.full(len(order), -1, np.int64)
+        same = self.stream[order[1:]] == self.stream[order[:-1]]
+        previous[order[1:][same]] = order[:-1][same]
+        return previous
+
+    @cached_property
+    def free(self) -> Floats:
+        """When the stream of each event was free; -inf for the first."""
+        return np.where(self.previous >= 0, self.end[self.previous], -np.inf)
+
+    @cached_property
+    def ready(self) -> Floats:
+        """When each event was launched and its stream was free."""
+        return np.minimum(np.maximum(self.free, self.launched), self.start)
+
 
 def view_of(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -> View:
     """kind_of: compute, comm or copy."""
@@ -94,50 +141,34 @@ def view_of(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) ->
     launch = np.array(
         [-1 if event.correlation is None else of_correlation.get(event.correlation, -1) for event in events], np.int64
     )
-    waits_recorded = any(WAIT_CALLS.search(other.name) for other in trace.launches.values())
-    may_wait, num_waits = np.ones(len(events), bool), np.zeros(len(events), np.int64)
-    if waits_recorded and device != "cpu":
-        num_waits = _num_waits(trace, calls, launch, kind, origin)
-        may_wait = (num_waits > 0) | (launch < 0)
     return View(
         device=device, origin=origin, events=events, kind=kind,
         start=np.array([event.start for event in events]) - origin,
         end=np.array([event.end for event in events]) - origin,
         stream=np.array([numbers.setdefault(event.stream, len(numbers)) for event in events], np.int64),
-        labels=labels, letters=[_chunk(label) for label in labels],
+        labels=labels, letters=[_CHUNKS.get(letter_of(label) or "") for label in labels],
         is_wgrad=np.array([letter_of(label) == WEIGHTS for label in labels], bool),
-        calls=calls, launch=launch, may_wait=may_wait, num_waits=num_waits, waits_recorded=waits_recorded,
-        recorded_inputs=recorded_inputs(trace, device, events, launch, [call.start + origin for call in calls]),
+        calls=calls, launch=launch, num_waits=_num_waits(trace, calls, launch, kind, origin),
         queues=trace.queues,
     )  # fmt: skip
 
 
-def _chunk(label: str) -> str | None:
-    letter = letter_of(label)
-    return "B" if letter in ("I", "W") else letter
-
-
 def _calls(trace: Trace, events: Sequence[DeviceEvent], origin: float) -> list[Call]:
     """The calls that launched `events`, and those that may wait, on the same threads."""
-    ends: dict[int, float] = {}
-    for event in events:
-        if event.correlation is not None:
-            ends[event.correlation] = max(event.end, ends.get(event.correlation, event.end))
+    ends = {event.correlation: event.end for event in sorted(events, key=attrgetter("end"))}
     last = max((event.end for event in events), default=0.0)
     threads = {trace.launches[number].thread for number in ends if number in trace.launches}
+    every = [(number, call, SYNC_CALLS.search(call.name) is not None) for number, call in trace.launches.items()]
+    every += [(sync.correlation, sync, True) for sync in trace.syncs]
     found: dict[tuple[float, float, tuple[str, str], str], Call] = {}
-    for number, call in trace.launches.items():
+    for number, call, waits in every:
+        launches = number is not None and number in ends
         # a call that outlasts its own kernel or copy waited for it, as for pageable memory
-        blocks = number in ends and call.end >= ends[number] and call.end - call.start > _LONG_CALL
-        sync = blocks or (call.thread in threads and SYNC_CALLS.search(call.name) is not None)
-        if (sync or number in ends) and call.start < last:
+        blocks = launches and call.end >= ends[number] and call.end - call.start > _LONG_CALL
+        sync = blocks or (waits and call.thread in threads)
+        if (sync or launches) and call.start < last:
             key = call.start, call.end, call.thread, call.name
-            found[key] = Call(call.name, call.start - origin, call.end - origin, call.thread, number, sync)
-    for other in trace.syncs:
-        key = other.start, other.end, other.thread, other.name
-        if other.thread in threads and other.start < last and key not in found:
-            number = other.correlation
-            found[key] = Call(other.name, other.start - origin, other.end - origin, other.thread, number, True)
+            found.setdefault(key, Call(call.name, call.start - origin, call.end - origin, call.thread, number, sync))
     return sorted(found.values(), key=lambda call: (call.start, call.end))
 
 
@@ -163,19 +194,22 @@ def _num_waits(trace: Trace, calls: Sequence[Call], launch: Ints, kind: Ints, or
 
     A transfer uses up one such call, as in torch.distributed; others are left for the next launch.
     """
-    comm_calls = {int(number) for number in launch[kind == COMM]}
     queued = [
         (other.start - origin, -1, other.thread) for other in trace.launches.values() if WAIT_CALLS.search(other.name)
     ]
-    starts = {int(number) for number in launch if number >= 0}
-    queued += [(calls[number].start, number, calls[number].thread) for number in starts]
-    pending: dict[tuple[str, str], int] = {}
+    if not queued:
+        return np.full(len(launch), -1)
+    comm_calls = {int(number) for number in launch[kind == COMM]}
+    queued += [
+        (calls[number].start, number, calls[number].thread) for number in np.unique(launch[launch >= 0]).tolist()
+    ]
+    pending: dict[tuple[str, str], int] = defaultdict(int)
     waits = np.zeros(len(calls) + 1, np.int64)  # the last one is for events without a launch
     for _, number, thread in sorted(queued):
-        count = pending.get(thread, 0)
         if number < 0:
-            pending[thread] = count + 1
-        else:
-            waits[number] = min(count, 1) if number in comm_calls else count
-            pending[thread] = max(count - 1, 0) if number in comm_calls else 0
+            pending[thread] += 1
+            continue
+        is_comm = number in comm_calls
+        waits[number] = min(pending[thread], 1) if is_comm else pending[thread]
+        pending[thread] = max(pending[thread] - 1, 0) if is_comm else 0
     return waits[launch]

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.json import decode
 
 from ....overlap.labels import OWN_TRANSFERS
-from ..trace import DeviceEvent, HostEvent, StreamWait, SyncCall, Trace
+from ..trace import DeviceEvent, HostEvent, SyncCall, Trace
 from .chrome import DAMAGE, ChromeTrace, Event
 from .collectives import RecordedCollectives, whole
 
@@ -89,7 +89,6 @@ class _Sorter:
         if trace.device_events:
             trace.operators = []  # only where the CPU is the device is its work looked at
         trace.syncs = [sync._replace(stream=self._awaited.get(sync.correlation)) for sync in trace.syncs]
-        trace.stream_waits = list(dict.fromkeys(trace.stream_waits))  # some versions write each twice
         self._collectives.connect(trace)
 
     def _timed(self, event: Event) -> HostEvent | None:
@@ -160,12 +159,8 @@ class _Sorter:
         arguments = self._arguments(event)
         correlation, stream = _id(arguments.get("correlation")), arguments.get("stream")
         waited = arguments.get("wait_on_stream", stream if "Stream" in timed.name else None)
-        awaited = str(waited) if whole(waited) is not None else None  # -1 and 2^32 - 1 stand for unknown
-        if timed.name == "Stream Wait Event":
-            device, recorded = str(arguments.get("device")), _id(arguments.get("wait_on_cuda_event_record_corr_id"))
-            self.trace.stream_waits.append(StreamWait(timed.start, device, str(stream), awaited, recorded, correlation))
-        elif correlation is not None and awaited is not None:
-            self._awaited[correlation] = awaited
+        if timed.name != "Stream Wait Event" and correlation is not None and whole(waited) is not None:
+            self._awaited[correlation] = str(waited)  # -1 and 2^32 - 1 stand for unknown
 
 
 def add_annotation(trace: Trace, event: HostEvent) -> None:

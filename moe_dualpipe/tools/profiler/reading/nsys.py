@@ -31,9 +31,9 @@ from ..trace import Trace, TraceError
 from .chrome import ChromeTrace, Event
 from .kineto import TRANSFER
 
-KERNEL, MEMCPY, MEMSET, GRAPH, RUNTIME, SYNC, EVENT = (
+KERNEL, MEMCPY, MEMSET, GRAPH, RUNTIME, SYNC = (
     f"CUPTI_ACTIVITY_KIND_{name}"
-    for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE", "RUNTIME", "SYNCHRONIZATION", "CUDA_EVENT")
+    for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE", "RUNTIME", "SYNCHRONIZATION")
 )
 RANGES = "NVTX_EVENTS"
 _PLACE = "start", "end", "deviceId", "streamId", "correlationId", "globalPid"
@@ -43,8 +43,8 @@ _COPIES = (
     "DtoH unified", "DtoD unified",
 )  # fmt: skip
 _MEMORIES = "Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static"
-_STREAM_WAIT, _STREAM_SYNC = 2, 3  # ENUM_CUPTI_SYNC_TYPE
-_SYNC_NAMES = {_STREAM_WAIT: "Stream Wait Event", _STREAM_SYNC: "Stream Sync"}
+_STREAM_SYNC = 3  # ENUM_CUPTI_SYNC_TYPE
+_NO_STREAM = 2**32 - 1
 _DOMAIN_CREATED = 75  # ENUM_NSYS_EVENT_TYPE
 _RANKS = "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"
 _SIZES = "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"
@@ -129,19 +129,10 @@ class _Export:
             yield _event(text, "cuda_runtime", start, end, thread, correlation=number)
 
     def syncs(self) -> Iterator[Event]:
-        """The streams of calls that wait, and of waits that are queued on a stream."""
-        columns = "globalPid", "eventSyncId", "streamId", "correlationId"
-        recorded = {
-            (process, event): (stream, self._correlation(process, correlation))
-            for process, event, stream, correlation in self.rows(EVENT, *columns)
-        }
-        for *place, kind, event in self.rows(SYNC, *_PLACE, "syncType", "eventSyncId"):
-            if kind in _SYNC_NAMES:
-                source, by = (
-                    (place[3], None) if kind == _STREAM_SYNC else recorded.get((place[-1], event), (None, None))
-                )
-                awaited = {"wait_on_stream": source, "wait_on_cuda_event_record_corr_id": by}
-                yield self._work(_SYNC_NAMES[kind], "cuda_sync", place, **awaited)
+        """The streams of calls that wait."""
+        for *place, kind in self.rows(SYNC, *_PLACE, "syncType"):
+            if kind == _STREAM_SYNC and place[3] != _NO_STREAM:
+                yield self._work("Stream Sync", "cuda_sync", place, wait_on_stream=place[3])
 
     def ranges(self) -> Iterator[Event]:
         """The NVTX ranges. One that never ended is left out."""

@@ -85,7 +85,6 @@ def test_events_calls_and_waits(tmp_path):
     ]  # fmt: skip
     assert trace.launches[1] == HostEvent("cuLaunchKernel", 0.1, 0.2, ("100", "1"))
     assert trace.syncs == [("cudaStreamSynchronize", 21.0, 23.0, ("100", "5"), 9, "13")]
-    assert trace.stream_waits == [(0.4, "0", "13", "7", 7, 8)]
 
 
 def test_processes_have_their_own_correlation_ids(tmp_path):

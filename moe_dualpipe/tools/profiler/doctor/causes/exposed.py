@@ -1,4 +1,5 @@
-"""Exposed transfers: those of a pipeline, sums of gradients, weights, and others that have nothing to hide behind."""
+"""Exposed copies and transfers: those of a pipeline, sums of gradients, weights, and others that have nothing to hide
+behind."""
 
 import re
 from collections import defaultdict
@@ -6,13 +7,14 @@ from collections import defaultdict
 import numpy as np
 
 from .....messages import plural
+from ...account import copy_name
 from ...categories import category_of_kernel
 from ...collectives import kind_of_collective
-from ...intervals import Intervals, as_intervals, intersection, length_before, union, union_length
-from ..case import Case, Finding, shorter, without_waits
-from ..inputs import CLOCK
-from ..replay import DATA, Ints, Mask, Times
-from ..view import COMM, COMPUTE
+from ...intervals import Intervals, as_intervals, difference, intersection, length_before, union, union_length
+from ..case import Case, Finding
+from ..dependencies import CLOCK
+from ..replay import DATA, Ints, Times, shorter, without
+from ..view import COMM, COMPUTE, COPY
 
 SOON = 30.0
 """Microseconds, at most, from the end of a transfer to the start of a computation that waited for it."""
@@ -21,7 +23,6 @@ _BUCKETS = 0.5
 _INTERLEAVED = 0.3
 """If a larger share of the communication is hidden, two micro-batches run beside each other."""
 _POINT_TO_POINT = re.compile(r"(^|[:_ ])i?(send|recv)(\b|_|$)(?!.*all)", re.IGNORECASE)
-_WEIGHTS = "all_gather", "reduce_scatter"
 
 
 def is_point_to_point(case: Case, event: int) -> bool:
@@ -31,26 +32,46 @@ def is_point_to_point(case: Case, event: int) -> bool:
     return "sendrecv" not in name.lower() and _POINT_TO_POINT.search(name) is not None
 
 
-def find_pipeline(case: Case) -> list[Finding]:
+def find(case: Case) -> list[Finding]:
+    """Find exposed sends and receives of a pipeline, copies and fills."""
+    return [*_pipeline(case), *_copies(case)]
+
+
+def _pipeline(case: Case) -> list[Finding]:
     """Sends and receives for which computation waits."""
-    view = case.view
-    chosen = np.array([bool(c) and is_point_to_point(case, i) for i, c in enumerate(case.is_comm)], bool)
-    if not chosen.any():
+    view, waits = case.view, case.graph.edges
+    events = np.array([i for i in np.flatnonzero(case.is_comm).tolist() if is_point_to_point(case, i)], np.int64)
+    if not len(events):
         return []
-    events = np.flatnonzero(chosen)
     start, end = view.start[events], view.end[events]
     exposed = union_length(intersection(union(np.stack([start, end], axis=1)), case.gaps))
     evidence = (
         f"During {len(events):,} sends and receives, nothing was computed for {exposed:,.0f} us.",
         f"The longest wait is {case.without_computation(start, end).max():,.0f} us.",
     )
-    change = without_waits(_inputs_from(case, chosen))
+    from_them = np.isin(waits.source_node, case.nodes.event[events])
+    change = without(np.flatnonzero((waits.kind == DATA) & from_them))
     return [case.finding("exposed-pipeline", events, start, end, evidence, change, cost_us=exposed)]
 
 
-def _inputs_from(case: Case, chosen: Mask) -> Mask:
-    waits = case.graph.waits
-    return (waits.kind == DATA) & np.isin(waits.source, case.nodes.event[chosen])
+def _copies(case: Case) -> list[Finding]:
+    """Copies and fills on the path of the computation."""
+    view = case.view
+    exposed = length_before(difference(np.array([[0.0, case.window_us]]), case.spans((COMPUTE,))))
+    fills = np.array(["memset" in event.name.lower() for event in view.events], bool)
+    found = []
+    for key, wanted in (("copies", ~fills), ("memsets", fills)):
+        events = np.flatnonzero((view.kind == COPY) & wanted)
+        start, end = view.start[events], view.end[events]
+        costs = exposed(end) - exposed(start)
+        if not costs.any():
+            continue
+        size = sum(view.events[event].bytes for event in events.tolist())
+        evidence = (f"Nothing was computed for {costs.sum():,.0f} us during {len(events):,} of them: {size:,} bytes.",)
+        change = shorter(case.nodes.event[events], costs)
+        names = [copy_name(view.events[event]) for event in events.tolist()]
+        found.append(case.finding(key, events, start, end, evidence, change, costs=costs, places=names))
+    return found
 
 
 def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Finding]:
@@ -60,9 +81,10 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
     cost.
     """
     alone, gaps = _alone(case)
+    kinds = np.array([kind_of_collective(event) for event in case.view.events])
     by_key: dict[str, list[int]] = defaultdict(list)
     for event in alone.tolist():
-        by_key[_key(case, event)].append(event)
+        by_key[_key(case, event, str(kinds[event]))].append(event)
     found = []
     for key, chosen in by_key.items():
         events = np.array(chosen)
@@ -79,8 +101,8 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
             f"The longest wait is for {case.place(worst)}.{case.launched_behind(worst)}",
             "No computation was queued that does not depend on these transfers.",
         )
-        hidden = 1 - cost / case.view.duration[_of_kind(case, "all_reduce")].sum() if key == "sum-at-end" else 0.0
-        key = f"{key}/last bucket" if hidden > _BUCKETS else key
+        if key == "sum-at-end" and cost < _BUCKETS * case.view.duration[kinds == "all_reduce"].sum():
+            key = "sum-at-end/last bucket"
         independent = key in ("sum-at-end", "exposed-weights")  # of the computation before or after them
         change = shorter(case.nodes.event[events], costs) if independent else None
         finding = case.finding(key, events, start, end, evidence, change, costs=costs, cost_us=cost)
@@ -88,21 +110,16 @@ def find_nothing_else(case: Case, mended: Times, least_us: float) -> list[Findin
     return found
 
 
-def _of_kind(case: Case, kind: str) -> Ints:
-    transfers = np.flatnonzero(case.is_comm)
-    return transfers[[kind_of_collective(case.view.events[event]) == kind for event in transfers.tolist()]]
-
-
-def _key(case: Case, event: int) -> str:
+def _key(case: Case, event: int, kind: str) -> str:
     """The cause of an exposed transfer, which depends on what it is for."""
-    view, kind = case.view, kind_of_collective(case.view.events[event])
+    view = case.view
     computing = np.flatnonzero(view.kind == COMPUTE)
     after = int(np.searchsorted(view.start[computing], view.end[event] - CLOCK))
     if kind == "all_reduce" and (
         after == len(computing) or category_of_kernel(view.events[computing[after]].name) == "optimizer"
     ):
         return "sum-at-end"
-    if kind in _WEIGHTS:
+    if kind in ("all_gather", "reduce_scatter"):
         return "exposed-weights"
     experts = kind == "all_to_all" or view.letters[event] is not None
     hidden = union_length(intersection(case.transferring, case.computing))

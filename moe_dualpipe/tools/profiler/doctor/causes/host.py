@@ -5,7 +5,6 @@ the wait, the host would have stayed ahead. Launches that would be late even the
 slow, or because it did something else: allocated memory, loaded data, saved a checkpoint, or was in the optimizer.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +13,9 @@ from .....messages import plural
 from ...account import ALLOCATING, CHECKPOINT, LOADER, OPTIMIZER, host_spans
 from ...intervals import EMPTY, Intervals, as_intervals, difference, intersection, length_before, union, union_length
 from ...trace import Trace, innermost
-from ..case import Case, Change, Finding, most_costly, without_waits
-from ..inputs import LATE
-from ..replay import SYNC, Floats, Graph, Mask
+from ..case import Case, Finding, most_costly
+from ..dependencies import LATE
+from ..replay import SYNC, Change, Floats, Graph, Mask, shorter, without
 from ..view import COMM
 
 SHORT = 10.0
@@ -27,6 +26,8 @@ ACTIVITIES = {ALLOCATING: "allocator", LOADER: "data-loader", CHECKPOINT: "check
 
 def find(case: Case, trace: Trace) -> list[Finding]:
     """Find all causes of the host. Each may follow from those before it."""
+    if case.view.is_cpu:
+        return _waits_at_once(case)
     spans = {
         kind: union(as_intervals(row[:2] for row in rows)) - case.view.origin
         for kind, rows in host_spans(trace).items() if kind in ACTIVITIES
@@ -39,51 +40,42 @@ def find(case: Case, trace: Trace) -> list[Finding]:
 
 def _syncs(case: Case, trace: Trace, activities: Intervals) -> list[Finding]:
     """Calls in which the host waits for the device, outside of other activities."""
-    view, waits = case.view, case.graph.waits
-    node_of_call = {int(node): i for i, node in enumerate(case.nodes.call_end)}
-    unwanted = (waits.kind == SYNC) & ~_waits_in(case, activities) & np.isin(waits.target, case.nodes.call_end)
-    calls = [node_of_call[node] for node in waits.target[unwanted].tolist()]
-    if not calls:
+    view, waits = case.view, case.graph.edges
+    unwanted = (waits.kind == SYNC) & ~_waits_in(case, activities)
+    calls = case.call_of[waits.target[unwanted]]
+    if not len(calls):
         return []
-    awaited_end = np.array([view.calls[call].end for call in calls]) - waits.lag[unwanted]
-    following = _caught_up(case, calls, awaited_end)
+    awaited_end = view.call_ends[calls] - waits.lag[unwanted]
+    first, known = np.full(len(view.calls) + 1, case.window_us), view.launch >= 0
+    np.minimum.at(first, view.launch[known], view.start[known])
+    following = np.maximum(np.minimum.accumulate(first[::-1])[::-1][calls + 1], awaited_end)
     costs = case.without_computation(awaited_end, following)
-    around = innermost(trace.annotations, [(view.calls[call].start + view.origin, call) for call in calls])
-    names = [view.calls[call].name for call in calls]
+    around = innermost(trace.annotations, [(view.calls[call].start + view.origin, call) for call in calls.tolist()])
+    names = [view.calls[call].name for call in calls.tolist()]
     places = [
-        f"{name} in {around[call].name}" if call in around else name for call, name in zip(calls, names, strict=True)
+        f"{name} in {around[call].name}" if call in around else name
+        for call, name in zip(calls.tolist(), names, strict=True)
     ]
-    waited = sum(view.calls[call].end - view.calls[call].start for call in calls)
+    waited = (view.call_ends - view.call_starts)[calls].sum()
     evidence = (
         f"{most_costly(names, costs)} and similar calls waited {len(calls):,} times, {waited:,.0f} us in total.",
-        f"After {int((costs > LATE).sum()):,} of these waits, nothing was computed until the host was ahead again: "
+        f"After {int((costs > LATE).sum()):,} of these waits, nothing was computed until the next launch took effect: "
         f"{costs.sum():,.0f} us in total, {costs.max():,.0f} us at most.",
     )
-    change = without_waits(unwanted)
+    change = without(np.flatnonzero(unwanted))
     return [case.finding("host-sync", calls, awaited_end, following, evidence, change, places=places)]
 
 
 def _waits_in(case: Case, spans: Intervals) -> Mask:
     """The waits of calls that are partly inside `spans`."""
-    times = np.array([[call.start, call.end] for call in case.view.calls]).reshape(-1, 2)
-    inside = np.diff(length_before(spans)(times), axis=1)[:, 0] > 0
-    return (case.graph.waits.kind == SYNC) & np.isin(case.graph.waits.target, case.nodes.call_end[inside])
+    inside = np.flatnonzero(_in_calls(case, spans) > 0)
+    return (case.graph.edges.kind == SYNC) & np.isin(case.call_of[case.graph.edges.target], inside)
 
 
-def _caught_up(case: Case, calls: Sequence[int], awaited_end: Floats) -> Floats:
-    """When the host was ahead of the device again after each call: at the start of the first event whose launch came
-    before its predecessor on the stream had started. At the latest, at the next wait or the end of the window."""
-    view = case.view
-    ends = np.array([call.end for call in view.calls])
-    known = (view.launch >= 0) & (case.previous >= 0)
-    ahead = np.flatnonzero(known)[ends[view.launch[known]] <= view.start[case.previous[known]]]
-    first = np.full(len(view.calls) + 1, case.window_us)
-    np.minimum.at(first, view.launch[ahead], view.start[ahead])
-    first = np.minimum.accumulate(first[::-1])[::-1]
-    found = np.maximum(first[np.array(calls) + 1], awaited_end)
-    order = np.argsort(awaited_end, kind="stable")
-    found[order[:-1]] = np.minimum(found[order[:-1]], awaited_end[order[1:]])
-    return found
+def _in_calls(case: Case, spans: Intervals) -> Floats:
+    """How much of each call is inside `spans`."""
+    before = length_before(spans)
+    return (before(case.view.call_ends) - before(case.view.call_starts))[: len(case.view.calls)]
 
 
 def _activity(case: Case, kind: str, spans: Intervals) -> list[Finding]:
@@ -96,12 +88,9 @@ def _activity(case: Case, kind: str, spans: Intervals) -> list[Finding]:
         f"Meanwhile, the device had nothing to do for {union_length(lost):,.0f} us.",
     )
     following = np.minimum(np.searchsorted(case.view.start, lost[:, 1]), len(case.view.start) - 1)
-    faster, waits = _host_without(case, spans), without_waits(_waits_in(case, spans))
-
-    def change(graph: Graph) -> Graph:
-        return waits(faster(graph))
-
-    return [case.finding(ACTIVITIES[kind], following, lost[:, 0], lost[:, 1], evidence, change)]
+    faster, waits = _host_without(case, spans), without(np.flatnonzero(_waits_in(case, spans)))
+    start, end = lost.T
+    return [case.finding(ACTIVITIES[kind], following, start, end, evidence, lambda graph: waits(faster(graph)))]
 
 
 def _late_host(case: Case, activities: Intervals) -> list[Finding]:
@@ -110,9 +99,7 @@ def _late_host(case: Case, activities: Intervals) -> list[Finding]:
     known = np.flatnonzero((view.launch >= 0) & (view.kind != COMM))
     if len(known) < 2:
         return []
-    call_starts = np.array([call.start for call in view.calls])
-    launched = np.array([call.end for call in view.calls])[view.launch[known]]
-    free = np.where(case.previous[known] >= 0, view.end[case.previous[known]], 0.0)
+    launched, free = view.call_ends[view.launch[known]], np.maximum(view.free[known], 0.0)
     waited = (view.start[known] - launched)[free < launched]
     launched += max(0.0, float(np.percentile(waited, 5))) if len(waited) else 0.0  # it cannot start sooner
     late = np.maximum(np.minimum(launched, view.start[known]) - free, 0.0)
@@ -123,34 +110,28 @@ def _late_host(case: Case, activities: Intervals) -> list[Finding]:
     if not bound.any():
         return []
     short = view.duration[known] < SHORT
-    between = np.diff(np.sort(call_starts[np.unique(view.launch[known])]))
+    between = np.diff(np.sort(view.call_starts[np.unique(view.launch[known])]))
     evidence = (
         f"{bound.sum():,} of {len(known):,} kernels and copies were launched when their stream was already idle. "
         f"Nothing was computed for {cost:,.0f} us until they were launched.",
         f"The host launches one of them every {np.median(between) if len(between) else 0:,.1f} us (median), and "
         f"{short.mean():.0%} of the kernels take less than {SHORT:.0f} us.",
-        f"A kernel starts {case.latency:,.1f} us or more after its launch.",
+        f"A kernel starts {view.latency:,.1f} us or more after its launch.",
     )
-    whole = np.array([[min(0.0, call_starts.min()) - 1.0, max(case.window_us, launched.max()) + 1.0]])
+    whole = np.array([[min(0.0, view.call_starts.min()) - 1.0, max(case.window_us, launched.max()) + 1.0]])
     change = _host_without(case, difference(whole, activities))
     return [case.finding("host-bound", known, free, free + late, evidence, change, costs=costs, cost_us=cost)]
 
 
 def _host_without(case: Case, spans: Intervals) -> Change:
     """A change after which the host takes no time in `spans`, but for its waits."""
-    nodes, calls = case.nodes.call, case.view.calls
-    own = [[call.start, call.end] for call in calls]
-    before = length_before(spans)
-    inside = np.diff(before(np.array(own).reshape(-1, 2)), axis=1)[:, 0]
+    nodes, before, inside = case.nodes.call, length_before(spans), _in_calls(case, spans)
 
     def change(graph: Graph) -> Graph:
-        duration, lag = graph.duration.copy(), graph.before_lag.copy()
-        duration[nodes] = np.maximum(duration[nodes] - inside, 0.0)
-        has_before = nodes[graph.before[nodes] >= 0]
-        start = graph.start[has_before]
-        idle = before(start) - before(start - np.maximum(lag[has_before], 0.0))
-        lag[has_before] -= idle
-        return replace(graph, duration=duration, before_lag=lag)
+        graph, lag = shorter(nodes, inside)(graph), graph.edges.lag.copy()
+        start = graph.start[nodes]
+        lag[nodes] -= before(start) - before(start - np.maximum(lag[nodes], 0.0))
+        return replace(graph, edges=graph.edges._replace(lag=lag))
 
     return change
 
@@ -158,10 +139,9 @@ def _host_without(case: Case, spans: Intervals) -> Change:
 def _short_kernels(case: Case) -> list[Finding]:
     """Gaps between kernels that were queued."""
     view = case.view
-    ends = np.array([call.end for call in view.calls] or [0.0])
     gaps = case.idle
     following = np.searchsorted(view.start, gaps[:, 1])
-    queued = (view.launch[following] >= 0) & (ends[view.launch[following]] <= gaps[:, 0])
+    queued = (view.launch[following] >= 0) & (view.call_ends[view.launch[following]] <= gaps[:, 0])
     queued &= gaps[:, 1] - gaps[:, 0] <= SHORT
     gaps, following = gaps[queued], following[queued]
     if not len(gaps) or np.median(view.duration[following]) >= SHORT:
@@ -172,3 +152,20 @@ def _short_kernels(case: Case) -> list[Finding]:
         f"{np.median(view.duration[following]):,.1f} us.",
     )
     return [case.finding("short-kernels", following, gaps[:, 0], gaps[:, 1], evidence, None)]
+
+
+def _waits_at_once(case: Case) -> list[Finding]:
+    """Segments of a CPU that wait for transfers that they have just started."""
+    view, waits = case.view, case.graph.edges
+    calls = case.call_of[waits.target[case.at_once]]
+    if not len(calls):
+        return []
+    start, end = view.call_starts[calls], view.call_ends[calls]
+    costs = case.without_computation(start, end)
+    evidence = (
+        f"In {plural(len(calls), 'case')}, a segment waited for a transfer that it had just started: "
+        f"{(end - start).sum():,.0f} us in total.",
+        f"Nothing was computed for {costs.sum():,.0f} us of that, for {costs.max():,.0f} us at most in one wait.",
+    )
+    events = case.event_of[waits.source_node[case.at_once]]
+    return [case.finding("host-sync/thread", events, start, end, evidence, without(case.at_once))]
