@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...models.config import ModelConfig
 from ...models.layers import seed_of
+from .first_difference import relative, row_errors
 from .laws import Broken
 
 M = TypeVar("M", bound=nn.Module)
@@ -276,31 +277,10 @@ def same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def row_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """For each row, the difference relative to the norm of the row or, if that is smaller, of a typical row."""
-    if not found.numel():
-        return found.new_zeros(found.shape[:-1], dtype=torch.float64)
-    x, y = found.double(), expected.double()
-    norms = y.norm(dim=-1)
-    typical = norms.square().mean().sqrt().clamp(min=1e-300)
-    errors = (x - y).norm(dim=-1) / norms.clamp(min=float(typical))
-    return torch.where(errors.isnan(), torch.inf, errors)
-
-
 def largest_gradient(results: Results) -> float:
     """The norm of the largest gradient."""
     grads = (t for label, t in results.items() if label.startswith("the gradient") and t is not None)
     return max((float(grad.double().norm()) for grad in grads), default=0.0)
-
-
-def relative(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """|found - expected| / |expected|, or / `least` if that is larger. Infinite for other shapes and if not finite."""
-    if found.shape != expected.shape:
-        return float("inf")
-    if torch.equal(found, expected):
-        return 0.0
-    ratio = float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=max(least, 1e-300)))
-    return ratio if ratio == ratio else float("inf")
 
 
 def worst_row(errors: Tensor) -> tuple[tuple[int, ...], float]:
