@@ -11,7 +11,6 @@ from ...schedule import NAMES
 from ...training.config import ParallelConfig
 from .first_difference import Tolerance
 
-
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.
 SAME_ORDER = Tolerance(0, 0, 0, "the same operations in the same order")
 OTHER_ORDER = Tolerance(0, 0, 4.5e-7, "a token's operations are the same, but gradients are added in another order")
