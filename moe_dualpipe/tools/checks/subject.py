@@ -27,8 +27,6 @@ Results = dict[str, Tensor | None]
 RESULT, INPUT = "the result", "the gradient of the input"
 EQUAL, EQUAL_FP32 = 1e-9, 1e-3
 """The largest relative difference that rounding explains, of layers that compute in fp64, and in fp32 or less."""
-SMALL_GRADIENT = 1e-3
-"""Errors of smaller gradients are relative to this share of the largest one. Of a bias of keys, the exact one is 0."""
 _NOISE = 1e-9
 DISTINCT = 3
 """Rows of large inputs that differ, a prime, so that blocks differ, too."""
@@ -233,7 +231,7 @@ class Subject(ABC):
         when: in which case; hint: the way out. limit: the largest relative difference; -1 means rounding.
         """
         limit = self.limit if limit < 0 else limit
-        least = SMALL_GRADIENT * largest_gradient(expected)
+        least = small_gradient(expected)
         for label, wanted in expected.items():
             got = found.get(label)
             if (got is None or not got.any()) and (wanted is None or not wanted.any()):
@@ -281,10 +279,10 @@ def random_like(x: Tensor, seed: int) -> Tensor:
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
 
 
-def largest_gradient(results: Results) -> float:
-    """The norm of the largest gradient."""
+def small_gradient(results: Results) -> float:
+    """Errors of gradients below this norm are relative to it: of a bias of keys, for example, the exact one is 0."""
     grads = (t for label, t in results.items() if label.startswith("the gradient") and t is not None)
-    return max((float(grad.double().norm()) for grad in grads), default=0.0)
+    return max((1e-3 * float(grad.double().norm()) for grad in grads), default=0.0) + 1e-4  # results are about 1
 
 
 def worst_row(errors: Tensor) -> tuple[tuple[int, ...], float]:

@@ -111,7 +111,7 @@ class Router(Subject):
         return plural(sum(case.counts), "token")
 
     def call(self, module: Any, case: Case) -> Outputs:
-        """Weights and ids. Weights of id -1 become 0: they have no effect in a model. Even numbers are two sequences."""
+        """Weights and ids. Weights of id -1 become 0: they have no effect in a model. Even numbers: two sequences."""
         x_TD = case.rows
         x = x_TD if len(x_TD) % 2 else x_TD.unflatten(0, (2, -1))
         weights, ids = _checked_choices(module(x), len(x_TD), self.config.num_experts)
@@ -246,7 +246,8 @@ def _checked_choices(outputs: Any, tokens: int, experts: int) -> Outputs:
     faults = (
         (~weights.isfinite(), weights, "has a weight that is not finite: also the weight of id -1 must be finite, "
          "because its gradient is 0, and 0 times infinity is NaN in backward"),
-        ((ids < -1) | (ids >= experts), ids, f"has a wrong id: ids are global, from 0 to {experts - 1}, or -1 for no expert"),
+        ((ids < -1) | (ids >= experts), ids,
+         f"has a wrong id: ids are global, from 0 to {experts - 1}, or -1 for no expert"),
         (twice, ids, "chooses an expert more than once: add up its weights, and use id -1 for the duplicates"),
     )  # fmt: skip
     for bad, values, rule in faults:

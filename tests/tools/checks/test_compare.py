@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from moe_dualpipe.tools.checks.compare import compare, find_faults, may_be_rounding
 from torch import nn
 
-from moe_dualpipe.tools.checks.compare import compare, find_faults, may_be_rounding
 from moe_dualpipe.tools.checks.run import Results
 from moe_dualpipe.tools.checks.subject import prepare, without_dropout
 from moe_dualpipe.tools.checks.variants import OTHER_ORDER, OTHER_ROWS, SAME_ORDER

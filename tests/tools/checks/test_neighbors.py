@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-
 from moe_dualpipe.tools.checks.compare import compare, find_faults
+from moe_dualpipe.tools.checks.recorder import Recorder
+
 from moe_dualpipe.tools.checks.first_difference import Recorded, first_difference
 from moe_dualpipe.tools.checks.parallel import make_job
-from moe_dualpipe.tools.checks.recorder import Recorder
 from moe_dualpipe.tools.checks.run import run_variant
 from moe_dualpipe.tools.checks.variants import OTHER_ROWS, REFERENCE, SAME_ORDER, Variant
 from moe_dualpipe.training.config import BatchConfig, TrainConfig

@@ -10,7 +10,7 @@ from moe_dualpipe import cli
 from tests.support import namespaces
 from tests.support.ranks import exits_and_logs
 
-pytestmark = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
 
 
 def node(rank, size, folder, log, arguments):
@@ -44,7 +44,6 @@ def test_a_link_that_the_kernel_throttles_is_named(tmp_path):
     assert len(speeds) == 6 and 1e6 < speeds[1, 2] < 4e6 < speeds[2, 1]
 
 
-@pytest.mark.long
 def test_machines_that_cannot_reach_each_other_are_named(tmp_path):
     codes, problems, _ = run_nodes(3, tmp_path, {(1, 2): "none"}, "--size", "0.1", "--timeout", "3")
     assert codes == [1] * 3
