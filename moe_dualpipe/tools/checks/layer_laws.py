@@ -476,21 +476,28 @@ def overlapped_equals_sequential(subject: Any) -> str:
         "Forward keeps tensors for later in `self` or in a global variable, and the other micro-batch overwrites "
         "them. Pass them on as outputs, or save them in `ctx` of an autograd function"
     )
-    expected, found = (_two_micro_batches(module, inputs, overlapped, prefix) for overlapped in (False, True))
-    subject.compare(subject.draw(1), found, expected, "if two micro-batches are in flight", hint, 0)
+    expected = _two_micro_batches(module, inputs, "one after the other", prefix)
+    for way in ("forward with backward", "forward with forward"):
+        found = _two_micro_batches(module, inputs, way, prefix)
+        subject.compare(subject.draw(1), found, expected, f"if two micro-batches are in flight ({way})", hint, 0)
     return f"{plural(len(expected), 'tensor')}, bit-equal"
 
 
-def _two_micro_batches(module: Any, inputs: list[Tensor], overlapped: bool, prefix: str) -> Results:
+def _two_micro_batches(module: Any, inputs: list[Tensor], way: str, prefix: str) -> Results:
     """Results and gradients of two micro-batches, run as a pipeline does. prefix: of the parameters that count."""
     module.zero_grad()
     a, b = (x.clone().requires_grad_() for x in inputs)
-    y_a, v = module(a), random_like(a, 7)
-    loss = (y_a * v).sum()
-    if overlapped:
+    v = random_like(a, 7)
+    if way == "forward with forward":
+        y_a, y_b = module.interleaved_forward(module, [a], module, [b])
+        y_a.backward(v)
+    elif way == "forward with backward":
+        y_a = module(a)
+        loss = (y_a * v).sum()
         y_b = module.overlapped_forward_backward(module, [b], None, None, module, loss, None, None)[0]
     else:
-        loss.backward()
+        y_a = module(a)
+        y_a.backward(v)
         y_b = module(b)
     y_b.backward(v)
     results: Results = {f"the result of micro-batch {i}": y.detach() for i, y in enumerate((y_a, y_b))}

@@ -169,7 +169,7 @@ class Subject(ABC):
         train = not self.averaged if train is None else train
         kept = {name: t.clone() for name, t in module.state_dict().items() if train and name in self.averaged}
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            (torch.default_generator.manual_seed if self.device == "cpu" else torch.manual_seed)(seed)
             try:
                 outputs = how(module.train(train), case)
             except Exception as error:
