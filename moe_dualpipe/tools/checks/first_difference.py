@@ -61,7 +61,7 @@ def _token_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest relative differences that rounding explains, and the reason for them. 0: bit-equal.
+    """The largest relative differences that rounding explains. 0: bit-equal.
 
     losses: of the loss of one token. tokens: of its logits and activations, and of their gradients. parameters: of the
     gradient of one parameter, or of one expert's part of it.
@@ -70,7 +70,6 @@ class Tolerance:
     losses: float
     tokens: float
     parameters: float
-    why: str
 
     def of(self, kind: Kind) -> float:
         limits = {"weights": 0.0, "buffers": _BUFFERS, "losses": self.losses, "logits": self.tokens}

@@ -12,9 +12,9 @@ from ...training.config import ParallelConfig
 from .first_difference import Tolerance
 
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.
-SAME_ORDER = Tolerance(0, 0, 0, "the same operations in the same order")
-OTHER_ORDER = Tolerance(0, 0, 4.5e-7, "a token's operations are the same, but gradients are added in another order")
-OTHER_ROWS = Tolerance(1e-6, 1e-5, 4.5e-6, "a matrix product may round a row differently if it has other rows")
+SAME_ORDER = Tolerance(0, 0, 0)  # the same operations in the same order
+OTHER_ORDER = Tolerance(0, 0, 4.5e-7)  # a token's operations are the same, but gradients are added in another order
+OTHER_ROWS = Tolerance(1e-6, 1e-5, 4.5e-6)  # a matrix product may round a row differently if it has other rows
 
 
 @dataclass(frozen=True, slots=True)
