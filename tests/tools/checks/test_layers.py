@@ -118,7 +118,9 @@ CORRECT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind,layer,sizes,skipped", CORRECT, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize("kind,layer,sizes,skipped", CORRECT, ids=[
+    f"{kind} {getattr(layer, '__name__', layer)} {sizes.get('num_experts', 4)}" for kind, layer, sizes, _ in CORRECT
+])  # fmt: skip
 def test_a_correct_layer_breaks_no_law(kind, layer, sizes, skipped):
     report = check(kind, layer, **sizes)
     assert report.passed and {*by_status(report, "skipped")} == skipped, str(report)
