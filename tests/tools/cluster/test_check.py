@@ -70,7 +70,7 @@ def run_machines(ranks, size, tmp_path, *arguments, special=(), port=None):
 
 
 def test_a_throttled_link_and_other_problems_are_named(tmp_path):
-    """Messages from rank 1 to rank 2 are delayed in Python: no rights are needed. test_network.py throttles packets."""
+    """Messages from rank 1 to rank 2 are delayed in Python, which needs no rights."""
     special = {1: {"slow_to": 2}, 2: {"python": "3.9.1"}, 3: {"clock": 3600.0, "files": 256}}
     arguments = ["--size", "0.26", "--json", str(tmp_path / "found.json")]
     codes, texts, problems = run_machines(range(4), 4, tmp_path, *arguments, special=special)
