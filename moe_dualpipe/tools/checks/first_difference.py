@@ -10,7 +10,7 @@ S positions, V vocabulary, K experts per token.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,27 +92,18 @@ class Results:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One rank's results against the reference's.
-
-    largest: for each kind, the largest relative difference and where it is. held: for each kind, the names that this
-    rank has. expected: for each kind, the names that all ranks together must have.
-    """
-
-    largest: dict[Kind, tuple[float, str]]
-    held: dict[Kind, frozenset[Any]]
-    expected: dict[Kind, frozenset[Any]]
+Compared = dict[Kind, tuple[float, str, frozenset[Any]]]
+"""One rank's results against the reference's: the largest relative difference, where it is, and the names of all."""
 
 
 def compare(results: Results, reference: Results) -> Compared:
-    compared = Compared({}, {}, {})
+    compared: Compared = {}
     for kind in _KINDS:
         found, expected = getattr(results, kind), getattr(reference, kind)
-        compared.held[kind], compared.expected[kind] = frozenset(found), frozenset(expected)
         measure = _of_tokens if kind in ("losses", "logits") else _of_tensor
         errors = (measure(key, value, expected[key]) for key, value in found.items() if key in expected)
-        compared.largest[kind] = max(errors, key=lambda pair: pair[0], default=(0.0, ""))
+        error, where = max(errors, key=lambda pair: pair[0], default=(0.0, ""))
+        compared[kind] = error, where, frozenset(found)
     return compared
 
 
@@ -126,18 +117,23 @@ def _of_tokens(key: tuple[int, int], found: Tensor, expected: Tensor) -> tuple[f
     return float(errors_S[position]), f"position {position} of sequence {key[1]} in step {key[0] + 1}"
 
 
-def find_faults(parts: Sequence[Compared], tolerance: Tolerance) -> tuple[str, dict[Kind, str]]:
-    """Return a summary of all measured differences, and for each kind the fault, if it exceeds the tolerance."""
+def find_faults(
+    parts: Sequence[Compared], reference: Results, tolerance: Tolerance
+) -> tuple[str, dict[Kind, str]]:  # fmt: skip
+    """Return a summary of all measured differences, and for each kind the fault, if it exceeds the tolerance.
+
+    parts: of all ranks, which together must have all names of the reference.
+    """
     shown: list[str] = []
     faults: dict[Kind, str] = {}
     for kind in _KINDS:
         limit = tolerance.of(kind)
-        error, where, rank = max((*part.largest[kind], rank) for rank, part in enumerate(parts))
+        error, where, rank = max((*part[kind][:2], rank) for rank, part in enumerate(parts))
         if kind in ("losses", "logits", "gradients"):
             shown.append(f"{kind} {error:.2g} of {limit:.2g}" if error else f"{kind} equal")
         if error > limit:
             faults[kind] = f"{kind} differ by {error:.2g}, above the tolerance of {limit:.2g}: {where} on rank {rank}"
-        if missing := sorted(parts[0].expected[kind] - frozenset().union(*(part.held[kind] for part in parts))):
+        if missing := sorted({*getattr(reference, kind)}.difference(*(part[kind][2] for part in parts))):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             faults[kind] = (
                 f"{kind}: no rank has {missing[0]}{more}: the name depends on the layout, or it was not computed"
@@ -155,11 +151,10 @@ class Trace:
     """Records the tensors of a run, or finds the first one that differs from those that another run has recorded.
 
     expected: what the other run recorded; None: record. limit: the largest difference that rounding explains.
-    experts_per_rank: names the rank of an expert.
     """
 
-    def __init__(self, expected: Tensors | None = None, limit: float = 0.0, experts_per_rank: int = 0):
-        self.expected, self.limit, self.experts_per_rank = expected, limit, experts_per_rank
+    def __init__(self, expected: Tensors | None = None, limit: float = 0.0):
+        self.expected, self.limit = expected, limit
         self.tensors: Tensors = {}
         self.order = {name: place for place, name in enumerate(expected or ())}
         self.first: tuple[int, str] = (len(self.order), "")
@@ -194,20 +189,11 @@ class Trace:
         position = int(errors[sequence].argmax())
         number = sum(int(w.sum()) for w in wrong.values())
         text = f"{number} of {sum(map(len, errors.values()))} tokens differ"
-        if ids and number > 1 and (common := _common([ids[s].flatten(1)[wrong[s]] for s in pairs])):
-            ranks = sorted({expert // self.experts_per_rank for expert in common})
-            text += f", which all use expert {' and '.join(map(str, common))} (ep rank {', '.join(map(str, ranks))})"
         text += f"; the largest difference is {float(errors[sequence].max()):.2g} (tolerance {self.limit:.2g})"
         text += f"{_times(found, expected)}, at position {position} of sequence {sequence}"
         if ids:
             text += f", which uses experts {', '.join(map(str, ids[sequence][position].flatten().tolist()))}"
         return text
-
-
-def _common(ids_TK: Iterable[Tensor]) -> list[int]:
-    """The experts that all tokens use."""
-    ids = torch.cat([*ids_TK])
-    return [expert for expert in ids.unique().tolist() if expert >= 0 and bool((ids == expert).any(1).all())]
 
 
 def _times(found: Tensor, expected: Tensor) -> str:
@@ -290,7 +276,7 @@ def find_difference(
 
     again: called if there is one: runs once more, with a trace.
     """
-    measured, faults = find_faults(_of_all_ranks(compare(results, reference)), tolerance)
+    measured, faults = find_faults(_of_all_ranks(compare(results, reference)), reference, tolerance)
     if not faults:
         return measured, ""
     _, first = min(_of_all_ranks(again().first))

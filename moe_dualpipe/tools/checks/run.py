@@ -6,7 +6,7 @@ Everything is in float64, so that rounding does not change the choice of an expe
 N sequences, S positions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -115,16 +115,16 @@ class Run:
         self.buffers = Buffers([*self.stages.values()], self.pipeline.groups)
 
     def steps(self) -> Results:
-        results = Results(weights=dict(self._named(_copy)) | self._buffers())
+        results = Results(weights=_global_values([*self.replicas, *self.buffers.sets()], _copy))
         for step in range(STEPS):
             torch.manual_seed(seed_of(self.job.options.seed, f"step {step}"))
             self._step(step, results)
             self.buffers.average()
             self.pipeline.balance_experts(_BIAS_RATE)
             if step == 0:
-                results.buffers = self._buffers()
+                results.buffers = _global_values(self.buffers.sets(), _copy)
         self.pipeline.sum_gradients()
-        results.gradients = dict(self._named(self._gradient))
+        results.gradients = _global_values(self.replicas, self._gradient)
         return results
 
     def _step(self, step: int, results: Results) -> None:
@@ -166,19 +166,15 @@ class Run:
         # A micro-batch's loss is the mean over its sequences.
         return torch.zeros_like(parameter) if grad is None else grad * len(self.place.micro_batches[0])
 
-    def _named(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """The global name and the value of each parameter; values that are None are left out."""
-        for replicas in self.replicas:
-            yield from _global_values(replicas, value)
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: value for one in self.buffers.sets() for name, value in _global_values(one, _copy)}
-
-
-def _global_values(replicas: ReplicaSet, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in replicas.parameters.items():
-        if (found := value(tensor)) is not None:
-            yield from global_tensors(name, found, replicas.experts.get(name))
+def _global_values(sets: Iterable[ReplicaSet], value: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+    """The value of each tensor by its global name; values that are None are left out."""
+    found: dict[str, Tensor] = {}
+    for replicas in sets:
+        for name, tensor in replicas.parameters.items():
+            if (one := value(tensor)) is not None:
+                found |= global_tensors(name, one, replicas.experts.get(name))
+    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:

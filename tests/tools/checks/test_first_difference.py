@@ -35,7 +35,7 @@ def results(**changes) -> Results:
 
 
 def faults(*ranks, tolerance=OTHER_ORDER):
-    return find_faults([compare(rank, results()) for rank in ranks], tolerance)
+    return find_faults([compare(rank, results()) for rank in ranks], results(), tolerance)
 
 
 def test_equal_results_have_no_fault():
@@ -127,7 +127,7 @@ def test_a_layer_that_depends_on_its_neighbors_or_its_calls_is_located(patch, va
     config = TrainConfig(model=MODEL, batch=BatchConfig(seq_len=6))
     job, recorded = replace(make_job(config, [variant]), on_rank=patch), Trace()
     reference = run_variant(job, REFERENCE, recorded)
-    trace = Trace(recorded.tensors, variant.tolerance.tokens, MODEL.num_experts)
+    trace = Trace(recorded.tensors, variant.tolerance.tokens)
     found = run_variant(job, variant, trace)
     _, problem = find_difference(found, reference, variant.tolerance, lambda: trace)
     assert problem.startswith(where and f"the first difference is in step 1, {where}") and bool(problem) == bool(where)

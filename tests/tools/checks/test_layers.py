@@ -3,6 +3,7 @@
 
 import dataclasses
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -285,6 +286,7 @@ def summed_over_ranks(self, x_MD, expert_offsets):
 
 class Ordered(GELU):
     takes_order = True
+    scaled: Any
 
     def forward(self, x_ND, order, weights_NK):
         y_MD = plain(self, x_ND[order.gather_idx_M], order.expert_offsets) * self.scaled(weights_NK, order)

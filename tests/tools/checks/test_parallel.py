@@ -72,7 +72,7 @@ def test_the_command_checks_the_requested_layout_and_skips_what_cannot_run(capsy
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 steps of 16 sequences of 6 tokens, compared with one process")
     assert [line.split("  ")[0] for line in lines[2:] if line[0] != " "] == [
-        "pp=2 x ep=1, dualpipe, no overlap", "shuffled sequences", "ep=2", "pp=4", "2 checks passed, 2 skipped",
+        "pp=2 x ep=1, dualpipe, no overlap", "shuffled sequences", "ep=2", "pp=4", "2 passed, 2 skipped",
     ]  # fmt: skip
     assert "    --ep 2 does not divide 3 experts: use --ep 1" in lines
     assert any(line.startswith("    2 layers cannot be divided over 4 pipeline stages") for line in lines)

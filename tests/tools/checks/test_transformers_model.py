@@ -41,7 +41,7 @@ def test_a_model_of_transformers_passes(folder, capsys):
     assert main(["check", "parallel", folder, "--seq-len", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "4 sequences of 8 tokens, compared with one process" in lines[0]
-    assert [line.split("  ")[0] for line in lines[2:]] == ["tp=2", "tp=2 x ep=2", "fsdp=2 x ep=2", "3 checks passed"]
+    assert [line.split("  ")[0] for line in lines[2:]] == ["tp=2", "tp=2 x ep=2", "fsdp=2 x ep=2", "3 passed"]
 
 
 @pytest.mark.long
