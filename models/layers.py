@@ -91,5 +91,6 @@ def seeded(seed: int, name: str) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(seed, name))
+        # torch.manual_seed would also seed GPUs, and formats a stack trace for each kind that is not there.
+        torch.default_generator.manual_seed(seed_of(seed, name))
         yield

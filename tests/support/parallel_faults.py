@@ -145,20 +145,6 @@ def corrupt_transfer(run):
         object.__setattr__(p2p, "send", send)
 
 
-def break_a_tie(run):
-    """In float32, the router of layer 1 gives the first token other experts, as rounding does if scores are equal."""
-    router = moe(run, 1).router
-    if router.logits.weight.dtype == torch.float32:
-        original = router.choose
-
-        def choose(logits_TE, bias_E):
-            tie_TE = torch.zeros_like(logits_TE)
-            tie_TE[0] = logits_TE[0].detach() * -2
-            return original(logits_TE + tie_TE, bias_E)
-
-        router.choose = choose
-
-
 def fail(run):
     """Rank 1 fails in the expert layer."""
     if dist.get_rank() == 1:
@@ -173,7 +159,7 @@ FAULTS = {
     fault.__name__.replace("_", " "): fault
     for fault in (
         double_gradients, drop_row, swap_experts, keep_stale_bias, mix_rows, forget_sum, double_weight_gradient,
-        other_weights, corrupt_transfer, break_a_tie, fail,
+        other_weights, corrupt_transfer, fail,
     )
 }  # fmt: skip
 

@@ -25,24 +25,21 @@ from ...models.moe import MoE
 from ...models.per_expert import PerExpert
 from ...pipeline.recording_group import Recorder, recording_world
 from ...schedule.launches import CommLaunch
+from .first_difference import row_errors
 from .host_syncs import host_syncs
 from .laws import Broken, Law, Suspect, Unchecked
-from .pairs import Interleaved, compare_overlapped
 from .subject import (
     INPUT,
     RESULT,
-    SMALL_GRADIENT,
     Case,
     Results,
     Subject,
-    largest_gradient,
     prepare,
     random_like,
-    row_errors,
-    same,
+    small_gradient,
     worst_row,
 )
-from .subjects import Attention, Experts, Router, wider
+from .subjects import Attention, Experts, Interleaved, Router, wider
 
 _STEP, _GRADIENT = 1e-6, 1e-5  # finite differences in fp64: the step, and the largest valid relative error
 _STEP_FP32, _GRADIENT_FP32 = 1e-2, 5e-2
@@ -63,7 +60,7 @@ def is_built(subject: Subject) -> str:
     number = subject.config.num_experts
     sizes = sorted({1, max(number // 2, 1), number}, reverse=True)
     for size in sizes:
-        Experts(subject.config, subject.device, range(size)).build(0)
+        subject.like(experts=range(size)).build(0)
     return f"with {', '.join(map(str, sizes))} experts"
 
 
@@ -76,57 +73,31 @@ def takes_all_shapes(subject: Subject) -> str:
     return f"{plural(len(shapes), 'shape')} in {', '.join(_NAMES.values())}"
 
 
-def input_is_not_written(subject: Subject) -> str:
-    case = subject.draw(1)
-    before = case.x.clone()
-    outputs = subject.outputs(case)
-    row, error = worst_row(row_errors(case.x, before).view(outputs[0].shape[:-1]))
-    if error:
-        raise Broken(
-            f"forward changes its input in place, first at {subject.row_name(case, row)}, but other layers use this "
-            "tensor, too. Replace in-place operations such as `x += y` and `x.mul_(y)` with `x = x + y` and `x = x * y`"
-        )
-    return "unchanged"
-
-
-def is_deterministic(subject: Subject) -> str:
-    """Two calls with the same input, the same random seed, and the same values of `averaged_buffers`."""
-    case = subject.draw(1)
-    for train in (True, False):
-        first, second = (subject.outputs(case, train) for _ in range(2))
-        if not same(first, second):
-            row, error = worst_row(row_errors(second[0], first[0]))
-            raise Broken(
-                f"two calls with the same input differ by {error:.1e} (relative) at {subject.row_name(case, row)}. "
-                "Check that forward does not keep state in `self` between calls, such as a counter or a running mean, "
-                "and does not read uninitialized memory, such as that of torch.empty"
-            )
-    if not same(subject.outputs(case, False, seed=1), subject.outputs(case, False, seed=2)):
-        raise Broken(
-            "forward draws random numbers in eval mode, too: two calls with the same input differ. Draw them only if "
-            "`self.training`"
-        )
-    if subject.averaged:
-        return "bit-equal, in training without the change of averaged buffers"
-    return "bit-equal" + ", in training with the same random seed" * subject.is_random
-
-
 def has_no_state(subject: Subject) -> str:
-    """Inputs A, B, A on one object: both results of A are equal, and that of B is that of a new layer.
+    """Inputs A, A, B, A on one object, with the same random seed and averaged buffers: equal results, those of a new
+    layer.
 
     A and B have the same sizes; those of experts have other offsets.
     """
     a, b = subject.draw(1), subject.draw(2)
-    hint = (
+    again = "in a second call with the same input"
+    hint = "Forward must not keep state in `self`, such as a counter, read torch.empty, or change `x.data`"
+    hint_b = (
         "Forward keeps state in `self`, such as a cache, sizes or a running mean. A pipeline alternates between "
         "micro-batches, so compute everything anew in each call"
     )
-    for train in (None, False):
+    for train in (True, False):
         new = subject.results(b, train, module=subject.build(0))
-        first, between, again = (subject.results(case, train) for case in (a, b, a))
-        subject.compare(a, again, first, "after a call with another input", hint, 0)
-        subject.compare(b, between, new, "after a call with another input", hint, 0)
-    return "inputs A, B, A: both results of A are bit-equal"
+        first, second, between, last = (subject.results(case, train) for case in (a, a, b, a))
+        subject.compare(a, second, first, again, hint, 0)
+        subject.compare(a, last, first, "after a call with another input", hint_b, 0)
+        subject.compare(b, between, new, "after a call with another input", hint_b, 0)
+    if not torch.equal(subject.outputs(a, False, seed=1)[0], subject.outputs(a, False, seed=2)[0]):
+        raise Broken(
+            "forward draws random numbers in eval mode, too: two calls with the same input differ. Draw them only if "
+            "`self.training`"
+        )
+    return "inputs A, A, B, A: all results of A are bit-equal"
 
 
 def needs_no_host_sync(subject: Subject) -> str:
@@ -167,16 +138,16 @@ def launches_nothing(subject: Subject) -> str:
 # ---- rows ----
 
 
-def _moved(subject: Subject, part: Any, may_change: Any, train: bool = False) -> tuple[str, float]:
-    """Change a part of the input. Returns the row that changes most, apart from those that may, and its change."""
+def _moved(subject: Subject, part: Any, train: bool = False) -> tuple[str, float]:
+    """Change a part of the input. Returns the row that changes most, apart from this part, and its change."""
     case = subject.draw(1)
     x = case.x.clone()
     x[part] = 3 * random_like(x[part], 3)
     (found, *others), (before, *decisions) = (subject.outputs(one, train) for one in (replace(case, x=x), case))
     errors = row_errors(found, before)
     for a, b in zip(others, decisions, strict=True):
-        errors += 0 if a.is_floating_point() else (a != b).any(-1).double()
-    errors[may_change] = 0
+        errors += (a != b).any(-1).double()
+    errors[part] = 0
     row, error = worst_row(errors)
     return subject.row_name(case, row), error
 
@@ -185,8 +156,8 @@ def rows_are_independent(subject: Subject) -> str:
     """If a part of the input changes, other rows stay: in eval mode and, with the same random numbers, in training."""
     worst = 0.0
     for train in (False,) if subject.averaged else (True, False):
-        for name, part, may_change in subject.parts():
-            row, error = _moved(subject, part, may_change, train)
+        for name, part in subject.parts():
+            row, error = _moved(subject, part, train)
             worst = max(worst, error)
             if error > subject.limit:
                 mode, finding = "training" if train else "eval", Suspect if isinstance(subject, Router) else Broken
@@ -197,77 +168,66 @@ def rows_are_independent(subject: Subject) -> str:
 
 def any_number_of_rows(subject: Subject) -> str:
     """Results and all gradients are those of the rows alone, for all sizes, and with 17 experts or more."""
-    moved = (_moved(subject, part, may)[1] for _, part, may in subject.parts())
-    if isinstance(subject, Router) and any(error > subject.limit for error in moved):
+    if isinstance(subject, Router) and any(_moved(subject, part)[1] > subject.limit for _, part in subject.parts()):
         raise Unchecked("choices depend on other tokens of the batch")
-    subjects, shapes, warning = [subject], 0, ""
-    if not isinstance(subject, Attention):
-        subjects += _with_many_experts(subject)
-    for one in subjects:
+    shapes, warning = 0, ""
+    for one in [subject] if isinstance(subject, Attention) else _with_many_experts(subject):
+        usual = one.results(one.draw(1), one.modes[0])
         for case in one.sizes():
             for train in one.modes if one is subject else one.modes[:1]:
                 found, alone = one.results(case, train), one.results(case, train, how=one.alone)
                 when = f"from that of each {one.row} alone, with {one.describe(case)}"
                 one.compare(case, found, alone, when, one.rule)
-                if isinstance(one, Experts) and not isinstance(one.module, PerExpert):
-                    warning = warning or _missing_gradient(one, case, found)
+                missing = [n for n, grad in found.items() if grad is None and usual[n] is not None and any(case.counts)]
+                if missing and not isinstance(one.module, PerExpert):
+                    warning = warning or f"{missing[0]} is None with {one.describe(case)}"
             shapes += 1
     if warning:
-        raise Suspect(warning)
-    return plural(shapes, "shape") + f", {len(found)} results and gradients each"
+        raise Suspect(
+            f"{warning}. It counts as zero here, but DDP and FSDP wait for it: run every expert, also on no rows"
+        )
+    return f"{plural(shapes, 'shape')}, {len(found)} results and gradients each"
 
 
 def _with_many_experts(subject: Subject) -> list[Subject]:
+    """The layer, and the same with 17 experts or more."""
     config = subject.config
     number = _MANY_EXPERTS + -_MANY_EXPERTS % config.expert_groups  # groups are of one size
-    return [subject.like(replace(config, num_experts=number))] * (config.num_experts < number)
-
-
-def _missing_gradient(experts: Experts, case: Case, found: Results) -> str:
-    """A parameter without gradient because its expert has no rows."""
-    for expert, count in zip(experts.ids, case.counts, strict=True):
-        missing = [n for n, g in found.items() if g is None and f".{expert}." in f"{n}.".replace(" of expert ", ".")]
-        if not count and any(case.counts) and missing:
-            return (
-                f"{missing[0]} is None with {experts.describe(case)}. It counts as zero here, but DDP and FSDP wait "
-                "for it: run every expert, also on no rows"
-            )
-    return ""
+    return [subject, *[subject.like(replace(config, num_experts=number))] * (config.num_experts < number)]
 
 
 def choices_are_weighted(experts: Experts) -> str:
     """With several choices per row: the weighted sum of the experts' results, and the gradients of the weights."""
     if not getattr(experts.module, "takes_order", False):
         raise Unchecked("takes_order is False: the model computes the weighted sum of the results")
-    num_experts, case = experts.config.num_experts, experts.draw(1)
-    ids_NK = torch.tensor([[n % num_experts, (n + 1) % num_experts if n % 3 else -1] for n in range(len(case.x))])
-    ids_NK = ids_NK.to(case.x.device).masked_fill(ids_NK.to(case.x.device)[:, :1] == ids_NK.to(case.x.device), -1)
-    ids_NK[:, 0] = torch.arange(len(case.x)) % num_experts
-    weights_NK = 0.1 + random_like(ids_NK.double(), 9).abs()
-    leaf = weights_NK.clone().requires_grad_()
+    number, case = experts.config.num_experts, experts.draw(1)
+    rows = torch.arange(len(case.x), device=case.x.device)
+    second = torch.where((rows % 3 > 0) & (number > 1), (rows + 1) % number, -1)
+    ids_NK = torch.stack([rows % number, second], 1)
+    leaf = (0.1 + random_like(ids_NK.double(), 9).abs()).requires_grad_()
+    choices = int((ids_NK >= 0).sum())
+    # On a GPU, a model does not wait for the exact number of choices.
+    order = expert_order(ids_NK, number, ids_NK.numel() if ids_NK.is_cuda else choices)
 
     def together(module: Any, case: Case) -> tuple[Tensor]:
-        # On a GPU, a model does not wait for the exact number of choices.
-        order = expert_order(ids_NK, num_experts, ids_NK.numel() if ids_NK.is_cuda else int((ids_NK >= 0).sum()))
         return (module(case.x, order, leaf),)
 
     def each(module: Any, case: Case) -> tuple[Tensor]:
-        result = torch.zeros_like(case.x)
-        for n, k in (ids_NK >= 0).nonzero().tolist():
-            counts = tuple(int(e == ids_NK[n, k]) for e in range(num_experts))
-            row = leaf[n, k] * experts.call(module, Case(case.x[n : n + 1], counts=counts))[0]
-            result = result.index_add(0, torch.tensor([n], device=row.device), row)
-        return (result,)
+        gathered, counts = order.gather_idx_M[:choices], tuple(order.expert_offsets.diff().tolist())
+        (y_MD,) = experts.call(module, Case(case.x[gathered], counts))
+        weighted_MD = y_MD * leaf.flatten()[order.choice_idx_M[:choices], None]
+        return (torch.zeros_like(case.x).index_add(0, gathered, weighted_MD),)
 
-    found, expected = [], []
-    for results, how in ((found, together), (expected, each)):
+    compared = list[Results]()
+    for how in (together, each):
         leaf.grad = None
-        results.append(experts.results(case, experts.modes[0], how=how) | {"the gradient of weights_NK": leaf.grad})
+        results = experts.results(case, experts.modes[0], how=how)
+        compared.append(results | {"the gradient of weights_NK": leaf.grad})
     hint = (
         "Multiply by weights_NK, whose gradient the router needs. Skip ids of -1, and what is past expert_offsets[-1]"
     )
-    experts.compare(case, found[0], expected[0], "from the weighted sum of the results of its experts", hint)
-    return f"{plural(int((ids_NK >= 0).sum()), 'choice')} of {plural(len(case.x), 'row')}"
+    experts.compare(case, compared[0], compared[1], "from the weighted sum of the results of its experts", hint)
+    return f"{plural(choices, 'choice')} of {plural(len(case.x), 'row')}"
 
 
 def any_memory_layout(subject: Subject) -> str:
@@ -299,70 +259,64 @@ def is_precise(subject: Subject) -> str:
     wide = wider(subject)
     *_, case, _ = wide.sizes()
     case = replace(case, x=case.rows, index=None)  # the gradient of repeated rows would be a sum in bf16
-    exact, worst = wide.results(case, False), {}
+    exact, measured = wide.results(case, False), []
     for dtype in (torch.float32, torch.bfloat16) if subject.exact else (torch.bfloat16,):
         module, double = wide.build(0).to(dtype), wide.build(0).to(dtype).double()
         rounded = wide.results(case.to(dtype).to(torch.float64), False, module=double)
         found = wide.results(case.to(dtype), False, module=module)
-        worst[dtype] = max(_precision(wide, dtype, label, found, rounded, exact) for label in found)
-    measured = ", ".join(f"{_NAMES[dtype]} {share:.2g}" for dtype, share in worst.items())
+        measured.append(f"{_NAMES[dtype]} {_largest_share(wide, dtype, found, rounded, exact):.2g}")
     if not subject.exact and not isinstance(subject, Router):
         raise Suspect(
             "the layer computes in fp32 or less although its input is in fp64, so the check finds only differences "
             "above 0.1%. Compute in `x.dtype`, or in `torch.promote_types(x.dtype, torch.float32)`"
         )
-    return f"largest errors, as a share of what rounding explains: {measured}"
+    return f"largest errors, as a share of what rounding explains: {', '.join(measured)}"
 
 
-def _precision(
-    subject: Subject, dtype: torch.dtype, label: str, found: Results, rounded: Results, exact: Results
-) -> float:
-    """The error of a result or gradient in `dtype`, as a multiple of what rounding explains. Raises Broken above 4.
+def _largest_share(subject: Subject, dtype: torch.dtype, *results: Results) -> float:
+    """The largest error of the results in `dtype`, as a share of what rounding explains. Raises Broken above 1.
 
-    A typical row counts, because rounding may change the choice of experts in a few rows.
+    results: in `dtype`; those of the same rounded inputs and weights in fp64; those without rounding. A typical row
+    counts, because rounding may change the choice of experts in a few rows.
     """
-    tensors = [results.get(label) for results in (found, rounded, exact)]
-    if any(t is None or not t.is_floating_point() for t in tensors):
-        return 0.0
-    if subject.adds_losses and label != RESULT:  # one other choice changes the gradients of all weights
-        return 0.0
-    if label != RESULT and tensors[2].norm() <= subject.limit * largest_gradient(exact):  # type: ignore[union-attr]
-        return 0.0  # a sum that cancels
-    got, wanted, unrounded = (torch.atleast_1d(t) for t in tensors if t is not None)
-    alike = torch.ones_like(got[..., 0], dtype=torch.bool)
-    for name in (name for name in found if name.startswith("decision") and label == RESULT):
-        alike &= (found[name] == rounded[name]).all(-1) & (found[name] == exact[name]).all(-1)  # type: ignore[union-attr]
-    error, plain = (
-        float(row_errors(a[alike], wanted[alike]).median()) if alike.any() and wanted.any() else 0.0
-        for a in (got, unrounded)
-    )
-    limit = _ROUNDINGS * max(plain, torch.finfo(dtype).eps / 8)  # its own rounding
-    limit *= subject.config.hidden_size**0.5 if dtype == torch.float32 else 1
-    if error > limit:
-        raise Broken(
-            f"in {_NAMES[dtype]}, {label} differs by {error:.1e} (relative, in a typical row) from the same layer in "
-            f"fp64 with the same rounded inputs and weights, which explain {limit:.1e}. Add up in fp32, and round "
-            "once, at the end of each product"
-        )
-    return error / limit
+    largest, least = 0.0, subject.limit * small_gradient(results[2])
+    decisions = [[result.get("decision 0")] for result in results]
+    # One other choice of experts changes the gradients of all weights.
+    for label in [RESULT] if subject.adds_losses else results[0]:
+        got, wanted, unrounded = (result[label] for result in results)
+        if got is None or wanted is None or unrounded is None or (label != RESULT and unrounded.norm() <= least):
+            continue  # the smallest gradients are sums that cancel
+        alike = torch.ones_like(torch.atleast_1d(got)[..., 0], dtype=torch.bool)
+        if isinstance(subject, Router):
+            ids, of_rounded, of_exact = (decision[0] for decision in decisions)
+            alike = (ids == of_rounded).all(-1) & (ids == of_exact).all(-1)  # type: ignore[operator, union-attr]
+        got, wanted, unrounded = (torch.atleast_1d(t)[alike] for t in (got, wanted, unrounded))
+        if not (alike.any() and wanted.any()):
+            continue
+        error, plain = (float(row_errors(t, wanted).median()) for t in (got, unrounded))
+        limit = _ROUNDINGS * max(plain, torch.finfo(dtype).eps / 8)  # its own rounding
+        limit *= subject.config.hidden_size**0.5 if dtype == torch.float32 else 1
+        if error > limit:
+            raise Broken(
+                f"in {_NAMES[dtype]}, {label} differs by {error:.1e} (relative, in a typical row) from the same layer "
+                f"in fp64 with the same rounded inputs and weights, which explain {limit:.1e}. Add up in fp32, and "
+                "round once, at the end of each product"
+            )
+        largest = max(largest, error / limit)
+    return largest
 
 
 def large_values_stay_finite(subject: Subject) -> str:
     case = subject.draw(1)
-    for dtype in (torch.float32, torch.bfloat16):
-        module = subject.build(0).to(dtype)
-        problem = ""
-        try:
-            found = subject.results(replace(case, x=_LARGE * case.x).to(dtype), module=module)
-            bad = [label for label, t in found.items() if t is not None and not t.isfinite().all()]
-            problem = f"{bad[0]} has NaN or infinity in {dtype}" if bad else ""
-        except Broken as fault:
-            problem = str(fault)
-        if problem:
-            raise Broken(
-                f"for inputs {_LARGE:,.0f} times as large, {problem}. Subtract the maximum before exp, as softmax "
-                "does, and divide by sums that cannot be 0"
-            )
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            found = subject.results(replace(case, x=_LARGE * case.x).to(dtype), module=subject.build(0).to(dtype))
+            for label, tensor in found.items():
+                if tensor is not None and not tensor.isfinite().all():
+                    raise Broken(f"{label} has NaN or infinity in {dtype}")
+    except Broken as fault:
+        hint = "Subtract the maximum before exp, as softmax does, and divide by sums that cannot be 0"
+        raise Broken(f"for inputs {_LARGE:,.0f} times as large, {fault}. {hint}") from None
     return f"inputs of {_LARGE:,.0f} in fp32, bf16"
 
 
@@ -380,25 +334,21 @@ def _set(layer: Attention, name: str, value: Any) -> Iterator[None]:
 
 def cache_equals_all_at_once(layer: Attention) -> str:
     """Text generation: three positions, then one, then two, then one at a time."""
-    case, cache, takes, start = layer.draw(1), KVCache(), layer.takes("cache"), 0
+    case, cache, pieces = layer.draw(1), KVCache(), list[Tensor]()
     y = layer.outputs(case, False)[0]
     with _set(layer, "cache", cache):
-        for number in (3, 1, 2, 1, 1):
-            found = layer.outputs(Case(case.x[:, start : start + number]), False)[0]
-            row, error = worst_row(row_errors(found, y[:, start : start + number]))
-            if error > max(layer.limit, 1e-7):
-                hint = (
-                    "Append the new keys and values with cache.append(self.layer, ...), and let the new positions, "
-                    "which start at cache.length, attend to all earlier ones"
-                    if takes
-                    else "Without a parameter `cache`, a position must not depend on the length of the sequence"
-                )
-                raise Broken(
-                    f"in generation, position {start + row[1]} of sequence {row[0]} differs by {error:.1e} from the "
-                    f"result for the whole sequence, with {plural(number, 'new position')} after {start}. {hint}"
-                )
-            start += number
-            cache.length = start
+        for piece in case.x.split([3, 1, 2, 1, 1], 1):
+            pieces.append(layer.outputs(replace(case, x=piece), False)[0])
+            cache.length += piece.shape[1]
+    takes = layer.takes("cache")
+    hint = (
+        "Append the new keys and values with cache.append(self.layer, ...), and let the new positions, which start at "
+        "cache.length, attend to all earlier ones"
+        if takes
+        else "Without a parameter `cache`, a position must not depend on the length of the sequence"
+    )
+    when = "in generation, after 3, 1, 2, 1 and 1 new positions, from the result for the whole sequence"
+    layer.compare(case, {RESULT: torch.cat(pieces, 1)}, {RESULT: y}, when, hint, max(layer.limit, 1e-7))
     return "with the layer's cache" if takes else "no parameter `cache`: the cache stores the inputs"
 
 
@@ -410,15 +360,12 @@ def mask_is_respected(layer: Attention) -> str:
     y = layer.outputs(case, False)[0]
     documents_BS = (torch.arange(case.x.shape[1]) >= first).int().expand(case.x.shape[:2]).to(y.device)
     with _set(layer, "mask_B1SS", document_mask(torch.zeros_like(documents_BS))):
-        row, error = worst_row(row_errors(layer.outputs(case, False)[0], y))
-    if error > max(layer.limit, 1e-7):
-        raise Broken(
-            f"with a mask of one document, {layer.row_name(case, row)} differs by {error:.1e} from the result without "
-            "a mask. mask_B1SS is True where a position may attend to another; it is causal already"
-        )
-    document = (slice(None), slice(first))
+        found = layer.outputs(case, False)[0]
+    hint = "mask_B1SS is True where a position may attend to another; it is causal already"
+    when = "with a mask of one document, from the result without a mask"
+    layer.compare(case, {RESULT: found}, {RESULT: y}, when, hint, max(layer.limit, 1e-7))
     with _set(layer, "mask_B1SS", document_mask(documents_BS)):
-        name, error = _moved(layer, document, document)
+        name, error = _moved(layer, (slice(None), slice(first)))
     if error > layer.limit:
         raise Broken(
             f"the result of {name}, in document 2, changes by {error:.1e} if document 1 changes: the mask mask_B1SS "
@@ -430,32 +377,6 @@ def mask_is_respected(layer: Attention) -> str:
 # ---- gradients ----
 
 
-def parameters_get_gradients(subject: Subject) -> str:
-    case = subject.draw(1)
-    found = subject.results(case)
-    weights = [(label, view) for label, view, _ in subject.weights(subject.module)]
-    missing = [(label, view) for label, view in weights if not _any(found[f"the gradient of {label}"])]
-    if not missing:
-        return plural(len(weights), "weight") if weights else "no trained parameters"
-    label, view = missing[0]
-    before, kept = subject.outputs(case)[0], view.clone()
-    view += random_like(view, 3)
-    used = not torch.equal(subject.outputs(case)[0], before)
-    view.copy_(kept)
-    more = f" (like {plural(len(missing) - 1, 'other weight')})" if len(missing) > 1 else ""
-    if used:
-        raise Broken(
-            f"{label} gets no gradient{more}, although the result depends on it: autograd is cut off by .detach(), "
-            ".data, torch.no_grad() or a new torch.tensor. Remove this call, or freeze the weight with "
-            "requires_grad=False"
-        )
-    raise Broken(f"{label} gets no gradient{more}: the result does not depend on it. Use it in forward, or remove it")
-
-
-def _any(grad: Tensor | None) -> bool:
-    return grad is not None and bool(grad.any())
-
-
 def gradients_are_right(subject: Subject) -> str:
     """Directional derivatives of each expert's part of each parameter, and of the input.
 
@@ -465,34 +386,35 @@ def gradients_are_right(subject: Subject) -> str:
     step, limit = (_STEP, _GRADIENT) if subject.exact else (_STEP_FP32, _GRADIENT_FP32)
     worst, count = 0.0, 0
     weights = {f"the gradient of {label}": view for label, view, _ in subject.weights(subject.module)}
+    unused = {*weights}
     for seed in range(_DIRECTIONS):
         v = random_like(subject.outputs(case)[0], seed)
         grads = subject.results(case, v=v)
-        least = SMALL_GRADIENT * largest_gradient(grads)
+        least = small_gradient(grads)
         for label, tensor in ({INPUT: case.x} | weights).items():
             grad, direction = grads[label], random_like(tensor, seed + 10)
             slopes, counted = _slopes(subject, case, tensor, direction, step)
             if grad is not None and not counted.all():
                 grad = subject.results(case, v=v * counted)[label]
             expected = float((slopes * v).sum())
-            if grad is None and label == INPUT and abs(expected) > 1e-12:
-                raise Broken(
-                    "the input gets no gradient: autograd is cut off by .detach(), .data or torch.no_grad(), so "
-                    "earlier layers would not train"
-                )
-            if grad is None or not (grad.any() or label == INPUT):  # of weights: another law
-                continue
-            got = float((grad.double() * direction).sum())
-            error = abs(got - expected) / max(abs(expected), least * float(direction.norm()), 1e-300)
+            got = 0.0 if grad is None else float((grad.double() * direction).sum())
+            error = abs(got - expected) / max(abs(expected), least * float(direction.norm()))
             if not error <= limit:
-                ratio = f"{got / expected:.3g}" if abs(expected) > 1e-12 else "1"
-                times = f" ({ratio} times as much)" if ratio != "1" else ""
+                cut = "it is None. Autograd is cut off by .detach(), .data, torch.no_grad() or a new torch.tensor"
+                wrong = f"backward gives {got:.6g}. Check the backward of autograd functions and hooks, and .detach()"
                 raise Broken(
-                    f"{label} is wrong: in a random direction, finite differences give {expected:.6g}, but backward "
-                    f"gives {got:.6g}{times}. Check the backward of your autograd functions and hooks, and what "
-                    "forward computes under torch.no_grad() or from .detach()"
+                    f"{label} is wrong: in a random direction, finite differences give {expected:.6g}, but "
+                    f"{wrong if got else cut}"
                 )
+            if got:
+                unused.discard(label)
             worst, count = max(worst, error), count + 1
+    for seed in range(2, 4 * subject.config.num_experts):  # few tokens do not reach all experts of a block
+        grads = subject.results(subject.draw(seed)) if unused else {}
+        unused = {label for label in unused if (grad := grads[label]) is None or not grad.any()}
+    if unused and (subject.config.num_experts > 1 or isinstance(subject, Experts)):  # one expert leaves no choice
+        more = f" (like {plural(len(unused) - 1, 'other one')})" if len(unused) > 1 else ""
+        raise Broken(f"{min(unused)} is 0{more}: the result does not depend on it. Use it in forward, or remove it")
     return f"{plural(count, 'derivative')}, largest error {worst:.0e} of {limit:.0e}"
 
 
@@ -506,40 +428,34 @@ def _slopes(subject: Subject, case: Case, tensor: Tensor, direction: Tensor, ste
     (above, *decisions), (below, *others) = ends
     counted = torch.ones_like(above[..., :1])
     for a, b in zip(decisions, others, strict=True):
-        if not a.is_floating_point():
-            counted *= (a == b).all(-1, keepdim=True)
+        counted *= (a == b).all(-1, keepdim=True)
     return (above.double() - below.double()) * counted / (2 * step), counted
 
 
 def split_equals_whole(subject: Subject) -> str:
-    """Deferred weight gradients (kernels/weight_grads.py), twice, so that gradients also accumulate."""
-    case = subject.draw(1)
-    v = random_like(subject.outputs(case)[0], 0)
-    if not subject.call(subject.module, replace(case, x=case.x.clone().requires_grad_()))[0].requires_grad:
-        raise Unchecked("the output has no gradients")
-    once = subject.results(case, v=v, with_losses=True)
-    deferred, number = WeightGrads(), 0
+    """Deferred weight gradients (kernels/weight_grads.py)."""
+    case, deferred, numbers = subject.draw(1), WeightGrads(), set[int]()
+
+    def backward(y: Tensor, v: Tensor) -> None:
+        with deferred.defer_to(0):
+            y.backward(v)
+        numbers.add(len(deferred._deferred[0]))
+        deferred.run_deferred(0)
+
+    once = subject.results(case)
     bind(subject.module, deferred)
     try:
-        for key in range(2):
-            leaf = replace(case, x=case.x.clone().requires_grad_())
-            y = subject.run(subject.module, leaf, None, 0, subject.call)[0]
-            with deferred.defer_to(key):
-                y.backward(v)
-            number = len(deferred._deferred[key])
-            deferred.run_deferred(key)
-        found = {f"the gradient of {label}": grad for label, _, grad in subject.weights(subject.module)}
+        found = subject.results(case, backward=backward)
     finally:
         bind(subject.module, None)
-        subject.module.zero_grad()
-    twice = {n: None if grad is None else 2 * grad for n, grad in once.items() if n in found}
+    if not numbers:
+        raise Unchecked("the output has no gradients")
     hint = (
         "If `weight_grads.defers(weight)` is true, backward must call `weight_grads.defer` once for this weight and "
         "return None as its gradient; otherwise it must return the gradient"
     )
-    expected, found = twice | {INPUT: once[INPUT]}, found | {INPUT: leaf.x.grad}
-    subject.compare(case, found, expected, "if weight gradients are deferred", hint)
-    return f"equal, {number} deferred" if number else "equal, none deferred"
+    subject.compare(case, found, once, "if weight gradients are deferred", hint)
+    return f"equal, {max(numbers) or 'none'} deferred"
 
 
 # ---- the pipeline and checkpoints ----
@@ -547,15 +463,49 @@ def split_equals_whole(subject: Subject) -> str:
 
 def overlapped_equals_sequential(subject: Any) -> str:
     """Two micro-batches at a time, for experts and routers in an MoE layer, give bit-equal results."""
-    train = subject.modes[0]
-    if isinstance(subject, Attention):
-        return compare_overlapped(subject.module.train(train), subject.draw(5).x, subject.draw(6).x)
-    plain = {"experts": "swiglu", "expert_options": "", "router": "topk", "router_options": ""}
-    sizes = {"num_shared_experts": 0, "sequence_loss": 0.0, "z_loss": 0.0}
-    config: Any = dataclasses.replace(subject.config, **plain, **sizes)
-    moe: Any = prepare(MoE(config, Interleaved(config.num_experts), 0), device=subject.device)
-    setattr(moe, subject.kind, subject.module)
-    return compare_overlapped(moe.train(train), subject.random(5, 4, 6), subject.random(6, 4, 6), f"{subject.kind}.")
+    prefix, inputs, module = "", [subject.draw(seed).x for seed in (5, 6)], subject.module
+    if not isinstance(subject, Attention):
+        prefix, inputs = f"{subject.kind}.", [subject.random(seed, 4, 6) for seed in (5, 6)]
+        plain = {"experts": "swiglu", "expert_options": "", "router": "topk", "router_options": ""}
+        sizes = {"num_shared_experts": 0, "sequence_loss": 0.0, "z_loss": 0.0}
+        config: Any = dataclasses.replace(subject.config, **plain, **sizes)
+        module = prepare(MoE(config, Interleaved(config.num_experts), 0), device=subject.device)
+        setattr(module, subject.kind, subject.module)
+    module.train(subject.modes[0])
+    hint = (
+        "Forward keeps tensors for later in `self` or in a global variable, and the other micro-batch overwrites "
+        "them. Pass them on as outputs, or save them in `ctx` of an autograd function"
+    )
+    expected = _two_micro_batches(module, inputs, "one after the other", prefix)
+    for way in ("forward with backward", "forward with forward"):
+        found = _two_micro_batches(module, inputs, way, prefix)
+        subject.compare(subject.draw(1), found, expected, f"if two micro-batches are in flight ({way})", hint, 0)
+    return f"{plural(len(expected), 'tensor')}, bit-equal"
+
+
+def _two_micro_batches(module: Any, inputs: list[Tensor], way: str, prefix: str) -> Results:
+    """Results and gradients of two micro-batches, run as a pipeline does. prefix: of the parameters that count."""
+    module.zero_grad()
+    a, b = (x.clone().requires_grad_() for x in inputs)
+    v = random_like(a, 7)
+    if way == "forward with forward":
+        y_a, y_b = module.interleaved_forward(module, [a], module, [b])
+        y_a.backward(v)
+    elif way == "forward with backward":
+        y_a = module(a)
+        loss = (y_a * v).sum()
+        y_b = module.overlapped_forward_backward(module, [b], None, None, module, loss, None, None)[0]
+    else:
+        y_a = module(a)
+        y_a.backward(v)
+        y_b = module(b)
+    y_b.backward(v)
+    results: Results = {f"the result of micro-batch {i}": y.detach() for i, y in enumerate((y_a, y_b))}
+    results |= {f"the input gradient of micro-batch {i}": x.grad for i, x in enumerate((a, b))}
+    named = [(n.removeprefix(prefix), p.grad) for n, p in module.named_parameters() if n.startswith(prefix)]
+    results |= {f"the gradient of {name}": grad for name, grad in named}
+    module.zero_grad()
+    return results
 
 
 def checkpoint_is_complete(subject: Subject) -> str:
@@ -570,68 +520,42 @@ def checkpoint_is_complete(subject: Subject) -> str:
         "as plain attributes or in lists"
     )
     subject.compare(case, subject.results(case, module=other), subject.results(case), "after saving and loading", hint)
-    saved = plural(len(subject.module.state_dict()), "tensor")
-    return f"{saved}; ep={_same_names(subject)}" if isinstance(subject, Experts) else saved
+    return plural(len(subject.module.state_dict()), "tensor")
 
 
-def _same_names(experts: Experts) -> str:
-    """Names and shapes of global tensors are the same however the experts are divided."""
-    wanted, whole_only = _global_tensors(experts.module)
-    sizes = [size for size in (2, 4) if experts.config.num_experts % size == 0]
-    for size in sizes:
-        found = {n: shape for part in experts.ranks(size) for n, shape in _global_tensors(part.module)[0].items()}
-        for name in sorted({*wanted} ^ {*found}):
-            has, lacks = ("ep=1", f"ep={size}") if name in wanted else (f"ep={size}", "ep=1")
-            raise Broken(
-                f"a checkpoint with {has} has the tensor {name}, but one with {lacks} does not: stack the weights of "
-                "the experts along the first dimension, or use an nn.ModuleList with one module per expert"
-            )
-        for name, shape in wanted.items():
-            if found[name] != shape:
-                raise Broken(f"{name} has the shape {shape} with ep=1, and {found[name]} with ep={size}")
-    if whole_only:
-        raise Unchecked(
-            f"the shape of {', '.join(whole_only)} depends on the number of experts: a checkpoint loads only with the "
-            "same --ep. If each expert has its own weights, stack them along the first dimension"
-        )
-    return ", ".join(map(str, [1, *sizes]))
-
-
-def _global_tensors(layer: Any) -> tuple[dict[str, list[int]], list[str]]:
-    """The shapes of the tensors of each expert, by global name, and the names of the tensors that all share."""
+def _global_shapes(layer: Any) -> dict[str, list[int]]:
+    """The shapes of the tensors of each expert, by global name."""
     held, state = expert_ids(layer), layer.state_dict()
-    whole_only = [name for name in state if name in held and held[name].layout == "shared"]
-    of_experts = [name for name in state if name in held and held[name].layout != "shared"]
-    tensors = (pair for name in of_experts for pair in global_tensors(name, state[name], held[name]))
-    return {name: [*view.shape] for name, view in tensors}, whole_only
+    tensors = (pair for name in state if name in held for pair in global_tensors(name, state[name], held[name]))
+    return {name: [*view.shape] for name, view in tensors}
 
 
 def parts_equal_the_whole(experts: Experts) -> str:
     """The layers of two ranks, and of one rank per expert, together compute what one layer computes.
 
-    The gradients of what all experts share are summed over the layers.
+    The gradients of what all experts share are summed over the layers. Their checkpoints have the same tensors.
     """
-    return "; ".join(map(_divided, [experts, *_with_many_experts(experts)]))
+    return "; ".join(map(_divided, _with_many_experts(experts)))
 
 
-def _divided(experts: Any) -> str:
+def _divided(experts: Subject) -> str:
     number, case, train = experts.config.num_experts, experts.draw(1), experts.modes[0]
     v = random_like(experts.outputs(case)[0], 0)
     whole, compared = experts.results(case, train, v=v), 0
     common = {f"the gradient of {name}" for name in getattr(experts.module, "common", ())}
-    shared = {name for name, ids in expert_ids(experts.module).items() if ids.layout == "shared"}
-    expected = {label: t for label, t in whole.items() if label.removeprefix("the gradient of ") not in shared}
     hint = (
         "Results and gradients must not depend on the experts of this rank: expert_offsets[e] and weights[e] belong to "
         "the same local expert e, and weights are stacked as [num_local_experts, ...] (not config.num_experts)"
-    ) + f". All experts share {', '.join(sorted(shared))}" * bool(shared)
+    )
     sizes = sorted({2, number} if number % 2 == 0 else {number})
     for ep in sizes:
-        start, found = 0, Results()
-        for part in experts.ranks(ep):
-            counts = tuple(case.counts[e] for e in part.ids)
+        start, found, saved = 0, Results(), dict[str, list[int]]()
+        for first in range(0, number, number // ep):
+            part = experts.like(experts=range(first, first + number // ep))
+            counts = case.counts[first : first + number // ep]
             rows = slice(start, start := start + sum(counts))
-            for label, got in part.results(Case(case.x[rows], counts=counts), train, v=v[rows]).items():
+            saved |= _global_shapes(part.module)
+            for label, got in part.results(Case(case.x[rows], counts), train, v=v[rows]).items():
                 before = found.get(label)
                 if before is None or got is None:
                     found[label] = before if got is None else got
@@ -639,7 +563,13 @@ def _divided(experts: Any) -> str:
                     found[label] = torch.cat([before, got])
                 elif label in common:
                     found[label] = before + got
-        compared += experts.compare(case, found, expected, f"over {ep} ranks", hint)
+        compared += experts.compare(case, found, whole, f"over {ep} ranks", hint)
+        before = _global_shapes(experts.module)
+        if wrong := sorted(name for name in {*before, *saved} if before.get(name) != saved.get(name)):
+            raise Broken(
+                f"a checkpoint with ep={ep} has {wrong[0]} of shape {saved.get(wrong[0])}, and one with ep=1 "
+                f"{before.get(wrong[0])}, so it loads only with the same --ep. {hint}"
+            )
     return f"{plural(compared, 'tensor')}, ep={', '.join(map(str, sizes))}"
 
 
@@ -648,8 +578,8 @@ def _divided(experts: Any) -> str:
 LAWS: tuple[tuple[Law, ...], ...] = (
     (Law("constructor", is_built),),
     (Law("shapes and dtypes", takes_all_shapes),),
-    (Law("input not written", input_is_not_written), Law("deterministic", is_deterministic)),
-    (Law("no state", has_no_state), Law("split backward", split_equals_whole)),
+    (Law("no state", has_no_state),),
+    (Law("split backward", split_equals_whole),),
     (Law("overlapped equals sequential", overlapped_equals_sequential), Law("no collectives", launches_nothing)),
     (Law("rows independent", rows_are_independent),),
     (
@@ -663,7 +593,6 @@ LAWS: tuple[tuple[Law, ...], ...] = (
     (
         Law("choices of a row", choices_are_weighted, ["experts"]),
         Law("saved and loaded", checkpoint_is_complete),
-        Law("parameters get gradients", parameters_get_gradients),
     ),
     (Law("gradients", gradients_are_right), Law("no host sync", needs_no_host_sync)),
     (Law("any ep equals ep=1", parts_equal_the_whole, ["experts"]),),

@@ -5,13 +5,13 @@ where. So a run that is about to end checks its weights, and then runs the batch
 (overlap/probe.py). Ranks, micro-batches and stages run at the same time; "first" means first in the order of the model.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...overlap.probe import Observed, probe
 from ...runtime.replicas import sum_gradients
@@ -28,22 +28,37 @@ def first_nonfinite(trainer: Trainer, runs: Iterable[list[Tensor]], backward: bo
     """
     trainer.pipeline.cuda_graphs = False  # a replay runs no segments
     search = _Search(trainer)
-    search.check_weights()
+    search.check_stages((_WEIGHTS, 1), _weights, "{} is not finite")
     if found := search.result():
         return found
-    with search.probes():
+    with ExitStack() as probes:
+        for index, stage in trainer.stages.items():
+            probes.enter_context(probe(stage, partial(search.observe, index)))
         for losses in runs:
-            search.check_losses(losses)
-            search.check_gradients(_WEIGHT_GRADIENTS, "the first non-finite gradient is that of parameter")
+            for loss in losses:
+                last = trainer.schedule.num_stages - 1
+                search.check(loss, last, (_LOSS,), "all outputs are finite, but not the loss")
+            first = "the first non-finite gradient is that of parameter {}"
+            search.check_stages((_WEIGHT_GRADIENTS, -1), _gradients, first)
             if found := search.result():
                 return found
     if backward:
         for replicas in trainer.replicas:
             sum_gradients(replicas)
-        search.check_gradients(_SUMS, "all gradients are finite, but not the sum over ranks of that of")
-        if found := search.result():
-            return found
-    return "when the same batch was run again, all outputs and gradients were finite"
+        search.check_stages(
+            (_SUMS, -1), _gradients, "all gradients are finite, but not the sum over ranks of that of {}"
+        )
+    return search.result() or "when the same batch was run again, all outputs and gradients were finite"
+
+
+def _weights(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((f"parameter {name}", parameter) for name, parameter in stage.named_parameters())
+    for name, buffer in stage.named_buffers():  # -inf is valid in one: a mask before a softmax
+        yield f"buffer {name}", buffer.float().clamp(min=-1) if buffer.is_floating_point() else buffer
+
+
+def _gradients(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, parameter.grad) for name, parameter in stage.named_parameters() if parameter.grad is not None)
 
 
 class _Search:
@@ -63,33 +78,14 @@ class _Search:
         if (self.first is None or key < self.first[0]) and not _is_finite(tensor):
             self.first = key, f"{text} (stage {stage}, rank {self.trainer.layout.rank})"
 
-    def check_weights(self) -> None:
+    def check_stages(
+        self, phase: tuple[int, int], tensors: Callable[[nn.Module], Iterator[tuple[str, Tensor]]], text: str
+    ) -> None:
+        """Check tensors of all stages. phase: when they are computed, and in which order: 1, or -1 for reversed."""
+        when, order = phase
         for index, stage in self.trainer.stages.items():
-            for i, (name, parameter) in enumerate(stage.named_parameters()):
-                self.check(parameter, index, (_WEIGHTS, index, i), f"parameter {name} is not finite")
-            for i, (name, buffer) in enumerate(stage.named_buffers()):
-                if buffer.is_floating_point():
-                    buffer = buffer.float().clamp(min=-1)  # -inf is valid: a mask before a softmax
-                self.check(buffer, index, (_WEIGHTS, index, 2**32 + i), f"buffer {name} is not finite")
-
-    @contextmanager
-    def probes(self) -> Iterator[None]:
-        """In this context, check what all segments compute."""
-        with ExitStack() as probes:
-            for index, stage in self.trainer.stages.items():
-                probes.enter_context(probe(stage, partial(self.observe, index)))
-            yield
-
-    def check_losses(self, losses: list[Tensor]) -> None:
-        last = self.trainer.schedule.num_stages - 1
-        for loss in losses:
-            self.check(loss, last, (_LOSS, last), "all outputs are finite, but not the loss")
-
-    def check_gradients(self, phase: int, text: str) -> None:
-        for index, stage in self.trainer.stages.items():
-            for i, (name, parameter) in enumerate(stage.named_parameters()):
-                if parameter.grad is not None:
-                    self.check(parameter.grad, index, (phase, -index, -i), f"{text} {name}")
+            for i, (name, tensor) in enumerate(tensors(stage)):
+                self.check(tensor, index, (when, order * index, order * i), text.format(name))
 
     def observe(self, stage: int, at: Observed, tensor: Tensor) -> None:
         """Check a tensor of a segment. An input comes before an output, and gradients come in reverse order."""

@@ -1,23 +1,17 @@
 """`moe-dualpipe check parallel`: a token's loss, logits and gradients are the same in any parallel layout.
 
-The whole model runs in one process, one micro-batch after the other. Then the same sequences run again in every variant
-(variants.py), in processes of this machine, and the results are compared. If they differ by more than rounding
-explains, both run once more, and every tensor of every segment is compared, to name the first one that differs.
-
-Processes are launched as rarely as possible: 1. Run the reference. 2. Run all variants. 3. Run those that differ in
-float64: if they agree there, the difference was rounding, which can change the choice of an expert. 4. Record the
-others that differ.
+The whole model runs in one process, one micro-batch after the other, and its results and tensors are stored. Then the
+same sequences run again in every variant (variants.py), in processes of this machine. If the results differ by more
+than rounding explains, the variant runs once more, and every tensor of every segment is compared, to name the first one
+that differs.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...messages import plural
 from ...models import StageOptions
@@ -25,24 +19,20 @@ from ...runtime.layout import check_ep
 from ...training.checks import check_options
 from ...training.config import TrainConfig
 from ...training.layout_choice import DEFAULT_SIZE
-from .compare import Compared, compare, find_faults, may_be_rounding
-from .first_difference import Recorded, first_difference
+from .first_difference import Trace, find_difference
 from .ranks import Failure, run_tasks
-from .recorder import Recorder
-from .report import Check, Report
-from .run import STEPS, Job, Results, Run, find_assignment, run_variant
+from .report import Check, Report, Status
+from .run import STEPS, Job, Run, find_assignment, run_variant
 from .variants import REFERENCE, Variant, default_variants, micro_batches_for, requested_variant
 
 
 def check_parallel(
-    config: TrainConfig, variants: Sequence[Variant] | None = None, on_rank: Callable[[Run], None] | None = None,
-    searched: int = 3,
-) -> Report:  # fmt: skip
+    config: TrainConfig, variants: Sequence[Variant] | None = None, on_rank: Callable[[Run], None] | None = None
+) -> Report:
     """Compare every variant with one process that runs the same model on the same sequences.
 
     config: the options of train.py. Its model, seed, sequence length and micro-batch size are used, and its layout
-    is one of the variants. variants: None means this layout and `default_variants`. on_rank: see `Job`. searched: the
-    number of failed variants whose first difference is found.
+    is one of the variants. variants: None means this layout and `default_variants`. on_rank: see `Job`.
 
     Raises ValueError for invalid options, for a layout of the config that cannot run, and for a model that cannot be
     built.
@@ -57,7 +47,7 @@ def check_parallel(
     if requested is not None and requested in variants:
         check_runs(job, requested)
     with tempfile.TemporaryDirectory() as folder:
-        return Comparison(job, Path(folder), searched).report(variants)
+        return _compare(job, variants, Path(folder) / "reference.pt")
 
 
 def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable[[Run], None] | None = None) -> Job:
@@ -65,7 +55,7 @@ def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable
     check_options(config)
     if config.compute.dtype == "bfloat16":
         raise ValueError(
-            "check parallel computes in float32, because rounding in bfloat16 hides faults: leave out --dtype"
+            "check parallel computes in float64, because rounding in bfloat16 hides faults: leave out --dtype"
         )
     size, vocab_size = (config.batch.micro_batch_size or DEFAULT_SIZE), config.model.vocab_size
     shape = STEPS, micro_batches_for([*variants]) * size, config.batch.seq_len + 1
@@ -88,110 +78,57 @@ def check_runs(job: Job, variant: Variant) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a rank runs. folder: holds the results of the reference, one file per dtype, and of recorded runs."""
+    """What a rank runs. file: holds the results and tensors of the reference."""
 
     job: Job
     variant: Variant
-    folder: Path
-
-    @property
-    def reference(self) -> Path:
-        return self.folder / f"reference-{self.job.dtype}.pt"
-
-    def recorded(self, rank: int) -> Path:
-        return self.folder / f"{self.variant.name.replace('/', ' ')}-{rank}.pt"
+    file: Path
 
 
 def _run_reference(task: _Task) -> None:
-    torch.save(run_variant(task.job, task.variant), task.reference)
+    trace = Trace()
+    torch.save((run_variant(task.job, task.variant, trace), trace.tensors), task.file)
 
 
-def _run_and_compare(task: _Task) -> Compared:
-    reference: Results = torch.load(task.reference, weights_only=False, mmap=True)
-    return compare(run_variant(task.job, task.variant), reference)
+def _run_and_compare(task: _Task) -> tuple[str, str]:
+    """What was measured, and the problem: equal on all ranks."""
+    job, variant = task.job, task.variant
+    reference, tensors = torch.load(task.file, weights_only=False, mmap=True)
+
+    def again() -> Trace:
+        trace = Trace(tensors, variant.tolerance.tokens)
+        run_variant(job, variant, trace)
+        return trace
+
+    return find_difference(run_variant(job, variant), reference, variant.tolerance, again)
 
 
-def _run_and_record(task: _Task) -> None:
-    recorder = Recorder()
-    run_variant(task.job, task.variant, recorder.observe)
-    torch.save(recorder.records, task.recorded(dist.get_rank()))
+def _compare(job: Job, variants: Sequence[Variant], file: Path) -> Report:
+    """Raises ValueError if the model cannot be built."""
+    sequences, length = job.tokens.shape[1], job.tokens.shape[2] - 1
+    sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length, 'token')}"
+    subject = f"{sizes}, compared with one process: relative differences, of their tolerances"
+    (done,) = run_tasks(1, _run_reference, [_Task(job, REFERENCE, file)])
+    if isinstance(done, Failure):
+        if done.invalid:
+            raise ValueError(done.message)
+        return Report(subject, (Check(REFERENCE.name, "failed", problem=str(done)),))
+    checks: dict[Variant, Check] = {}
+    for variant in variants:
+        try:
+            check_runs(job, variant)
+        except ValueError as error:
+            checks[variant] = Check(variant.name, "skipped", problem=str(error))
+    for processes in sorted({variant.processes for variant in variants}):  # each number of processes starts once
+        group = [v for v in variants if v.processes == processes and v not in checks]
+        outcomes = run_tasks(processes, _run_and_compare, [_Task(job, variant, file) for variant in group])
+        checks |= {v: judge(v.name, outcome) for v, outcome in zip(group, outcomes, strict=True)}
+    return Report(subject, tuple(checks[variant] for variant in variants))
 
 
-Outcome = list[Any] | Failure
-"""What a function returned on each rank, or the first failure."""
-
-
-class Comparison:
-    """Compares variants with the reference. searched: the number of failed variants whose first difference is found."""
-
-    def __init__(self, job: Job, folder: Path, searched: int):
-        self.job, self.folder, self.searched = job, folder, searched
-
-    def report(self, variants: Sequence[Variant]) -> Report:
-        """Raises ValueError if the model cannot be built."""
-        sequences, length = self.job.tokens.shape[1], self.job.tokens.shape[2] - 1
-        sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length, 'token')}"
-        subject = f"{sizes}, compared with one process: relative differences, of their tolerances"
-        checks: dict[Variant, Check] = {}
-        for variant in variants:
-            try:
-                check_runs(self.job, variant)
-            except ValueError as error:
-                checks[variant] = Check(variant.name, "skipped", problem=str(error))
-        done = self._run(_run_reference, [REFERENCE])[REFERENCE]
-        if isinstance(done, Failure):
-            if done.invalid:
-                raise ValueError(done.message)
-            return Report(subject, (Check(REFERENCE.name, "failed", problem=str(done)),))
-        outcomes = self._run(_run_and_compare, [variant for variant in variants if variant not in checks])
-        checks |= {variant: _judge(variant, outcome) for variant, outcome in outcomes.items()}
-        differing = {v: o for v, o in outcomes.items() if checks[v].status == "failed" and isinstance(o, list)}
-        rounding = [v for v in differing if v.tolerance.parameters and may_be_rounding(differing[v])]
-        for variant in self._rounded(rounding):
-            what = "float32 results differ and float64 results agree: rounding, which can change the choice of experts"
-            checks[variant] = replace(checks[variant], status="warning", problem=f"{what}; {checks[variant].problem}")
-            del differing[variant]
-        for variant, problem in self._first_differences(dict([*differing.items()][: self.searched])).items():
-            checks[variant] = replace(checks[variant], problem=problem)
-        return Report(subject, tuple(checks[variant] for variant in variants))
-
-    def _run(
-        self, function: Callable[[_Task], Any], variants: Sequence[Variant], dtype: torch.dtype = torch.float32
-    ) -> dict[Variant, Outcome]:
-        """Run the function for each variant, in one launch for each number of processes."""
-        job, outcomes = replace(self.job, dtype=dtype), {}
-        for processes in sorted({variant.processes for variant in variants}):
-            group = [variant for variant in variants if variant.processes == processes]
-            tasks = [_Task(job, variant, self.folder) for variant in group]
-            outcomes |= zip(group, run_tasks(processes, function, tasks), strict=True)
-        return outcomes
-
-    def _rounded(self, variants: Sequence[Variant]) -> list[Variant]:
-        """The variants that agree with the reference in float64; empty if the model does not run in float64."""
-        if not variants or isinstance(self._run(_run_reference, [REFERENCE], torch.float64)[REFERENCE], Failure):
-            return []
-        outcomes = self._run(_run_and_compare, variants, torch.float64)
-        in_float64 = {v: _judge(replace(v, tolerance=v.tolerance.in_float64()), o) for v, o in outcomes.items()}
-        return [variant for variant, check in in_float64.items() if check.status == "passed"]
-
-    def _first_differences(self, differing: Mapping[Variant, list[Compared]]) -> Mapping[Variant, str]:
-        """Describe the first difference of each variant that runs again while it is recorded."""
-        outcomes = self._run(_run_and_record, [REFERENCE, *differing]) if differing else {}
-        recorded = {v: self._load(v) for v, outcome in outcomes.items() if not isinstance(outcome, Failure)}
-        if (reference := recorded.pop(REFERENCE, None)) is None:
-            return {}
-        faults = {v: find_faults(differing[v], v.tolerance)[1] for v in recorded}
-        found = {v: first_difference(run, reference, v.tolerance, faults[v]) for v, run in recorded.items()}
-        return {variant: text for variant, text in found.items() if text}
-
-    def _load(self, variant: Variant) -> Recorded:
-        task = _Task(self.job, variant, self.folder)
-        records = [torch.load(task.recorded(rank), weights_only=False) for rank in range(variant.processes)]
-        return Recorded([*chain(*records)], self.job.model.num_experts // variant.ep)
-
-
-def _judge(variant: Variant, outcome: Outcome) -> Check:
+def judge(name: str, outcome: list[tuple[str, str]] | Failure, if_failed: Status = "failed", why: str = "") -> Check:
+    """The check of a run. outcome: on each rank, from `find_difference`. if_failed, why: say so if the run failed."""
     if isinstance(outcome, Failure):
-        return Check(variant.name, "failed", problem=str(outcome))
-    measured, faults = find_faults(outcome, variant.tolerance)
-    return Check(variant.name, "failed" if faults else "passed", measured, "; ".join([*faults.values()][:2]))
+        return Check(name, if_failed, problem=f"{why}{outcome}")
+    measured, problem = outcome[0]
+    return Check(name, "failed" if problem else "passed", measured, problem)

@@ -1,19 +1,12 @@
 """What a check found: one row per law."""
 
 from dataclasses import dataclass
-from textwrap import fill
+from textwrap import wrap
 from typing import Literal
 
-from ...messages import plural, printable
+from ...messages import printable
 
 Status = Literal["passed", "failed", "warning", "skipped"]
-
-_WIDTH = 120
-_SHOWN = {"failed": "FAILED"}
-_ENDINGS: dict[Status, tuple[str, str]] = {
-    "passed": ("check passed", "checks passed"), "failed": ("failed", "failed"),
-    "warning": ("warning", "warnings"), "skipped": ("skipped", "skipped"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +43,13 @@ class Report:
         return sum(check.status == status for check in self.checks)
 
     def __str__(self) -> str:
-        heading = Check("check", "passed", "measured")
-        rows = [(heading.name, "result", heading.measured)]
-        rows += [(printable(c.name), _SHOWN.get(c.status, c.status), printable(c.measured, 400)) for c in self.checks]
-        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-        lines = [printable(self.subject)]
-        for (name, result, measured), check in zip(rows, (heading, *self.checks), strict=True):
-            lines.append(f"{name:{first}}  {result:{second}}  {measured}".rstrip())
+        first = max(len(printable(check.name)) for check in (*self.checks, Check("check", "passed")))
+        lines = [printable(self.subject), f"{'check':{first}}  result   measured"]
+        for check in self.checks:
+            result = "FAILED" if check.status == "failed" else check.status
+            lines.append(f"{printable(check.name):{first}}  {result:7}  {printable(check.measured, 400)}".rstrip())
             if check.problem:
-                lines.append(_indented(printable(check.problem, 4000)))
-        counts = [(self.count(status), endings) for status, endings in _ENDINGS.items()]
-        total = [f"{count} {endings[count != 1]}" for count, endings in counts if count]
-        total += [f"{len(self.not_run)} not run"] if self.not_run else []
-        return "\n".join([*lines, ", ".join(total) or plural(0, "check")])
-
-
-def _indented(text: str) -> str:
-    return fill(text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+                lines += wrap(printable(check.problem, 4000), 120, initial_indent="    ", subsequent_indent="    ",
+                              break_on_hyphens=False)  # fmt: skip
+        total = [f"{n} {status}" for status in ("passed", "failed", "warning", "skipped") if (n := self.count(status))]
+        return "\n".join([*lines, ", ".join([*total, *[f"{len(self.not_run)} not run"] * bool(self.not_run)])])

@@ -1,14 +1,14 @@
 """One rank of one variant: build the model, run two steps, and collect losses, logits, gradients and buffers.
 
-Two steps are needed, because router biases and the buffers of custom layers carry state from one to the
-next. The keys of results do not depend on the layout: step, sequence, and global name of a parameter.
+Two steps are needed, because router biases and the buffers of custom layers carry state from one to the next.
+Everything is in float64, so that rounding does not change the choice of an expert between two almost equal scores.
 
-N sequences, S positions, V vocabulary.
+N sequences, S positions.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from ...expert_parallel.parameters import global_tensors
 from ...models import ModelConfig, StageOptions, split
 from ...models.layers import seed_of
+from ...overlap.probe import probe
 from ...pipeline.pipeline import Pipeline
 from ...runtime.buffers import Buffers
 from ...runtime.layout import Layout
 from ...runtime.replicas import ReplicaSet
 from ...schedule import Forward, Schedule, build, members
+from .first_difference import Results, StageObserver, Trace
 from .subject import prepare, without_dropout
 from .variants import Variant
 
@@ -40,24 +42,7 @@ class Job:
     options: StageOptions
     tokens: Tensor
     size: int
-    dtype: torch.dtype = torch.float32
     on_rank: "Callable[[Run], None] | None" = None
-
-
-@dataclass(slots=True)
-class Results:
-    """The results of one rank.
-
-    weights: each parameter and buffer before the first step. logits, losses: of each token, [S, V] and [S], by step
-    and sequence. buffers: after the first step. gradients: those of the sum over sequences of the mean loss of the
-    sequence.
-    """
-
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +63,16 @@ class RankAssignment:
         return [part.micro_batch for part in parts if isinstance(part, Forward) and part.stage == stage]
 
 
-Observe = Callable[[RankAssignment, int, nn.Module], AbstractContextManager]
-"""Returns a context in which a stage, given by its index and module, is observed."""
-
-
-def run_variant(job: Job, variant: Variant, observe: Observe | None = None) -> Results:
-    """Run the variant on this rank. Collective over a world of `variant.processes` ranks."""
+def run_variant(job: Job, variant: Variant, trace: Trace | None = None) -> Results:
+    """Run the variant on this rank. Collective over a world of `variant.processes` ranks. trace: sees all tensors."""
     place = find_assignment(job, variant, dist.get_rank())
     run = Run(job, place)
     if job.on_rank is not None:
         job.on_rank(run)
     with ExitStack() as contexts:
-        for index, stage in run.stages.items() if observe else ():
-            contexts.enter_context(observe(place, index, stage))  # type: ignore[misc]
+        for index, stage in run.stages.items() if trace else ():
+            forwards = [place.micro_batches[m] for m in place.forwards(index)]
+            contexts.enter_context(probe(stage, StageObserver(trace, forwards, variant.ep)))  # type: ignore[arg-type]
         return run.steps()
 
 
@@ -120,29 +102,29 @@ class Run:
         self.schedule = place.schedule or build("1f1b", 1, len(place.micro_batches))
         shape = len(place.micro_batches[0]), job.tokens.shape[2] - 1
         self.pipeline = Pipeline(
-            job.model, self.schedule, shape, dtype=job.dtype, ep=place.variant.ep, ep_backend="all_to_all",
+            job.model, self.schedule, shape, dtype=torch.float64, ep=place.variant.ep, ep_backend="all_to_all",
             options=replace(job.options, recompute=place.variant.recompute),
         )  # fmt: skip
         self.stages, self.replicas = self.pipeline.stages, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
         self.executor.overlap = place.variant.overlap  # also where a run has nothing to hide, to find faults
         for stage in self.stages.values():
-            prepare(stage, job.options.seed, job.dtype)
+            prepare(stage, job.options.seed)
             without_dropout(stage)
         self.last = self.stages.get(self.schedule.num_stages - 1)
         self.buffers = Buffers([*self.stages.values()], self.pipeline.groups)
 
     def steps(self) -> Results:
-        results = Results(weights=dict(self._named(_copy)) | self._buffers())
+        results = Results(weights=_global_values([*self.replicas, *self.buffers.sets()], _copy))
         for step in range(STEPS):
             torch.manual_seed(seed_of(self.job.options.seed, f"step {step}"))
             self._step(step, results)
             self.buffers.average()
             self.pipeline.balance_experts(_BIAS_RATE)
             if step == 0:
-                results.buffers = self._buffers()
+                results.buffers = _global_values(self.buffers.sets(), _copy)
         self.pipeline.sum_gradients()
-        results.gradients = dict(self._named(self._gradient))
+        results.gradients = _global_values(self.replicas, self._gradient)
         return results
 
     def _step(self, step: int, results: Results) -> None:
@@ -184,19 +166,15 @@ class Run:
         # A micro-batch's loss is the mean over its sequences.
         return torch.zeros_like(parameter) if grad is None else grad * len(self.place.micro_batches[0])
 
-    def _named(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """The global name and the value of each parameter; values that are None are left out."""
-        for replicas in self.replicas:
-            yield from _global_values(replicas, value)
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: value for one in self.buffers.sets() for name, value in _global_values(one, _copy)}
-
-
-def _global_values(replicas: ReplicaSet, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in replicas.parameters.items():
-        if (found := value(tensor)) is not None:
-            yield from global_tensors(name, found, replicas.experts.get(name))
+def _global_values(sets: Iterable[ReplicaSet], value: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+    """The value of each tensor by its global name; values that are None are left out."""
+    found: dict[str, Tensor] = {}
+    for replicas in sets:
+        for name, tensor in replicas.parameters.items():
+            if (one := value(tensor)) is not None:
+                found |= global_tensors(name, one, replicas.experts.get(name))
+    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ The layer is in fp64, where finite differences are exact to nine digits. Constan
 as in a LoRA matrix, would hide wrong gradients. Random numbers, such as those of dropout, are drawn with a fixed seed.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...models.config import ModelConfig
 from ...models.layers import seed_of
+from .first_difference import relative, row_errors
 from .laws import Broken
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,20 +27,21 @@ Results = dict[str, Tensor | None]
 RESULT, INPUT = "the result", "the gradient of the input"
 EQUAL, EQUAL_FP32 = 1e-9, 1e-3
 """The largest relative difference that rounding explains, of layers that compute in fp64, and in fp32 or less."""
-SMALL_GRADIENT = 1e-3
-"""Errors of smaller gradients are relative to this share of the largest one. Of a bias of keys, the exact one is 0."""
 _NOISE = 1e-9
-SIZES = (0, 1, 63, 65, 127, 128, 129, 700)
-"""Numbers of rows on both sides of the sizes of blocks. Their sum is above 1,000."""
+DISTINCT = 3
+"""Rows of large inputs that differ, a prime, so that blocks differ, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An input. Its rows are `x[index]`: large inputs repeat a few rows. counts: rows of each expert, in order."""
+    """An input. Its rows (of sequence layers: its sequences) are `x[index]`: large inputs repeat a few of them.
+
+    counts: the rows of each expert, in order; in other layers, all rows are in one group.
+    """
 
     x: Tensor
+    counts: tuple[int, ...]
     index: Tensor | None = None
-    counts: tuple[int, ...] = ()
 
     @property
     def rows(self) -> Tensor:
@@ -51,7 +52,7 @@ class Case:
 
 
 class Subject(ABC):
-    """A layer that `config` names, and how to use it.
+    """A layer that `config` names, and how to use it. experts: those that an expert layer holds; None: all.
 
     row: what a result must not depend on others of. rule: says so, with the usual mistakes. prefix: the start of
     parameter names that messages leave out.
@@ -64,8 +65,11 @@ class Subject(ABC):
     adds_losses = False
     """Whether the backward of the result also runs that of auxiliary losses, which are not in the result."""
 
-    def __init__(self, config: ModelConfig, device: str = "cpu"):
+    def __init__(self, config: ModelConfig, device: str = "cpu", experts: range | None = None):
         self.config, self.device = config, device
+        self.experts = range(config.num_experts) if experts is None else experts
+
+    # ---- what differs between kinds of layers ----
 
     @abstractmethod
     def build(self, seed: int) -> nn.Module:
@@ -79,20 +83,12 @@ class Subject(ABC):
         """
 
     @abstractmethod
-    def alone(self, module: Any, case: Case) -> Outputs:
-        """The same results the plain way: each row (of a sequence layer: each sequence) in a call of its own."""
-
-    @abstractmethod
     def draw(self, seed: int) -> Case:
         """An input, which differs between seeds. All have the same shape."""
 
     @abstractmethod
     def sizes(self) -> Iterator[Case]:
-        """Inputs of all valid shapes, with `SIZES` of rows among them."""
-
-    @abstractmethod
-    def parts(self) -> Iterator[tuple[str, Any, Any]]:
-        """Parts of `draw(1)` to change: a name, an index of the input, and one of the rows that may then change."""
+        """Inputs of all valid shapes."""
 
     @abstractmethod
     def row_name(self, case: Case, row: Sequence[int]) -> str:
@@ -102,13 +98,32 @@ class Subject(ABC):
     def describe(self, case: Case) -> str:
         """Such as "[3, 2, 5, 4] rows per expert"."""
 
-    def like(self, config: ModelConfig) -> "Subject":
-        """The same layer in other sizes."""
-        other = copy.copy(self)
-        other.config = config
-        for name in ("module", "averaged", "is_random", "exact"):
-            vars(other).pop(name, None)
-        return other
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Parts of `draw(1)` to change: a name, and an index of what may then change in the result."""
+        case = self.draw(1)
+        for row in (0, len(case.x) // 2, len(case.x) - 1):
+            yield self.row_name(case, [row]), row
+
+    # ---- what is the same ----
+
+    def like(self, config: ModelConfig | None = None, experts: range | None = None) -> Any:
+        """The same layer in other sizes, or with these experts."""
+        return type(self)(config or self.config, self.device, experts)
+
+    def repeated(self, x: Tensor, counts: Sequence[int]) -> Case:
+        """Any number of rows, of which those of `x` differ."""
+        return Case(x, tuple(counts), torch.arange(sum(counts), device=self.device) % len(x))
+
+    def alone(self, module: Any, case: Case) -> Outputs:
+        """The same results the plain way: each row (of a sequence layer: each sequence) in a call of its own."""
+        rows = range(len(case.x)) if case.index is None else case.index.tolist()
+        groups = [group for group, count in enumerate(case.counts) for _ in range(count)]
+        outputs = dict[tuple[int, int], Outputs]()
+        for row, group in {*zip(rows, groups, strict=True)}:
+            counts = tuple(int(group == other) for other in range(len(case.counts)))
+            outputs[row, group] = self.call(module, Case(case.x[row : row + 1], counts))
+        each = [outputs[key] for key in zip(rows, groups, strict=True)]
+        return tuple(map(torch.cat, zip(*each, strict=True))) if each else self.call(module, case)
 
     @cached_property
     def module(self) -> Any:
@@ -125,7 +140,7 @@ class Subject(ABC):
     def is_random(self) -> bool:
         """Whether calls in training draw random numbers, as for dropout."""
         first, second = (self.outputs(self.draw(1), seed=seed) for seed in (1, 2))
-        return not same(first, second)
+        return not torch.equal(first[0], second[0])
 
     @cached_property
     def exact(self) -> bool:
@@ -149,14 +164,12 @@ class Subject(ABC):
     def random(self, seed: int, *shape: int) -> Tensor:
         return random_like(torch.empty(*shape, self.config.hidden_size, dtype=torch.float64, device=self.device), seed)
 
-    # ---- calls ----
-
     def run(self, module: Any, case: Case, train: bool | None, seed: int, how: Callable[..., Outputs]) -> Outputs:
         """A call with a fixed seed. Averaged buffers have their values from before, if they may change."""
         train = not self.averaged if train is None else train
         kept = {name: t.clone() for name, t in module.state_dict().items() if train and name in self.averaged}
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            (torch.default_generator.manual_seed if self.device == "cpu" else torch.manual_seed)(seed)
             try:
                 outputs = how(module.train(train), case)
             except Exception as error:
@@ -171,32 +184,32 @@ class Subject(ABC):
     @torch.no_grad()
     def outputs(self, case: Case, train: bool | None = None, seed: int = 0, module: Any = None) -> Outputs:
         """The outputs, without gradients. train: None means training mode, unless it averages buffers."""
-        return self.run(self.module if module is None else module, case, train, seed, self.call)
+        return self.run(module or self.module, case, train, seed, self.call)
 
     def results(
-        self, case: Case, train: bool | None = None, seed: int = 0, module: Any = None, v: Tensor | None = None,
-        how: Callable[..., Outputs] | None = None, with_losses: bool = False,
+        self, case: Case, train: bool | None = None, module: Any = None, v: Tensor | None = None,
+        how: Callable[..., Outputs] | None = None, backward: Callable[[Tensor, Tensor], None] = torch.autograd.backward,
     ) -> Results:  # fmt: skip
         """The result and all gradients of sum(v * result). v: None means a random direction.
 
-        how: `call` or `alone`. with_losses: add the gradients of attached losses. Decisions are further results.
+        how: `call` or `alone`. backward: called with the result and v. Decisions are further results. Gradients of
+        attached losses are subtracted: those of a second run, in which v is 0.
         """
-        module, found = self.module if module is None else module, list[Results]()
-        for factor in (1, 0) if self.adds_losses and not with_losses else (1,):
+        module, found = module or self.module, list[Results]()
+        for factor in (1, 0) if self.adds_losses else (1,):
             module.zero_grad()
             leaf = replace(case, x=case.x.detach().requires_grad_())
-            y, *decisions = self.run(module, leaf, train, seed, how or self.call)
+            y, *decisions = self.run(module, leaf, train, 0, how or self.call)
             if y.requires_grad:
                 own = random_like(y, 5).bfloat16().to(y) if v is None else v  # in each dtype, the same numbers
-                y.backward(own if factor else 0 * own)
+                backward(y, own if factor else 0 * own)
             grads = {f"the gradient of {label}": grad for label, _, grad in self.weights(module)}
             found.append({INPUT: leaf.x.grad} | grads)
         module.zero_grad()
-        first, *others = found
-        for of_losses in others:
-            first = {name: _minus(grad, of_losses[name]) for name, grad in first.items()}
-        chosen = {f"decision {i}": d for i, d in enumerate(decisions) if not d.is_floating_point()}
-        return {RESULT: y.detach(), **first, **chosen}
+        first, of_losses = found[0], found[1:]
+        for other in of_losses:
+            first = {n: grad if grad is None or other[n] is None else grad - other[n] for n, grad in first.items()}  # type: ignore[operator]
+        return {RESULT: y.detach(), **first} | {f"decision {i}": decision for i, decision in enumerate(decisions)}
 
     def weights(self, module: Any) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each trained parameter, or the part of each expert: its name in messages, a view of it, and its gradient."""
@@ -205,8 +218,7 @@ class Subject(ABC):
             if not parameter.requires_grad:
                 continue
             held = experts.get(name)
-            grad = None if parameter.grad is None else parameter.grad.clone()
-            grads = global_tensors(name, grad, held) if grad is not None else None
+            grads = None if parameter.grad is None else global_tensors(name, parameter.grad.clone(), held)
             for i, (global_name, view) in enumerate(global_tensors(name, parameter.data, held)):
                 label = global_name if held is not None and held.layout == "listed" else name
                 if held is not None and held.layout == "stacked":
@@ -219,33 +231,28 @@ class Subject(ABC):
         when: in which case; hint: the way out. limit: the largest relative difference; -1 means rounding.
         """
         limit = self.limit if limit < 0 else limit
-        least = SMALL_GRADIENT * largest_gradient(expected)
+        least = small_gradient(expected)
         for label, wanted in expected.items():
             got = found.get(label)
             if (got is None or not got.any()) and (wanted is None or not wanted.any()):
                 continue
             if got is None or wanted is None or got.shape != wanted.shape:
                 raise Broken(f"{label} {'is missing' if got is None else 'has another shape'} {when}. {hint}")
-            name = label
+            name, size = label, ""
             error = relative(got, wanted, least) if wanted.is_floating_point() else float((got != wanted).any())
             if label == RESULT:
                 row, error = worst_row(row_errors(got, wanted))
                 name = self.row_name(case, row) if error else ""
+            elif wanted.is_floating_point() and wanted.any():
+                size = f" (about {float((got * wanted).sum() / wanted.square().sum()):.2g} times as large)"
             if error > limit:
-                size = f"differs by {error:.1e}"
-                if label != RESULT and wanted.any() and wanted.is_floating_point():
-                    size += f" (about {float((got * wanted).sum() / wanted.square().sum()):.2g} times as large)"
-                raise Broken(f"{name} {size} {when}. {hint}")
+                raise Broken(f"{name} differs by {error:.1e}{size} {when}. {hint}")
         return len(expected)
 
 
-def _minus(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return grad if grad is None or other is None else grad - other
-
-
 @torch.no_grad()
-def prepare(module: M, seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu") -> M:
-    """Add noise to constant weights. The noise does not depend on the number of ranks."""
+def prepare(module: M, seed: int = 0, device: str = "cpu") -> M:
+    """In fp64, with noise added to constant weights. The noise does not depend on the number of ranks."""
     held = expert_ids(module)
     for name, parameter in module.named_parameters():
         ids = held.get(name)
@@ -254,7 +261,7 @@ def prepare(module: M, seed: int = 0, dtype: torch.dtype = torch.float64, device
                 seed_name = name if ids is not None and ids.layout == "shared" else global_name
                 generator = torch.Generator().manual_seed(seed_of(seed, f"noise of {seed_name}"))
                 view += 0.05 * torch.randn(view.shape, generator=generator).to(view)
-    return module.to(device=device, dtype=dtype)
+    return module.to(device=device, dtype=torch.float64)
 
 
 def without_dropout(module: nn.Module) -> None:
@@ -272,40 +279,15 @@ def random_like(x: Tensor, seed: int) -> Tensor:
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
 
 
-def same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def row_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """For each row, the difference relative to the norm of the row or, if that is smaller, of a typical row."""
-    if not found.numel():
-        return found.new_zeros(found.shape[:-1], dtype=torch.float64)
-    x, y = found.double(), expected.double()
-    norms = y.norm(dim=-1)
-    typical = norms.square().mean().sqrt().clamp(min=1e-300)
-    errors = (x - y).norm(dim=-1) / norms.clamp(min=float(typical))
-    return torch.where(errors.isnan(), torch.inf, errors)
-
-
-def largest_gradient(results: Results) -> float:
-    """The norm of the largest gradient."""
+def small_gradient(results: Results) -> float:
+    """Errors of gradients below this norm are relative to it: of a bias of keys, for example, the exact one is 0."""
     grads = (t for label, t in results.items() if label.startswith("the gradient") and t is not None)
-    return max((float(grad.double().norm()) for grad in grads), default=0.0)
-
-
-def relative(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """|found - expected| / |expected|, or / `least` if that is larger. Infinite for other shapes and if not finite."""
-    if found.shape != expected.shape:
-        return float("inf")
-    if torch.equal(found, expected):
-        return 0.0
-    ratio = float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=max(least, 1e-300)))
-    return ratio if ratio == ratio else float("inf")
+    return max((1e-3 * float(grad.double().norm()) for grad in grads), default=0.0) + 1e-4  # results are about 1
 
 
 def worst_row(errors: Tensor) -> tuple[tuple[int, ...], float]:
     """The index of the largest error, and the error."""
     if not errors.numel():
         return (), 0.0
-    index = int(errors.flatten().argmax())
+    index = int(errors.argmax())
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), errors.shape)), float(errors.flatten()[index])

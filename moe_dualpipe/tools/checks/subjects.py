@@ -1,4 +1,4 @@
-"""The four kinds of layers, each with its inputs and the plain way to compute its result.
+"""The four kinds of layers, each with its inputs and what a call returns.
 
 M rows in expert-major order, E experts, T tokens, K experts per token, B sequences, S positions, D model dim.
 """
@@ -10,44 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...expert_parallel import Local, Route
+from ...expert_parallel.exchange import AsyncResult
 from ...kernels.routing import expert_order
 from ...messages import plural
 from ...models.attention import attention_class
 from ...models.attention_layer import accepted_context, attend
 from ...models.block import block_class, block_parts
 from ...models.build_experts import ExpertBuilder
-from ...models.config import ModelConfig, StageOptions
+from ...models.config import StageOptions
 from ...models.kv_cache import KVCache
 from ...models.layers import seeded
 from ...models.recompute import add_up
 from ...models.router import build_router
 from ...overlap import Compute, Segmented, Segments
 from .laws import Broken
-from .pairs import Interleaved
-from .subject import SIZES, Case, Outputs, Subject, prepare
+from .subject import DISTINCT, Case, Outputs, Subject, prepare
 
-_DISTINCT, _ALL = 3, 7
-"""Rows of large inputs that differ, a prime, so that blocks differ, too; and rows of an expert that gets all."""
-
-
-def _like_input(case: Case, y: object, subject: Subject) -> Outputs:
-    """The outputs of a layer that returns a tensor like its input. Raises Broken for any other."""
-    x = case.rows
-    expected = f"forward must return {[*x.shape]} in {x.dtype}, like its input"
-    if not isinstance(y, Tensor):
-        raise Broken(f"{expected}: got {type(y).__name__}")
-    if y.shape != x.shape:
-        raise Broken(f"{expected}: got {[*y.shape]}")
-    if y.dtype != x.dtype:
-        raise Broken(f"{expected}: got {y.dtype}. End forward with `y.to(x.dtype)`")
-    if not (finite := y.isfinite().all(-1)).all():
-        row = subject.row_name(case, (~finite).nonzero()[0].tolist())
-        raise Broken(f"the result has NaN or infinity at {row}")
-    return (y,)
+SIZES = (0, 1, 63, 65, 127, 128, 129, 700)
+"""Numbers of rows on both sides of the sizes of blocks. Their sum is above 1,000."""
+_ALL = 7
+"""Rows of an expert that gets all."""
 
 
 class Experts(Subject):
-    """The expert layer that `config` names, with the experts `local`; None: with all of them."""
+    """The expert layer that `config` names."""
 
     kind = "experts"
     rule = (
@@ -56,52 +43,29 @@ class Experts(Subject):
         "all of them: row m belongs to expert e if expert_offsets[e] <= m < expert_offsets[e + 1]"
     )
 
-    def __init__(self, config: ModelConfig, device: str = "cpu", local: range | None = None):
-        super().__init__(config, device)
-        self.local = local
-
-    @property
-    def ids(self) -> range:
-        return range(self.config.num_experts) if self.local is None else self.local
-
     def build(self, seed: int) -> nn.Module:
-        layer = ExpertBuilder(self.config, self.config.num_layers - 1, seed).build(self.ids)
-        return prepare(layer, seed, device=self.device)
-
-    def ranks(self, ep: int) -> "list[Experts]":
-        """The layers of all expert-parallel ranks."""
-        size = self.config.num_experts // ep
-        return [Experts(self.config, self.device, range(rank * size, (rank + 1) * size)) for rank in range(ep)]
+        layer = ExpertBuilder(self.config, self.config.num_layers - 1, seed).build(self.experts)
+        return prepare(layer, seed, self.device)
 
     def draw(self, seed: int) -> Case:
         """An uneven number of rows of each expert, at least 2. All seeds have the same total."""
         counts = [2 + (3 * e + 1) % 4 for e in range(self.config.num_experts)]
         first = (seed - 1) % len(counts)
-        counts = counts[first:] + counts[:first]
-        return Case(self.random(seed, sum(counts)), counts=tuple(counts))
-
-    def repeated(self, counts: Sequence[int]) -> Case:
-        """Any number of rows of each expert, of which `_DISTINCT` differ."""
-        index = torch.arange(sum(counts), device=self.device) % _DISTINCT
-        return Case(self.random(4, _DISTINCT), index, tuple(counts))
+        return Case(self.random(seed, sum(counts)), (*counts[first:], *counts[:first]))
 
     def sizes(self) -> Iterator[Case]:
-        number = self.config.num_experts
+        number, x_MD = self.config.num_experts, self.random(4, DISTINCT)
         yield self.draw(1)
-        yield self.repeated([0] * number)
+        yield self.repeated(x_MD, [0] * number)
         for expert in sorted({0, number // 2, number - 1}):
-            yield self.repeated([_ALL * (e == expert) for e in range(number)])
+            yield self.repeated(x_MD, [_ALL * (e == expert) for e in range(number)])
         for first in range(0, len(SIZES), number):
-            yield self.repeated([SIZES[(first + e) % len(SIZES)] for e in range(number)])
+            yield self.repeated(x_MD, [SIZES[(first + e) % len(SIZES)] for e in range(number)])
 
     def row_name(self, case: Case, row: Sequence[int]) -> str:
         """Example: counts [3, 2] and row 4 -> "row 1 of expert 1"."""
-        left = row[0]
-        for expert, count in zip(self.ids, case.counts, strict=True):
-            if left < count:
-                return f"row {left} of expert {expert}"
-            left -= count
-        raise IndexError(row)
+        groups = [(expert, i) for expert, count in zip(self.experts, case.counts, strict=True) for i in range(count)]
+        return "row {1} of expert {0}".format(*groups[row[0]])
 
     def describe(self, case: Case) -> str:
         return f"{[*case.counts]} rows per expert"
@@ -117,20 +81,6 @@ class Experts(Subject):
             y_MD = module(x, nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32))
         return _like_input(case, y_MD, self)
 
-    def alone(self, module: Any, case: Case) -> Outputs:
-        index = range(len(case.x)) if case.index is None else case.index.tolist()
-        experts = [e for e, count in enumerate(case.counts) for _ in range(count)]
-        rows = dict[tuple[int, int], Tensor]()
-        for e, i in {*zip(experts, index, strict=True)}:
-            one = Case(case.x[i : i + 1], counts=tuple(int(e == other) for other in range(len(case.counts))))
-            rows[e, i] = self.call(module, one)[0]
-        return (torch.cat([case.x[:0], *(rows[key] for key in zip(experts, index, strict=True))]),)
-
-    def parts(self) -> Iterator[tuple[str, Any, Any]]:
-        case = self.draw(1)
-        for row in (0, len(case.x) // 2, len(case.x) - 1):
-            yield self.row_name(case, [row]), row, row
-
 
 class Router(Subject):
     """The router that `config` names."""
@@ -144,71 +94,87 @@ class Router(Subject):
 
     def build(self, seed: int) -> nn.Module:
         with seeded(seed, "router"):
-            return prepare(build_router(self.config, 0), seed, device=self.device)
+            return prepare(build_router(self.config, 0), seed, self.device)
 
     def draw(self, seed: int) -> Case:
-        return Case(self.random(seed, 4, 6))
+        return Case(self.random(seed, 24), (24,))
 
     def sizes(self) -> Iterator[Case]:
-        x_BSD = self.draw(1).x
-        yield from map(Case, (x_BSD, x_BSD[0], x_BSD[:1, :1]))
+        yield self.draw(1)
         for number in (*SIZES[1:], sum(SIZES)):
-            yield Case(x_BSD.flatten(0, 1)[:_DISTINCT], torch.arange(number, device=x_BSD.device) % _DISTINCT)
+            yield self.repeated(self.random(4, DISTINCT), [number])
 
     def row_name(self, case: Case, row: Sequence[int]) -> str:
         return f"token {row[0]}"
 
     def describe(self, case: Case) -> str:
-        return f"{plural(case.rows[..., 0].numel(), 'token')} of shape {[*case.rows.shape]}"
+        return plural(sum(case.counts), "token")
 
     def call(self, module: Any, case: Case) -> Outputs:
-        """Weights, ids, and the values of losses. Weights of id -1 become 0: they have no effect in a model."""
-        weights, ids, *losses = self._checked(module(case.rows), case.rows, module)
-        return weights.masked_fill(ids < 0, 0.0), ids, *losses
-
-    def alone(self, module: Any, case: Case) -> Outputs:
-        """Each token in a batch of its own."""
-        rows = [self.call(module, Case(row[None, None]))[:2] for row in case.x.flatten(0, -2)]
-        weights, ids = (torch.cat(part) for part in zip(*rows, strict=True))
-        return (weights, ids) if case.index is None else (weights[case.index], ids[case.index])
-
-    def _checked(self, outputs: Any, x: Tensor, module: Any) -> Outputs:
-        """Raises Broken if shapes, dtypes or ids are wrong, or a weight is not finite."""
-        if not isinstance(outputs, tuple | list) or len(outputs) < 2:
-            got = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else type(outputs).__name__
-            raise Broken(f"forward must return weights_TK and ids_TK: got {got}")
-        weights, ids, tokens, experts = outputs[0], outputs[1], x[..., 0].numel(), self.config.num_experts
-        if weights.ndim != 2 or weights.shape != ids.shape or len(weights) != tokens:
-            raise Broken(
-                f"weights and ids must both be [{tokens}, K]: got {[*weights.shape]} and {[*ids.shape]}. Flatten x to "
-                "tokens with `x.flatten(0, -2)`"
-            )
-        if ids.dtype != torch.int64:
-            raise Broken(f"ids must be int64: got {ids.dtype}. Convert them with `ids.long()`")
-        if weights.dtype not in (torch.float32, torch.float64):
-            raise Broken(f"weights must be in fp32 or fp64: got {weights.dtype}. Compute them from `logits.float()`")
-        if (bad := ~weights.isfinite()).any():
-            token = int(bad.any(1).nonzero()[0])
-            raise Broken(
-                f"a weight of token {token} is not finite: {weights[token].tolist()}. The weight of id -1 must be "
-                "finite, too: its gradient is 0, and 0 times infinity is NaN in backward"
-            )
-        sorted_TK = ids.sort().values
-        if (bad := (ids < -1) | (ids >= experts)).any():
-            token = int(bad.any(1).nonzero()[0])
-            rule = f"ids are global, from 0 to {experts - 1}, or -1 for no expert"
-            raise Broken(f"token {token} chooses experts {ids[token].tolist()}: {rule}")
-        if (bad := (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any():
-            token = int(bad.any(1).nonzero()[0])
-            rule = "add up its weights, and use id -1 for the duplicates"
-            raise Broken(f"token {token} chooses an expert more than once: {ids[token].tolist()}: {rule}")
+        """Weights and ids. Weights of id -1 become 0: they have no effect in a model. Even numbers: two sequences."""
+        x_TD = case.rows
+        x = x_TD if len(x_TD) % 2 else x_TD.unflatten(0, (2, -1))
+        weights, ids = _checked_choices(module(x), len(x_TD), self.config.num_experts)
         if not getattr(module, "skips_choices", True) and (ids < 0).any():
             raise Broken(f"{int((ids < 0).sum())} ids are -1, but skips_choices is False: set skips_choices = True")
-        return tuple(outputs)
+        return weights.masked_fill(ids < 0, 0.0), ids
 
-    def parts(self) -> Iterator[tuple[str, Any, Any]]:
-        for b, s in ((0, 0), (1, 3), (3, 5)):
-            yield f"token {6 * b + s}", (b, s), 6 * b + s
+
+class Attention(Subject):
+    """The attention that `config` names."""
+
+    kind, row, prefix = "attention", "sequence", "layer."
+    rule = (
+        "A result must not depend on other sequences of its batch, nor on later tokens, which the model must predict: "
+        "compute statistics within each sequence, and mask later positions, for example with is_causal=True"
+    )
+
+    def build(self, seed: int) -> nn.Module:
+        with seeded(seed, self.kind):
+            return prepare(self.runner(seed), seed, self.device)
+
+    def runner(self, seed: int) -> nn.Module:
+        return _AttentionRunner(attention_class(self.config).build(self.config, layer=0))
+
+    def call(self, module: Any, case: Case) -> Outputs:
+        return _like_input(case, module(case.rows), self)
+
+    def draw(self, seed: int) -> Case:
+        return Case(self.random(seed, 3, 8), (3,))
+
+    def sizes(self) -> Iterator[Case]:
+        yield self.draw(1)
+        for number, length in ((1, 1), (65, 1), (1, 63), (2, 65), (1, 127), (3, 128), (1, 129), (9, 113)):
+            yield self.repeated(self.random(4, min(number, DISTINCT), length), [number])
+
+    def row_name(self, case: Case, row: Sequence[int]) -> str:
+        return f"position {row[1]} of sequence {row[0]}"
+
+    def describe(self, case: Case) -> str:
+        return f"{plural(sum(case.counts), 'sequence')} of {plural(case.x.shape[1], 'position')}"
+
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        yield "sequence 1", 1
+        for start in range(1, self.draw(1).x.shape[1]):
+            yield f"all from position {start} on", (slice(None), slice(start, None))
+
+    def takes(self, name: str) -> bool:
+        """Whether the layer has a parameter of this name."""
+        layer = self.module.layer
+        method: Callable[..., Any] = getattr(layer, "segments", layer.forward)
+        if self.kind == "block" and isinstance(parts := getattr(layer, "parts", None), Callable):
+            method = parts
+        return name in accepted_context(layer, method, None, None)
+
+
+class Block(Attention):
+    """The block that `config` names."""
+
+    kind, adds_losses = "block", True
+
+    def runner(self, seed: int) -> nn.Module:
+        experts = Interleaved(self.config.num_experts)
+        return _BlockRunner(block_class(self.config).build(self.config, 0, experts, StageOptions(seed=seed)))
 
 
 class _Runner(Segmented):
@@ -232,67 +198,63 @@ class _BlockRunner(_Runner):
         return (yield Compute("add", add_up, *parts))
 
 
-class Attention(Subject):
-    """The attention that `config` names."""
+class Interleaved(Local):
+    """A single rank whose transfers are not complete immediately, so the engine interleaves as with several ranks."""
 
-    kind, row, prefix = "attention", "sequence", "layer."
-    rule = (
-        "A result must not depend on other sequences of its batch, nor on later tokens, which the model must predict: "
-        "compute statistics within each sequence, and mask later positions, for example with is_causal=True"
-    )
+    def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Any:
+        return AsyncResult([], super().dispatch(x_TD, route, weights_TK).wait)
 
-    def build(self, seed: int) -> nn.Module:
-        with seeded(seed, self.kind):
-            return prepare(self.runner(seed), seed, device=self.device)
-
-    def runner(self, seed: int) -> nn.Module:
-        return _AttentionRunner(attention_class(self.config).build(self.config, layer=0))
-
-    def call(self, module: Any, case: Case) -> Outputs:
-        return _like_input(case, module(case.rows), self)
-
-    def alone(self, module: Any, case: Case) -> Outputs:
-        y_BSD = torch.cat([self.call(module, Case(x_SD[None]))[0] for x_SD in case.x])
-        return (y_BSD if case.index is None else y_BSD[case.index],)
-
-    def draw(self, seed: int) -> Case:
-        return Case(self.random(seed, 3, 8))
-
-    def sizes(self) -> Iterator[Case]:
-        yield self.draw(1)
-        for number, length in ((1, 1), (65, 1), (1, 63), (2, 65), (1, 127), (3, 128), (1, 129), (9, 113)):
-            index = torch.arange(number, device=self.device) % 3
-            yield Case(self.random(4, min(number, 3), length), index)
-
-    def row_name(self, case: Case, row: Sequence[int]) -> str:
-        return f"position {row[1]} of sequence {row[0]}"
-
-    def describe(self, case: Case) -> str:
-        return f"{plural(len(case.rows), 'sequence')} of {plural(case.rows.shape[1], 'position')}"
-
-    def parts(self) -> Iterator[tuple[str, Any, Any]]:
-        yield "sequence 1", 1, 1
-        for start in range(1, self.draw(1).x.shape[1]):
-            later = (slice(None), slice(start, None))
-            yield f"all from position {start} on", later, later
-
-    def takes(self, name: str) -> bool:
-        """Whether the layer has a parameter of this name."""
-        layer = self.module.layer
-        method: Callable[..., Any] = getattr(layer, "segments", layer.forward)
-        if self.kind == "block" and isinstance(parts := getattr(layer, "parts", None), Callable):
-            method = parts
-        return name in accepted_context(layer, method, None, None)
+    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Any:
+        return AsyncResult([], super().combine(y_ND, route, weight_grads_NK).wait)
 
 
-class Block(Attention):
-    """The block that `config` names."""
+def _like_input(case: Case, y: object, subject: Subject) -> Outputs:
+    """The outputs of a layer that returns a tensor like its input. Raises Broken for any other."""
+    x = case.rows
+    wrong = None
+    if not isinstance(y, Tensor):
+        wrong = type(y).__name__
+    elif y.shape != x.shape:
+        wrong = f"{[*y.shape]}"
+    elif y.dtype != x.dtype:
+        wrong = f"{y.dtype}. End forward with `y.to(x.dtype)`"
+    if wrong is not None or not isinstance(y, Tensor):
+        raise Broken(f"forward must return {[*x.shape]} in {x.dtype}, like its input: got {wrong}")
+    if not (finite := y.isfinite().all(-1)).all():
+        row = subject.row_name(case, (~finite).nonzero()[0].tolist())
+        raise Broken(f"the result has NaN or infinity at {row}")
+    return (y,)
 
-    kind, adds_losses = "block", True
 
-    def runner(self, seed: int) -> nn.Module:
-        experts = Interleaved(self.config.num_experts)
-        return _BlockRunner(block_class(self.config).build(self.config, 0, experts, StageOptions(seed=seed)))
+def _checked_choices(outputs: Any, tokens: int, experts: int) -> Outputs:
+    """Weights and ids. Raises Broken if shapes, dtypes or ids are wrong, or a weight is not finite."""
+    if not isinstance(outputs, tuple | list) or len(outputs) < 2:
+        got = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else type(outputs).__name__
+        raise Broken(f"forward must return weights_TK and ids_TK: got {got}")
+    weights, ids = outputs[:2]
+    if weights.ndim != 2 or weights.shape != ids.shape or len(weights) != tokens:
+        raise Broken(
+            f"weights and ids must both be [{tokens}, K]: got {[*weights.shape]} and {[*ids.shape]}. Flatten x to "
+            "tokens with `x.flatten(0, -2)`"
+        )
+    if ids.dtype != torch.int64:
+        raise Broken(f"ids must be int64: got {ids.dtype}. Convert them with `ids.long()`")
+    if weights.dtype not in (torch.float32, torch.float64):
+        raise Broken(f"weights must be in fp32 or fp64: got {weights.dtype}. Compute them from `logits.float()`")
+    sorted_TK = ids.sort().values
+    twice = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
+    faults = (
+        (~weights.isfinite(), weights, "has a weight that is not finite: also the weight of id -1 must be finite, "
+         "because its gradient is 0, and 0 times infinity is NaN in backward"),
+        ((ids < -1) | (ids >= experts), ids,
+         f"has a wrong id: ids are global, from 0 to {experts - 1}, or -1 for no expert"),
+        (twice, ids, "chooses an expert more than once: add up its weights, and use id -1 for the duplicates"),
+    )  # fmt: skip
+    for bad, values, rule in faults:
+        if bad.any():
+            token = int(bad.any(1).nonzero()[0])
+            raise Broken(f"token {token}, with {values[token].tolist()}, {rule}")
+    return weights, ids
 
 
 def wider(subject: Subject, width: int = 256) -> Subject:

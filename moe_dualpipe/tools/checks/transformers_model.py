@@ -6,7 +6,7 @@ the first module is named whose output, or whose gradient, differs.
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...messages import describe, plural, printable
-from .compare import compare, find_faults
+from .first_difference import Results, Trace, find_difference
+from .parallel import judge
 from .ranks import Failure, run_tasks
-from .report import Check, Report
-from .run import Results
-from .subject import row_errors, without_dropout
+from .report import Report
+from .subject import without_dropout
 from .variants import OTHER_ROWS
 
 RANKS, _SEQUENCES = 2, 4
@@ -70,15 +70,9 @@ def check_transformers(
         if isinstance(done, Failure):
             raise ValueError(f"cannot run {printable(model)} in one process: {done.message}")
         tasks = [_Task(model, tokens, Path(folder), name, change) for name in DIVISIONS]
-        return Report(subject, tuple(map(_judge, DIVISIONS, run_tasks(RANKS, _run_divided, tasks))))
-
-
-def _judge(name: str, outcome: list[Any] | Failure) -> Check:
-    if isinstance(outcome, Failure):
-        return Check(name, "skipped", problem=f"transformers cannot run it here: {outcome.message}")
-    measured, faults = find_faults([compared for compared, _ in outcome], OTHER_ROWS)
-    first = next((where for _, where in outcome if where), "")
-    return Check(name, "failed" if faults else "passed", measured, first or "; ".join([*faults.values()][:2]))
+        outcomes = zip(DIVISIONS, run_tasks(RANKS, _run_divided, tasks), strict=True)
+        why = "transformers cannot run it here: "
+        return Report(subject, tuple(judge(name, outcome, "skipped", why) for name, outcome in outcomes))
 
 
 def _load(task: _Task) -> Any:
@@ -93,31 +87,32 @@ def _load(task: _Task) -> Any:
     return model
 
 
-def _run(task: _Task, sequences: list[int]) -> tuple[Results, dict[str, Tensor]]:
-    """The results, and what each module returned and got as the gradient, in their order."""
-    model, seen = _load(task), dict[str, Tensor]()
+def _run(task: _Task, sequences: Sequence[int], trace: Trace) -> Results:
+    """The trace sees what each module returns, and gets as the gradient."""
+    model = _load(task)
     for name, module in model.named_modules():
-        module.register_forward_hook(partial(_see, seen, name, len(sequences)))
-    tokens = task.tokens[sequences]
+        module.register_forward_hook(partial(_see, trace, name, sequences))
+    tokens = task.tokens[[*sequences]]
     logits = model(tokens).logits
     losses = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     losses.mean().backward()
     by_sequence = losses.detach().double().view(len(tokens), -1)
-    gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return Results(
         weights={name: _whole(p.detach()) for name, p in model.named_parameters()},
         logits={(0, s): logits[i].detach() for i, s in enumerate(sequences)},
-        losses={(0, s): by_sequence[i] for i, s in enumerate(sequences)}, gradients=gradients,
-    ), seen  # fmt: skip
+        losses={(0, s): by_sequence[i] for i, s in enumerate(sequences)},
+        gradients={name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None},
+    )
 
 
-def _see(seen: dict[str, Tensor], name: str, batch: int, *called: Any) -> None:
+def _see(trace: Trace, name: str, sequences: Sequence[int], *called: Any) -> None:
     """A forward hook, which torch calls with the module, its inputs and its output."""
     y = called[-1][0] if isinstance(called[-1], tuple) else called[-1]
-    if isinstance(y, Tensor) and y.ndim == 3 and len(y) == batch and not hasattr(y, "full_tensor"):
-        seen[f"the output of {name}"] = y.detach()
+    if isinstance(y, Tensor) and y.ndim == 3 and len(y) == len(sequences) and not hasattr(y, "full_tensor"):
+        trace.see(f"the output of {name}", sequences, y)
         if y.requires_grad:
-            y.register_hook(lambda grad: seen.update({f"the gradient of the output of {name}": grad}))
+            gradient = f"the gradient of the output of {name}"
+            y.register_hook(lambda grad: trace.see(gradient, sequences, grad * len(sequences)))  # the loss is a mean
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -125,19 +120,13 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _run_whole(task: _Task) -> None:
-    torch.save(_run(task, [*range(_SEQUENCES)]), task.folder / "whole.pt")
+    trace = Trace()
+    torch.save((_run(task, range(_SEQUENCES), trace), trace.tensors), task.folder / "whole.pt")
 
 
-def _run_divided(task: _Task) -> Any:
-    """This rank's differences, and the first module that differs."""
+def _run_divided(task: _Task) -> tuple[str, str]:
     every = RANKS if "fsdp_size" in DIVISIONS[task.division] else 1
-    sequences = [*range(dist.get_rank() if every > 1 else 0, _SEQUENCES, every)]
-    results, seen = _run(task, sequences)
-    expected, whole = torch.load(task.folder / "whole.pt", weights_only=False)
-    for name, wanted in whole.items():
-        wanted = wanted[sequences] * (every if "gradient" in name else 1)  # the mean is over fewer sequences
-        if name in seen and seen[name].shape == wanted.shape:
-            error = float(row_errors(seen[name], wanted).max())
-            if error > OTHER_ROWS.tokens:
-                return compare(results, expected), f"the first difference is in {name}: {error:.2g}"
-    return compare(results, expected), ""
+    sequences = range(dist.get_rank() if every > 1 else 0, _SEQUENCES, every)
+    expected, tensors = torch.load(task.folder / "whole.pt", weights_only=False)
+    trace = Trace(tensors, OTHER_ROWS.tokens)
+    return find_difference(_run(task, sequences, trace), expected, OTHER_ROWS, lambda: trace)

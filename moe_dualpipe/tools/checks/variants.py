@@ -3,38 +3,18 @@
 The reference is the whole model in one process, one micro-batch after the other, with a plain forward and backward.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
-
-import torch
 
 from ...models.config import Recompute
 from ...schedule import NAMES
 from ...training.config import ParallelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """The largest relative differences that rounding explains, and the reason for them. 0: bit-equal.
-
-    losses: of the loss of one token. tokens: of its logits and activations, and of their gradients. parameters: of the
-    gradient of one parameter, or of one expert's part of it.
-    """
-
-    losses: float
-    tokens: float
-    parameters: float
-    why: str
-
-    def in_float64(self) -> "Tolerance":
-        scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        return replace(self, losses=self.losses * scale, tokens=self.tokens * scale, parameters=self.parameters * scale)
-
+from .first_difference import Tolerance
 
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.
-SAME_ORDER = Tolerance(0, 0, 0, "the same operations in the same order")
-OTHER_ORDER = Tolerance(0, 0, 4.5e-7, "a token's operations are the same, but gradients are added in another order")
-OTHER_ROWS = Tolerance(1e-6, 1e-5, 4.5e-6, "a matrix product may round a row differently if it has other rows")
+SAME_ORDER = Tolerance(0, 0, 0)  # the same operations in the same order
+OTHER_ORDER = Tolerance(0, 0, 4.5e-7)  # a token's operations are the same, but gradients are added in another order
+OTHER_ROWS = Tolerance(1e-6, 1e-5, 4.5e-6)  # a matrix product may round a row differently if it has other rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,11 @@ import re
 import time
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 from ...data.stores.threads import call_in_thread
 from ...messages import printable
 
-Result = TypeVar("Result")
 _TICK = 0.02
 
 
@@ -22,46 +20,26 @@ class Steps:
     """What a thread is doing, and since when."""
 
     def __init__(self) -> None:
-        self.name, self.waits, self.since = "starting", False, time.monotonic()
+        self.start("starting")
 
-    def start(self, name: str, waits: bool = False) -> None:
-        """Begin a step. waits: it only waits for other ranks, so that a timeout is their failure."""
-        self.name, self.waits, self.since = name, waits, time.monotonic()
-
-
-@dataclass(frozen=True, slots=True)
-class Ended(Generic[Result]):
-    """How a function ended: with a value, or with a failure such as "rank 1 -> rank 3: no answer for 60 s".
-
-    waited: the step that failed only waited for other ranks.
-    """
-
-    value: Result | None = None
-    failure: str = ""
-    waited: bool = False
+    def start(self, name: str) -> None:
+        self.name, self.since = name, time.monotonic()
 
 
-def run_watched(
-    function: Callable[[Steps], Result], seconds: float, stop: Callable[[], bool] = lambda: False, every: float = 1.0
-) -> Ended[Result]:
-    """Run `function(steps)` in a thread. Never waits for a step longer than `seconds`.
+def run_watched(function: Callable[[Steps], Any], seconds: float) -> tuple[Any, str]:
+    """Run `function(steps)` in a thread. Returns its value, or a failure: "rank 1 -> rank 3: no answer for 60 s".
 
-    stop: called `every` second; if it returns True, the function is given up as well. A function that is given up keeps
-    its thread: end the process with os._exit.
+    Never waits for a step longer than `seconds`. A function that is given up keeps its thread: end the process with
+    os._exit.
     """
     steps = Steps()
-    result, asked = call_in_thread(lambda: function(steps), "watched"), time.monotonic()
+    result = call_in_thread(lambda: function(steps), "watched")
     while not futures.wait([result], _TICK).done:
-        now = time.monotonic()
-        if now - steps.since > seconds:
-            return Ended(failure=f"{steps.name}: no answer for {seconds:g} s", waited=steps.waits)
-        if now - asked > every:
-            asked = now
-            if stop():
-                return Ended(failure=f"{steps.name}: given up, as another rank failed", waited=True)
+        if time.monotonic() - steps.since > seconds:
+            return None, f"{steps.name}: no answer for {seconds:g} s"
     if error := result.exception():
-        return Ended(failure=f"{steps.name}: {_first_line(error)}", waited=steps.waits)
-    return Ended(result.result())
+        return None, f"{steps.name}: {_first_line(error)}"
+    return result.result(), ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ So each field has a default, and fields that the receiver does not know are drop
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -16,11 +16,10 @@ class Facts:
     name: versions, settings of NCCL and gloo, GPUs, InfiniBand ports. num_gpus: GPUs that torch finds. gpu_files: GPUs
     that the operating system shows. gpu_used: share of the memory of this rank's GPU that is in use; None without GPU.
     address: what the machine's own name resolves to. shm: free space in /dev/shm. open_files, locked_memory: limits of
-    this process; -1: unlimited. port: the rendezvous port that another program has, although this process was to open
-    it. folder, free, unwritable: the output folder or the nearest one above it that exists, its free space, and why it
-    cannot be written. mark: a file in this folder that other machines look for. clock: seconds by which this machine's
-    clock is ahead of rank 0's, plus the time that a message takes. sees_mark: whether this machine finds the mark of
-    rank 0. failed: what could not be gathered, and why.
+    this process; -1: unlimited. folder, free, unwritable: the output folder or the nearest one above it that exists,
+    its free space, and why it cannot be written. mark: a file in this folder that other machines look for. clock:
+    seconds by which this machine's clock is ahead of rank 0's, plus the time that a message takes. sees_mark: whether
+    this machine finds the mark of rank 0. failed: what could not be gathered, and why.
     """
 
     rank: int = 0
@@ -36,7 +35,6 @@ class Facts:
     shm: int | None = None
     open_files: int = -1
     locked_memory: int = -1
-    port: int | None = None
     folder: str = ""
     free: int | None = None
     unwritable: str = ""
@@ -44,9 +42,6 @@ class Facts:
     clock: float | None = None
     sees_mark: bool | None = None
     failed: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Facts":

@@ -1,24 +1,23 @@
 """Measure the links between ranks with torch.distributed.
 
 A link is timed by its sender, from the start of a message to the answer of the receiver, which is a few bytes. The
-median of several messages counts. All pairs of a round run at the same time (rounds.py). All rounds run twice, and the
-faster time of a link counts: other programs also slow a link down.
+median of several messages counts. All pairs of a round run at the same time. All rounds run twice, and the faster time
+of a link counts: other programs also slow a link down.
 """
 
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .bounded_calls import Steps
-from .rounds import Pair
 
+Pair = tuple[int, int]
+WAITING = "waiting for the other ranks"
+"""Begins the names of steps whose timeout is the failure of other ranks."""
 REPEATS = 3
 _TRIES = 2
 
@@ -35,18 +34,15 @@ class LinkSpeed:
 class Links:
     """Measures on this rank. The default process group must exist; all ranks make the same calls."""
 
-    def __init__(self, rank: int, device: torch.device, size: int, steps: Steps, repeats: int = REPEATS):
-        """size: bytes of a message. `measured`: speeds by source and target.
-
-        It grows link by link, so that a failure leaves what came before it.
-        """
-        self.rank, self.device, self.steps, self.repeats = rank, device, steps, repeats
+    def __init__(self, rank: int, device: torch.device, size: int, steps: Steps, measured: dict[Pair, float]):
+        """size: bytes of a message. measured: gets the speeds by source and target, link by link."""
+        self.rank, self.device, self.steps = rank, device, steps
         self.message = torch.zeros(size, dtype=torch.uint8, device=device)
         self.answer = torch.zeros(8, dtype=torch.uint8, device=device)
-        self.measured: dict[Pair, float] = {}
+        self.measured = measured
 
     def meet(self, why: str) -> None:
-        self.steps.start(f"waiting for the other ranks before {why}", waits=True)
+        self.steps.start(f"{WAITING} before {why}")
         dist.all_reduce(torch.zeros(1))  # on CPUs: gloo
 
     def warm_up(self) -> None:
@@ -68,7 +64,7 @@ class Links:
     def _one_way(self, source: int, to: int) -> None:
         self.steps.start(f"rank {source} -> rank {to}")
         times = []
-        for _ in range(self.repeats + 1):
+        for _ in range(REPEATS + 1):
             start = time.perf_counter()
             if self.rank == source:
                 self._send(self.message, to)
@@ -98,20 +94,24 @@ class Links:
             torch.cuda.synchronize(self.device)
 
 
-def start_nccl_log() -> Path | None:
-    """Let NCCL log to a temporary file. None: the user has asked for a log, which is left alone."""
-    if "NCCL_DEBUG" in os.environ or "NCCL_DEBUG_FILE" in os.environ:
-        return None
-    handle, name = tempfile.mkstemp(prefix="nccl-", suffix=".log")
-    os.close(handle)
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P", "NCCL_DEBUG_FILE": name}
-    return Path(name)
+def rounds_of(machines: Sequence[Sequence[int]]) -> list[list[Pair]]:
+    """Rounds of disjoint pairs of ranks, in which each pair appears once. machines: the ranks of each.
+
+    The partner has the same place, but for some bits. The lower bits are the place in the machine, so that pairs within
+    a machine and pairs between machines never share a round: the ranks of a machine share its network card, so
+    otherwise the speed of a pair would depend on its round. Between machines, each machine has one partner.
+
+    Example: [[0, 1], [2, 3]] -> [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 3), (1, 2)]].
+    """
+    width = _power_of_two(max(map(len, machines)))
+    places = {m * width + i: rank for m, ranks in enumerate(machines) for i, rank in enumerate(ranks)}
+    rounds = []
+    for bits in range(1, width * _power_of_two(len(machines))):
+        partners = {rank: places[place ^ bits] for place, rank in places.items() if place ^ bits in places}
+        rounds.append(sorted((a, b) for a, b in partners.items() if a < b))
+    return [pairs for pairs in rounds if pairs]
 
 
-def uses_sockets(log: Path | None) -> bool:
-    """Whether NCCL sends over TCP, as it does silently if it finds no InfiniBand. Only its log says so. Removes it."""
-    if log is None:
-        return False
-    text = log.read_text(errors="replace") if log.exists() else ""
-    log.unlink(missing_ok=True)
-    return "via NET/Socket" in text
+def _power_of_two(number: int) -> int:
+    """The smallest one that is not smaller."""
+    return 1 << (number - 1).bit_length()

@@ -9,7 +9,7 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from .bounded_calls import Steps
 from .facts import Facts
 
 _SETTINGS = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_\w+|CUDA_DEVICE_MAX_CONNECTIONS")
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set by torchrun, which then has opened the rendezvous port itself."""
 
 
 def gather_facts(launch: Launch, out: Path, steps: Steps, environment: Mapping[str, str] = os.environ) -> Facts:
@@ -38,7 +36,7 @@ def gather_facts(launch: Launch, out: Path, steps: Steps, environment: Mapping[s
     steps.start("looking at the network")
     alike |= {"GPUs": gpus, "InfiniBand ports": infiniband_ports(), "number of processes": str(launch.local_world_size)}
     alike |= {name: value for name, value in sorted(environment.items()) if _SETTINGS.fullmatch(name)}
-    shm, port = Path("/dev/shm"), rendezvous_port(launch, environment)
+    shm = Path("/dev/shm")
     return Facts(
         rank=launch.rank, host=socket.gethostname(), boot=_read(Path("/proc/sys/kernel/random/boot_id")),
         local_rank=launch.local_rank, local_size=launch.local_world_size, alike=alike, num_gpus=count_gpus(),
@@ -46,7 +44,7 @@ def gather_facts(launch: Launch, out: Path, steps: Steps, environment: Mapping[s
         shm=shutil.disk_usage(shm).free if shm.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        port=port if port is not None and not is_free(port) else None, **folder,
+        **folder,
     )  # fmt: skip
 
 
@@ -98,34 +96,12 @@ def own_address() -> str:
         return ""
 
 
-def rendezvous_port(launch: Launch, environment: Mapping[str, str]) -> int | None:
-    """The port that this process, or torchrun on this machine, will open; None if it is open already, or elsewhere."""
-    if launch.rank != 0 or environment.get(AGENT_STORE) == "True":
-        return None
-    port = environment.get("MASTER_PORT", "29500")
-    return int(port) if port.isdecimal() and 0 < int(port) < 2**16 else None
-
-
-def is_free(port: int) -> bool:
-    with closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a run that has just ended is free
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
 def try_folder(out: Path, mark: bool) -> dict[str, Any]:
     """Write a file into `out`, or the nearest folder above it that exists. Returns fields of `Facts`.
 
     mark: keep the file, for other machines to look for. `remove_mark` removes it.
     """
-    folder = out.absolute()
-    while not folder.is_dir() and folder != folder.parent:
-        if folder.exists():
-            return {"folder": str(folder), "unwritable": f"{folder}: not a folder"}
-        folder = folder.parent
+    folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     file, found = folder / f".check-cluster-{secrets.token_hex(8)}", {"folder": str(folder)}
     try:
         file.touch()

@@ -11,8 +11,6 @@ from .facts import Facts, Machine, machines_of
 from .links import LinkSpeed
 from .verdicts import GB, Problem, home_of, kinds_of
 
-_MANY = 50
-"""Problems that are printed one by one."""
 _VERSIONS = ("Python", "torch", "triton", "CUDA", "NCCL", "driver")
 
 
@@ -36,7 +34,7 @@ class Report:
         return {
             "world_size": self.world_size, "device": self.device, "passed": self.passed, "note": self.note,
             "problems": [asdict(problem) for problem in self.problems],
-            "ranks": [facts.to_json() for facts in self.facts], "links": [asdict(link) for link in self.links],
+            "ranks": [asdict(facts) for facts in self.facts], "links": [asdict(link) for link in self.links],
         }  # fmt: skip
 
 
@@ -80,7 +78,5 @@ def _links(report: Report, machines: Sequence[Machine]) -> str:
 def _problems(report: Report) -> str:
     if report.passed:
         return "No problems found."
-    lines = [f"- {printable(problem, 1000)}" for problem in report.problems[:_MANY]]
-    if (more := len(report.problems) - _MANY) > 0:
-        lines.append(f"- and {more:,} more: --json FILE has all of them")
+    lines = [f"- {printable(problem, 1000)}" for problem in report.problems]
     return "\n".join([f"{plural(len(report.problems), 'problem')}:", *lines])

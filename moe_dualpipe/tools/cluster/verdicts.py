@@ -1,6 +1,6 @@
 """What is wrong with the machines of a run: pure functions from facts and links to a list of problems.
 
-A fact is compared with that of most machines, and a limit is a row of a table. A link is compared with others of its
+A fact is compared with that of most ranks, and a limit is a row of a table. A link is compared with others of its
 kind, within a machine or between machines. One bad cable makes many links slow, so slow links that share a machine, a
 pair of machines or a rank are named once.
 """
@@ -8,7 +8,7 @@ pair of machines or a rank are named once.
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...messages import list_ranks, plural
@@ -63,62 +63,50 @@ def find_problems(
     device: auto, cpu or cuda.
     """
     machines = machines_of(facts)
-    found = [*_differences([*filter(lambda machine: not machine.first.failed, machines)]), *_clocks(machines)]
+    found = [*_differences([machine for machine in machines if not machine.first.failed])]
     for machine in machines:
-        for one in machine.ranks:
-            if one.failed:
-                where = f"rank {one.rank} on {machine.name}"
-                found.append(Problem(where, one.failed, "look at this machine first", True, (machine.name,)))
         for what, way_out, stops in _limits(machine, len(machines) > 1, world_size, min_free, device):
             found.append(Problem(_place(machine), what, way_out, stops, (machine.name,)))
     return sorted(found, key=lambda problem: not problem.stops)
 
 
 def _place(machine: Machine) -> str:
-    ranks = machine.numbers
-    one_range = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
-    return f"{machine.name} ({f'ranks {ranks[0]}-{ranks[-1]}' if one_range else list_ranks(ranks)})"
+    return f"{machine.name} ({list_ranks(machine.numbers)})"
 
 
 def _differences(machines: Sequence[Machine]) -> Iterator[Problem]:
-    """Each fact of a machine that is not that of most, and each that differs between its ranks.
-
-    In a tie, the first machine counts.
-    """
-    for name in dict.fromkeys(name for machine in machines for name in machine.first.alike):
+    """Each fact of a rank that is not that of most ranks. In a tie, the first rank counts."""
+    ranks = [one for machine in machines for one in machine.ranks]
+    for name in dict.fromkeys(name for one in ranks for name in one.alike):
         if _PRIVATE_SETTING.fullmatch(name):
             continue
         version = name in ("Python", "torch", "moe-dualpipe", "triton", "CUDA", "NCCL", "driver")
         default = "install the same version on all machines" if version else "set it to the same value on all machines"
         way_out, stops = _WAYS_OUT.get(name, default), name in ("torch", "NCCL", "moe-dualpipe")
-        usual, number = Counter(machine.first.alike.get(name, "") for machine in machines).most_common(1)[0]
-        example = next(machine.name for machine in machines if machine.first.alike.get(name, "") == usual)
-        others = f"on {example}" if number == 1 else f"on {number} other machines, such as {example}"
+        ((usual, number),) = Counter(one.alike.get(name, "") for one in ranks).most_common(1)
         for machine in machines:
-            values = [one.alike.get(name, "") for one in machine.ranks]
-            own = values[0]
-            if own != usual:
-                what = f"{name} {own or 'none'}, but {usual or 'none'} {others}"
+            others = sorted({one.alike.get(name, "") for one in machine.ranks} - {usual})
+            if others:
+                what = f"{name} {' and '.join(other or 'none' for other in others)}, but {usual or 'none'} on "
+                what += plural(number, "other rank")
                 yield Problem(_place(machine), what, way_out, stops, (machine.name,))
-            if len({*values}) > 1:
-                what = f"{name} differs between its ranks: {', '.join(sorted({*values}))}"
-                way = "start all ranks with the same Python environment and variables"
-                yield Problem(_place(machine), what, way, stops, (machine.name,))
 
 
 def _limits(
     machine: Machine, several: bool, world_size: int, min_free: int, device: str
 ) -> Iterator[tuple[str, str, bool]]:
     """What of a machine is below a limit: in words, the way out, and whether it stops."""
-    one, cuda = machine.first, device == "cuda"
-    need = needed_files(world_size, one.num_gpus)
+    one, cuda, ahead = machine.first, device == "cuda", machine.first.clock or 0.0
+    # gloo has a socket to each rank of each group, and NCCL several files for each GPU.
+    need = max(512 + 8 * world_size, 4096 if one.num_gpus else 0)
     files = min([r.open_files for r in machine.ranks if r.open_files not in (-1, None)], default=need)
     busy = [r for r in machine.ranks if r.gpu_used is not None and r.gpu_used > 0.1]
-    ports = [r.port for r in machine.ranks if r.port is not None]
     local = not one.address or one.address == "::1" or one.address.startswith("127.")
     resolves = f"resolves to {one.address}" if one.address else "does not resolve"
     built = "its CUDA version needs another driver" if "CUDA" in one.alike else "it is built without CUDA"
+    failed = [f"rank {r.rank}: {r.failed}" for r in machine.ranks if r.failed]
     rows: list[tuple[bool, str, str, bool]] = [
+        (bool(failed), " and ".join(failed), "look at this machine first", True),
         (device != "cpu" and one.gpu_files > 0 and not one.num_gpus,
          f"{plural(one.gpu_files, 'GPU')}, but torch finds none: {built}",
          "install torch for CUDA and a driver that fits, or use --device cpu", True),
@@ -137,9 +125,8 @@ def _limits(
         (several and not one.failed and local and "GLOO_SOCKET_IFNAME" not in one.alike,
          f"its name {resolves}, so gloo would listen where other machines cannot reach it",
          "set GLOO_SOCKET_IFNAME to the network interface, such as eth0, or correct /etc/hosts", True),
-        (bool(ports), f"port {ports[:1]} is in use".translate({91: None, 93: None}),
-         f"end the program that ss -ltnp 'sport = {ports[0] if ports else 0}' names, or choose another --master-port",
-         True),
+        (abs(ahead) > MAX_CLOCK, f"its clock is {abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's",
+         "synchronize the clocks (chronyc makestep, or timedatectl)", False),
         (bool(one.unwritable), f"the output folder cannot be written: {one.unwritable}",
          "choose another one with --out", False),
         (one.free is not None and one.free < min_free,
@@ -154,25 +141,6 @@ def _limits(
          f"ulimit -n {max(65536, need)}, or for a container --ulimit nofile=1048576", False),
     ]  # fmt: skip
     return ((what, way_out, stops) for wrong, what, way_out, stops in rows if wrong)
-
-
-def needed_files(world_size: int, num_gpus: int) -> int:
-    """Open files of a process: gloo has a socket to each rank of each group, and NCCL several files for each GPU."""
-    return max(512 + 8 * world_size, 4096 if num_gpus else 0)
-
-
-def _clocks(machines: Sequence[Machine]) -> Iterator[Problem]:
-    """Clocks that differ from the middle one. Two machines cannot tell which of them is right."""
-    known = [(machine, machine.first.clock) for machine in machines if machine.first.clock is not None]
-    right = sorted(clock for _, clock in known)[(len(known) - 1) // 2] if len(known) > 2 else 0.0
-    for machine, clock in known:
-        ahead = clock - right
-        if abs(ahead) > MAX_CLOCK:
-            other = f"that of {machines[0].name}" if len(known) == 2 else "those of most machines"
-            hours = f"{abs(ahead) / 3600:.1f} h" if abs(ahead) > 3564 else f"{abs(ahead):.1f} s"
-            found = f"its clock is {hours} {'ahead of' if ahead > 0 else 'behind'} {other}"
-            way_out = "synchronize the clocks (chronyc makestep, or timedatectl)"
-            yield Problem(_place(machine), found, way_out, False, (machine.name,))
 
 
 # ---- links ----
@@ -214,21 +182,10 @@ def _usual(links: Iterable[LinkSpeed], place: Callable[[int], Hashable]) -> floa
     return statistics.median_high(statistics.median_high(some) for some in speeds.values())
 
 
-def find_link_problems(
-    links: Sequence[LinkSpeed], machines: Sequence[Machine], sockets: Collection[int] = ()
-) -> list[Problem]:
-    """Slow links, and sockets where there is InfiniBand. sockets: ranks whose NCCL sends over TCP."""
-    problems = [
-        Problem(
-            machine.name, "NCCL uses TCP sockets, but this machine has InfiniBand",
-            "unset NCCL_IB_DISABLE, set NCCL_IB_HCA, and let the container see /dev/infiniband", False, (machine.name,)
-        )
-        for machine in machines
-        if "ACTIVE" in machine.first.alike.get("InfiniBand ports", "") and {*sockets} & {*machine.numbers}
-    ]  # fmt: skip
-    for kind in kinds_of(links, machines):
-        problems += _slow(kind, home_of(machines))
-    return problems
+def find_link_problems(links: Sequence[LinkSpeed], machines: Sequence[Machine]) -> list[Problem]:
+    """Slow links."""
+    home = home_of(machines)
+    return [problem for kind in kinds_of(links, machines) for problem in _slow(kind, home)]
 
 
 def _culprits(link: LinkSpeed, home: Mapping[int, str]) -> list[tuple[str, Hashable, tuple[str, ...]]]:

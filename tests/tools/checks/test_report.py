@@ -13,7 +13,7 @@ CHECKS = (
 
 def test_a_table_has_a_row_for_each_check_and_says_what_is_wrong():
     report = Report("tiny: 4 layers", CHECKS)
-    assert not report.passed
+    assert not report.passed and Report("tiny", CHECKS[2:]).passed  # warnings and skipped checks are not failures
     assert str(report).splitlines() == [
         "tiny: 4 layers",
         "check                    result   measured",
@@ -24,10 +24,5 @@ def test_a_table_has_a_row_for_each_check_and_says_what_is_wrong():
         "host sync                warning  3 calls",
         "ep=4 equals ep=1         skipped",
         "    6 experts cannot be divided over 4 ranks",
-        "1 check passed, 1 failed, 1 warning, 1 skipped",
+        "1 passed, 1 failed, 1 warning, 1 skipped",
     ]
-
-
-def test_warnings_and_skipped_checks_are_not_failures():
-    assert Report("tiny", CHECKS[2:]).passed
-    assert str(Report("tiny", CHECKS[:1] * 2)).endswith("\n2 checks passed")

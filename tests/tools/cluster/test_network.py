@@ -1,6 +1,5 @@
-"""The command on machines in network namespaces, where the kernel throttles or drops the packets of one link."""
+"""The command on machines in network namespaces, where the kernel drops the packets of one link."""
 
-import json
 import os
 import sys
 
@@ -10,7 +9,7 @@ from moe_dualpipe import cli
 from tests.support import namespaces
 from tests.support.ranks import exits_and_logs
 
-pytestmark = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
 
 
 def node(rank, size, folder, log, arguments):
@@ -19,34 +18,24 @@ def node(rank, size, folder, log, arguments):
     os.dup2(out, 2)
     namespaces.enter_machine(rank, folder)
     namespaces.environment(rank, size)
-    code = cli.main(["check", "cluster", "--out", str(folder), "--json", str(folder / "found.json"), *arguments])
+    code = cli.main(["check", "cluster", "--out", str(folder), *arguments])
     sys.stdout.flush()
     os._exit(code)
 
 
 def run_nodes(size, folder, limits, *arguments):
-    """Returns the exit codes, the problems, and all that was found."""
+    """Returns the exit codes and the problems."""
     logs = [folder / f"{rank}.log" for rank in range(size)]
     ranks = [(rank, size, folder, logs[rank], arguments) for rank in range(size)]
     with namespaces.switch() as holder:
         codes, texts = exits_and_logs(
             node, ranks, logs, lambda processes: namespaces.connect(holder, processes, folder, limits)
         )
-    problems = [line[2:] for line in texts[0].splitlines() if line.startswith("- ")]
-    return codes, problems, json.loads((folder / "found.json").read_text())
+    return codes, [line[2:] for line in texts[0].splitlines() if line.startswith("- ")]
 
 
-def test_a_link_that_the_kernel_throttles_is_named(tmp_path):
-    codes, problems, found = run_nodes(3, tmp_path, {(1, 2): "20mbit"}, "--size", "0.1", "--timeout", "20")
-    assert codes == [1] * 3
-    assert any(line.startswith("rank 1 on node-b -> rank 2 on node-c: ") for line in problems), problems
-    speeds = {(link["source"], link["to"]): link["speed"] for link in found["links"]}
-    assert len(speeds) == 6 and 1e6 < speeds[1, 2] < 4e6 < speeds[2, 1]
-
-
-@pytest.mark.long
 def test_machines_that_cannot_reach_each_other_are_named(tmp_path):
-    codes, problems, _ = run_nodes(3, tmp_path, {(1, 2): "none"}, "--size", "0.1", "--timeout", "3")
+    codes, problems = run_nodes(3, tmp_path, {(1, 2): "none"}, "--size", "0.1", "--timeout", "3")
     assert codes == [1] * 3
     names = [line.partition(": no answer for 3 s: check the network between")[0] for line in problems]
     assert names == [f"rank {r} on node-{'abc'[r]}: creating the process group" for r in (1, 2)]

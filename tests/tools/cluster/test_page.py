@@ -1,7 +1,6 @@
 """docs/cluster.md shows what is printed about a cluster like its example."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 from moe_dualpipe.tools.cluster import Facts, LinkSpeed, Report, find_problems
@@ -55,21 +54,3 @@ def speed(source, to):
 
 def test_the_page_shows_the_report():
     assert f"```\n{cluster_report(example())}\n```" in PAGE.read_text()
-
-
-def test_the_page_lists_the_options():
-    from moe_dualpipe.commands.check_cluster import CheckCluster
-
-    page = PAGE.read_text()
-    for field in dataclasses.fields(CheckCluster):
-        assert re.search(rf"`--{field.name.replace('_', '-')}[ `]", page), field.name
-
-
-def test_large_clusters_are_summarized():
-    report = example()
-    many = dataclasses.replace(report, world_size=16, problems=[*report.problems] * 40)
-    text = cluster_report(many)
-    assert "| between machines |     48 |" in text
-    assert text.count("\n- ") == 51 and text.endswith(
-        f"and {40 * len(report.problems) - 50} more: --json FILE has all of them"
-    )
