@@ -82,6 +82,7 @@ def test_a_throttled_link_and_other_problems_are_named(tmp_path):
         "rank 1 on b -> rank 2 on c: ",
     ):
         assert any(line.startswith(said) for line in problems), (said, problems)
+    assert any("s ahead of rank 0's: " in line for line in problems)
     result = json.loads((tmp_path / "found.json").read_text())
     assert len(result["links"]) == 12 and len({(link["source"], link["to"]) for link in result["links"]}) == 12
     slowest = min(result["links"], key=lambda link: link["speed"])
