@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ...models.shape import Attention, Layer, Product
+from ...overlap.pair_time import LayerSeconds
 from .constants import read_constants
 from .device import Device
-from .pair import LayerSeconds
 from .routing import assumed_factor
 from .transfer_times import all_to_all, gather, rows_sent
 from .workload import Workload

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ...overlap.pair_time import LayerSeconds, pair_seconds
 from ...schedule import Backward, Costs, Forward, Overlap, build, simulate
-from .pair import LayerSeconds, pair_seconds
 from .peak import stages_of
 from .segment_times import ALL, Clock, head_seconds, layer_factors, layer_seconds
 from .transfer_times import gather, seconds

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from moe_dualpipe.overlap.pair_time import pair_seconds
 from moe_dualpipe.schedule import Costs
 from moe_dualpipe.tools.planner.device import load_device
-from moe_dualpipe.tools.planner.pair import pair_seconds
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.segment_times import ALL, TENSOR_EXPOSED, Clock, head_seconds, layer_seconds
 from moe_dualpipe.tools.planner.step import (

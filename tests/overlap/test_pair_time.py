@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_dualpipe.expert_parallel import Loopback
-from moe_dualpipe.tools.planner.pair import LayerSeconds, pair_seconds
+from moe_dualpipe.overlap.pair_time import LayerSeconds, pair_seconds
 from tests.support.pairs import run_pair, stage
 
 FIELDS = ("attn_f", "mlp_f", "attn_b", "mlp_b", "attn_w", "mlp_w", "dispatch_f", "combine_f", "combine_b", "dispatch_b")

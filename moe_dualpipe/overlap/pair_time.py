@@ -65,10 +65,13 @@ class LayerSeconds:
 NO_LAYER = LayerSeconds(0, 0, 0, 0, 0, 0)
 
 
-def pair_seconds(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], slower: float = 0.0) -> float:
+def pair_seconds(
+    forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], slower: float = 0.0, late: bool = False
+) -> float:  # fmt: skip
     """Seconds of an overlapped pair of chunks. Layers are given in the order of the model; backward runs them reversed.
 
-    slower: the share of the device that transfers occupy; computation that runs beside them takes as much longer.
+    late: mlp(W) after mlp(F), as with `WeightGrads.late`. slower: the share of the device that transfers occupy;
+    computation that runs beside them takes as much longer.
 
     Example: one layer each, and everything takes 1: the 6 computations take 6 and hide all 4 transfers.
     """
@@ -90,8 +93,11 @@ def pair_seconds(forward: Sequence[LayerSeconds], backward: Sequence[LayerSecond
         mlp_b = run("compute", other.mlp_b, into_b)
         dispatched_f = run("transfer", one.dispatch_f, attn_f)
         dispatched_b = run("transfer", other.dispatch_b, mlp_b)
-        run("compute", other.mlp_w, mlp_b)
+        if not late:
+            run("compute", other.mlp_w, mlp_b)
         mlp_f = run("compute", one.mlp_f, dispatched_f)
+        if late:
+            run("compute", other.mlp_w, mlp_b)
         attn_b = run("compute", other.attn_b, dispatched_b)
         run("compute", other.attn_w, attn_b)
         into_f = run("transfer", one.combine_f, mlp_f)
