@@ -45,7 +45,7 @@ TYPED = [
     (1, "notes.txt", "unexpected 'notes.txt': a file of options ends with .toml"),
     (1, "--resume runs/a/run.toml", "--resume runs/a/run.toml names a file: use --resume runs/a"),
     (1, "--data /nowhere", "--data /nowhere: no such file or folder"),
-    (1, "--data /dev/null", "--data /dev/null is a device: name a regular file, a folder or a glob"),
+    (1, "--data /dev/null", "--data /dev/null: not a regular file: name a file, a folder or a glob"),
     (1, "--data LICENSE --seq-len 4096", "too little text in --data LICENSE"),
     (1, "--data stdlib=1e308", "--data stdlib=1e308: the weight must be at most 1e+09: got 1e+308"),
     *((1, f"{option} {'b' * 5000}", f"{'b' * 200}…: File name too long") for option in ("--out", "--weights")),

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_on_a_known_gpu_the_planner_decides_and_elsewhere_flops(monkeypatch, tmp
     arguments = run.config, run.schedule, run.layout, torch.bfloat16
     for name, known in (("NVIDIA H100 80GB HBM3", True), ("Unheard-of", False)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        costs = costs_of_run(*arguments, torch.device("cuda", 0), ())
+        costs: Any = costs_of_run(*arguments, torch.device("cuda", 0), ())
         assert (costs.FB is not None) == known and len(costs.F) == 2
         assert len(layers_of_run(*arguments, torch.device("cuda", 0), None)) in ((0, 2) if known else (0,))
     costs = costs_of_run(*arguments, torch.device("cpu"), (1, 1))
