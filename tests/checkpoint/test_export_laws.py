@@ -96,7 +96,7 @@ def test_ranks_that_write_together_write_the_files_of_one_or_nothing(run, tmp_pa
 # ---- All or nothing ----
 
 
-@pytest.mark.parametrize("what,call", [("save_file", 3), ("fsync", 2), ("fsync", 9), ("write", 1)])
+@pytest.mark.parametrize("what,call", [("save_file", 3), ("fsync", 2), ("fsync", 9)])
 def test_a_disk_that_fails_midway_leaves_nothing(run, tmp_path, monkeypatch, capsys, what, call):
     module = tensor_file if what == "save_file" else os
     function, count = getattr(module, what), 0
