@@ -92,7 +92,7 @@ def _plant(chosen: list[Mutant], copies: SimpleQueue[Path]) -> Iterator[tuple[Mu
 
 
 def _tests_fail(mutant: Mutant, copy: Path) -> bool:
-    """Whether the room's tests fail in `copy`: exit code 1 or 2 (a module that does not import), a crash or a time-out."""
+    """Whether the room's tests fail in `copy`: exit code 1 or 2 (a module does not import), a crash or a time-out."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--durations=0", *mutant.tests]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
