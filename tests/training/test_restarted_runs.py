@@ -56,6 +56,11 @@ def attempt_of(rank, arguments, stop=None, restarted=False):
     return (run.layout.pp, run.layout.dp, run.layout.ep), read, printed.getvalue()
 
 
+def whole_and_first(rank, whole, first, stop):
+    """A run without a stop, and the first attempt of another, on the same ranks."""
+    return attempt_of(rank, whole), attempt_of(rank, first, stop)
+
+
 def sequences(ranks):
     """The sequences of each step on all data-parallel ranks, in order."""
     steps = ranks[0][1].keys()
@@ -74,13 +79,15 @@ def sequences(ranks):
 def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_path, attempts):
     start = [*RUN, "--pp", "2", "--ep", "2", "--out", str(tmp_path / "run")]
     seen, found, printed = [], {}, []
+    whole, first = zip(
+        *run_ranks(4, whole_and_first, [*start, "--out", str(tmp_path / "whole")], start, 2), strict=True
+    )
     for number, (processes, stop, restarted) in enumerate(attempts):
-        arguments = ["--resume", str(tmp_path / "run")] if number and not restarted else start
-        ranks = run_ranks(processes, attempt_of, arguments, stop, restarted)
+        arguments = ["--resume", str(tmp_path / "run")] if not restarted else start
+        ranks = run_ranks(processes, attempt_of, arguments, stop, restarted) if number else first
         seen.append(ranks[0][0])
         found |= sequences(ranks)
         printed.append(ranks[0][2])
-    whole = run_ranks(4, attempt_of, [*start, "--out", str(tmp_path / "whole")])
     assert found == sequences(whole) and [*found] == [*range(1, 6)]
     run, plain = losses(records(tmp_path / "run")), losses(records(tmp_path / "whole"))
     assert run == pytest.approx(plain, rel=1e-5) and [*run] == [*range(1, 6)]
