@@ -118,10 +118,10 @@ def test_a_micro_batch_has_2_sequences_or_1_if_the_schedule_needs_more_micro_bat
 
 
 def test_a_list_of_layers_is_for_one_layout_and_another_one_goes_on_without_it():
-    config = change(asking(), layers="5,3")
-    assert choose(config, 4).layout.pp == 2
+    config = change(asking(pp=4, ep=1), layers="3,2,2,1")
+    assert choose(config, 4).layout.pp == 4
     found = choose(config, 3, strict=False)
-    assert found.layout.pp != 2 and found.changed.startswith("--pp 2 does not divide")
+    assert found.layout.pp == 3 and found.changed.startswith("--pp 4 does not divide")
 
 
 def test_memory_decides_between_layouts_and_refuses_the_one_that_was_typed():
