@@ -40,7 +40,7 @@ class ParallelConfig:
     rank: each rank first adds those of its own experts, and returns one row per token.
     choice: in the order of the router's choices. Sends more, but moving experts does not change results."""
     move_experts_every: int | None = None
-    """Steps between moves of experts to other ranks, which balance the measured loads. None: never."""
+    """Move experts between ranks every so many steps, to balance the measured loads. None: never."""
     move_experts_gain: float = 0.05
     """Move the experts of a layer only if the load of its busiest rank falls by at least this fraction."""
     nodes_per_domain: int | None = None
@@ -51,8 +51,8 @@ class ParallelConfig:
     """Pipeline schedule (docs/schedules.md), or a CSV file. auto: dualpipe for an even number of pipeline ranks, else
     dualpipev. NAME+fill: with weight gradients where ranks wait."""
     layers: str | None = None
-    """Number of layers of each stage, such as 4,4,3,3. auto: those of the least step time that fit into memory.
-    None: about the same FLOPs in each stage."""
+    """Number of layers of each stage, such as 4,4,3,3. None: about the same FLOPs in each.
+    auto: on a GPU that the planner knows, the fastest that fit into memory; elsewhere as None."""
     num_chunks: int | None = None
     """Stages per rank, for interleaved schedules. None: the schedule's default."""
     overlap: bool = True
@@ -79,7 +79,7 @@ class ComputeConfig:
     """triton, or reference: plain torch. auto: triton on GPUs, reference on CPUs."""
     self_test: bool = True
     """Compare the Triton kernels with plain torch on a small problem at the start, and use plain torch if they differ.
-    Once for each GPU, versions and model sizes; with kernels=triton, a difference is an error."""
+    Once for each combination of GPU, versions and model sizes. With kernels=triton, a difference is an error."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse small operators with torch.compile. auto: on for GPUs, off for CPUs."""
     cuda_graphs: bool = False
@@ -110,7 +110,7 @@ class BatchConfig:
     batch_size: int = 16
     """Sequences per step over all ranks. Step n reads the same sequences in every layout."""
     record_routes: str | None = None
-    """Folder for the experts of every token of the run (docs/training.md)."""
+    """Write the experts that are chosen for every token to this local folder (docs/training.md)."""
     replay_routes: str | None = None
     """Train with the experts in this folder or file, instead of those that the router chooses."""
     micro_batch_size: int | None = None
@@ -141,7 +141,7 @@ class CheckpointConfig:
     save_async: bool = True
     """Continue training while a checkpoint is written. Needs host memory for a copy of weights and moments."""
     staging: str | None = None
-    """Local folder for files that are uploaded to or downloaded from a URL.
+    """Local folder for the files of runs, checkpoints and exports at a URL; those of --data go to TMPDIR.
     None: moe-dualpipe-<user id> in the system's temporary folder."""
 
 

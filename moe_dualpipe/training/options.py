@@ -82,8 +82,8 @@ _REPLACED = {
     "micro_batches": "; use --batch-size, the number of sequences per step over all ranks",
     "place_experts": "; use --set parallel.move_experts_every=STEPS",
     "elastic": ": a restarted run adapts its layout to the number of processes",
-    "data_cache": ": token ids at a URL are copied",
-    "data_cache_gb": ": token ids at a URL are copied",
+    "data_cache": ": files at a URL are copied to the local disk",
+    "data_cache_gb": ": files at a URL are copied to the local disk",
 }
 
 

@@ -32,7 +32,7 @@ TYPED = [
     (1, "--elastic 3", "--elastic was removed: a restarted run adapts its layout to the number of processes"),
     (1, "--set optim.betta2=1", "unknown key 'optim.betta2'; did you mean optim.beta2? --help-all lists all"),
     (1, "--set lr=1", "unknown key 'lr'; did you mean optim.lr? --help-all lists all"),
-    (1, "--set batch.data_cache=x", "batch.data_cache was removed: token ids at a URL are copied"),
+    (1, "--set batch.data_cache=x", "batch.data_cache was removed: files at a URL are copied to the local disk"),
     (1, "--set optim.beta2", "--set needs KEY=VALUE, such as optim.beta2=0.99: got 'optim.beta2'"),
     (1, "--preset", "--preset: expected one argument"),
     (1, "--pp 1.5", "--pp must be a whole number: got '1.5'"),
