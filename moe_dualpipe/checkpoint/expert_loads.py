@@ -1,8 +1,8 @@
 """The file of a checkpoint with the measured loads of its experts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +14,13 @@ from .load import find_checkpoint
 LOADS_FILE = "expert_loads.json"
 """The file of a checkpoint with `layers`, the numbers of layers, `loads`, [layers, experts], the sum over steps, and
 `maxima`, [layers]: the largest load of an expert in a step divided by the mean, as a mean over steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    loads: list[list[float]]
+    layers: list[int] | None = None
+    maxima: list[float] | None = None
 
 
 def loads_file(layers: Sequence[int], load_LE: Tensor, maxima_L: Tensor) -> dict[str, bytes]:
@@ -38,18 +45,8 @@ def read_loads(path: Path) -> tuple[list[int], list[list[float]], list[float]]:
     """The numbers of the layers, from 0 if the file has none, their loads and their maxima; maxima of 1 if it has none.
     Raises ValueError for a wrong file.
     """
-    found = strict_json.read_named(path)
-    rows = found.get("loads") if isinstance(found, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, list) and _are(row, int, float) for row in rows):
-        raise ValueError(f'{printable(path)} must have "loads", a list of numbers for each layer')
-    layers = found.get("layers", [*range(len(rows))])
-    if not isinstance(layers, list) or len(layers) != len(rows) or not _are(layers, int):
-        raise ValueError(f'"layers" in {printable(path)} must be a number for each list of "loads"')
-    maxima = found.get("maxima", [1.0] * len(rows))
-    if not isinstance(maxima, list) or len(maxima) != len(rows) or not _are(maxima, int, float):
-        raise ValueError(f'"maxima" in {printable(path)} must be a number for each list of "loads"')
-    return layers, rows, maxima
-
-
-def _are(values: list[Any], *kinds: type) -> bool:
-    return all(type(value) in kinds for value in values)
+    found = strict_json.read_named(path, _Loads)
+    layers, maxima = found.layers or [*range(len(found.loads))], found.maxima or [1.0] * len(found.loads)
+    if not len(layers) == len(maxima) == len(found.loads):
+        raise ValueError(f'"layers" and "maxima" in {printable(path)} must be a number for each list of "loads"')
+    return layers, found.loads, maxima

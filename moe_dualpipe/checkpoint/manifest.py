@@ -7,19 +7,21 @@ checked when it is read. The checksums detect damage, not forgery: safety never 
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from ..data import stores
-from ..data.strict_json import check_regular, read_file
-from ..messages import printable, quoted
+from ..data.strict_json import check_regular, read_file, reading
+from ..messages import quoted
 
 RUN_FILE = "run.json"
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # no path separator: stays in the checkpoint's folder
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _BLOCK = 2**22  # bytes read at a time
 
 
@@ -27,8 +29,8 @@ _BLOCK = 2**22  # bytes read at a time
 class FileChecksum:
     """Size and CRC-32 of a file."""
 
-    length: int
-    crc32: int
+    length: Count
+    crc32: Count
 
     @classmethod
     def of(cls, data: bytes) -> "FileChecksum":
@@ -47,9 +49,9 @@ class FileChecksum:
 class Manifest:
     """The contents of run.json. Equal checksums mean equal files."""
 
-    step: int
-    model: Mapping[str, Any]
-    files: Mapping[str, FileChecksum]
+    step: Count
+    model: dict[str, Any]
+    files: dict[str, FileChecksum]
 
     @property
     def checksum(self) -> int:
@@ -72,11 +74,9 @@ def read_manifest(folder: Path) -> Manifest:
         saved = read_file(path, follow_links=False)
         if saved.pop("checksum") != _checksum(saved):
             raise ValueError("its checksum does not match")
-        files = {
-            valid_file_name(file): FileChecksum(valid_count(entry["length"]), valid_count(entry["crc32"]))
-            for file, entry in saved["files"].items()
-        }
-        return Manifest(valid_count(saved["step"]), {**saved["model"]}, files)
+        manifest = msgspec.convert(saved, Manifest)
+        check_file_names(manifest.files)
+        return manifest
 
 
 def verify_checkpoint(checkpoint: Path) -> Manifest:
@@ -104,33 +104,19 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
 def _size(path: Path) -> int:
     """The size of a file. Raises ValueError if it is missing, not regular, or a link, which could lead elsewhere."""
     try:
-        size = stores.size_of(path)
-        return check_regular(path, follow_links=False).st_size if size is None else size
+        if stores.url_of(path) is None:
+            return check_regular(path, follow_links=False).st_size
+        if entry := stores.entry_of(path):
+            return entry.size
+        raise FileNotFoundError
     except FileNotFoundError:
         raise ValueError(f"{path.name} is missing") from None
     except ValueError as error:
         raise ValueError(f"{path.name} is refused: {error}") from None
 
 
-def valid_file_name(value: Any) -> str:
-    if not isinstance(value, str) or not _FILE_NAME.fullmatch(value) or not value.strip("."):
-        raise ValueError(f"{quoted(value, 60)} is not a valid file name")
-    return value
-
-
-def valid_count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"{quoted(value, 60)} is not a valid count")
-    return value
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn the errors of reading an invalid file into ValueError("cannot read {path}: ...")."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or type(error).__name__}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else printable(error)
-        raise ValueError(f"cannot read {path}: {reason}") from None
+def check_file_names(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that could lead out of the folder."""
+    for name in names:
+        if not _FILE_NAME.fullmatch(name) or not name.strip("."):
+            raise ValueError(f"{quoted(name, 60)} is not a valid file name")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data import stores
+from ..data.files import divide
 from ..expert_parallel.gather import gather_objects
 from ..messages import printable
 from ..models import ModelConfig
@@ -31,7 +32,7 @@ from ..runtime.groups import create_group
 from .atomic_folder import UPLOAD, announce_nothing, on_all_ranks, write_folder
 from .destinations import RunUploads, remove_old
 from .manifest import RUN_FILE, FileChecksum, Manifest
-from .tensor_file import Announce, divide, write_tensors
+from .tensor_file import Announce, write_tensors
 
 _WAIT_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for the disks of others, however slow they are."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -33,10 +34,10 @@ from torch import Tensor
 from ..data import DataFile
 from ..data.files import FileStatus
 from ..data.stores import Entry, RangedFile, drop, exists, fetch, url_of
-from ..data.strict_json import read_file
+from ..data.strict_json import read_file, reading
 from ..data.synced_files import sync
 from ..messages import plural, printable, quoted
-from .manifest import Manifest, reading, valid_file_name
+from .manifest import Manifest, check_file_names
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -149,19 +150,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], announce: Announce 
     sync(path)
 
 
-def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Divide tensors into files of at most `limit` bytes, in their order. A larger tensor gets its own file."""
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if files[-1] and filled + size > limit:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += size
-    return files
-
-
 # ---- Folders ----
 
 
@@ -220,16 +208,20 @@ class TensorFolder:
         drop(self.folder, {entry.file.name for entry in self.entries.values()})
 
 
+@dataclass(frozen=True, slots=True)
+class _Index:
+    weight_map: dict[str, str]
+
+
 def _read_shards(index: Path) -> dict[str, tuple[Any, dict[str, TensorEntry]]]:
     """Read the headers of the files that an index lists. It must list every tensor of each, and no others.
 
     Its metadata is ignored: the total_size of many published checkpoints is wrong.
     """
     with reading(index):
-        value = read_file(index)
-        if not isinstance(value, dict) or not isinstance(listed := value.get("weight_map"), dict):
-            raise ValueError("it has no weight_map")
-        names = dict.fromkeys(map(valid_file_name, listed.values()))
+        listed = msgspec.convert(read_file(index), _Index).weight_map
+        names = dict.fromkeys(listed.values())
+        check_file_names(names)
         if missing := [name for name in names if not exists(index.with_name(name))]:
             more = f", and {plural(len(missing) - 1, 'more file')}" if len(missing) > 1 else ""
             raise ValueError(

@@ -3,8 +3,7 @@
 Tensors are read one at a time by their global names, so a rank reads only those that it holds.
 """
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,9 +23,7 @@ from .huggingface import CONFIG_FILE, PublishedModel, from_pretrained
 from .load import differences, find_checkpoint
 from .weights import PREFIX, OwnLayer, PartialLoad, SavedModel, global_weights, group_names
 
-_EXPERT_HINT = (
-    "custom experts can change --ep only if their tensors are stacked by expert, listed or shared (docs/experts.md)"
-)
+_WHY_MISSING = "a frozen weight must stay frozen, and custom experts may need the same --ep (docs/experts.md)"
 WeightsFolder = SavedModel | PublishedModel
 
 
@@ -128,20 +125,10 @@ def _check_shapes(where: Path, state: Mapping[str, Tensor], saved: Mapping[str, 
     """Raise ValueError unless `saved`, the shapes in `where`, has every tensor of `state`."""
     if missing := sorted(set(state) - set(saved)):
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{where} has no {missing[0]}{more}: {_why_missing(missing[0], saved)}")
+        raise ValueError(f"{where} has no {missing[0]}{more}: {_WHY_MISSING}")
     for name, tensor in state.items():
         if (shape := [*saved[name]]) != [*tensor.shape]:
             raise ValueError(f"{where}: {name} has shape {quoted(shape, 60)}, expected {[*tensor.shape]}")
-
-
-def _why_missing(name: str, saved: Collection[str]) -> str:
-    kind, _, weight = name.partition(".")
-    if kind != "model" and f"model.{weight}" in saved:
-        return "the weight was frozen; freeze it again, or start a new run from the weights (--weights)"
-    tensor = re.escape(re.sub(r"\.\d+(-\d+)?$", "", name))
-    if any(re.fullmatch(tensor + r"(\.\d+)?\.\d+-\d+", other) for other in saved):
-        return _EXPERT_HINT
-    return "the model that was saved had no such tensor"
 
 
 def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:

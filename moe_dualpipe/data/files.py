@@ -8,12 +8,15 @@ kills the process by SIGBUS. `pread` reports an error instead, and is faster for
 import os
 import stat
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from ..errors import without_frames
 from ..messages import printable
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +94,16 @@ class DataFile:
         sizes = size if now.size == before.size else f"{size} then, {now.size} now"
         what = f"{printable(self.path)} was written to while it was in use ({sizes})"
         return without_frames(ValueError(f"{what}: do not change data in place; write another file, then rename it"))
+
+
+def divide(sizes: Mapping[Key, float], limit: float) -> list[list[Key]]:
+    """Divide items into files of at most `limit` bytes, in their order. A larger item gets its own file."""
+    files: list[list[Key]] = [[]]
+    filled = 0.0
+    for key, size in sizes.items():
+        if files[-1] and filled + size > limit:
+            files.append([])
+            filled = 0.0
+        files[-1].append(key)
+        filled += size
+    return files

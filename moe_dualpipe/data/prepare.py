@@ -17,6 +17,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -34,7 +35,7 @@ from tqdm import tqdm
 from ..messages import check_range, printable
 from .documents import Documents, read_document
 from .encode import encode_documents, split_lines
-from .files import FileStatus
+from .files import FileStatus, divide
 from .held_out import Split
 from .pool import run_in_processes
 from .rows import row_format
@@ -73,16 +74,11 @@ class Shard:
         return (text for path, status in self.files for text in read_document(path, status, field))
 
 
-def divide(found: Iterable[Documents]) -> list[Shard]:
+def shards_of(found: Iterable[Documents]) -> list[Shard]:
     """Divide the files of all sources into shards, in order."""
-    groups, left = list[list[tuple[Path, FileStatus]]](), 0
-    for path, status in (file for documents in found for file in documents.files.items()):
-        if (rows := bool(row_format(path))) or status.size > left:
-            groups.append([])
-            left = 0 if rows else SHARD_BYTES
-        groups[-1].append((path, status))
-        left -= status.size
-    return [Shard(tuple(group)) for group in groups]
+    files = [file for documents in found for file in documents.files.items()]
+    sizes = {i: math.inf if row_format(path) else status.size for i, (path, status) in enumerate(files)}
+    return [Shard(tuple(files[i] for i in group)) for group in divide(sizes, SHARD_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -249,7 +245,7 @@ def open_shards(
     ValueError if a source is not text, or if `out` cannot be written.
     """
     found = [Documents.find(source, field, option="") for source in sources]
-    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field), divide(found)
+    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field), shards_of(found)
 
 
 def _prepare(
@@ -260,7 +256,7 @@ def _prepare(
     for documents in found:
         if next(iter(documents), None) is None:
             raise documents.empty_error()
-    shards = divide(found)
+    shards = shards_of(found)
     pieces = (piece for shard in shards for text in shard.documents(field) for piece, _ in split_lines(text))
     chosen = given or BPETokenizer.train(pieces, vocab_size)
     writer = ShardWriter(unfinished / SHARDS, chosen, field)

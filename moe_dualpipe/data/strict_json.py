@@ -8,12 +8,14 @@ import json
 import math
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..messages import describe, printable
+from ..messages import printable
 
 MAX_BYTES = 2**28  # five times the size of a tensors.json with a million tensors
 
@@ -25,6 +27,8 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
     """
     try:
         return json.loads(text) if allow_nan else msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
     except RecursionError:
         raise ValueError("its objects and lists are nested too deep") from None
     except UnicodeDecodeError as error:
@@ -41,17 +45,25 @@ def read_file(path: Path, follow_links: bool = True) -> Any:
     return parse(path.read_bytes())
 
 
-def read_named(path: Path) -> Any:
-    """Return the value in a JSON file. Raises ValueError, "cannot read PATH: ..."."""
+def read_named(path: Path, kind: Any = Any) -> Any:
+    """Return the value in a JSON file. Raises ValueError, "cannot read PATH: ...".
+
+    kind: the type that it must have; dicts become dataclasses.
+    """
+    with reading(path):
+        return msgspec.convert(read_file(path), kind)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn the errors of reading an invalid file into ValueError("cannot read {path}: ...")."""
     try:
-        return read_file(path)
-    except msgspec.DecodeError as error:
-        reason = f"it is not JSON: {printable(error)}"
+        yield
     except OSError as error:
-        reason = printable(error.strerror or error)
-    except ValueError as error:
-        reason = describe(error)
-    raise ValueError(f"cannot read {printable(path)}: {reason}")
+        raise ValueError(f"cannot read {printable(path)}: {error.strerror or type(error).__name__}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else printable(error)
+        raise ValueError(f"cannot read {printable(path)}: {reason}") from None
 
 
 def check_regular(path: Path, follow_links: bool = True) -> os.stat_result:

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from ..messages import printable
-from . import strict_json
 from .files import DataFile
+from .strict_json import read_named
 from .tokenizer import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, find_tokenizer, read_tokenizer
 
 TRAIN_FILE, HELD_OUT_FILES = "train.bin", ("held_out.bin", "val.bin")
@@ -41,14 +41,6 @@ class Sidecar:
     bytes: Annotated[int, _COUNT]
     tokenizer: str
     crc32: list[int]
-
-    @classmethod
-    def read(cls, path: Path) -> "Sidecar":
-        """Read and check a sidecar. Raises ValueError, naming file and field, if it is not valid."""
-        try:
-            return msgspec.convert(strict_json.read_named(path), cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{printable(path)} does not describe token ids: {printable(error)}") from None
 
 
 class TokensOnDisk:
@@ -86,7 +78,7 @@ class TokenFile:
     def open(cls, path: Path, dtype: str) -> "TokenFile":
         """Open a file. dtype: of a file without a sidecar. Raises ValueError if the file's size does not fit."""
         name, described = printable(path), path.with_name(path.name + ".json")
-        sidecar = Sidecar.read(described) if os.path.lexists(described) else None
+        sidecar = read_named(described, Sidecar) if os.path.lexists(described) else None
         kind = np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<")
         file = DataFile(path)
         count, rest = divmod(file.size, kind.itemsize)

@@ -37,7 +37,7 @@ FAULTS = [
     (lambda folder: configure(folder, num_local_experts=10**9), "of 1,000,000,000 experts and 3 heads do not fit into"),
     (lambda folder: configure(folder, vocab_size=2**30), "do not fit into the "),
     (lambda folder: (folder / "config.json").unlink(), "has no config.json: give the local folder of a published"),
-    (lambda folder: (folder / "config.json").write_text("[1]"), "config.json must be an object: got [1]"),
+    (lambda folder: (folder / "config.json").write_text("[1]"), "config.json: Expected `object`, got `array`"),
 ]  # fmt: skip
 
 

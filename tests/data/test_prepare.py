@@ -18,7 +18,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.data import BYTES, Prepared, open_shards, prepare, prepare_data
 from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.pool import run_in_processes
-from moe_dualpipe.data.prepare import ShardWriter, divide
+from moe_dualpipe.data.prepare import ShardWriter, shards_of
 from tests.support.runs import ROOT
 
 
@@ -71,7 +71,7 @@ def test_any_number_of_workers_writes_the_same_files(source, alone, tmp_path, to
 def test_shards_have_all_documents_in_order(source, monkeypatch, shard_bytes):
     monkeypatch.setattr(prepare, "SHARD_BYTES", shard_bytes)
     found = Documents.find(str(source))
-    parts = divide([found])
+    parts = shards_of([found])
     assert [file for shard in parts for file in shard.files] == [*found.files.items()]
     assert [text for shard in parts for text in shard.documents(found.field)] == [*found]
     assert all(shard.size <= shard_bytes or len(shard.files) == 1 for shard in parts)

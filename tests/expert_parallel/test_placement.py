@@ -86,8 +86,8 @@ def test_the_loads_of_a_run_are_in_its_checkpoints(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text,message", [
-    ("[1]", '"loads", a list of numbers'), ('{"loads": [1]}', '"loads", a list'), ('{"loads": [["a"]]}', '"loads", a'),
-    ('{"loads": [[1]], "layers": [1, 2]}', '"layers" in '), ('{"loads": [[1]], "maxima": [1, 2]}', '"maxima" in '),
+    ("[1]", "Expected `object`"), ('{"loads": [1]}', "Expected `array`"), ('{"loads": [["a"]]}', "Expected `float`"),
+    ('{"loads": [[1]], "layers": [1, 2]}', '"layers" and '), ('{"loads": [[1]], "maxima": [1, 2]}', '"maxima" in '),
     ("{", "cannot read "),
 ])  # fmt: skip
 def test_a_wrong_file_is_named(tmp_path, text, message):

@@ -8,11 +8,11 @@ its tokenizer: without them, transformers would use the default special tokens o
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...data import TOKENIZER_FILE, Tokenizer, library_json
 from ...data.strict_json import parse, read_named
-from ...messages import describe, printable, quoted
+from ...messages import describe, printable
 
 COMPANIONS_FILE = "published.json"
 NAMES = (
@@ -47,13 +47,7 @@ def companions_of(checkpoint: Path) -> dict[str, str]:
     path = checkpoint / COMPANIONS_FILE
     if not path.is_file():
         return {}
-    found = read_named(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"{printable(path)} must be an object: got {quoted(found, 60)}")
-    for name, text in found.items():
-        if name not in NAMES or not isinstance(text, str):
-            raise ValueError(f"{printable(path)} has {quoted(name, 60)}, which is not the text of a known file")
-    return found
+    return read_named(path, dict[Literal[NAMES], str])
 
 
 def companion_files(companions: Mapping[str, str]) -> dict[str, bytes]:

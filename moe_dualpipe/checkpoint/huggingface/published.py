@@ -74,11 +74,6 @@ class PublishedModel:
         return {name: target.shape for name, target in self.targets.items()}
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes of tensors that were read so far."""
-        return self._tensors.bytes_read
-
-    @property
     def checksum(self) -> int:
         """A checksum of config.json and of all headers, but not of the weights. Tells folders apart."""
         described = [(name, str(e.dtype), e.shape, e.start) for name, e in sorted(self._tensors.entries.items())]
@@ -165,10 +160,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{printable(folder)} has no {CONFIG_FILE}: give the local folder of a published model (hf download)"
         )
-    config = read_named(path)
-    if not isinstance(config, dict):
-        raise ValueError(f"{printable(path)} must be an object: got {quoted(config, 60)}")
-    return config
+    return read_named(path, dict[str, Any])
 
 
 def _is_fp8(quantization: Any) -> bool:

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...data import Tokenizer, find_tokenizer
+from ...data.files import divide
 from ...messages import printable, quoted
 from ...models import ModelConfig, TransformerStage
 from ..atomic_folder import write_folder
-from ..tensor_file import INDEX_FILE, SINGLE_FILE, divide, write_tensors
+from ..tensor_file import INDEX_FILE, SINGLE_FILE, write_tensors
 from ..weights import SavedModel, global_weights
 from .architectures import ALIASES, ARCHITECTURES
 from .companions import companions_of, published_config, special_ids, tokenizer_files

@@ -4,7 +4,6 @@ The small files of a folder are copied when it is opened, as the code that reads
 when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait.
 """
 
-import errno
 import os
 import zlib
 from collections.abc import Iterable
@@ -61,19 +60,6 @@ def drop(folder: Path, names: Iterable[str]) -> None:
     for path in (folder / name for name in names if url_of(folder) is not None):
         path.unlink(missing_ok=True)
         _stamp_file(path).unlink(missing_ok=True)
-
-
-def size_of(path: Path) -> int | None:
-    """The size of a file on a store, in a folder that was opened; None for an ordinary path.
-
-    Raises FileNotFoundError if it is not there.
-    """
-    if url_of(path) is None:
-        return None
-    entry = _opened.get(path.parent, {}).get(path.name)
-    if entry is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return entry.size
 
 
 def exists(path: Path) -> bool:

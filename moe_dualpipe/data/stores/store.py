@@ -7,8 +7,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,12 @@ QUICK = Patience(20.0, 20.0)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file or folder on a store. stamp: differs after the file was written again. modified: by the store's clock.
-
-    version: what `write(mode=...)` takes to replace only this version.
-    """
+    """A file or folder on a store. stamp: differs after the file was written again."""
 
     name: str
     size: int
     stamp: str
-    modified: datetime | None = None
     is_folder: bool = False
-    version: Mapping[str, Any] = field(default_factory=dict)
 
 
 def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience = QUICK) -> Result:
@@ -92,11 +87,8 @@ def _memory() -> Any:
 
 
 def _entry(found: Mapping[str, Any]) -> Entry:
-    modified = found.get("last_modified")
-    version = {key: found[key] for key in ("e_tag", "version") if found.get(key)}
-    return Entry(
-        found["path"].rpartition("/")[2], found["size"], found.get("e_tag") or str(modified), modified, version=version
-    )
+    stamp = found.get("e_tag") or str(found.get("last_modified"))
+    return Entry(found["path"].rpartition("/")[2], found["size"], stamp)
 
 
 def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
@@ -116,10 +108,7 @@ def info(url: Url, patience: Patience = QUICK) -> Entry | None:
 
 
 def read(url: Url, first: int = 0, stop: int | None = None, patience: Patience = QUICK, stamp: str = "") -> bytes:
-    """The bytes of a file from `first` to `stop`, exactly. stamp: of the file that it must be.
-
-    Raises StorageError; ChangedError for another file.
-    """
+    """The bytes of a file from `first` to `stop`, exactly. stamp: of the file that it must be. Raises StorageError."""
     if first == stop:
         return b""
     options: dict[str, Any] = {} if stop is None else {"range": (first, stop)}
@@ -142,13 +131,9 @@ def read_parts(url: Url, first: int, stop: int, patience: Patience = QUICK, stam
         yield coming.popleft().result()
 
 
-def write(url: Url, data: bytes, patience: Patience = QUICK, **options: Any) -> None:
-    """Write a small file. Raises StorageError.
-
-    options: of obstore's put. With mode="create", or mode=entry.version, it raises ChangedError if there is a file, or
-    another version of it.
-    """
-    call(url, lambda store, path: store.put(path, data, **options), patience)
+def write(url: Url, data: bytes, patience: Patience = QUICK) -> None:
+    """Write a small file. Raises StorageError."""
+    call(url, lambda store, path: store.put(path, data), patience)
 
 
 def upload_file(

@@ -76,10 +76,6 @@ class MissingError(StorageError):
     """There is no such file, folder or bucket."""
 
 
-class ChangedError(StorageError):
-    """The file is not the one that it was, or is there already."""
-
-
 def storage_error(url: Url, error: Exception) -> StorageError | None:
     """The error to raise for one of a library; None for one that is not about the store."""
     if isinstance(error, StorageError):
@@ -91,8 +87,8 @@ def storage_error(url: Url, error: Exception) -> StorageError | None:
         return MissingError(f"{url}: there is no such bucket")
     if isinstance(error, FileNotFoundError):
         return MissingError(f"{url}: there is no such file or folder")
-    if kind in ("PreconditionError", "AlreadyExistsError"):
-        return ChangedError(f"{url} was replaced while it was in use: do not change data in place; write another file")
+    if kind == "PreconditionError":
+        return StorageError(f"{url} was replaced while it was in use: do not change data in place; write another file")
     if _DENIED.search(f"{reason} {kind}"):
         return StorageError(
             f"{url}: access denied ({reason}): check the credentials of this process, and what they may read and write"

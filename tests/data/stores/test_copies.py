@@ -67,7 +67,7 @@ def test_local_paths_never_reach_the_store(tmp_path, monkeypatch):
     open_folder(tmp_path)
     drop(tmp_path, ["a"])
     assert fetch(tmp_path / "a") == tmp_path / "a" and exists(tmp_path / "a") and not exists(tmp_path / "b")
-    assert stores.size_of(tmp_path / "a") is None and stores.sizes_of(tmp_path) == {"a": 2}
+    assert stores.entry_of(tmp_path / "a") is None and stores.sizes_of(tmp_path) == {"a": 2}
 
 
 def test_a_folder_for_local_files_that_others_can_change_is_refused(tmp_path, monkeypatch):

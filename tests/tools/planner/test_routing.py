@@ -252,8 +252,8 @@ def test_loads_of_another_model_are_refused(rows, load, said):
 
 @pytest.mark.parametrize("text, said", [
     ('{"loads": [[1, -2]]}', "finite numbers of at least 0"), ('{"loads": [[1, 2], [1]]}', "the same number"),
-    ('{"loads": [[1, 1e999]]}', "cannot read"), ('{"loads": []}', "at least one layer"), ("[1]", '"loads"'),
-    ('{"loads": [["1"]]}', '"loads"'), ('{"loads": [[1]], "maxima": [1, 2]}', '"maxima" in'),
+    ('{"loads": [[1, 1e999]]}', "cannot read"), ('{"loads": []}', "at least one layer"), ("[1]", "Expected `object`"),
+    ('{"loads": [["1"]]}', "Expected `float`"), ('{"loads": [[1]], "maxima": [1, 2]}', '"maxima" in'),
 ])  # fmt: skip
 def test_files_without_loads_are_refused(tmp_path, text, said):
     (tmp_path / "loads.json").write_text(text)
