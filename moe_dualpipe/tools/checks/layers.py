@@ -29,8 +29,7 @@ from ...models.router import router_class
 from .laws import check_laws
 from .layer_laws import LAWS
 from .report import Report
-from .subject import Subject
-from .subjects import Attention, Block, Experts, Router
+from .subject import Attention, Block, Experts, Router, Subject
 
 SMALL = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=2, num_dense_layers=0, num_heads=4, num_kv_heads=2, head_dim=6,
