@@ -26,9 +26,8 @@ from ...models.config import ModelConfig
 from ...models.layer_class import Factory, LayerClass
 from ...models.layer_options import LayerOptions
 from ...models.router import router_class
-from .laws import check_laws
+from .laws import Report, check_laws
 from .layer_laws import LAWS
-from .report import Report
 from .subject import Attention, Block, Experts, Router, Subject
 
 SMALL = ModelConfig(
