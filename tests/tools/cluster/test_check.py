@@ -44,14 +44,14 @@ def machine(rank, size, port, log, arguments, special):
         changes = {"Python": special["python"]} if "python" in special else {}
         return dataclasses.replace(found, host="abcd"[rank], alike={**found.alike, **changes})
 
-    def transfer(self, operation, tensor, to):
+    def transfer(self, operation, tensor, peer):
         if (
             operation is dist.isend
             and to in (special.get("slow_to"), special.get("stuck_to"))
             and len(tensor) > len(self.answer)
         ):
-            time.sleep(DELAY if to == special.get("slow_to") else 1000)
-        TRANSFER(self, operation, tensor, to)
+            time.sleep(DELAY if peer == special.get("slow_to") else 1000)
+        TRANSFER(self, operation, tensor, peer)
 
     check.gather_facts, Links._transfer = gather, transfer
     time.time = lambda: TIME() + special.get("clock", 0.0)
