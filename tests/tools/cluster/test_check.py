@@ -47,7 +47,7 @@ def machine(rank, size, port, log, arguments, special):
     def transfer(self, operation, tensor, peer):
         if (
             operation is dist.isend
-            and to in (special.get("slow_to"), special.get("stuck_to"))
+            and peer in (special.get("slow_to"), special.get("stuck_to"))
             and len(tensor) > len(self.answer)
         ):
             time.sleep(DELAY if peer == special.get("slow_to") else 1000)
