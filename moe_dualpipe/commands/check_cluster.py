@@ -1,6 +1,5 @@
 """`moe-dualpipe check cluster`: check the machines of a run before it starts."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,11 @@ from tyro.conf import arg
 from ..health.report import end_process
 from ..messages import check_range
 from ..runtime.launch import Launch
-from ..tools.drawing.output import check_output
-from .options import DeviceOption
+from .options import DeviceOption, JsonOption
 
 
 @dataclass(frozen=True)
-class CheckCluster(DeviceOption):
+class CheckCluster(DeviceOption, JsonOption):
     """Check this machine or, under torchrun, all machines of a run: versions, GPUs, links, clocks, folders, limits."""
 
     out: Path = Path("runs")
@@ -28,19 +26,14 @@ class CheckCluster(DeviceOption):
     timeout: Annotated[float, arg(metavar="SECONDS")] = 60.0
     """Seconds to wait for other ranks, and for each measurement."""
 
-    json: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Also write everything to this file."""
-
     def run(self) -> int:
         """Print the report on rank 0. Returns the exit code: 1 if there are problems. Raises ValueError for options."""
         check_range("--size", self.size, 0.001, 16_384)
         check_range("--timeout", self.timeout, 0.1, 86_400)
         check_range("--min-free", self.min_free, 0, 1e9)
-        if self.json is not None:
-            check_output(self.json, [".json"])
         # torch would print a stack trace for each connection that fails. The report has a line instead.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        from ..tools.cluster import Options, check_cluster
+        from ..tools.cluster import Options, check_cluster, cluster_report
 
         size, min_free = int(self.size * 1e6), int(self.min_free * 1e9)
         options = Options(self.out, size, self.timeout, min_free, self.device)
@@ -50,11 +43,7 @@ class CheckCluster(DeviceOption):
         except ConnectionError as error:
             end_process(1, f"moe-dualpipe: error: {error}\n" if launch.local_rank == 0 else "")
         if outcome.report is not None:
-            from ..tools.cluster.report import cluster_report
-
-            print(cluster_report(outcome.report), flush=True)
-            if self.json is not None:
-                self.json.write_text(json.dumps(outcome.report.to_json(), indent=1) + "\n")
+            self.show(outcome.report.to_json(), cluster_report(outcome.report))
         if launch.world_size > 1:
             end_process(outcome.code)  # its threads may wait for other ranks in C++
         return outcome.code

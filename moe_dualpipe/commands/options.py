@@ -28,7 +28,7 @@ class JsonOption:
 
     def show(self, value: Any, text: str) -> None:
         """Print `value` as JSON with --json, otherwise `text`."""
-        print(strict_json.write(value, indent=1) if self.json else text)
+        print(strict_json.write(value, indent=1) if self.json else text, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)

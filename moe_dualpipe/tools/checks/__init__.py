@@ -3,11 +3,11 @@
 A check returns a `Report`: one row per law, with what was measured and, in plain words, what is wrong and where.
 """
 
+from .laws import Check, Report
 from .layers import check_attention, check_block, check_experts, check_router
 from .parallel import check_parallel
-from .report import Check, Report
+from .run import Variant
 from .transformers_model import check_transformers
-from .variants import Variant
 
 __all__ = [
     "Check",

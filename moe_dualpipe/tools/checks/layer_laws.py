@@ -31,15 +31,19 @@ from .laws import Broken, Law, Suspect, Unchecked
 from .subject import (
     INPUT,
     RESULT,
+    Attention,
     Case,
+    Experts,
+    Interleaved,
     Results,
+    Router,
     Subject,
     prepare,
     random_like,
     small_gradient,
+    wider,
     worst_row,
 )
-from .subjects import Attention, Experts, Interleaved, Router, wider
 
 _STEP, _GRADIENT = 1e-6, 1e-5  # finite differences in fp64: the step, and the largest valid relative error
 _STEP_FP32, _GRADIENT_FP32 = 1e-2, 5e-2

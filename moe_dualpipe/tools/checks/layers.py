@@ -26,11 +26,9 @@ from ...models.config import ModelConfig
 from ...models.layer_class import Factory, LayerClass
 from ...models.layer_options import LayerOptions
 from ...models.router import router_class
-from .laws import check_laws
+from .laws import Report, check_laws
 from .layer_laws import LAWS
-from .report import Report
-from .subject import Subject
-from .subjects import Attention, Block, Experts, Router
+from .subject import Attention, Block, Experts, Router, Subject
 
 SMALL = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=2, num_dense_layers=0, num_heads=4, num_kv_heads=2, head_dim=6,

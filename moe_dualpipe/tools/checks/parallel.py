@@ -1,7 +1,7 @@
 """`moe-dualpipe check parallel`: a token's loss, logits and gradients are the same in any parallel layout.
 
 The whole model runs in one process, one micro-batch after the other, and its results and tensors are stored. Then the
-same sequences run again in every variant (variants.py), in processes of this machine. If the results differ by more
+same sequences run again in every variant (run.py), in processes of this machine. If the results differ by more
 than rounding explains, the variant runs once more, and every tensor of every segment is compared, to name the first one
 that differs.
 """
@@ -20,10 +20,20 @@ from ...training.checks import check_options
 from ...training.config import TrainConfig
 from ...training.layout_choice import DEFAULT_SIZE
 from .first_difference import Trace, find_difference
+from .laws import Check, Report, Status
 from .ranks import Failure, run_tasks
-from .report import Check, Report, Status
-from .run import STEPS, Job, Run, find_assignment, run_variant
-from .variants import REFERENCE, Variant, default_variants, micro_batches_for, requested_variant
+from .run import (
+    REFERENCE,
+    STEPS,
+    Job,
+    Run,
+    Variant,
+    default_variants,
+    find_assignment,
+    micro_batches_for,
+    requested_variant,
+    run_variant,
+)
 
 
 def check_parallel(

@@ -1,11 +1,15 @@
 """A layer under test: how to build and call it, and everything that a call computes, by name.
 
+The four kinds are one class, with what differs: how to build and call the layer, its inputs, and their names.
+
 The layer is in fp64, where finite differences are exact to nine digits. Constant weights get some noise, because zeros,
 as in a LoRA matrix, would hide wrong gradients. Random numbers, such as those of dropout, are drawn with a fixed seed.
+
+M rows in expert-major order, T tokens, K experts per token, B sequences, S positions, D model dim.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,9 +17,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...expert_parallel import Local, Route
+from ...expert_parallel.exchange import AsyncResult
 from ...expert_parallel.parameters import expert_ids, global_tensors
-from ...models.config import ModelConfig
-from ...models.layers import seed_of
+from ...kernels.routing import expert_order
+from ...messages import plural
+from ...models.attention import attention_class
+from ...models.attention_layer import accepted_context, attend
+from ...models.block import block_class, block_parts
+from ...models.build_experts import ExpertBuilder, expert_class
+from ...models.config import ModelConfig, StageOptions
+from ...models.kv_cache import KVCache
+from ...models.layer_class import LayerClass
+from ...models.layers import seed_of, seeded
+from ...models.recompute import add_up
+from ...models.router import build_router, router_class
+from ...overlap import Compute, Segmented, Segments
 from .first_difference import relative, row_errors
 from .laws import Broken
 
@@ -30,6 +47,10 @@ EQUAL, EQUAL_FP32 = 1e-9, 1e-3
 _NOISE = 1e-9
 DISTINCT = 3
 """Rows of large inputs that differ, a prime, so that blocks differ, too."""
+SIZES = (0, 1, 63, 65, 127, 128, 129, 700)
+"""Numbers of rows on both sides of the sizes of blocks. Their sum is above 1,000."""
+_ALL = 7
+"""Rows of an expert that gets all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +75,22 @@ class Case:
 class Subject(ABC):
     """A layer that `config` names, and how to use it. experts: those that an expert layer holds; None: all.
 
-    row: what a result must not depend on others of. rule: says so, with the usual mistakes. prefix: the start of
-    parameter names that messages leave out.
+    options: the field of the layer's own options. row: what a result must not depend on others of. rule: says so, with
+    the usual mistakes. place: the name of a row, from its index `row` or from its expert and its place `i` there.
+    length: of an input, after its rows. prefix: the start of parameter names that messages leave out.
     """
 
     kind: str
+    options: str
     rule: str
+    place: str
     row = "row"
+    length: tuple[int, ...] = ()
     prefix = ""
     adds_losses = False
     """Whether the backward of the result also runs that of auxiliary losses, which are not in the result."""
+    find: Callable[[ModelConfig], LayerClass]
+    """The class that a config names. Raises ValueError if there is none, or if its arguments or options do not fit."""
 
     def __init__(self, config: ModelConfig, device: str = "cpu", experts: range | None = None):
         self.config, self.device = config, device
@@ -72,7 +99,7 @@ class Subject(ABC):
     # ---- what differs between kinds of layers ----
 
     @abstractmethod
-    def build(self, seed: int) -> nn.Module:
+    def make(self, seed: int) -> nn.Module:
         """The layer with the initial weights of a seed."""
 
     @abstractmethod
@@ -83,20 +110,12 @@ class Subject(ABC):
         """
 
     @abstractmethod
-    def draw(self, seed: int) -> Case:
-        """An input, which differs between seeds. All have the same shape."""
+    def counts(self) -> Sequence[int]:
+        """The rows of an ordinary input."""
 
     @abstractmethod
-    def sizes(self) -> Iterator[Case]:
-        """Inputs of all valid shapes."""
-
-    @abstractmethod
-    def row_name(self, case: Case, row: Sequence[int]) -> str:
-        """The name of a row of the output, from its index."""
-
-    @abstractmethod
-    def describe(self, case: Case) -> str:
-        """Such as "[3, 2, 5, 4] rows per expert"."""
+    def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
+        """All valid shapes of other inputs: the rows, and the length."""
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """Parts of `draw(1)` to change: a name, and an index of what may then change in the result."""
@@ -106,13 +125,37 @@ class Subject(ABC):
 
     # ---- what is the same ----
 
+    def build(self, seed: int) -> nn.Module:
+        with seeded(seed, self.kind):
+            return prepare(self.make(seed), seed, self.device)
+
+    def draw(self, seed: int) -> Case:
+        """An input, which differs between seeds, also in the rows of each expert. All have the same shape."""
+        counts = self.counts()
+        first = (seed - 1) % len(counts)
+        return Case(self.random(seed, sum(counts), *self.length), (*counts[first:], *counts[:first]))
+
+    def sizes(self) -> Iterator[Case]:
+        """Inputs of all valid shapes. Of many rows, a few differ."""
+        yield self.draw(1)
+        for counts, length in self.shapes():
+            index = torch.arange(sum(counts), device=self.device) % DISTINCT
+            yield Case(self.random(4, DISTINCT, *length), tuple(counts), index)
+
+    def row_name(self, case: Case, row: Sequence[int]) -> str:
+        """The name of a row of the output, from its index: counts [3, 2] and row 4 -> "row 1 of expert 1"."""
+        groups = [(group, i) for group, count in enumerate(case.counts) for i in range(count)]
+        group, i = groups[row[0]]
+        return self.place.format(row=row, i=i, expert=self.experts.start + group)
+
+    def describe(self, case: Case) -> str:
+        """Such as "[3, 2, 5, 4] rows per expert"."""
+        rows = plural(sum(case.counts), self.row)
+        return f"{rows} of {plural(case.x.shape[1], 'position')}" if self.length else rows
+
     def like(self, config: ModelConfig | None = None, experts: range | None = None) -> Any:
         """The same layer in other sizes, or with these experts."""
         return type(self)(config or self.config, self.device, experts)
-
-    def repeated(self, x: Tensor, counts: Sequence[int]) -> Case:
-        """Any number of rows, of which those of `x` differ."""
-        return Case(x, tuple(counts), torch.arange(sum(counts), device=self.device) % len(x))
 
     def alone(self, module: Any, case: Case) -> Outputs:
         """The same results the plain way: each row (of a sequence layer: each sequence) in a call of its own."""
@@ -250,6 +293,204 @@ class Subject(ABC):
         return len(expected)
 
 
+class Experts(Subject):
+    """The expert layer that `config` names."""
+
+    kind, options, place = "experts", "expert_options", "row {i} of expert {expert}"
+    find = staticmethod(expert_class)
+    rule = (
+        "The result of a row must depend only on this row and the weights of its expert: not on the position of the "
+        "row, the number of rows, or statistics over rows, such as a mean or BatchNorm. An expert may have no rows, or "
+        "all of them: row m belongs to expert e if expert_offsets[e] <= m < expert_offsets[e + 1]"
+    )
+
+    def make(self, seed: int) -> nn.Module:
+        return ExpertBuilder(self.config, self.config.num_layers - 1, seed).build(self.experts)
+
+    def counts(self) -> Sequence[int]:
+        """An uneven number of rows of each expert, at least 2."""
+        return [2 + (3 * e + 1) % 4 for e in range(self.config.num_experts)]
+
+    def shapes(self) -> Iterator[tuple[Sequence[int], tuple[int, ...]]]:
+        number = self.config.num_experts
+        yield [0] * number, ()
+        for expert in sorted({0, number // 2, number - 1}):
+            yield [_ALL * (e == expert) for e in range(number)], ()
+        for first in range(0, len(SIZES), number):
+            yield [SIZES[(first + e) % len(SIZES)] for e in range(number)], ()
+
+    def describe(self, case: Case) -> str:
+        return f"{[*case.counts]} rows per expert"
+
+    def call(self, module: Any, case: Case) -> Outputs:
+        """A layer that takes an order gets one choice of weight 1 per row."""
+        x, counts_E = case.rows, torch.tensor(case.counts, device=case.x.device)
+        if getattr(module, "takes_order", False):
+            ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
+            order = expert_order(ids_M[:, None], len(counts_E), len(x))
+            y_MD = module(x, order, x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32)))
+        else:
+            y_MD = module(x, nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32))
+        return _like_input(case, y_MD, self)
+
+
+class Router(Subject):
+    """The router that `config` names."""
+
+    kind, options, row, place = "router", "router_options", "token", "token {row[0]}"
+    find = staticmethod(router_class)
+    rule = (
+        "If the choices of a token depend on other tokens of the batch, generation differs from training, because "
+        "later tokens do not exist yet, and losses depend on the micro-batch size and the number of ranks"
+    )
+    adds_losses = True
+
+    def make(self, seed: int) -> nn.Module:
+        return build_router(self.config, 0)
+
+    def counts(self) -> Sequence[int]:
+        return [24]
+
+    def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
+        return [([number], ()) for number in (*SIZES[1:], sum(SIZES))]
+
+    def call(self, module: Any, case: Case) -> Outputs:
+        """Weights and ids. Weights of id -1 become 0: they have no effect in a model. Even numbers: two sequences."""
+        x_TD = case.rows
+        x = x_TD if len(x_TD) % 2 else x_TD.unflatten(0, (2, -1))
+        weights, ids = _checked_choices(module(x), len(x_TD), self.config.num_experts)
+        if not getattr(module, "skips_choices", True) and (ids < 0).any():
+            raise Broken(f"{int((ids < 0).sum())} ids are -1, but skips_choices is False: set skips_choices = True")
+        return weights.masked_fill(ids < 0, 0.0), ids
+
+
+class Attention(Subject):
+    """The attention that `config` names."""
+
+    kind, options, row, place = "attention", "attention_options", "sequence", "position {row[1]} of sequence {row[0]}"
+    length, prefix = (8,), "layer."
+    find = staticmethod(attention_class)
+    rule = (
+        "A result must not depend on other sequences of its batch, nor on later tokens, which the model must predict: "
+        "compute statistics within each sequence, and mask later positions, for example with is_causal=True"
+    )
+
+    def make(self, seed: int) -> nn.Module:
+        return _Runner(attention_class(self.config).build(self.config, layer=0))
+
+    def counts(self) -> Sequence[int]:
+        return [3]
+
+    def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
+        shapes = (1, 1), (65, 1), (1, 63), (2, 65), (1, 127), (3, 128), (1, 129), (9, 113)
+        return [([number], (length,)) for number, length in shapes]
+
+    def call(self, module: Any, case: Case) -> Outputs:
+        return _like_input(case, module(case.rows), self)
+
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        yield "sequence 1", 1
+        for start in range(1, *self.length):
+            yield f"all from position {start} on", (slice(None), slice(start, None))
+
+    def takes(self, name: str) -> bool:
+        """Whether the layer has a parameter of this name."""
+        layer = self.module.layer
+        method: Callable[..., Any] = getattr(layer, "segments", layer.forward)
+        if self.kind == "block" and isinstance(parts := getattr(layer, "parts", None), Callable):
+            method = parts
+        return name in accepted_context(layer, method, None, None)
+
+
+class Block(Attention):
+    """The block that `config` names."""
+
+    kind, options, adds_losses = "block", "block_options", True
+    find = staticmethod(block_class)
+
+    def make(self, seed: int) -> nn.Module:
+        experts = Interleaved(self.config.num_experts)
+        return _Runner(block_class(self.config).build(self.config, 0, experts, StageOptions(seed=seed)), True)
+
+
+class _Runner(Segmented):
+    """Runs attention or a block as a model does, with its cache and document mask."""
+
+    def __init__(self, layer: nn.Module, is_block: bool = False):
+        super().__init__()
+        self.layer, self.is_block = layer, is_block
+        self.mask_B1SS: Tensor | None = None
+        self.cache: KVCache | None = None
+
+    def segments(self, x_BSD: Tensor) -> Segments:  # type: ignore[override]
+        if not self.is_block:
+            return (yield Compute("attn", lambda x: attend(self.layer, 0, x, self.cache, self.mask_B1SS), x_BSD))
+        parts = yield from block_parts(self.layer, 0, (x_BSD,), self.cache, self.mask_B1SS)
+        return (yield Compute("add", add_up, *parts))
+
+
+class Interleaved(Local):
+    """A single rank whose transfers are not complete immediately, so the engine interleaves as with several ranks."""
+
+    def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Any:
+        return AsyncResult([], super().dispatch(x_TD, route, weights_TK).wait)
+
+    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Any:
+        return AsyncResult([], super().combine(y_ND, route, weight_grads_NK).wait)
+
+
+def _like_input(case: Case, y: object, subject: Subject) -> Outputs:
+    """The outputs of a layer that returns a tensor like its input. Raises Broken for any other."""
+    x = case.rows
+    wrong = None
+    if not isinstance(y, Tensor):
+        wrong = type(y).__name__
+    elif y.shape != x.shape:
+        wrong = f"{[*y.shape]}"
+    elif y.dtype != x.dtype:
+        wrong = f"{y.dtype}. End forward with `y.to(x.dtype)`"
+    if wrong is not None or not isinstance(y, Tensor):
+        raise Broken(f"forward must return {[*x.shape]} in {x.dtype}, like its input: got {wrong}")
+    if not (finite := y.isfinite().all(-1)).all():
+        row = subject.row_name(case, (~finite).nonzero()[0].tolist())
+        raise Broken(f"the result has NaN or infinity at {row}")
+    return (y,)
+
+
+def _checked_choices(outputs: Any, tokens: int, experts: int) -> Outputs:
+    """Weights and ids. Raises Broken if shapes, dtypes or ids are wrong, or a weight is not finite."""
+    if not isinstance(outputs, tuple | list) or len(outputs) < 2:
+        got = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else type(outputs).__name__
+        raise Broken(f"forward must return weights_TK and ids_TK: got {got}")
+    weights, ids = outputs[:2]
+    if weights.ndim != 2 or weights.shape != ids.shape or len(weights) != tokens:
+        raise Broken(
+            f"weights and ids must both be [{tokens}, K]: got {[*weights.shape]} and {[*ids.shape]}. Flatten x to "
+            "tokens with `x.flatten(0, -2)`"
+        )
+    if ids.dtype != torch.int64:
+        raise Broken(f"ids must be int64: got {ids.dtype}. Convert them with `ids.long()`")
+    if weights.dtype not in (torch.float32, torch.float64):
+        raise Broken(f"weights must be in fp32 or fp64: got {weights.dtype}. Compute them from `logits.float()`")
+    sorted_TK = ids.sort().values
+    twice = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
+    faults = (
+        (~weights.isfinite(), weights, "has a weight that is not finite: also the weight of id -1 must be finite, "
+         "because its gradient is 0, and 0 times infinity is NaN in backward"),
+        ((ids < -1) | (ids >= experts), ids,
+         f"has a wrong id: ids are global, from 0 to {experts - 1}, or -1 for no expert"),
+        (twice, ids, "chooses an expert more than once: add up its weights, and use id -1 for the duplicates"),
+    )  # fmt: skip
+    for bad, values, rule in faults:
+        if bad.any():
+            token = int(bad.any(1).nonzero()[0])
+            raise Broken(f"token {token}, with {values[token].tolist()}, {rule}")
+    return weights, ids
+
+
+# ---- helpers ----
+
+
 @torch.no_grad()
 def prepare(module: M, seed: int = 0, device: str = "cpu") -> M:
     """In fp64, with noise added to constant weights. The noise does not depend on the number of ranks."""
@@ -291,3 +532,11 @@ def worst_row(errors: Tensor) -> tuple[tuple[int, ...], float]:
         return (), 0.0
     index = int(errors.argmax())
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), errors.shape)), float(errors.flatten()[index])
+
+
+def wider(subject: Subject, width: int = 256) -> Subject:
+    """The same layer with longer sums: errors of fp32 and bf16 that grow with their length show."""
+    config = subject.config
+    factor = max(1, width // config.hidden_size)
+    sizes = {name: factor * getattr(config, name) for name in ("hidden_size", "expert_size", "dense_size")}
+    return subject.like(replace(config, **sizes, init_std=config.init_std / factor**0.5))

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ...messages import describe, plural, printable
 from .first_difference import Results, Trace, find_difference
+from .laws import Report
 from .parallel import judge
 from .ranks import Failure, run_tasks
-from .report import Report
+from .run import OTHER_ROWS
 from .subject import without_dropout
-from .variants import OTHER_ROWS
 
 RANKS, _SEQUENCES = 2, 4
 DIVISIONS: dict[str, dict[str, Any]] = {

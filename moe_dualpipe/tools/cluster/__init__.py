@@ -6,7 +6,16 @@ Facts are gathered on each rank, links are measured between ranks, and the verdi
 from .check import Options, Outcome, check_cluster
 from .facts import Facts
 from .links import LinkSpeed
-from .report import Report
-from .verdicts import Problem, find_problems
+from .verdicts import Problem, Report, cluster_report, find_problems
 
-__all__ = ["Facts", "LinkSpeed", "Options", "Outcome", "Problem", "Report", "check_cluster", "find_problems"]
+__all__ = [
+    "Facts",
+    "LinkSpeed",
+    "Options",
+    "Outcome",
+    "Problem",
+    "Report",
+    "check_cluster",
+    "cluster_report",
+    "find_problems",
+]

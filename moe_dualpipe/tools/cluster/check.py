@@ -26,11 +26,9 @@ from ...messages import list_ranks
 from ...runtime.groups import init_world
 from ...runtime.launch import Launch
 from .bounded_calls import Steps, run_watched
-from .facts import Facts, machines_of
+from .facts import Facts, gather_facts, machines_of, remove_mark
 from .links import WAITING, Links, LinkSpeed, rounds_of
-from .probes import gather_facts, remove_mark
-from .report import Report
-from .verdicts import Problem, device_of, find_link_problems, find_problems
+from .verdicts import Problem, Report, device_of, find_link_problems, find_problems
 
 _MARGIN = 5.0
 """Seconds that a message may take, beyond what its sender may."""

@@ -7,8 +7,9 @@ of a link counts: other programs also slow a link down.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,25 +68,19 @@ class Links:
         for _ in range(REPEATS + 1):
             start = time.perf_counter()
             if self.rank == source:
-                self._send(self.message, to)
-                self._receive(self.answer, to)
+                self._transfer(dist.isend, self.message, to)
+                self._transfer(dist.irecv, self.answer, to)
             else:
-                self._receive(self.message, source)
-                self._send(self.answer, source)
+                self._transfer(dist.irecv, self.message, source)
+                self._transfer(dist.isend, self.answer, source)
             times.append(time.perf_counter() - start)
         if self.rank == source:  # the first message opens the connection
             speed = self.message.numel() / statistics.median(times[1:])
             self.measured[source, to] = max(speed, self.measured.get((source, to), 0.0))
 
-    def _send(self, tensor: torch.Tensor, to: int) -> None:
+    def _transfer(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
         # As a batch: NCCL then uses the connections of the whole group, not a communicator for each pair.
-        self._run(dist.P2POp(dist.isend, tensor, to))
-
-    def _receive(self, tensor: torch.Tensor, source: int) -> None:
-        self._run(dist.P2POp(dist.irecv, tensor, source))
-
-    def _run(self, operation: dist.P2POp) -> None:
-        for work in dist.batch_isend_irecv([operation]):
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer)]):
             work.wait()
         self._wait()
 

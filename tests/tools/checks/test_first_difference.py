@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from moe_dualpipe.tools.checks.first_difference import Results, Trace, compare, find_difference, find_faults
 from moe_dualpipe.tools.checks.parallel import make_job
-from moe_dualpipe.tools.checks.run import run_variant
-from moe_dualpipe.tools.checks.variants import OTHER_ORDER, OTHER_ROWS, REFERENCE, SAME_ORDER, Variant
+from moe_dualpipe.tools.checks.run import OTHER_ORDER, OTHER_ROWS, REFERENCE, SAME_ORDER, Variant, run_variant
 from moe_dualpipe.training.config import BatchConfig, TrainConfig
 from tests.support.parallel_faults import MODEL, moe
 

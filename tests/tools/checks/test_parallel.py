@@ -7,7 +7,7 @@ import pytest
 from moe_dualpipe.cli import main
 from moe_dualpipe.schedule import NAMES
 from moe_dualpipe.tools.checks import Variant, check_parallel
-from moe_dualpipe.tools.checks.variants import (
+from moe_dualpipe.tools.checks.run import (
     OTHER_ORDER,
     OTHER_ROWS,
     default_variants,

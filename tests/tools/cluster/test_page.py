@@ -5,8 +5,7 @@ from pathlib import Path
 
 from moe_dualpipe.tools.cluster import Facts, LinkSpeed, Report, find_problems
 from moe_dualpipe.tools.cluster.facts import machines_of
-from moe_dualpipe.tools.cluster.report import cluster_report
-from moe_dualpipe.tools.cluster.verdicts import find_link_problems
+from moe_dualpipe.tools.cluster.verdicts import cluster_report, find_link_problems
 
 PAGE = Path(__file__).parents[3] / "docs" / "cluster.md"
 ALIKE = {

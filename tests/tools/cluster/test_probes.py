@@ -10,7 +10,7 @@ import torch
 
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.tools.cluster.bounded_calls import Steps, run_watched
-from moe_dualpipe.tools.cluster.probes import gather_facts, infiniband_ports, read_versions, remove_mark, try_folder
+from moe_dualpipe.tools.cluster.facts import gather_facts, infiniband_ports, read_versions, remove_mark, try_folder
 
 FIRST = Launch(0, 0, 4, 2)
 
