@@ -6,12 +6,15 @@ Numbers are medians; ranges are first to third quartile over the repeats of the 
 from collections.abc import Callable
 from typing import Any
 
+from moe_dualpipe.tools.profiler.account import COMPUTATION
+
 from .goals import evaluate_goals
 from .implementations import TITLES
 from .overlap import DEEPSEEK_TRACE
 
 Results = dict[str, Any]
 PHASES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+MOST_LOST = 8  # lost times in the table of a pair
 UNTIMED = {"not installed": "not installed", "skipped": "skipped", "wrong": "WRONG", "failed": "failed"}
 
 
@@ -281,21 +284,17 @@ def overlap_section(record: dict[str, Any]) -> str:
 
 
 def overlap_details(name: str, pair: dict[str, Any]) -> str:
-    """How late transfers start, how many multiprocessors they occupy, and what the GPU waited for."""
-    delays = [
-        [delay["name"], f"{delay['total_us'] / delay['times']:,.1f}", f"{delay['longest_us']:,.1f}"]
-        for delay in pair["delays"]
-    ]
-    keys = ("times", "total_us", "host_us")
-    waits = [
-        [w["during"] or "-", w["before"] or "-", *("-" if w[key] is None else f"{w[key]:,.0f}" for key in keys)]
-        for w in pair["waits"]
+    """How many multiprocessors transfers occupy, the largest lost times, and the causes."""
+    lost = [entry for entry in pair["account"] if entry["kind"] != COMPUTATION][:MOST_LOST]
+    rows = [[entry["kind"], entry["detail"] or "-", str(entry["times"]), f"{entry['us']:,.0f}"] for entry in lost]
+    causes = [
+        [cause["kind"], cause["place"], "-" if cause["gain_us"] is None else f"{cause['gain_us']:,.0f}"]
+        for cause in pair["verdicts"]
     ]
     blocks, count = (pair[key] or "-" for key in ("comm_blocks", "num_sms"))
     sms = f"transfers use up to {blocks} thread blocks; the GPU has {count} multiprocessors"
-    late = table(["from ready to the start of the transfer, us", "mean", "longest"], delays)
-    waited = table(["no computation during", "next computation", "times", "us", "of this, the host was late"], waits)
-    return f"### {name}, overlapped: {sms}\n\n{late}\n\n{waited}"
+    lost_times = table(["lost time", "where", "times", "us"], rows)
+    return f"### {name}, overlapped: {sms}\n\n{lost_times}\n\n{table(['cause', 'most of it', 'gain, us'], causes)}"
 
 
 # name -> (function that formats the section, key that its record has once there are results)

@@ -28,7 +28,7 @@ from .communication import NAMES, Names
 from .intervals import Intervals, as_intervals, difference, intervals_of, length_before, union
 from .kernel_names import short_name
 from .phases import Phases
-from .trace import DeviceEvent, Trace
+from .trace import WAITS, DeviceEvent, Trace
 
 COMPUTATION, SLOWED, COPY = "computation", "slowed computation", "copies"
 TRANSFER, WAITING = "exposed communication", "waiting for a rank"
@@ -43,7 +43,7 @@ LOST = KINDS[1:]
 """What is not computation at full speed."""
 
 _CALLS = (
-    (SYNCHRONIZING, re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)")),
+    (SYNCHRONIZING, WAITS),
     (ALLOCATING, re.compile(r"^(?:cuda|hip)(?:Malloc|Free|Host(?:Alloc|Register))|^cuMem(?:Create|Map|Alloc|Free)")),
 )
 _ANNOTATIONS = (
@@ -168,7 +168,7 @@ def _idle(trace: Trace, events: Sequence[DeviceEvent], start: float, end: float)
 def host_spans(trace: Trace) -> dict[str, Spans]:
     """What the threads did that launch work, by kind: the most important first. The rest of their time is PYTHON."""
     threads = {call.thread for _, call in trace.launches_of_work()}
-    calls = [call for call in (*trace.launches.values(), *trace.syncs) if call.thread in threads]
+    calls = [call for call in trace.launches.values() if call.thread in threads]
     annotations = [one for one in trace.annotations if one.thread in threads]
     found: dict[str, Spans] = {}
     for kind, name in _CALLS:

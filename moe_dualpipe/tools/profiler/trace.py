@@ -3,11 +3,15 @@
 The package `reading` fills them from files. Only the fields that the analysis needs are kept.
 """
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
+
+WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|Wait)(?!WithBarrier)")
+"""Names of calls in which the host waits for the device, of CUDA, HIP and SYCL."""
 
 
 class TraceError(ValueError):
@@ -65,25 +69,13 @@ class HostEvent(NamedTuple):
     thread: tuple[str, str]
 
 
-class SyncCall(NamedTuple):
-    """A call in which the host waits for the device. Times in microseconds."""
-
-    name: str
-    start: float
-    end: float
-    thread: tuple[str, str]
-    correlation: int | None = None
-    stream: str | None = None
-    """The awaited stream. None: the whole device, or unknown."""
-
-
 @dataclass
 class Trace:
     """The contents of one file."""
 
     device_events: list[DeviceEvent] = field(default_factory=list)
     launches: dict[int, HostEvent] = field(default_factory=dict)
-    """Launches of device events, by correlation id."""
+    """Launches of device events, by correlation id, and other calls, those without an id by negative numbers."""
     annotations: list[HostEvent] = field(default_factory=list)
     operators: list[HostEvent] = field(default_factory=list)
     """Nested operators of the host, where no device events are recorded."""
@@ -106,8 +98,6 @@ class Trace:
     """Steps of the profiler, such as "ProfilerStep#5"."""
     modules: list[HostEvent] = field(default_factory=list)
     """Calls of modules, such as "Linear_3", where Python was recorded."""
-    syncs: list[SyncCall] = field(default_factory=list)
-    """Calls in which the host waits for the device, also in `launches`."""
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Global ranks of each process group, by its name."""
     world_size: int | None = None

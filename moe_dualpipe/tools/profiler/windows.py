@@ -154,7 +154,6 @@ def _host_part(trace: Trace, steps: Sequence[DeviceStep]) -> Trace:
         trace, launches=launches, annotations=around(trace.annotations), modules=around(trace.modules),
         transfers=around(trace.transfers), waits=around(trace.waits),
         steps=[step for step in trace.steps if first <= step.start < last],
-        syncs=[call for call in trace.syncs if first <= call.start < last],
     )  # fmt: skip
 
 

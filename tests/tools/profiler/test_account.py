@@ -30,7 +30,7 @@ from moe_dualpipe.tools.profiler.account import (
     relabeled,
     totals,
 )  # fmt: skip
-from moe_dualpipe.tools.profiler.trace import DeviceEvent, HostEvent, SyncCall, Trace
+from moe_dualpipe.tools.profiler.trace import DeviceEvent, HostEvent, Trace
 
 MAIN, OTHER = ("9", "1"), ("9", "2")
 CALLS = {
@@ -60,11 +60,7 @@ def random_trace(seed: int) -> Trace:
             trace.launches[number] = HostEvent("cudaLaunchKernel", at, at + rng.randint(0, 5), MAIN)
     for number in range(100, 100 + rng.randint(0, 12)):
         name, start = rng.choice([*CALLS]), rng.randint(0, 150)
-        call = HostEvent(name, start, start + rng.randint(1, 12), rng.choice([MAIN, MAIN, OTHER]))
-        if rng.random() < 0.5:
-            trace.launches[number] = call
-        else:
-            trace.syncs.append(SyncCall(*call))
+        trace.launches[number] = HostEvent(name, start, start + rng.randint(1, 12), rng.choice([MAIN, MAIN, OTHER]))
     for _ in range(rng.randint(0, 5)):
         start = rng.randint(0, 150)
         thread = rng.choice([MAIN, MAIN, OTHER])
@@ -91,7 +87,7 @@ def kind_at(trace: Trace, moment: float) -> str:
         return UNKNOWN
     if launch.end <= moment:
         return QUEUED
-    calls = [call for call in (*trace.launches.values(), *trace.syncs) if call.thread == MAIN]
+    calls = [call for call in trace.launches.values() if call.thread == MAIN]
     annotations = [one for one in trace.annotations if one.thread == MAIN]
     found = inside(calls, SYNCHRONIZING, ALLOCATING, by=CALLS)
     found += inside(annotations, LOADER, CHECKPOINT, OPTIMIZER, by=ANNOTATIONS)

@@ -112,9 +112,9 @@ def test_launches_annotations_and_waits_of_other_steps_are_left_out(tmp_path):
         annotation("forward", 100, 50), annotation("forward", 200, 50), annotation("forward", 300, 50),
     ]  # fmt: skip
     found = window(tmp_path, events, range(1, 2)).trace
-    assert sorted(found.launches) == [1, 51] and found.syncs == []
+    assert sorted(found.launches) == [1, 51]
     assert [event.start for event in found.annotations] == [200] and [s.name for s in found.steps] == [f"{STEP}1"]
-    assert len(window(tmp_path, events, range(1)).trace.syncs) == 1
+    assert 50 in window(tmp_path, events, range(1)).trace.launches
 
 
 @pytest.mark.parametrize("text,message", [

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ....overlap.labels import WEIGHTS, letter_of
-from ..trace import DeviceEvent, Trace
+from ..trace import WAITS, DeviceEvent, Trace
 from .replay import Floats, Ints, Mask
 
 COMPUTE, COMM, COPY = range(3)
@@ -21,7 +21,7 @@ MOST_EVENTS = 300_000
 """Causes are searched among this many events, the first ones."""
 
 WAIT_CALLS = re.compile(r"StreamWaitEvent")
-SYNC_CALLS = re.compile(r"Synchronize|Memcpy(?!.*Async)|^(cuda|hip)Free$")
+_FREES = "cudaFree", "hipFree"  # wait, too
 _LONG_CALL = 100.0  # microseconds; an ordinary launch takes 5 to 30
 POLL, AT_ONCE, BLOCKED = "polling for a number", "wait at once", "wait"
 """Names of waits that are not calls: a host that polls; a thread in the segment that started the transfer; another."""
@@ -158,18 +158,15 @@ def _calls(trace: Trace, events: Sequence[DeviceEvent], origin: float) -> list[C
     ends = {event.correlation: event.end for event in sorted(events, key=attrgetter("end"))}
     last = max((event.end for event in events), default=0.0)
     threads = {trace.launches[number].thread for number in ends if number in trace.launches}
-    every = [(number, call, SYNC_CALLS.search(call.name) is not None) for number, call in trace.launches.items()]
-    every += [(sync.correlation, sync, True) for sync in trace.syncs]
-    found: dict[tuple[float, float, tuple[str, str], str], Call] = {}
-    for number, call, waits in every:
-        launches = number is not None and number in ends
+    found = []
+    for number, call in trace.launches.items():
+        launches, waits = number in ends, call.name in _FREES or WAITS.search(call.name) is not None
         # a call that outlasts its own kernel or copy waited for it, as for pageable memory
         blocks = launches and call.end >= ends[number] and call.end - call.start > _LONG_CALL
         sync = blocks or (waits and call.thread in threads)
         if (sync or launches) and call.start < last:
-            key = call.start, call.end, call.thread, call.name
-            found.setdefault(key, Call(call.name, call.start - origin, call.end - origin, call.thread, number, sync))
-    return sorted(found.values(), key=lambda call: (call.start, call.end))
+            found.append(Call(call.name, call.start - origin, call.end - origin, call.thread, number, sync))
+    return sorted(found, key=lambda call: (call.start, call.end))
 
 
 def _with_polls(calls: list[Call], events: Sequence[DeviceEvent], kind: Ints, origin: float) -> list[Call]:

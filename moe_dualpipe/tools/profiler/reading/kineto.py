@@ -15,14 +15,12 @@ from typing import Any
 from msgspec.json import decode
 
 from ....overlap.labels import OWN_TRANSFERS
-from ..trace import DeviceEvent, HostEvent, SyncCall, Trace
+from ..trace import WAITS, DeviceEvent, HostEvent, Trace
 from .chrome import DAMAGE, ChromeTrace, Event
 from .collectives import RecordedCollectives, whole
 
 TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{OWN_TRANSFERS}):(?!:)")
 """Names of events for whole transfers, by torch's backends and this package. They are not annotations."""
-WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|Wait)(?!WithBarrier)")
-"""Names of calls in which the host waits, of CUDA, HIP and SYCL."""
 _OWN_CALLS = re.compile(f"{OWN_TRANSFERS}::")
 _STEP = re.compile(r"ProfilerStep[#*]")
 _MODULE = "nn.Module: "
@@ -70,12 +68,10 @@ class _Sorter:
         self.trace = trace
         self._collectives = RecordedCollectives()
         self._threads: dict[tuple[str, str], tuple[str, str]] = {}
-        self._awaited: dict[int | None, str] = {}
-        """The stream that a call waits for, by correlation id."""
         self._handlers: dict[str, Callable[[HostEvent, Event], None]] = {
             "kernel": self._kernel, "hpu_op": self._kernel, **dict.fromkeys(_LAUNCHES, self._launch),
             "user_annotation": self._annotation, "cpu_op": self._operator, "python_function": self._python,
-            "cuda_sync": self._sync, **{category: partial(self._copy, category) for category in _COPIES},
+            **{category: partial(self._copy, category) for category in _COPIES},
         }  # fmt: skip
 
     def sort(self, events: list[Event]) -> None:
@@ -88,7 +84,6 @@ class _Sorter:
                     handler(timed, event)
         if trace.device_events:
             trace.operators = []  # only where the CPU is the device is its work looked at
-        trace.syncs = [sync._replace(stream=self._awaited.get(sync.correlation)) for sync in trace.syncs]
         self._collectives.connect(trace)
 
     def _timed(self, event: Event) -> HostEvent | None:
@@ -138,10 +133,11 @@ class _Sorter:
         )
 
     def _launch(self, timed: HostEvent, event: Event) -> None:
-        if (correlation := _id(self._arguments(event).get("correlation"))) is not None:
-            self.trace.launches[correlation] = timed
-        if WAITS.search(timed.name):
-            self.trace.syncs.append(SyncCall(*timed, correlation))
+        launches, correlation = self.trace.launches, _id(self._arguments(event).get("correlation"))
+        if (correlation is None or correlation in launches) and WAITS.search(timed.name):
+            correlation = -1 - len(launches)
+        if correlation is not None:
+            launches[correlation] = timed
 
     def _annotation(self, timed: HostEvent, _: Event) -> None:
         add_annotation(self.trace, timed)
@@ -154,13 +150,6 @@ class _Sorter:
     def _python(self, timed: HostEvent, _: Event) -> None:
         if timed.name.startswith(_MODULE):
             self.trace.modules.append(timed._replace(name=sys.intern(timed.name.removeprefix(_MODULE))))
-
-    def _sync(self, timed: HostEvent, event: Event) -> None:
-        arguments = self._arguments(event)
-        correlation, stream = _id(arguments.get("correlation")), arguments.get("stream")
-        waited = arguments.get("wait_on_stream", stream if "Stream" in timed.name else None)
-        if timed.name != "Stream Wait Event" and correlation is not None and whole(waited) is not None:
-            self._awaited[correlation] = str(waited)  # -1 and 2^32 - 1 stand for unknown
 
 
 def add_annotation(trace: Trace, event: HostEvent) -> None:

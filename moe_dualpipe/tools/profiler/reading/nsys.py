@@ -5,7 +5,6 @@ Each row becomes an event as torch.profiler would write it, and kineto.py sorts 
     event                 table of the export
     kernel, gpu_memcpy    CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET; _GRAPH_TRACE for CUDA graphs recorded as a whole
     cuda_runtime          CUPTI_ACTIVITY_KIND_RUNTIME, by correlation id and process
-    cuda_sync             CUPTI_ACTIVITY_KIND_SYNCHRONIZATION
     user_annotation       NVTX_EVENTS
     values beside events  META_DATA_CAPTURE, TARGET_INFO_*
 
@@ -31,9 +30,8 @@ from ..trace import Trace, TraceError
 from .chrome import ChromeTrace, Event
 from .kineto import TRANSFER
 
-KERNEL, MEMCPY, MEMSET, GRAPH, RUNTIME, SYNC = (
-    f"CUPTI_ACTIVITY_KIND_{name}"
-    for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE", "RUNTIME", "SYNCHRONIZATION")
+KERNEL, MEMCPY, MEMSET, GRAPH, RUNTIME = (
+    f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE", "RUNTIME")
 )
 RANGES = "NVTX_EVENTS"
 _PLACE = "start", "end", "deviceId", "streamId", "correlationId", "globalPid"
@@ -43,8 +41,6 @@ _COPIES = (
     "DtoH unified", "DtoD unified",
 )  # fmt: skip
 _MEMORIES = "Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static"
-_STREAM_SYNC = 3  # ENUM_CUPTI_SYNC_TYPE
-_NO_STREAM = 2**32 - 1
 _DOMAIN_CREATED = 75  # ENUM_NSYS_EVENT_TYPE
 _RANKS = "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"
 _SIZES = "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"
@@ -68,7 +64,7 @@ def read_nsys(path: Path, trace: Trace) -> ChromeTrace:
         with closing(sqlite3.connect(uri, uri=True)) as file:
             file.text_factory = lambda text: text.decode("utf-8", "replace")
             export = _Export(path, file)
-            found = ChromeTrace([*export.device(), *export.calls(), *export.syncs(), *export.ranges()])
+            found = ChromeTrace([*export.device(), *export.calls(), *export.ranges()])
             export.describe(found)
             trace.notes += [_GRAPHS] if any(export.rows(GRAPH, "start")) else []
     except sqlite3.Error as error:
@@ -127,12 +123,6 @@ class _Export:
             text = _VERSION.sub("", self._names.get(name) or "")
             number = self._correlation(thread, correlation)
             yield _event(text, "cuda_runtime", start, end, thread, correlation=number)
-
-    def syncs(self) -> Iterator[Event]:
-        """The streams of calls that wait."""
-        for *place, kind in self.rows(SYNC, *_PLACE, "syncType"):
-            if kind == _STREAM_SYNC and place[3] != _NO_STREAM:
-                yield self._work("Stream Sync", "cuda_sync", place, wait_on_stream=place[3])
 
     def ranges(self) -> Iterator[Event]:
         """The NVTX ranges. One that never ended is left out."""

@@ -13,19 +13,16 @@ from moe_dualpipe.tools.profiler.trace import HostEvent
 from tests.support import traces
 from tests.support.nsys_files import (
     DOMAIN,
-    EVENT,
     GRAPH,
     KERNEL,
     MEMCPY,
     MEMSET,
     RANGES,
     RUNTIME,
-    SYNC,
     call,
     copy,
     kernel,
     nvtx,
-    process,
     write_export,
 )
 
@@ -70,11 +67,6 @@ def test_events_calls_and_waits(tmp_path):
         MEMSET: [{**copy(7_000, 7_500, size=32), "value": 0}],
         RUNTIME: [call("cudaStreamSynchronize_v3020", 21_000, 23_000, 9, tid=5), call("cuLaunchKernel", 100, 200, 1),
                   call("cudaEventRecord_v3020", 300, 310, 7)],
-        SYNC: [{"start": 22_000, "end": 23_000, "syncType": 3, "deviceId": 0, "streamId": 13, "correlationId": 9,
-                "globalPid": process(100)},
-               {"start": 400, "end": 410, "syncType": 2, "deviceId": 0, "streamId": 13, "correlationId": 8,
-                "globalPid": process(100), "eventSyncId": 77}],
-        EVENT: [{"globalPid": process(100), "eventSyncId": 77, "streamId": 7, "deviceId": 0, "correlationId": 7}],
     })  # fmt: skip
     first, second, *others = trace.device_events
     assert first == (GEMM, "kernel", 10.0, 20.0, "0", "7", 1, 6, 0, None)
@@ -84,7 +76,7 @@ def test_events_calls_and_waits(tmp_path):
         ("Memcpy PtoP", "gpu_memcpy", 64), ("Memcpy unknown", "gpu_memcpy", 64), ("Memset (Device)", "gpu_memset", 32),
     ]  # fmt: skip
     assert trace.launches[1] == HostEvent("cuLaunchKernel", 0.1, 0.2, ("100", "1"))
-    assert trace.syncs == [("cudaStreamSynchronize", 21.0, 23.0, ("100", "5"), 9, "13")]
+    assert trace.launches[9] == ("cudaStreamSynchronize", 21.0, 23.0, ("100", "5"))
 
 
 def test_processes_have_their_own_correlation_ids(tmp_path):
