@@ -91,7 +91,6 @@ FAULTS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_invalid_fp8_and_other_quantizations_are_refused(fault, folder):
-    edit: Any
     edit, message = FAULTS[fault]
     if callable(edit):
         change_tensors(folder, lambda tensors: tensors.update(edit(tensors)))
