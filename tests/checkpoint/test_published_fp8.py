@@ -93,7 +93,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
 def test_invalid_fp8_and_other_quantizations_are_refused(fault, folder):
     edit, message = FAULTS[fault]
     if callable(edit):
-        change_tensors(folder, lambda tensors: tensors.update(edit(tensors)))
+        change_tensors(folder, lambda tensors: tensors.update(edit(tensors)))  # pyright: ignore[reportCallIssue]
     else:
         configure(folder, quantization_config=QUANTIZATION | edit if isinstance(edit, dict) else edit)
     with pytest.raises(ValueError, match=message):
