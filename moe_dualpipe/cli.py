@@ -4,7 +4,7 @@
     moe-dualpipe schedule show dualpipe --pp 8 --micro-batches 20 --out dualpipe.svg
     moe-dualpipe schedule compare --stages 8 --micro-batches 32 --cost.F 2 --cost.B 5 --cost.W 2 --cost.FB 6
     moe-dualpipe schedule check order.csv
-    moe-dualpipe profile analyze trace.json.gz --phases --out view.json
+    moe-dualpipe profile analyze trace.json.gz --phases --out lanes.png
     moe-dualpipe profile run --mode train --preset tiny
     moe-dualpipe data prepare notes.jsonl --out corpus
     moe-dualpipe generate runs/tiny --prompt "def "

@@ -11,7 +11,7 @@ from ..messages import printable
 from ..tools.drawing.output import check_output
 from ..tools.profiler.communication import Names
 from ..tools.profiler.files import analyze_files
-from ..tools.profiler.pictures.perfetto import SUFFIXES, trace_pictures, write_perfetto
+from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes, trace_pictures
 from ..tools.profiler.reading.paths import trace_paths
 from ..tools.profiler.reports.overlap import traces_text
 from ..tools.profiler.windows import parse_steps
@@ -49,7 +49,7 @@ class ProfileAnalyze(TraceOptions):
     phases: bool = False
     """Print a table of the annotations and modules that launched work."""
     out: Path | None = None
-    """Write a file to look at in ui.perfetto.dev (.json, .json.gz)."""
+    """Draw computation above communication (.png, .svg), or write a file for ui.perfetto.dev (.json, .json.gz)."""
 
     def run(self) -> None:
         names = self.names()
@@ -64,7 +64,7 @@ class ProfileAnalyze(TraceOptions):
         for file, sentences in found.remarks.items():
             print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
         if self.out is not None:
-            write_perfetto(trace_pictures(found), self.out)
+            save_lanes(trace_pictures(found), self.out)
         objects = found.as_objects()
         text = traces_text(found, self.phases)
         self.show(objects[0] if len(objects) == 1 else objects, text)

@@ -1,5 +1,6 @@
 """`moe-dualpipe profile run`: measure the overlap on this machine."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +13,7 @@ from ..runtime.launch import Launch, device_of
 from ..tools.drawing.output import make_folder
 from ..tools.profiler.measure import measure
 from ..tools.profiler.pair import Workload
-from ..tools.profiler.pictures.perfetto import measurement_pictures, write_perfetto
+from ..tools.profiler.pictures.lanes import measurement_pictures, save_lanes
 from ..tools.profiler.reports.overlap import measurement_text
 from .options import DeviceOption, JsonOption, check_ranges, one_of
 
@@ -45,7 +46,7 @@ class ProfileRun(DeviceOption, JsonOption):
     replay: Literal["none", "deepseek"] = "none"
     """deepseek: each transfer takes as long as in DeepSeek's published training trace."""
     out: Path | None = None
-    """Folder for the recordings, report.json and perfetto.json.gz. None: runs/profile-<mode>."""
+    """Folder for the recordings, report.json and timelines. None: runs/profile-<mode>."""
 
     def run(self) -> None:
         gbps = self.link_gbps or None  # 0 also means None, here and below
@@ -73,7 +74,10 @@ class ProfileRun(DeviceOption, JsonOption):
                 raise
             raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
         (out / "report.json").write_text(strict_json.write(measurement.as_object(), indent=1) + "\n")
-        write_perfetto(measurement_pictures(measurement), out / "perfetto.json.gz")
-        files = [*measurement.recordings, "report.json", "perfetto.json.gz"]
+        files = [*measurement.recordings, "report.json"]
+        for name in ("perfetto.json.gz", "timeline.png"):
+            with suppress(ImportError):  # without matplotlib, there is no .png
+                save_lanes(measurement_pictures(measurement), out / name)
+                files.append(name)
         text = f"{measurement_text(measurement)}\n\nin {printable(out)}: {', '.join(sorted(files))}"
         self.show(measurement.as_object(), text)

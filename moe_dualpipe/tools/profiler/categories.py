@@ -169,6 +169,8 @@ ROWS = (
 )  # fmt: skip
 """In the order in which they are tried."""
 
+KERNEL_CATEGORIES = tuple(dict.fromkeys(row.category for row in ROWS))
+CATEGORIES = (*KERNEL_CATEGORIES, COMMUNICATION, COPY, OTHER)
 
 _ROWS = [(row, re.compile(rf"\b(?:{row.pattern})\b"), re.compile(rf"\b(?:{row.whole})\b")) for row in ROWS]
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")

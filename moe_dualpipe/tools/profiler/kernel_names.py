@@ -1,4 +1,4 @@
-"""Short names of kernels: the function's own name, without return type, namespaces and arguments.
+"""Short names of kernels, for labels: the function's own name, without return type, namespaces and arguments.
 
 void at::native::elementwise_kernel<128, 4, ...>(int, ...)             elementwise_kernel
 void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_f16_256x128>(...)  cutlass_80_tensorop_s16816gemm_f16_256x128
@@ -13,6 +13,7 @@ from functools import lru_cache
 from ...messages import printable
 from .communication import function_name
 
+ELLIPSIS = "…"
 _WRAPPERS = re.compile(r"(?i)(device_|global_?)?kernel\d?|enable_sm\w+|_?Kernel|launch_kernel|invoke\w*|entry")
 """Functions that say nothing: what they run is their first template argument."""
 _AUTOGRAD = "autograd::engine::evaluate_function: "
@@ -29,3 +30,10 @@ def short_name(name: str) -> str:
         inside = re.split(r"[,>]", short_name(arguments))[0].strip() if arguments and _WRAPPERS.fullmatch(own) else ""
         text = inside if len(inside) > 8 else "::".join([*spaces[-1:], own]) if _WRAPPERS.fullmatch(own) else own
     return printable(text or name, 200)
+
+
+def shortened(text: str, letters: int) -> str:
+    """Return `text` with at most `letters` characters, the last one "…" if it was cut; "" if under three are left."""
+    if len(text) <= letters:
+        return text
+    return text[: letters - 1] + ELLIPSIS if letters >= 3 else ""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.tools.profiler.kernel_names import short_name
+from moe_dualpipe.tools.profiler.kernel_names import short_name, shortened
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,9 @@ def test_known_forms(name, short):
 def test_any_text_has_a_printable_name(text):
     assert short_name(text).isprintable()
     assert bool(short_name(text)) == bool(text)
+
+
+def test_shortened():
+    assert [shortened("dispatch", letters) for letters in (9, 8, 7, 3, 2, 0, -1)] == [
+        "dispatch", "dispatch", "dispat…", "di…", "", "", "",
+    ]  # fmt: skip

@@ -4,6 +4,8 @@ import html
 import json
 import re
 
+import pytest
+
 from moe_dualpipe.cli import main
 from moe_dualpipe.messages import printable
 from moe_dualpipe.schedule import build
@@ -35,8 +37,9 @@ def test_a_schedule_in_a_file_with_an_odd_name(tmp_path, capsys):
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
-def test_traces_with_odd_names(tmp_path, capsys):
-    out = tmp_path / "x.json"
+@pytest.mark.parametrize("suffix", ["svg", "json"])
+def test_traces_with_odd_names(tmp_path, capsys, suffix):
+    out = tmp_path / f"x.{suffix}"
     options = ["--phases", "--out", str(out)]
     assert main(["profile", "analyze", str(odd_trace(tmp_path, ODD)), str(odd_trace(tmp_path, "b")), *options]) == 0
     printed = capsys.readouterr().out
@@ -44,7 +47,11 @@ def test_traces_with_odd_names(tmp_path, capsys):
     assert printed.count(SHOWN.replace("|", "\\|")) >= 4
     for part in printed.replace("\\|", "").split("\n\n"):
         assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) <= 1  # as many columns
-    assert {ODD, "thread_name"} <= {event["name"] for event in json.loads(out.read_text())["traceEvents"]}
+    if suffix == "svg":
+        assert any(text.startswith(SHOWN[:40]) for text in texts_of(out))
+    else:
+        names = {event["name"] for event in json.loads(out.read_text())["traceEvents"]}
+        assert {ODD, "thread_name"} <= names
 
 
 def test_plain_text():

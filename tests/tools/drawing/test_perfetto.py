@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler.intervals import intervals_of, union, union_length
-from moe_dualpipe.tools.profiler.pictures.perfetto import write_perfetto
+from moe_dualpipe.tools.profiler.pictures.lanes import save_lanes
 from tests.support.pictures import picture
 from tests.support.traces import annotation, kernel, launch, write
 
@@ -26,7 +26,7 @@ works = st.tuples(
 
 def saved(path, *pictures):
     """The file's processes: name and rows, each a title and slices in ns (start, end, name, args), in their order."""
-    write_perfetto(pictures, path)
+    save_lanes(pictures, path)
     text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
     events = json.loads(text, parse_constant=pytest.fail)["traceEvents"]
     names = {(e["pid"], e["tid"], e["name"]): e["args"] for e in events if e["ph"] == "M"}
@@ -86,16 +86,6 @@ def test_an_account_causes_and_phases_are_rows(tmp_path):
     )  # fmt: skip
 
 
-def test_phases_end_at_another_annotation_and_are_of_one_stream(tmp_path):
-    shown = picture(("a", 0, 4, "mlp(F)"), ("n", 1, 2, "attn(B)", "9"), ("b", 4, 9, "mlp(F)"), ("c", 12, 13, "mlp(F)"),
-                    ("d", 20, 21, "x"), ("e", 22, 23, "x", "9"))  # fmt: skip
-    ((_, rows),) = saved(tmp_path / "view.json", shown)
-    found = sorted(one[:3] for title, slices in rows if title == "computation, phases" for one in slices)
-    assert [(start / 1e3, end / 1e3, name) for start, end, name in found] == [
-        (0, 4, "mlp(F)"), (1, 2, "attn(B)"), (4, 13, "mlp(F)"), (20, 21, "x"), (22, 23, "x"),
-    ]  # fmt: skip
-
-
 def test_the_command_writes_what_the_trace_says_of_each_rank(tmp_path):
     """Rank 0 starts 30 us later, on the clock of the host."""
     for rank in range(2):
@@ -126,14 +116,3 @@ def test_the_file_is_never_one_of_the_traces(tmp_path, capsys):
     assert main(["profile", "analyze", str(tmp_path), "--out", f"{tmp_path}/../{tmp_path.name}/rank0.json"]) == 2
     err = capsys.readouterr().err
     assert "is one of the traces: choose another name" in err and err.count("\n") == 1 and path.read_bytes() == before
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_the_trace_is_read(tmp_path, capsys):
-    (tmp_path / "folder.json").mkdir()
-    for out, problem in (
-        ("folder.json", "it is a folder"), ("lanes.png", "use one of .json, .json.gz"),
-        ("no/view.json", "does not exist"),
-    ):  # fmt: skip
-        assert main(["profile", "analyze", "missing.json", "--out", str(tmp_path / out)]) == 2
-        err = capsys.readouterr().err
-        assert problem in err and err.count("\n") == 1

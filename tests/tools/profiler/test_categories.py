@@ -3,6 +3,8 @@
 import pytest
 
 from moe_dualpipe.tools.profiler.categories import (
+    CATEGORIES,
+    KERNEL_CATEGORIES,
     OTHER,
     ROWS,
     category_of,
@@ -10,6 +12,7 @@ from moe_dualpipe.tools.profiler.categories import (
     words,
 )
 from moe_dualpipe.tools.profiler.communication import NAMES
+from moe_dualpipe.tools.profiler.pictures.lanes_image import CATEGORY_COLORS
 from moe_dualpipe.tools.profiler.trace import DeviceEvent
 
 
@@ -163,3 +166,8 @@ def test_the_end_of_a_long_name_does_not_count():
     """Only 4,000 characters are searched."""
     assert category_of_kernel("a_" * 2000 + "gemm") == OTHER
     assert category_of_kernel("a_" * 1990 + "gemm") == "GEMM"
+
+
+def test_each_category_of_kernels_has_a_color():
+    assert {*CATEGORY_COLORS} == {*KERNEL_CATEGORIES}
+    assert {*CATEGORIES} - {*KERNEL_CATEGORIES} == {"communication", "copy", "other"}

@@ -14,7 +14,7 @@ from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.profiler import measure
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.pair import Workload
-from moe_dualpipe.tools.profiler.pictures import perfetto
+from moe_dualpipe.tools.profiler.pictures import lanes
 from moe_dualpipe.tools.profiler.reports.overlap import measurement_text
 from tests.support.traces import annotation, kernel, launch, write
 
@@ -38,7 +38,7 @@ def measured(folder):
 def test_pictures_and_file_names(tmp_path):
     found = replace(measured(tmp_path), possible=0.9812)
     assert "hidden communication: 98.1% possible, reached 75.0% overlapped, 0.0% sequential" in measurement_text(found)
-    assert [picture.title for picture in perfetto.measurement_pictures(found)] == [
+    assert [picture.title for picture in lanes.measurement_pictures(found)] == [
         "sequential: 1.6 ms, 0.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
         "overlapped: 1.1 ms, 75.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
     ]

@@ -89,7 +89,7 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, req
     assert lines[0].startswith(f"{mode} on cpu in float32: 2 layers of tiny, 32 tokens ")
     assert lines[1] == "modeled link: 0.1 Gb/s, latency 50 us"
     assert lines[3].split() == ["|", "|", "sequential,", "us", "|", "overlapped,", "us", "|"]
-    files = ["overlapped.json.gz", "perfetto.json.gz", "report.json", "sequential.json.gz"]
+    files = ["overlapped.json.gz", "perfetto.json.gz", "report.json", "sequential.json.gz", "timeline.png"]
     assert lines[-1] == f"in {tmp_path}: {', '.join(files)}"
     assert sorted(path.name for path in tmp_path.iterdir()) == files
     report = json.loads((tmp_path / "report.json").read_text())

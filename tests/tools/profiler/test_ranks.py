@@ -10,7 +10,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler.account import TRANSFER, WAITING
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.matching import RankTransfers
-from moe_dualpipe.tools.profiler.pictures.perfetto import trace_pictures
+from moe_dualpipe.tools.profiler.pictures.lanes import trace_pictures
 from moe_dualpipe.tools.profiler.ranks import clock_offsets, compare_traces
 from tests.support.rank_programs import Compute, Join, device_event, execute, rank_transfers, write_ranks
 from tests.support.traces import kernel, write
@@ -214,7 +214,7 @@ def files(tmp_path, offset=0, base=0, hosts=("a", "a"), numbers=(0, 1)):
     (0, 0, ("a", "a")), (-5_000, 5_000, ("a", "a")), (700, 9_999, ("a", "b")), (-5_000, 0, ("", "")),
 ])  # fmt: skip
 def test_the_command_and_the_pictures_put_ranks_on_one_clock(tmp_path, capsys, offset, base, hosts):
-    """In the pictures of both ranks, the collective ends at the same place, 100 after the start of the second rank."""
+    """In both pictures the collective ends at the same place, 100 after the start of the second rank."""
     paths = files(tmp_path, offset, base, hosts)
     first, second = trace_pictures(analyze_files(paths))
     assert (first.start_us + first.shift_us, second.start_us + second.shift_us) == (30, 0)

@@ -1,1 +1,1 @@
-"""Pictures of traces for ui.perfetto.dev."""
+"""Pictures of traces: computation above communication, as an image, or to zoom into with ui.perfetto.dev."""

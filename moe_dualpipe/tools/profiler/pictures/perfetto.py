@@ -12,23 +12,16 @@ import gzip
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ....messages import printable
-from ..communication import Kind
 from ..intervals import Intervals
 from ..reading.chrome import WRITTEN_BY
-from ..reports.overlap import hidden_sentence
-from .picture import Picture, Work
+from .lanes_image import LANES
+from .picture import Picture, Work, runs
 
-if TYPE_CHECKING:
-    from ..files import TracedDevice, TraceFiles
-    from ..measure import Measurement
-
-SUFFIXES = (".json", ".json.gz")
-LANES: dict[Kind, str] = {"compute": "computation", "comm": "communication", "copy": "copies"}
 _MOST_ROWS = 1000  # of a device
 
 
@@ -39,29 +32,6 @@ class Slice(NamedTuple):
     end: float
     name: str
     args: Mapping[str, Any] | None = None
-
-
-def trace_pictures(files: "TraceFiles") -> list[Picture]:
-    """Return one picture per device, on one time axis. If the ranks' clocks cannot be compared, each starts at 0."""
-    known = [shift for shift in files.comparison.shifts_us if shift is not None]
-    aligned = len(known) == len(files.devices)
-    shifts = [shift - min(known) for shift in known] if aligned else [0.0] * len(files.devices)
-    names = files.names if len(files.devices) > 1 else [files.devices[0].analysis.name]
-    rows = zip(names, files.devices, shifts, strict=True)
-    return [_picture(f"{name}: ", device, shift) for name, device, shift in rows]
-
-
-def measurement_pictures(measurement: "Measurement") -> list[Picture]:
-    """Return a picture of each run."""
-    return [
-        _picture(f"{run}: {device.analysis.window_us / 1e3:,.1f} ms, ", device, 0.0)
-        for run, device in measurement.devices.items()
-    ]
-
-
-def _picture(title: str, device: "TracedDevice", starts_at: float) -> Picture:
-    found, shift = device.analysis, starts_at - device.transfers.start_us
-    return Picture(title + hidden_sentence(found), device.work, shift, found.account, found.verdicts)
 
 
 def write_perfetto(pictures: Sequence[Picture], path: Path) -> None:
@@ -112,27 +82,13 @@ def _rows(picture: Picture) -> Iterator[tuple[str, list[Slice]]]:
             "time, us": cause.cost_us, "gain, us": cause.gain_us,
         }) for cause in picture.verdicts
     ]  # fmt: skip
-    for kind, lane in LANES.items():
-        yield f"{lane}, phases", [*_runs(one for one in picture.of_kind(kind) if one.phase)]
+    for kind, (lane, _) in LANES.items():
+        named = [one for one in picture.of_kind(kind) if one.phase]
+        yield f"{lane}, phases", [Slice(*run) for run in runs(named, float("inf"))]
     streams: dict[str, list[Slice]] = defaultdict(list)
     for one in picture.work:
         streams[one.event.stream].append(_slice(one))
     yield from ((f"stream {stream}", slices) for stream, slices in streams.items())
-
-
-def _runs(work: Iterable[Work]) -> Iterator[Slice]:
-    """Yield successive work of one stream that one annotation or module launched as one slice."""
-    latest: dict[str, tuple[Work, Slice]] = {}
-    for one in work:
-        start, end, stream = one.event.start, one.event.end, one.event.stream
-        if stream in latest:
-            first, run = latest[stream]
-            if first[3:] == one[3:]:
-                latest[stream] = first, run._replace(end=max(run.end, end))
-                continue
-            yield run
-        latest[stream] = one, Slice(start, end, one.phase)
-    yield from (run for _, run in latest.values())
 
 
 def _slices(name: str, intervals: Intervals) -> Iterator[Slice]:

@@ -1,6 +1,6 @@
-"""What is drawn of one device."""
+"""What is drawn of one device, as an image or for Perfetto."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from ..categories import category_of
 from ..communication import Kind, Names
 from ..doctor.verdict import Verdict
 from ..intervals import Intervals, difference, intervals_of, union
+from ..kernel_names import short_name
 from ..phases import Phases
 from ..trace import DeviceEvent, HostEvent, Trace
 
@@ -23,6 +24,10 @@ class Work(NamedTuple):
     """The part of the program that launched it; "" if unknown."""
     owner: HostEvent | None = None
     """The annotation or module of the phase; None if unknown."""
+
+    @property
+    def name(self) -> str:
+        return self.phase or short_name(self.event.name)
 
 
 def work_of(trace: Trace, names: Names, phases: Phases) -> tuple[Work, ...]:
@@ -51,6 +56,11 @@ class Picture:
         return min((one.event.start for one in self.work), default=0.0)
 
     @property
+    def end_us(self) -> float:
+        """The end of the last work, on the axis of all pictures."""
+        return max((one.event.end for one in self.work), default=-self.shift_us) + self.shift_us
+
+    @property
     def exposed(self) -> Intervals:
         return spans_of(self.account, TRANSFER, WAITING)
 
@@ -61,3 +71,26 @@ class Picture:
 
     def of_kind(self, kind: Kind) -> list[Work]:
         return [one for one in self.work if one.kind == kind]
+
+
+class Run(NamedTuple):
+    """Successive work of one stream that one annotation or module launched or, without any, of one name."""
+
+    start: float
+    end: float
+    name: str
+
+
+def runs(work: Iterable[Work], gap: float) -> Iterator[Run]:
+    """Yield the runs of work that is sorted by start, each without gaps longer than `gap`."""
+    latest: dict[str, tuple[Work, Run]] = {}
+    for one in work:
+        start, end, stream = one.event.start, one.event.end, one.event.stream
+        if stream in latest:
+            first, run = latest[stream]
+            if first[3:] == one[3:] and run.name == one.name and start - run.end <= gap:
+                latest[stream] = first, run._replace(end=max(run.end, end))
+                continue
+            yield run
+        latest[stream] = one, Run(start, end, one.name)
+    yield from (run for _, run in latest.values())
