@@ -57,7 +57,8 @@ class RecordedRoutes:
 
     def check(self, layer: int, samples: Sequence[int]) -> None:
         """Raise ValueError unless the layer has routes of all these samples."""
-        missing = next((number for number in samples if number not in self.rows.get(layer, {})), None)
+        rows = self.rows.get(layer, {})
+        missing = next((number for number in samples if number not in rows), None)
         if missing is not None:
             raise ValueError(f"{printable(self.source)} has no routes of sample {missing} in layer {layer}")
 

@@ -149,7 +149,7 @@ def _placement(load: Workload, text: str) -> Placement | None:
     if load.loads is None:
         raise ValueError("--placement needs the measured loads of the experts: use --loads")
     if name := {"moved": "moved", "copied": "moved, with 1 copy on each GPU"}.get(text):
-        return dict(routings(load))[name].experts
+        return next(way.experts for known, way in routings(load) if known == name)
     return read_placement(Path(text), load.loads, load.layout.ep)
 
 

@@ -18,7 +18,7 @@ from .build import (
     placement_of,
 )
 from .comms import add_comms, counterpart, receive_early
-from .filled import Memory, fill
+from .filled import FILL, Memory, fill
 from .grid import ScheduleError, grid
 from .placement import Placement
 from .schedule import Schedule, steps_from_csv
@@ -28,8 +28,8 @@ from .validate import validate, validate_transfers
 from .walk import DeadlockError, Span
 
 __all__ = [
-    "NAMES", "Action", "Backward", "Costs", "DeadlockError", "Flow", "Forward", "Held", "Memory", "Overlap", "Part",
-    "Placement", "Recv", "Schedule", "ScheduleError", "Send", "Span", "Step", "Timeline", "add_comms", "build",
+    "FILL", "NAMES", "Action", "Backward", "Costs", "DeadlockError", "Flow", "Forward", "Held", "Memory", "Overlap",
+    "Part", "Placement", "Recv", "Schedule", "ScheduleError", "Send", "Span", "Step", "Timeline", "add_comms", "build",
     "check_micro_batches", "check_numbers", "counterpart", "default_micro_batches", "default_schedule", "fill", "grid",
     "least_time", "members", "parse", "placement_of", "receive_early", "simulate", "steps_from_csv", "validate",
     "validate_transfers",

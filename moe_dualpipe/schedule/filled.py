@@ -26,6 +26,8 @@ from .schedule import Schedule
 from .simulate import Costs, simulate
 from .walk import DeadlockError, Result, needs, produces
 
+FILL = "+fill"
+"""Follows the name of a schedule whose weight gradients were moved."""
 LATENESS = 0.0, 0.5, 1.0
 """By which part of a W an action may start later because that W runs before it."""
 
@@ -87,7 +89,7 @@ def fill(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Sche
             f"{schedule.name} does not fit: it needs {[*needed]} on its ranks, and may use {[*memory.limit]}"
         )
     best = min(candidates, key=lambda candidate: simulate(candidate, costs).makespan)
-    return best if best is schedule else replace(best, name=f"{schedule.name.removesuffix('+fill')}+fill")
+    return best if best is schedule else replace(best, name=schedule.name.removesuffix(FILL) + FILL)
 
 
 def _with_first_pairs(schedule: Schedule) -> Schedule:

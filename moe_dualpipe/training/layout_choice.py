@@ -14,15 +14,12 @@ from pathlib import Path
 from ..messages import nearest, plural, printable, quoted, with_suggestions, without_suggestions
 from ..models.partition import check_layers_of_stages, check_stages
 from ..runtime.layout import Layout, check_ep, divisors, layouts
-from ..schedule import Schedule, build, check_numbers, default_schedule
+from ..schedule import FILL, Schedule, build, check_numbers, default_schedule
 from ..schedule.schedule_file import is_file_name, read_schedule
 from .config import TrainConfig
 
 DEFAULT_SIZE = 2
 """Sequences of a micro-batch, unless the schedule needs more micro-batches."""
-
-FILL = "+fill"
-"""Follows the name of a schedule whose weight gradients move to where ranks wait (schedule/filled.py)."""
 
 
 @dataclass(frozen=True, slots=True)

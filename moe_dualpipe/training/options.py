@@ -25,7 +25,7 @@ from ..data import stores
 from ..health.program import program_name
 from ..messages import printable, quoted, typed_text, unknown_name
 from ..models import PRESETS
-from ..schedule import NAMES
+from ..schedule import FILL, NAMES
 from ..schedule.schedule_file import is_file_name
 from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
 
@@ -117,7 +117,7 @@ class Key:
     def accepts(self, value: object) -> bool:
         """Whether a value is one of the choices, or a file or a filled schedule that may stand for one."""
         if self.name == "parallel.schedule":
-            return is_file_name(str(value)) or str(value).removesuffix("+fill") in self.choices
+            return is_file_name(str(value)) or str(value).removesuffix(FILL) in self.choices
         return value in self.choices
 
     @property

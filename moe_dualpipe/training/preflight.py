@@ -32,13 +32,13 @@ from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
 from ..runtime.layout import Layout
 from ..runtime.topology import Placed, machine_limit
-from ..schedule import Costs, Schedule, fill
+from ..schedule import FILL, Costs, Schedule, fill
 from . import metrics, restart, setup
 from .agreement import Agreed, agree
 from .checks import check_options
 from .config import TrainConfig
 from .extensions import Build
-from .layout_choice import FILL, Choice, choose, listed_layers
+from .layout_choice import Choice, choose, listed_layers
 from .options import OPTIONS_FILE, Request, changes
 
 LAYOUT_KEYS = frozenset(
@@ -161,13 +161,13 @@ def prepare(
     if folder and not restarted:
         setup.check_new(folder, options)
     config, choice = _choose(request, launch, agreed, device, instruments)
-    layers = _layers(config, choice, agreed, device, instruments)
     compiled = setup.choose_compiled(config.compute.compile, device.type)
     if config.compute.cuda_graphs:
         setup.check_cuda_graphs(config, device, kernels, launch.world_size)
     dtype = setup.choose_dtype(config.compute, device.type)
     chosen = {"compile": "on" if compiled else "off", "dtype": str(dtype).removeprefix("torch.")}
     config = replace(config, compute=replace(config.compute, **chosen))
+    layers = _layers(config, choice, agreed.free, dtype, device, instruments)
     for given_path in filter(None, (options.resume, options.weights)):
         stores.local_path(given_path, options.staging)  # copies of files of a URL come here
     resume = agreed.resume or (find_checkpoint(options.resume) if options.resume else None)
@@ -236,14 +236,13 @@ def _choose(
 
 
 def _layers(
-    config: TrainConfig, choice: Choice, agreed: Agreed, device: torch.device, instruments: Instruments
+    config: TrainConfig, choice: Choice, free: int | None, dtype: torch.dtype, device: torch.device,
+    instruments: Instruments,
 ) -> tuple[int, ...]:  # fmt: skip
     """The number of layers of each stage, if `parallel.layers` says so for this layout."""
     if config.parallel.layers != "auto":
         return () if choice.changed else listed_layers(config)
-    batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
-    dtype = setup.choose_dtype(config.compute, device.type)
-    return instruments.layers(replace(config, batch=batch), choice.schedule, choice.layout, dtype, device, agreed.free)
+    return instruments.layers(config, choice.schedule, choice.layout, dtype, device, free)
 
 
 def _filled(

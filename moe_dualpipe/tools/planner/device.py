@@ -173,6 +173,10 @@ def _efficiency(value: Any) -> Any:
     return _efficiency(strict_json.read_file(FOLDER / f"{value['like']}.json")["efficiency"]) | value
 
 
+def precision_of(dtype: torch.dtype) -> Precision:
+    return "fp32" if dtype.itemsize == 4 else "bf16"
+
+
 def known_device(device_name: str) -> str | None:
     """The name of the file in devices/ for a device that CUDA calls `device_name`; None if there is none.
 

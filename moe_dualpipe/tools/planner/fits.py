@@ -23,6 +23,7 @@ from ...runtime.layout import Layout
 from ...schedule import Schedule, build
 from ...training.layout_choice import listed_layers
 from .activations import MicroBatch
+from .device import precision_of
 from .peak import PeakMemory, peak_memory
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def step_memory(
         plain=plain,
     )  # fmt: skip
     return peak_memory(
-        config.model, schedule, batch, layout.dp, "fp32" if dtype.itemsize == 4 else "bf16", config.parallel.zero,
+        config.model, schedule, batch, layout.dp, precision_of(dtype), config.parallel.zero,
         stages=stages_of_run(config, schedule), gradient_copies=2 if cpu else 1,
         moments=1 if config.optim.name == "muon" else 2,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from ...models.costs import shape_of
 from ...runtime.layout import Layout
 from ...schedule import Costs, Schedule
 from ...training.config import TrainConfig
-from .device import known_device, load_device
+from .device import known_device, load_device, precision_of
 from .step import stage_costs
 from .uneven import best_layers
 from .workload import Workload
@@ -48,5 +48,5 @@ def _workload(
     return Workload(
         shape_of(config.model), load_device(name), layout, batch.seq_len,
         batch.batch_size // (layout.dp * schedule.num_micro_batches), batch.batch_size,
-        "fp32" if dtype.itemsize == 4 else "bf16", schedule.name, compute.recompute, zero=config.parallel.zero,
+        precision_of(dtype), schedule.name, compute.recompute, zero=config.parallel.zero,
     )  # fmt: skip
