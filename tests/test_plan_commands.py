@@ -55,7 +55,8 @@ def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys):
     options = parse_arguments(shlex.split(report["train_command"].partition("train.py ")[2]))
     best = report["ranked"][0]
     assert (options.parallel.pp, options.parallel.ep) == (best["pp"], best["ep"]) != (1, 1)
-    assert len(re.findall(r"\| +yes \|$", out, re.MULTILINE)) == marks[:3].count([])
+    wide = run(capsys, f"{OLMOE} --top 40")[1]
+    assert len(re.findall(r"\| +yes \|$", wide, re.MULTILINE)) == marks.count([]) and "| no: tp 2 |" in wide
 
 
 def test_small_numbers_have_digits(capsys):
