@@ -63,14 +63,14 @@ class Console:
             *([run.machines] if run.machines else []),
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]
-        if memory := run.instruments.memory_line(config, run.schedule, layout, run.dtype, run.device):
+        if memory := run.instruments.memory_line(config, run.choice, run.dtype, run.device):
             lines.append(memory)
         for index, stage in enumerate(run.stages):
             holders = run.schedule.placement.holders(index)
             where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
             lines.append(f"  stage {index} on pipeline {where}: {stage}")
         start = f"resumed from {printable(run.resume)}, " if run.resume else ""
-        micro_batches = plural(run.choice.micro_batches * layout.dp, "micro-batch", "es")
+        micro_batches = plural(run.schedule.num_micro_batches * layout.dp, "micro-batch", "es")
         tokens = config.batch.batch_size * config.batch.seq_len
         lines += [printable(line, 1000) for line in run.text.description.split("\n")]
         lines.append(

@@ -5,16 +5,16 @@ takes the nearest layout that fits: the sequences of a step, and so what is lear
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from ..messages import nearest, plural, printable, quoted, with_suggestions, without_suggestions
+from ..messages import plural, printable, quoted, with_suggestions, without_suggestions
 from ..models.partition import check_layers_of_stages, check_stages
 from ..runtime.layout import Layout, check_ep, divisors, layouts
-from ..schedule import FILL, Schedule, build, check_numbers, default_schedule
+from ..schedule import FILL, Schedule, build, default_schedule
 from ..schedule.schedule_file import is_file_name, read_schedule
 from .config import TrainConfig
 
@@ -28,15 +28,9 @@ class Choice:
 
     layout: Layout
     name: str
-    micro_batches: int
+    schedule: Schedule
     micro_batch_size: int
     changed: str = ""
-
-    @property
-    def schedule(self) -> Schedule:
-        if is_file_name(self.name):
-            return read_schedule(Path(self.name))[0]
-        return build(self.name.removesuffix(FILL), self.layout.pp, self.micro_batches, self.layout.chunks)
 
 
 def choose(
@@ -46,36 +40,24 @@ def choose(
 
     strict: raise ValueError if what `config` asks for does not fit. Otherwise, choose the nearest layout that fits, by
     the ratios in which pp and ep change. problem: why a choice cannot run, such as too little memory; "" if it can.
-    Errors name the nearest layout that fits, or number of processes; if memory is the reason, `problem` does.
+    Errors name the nearest layout that fits, if there is one; if memory is the reason, `problem` does.
     """
+    asked = None
     try:
         asked = _asked(config, processes)
-    except ValueError as error:
-        asked, why = None, without_suggestions(str(error))
-    else:
         why = problem(asked)
-        if not why:
-            return asked
-    if strict and asked:
+    except ValueError as error:
+        why = without_suggestions(str(error))
+    if asked and not why:
+        return asked
+    if asked and strict:
         raise ValueError(why)
     if not strict:  # a list of layers is for the stages of one layout
         config = replace(config, parallel=replace(config.parallel, layers=None))
-    found = _nearest_first(config, processes)
-    best = next((one for one in found if not problem(one)), None)
+    best = next((one for one in _nearest_first(config, processes) if not problem(one)), None)
     if best and not strict:
         return replace(best, changed=why)
-    if best:
-        raise ValueError(with_suggestions(why, [_typed(config, best, processes)]))
-    if not strict:
-        why = f"no layout fits {plural(processes, 'process', 'es')} ({problem(found[0]) if found else why})"
-    number = None if found else nearest(processes, processes, lambda number: _fits(config, number))
-    raise ValueError(with_suggestions(why, [plural(number, "process", "es")] if number else []))
-
-
-def _fits(config: TrainConfig, processes: int) -> bool:
-    with suppress(ValueError):
-        return bool(_asked(config, processes))
-    return False
+    raise ValueError(with_suggestions(why, [_typed(config, best, processes)] if best else []))
 
 
 def _asked(config: TrainConfig, processes: int) -> Choice:
@@ -87,9 +69,9 @@ def _asked(config: TrainConfig, processes: int) -> Choice:
     pp = parallel.pp or processes // parallel.ep
     layout = Layout(pp, processes // pp, parallel.ep)
     check_ep(layout.ep, config.model.num_experts, layout.dp, f" ({whole} / {plural(pp, 'pipeline rank')})")
-    for size in () if typed else range(DEFAULT_SIZE, 1, -1):
+    if not typed:
         with suppress(ValueError):
-            return _choice(config, layout, parallel.schedule, size)
+            return _choice(config, layout, parallel.schedule, DEFAULT_SIZE)
     return _choice(config, layout, parallel.schedule, typed or 1)
 
 
@@ -105,21 +87,24 @@ def _typed(config: TrainConfig, choice: Choice, processes: int) -> str:
     return " ".join(f"{option} {value}" for option, value, before in options if value != before)
 
 
-def _nearest_first(config: TrainConfig, processes: int) -> list[Choice]:
-    wanted, found = config.parallel, []
-    pp, ep, size = wanted.pp or processes // wanted.ep or 1, wanted.ep, config.batch.micro_batch_size or DEFAULT_SIZE
+def _nearest_first(config: TrainConfig, processes: int) -> Iterator[Choice]:
+    """What can run, by the ratios in which pp and ep change, and for a layout by schedule and micro-batch size."""
+    wanted, model = config.parallel, config.model
+    pp, size = wanted.pp or processes // wanted.ep or 1, config.batch.micro_batch_size or DEFAULT_SIZE
     names = dict.fromkeys((wanted.schedule, "auto", "dualpipev", "1f1b", "interleaved_1f1b"))
-    for layout in layouts(processes, config.model.num_layers, config.model.num_experts):
-        distance = abs(math.log(layout.pp / pp)) + abs(math.log(layout.ep / ep))
-        for (order, name), smaller in product(enumerate(names), divisors(size)):
-            with suppress(ValueError):
-                found.append((distance, order, layout.pp, -smaller, _choice(config, layout, name, smaller)))
-    return [one[-1] for one in sorted(found, key=lambda one: one[:-1])]
+
+    def distance(layout: Layout) -> float:
+        return abs(math.log(layout.pp / pp)) + abs(math.log(layout.ep / wanted.ep))
+
+    near = sorted(layouts(processes, model.num_layers, model.num_experts), key=distance)
+    for layout, name, smaller in product(near, names, reversed(divisors(size))):
+        with suppress(ValueError):
+            yield _choice(config, layout, name, smaller)
 
 
 def _choice(config: TrainConfig, layout: Layout, name: str, size: int) -> Choice:
     """Raises ValueError for a batch that the layout cannot divide, or that the schedule cannot run."""
-    total, pp, dp, chunks = config.batch.batch_size, layout.pp, layout.dp, config.parallel.num_chunks
+    total, pp, dp = config.batch.batch_size, layout.pp, layout.dp
     if name.removesuffix(FILL) == "auto":
         name = default_schedule(pp) + name.removeprefix("auto")
     if total % dp:
@@ -127,12 +112,24 @@ def _choice(config: TrainConfig, layout: Layout, name: str, size: int) -> Choice
     if (own := total // dp) % size:
         each = f" on each of {dp} data-parallel ranks" if dp > 1 else ""
         raise ValueError(f"--micro-batch-size {size} does not divide {plural(own, 'sequence')}{each}")
-    check_numbers_of = _check_file if is_file_name(name) else check_numbers
-    stages = check_numbers_of(name.removesuffix(FILL), pp, own // size, chunks)
-    check_stages(stages, config.model.num_layers)
+    schedule = _schedule(name, pp, own // size, config.parallel.num_chunks)
+    check_stages(schedule.num_stages, config.model.num_layers)
     if layers := listed_layers(config):
-        check_layers_of_stages(layers, stages, config.model.num_layers)
-    return Choice(replace(layout, chunks=chunks), name, own // size, size)
+        check_layers_of_stages(layers, schedule.num_stages, config.model.num_layers)
+    return Choice(replace(layout, chunks=config.parallel.num_chunks), name, schedule, size)
+
+
+def _schedule(name: str, pp: int, micro_batches: int, chunks: int | None) -> Schedule:
+    if not is_file_name(name):
+        return build(name.removesuffix(FILL), pp, micro_batches, chunks)
+    schedule, _ = read_schedule(Path(name))
+    if chunks is not None:
+        raise ValueError(f"--schedule {printable(name)} defines the stages of a rank: remove parallel.num_chunks")
+    if (schedule.num_ranks, schedule.num_micro_batches) != (pp, micro_batches):
+        ranks, own = plural(schedule.num_ranks, "pipeline rank"), schedule.num_micro_batches
+        found = f"is for {ranks} and {plural(own, 'micro-batch', 'es')}: got {pp} and {micro_batches}"
+        raise ValueError(f"--schedule {printable(name)} {found}")
+    return schedule
 
 
 def listed_layers(config: TrainConfig) -> tuple[int, ...]:
@@ -144,15 +141,3 @@ def listed_layers(config: TrainConfig) -> tuple[int, ...]:
         return tuple(map(int, text.split(",")))
     except ValueError:
         raise ValueError(f"parallel.layers must be auto or numbers such as 4,4,3,3: got {quoted(text, 60)}") from None
-
-
-def _check_file(name: str, pp: int, micro_batches: int, num_chunks: int | None) -> int:
-    """`check_numbers` for the schedule in a file."""
-    if num_chunks is not None:
-        raise ValueError(f"--schedule {printable(name)} defines the stages of a rank: remove parallel.num_chunks")
-    schedule, _ = read_schedule(Path(name))
-    if (schedule.num_ranks, schedule.num_micro_batches) != (pp, micro_batches):
-        ranks, own = plural(schedule.num_ranks, "pipeline rank"), schedule.num_micro_batches
-        found = f"is for {ranks} and {plural(own, 'micro-batch', 'es')}: got {pp} and {micro_batches}"
-        raise ValueError(f"--schedule {printable(name)} {found}")
-    return schedule.num_stages

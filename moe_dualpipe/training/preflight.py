@@ -1,6 +1,6 @@
 """What a run will do, checked before the process groups exist: layout, stages, text, and the checkpoint to resume.
 
-The ranks agree on where a restarted run continues, on the free memory, and on the lock of the folder (agreement.py).
+The ranks agree on where a restarted run continues, on the free memory, and on the lock of the folder (restart.py).
 Everything else follows from the options, so all ranks come to the same result: an invalid option ends the run with one
 line and exit code 2, and never hangs.
 """
@@ -34,12 +34,12 @@ from ..runtime.layout import Layout
 from ..runtime.topology import Placed, machine_limit
 from ..schedule import FILL, Costs, Schedule, fill
 from . import metrics, restart, setup
-from .agreement import Agreed, agree
 from .checks import check_options
 from .config import TrainConfig
 from .extensions import Build
 from .layout_choice import Choice, choose, listed_layers
 from .options import OPTIONS_FILE, Request, changes
+from .restart import Agreed, agree
 
 LAYOUT_KEYS = frozenset(
     ("parallel.pp", "parallel.ep", "parallel.schedule", "parallel.num_chunks", "batch.micro_batch_size")
@@ -119,10 +119,6 @@ class Run:
     def schedule(self) -> Schedule:
         return self.filled or self.choice.schedule
 
-    @property
-    def micro_batch_size(self) -> int:
-        return self.choice.micro_batch_size
-
     def placed(self, placed: Placed) -> "Run":
         """The run of the rank that this process has become."""
         layout, model, text = replace(self.layout, rank=placed.launch.rank), self.config.model, placed.description
@@ -160,11 +156,11 @@ def prepare(
     folder, restarted = agreed.folder, agreed.resume is not None
     if folder and not restarted:
         setup.check_new(folder, options)
-    config, choice = _choose(request, launch, agreed, device, instruments)
+    dtype = setup.choose_dtype(config.compute, device.type)
+    config, choice = _choose(request, launch, agreed, device, dtype, instruments)
     compiled = setup.choose_compiled(config.compute.compile, device.type)
     if config.compute.cuda_graphs:
         setup.check_cuda_graphs(config, device, kernels, launch.world_size)
-    dtype = setup.choose_dtype(config.compute, device.type)
     chosen = {"compile": "on" if compiled else "off", "dtype": str(dtype).removeprefix("torch.")}
     config = replace(config, compute=replace(config.compute, **chosen))
     layers = _layers(config, choice, agreed.free, dtype, device, instruments)
@@ -189,8 +185,7 @@ def prepare(
     if first_step >= config.steps and not restarted:
         raise ValueError(f"{resume} is already at step {first_step}: use a larger --steps")
     if given.batches:
-        text = _given_text(config, given, resume or weights, first_step)
-        config = _options_of_given(config, text)
+        config, text = _given_text(config, given, resume or weights, first_step)
     else:
         text = _load_text(config, resume or weights, request)
     if config.batch.document_mask and text.tokenizer.end_id < 0:
@@ -211,19 +206,15 @@ def prepare(
 
 
 def _choose(
-    request: Request, launch: Launch, agreed: Agreed, device: torch.device, instruments: Instruments
+    request: Request, launch: Launch, agreed: Agreed, device: torch.device, dtype: torch.dtype, instruments: Instruments
 ) -> tuple[TrainConfig, Choice]:
     """The layout, and the options with it. What was typed for a new run, or for --resume, must fit as it is."""
     config = request.config
-    dtype = setup.choose_dtype(config.compute, device.type)
 
     def problem(choice: Choice) -> str:
         if not config.health.check_memory or agreed.free is None:
             return ""
-        sequences = choice.layout.dp * choice.micro_batches * choice.micro_batch_size
-        batch = replace(config.batch, micro_batch_size=choice.micro_batch_size, batch_size=sequences)
-        chosen = replace(config, batch=batch), choice.schedule, choice.layout
-        return instruments.memory_problem(*chosen, dtype, device, agreed.free)
+        return instruments.memory_problem(config, choice, dtype, device, agreed.free)
 
     typed = bool(request.typed & LAYOUT_KEYS)
     strict = agreed.resume is None and (typed or not request.from_file)
@@ -292,21 +283,19 @@ def _check_given(given: Given, config: TrainConfig) -> None:
         raise ValueError(f"eval_every={config.metrics.eval_every} with `batches` needs `validation`")
 
 
-def _given_text(config: TrainConfig, given: Given, start: Path | None, first_step: int) -> GivenBatches:
+def _given_text(
+    config: TrainConfig, given: Given, start: Path | None, first_step: int
+) -> tuple[TrainConfig, GivenBatches]:
+    """The given batches, and the options that follow from them: validate all sequences, and sample only text."""
     assert given.batches is not None
-    vocab_size, batch = config.model.vocab_size, config.batch
+    vocab_size, shape = config.model.vocab_size, (config.batch.batch_size, config.batch.seq_len)
     tokenizer = start_tokenizer(start, vocab_size) if start else UnknownTokenizer(vocab_size)
-    shape = batch.batch_size, batch.seq_len
-    return GivenBatches(given.batches, shape, vocab_size, tokenizer, given.validation, first_step)
-
-
-def _options_of_given(config: TrainConfig, text: GivenBatches) -> TrainConfig:
-    """The options with those that follow from given batches: validate all sequences, and sample only text."""
+    text = GivenBatches(given.batches, shape, vocab_size, tokenizer, given.validation, first_step)
     if text.validation is not None:
         config = replace(config, metrics=replace(config.metrics, eval_sequences=len(text.validation[0])))
-    if isinstance(text.tokenizer, UnknownTokenizer):
+    if isinstance(tokenizer, UnknownTokenizer):
         config = replace(config, sample=replace(config.sample, sample_tokens=0))
-    return config
+    return config, text
 
 
 def _load_text(config: TrainConfig, start: Path | None, request: Request) -> TextData:

@@ -1,20 +1,103 @@
-"""After `torchrun --max-restarts`, a run finds the folder of its own earlier attempt and resumes there.
+"""Where a launch writes its run, and where it goes on after a restart: what the ranks agree on before they join.
 
-Before the ranks connect, every launcher leaves a file named after itself in the run's folder. The ranks then agree on
-the checkpoint to go on from (agreement.py): the newest one, because a folder has the checkpoints of one run.
+torchrun starts the ranks anew after one failed, or after a machine was lost or added (`--nnodes 2:4`). Every launcher
+leaves a file named after itself in the run's folder, so a restarted run finds the folder of its own earlier attempt,
+and resumes from its newest checkpoint. A machine that was added knows nothing of earlier attempts, and may see the
+files of others late. So all tell the rendezvous store what they know, and the first rank tells all what holds.
 """
 
+import json
 import os
 import shutil
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from ..checkpoint import find_checkpoint
+from ..checkpoint.atomic_folder import GRACE, LOCK_FILE, LOST, only_writer
+from ..checkpoint.manifest import RUN_FILE
 from ..data import stores
 from ..data.synced_files import replace_file
+from ..health.watch import joining
+from ..messages import describe
+from ..runtime.groups import rendezvous
 from ..runtime.launch import Launch
+from ..runtime.memory import free_gpu_memory, free_main_memory
+from ..runtime.shared_errors import gather_objects
 from .metrics import FILE as METRICS_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """folder: of the run. resume: the checkpoint to go on from after a restart. free: bytes that each rank can use.
+
+    resume is None for a new run, and free if it is unknown. store: the rendezvous store.
+    """
+
+    folder: Path | None
+    resume: Path | None = None
+    free: int | None = None
+    store: dist.Store | None = None
+
+
+def agree(
+    folder: Path | None, device: torch.device, launch: Launch, timeout: float, stack: ExitStack | None = None
+) -> Agreed:
+    """Collective over the processes of `launch`. folder: where this process would write the run.
+
+    stack: holds the lock of the run's folder, on the first rank, until it is closed; None: no lock. Raises ValueError,
+    on all ranks, if another process has the lock, and if the checkpoint that others go on from cannot be read here.
+    """
+    newest = newest_checkpoint(folder) if folder else None
+    own = {"folder": str(folder or ""), "resume": newest.name if newest else "", "free": _free(device, launch)}
+    store = None
+    if dist.is_initialized() or launch.world_size == 1:
+        told = gather_objects(own)
+        decided = gather_objects(_decide(told, stack) if launch.rank == 0 else {})[0]
+    else:
+        with joining(launch.rank, timeout):
+            store = rendezvous(launch, timeout)
+            store.set(f"agree/{launch.rank}", json.dumps(own))
+            if launch.rank == 0:
+                told = [json.loads(store.get(f"agree/{rank}")) for rank in range(launch.world_size)]
+                store.set("agreed", json.dumps(_decide(told, stack)))
+            decided = json.loads(store.get("agreed"))
+    if decided["problem"]:
+        raise ValueError(decided["problem"])
+    if not decided["resume"]:
+        return Agreed(folder, None, decided["free"], store)
+    where = Path(decided["folder"])
+    resume = where / "checkpoints" / decided["resume"]
+    if stores.url_of(where) is None and not (resume / RUN_FILE).is_file():
+        raise ValueError(f"{resume} cannot be read here: --out must be a folder or URL that all machines share")
+    return Agreed(where, find_checkpoint(str(resume)), decided["free"], store)
+
+
+def _decide(told: list[dict], stack: ExitStack | None) -> dict:
+    """What holds for all ranks. problem: why the folder cannot be locked; "" if it is."""
+    known = [one["free"] for one in told if one["free"] is not None]
+    goes_on = next((one for one in told if one["resume"]), told[0])
+    decided = {**goes_on, "free": min(known, default=None), "problem": ""}
+    if stack is not None and decided["folder"]:
+        folder = Path(decided["folder"])
+        wait = LOST if decided["resume"] else GRACE  # the first rank may have been on a machine that was lost
+        try:
+            stack.enter_context(only_writer(folder, folder / LOCK_FILE, wait))
+        except (ValueError, OSError) as error:
+            decided["problem"] = describe(error)
+    return decided
+
+
+def _free(device: torch.device, launch: Launch) -> int | None:
+    """Bytes that this rank can use: of its GPU, or its share of the main memory."""
+    if device.type == "cuda":
+        return free_gpu_memory(device)
+    main = free_main_memory()
+    return None if main is None else main // launch.local_world_size
 
 
 def mark_folder(folder: Path, local_rank: int) -> None:
@@ -52,16 +135,10 @@ def prepare_staged(folder: Path, launch: Launch, resumed: bool) -> None:
     that are on the store. The first process of a machine does this for the others. Raises StorageError.
     """
     url = stores.url_of(folder)
-    if url is None or launch.local_rank:
+    if url is None or launch.local_rank or is_own_folder(folder):
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    if is_own_folder(folder):
-        return
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     if resumed and stores.info(url / METRICS_FILE):
         replace_file(folder / METRICS_FILE, stores.read(url / METRICS_FILE))
 

@@ -4,7 +4,7 @@ B sequences, S positions, L layers, E experts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,18 +40,6 @@ from .preflight import Run
 from .setup import trusted_kernels
 
 
-@dataclass(frozen=True, slots=True)
-class StepSums:
-    """What one all-reduce tells all ranks about a step. loss: mean over all labeled tokens. stop: ranks asked to stop.
-
-    remote_bytes: sent between machines by dispatch and combine.
-    """
-
-    loss: float = 0.0
-    stop: int = 0
-    remote_bytes: int = 0
-
-
 class Trainer:
     """One rank of a run. All methods are collective, except `state` and `request_stop`.
 
@@ -67,7 +55,7 @@ class Trainer:
         self.run, self.config, self.text, self.schedule = run, run.config, run.text, run.schedule
         self.layout, self.device, self.dtype = run.layout, run.device, run.dtype
         self.progress, self.stop, self.stopping = progress or Progress(), stop or Stop(), False
-        self.lr_factor, self.wait_for_weights, self.sums = 1.0, True, StepSums()
+        self.lr_factor, self.wait_for_weights, self.remote_bytes = 1.0, True, 0
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         kernels = build_on_all_ranks(lambda: trusted_kernels(run.config, run.kernels, run.device, run.dtype))
@@ -104,7 +92,7 @@ class Trainer:
             compiled=run.compiled,
         )  # fmt: skip
         return Pipeline(
-            config.model, self.schedule, (run.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
+            config.model, self.schedule, (run.choice.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
             ep=self.layout.ep, ep_backend=parallel.ep_backend, options=options, overlap=parallel.overlap,
             max_deferred=parallel.max_deferred, timeout=config.health.timeout, on_action=self.progress.note,
             cuda_graphs=compute.cuda_graphs, sum_by_choice=parallel.expert_sums == "choice",
@@ -147,9 +135,8 @@ class Trainer:
         # The host waits for the device before the update, not after it: the next step starts without a wait.
         with self.progress.during("expert loads"):
             load_LE = self.balance.loads(self.device)
-        self.sums = self._sum_over_ranks(losses)
-        self.stopping = self.sums.stop > 0
-        update = Update(step, self.sums.loss, norm.item(), load_LE)
+        loss, self.stopping, self.remote_bytes = self._sum_over_ranks(losses)
+        update = Update(step, loss, norm.item(), load_LE)
         for extension in self.extensions:
             extension.before_update(update)
         clip, lr = self.config.optim.clip, self.lr_factor * learning_rate(self.config.optim, step, self.config.steps)
@@ -252,7 +239,9 @@ class Trainer:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
-    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> StepSums:
+    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> tuple[float, bool, int]:
+        """In one all-reduce: the mean loss of the step, whether a rank was asked to stop, and the bytes that dispatch
+        and combine sent between machines."""
         experts = self.pipeline.expert_parallel
         experts.check()
         loss = torch.stack([*losses]).double().sum().item() if losses else 0.0
@@ -261,8 +250,8 @@ class Trainer:
         with self.progress.during("mean loss"):
             if dist.is_initialized():
                 dist.all_reduce(total)
-        loss, count, *others = total.tolist()
-        return StepSums(loss / count, *map(int, others))
+        loss, count, stop, remote_bytes = total.tolist()
+        return loss / count, stop > 0, int(remote_bytes)
 
     def _mtp_loss(self) -> float:
         """The mean loss of multi-token prediction (MTP) in this step. The training loss does not include it."""

@@ -8,7 +8,7 @@ import pytest
 
 from moe_dualpipe.checkpoint import atomic_folder
 from moe_dualpipe.checkpoint.atomic_folder import LOCK_FILE, FolderInUseError, only_writer, write_folder
-from moe_dualpipe.training import agreement, train
+from moe_dualpipe.training import restart, train
 from tests.support import ranks
 from tests.support.runs import change, settings
 
@@ -43,7 +43,7 @@ def test_a_killed_process_frees_the_folder_although_its_child_goes_on(tmp_path):
 
 
 def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(agreement, "GRACE", 0.0)
+    monkeypatch.setattr(restart, "GRACE", 0.0)
     config, said = settings(tmp_path / "run", steps=1), []
 
     def start_another(*_):
@@ -67,7 +67,7 @@ def test_a_resumed_run_goes_on_from_what_the_run_before_it_saved_last(tmp_path, 
         not_yet.rename(last)
         return only_writer(*arguments)
 
-    monkeypatch.setattr(agreement, "only_writer", once_the_other_has_ended)
+    monkeypatch.setattr(restart, "only_writer", once_the_other_has_ended)
     assert train(change(config, out=None, resume=str(run), steps=3), verbose=False).run.first_step == 2
 
 

@@ -10,8 +10,8 @@ import torch
 
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import restart, setup
-from moe_dualpipe.training.agreement import agree
 from moe_dualpipe.training.options import parse_arguments
+from moe_dualpipe.training.restart import agree
 from tests.support.checkpoints import save_steps, write_manifest
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, change, losses, make_run, options, records, settings, torchrun, train

@@ -21,12 +21,12 @@ from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import preflight
-from moe_dualpipe.training.agreement import Agreed
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import Request, all_keys, parse, value_of
 from moe_dualpipe.training.preflight import Run, prepare
+from moe_dualpipe.training.restart import Agreed
 from moe_dualpipe.training.step import Trainer
 from tests.support import ranks
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from fractions import Fraction
 
 import pytest
@@ -24,7 +23,7 @@ def asking(layers=8, experts=12, **changes) -> TrainConfig:
 
 
 def in_short(choice: Choice):
-    return choice.name, choice.layout.pp, choice.layout.dp, choice.layout.ep, choice.micro_batches
+    return choice.name, choice.layout.pp, choice.layout.dp, choice.layout.ep, choice.schedule.num_micro_batches
 
 
 # ---- The nearest layout ----
@@ -74,15 +73,12 @@ def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
     try:
         found = choose(config, processes, strict=False)
     except ValueError as error:
-        assert not valid and "no layout fits" in str(error)
-        number = re.search(r"use (\d+) process", str(error))
-        assert number is None or choose(config, int(number[1]), strict=False).layout.pp
+        assert not valid and "use" not in str(error)
         return
     layout = found.layout
     assert layout.pp * layout.dp == processes
-    assert layout.dp * found.micro_batches * found.micro_batch_size == batch.batch_size
+    assert layout.dp * found.schedule.num_micro_batches * found.micro_batch_size == batch.batch_size
     assert runs(config, found.name, layout.pp, layout.ep, processes, found.micro_batch_size)
-    assert found.schedule.num_micro_batches == found.micro_batches
     assert distance(layout.pp, layout.ep) == min(distance(p, e) for p, e in valid)
     if found.changed:
         with pytest.raises(ValueError) as error:
@@ -112,7 +108,7 @@ def test_examples(processes, choice, why):
 def test_a_micro_batch_has_2_sequences_or_1_if_the_schedule_needs_more_micro_batches():
     for batch_size, size in ((16, 2), (8, 2), (4, 1), (6, 1), (24, 2)):
         found = choose(asking(pp=2, ep=1, batch_size=batch_size, micro_batch_size=None), 2)
-        assert (found.micro_batch_size, found.micro_batches) == (size, batch_size // size)
+        assert (found.micro_batch_size, found.schedule.num_micro_batches) == (size, batch_size // size)
     with pytest.raises(ValueError, match=r"got 2 for 2 ranks \(interleaved_overlap needs 2\); use --schedule 1f1b$"):
         choose(asking(pp=2, ep=1, batch_size=2, micro_batch_size=None), 2)
 
@@ -131,13 +127,9 @@ def test_memory_decides_between_layouts_and_refuses_the_one_that_was_typed():
     with pytest.raises(ValueError, match=r"^pp 2 needs more$"):
         choose(asking(), 4, True, too_large)
     found = choose(asking(), 4, False, too_large)
-    assert (found.layout.pp, found.layout.dp, found.micro_batches, found.changed) == (4, 1, 48, "pp 2 needs more")
-    with pytest.raises(
-        ValueError, match=r"^no layout fits 2 processes \(pp \d needs more|^no layout .* --ep 2 does not"
-    ):
+    assert (found.layout.pp, found.layout.dp, found.changed) == (4, 1, "pp 2 needs more")
+    with pytest.raises(ValueError, match=r"^--ep 2 does not divide 1 data-parallel rank "):
         choose(asking(), 2, False, too_large)
-    with pytest.raises(ValueError, match=r"^no layout fits 5 processes \(--pp 2 does not .*\): use 4 processes$"):
-        choose(asking(layers=4), 5, strict=False)
 
 
 def test_a_run_keeps_what_was_asked_for_in_another_layout(tmp_path):
@@ -149,7 +141,7 @@ def test_a_run_keeps_what_was_asked_for_in_another_layout(tmp_path):
     for run, size in ((kept, 2), (other, 1)):
         assert (run.layout.pp, run.layout.ep, run.layout.dp) == (size, size, size)
         assert (run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.move_experts_every) == (2, 2, 5)
-    assert (kept.config.parallel.schedule, kept.config.batch.micro_batch_size) == ("dualpipe", kept.micro_batch_size)
+    assert (kept.config.parallel.schedule, kept.config.batch.micro_batch_size) == ("dualpipe", 2)
     assert other.choice.changed.startswith("--pp 2 does not divide") and not kept.choice.changed
     assert make_run([*arguments, "--pp", "2"], 0, 3).choice.changed  # typed again, as in the file
     with pytest.raises(ValueError, match="--pp 4 does not divide 3 processes"):

@@ -34,7 +34,7 @@ def predicted_memory(run):
     """What the planner predicts for each pipeline rank."""
     config, element = run.config, run.dtype.itemsize
     batch = MicroBatch(
-        run.micro_batch_size, config.batch.seq_len, element, run.layout.ep, config.compute.recompute,
+        run.choice.micro_batch_size, config.batch.seq_len, element, run.layout.ep, config.compute.recompute,
         config.compute.fused_loss, plain=run.kernels == "reference",
     )  # fmt: skip
     return peak_memory(

@@ -13,9 +13,9 @@ from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import build_model
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import preflight, train
-from moe_dualpipe.training.agreement import Agreed
 from moe_dualpipe.training.options import Request
 from moe_dualpipe.training.preflight import Given, prepare
+from moe_dualpipe.training.restart import Agreed
 from moe_dualpipe.training.step import Trainer
 from tests.support import special_experts
 from tests.support.ranks import run_ranks

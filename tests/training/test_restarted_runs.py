@@ -12,11 +12,11 @@ from moe_dualpipe.checkpoint import list_checkpoints
 from moe_dualpipe.runtime.groups import leave_store
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.versions import other_versions
-from moe_dualpipe.training import agreement, restart
-from moe_dualpipe.training.agreement import agree
+from moe_dualpipe.training import restart
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import parse
 from moe_dualpipe.training.preflight import prepare
+from moe_dualpipe.training.restart import agree
 from moe_dualpipe.training.run import _open_folder
 from moe_dualpipe.training.step import Trainer
 from tests.support.checkpoints import write_manifest
@@ -109,7 +109,7 @@ def agreed_rank(rank, folder, machines, own):
     with pytest.MonkeyPatch.context() as monkeypatch:
         launch = pretend(rank, machines, monkeypatch)
         free, newest = own[rank]
-        monkeypatch.setattr(agreement, "_free", lambda *_: free)
+        monkeypatch.setattr(restart, "_free", lambda *_: free)
         monkeypatch.setattr(restart, "newest_checkpoint", lambda _: newest)
         try:
             agreed = agree(folder, torch.device("cpu"), launch, 60)

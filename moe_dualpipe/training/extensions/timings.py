@@ -36,5 +36,5 @@ class Timings(Extension):
         if self.utilization:
             update.record["mfu"] = round(self.utilization * tokens / seconds, 4)
         update.record |= {"peak_memory_mb": round(peak_memory_mb(trainer.device), 1), **self._background}
-        if trainer.sums.remote_bytes:
-            update.record["mb_between_machines"] = round(trainer.sums.remote_bytes / 1e6, 3)
+        if trainer.remote_bytes:
+            update.record["mb_between_machines"] = round(trainer.remote_bytes / 1e6, 3)

@@ -12,6 +12,7 @@ from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import build, default_schedule
 from moe_dualpipe.tools.planner.fits import MARGIN, memory_line, memory_problem, step_memory
 from moe_dualpipe.training.config import CheckpointConfig, OptimizerConfig, TrainConfig
+from moe_dualpipe.training.layout_choice import Choice
 
 MODEL = ModelConfig(num_layers=8, num_experts=8, experts_per_token=3, dense_size=192)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -32,12 +33,10 @@ def config_of(batch=Batch(), compute=(), **changes) -> Any:
     )
 
 
-def schedule_of(config, layout, size=3):
-    return build(default_schedule(layout.pp), layout.pp, config.batch.batch_size // (layout.dp * size))
-
-
 def run_of(config, layout=Layout(), size=3, dtype=torch.float32, device=CPU) -> Any:  # noqa: B008
-    return config, schedule_of(config, layout, size), layout, dtype, device
+    name = default_schedule(layout.pp)
+    schedule = build(name, layout.pp, config.batch.batch_size // (layout.dp * size))
+    return config, Choice(layout, name, schedule, size), dtype, device
 
 
 def fullest(*run):
