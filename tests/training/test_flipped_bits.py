@@ -61,17 +61,3 @@ def test_a_flip_on_owner_or_other_rank_of_dense_expert_and_bias_stops_the_next_s
         for name in names
         for rank in (0, 1)
     }
-
-
-def report_of_three(rank, config):
-    trainer = make_trainer(rank, config)
-    if rank == 1:
-        flip_lowest_bit(replicated(trainer)[DENSE])
-    with pytest.raises(RuntimeError) as error:
-        trainer.step(0)
-    return str(error.value)
-
-
-def test_of_three_replicas_the_one_with_the_flip_is_named(tmp_path):
-    message = f"rank 1 deviates from ranks 0, 2 in {DENSE}: replicas must stay bit-equal"
-    assert run_ranks(3, report_of_three, settings(tmp_path, **SMALL, pp=1, batch_size=6)) == [message] * 3

@@ -13,9 +13,8 @@ from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.support.frozen import Freezer
-from tests.support.own_layers import ExpertList
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, SHALLOW, change, make_trainer, settings
+from tests.support.runs import SHALLOW, change, make_trainer, settings
 
 EXPERTS_AND_EMBEDDING = ("*.experts.*", "embedding.weight")
 SMALL = {"seq_len": 16, "eval_sequences": 1, "steps": 4, "optim": OptimizerConfig(lr=0.05, warmup_steps=0)}
@@ -62,19 +61,6 @@ def test_frozen_parameters_keep_all_bits_and_the_others_train_as_if_the_layer_ha
     tmp_path, ranks, changes
 ):  # fmt: skip
     run_ranks(ranks, frozen_by_option_and_by_layer, settings(tmp_path, **{**SMALL, **changes}))
-
-
-def freeze_single_experts(rank, config):
-    trainer = make_trainer(rank, config)
-    return {name for name, p in parameters_of(trainer).items() if not p.requires_grad}
-
-
-def test_single_experts_of_a_list_can_be_frozen(tmp_path):
-    model = dataclasses.replace(MODEL, experts=ExpertList)
-    config = settings(tmp_path, **SMALL, pp=1, ep=2, model=model, freeze=("layers.3.mlp.experts.each.[02].*",))
-    first, second = run_ranks(2, freeze_single_experts, config)
-    names = {"layers.3.mlp.experts.each.0.gate_up.weight", "layers.3.mlp.experts.each.0.down.weight"}
-    assert first == second == names  # each rank has two experts: 0 and 1, 2 and 3
 
 
 @pytest.mark.parametrize("frozen", [True, False])

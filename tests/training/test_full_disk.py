@@ -3,13 +3,11 @@
 import contextlib
 import errno
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-import moe_dualpipe
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.training import restart
 from moe_dualpipe.training.metrics import Metrics, read_records
@@ -74,28 +72,13 @@ def test_a_resumed_run_removes_repeated_records_as_soon_as_it_can(tmp_path, monk
     assert capfd.readouterr().err.count("No space left on device") == 1
 
 
-def test_a_removed_folder_is_made_again_and_lost_records_are_counted(tmp_path, capfd):
-    writer = Metrics(tmp_path / "run")
-    writer.write(step=1)
-    shutil.rmtree(tmp_path / "run")
-    writer.write(step=2)
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 2}\n'
-    shutil.rmtree(tmp_path / "run")
-    (tmp_path / "run").write_text("not a folder")
-    for step in (3, 4):
-        writer.write(step=step)
-    writer.close()
-    assert capfd.readouterr().err.endswith(
-        f"train.py: warning: {tmp_path}/run/metrics.jsonl lacks the last 2 records\n"
-    )
-
-
 def train_with_output_to(output, arguments):
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY), stream)
     main(arguments)
 
 
+@pytest.mark.long
 @needs_dev_full
 def test_a_run_with_its_output_on_a_full_disk_trains_and_saves(tmp_path):
     arguments = [
@@ -115,13 +98,6 @@ def test_a_disk_too_small_for_a_checkpoint_still_gets_the_metrics(small_disk):
     saved = read_records(small_disk)
     assert list(losses(saved)) == [1, 2, 3]
     assert [record["step"] for record in saved if "No space left" in record.get("save_error", "")] == [2, 3]
-
-
-def test_options_that_cannot_be_written_are_said(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("moe_dualpipe.training.run.replace_file", full_disk)
-    moe_dualpipe.train(settings(tmp_path, steps=1), verbose=False)
-    assert f"{tmp_path}/run.toml cannot be written: No space left on device; to resume, " in capfd.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "metrics.jsonl"}
 
 
 def test_a_launcher_file_is_written_or_refused_before_the_run(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Weights and batches that a program passes to `train`: the same bits as from a checkpoint and from text."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
@@ -104,7 +103,7 @@ def start_from(rank, config, weights):
     (ExpertList, 1, {}),
     (ExpertList, 4, {"pp": 2, "ep": 2, "batch_size": 8, "dtype": "bfloat16"}),
 ], ids=["one", "two", "ep", "frozen", "list", "four"])  # fmt: skip
-@pytest.mark.quick("frozen", "four")
+@pytest.mark.quick("frozen")
 def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ranks, changes):
     """The names are those of checkpoints, or of the state dict of a whole model."""
     model = dataclasses.replace(SHALLOW, experts=experts, router_bias=True)
@@ -124,38 +123,16 @@ def start_from_both(rank, config, by_checkpoint, by_state_dict):
 # ---- Errors ----
 
 
-def error_of(rank, config, given):
-    """The error of a run in which each rank is given `given[rank]`, before its first step."""
-    with pytest.raises(ValueError) as error:
-        Trainer(given_run(rank, config, **given[rank]))
-    return str(error.value)
-
-
-def without(weights, *names):
-    return {name: tensor for name, tensor in weights.items() if name not in names}
-
-
-def tokens(*shape, value=0):
-    return torch.full(shape, value, dtype=torch.int64)
-
-
-GOOD = (tokens(4, 32), tokens(4, 32))
-
-
 def unequal_batches(rank, config):
+    """The error of a run whose ranks are given different batches, before its first step."""
+
     def batches(_step):
-        return tokens(4, 32, value=rank), GOOD[1]
+        tokens_BS = torch.full((4, 32), rank)
+        return tokens_BS, torch.zeros_like(tokens_BS)
 
-    return error_of(rank, config, [{"batches": batches}] * 2)
-
-
-def failing_batches(rank, config):
-    def batches(_step):
-        if rank == 1:
-            raise KeyError("no file")
-        return GOOD
-
-    return error_of(rank, config, [{"batches": batches}] * 2)
+    with pytest.raises(ValueError) as error:
+        Trainer(given_run(rank, config, batches=batches))
+    return str(error.value)
 
 
 def test_batches_that_are_not_the_same_on_all_ranks(tmp_path):
@@ -165,6 +142,3 @@ def test_batches_that_are_not_the_same_on_all_ranks(tmp_path):
         "`batches` are not the same on all ranks: those of 1 rank (1) differ from those of rank 0; pass the sequences "
         "of the whole step on every rank"
     )  # fmt: skip
-    first, second = run_ranks(2, failing_batches, config)
-    assert first == second
-    assert re.search(r"test_given\.py:\d+ in batches: KeyError: 'no file'", first)

@@ -1,7 +1,6 @@
 """Runs whose loss or gradients are not finite: they end with an error that names the place, and save nothing of it."""
 
 import contextlib
-import dataclasses
 import io
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from moe_dualpipe.checkpoint import list_checkpoints
-from moe_dualpipe.expert_parallel import Combined, Completed
 from moe_dualpipe.training.loop import train_loop
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, make_trainer
@@ -75,11 +73,6 @@ def nan(x, _):
 # ---- How a run is spoiled ----
 
 
-def corrupt_combine(trainer, layer):
-    for block in blocks(trainer, layer):
-        block.mlp.expert_parallel.combine = lambda y_ND, *_: Completed(Combined(y_ND * INF, None))
-
-
 @torch.no_grad()
 def spoil_weight(trainer, part, ranks):
     for stage in trainer.stages.values() if trainer.layout.rank in ranks else ():
@@ -134,16 +127,6 @@ def weight_gradient(trainer, name, value):
             parameter.register_hook(lambda grad: torch.full_like(grad, value))
 
 
-def infinite_loss(trainer):
-    last = trainer.stages[1]
-    original = last.loss
-    last.loss = lambda *arguments: original(*arguments) * INF
-
-
-def mtp_nan(trainer):
-    trainer.stages[1].mtp.get_submodule("0").block.mlp.run_shared = lambda _, x: x * NAN
-
-
 def nan_in_steps(trainer, *steps):
     pipeline_step = trainer.pipeline.step
     pending = set(steps)
@@ -169,14 +152,11 @@ PLACES = [
      f"{VALIDATION}{OUTPUT}layer 3, segment attn (stage 1, rank 1)"),
     (2, {"pp": 1, "ep": 2}, (change_output, 1, "run_experts", nan, [1]),
      f"{VALIDATION}{OUTPUT}layer 1, segment mlp (stage 0, rank 1)"),
-    (1, {"schedule": "1f1b"}, (corrupt_combine, 2), f"{VALIDATION}{OUTPUT}layer 1, segment combine (stage 0, rank 0)"),
     (1, {}, (buffers,), f"{VALIDATION}buffer layers.2.mlp.scale is not finite (stage 1, rank 0)"),
     (2, {}, (change_output, 2, "run_experts", nan_from_step_3, [1]),
      f"{TWO}{OUTPUT}layer 2, segment mlp (stage 1, rank 1); {STOPS}", "step-000002"),
     (2, {"recompute": "full"}, (change_output, 1, "run_experts", nan_gradient),
      f"{TWO}{GRADIENT}layer 1, segment mlp (stage 0, rank 0); {STOPS}"),
-    (2, {"schedule": "zb1p", "overlap": False}, (change_output, 3, "attend_and_route", nan_gradient),
-     f"{TWO}{GRADIENT}layer 3, segment attn (stage 1, rank 1); {STOPS}"),
     (2, {}, (weight_gradient, NORM, NAN),
      f"{TWO}the first non-finite gradient is that of parameter {NORM} (stage 0, rank 0); {STOPS}"),
     (2, {"pp": 1}, (weight_gradient, NORM, 1.5e38),
@@ -186,17 +166,10 @@ PLACES = [
      f"this step is not saved: {ADVICE}", "step-000002"),
     (2, {"steps": 2, "max_skipped": 9}, (nan_in_steps, 1, 2),
      f"{ALL}when the same batch was run again, all outputs and gradients were finite; {STOPS}"),
-    (1, {}, (infinite_loss,),
-     "the validation loss before step 1 is inf: all outputs are finite, but not the loss (stage 1, rank 0)"),
-    (1, {"model": dataclasses.replace(MODEL, mtp_layers=1)}, (mtp_nan,),
-     f"{TWO}{OUTPUT}layer 4, segment mlp (stage 1, rank 0); {STOPS}"),
-    (4, {"pp": 2, "ep": 2, "batch_size": 8}, (change_output, 2, "run_experts", nan, [1]),
-     f"{VALIDATION}{OUTPUT}layer 2, segment mlp (stage 1, rank 1)"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.quick("1", "2")
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_error_names_the_first_value_that_is_not_finite(tmp_path, ranks):
     common = {"steps": 9, "seq_len": 16, "eval_sequences": 1, "max_skipped": 2, "save_every": 1, "keep": 1}
     cases = [

@@ -123,20 +123,6 @@ def test_muon_equals_torch_muon_per_matrix_and_torch_adamw_for_the_rest():
     assert moments == {"model", "momentum"}
 
 
-@pytest.mark.parametrize("attention", ["gqa", "mla"])
-def test_stacked_rows_of_modules_add_up(attention):
-    model = build_model(dataclasses.replace(MODEL, attention=attention, q_rank=24, kv_rank=12, rope_dim=6))
-    stacked = stacked_matrices([model])
-    parameters = dict(model.named_parameters())
-    for name, rows in stacked.items():
-        assert sum(rows) == parameters[name].shape[-2], name
-    assert set(stacked) == {
-        name for name in parameters if "gate_up" in name or "qkv" in name or "attention.down" in name
-    }
-    if attention == "mla":
-        assert stacked["layers.2.attention.down.weight"] == (24, 12, 6)
-
-
 def test_stacked_rows_that_do_not_add_up_are_rejected():
     parameters = {"mix": nn.Parameter(torch.randn(5, 2))}
     with pytest.raises(ValueError, match=r"mix has 5 rows: `stacked` cannot divide them into \[2, 2\]"):

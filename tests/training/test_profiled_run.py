@@ -16,7 +16,7 @@ from tests.support.runs import MODEL, losses, settings, train_each
 @pytest.mark.parametrize("ranks,changes", [
     (2, {"schedule": "1f1b"}), (2, {"pp": 1, "ep": 2, "batch_size": 8, "ep_backend": "all_to_all"}),
 ], ids=["pipeline", "experts"])  # fmt: skip
-@pytest.mark.quick("experts")
+@pytest.mark.long
 def test_a_profile_reports_every_rank_and_does_not_change_the_run(tmp_path, ranks, changes):
     model = dataclasses.replace(MODEL, num_layers=2)
     small = {"steps": 4, "seq_len": 16, "eval_sequences": 1, "model": model, **changes}

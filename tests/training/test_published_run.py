@@ -87,12 +87,3 @@ def test_the_start_chooses_the_model_unless_an_option_does(published, tmp_path):
         assert config.model == MODEL
         assert config.name == "run"
     assert parse_arguments(["--resume", str(tmp_path / "missing")]).model == tiny
-
-
-def test_a_changed_model_is_exported_as_an_architecture_that_fits(published, tmp_path):
-    config = started(published, tmp_path / "run", steps=1, weights_partial=True, export=str(tmp_path / "out"))
-    train(
-        dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm="none", dense_layers=())),
-        verbose=False,
-    )
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mixtral"

@@ -98,36 +98,11 @@ def text_of(folder):
     return "--data", f"{folder}/*.md"
 
 
-def test_what_is_given_beside_resume_is_printed_with_what_it_changes(tmp_path):
-    run(*start(text_of(tmp_path / "text")), "--out", tmp_path / "run")
-    (tmp_path / "more.md").write_text("other text " * 400)
-    given = ("--data", tmp_path / "more.md", "--lr", 0.5, "--steps", 5, "--keep", 1, "--seed", 3, "--batch-size", 8)
-    printed = run("--resume", tmp_path / "run", *given, "--set", "optim.beta2=0.5").splitlines()
-    mathematics, other_data = "; this changes the mathematics", "; this changes the data"
-    assert [line for line in printed if line.startswith("changed: ")] == [
-        f"changed: steps 4 -> 5{mathematics}",
-        f"changed: seed 0 -> 3{other_data}",
-        f"changed: batch.data ('{tmp_path}/text/*.md',) -> ('{tmp_path}/more.md',){other_data}",
-        f"changed: batch.batch_size 6 -> 8{other_data}",
-        "changed: checkpoint.keep 3 -> 1",
-        f"changed: optim.lr 0.003 -> 0.5{mathematics}",
-        f"changed: optim.beta2 0.95 -> 0.5{mathematics}",
-    ]
-    assert "changed:" not in run("--resume", tmp_path / "run", "--steps", 6).replace("changed: steps 5 -> 6", "")
-
-
-def refusal(capfd, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        run(*arguments)
-    assert ended.value.code == 2
-    return capfd.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("wrong", [("--profile", 9), ("--freeze", "nothing"), ("--freeze", "*")])
-def test_a_refused_start_leaves_nothing_behind(tmp_path, capfd, monkeypatch, wrong):
+def test_a_refused_start_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as under torchrun, whose launchers leave marks
     data = text_of(tmp_path / "text")
-    refusal(capfd, *start(data), "--out", tmp_path / "run", *wrong)
+    with pytest.raises(SystemExit, match="2"):
+        run(*start(data), "--out", tmp_path / "run", "--freeze", "*")
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
     run(*start(data), "--out", tmp_path / "run")
     assert {"launchers", "run.toml"} < {path.name for path in (tmp_path / "run").iterdir()}

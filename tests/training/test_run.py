@@ -37,41 +37,53 @@ def test_training_reduces_the_loss_and_records_metrics(tmp_path):
     assert 0 <= record["dead_experts"] < 1
 
 
-def drifting_run(rank, config, when):
-    trainer = make_trainer(rank, config)
-    train_step = trainer.step
+def drifting_runs(rank, configs):
+    """Each run, of which a replica changes in step `when`. Returns the numbers of recorded steps."""
+    recorded = []
+    for config, when in configs:
+        trainer = make_trainer(rank, config)
+        train_step = trainer.step
 
-    def drift(step):
-        record = train_step(step)
-        trainer.optimizer.wait()
-        if step == when and rank:
-            with torch.no_grad():
-                next(iter(trainer.optimizer.parameters.values())).view(-1)[0] += 1
-        return record
+        def drift(step, trainer=trainer, train_step=train_step, when=when):
+            record = train_step(step)
+            trainer.optimizer.wait()
+            if step == when and rank:
+                with torch.no_grad():
+                    next(iter(trainer.optimizer.parameters.values())).view(-1)[0] += 1
+            return record
 
-    trainer.step = drift  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="must stay bit-equal"):
-        train_loop(trainer)
-    return len(losses(records(config.checkpoint.out)))
+        trainer.step = drift  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="must stay bit-equal"):
+            train_loop(trainer)
+        recorded.append(len(losses(records(config.checkpoint.out))) if rank == 0 else None)
+    return recorded
 
 
-@pytest.mark.parametrize("changes,when,recorded", [
+DRIFTS = [
     ({"check_replicas_every": None}, 5, 6), ({"check_replicas_every": None, "save_every": 2}, 1, 2),
     ({"check_replicas_every": 3}, 3, 5), ({"check_replicas_every": 1, "zero": True}, 1, 2),
-], ids=["end", "save", "third", "each"])  # fmt: skip
-@pytest.mark.quick("save", "third")
-def test_replicas_that_differ_stop_the_run_at_the_next_check(tmp_path, changes, when, recorded):
-    config = settings(tmp_path, **{"pp": 1, "zero": False, "seq_len": 16, **changes})
-    assert run_ranks(2, drifting_run, config, when)[0] == recorded
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{"model": MTP, "schedule": "1f1b"}, {"ep": 2}, {"pp": 1}], ids=["mtp", "ep", "dp"])
-def test_parameters_are_counted_once(tmp_path, changes):
+def test_replicas_that_differ_stop_the_run_at_the_next_check(tmp_path):
+    base = {"pp": 1, "zero": False, "seq_len": 16}
+    configs = [(settings(tmp_path / str(i), **base | one), when) for i, (one, when, _) in enumerate(DRIFTS)]
+    assert run_ranks(2, drifting_runs, configs)[0] == [recorded for *_, recorded in DRIFTS]
+
+
+def introductions(rank, configs):
+    return [introduction(rank, config) for config in configs]
+
+
+def test_parameters_are_counted_once(tmp_path):
     """Also if two ranks hold the embedding, as with MTP."""
-    sizes = {name: p.numel() for name, p in build_model(changes.get("model", SHALLOW)).named_parameters()}
-    total = sum(sizes.values())
-    idle = sum(size for name, size in sizes.items() if ".experts." in name) / 2  # two of four experts a token
-    printed, nothing = run_ranks(2, introduction, settings(tmp_path, **changes))
-    assert f"{total / 1e6:.2f} M parameters, {(total - idle) / 1e6:.2f} M active" in printed
-    assert (", experts over 2, on cpu in float32\n" in printed) == ("ep" in changes)
-    assert nothing == ""
+    layouts = [{"model": MTP, "schedule": "1f1b"}, {"ep": 2}, {"pp": 1}]
+    configs = [settings(tmp_path / str(i), **changes) for i, changes in enumerate(layouts)]
+    printed, nothing = run_ranks(2, introductions, configs)
+    for text, config in zip(printed, configs, strict=True):
+        sizes = {name: p.numel() for name, p in build_model(config.model).named_parameters()}
+        total = sum(sizes.values())
+        idle = sum(size for name, size in sizes.items() if ".experts." in name) / 2  # two of four experts a token
+        assert f"{total / 1e6:.2f} M parameters, {(total - idle) / 1e6:.2f} M active" in text
+        assert (", experts over 2, on cpu in float32\n" in text) == (config.parallel.ep == 2)
+    assert nothing == [""] * 3

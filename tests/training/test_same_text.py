@@ -9,12 +9,16 @@ from tests.support.ranks import run_ranks
 TEXT = "".join(f"line {i}\n" for i in range(400))
 
 
-def compared(rank, sources):
-    try:
-        check_same_text(load_data(sources[rank], 8))
-    except ValueError as error:
-        return str(error).partition(": ")[2].partition(";")[0]
-    return "same"
+def compared(rank, cases):
+    """What each case says, in which every rank has one of its sources."""
+    said = []
+    for sources in cases:
+        try:
+            check_same_text(load_data(sources[rank], 8))
+            said.append("same")
+        except ValueError as error:
+            said.append(str(error).partition(": ")[2].partition(";")[0])
+    return said
 
 
 def test_the_text_counts_and_its_place_does_not(tmp_path):
@@ -25,12 +29,14 @@ def test_the_text_counts_and_its_place_does_not(tmp_path):
     tokens = np.fromfile(tmp_path / "tokens" / "train.bin", np.uint8)
     tokens.tofile(tmp_path / "bare.bin")
     a, b, d, bare = ([str(tmp_path / name)] for name in ("a", "b", "d", "bare.bin"))
-    assert run_ranks(3, compared, [a, b, a]) == ["same"] * 3
-    other = "those of 1 rank (1) differ from those of rank 0"
-    assert run_ranks(4, compared, [a, d, b, d]) == ["those of 2 ranks (1, 3) differ from those of rank 0"] * 4
-    assert run_ranks(2, compared, [[*a, *d], [*d, *a]]) == [other] * 2
-    assert run_ranks(2, compared, [[f"{a[0]}=2", *d], [f"{b[0]}=2", *d]]) == ["same"] * 2
-    assert run_ranks(2, compared, [[f"{a[0]}=2", *d], [*b, *d]]) == [other] * 2
+    twice = [f"{a[0]}=2", *d]
+    cases = [
+        [a, b, a], [a, d, d], [[*a, *d], [*d, *a], [*b, *d]],
+        [twice, [f"{b[0]}=2", *d], twice], [twice, [*b, *d], twice],
+    ]  # fmt: skip
+    one = "those of 1 rank (1) differ from those of rank 0"
+    two = "those of 2 ranks (1, 2) differ from those of rank 0"
+    assert run_ranks(3, compared, cases) == [["same", two, one, "same", one]] * 3
     before = load_data(bare, 8, dtype="uint8")
     assert before.fingerprint() == load_data(bare, 8, dtype="uint8").fingerprint() > 0
     tokens[0] += 1
