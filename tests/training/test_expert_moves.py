@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order
+from tests.support.own_layers import ExpertList
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     SHALLOW,
@@ -14,25 +14,6 @@ from tests.support.runs import (
     settings,
     without_clocks,
 )
-
-
-class Watched(nn.Module):
-    """An expert, in a list of modules, with a buffer of its own."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.register_buffer("seen", torch.zeros(width))
-
-    def forward(self, rows):
-        if self.training:
-            self.seen += rows.detach().sum(0)
-        return self.linear(rows) + 0.01 * self.seen.tanh()
-
-
-def watched_experts(config, num_local_experts):
-    return nn.ModuleList(Watched(config.hidden_size) for _ in range(num_local_experts))
-
 
 EIGHT = dataclasses.replace(SHALLOW, num_layers=3, num_experts=8, experts_per_token=3, router_bias=True)
 SMALL = {"model": EIGHT, "ep": 2, "seq_len": 16, "steps": 4, "expert_sums": "choice"}
@@ -57,7 +38,7 @@ def without_moves(steps):
 
 
 @pytest.mark.parametrize("ranks,optimizer,options", [
-    (2, "adamw", {"pp": 1, "steps": 2, "model": dataclasses.replace(EIGHT, experts=f"{__name__}:watched_experts")}),
+    (2, "adamw", {"pp": 1, "steps": 2, "model": dataclasses.replace(EIGHT, experts=ExpertList)}),
     pytest.param(4, "muon", {"pp": 1, "batch_size": 8, "dtype": "bfloat16", "ep_backend": "all_to_all", "steps": 3},
                  marks=pytest.mark.long),
     pytest.param(2, "adamw", {"pp": 1, "freeze": ("*.experts.down.*",)}, marks=pytest.mark.long),

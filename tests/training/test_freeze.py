@@ -6,9 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.kernels.grouped_gemm import grouped_linear
-from moe_dualpipe.kernels.linear import linear
-from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet
 from moe_dualpipe.training.config import OptimizerConfig
@@ -75,23 +72,3 @@ def test_freezing_after_the_optimizer_was_built_is_an_error(frozen):
         RuntimeError, match=r"^requires_grad of b changed after the optimizer was built: set it before$"
     ):
         optimizer.step(0.1, 1.0)
-
-
-def test_a_frozen_weight_defers_no_gradient_and_saves_no_input():
-    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
-    w_OI, w_EOI = (nn.Parameter(torch.randn(*shape).bfloat16(), requires_grad=False) for shape in ((3, 4), (2, 3, 4)))
-    x = torch.randn(5, 4, dtype=torch.bfloat16, requires_grad=True)
-    weight_grads = WeightGrads()
-    for y, w in (
-        (linear(x, w_OI, weight_grads), w_OI),
-        (grouped_linear(x, w_EOI, offsets, weight_grads, accumulate=True), w_EOI),
-    ):
-        saved = y.grad_fn.saved_tensors  # type: ignore[union-attr]
-        assert any(t is w for t in saved)
-        assert not any(t is x for t in saved)
-        with weight_grads.defer_to("later"):
-            y.sum().backward()
-        assert not weight_grads.has_deferred("later")
-        weight_grads.run_deferred("later")
-        assert w.grad is None
-    assert x.grad.any()

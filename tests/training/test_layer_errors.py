@@ -28,10 +28,3 @@ def test_an_error_in_a_constructor_is_one_line_and_exits_with_code_2(tmp_path, c
     code, printed = train(capfd, tmp_path, "Reset")
     problem = "AttributeError: 'Reset' object has no attribute 'down'"
     assert code == 2 and re.fullmatch(LINE.format(r"Reset.reset_expert \(layer 1, experts\)", problem), printed)
-
-
-@pytest.mark.parametrize("name,code", [("Product", 1), ("Constructor", 2)])
-def test_traceback_prints_all_frames(name, code, tmp_path, capfd):
-    exit_code, printed = train(capfd, tmp_path, name, "--traceback")
-    assert exit_code == code and printed.count("\n") > 20
-    assert "Traceback (most recent call last)" in printed and "/moe_dualpipe/models/" in printed

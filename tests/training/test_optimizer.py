@@ -1,6 +1,8 @@
 """AdamW and Muon compared with torch's own optimizers."""
 
 import dataclasses
+import itertools
+import random
 
 import pytest
 import torch
@@ -10,10 +12,23 @@ from moe_dualpipe.models import build_model, elementwise_matrices, stacked_matri
 from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
+from moe_dualpipe.runtime.zero import assign_owners
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.support.runs import MODEL
 
 OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
+
+
+def test_owners_of_divided_state_have_even_loads_in_any_order():
+    draw = random.Random(0)
+    for owners, count in itertools.product((1, 2, 3, 8), (1, 5, 40)):
+        sizes = {f"p{i}": draw.choice((1, 7, 128, 5000, 5001)) for i in range(count)}
+        chosen = assign_owners(sizes, owners)
+        assert chosen == assign_owners(dict(reversed(sizes.items())), owners)
+        loads = [sum(sizes[name] for name in sizes if chosen[name] == owner) for owner in range(owners)]
+        mean = sum(sizes.values()) / owners  # Graham's bound for the largest first (1969)
+        assert max(loads) <= (4 / 3) * max(mean, *sizes.values())
+
 
 # ---- AdamW ----
 

@@ -1,8 +1,5 @@
 """Runs whose folder is a URL compute and keep the same as runs in a local folder."""
 
-import os
-import signal
-
 import pytest
 import torch
 
@@ -11,8 +8,6 @@ from moe_dualpipe.data.stores import Url, local_path, read, url_of
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import read_records
 from moe_dualpipe.training.setup import run_folder
-from tests.support import ranks
-from tests.support.object_store import access, in_environment
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, losses, make_run, make_trainer, settings
 
@@ -59,40 +54,6 @@ def test_a_resumed_run_on_a_store_equals_one_in_a_folder(tmp_path):
     assert losses(local) == losses(remote) and list(losses(remote)) == [1, 2, 3, 4]
     assert losses(local, "validation_loss")[4] == losses(remote, "validation_loss")[4]
     assert b'"step": 4' in manifest
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_while_it_uploads_resumes_bit_identically(s3, tmp_path):
-    local = settings(tmp_path / "local", steps=6, save_every=2)
-    run_ranks(2, train, local)
-    killed = []
-
-    def kill(request):
-        if request.method == "PUT" and "step-000004/__1_0" in request.path and not killed:
-            for process in processes:
-                os.kill(process.pid, signal.SIGKILL)
-                killed.append(process.pid)
-
-    s3.fault = kill
-    remote = change(local, out=URL)
-    arguments = (2, in_environment, (access(s3), train, remote))
-    processes = [
-        ranks._context.Process(target=ranks._main, args=(None, str(tmp_path / "store"), rank, *arguments), daemon=True)
-        for rank in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert len(killed) == 2
-    assert find_checkpoint(URL).name == "step-000002"
-    s3.fault = lambda _: 503 if len(s3.requests) % 5 == 0 else None
-    run_ranks(2, in_environment, access(s3), train, change(remote, out=None, resume=URL))
-    s3.reset_faults()
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / "metrics.jsonl").write_bytes(s3.content("run/metrics.jsonl"))
-    assert losses(read_records(tmp_path / "copy")) == losses(read_records(tmp_path / "local"))
-    assert equal_states(state_of(find_checkpoint(URL)), state_of(find_checkpoint(str(tmp_path / "local"))))
 
 
 def test_a_new_run_refuses_the_url_of_an_old_one(s3):
