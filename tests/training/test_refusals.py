@@ -282,36 +282,22 @@ LAYERS = [
 ]  # fmt: skip
 
 
-def trainer_error(rank, config, given=()):
-    size = torch.distributed.get_world_size()
-    with pytest.raises(ValueError) as error:
-        run = prepare(Request(config), Launch(rank, rank, size, size), Given(**given[rank]) if given else Given())
-        Trainer(run)
-    return str(error.value)
+def trainer_errors(rank, starts):
+    """The error of each start with these options and weights."""
+    found = []
+    for config, weights in starts:
+        with pytest.raises(ValueError) as error:
+            Trainer(prepare(Request(config), Launch(rank, rank, 2, 2), Given(weights)))
+        found.append(str(error.value))
+    return found
 
 
-def trainer_errors(rank, configs):
-    return [trainer_error(rank, config) for config in configs]
-
-
-def test_layers_that_cannot_be_built_are_one_line_on_all_ranks(tmp_path):
-    configs = [settings(tmp_path / str(i), **{"seq_len": 16, **changes}) for i, (changes, _) in enumerate(LAYERS)]
-    first, second = run_ranks(2, trainer_errors, configs)
-    assert first == second
-    for found, (_, line) in zip(first, LAYERS, strict=True):
-        assert line in found and "\n" not in found, found
-
-
-def given_errors(rank, config, weights):
-    return [trainer_error(rank, config, [{"weights": each}] * 2) for each in weights]
-
-
-def test_given_weights_that_do_not_fit_are_one_line_on_all_ranks(tmp_path):
-    """Also if only the other rank holds the weight."""
-    config, weights = settings(tmp_path, schedule="1f1b"), build_model(SHALLOW).state_dict()
+def given_weights():
+    """Weights that do not fit, and the error: also if only the other rank holds the weight."""
+    weights = build_model(SHALLOW).state_dict()
     stacked = "layers.1.mlp.experts.down"
     without = lambda name: {other: tensor for other, tensor in weights.items() if other != name}  # noqa: E731
-    wrong = [
+    return [
         (without("head.weight"), "`weights` has no head.weight: it must have all weights of the model"),
         (without(stacked), "`weights` has no layers.1.mlp.experts.down.0: it must have all"),
         (weights | {"extra.3": torch.ones(1), "extra.4": torch.ones(1)},
@@ -321,10 +307,6 @@ def test_given_weights_that_do_not_fit_are_one_line_on_all_ranks(tmp_path):
          "`weights`: layers.1.mlp.experts.down must stack the 4 experts of the layer: got [3, 2]"),
         (weights | {"head.weight": 1.0}, "`weights`: head.weight is not a tensor, but float"),
     ]  # fmt: skip
-    first, second = run_ranks(2, given_errors, config, [given for given, _ in wrong])
-    assert first == second
-    for found, (_, line) in zip(first, wrong, strict=True):
-        assert found.startswith(line)
 
 
 class Late(torch.nn.Module):
@@ -348,6 +330,15 @@ def step_errors(rank, configs):
             trainer.step(0)
         found.append(str(error.value))
     return found
+
+
+def test_what_cannot_be_built_is_one_line_on_all_ranks(tmp_path):
+    layers = [(settings(tmp_path / str(i), **{"seq_len": 16} | one), None) for i, (one, _) in enumerate(LAYERS)]
+    weights, config = given_weights(), settings(tmp_path, schedule="1f1b")
+    first, second = run_ranks(2, trainer_errors, [*layers, *((config, given) for given, _ in weights)])
+    assert first == second
+    for found, (_, line) in zip(first, [*LAYERS, *weights], strict=True):
+        assert line in found and "\n" not in found, found
 
 
 def test_a_parameter_made_in_forward_and_buffers_that_drift_apart_end_the_first_step(tmp_path):

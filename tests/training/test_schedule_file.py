@@ -34,13 +34,3 @@ def test_the_schedule_of_a_run_is_that_of_the_file(mine):
 def test_a_file_that_does_not_fit_is_refused(processes, options, problem):
     with pytest.raises(ValueError, match=f"^--schedule {problem}"):
         choice(processes, *options)
-
-
-@pytest.mark.usefixtures("mine")
-def test_a_file_that_is_no_schedule_is_refused(tmp_path):
-    (tmp_path / "mine.csv").write_text("0F0,0B0\nhello\n")
-    with pytest.raises(ValueError, match=r"mine\.csv: line 2, cell 1: not an action: 'hello'"):
-        choice(2)
-    (tmp_path / "mine.csv").unlink()
-    with pytest.raises(OSError, match=r"mine\.csv"):
-        choice(2)

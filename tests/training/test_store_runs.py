@@ -9,9 +9,9 @@ from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import read_records
 from moe_dualpipe.training.setup import run_folder
 from tests.support.ranks import run_ranks
-from tests.support.runs import change, losses, make_run, make_trainer, settings
+from tests.support.runs import change, losses, make_trainer, settings
 
-URL = "s3://bucket/run"
+URL = "memory://tests/other"
 
 
 def train(rank, config, stop=None):
@@ -56,18 +56,7 @@ def test_a_resumed_run_on_a_store_equals_one_in_a_folder(tmp_path):
     assert b'"step": 4' in manifest
 
 
-def test_a_new_run_refuses_the_url_of_an_old_one(s3):
-    config = settings(URL)
-    assert str(url_of(make_run(config).folder)) == URL
-    s3.put("run/checkpoints/step-000003/rank-0-0.safetensors", b"incomplete")
-    make_run(config)
-    s3.put("run/checkpoints/step-000003/run.json", b"{}")
-    with pytest.raises(ValueError, match=f"--out {URL} already holds a run: continue it with --resume {URL}, or"):
-        make_run(config)
-
-
 @pytest.mark.parametrize("resume", [URL, f"{URL}/checkpoints", f"{URL}/checkpoints/step-000003"])
-@pytest.mark.usefixtures("s3")
 def test_the_folder_of_a_resumed_run_is_that_of_the_old_one(resume, tmp_path):
     config = change(settings(tmp_path), out=None, resume=resume)
     assert str(url_of(run_folder(config.checkpoint, config.name))) == URL
