@@ -1,4 +1,4 @@
-"""Persistent buffers of a custom layer: saved, exported, compared between replicas, and averaged on request."""
+"""Buffers of a custom layer, averaged on request; dropout is on in training, off in validation and samples."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, make_trainer, settings, skip_steps
-from tests.support.special_experts import CountingExperts, RunningExperts, named
+from tests.support.special_experts import CountingExperts, DropoutExperts, RunningExperts, named
 
 RUNNING = dataclasses.replace(SHALLOW, experts=named(RunningExperts))
 COUNTING = dataclasses.replace(SHALLOW, experts=named(CountingExperts))
@@ -66,3 +66,32 @@ def averaged_steps(rank, config):
 def test_named_buffers_are_averaged_after_each_step(tmp_path):
     seen = run_ranks(2, averaged_steps, settings(tmp_path, **{**SMALL, "model": COUNTING}))
     assert {*seen[0]} == {*seen[1]} == {f"model.{name}" for name in (*MEANS, "layers.1.mlp.experts.count")}
+
+
+DROPOUT = dataclasses.replace(SHALLOW, experts=named(DropoutExperts))
+
+
+def modes(stages):
+    return [module.training for stage in stages for module in stage.modules()]
+
+
+def validate_and_sample(rank, config):
+    trainer = make_trainer(rank, config)
+    stages = [*trainer.stages.values()]
+    stages[0].get_submodule("layers.0.attention").eval()  # modes of the user stay
+    before = modes(stages)
+    assert not all(before)
+    assert trainer.validation_loss() == trainer.validation_loss()
+    assert modes(stages) == before
+    assert trainer.sample() == trainer.sample()
+    assert modes(stages) == before
+
+    random = torch.random.get_rng_state()
+    trainer.step(0)
+    assert not torch.equal(torch.random.get_rng_state(), random), "a training step has dropout"
+    seeds = [(trainer.training_losses(step), torch.initial_seed())[1] for step in (0, 1, 0)]
+    assert seeds[0] == seeds[2] != seeds[1], "each step draws dropout of its own, and the same when it is repeated"
+
+
+def test_validation_and_samples_have_no_dropout_and_restore_the_modes(tmp_path):
+    run_ranks(1, validate_and_sample, settings(tmp_path, model=DROPOUT, seq_len=16, eval_sequences=1, sample_tokens=8))

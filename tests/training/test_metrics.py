@@ -1,17 +1,29 @@
-"""The metrics of a run."""
+"""The metrics of a run: records of steps and intervals, files of any content, and sinks, such as W&B."""
+
+import contextlib
+import json
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from moe_dualpipe.cli import main
 from moe_dualpipe.commands.train import instruments
+from moe_dualpipe.integrations.trackers import ID_FILE
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.models.costs import train_flops_per_token
+from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.training.config import TrainConfig
+from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.extensions.balance import load_statistics
-from moe_dualpipe.training.metrics import Metrics, utilization
+from moe_dualpipe.training.metrics import FILE, Metrics, merged, read_records, utilization
 from moe_dualpipe.training.preflight import _peak_flops
 from moe_dualpipe.training.sinks import TensorBoard
-from tests.support.runs import change
+from tests.support.mutations import check_message, mutations
+from tests.support.runs import SMALL, change, losses, records, settings
 
 
 def test_load_statistics_docstring_example():
@@ -45,3 +57,173 @@ def test_utilization_is_model_flops_over_the_peak_of_all_devices(monkeypatch):
     assert _peak_flops(config, cuda, torch.float32, instruments()) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
     assert _peak_flops(config, cuda, torch.bfloat16, instruments()) is None
+
+
+STEP = {
+    "step": 3, "loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "skipped": 0, "seconds": 0.5, "tokens": 64,
+    "tokens_per_s": 128.0, "mfu": 0.25, "validation_loss": 3.0,
+}  # fmt: skip
+BEFORE = {**STEP, "step": 2}
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_file_and_none_when_read(tmp_path):
+    metrics = Metrics(tmp_path)
+    metrics.write(step=1, loss=float("nan"), grad_norm=float("inf"))
+    metrics.close()
+    line = '{"step": 1, "loss": null, "grad_norm": null}\n'
+    assert (tmp_path / FILE).read_text() == line
+    old = '{"step": 2, "loss": NaN, "grad_norm": -Infinity, "tokens": 1, "seconds": 1, "tokens_per_s": 1}\n'
+    (tmp_path / FILE).write_text(old)
+    (record,) = read_records(tmp_path)
+    assert (record["loss"], record["grad_norm"]) == (None, None)
+    Metrics(tmp_path, first_step=2).close()
+    assert (tmp_path / FILE).read_text() == old
+
+
+def test_every_wrong_value_is_refused_or_continued(tmp_path):
+    read = 0
+    for what, text in mutations(STEP):
+        (tmp_path / FILE).write_text(f"{json.dumps(BEFORE)}\n{text}\n")
+        try:
+            records = read_records(tmp_path)
+        except ValueError as error:
+            check_message(error)
+            assert f"{FILE}, line 2: " in str(error)
+            continue
+        assert len(records) == 2, what
+        Metrics(tmp_path, first_step=2).close()  # a resumed run
+        assert read_records(tmp_path)[0]["step"] == 2
+        read += 1
+    assert read > 50
+
+
+def test_an_interval_has_sums_rates_the_latest_values_and_means_of_finite_values():
+    steps = [
+        {"step": 4, "loss": 3.0, "seconds": 1.0, "tokens": 8, "tokens_per_s": 8.0, "lr": 0.1, "dead_experts": 0.5},
+        {"step": 5, "loss": math.nan, "seconds": 1.0, "tokens": 8, "tokens_per_s": 8.0, "lr": 0.2, "dead_experts": 0.0},
+        {"step": 6, "loss": 1.0, "seconds": 2.0, "tokens": 8, "tokens_per_s": 4.0, "lr": 0.3, "dead_experts": 0.25},
+    ]
+    assert merged(steps) == {
+        "step": 6, "loss": 2.0, "seconds": 4.0, "tokens": 24, "tokens_per_s": 6.0, "lr": 0.3, "dead_experts": 0.25,
+    }  # fmt: skip
+    assert merged(steps[:1]) is steps[0]
+    assert math.isnan(merged([steps[1]] * 2)["loss"])
+
+
+def test_records_end_at_multiples_of_log_every_and_at_the_end(tmp_path):
+    config = settings(tmp_path, log_every=3, steps=7)
+    run: Any = SimpleNamespace(config=config, layout=Layout(), folder=tmp_path, first_step=0)
+    with contextlib.closing(Console(run, verbose=False)) as console:
+        for step in range(1, 8):
+            console.step({"step": step, "loss": float(step), "tokens": 5, "tokens_per_s": 1.0, "seconds": 5.0})
+    assert losses(records(tmp_path)) == {3: 2.0, 6: 5.0, 7: 7.0}
+    assert losses(records(tmp_path), "tokens") == {3: 15, 6: 15, 7: 5}
+
+
+FAKE_WANDB = """
+import json, pathlib
+
+class Run:
+    def __init__(self, id, calls):
+        self.id, self._calls = id, calls
+        self._logged = 0
+    def define_metric(self, *names, **options):
+        self._write("define", [*names], **options)
+    def log(self, record):
+        self._logged += 1
+        if FAIL and self._logged > 1:
+            raise ConnectionError("no network")
+        self._write("log", record)
+    def finish(self, **options):
+        self._write("finish", **options)
+    def _write(self, *call, **options):
+        with self._calls.open("a") as file:
+            file.write(json.dumps([*call, options]) + "\\n")
+
+def init(**options):
+    run = Run(options["id"] or "abc123", CALLS)
+    run._write("init", **options)
+    return run
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """Installs a stand-in for W&B. Returns a function that reads what was called."""
+    calls = tmp_path / "calls.jsonl"
+
+    def install(fail=False):
+        names = f"FAIL, CALLS = {fail}, Path({str(calls)!r})"
+        text = f"from pathlib import Path\n{names}\n{FAKE_WANDB}"
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / "wandb.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        return lambda: [json.loads(line) for line in calls.read_text().splitlines()]
+
+    yield install
+    sys.modules.pop("wandb", None)
+
+
+def train(*arguments):
+    main(["train", *map(str, ("--device", "cpu", *SMALL, "--sample-tokens", 0, *arguments))])
+
+
+@pytest.mark.long
+def test_wandb_gets_the_records_of_a_run_and_of_its_continuation(tmp_path, wandb):
+    calls, run = wandb(), tmp_path / "run"
+    train("--steps", 2, "--out", run, "--wandb", "my project", "--lr", 0.001)
+    train("--steps", 3, "--resume", run, "--wandb", "my project")
+    starts = [options for kind, options in (c for c in calls() if c[0] == "init")]
+    assert [(o["project"], o["name"], o["dir"], o["id"], o["resume"]) for o in starts] == [
+        ("my project", "run", str(run), id_, "allow") for id_ in (None, "abc123")
+    ]
+    assert starts[0]["config"]["optim"]["lr"] == 0.001 and starts[0]["config"]["steps"] == 2
+    assert (run / ID_FILE).read_text() == "abc123\n"
+    assert ["define", ["*"], {"step_metric": "step"}] in calls()
+    assert [call[1] for call in calls() if call[0] == "log"] == records(run)
+    assert [call for call in calls() if call[0] == "finish"] == [["finish", {"exit_code": 0}]] * 2
+
+
+def test_a_run_continues_when_wandb_fails_and_says_so_once(tmp_path, wandb, capfd):
+    calls = wandb(fail=True)
+    train("--steps", 3, "--out", tmp_path / "run", "--wandb", "p")
+    assert len(records(tmp_path / "run")) == 5 and len([c for c in calls() if c[0] == "log"]) == 1
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and warnings[0].startswith("train.py: warning: WandbRun cannot log: ")
+    problem = "wandb.py:15 in Run.log: ConnectionError: no network; the run continues, and does not repeat this warning"
+    assert warnings[0].endswith(problem)
+
+
+class Recorder:
+    """A sink that changes what it gets."""
+
+    def __init__(self):
+        self.got, self.closed = [], False
+
+    def log(self, record):
+        self.got.append(dict(record))
+        record.clear()
+
+    def close(self):
+        self.closed = True
+
+
+class Broken:
+    def log(self, record):
+        raise KeyError
+
+    def close(self):
+        raise OSError("late")
+
+
+def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capfd):
+    sinks = first, _, second = Recorder(), Broken(), Recorder()
+    writer = Metrics(tmp_path, sinks=sinks)
+    writer.write(step=1, loss=float("nan"))
+    writer.write(step=2, loss=0.5)
+    writer.close()
+    for sink in (first, second):
+        assert [record["step"] for record in sink.got] == [1, 2] and sink.got[1]["loss"] == 0.5 and sink.closed
+    warning = capfd.readouterr().err
+    assert warning.startswith("\ntrain.py: warning: Broken cannot log: ") and warning.count("\n") == 2
+    assert "test_metrics.py" in warning and "in Broken.log: KeyError: raise KeyError; the run continues" in warning
