@@ -76,7 +76,7 @@ def check(tmp_path, num_ranks, *changes, model=MODEL):
 
 
 def test_two_ranks_use_what_is_predicted(tmp_path):
-    check(tmp_path, 2, {"schedule": "1f1b", "recompute": "full"}, {"schedule": "dualpipe"})
+    check(tmp_path, 2, {"schedule": "dualpipe", "recompute": "attention"})
 
 
 @pytest.mark.long

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import pytest
+
 from moe_dualpipe.overlap.labels import is_for_experts
 from moe_dualpipe.tools.profiler import NAMES, read_trace
 from moe_dualpipe.tools.profiler.host import host_as_device
@@ -11,6 +13,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, losses, settings, train_each
 
 
+@pytest.mark.long
 def test_a_profile_reports_every_rank_and_does_not_change_the_run(tmp_path):
     model = dataclasses.replace(MODEL, num_layers=2)
     layout = {"pp": 1, "ep": 2, "batch_size": 8, "ep_backend": "all_to_all"}
