@@ -208,11 +208,6 @@ def test_options_and_tensors_that_deepep_does_not_support_raise(changes, message
     assert "\n" not in str(error.value)
 
 
-def test_deepep_1_has_no_limit_of_tokens():
-    with installed(Buffer):
-        build("buffer", one_of(2)).prepare(torch.zeros(31, 2).long())
-
-
 def test_what_this_machine_lacks_is_said_in_one_line_with_the_way_out():
     way_out = r"install DeepEP \(https://\S+\), or choose --ep-backend all_to_all$"
     for message, failure in {

@@ -4,17 +4,16 @@ import contextlib
 import copy
 import gc
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_dualpipe.kernels.linear import linear
+from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.runtime.p2p import Transfer
-from moe_dualpipe.schedule import Forward, Placement, Recv, Schedule, build
+from moe_dualpipe.schedule import Forward, Placement, Schedule, build
 from tests.support.ranks import run_ranks
 
 WIDTH, COUNT = 6, 4
@@ -113,13 +112,16 @@ X = {0: (torch.ones(2, WIDTH),)}
 
 
 class Failing(nn.Linear):
-    """Fails once."""
+    """Fails once, with a deferred weight gradient."""
 
-    failed = False
+    failed, weight_grads = False, cast(WeightGrads, None)
 
     def forward(self, x):
         if not self.failed:
             self.failed = True
+            with self.weight_grads.defer_to("an earlier micro-batch"):
+                self.weight_grads.defer(self.weight, self.weight.clone)
+            assert len(self.weight_grads) == 1
             raise ArithmeticError("boom")
         return super().forward(x)
 
@@ -134,6 +136,7 @@ def step_after_a_failed_one(rank):
     with pytest.raises(ArithmeticError) as error:
         executor.step(*arguments)  # leaves receives that get no message
     assert error.value.__notes__[-1].startswith(f"while rank {rank} (pipeline rank {rank}) ran 0F")
+    assert len(executor.weight_grads) == 0
     for stage in stages.values():
         stage.failed = True
     result = executor.step(*arguments)
@@ -142,7 +145,7 @@ def step_after_a_failed_one(rank):
     return len(result.losses)
 
 
-def test_a_step_does_not_receive_messages_of_a_failed_step():
+def test_a_step_has_no_messages_and_no_deferred_weight_gradients_of_a_failed_step():
     assert run_ranks(2, step_after_a_failed_one, timeout=60) == [2, 2]
 
 
@@ -176,80 +179,6 @@ def reusing_step(rank):
 
 def test_a_module_may_reuse_its_output_buffer_when_nothing_is_trained():
     assert run_ranks(2, reusing_step) == [[], [2.0 * (m + 2) for m in range(8)]]
-
-
-class Recorder:
-    """Replaces the links of rank 0 of 2, and records in which order the executor uses them."""
-
-    rank, num_ranks, device, specs = 0, 2, torch.device("cpu"), (TensorSpec((2, WIDTH), torch.float32),)
-    work: Any = None
-
-    def __init__(self):
-        self.log: list[str] = []
-
-    def step(self):
-        return contextlib.nullcontext()
-
-    def send(self, tensors, to):
-        self.log.append(f"send to {to}")
-        assert all(t.shape == (2, WIDTH) for t in tensors)
-        return Transfer(tensors, (self.work,))
-
-    def recv(self, specs, source):
-        self.log.append(f"post receive from {source}")
-        return Transfer(tuple(torch.zeros(spec.shape) for spec in specs), (self.work,))
-
-    def wait(self, transfer, step, peer):
-        assert peer == 1
-        self.log.append(f"wait for {'receive' if isinstance(step, Recv) else 'send'}")
-        return transfer.tensors
-
-
-class Logging(nn.Linear):
-    def __init__(self, log):
-        super().__init__(WIDTH, WIDTH)
-        self.log = log
-
-    def forward(self, x):
-        self.log.append("forward")
-        x.register_hook(lambda _: self.log.append("backward")) if x.requires_grad else None
-        return super().forward(x)
-
-
-def test_receives_are_posted_one_compute_action_before_their_data_is_used():
-    links: Any = Recorder()
-    executor = Executor({0: Logging(links.log)}, links)
-    executor.step(build("1f1b", 2, 3), dict.fromkeys(range(3), X[0]))
-    # 1F1B on rank 0 is F F B F B B; each gradient's receive is posted one compute action ahead of its use.
-    assert links.log == [
-        "forward", "send to 1",
-        "post receive from 1", "forward", "send to 1",
-        "wait for receive",
-        "post receive from 1", "wait for send", "forward", "send to 1",
-        "post receive from 1", "wait for send", "wait for receive",
-        "wait for receive", "wait for send",
-    ]  # fmt: skip
-
-
-class Deferring(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.weight_grads = nn.Parameter(torch.ones(WIDTH, WIDTH)), None
-
-    def forward(self, x):
-        return linear(x, self.weight, self.weight_grads)
-
-
-def test_a_failed_step_drops_its_deferred_weight_gradients(monkeypatch):
-    stages = {0: Deferring(), 1: Deferring()}
-    executor = one_rank(stages)
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(executor.weight_grads, "run_deferred", {}.__getitem__)
-        step(stages, 2, executor)
-    assert len(executor.weight_grads) == 0
-    step(stages, 2, executor)
-    again = one_rank(stages)
-    assert stages[0].weight_grads is again.weight_grads  # a second executor binds the layers to its own
 
 
 class Checkpointed(nn.Module):
@@ -325,7 +254,7 @@ def run(schedule, inputs=X, labels=None, criterion=torch.sum, modules=None):
     return lambda: one_rank(modules).step(schedule, inputs, labels, criterion)
 
 
-ONE = build("1f1b", 1, 1)
+ONE, CPU, SPEC = build("1f1b", 1, 1), torch.device("cpu"), TensorSpec((2, WIDTH), torch.float32)
 REFUSED = {
     "1f1b is for 2 ranks, but the pipeline has 1": run(build("1f1b", 2, 2)),
     "rank 0 must run 0F0, but it holds these stages: 3": run(ONE, modules={3: nn.Identity()}),
@@ -336,7 +265,9 @@ REFUSED = {
         Schedule("mine", Placement.straight(1), 1, ((Forward(0, 0),),))
     ),
     "stage 0 produced outputs [((2, 7), torch.float32)], but the pipeline carries [((2, 6), torch.float32)]": (
-        lambda: Executor({0: nn.Linear(WIDTH, WIDTH + 1)}, Recorder()).step(build("1f1b", 2, 2), {0: X[0], 1: X[0]})
+        lambda: Executor({0: nn.Linear(WIDTH, WIDTH + 1)}, P2P((SPEC,), CPU, 0, 2, (0, 1), None, None)).step(
+            build("1f1b", 2, 2), {0: X[0], 1: X[0]}
+        )
     ),
 }
 
