@@ -96,14 +96,8 @@ def equals_all_to_all(rank):
             assert ep.local_experts == reference.local_experts
             ours, route = through_autograd(ep, rank)
             assert route.exact and ours[-1].tolist() == [len(ours[3]), int((ours[4] >= 0).sum())]
-            calls = ["layout"] * (api == "buffer") + ["dispatch", "combine", "cached dispatch", "combine"]
-            assert ep.transfers.buffer.calls == calls
             for a, b in zip(ours + all_transfers(ep, rank), expected + expected_transfers, strict=True):
                 assert a.dtype == b.dtype and torch.equal(a, b), api
-            # Without handles, weights are sent with ids.
-            dispatches = ["dispatch", "dispatch" if api == "buffer" else "cached dispatch"]
-            assert ep.transfers.buffer.calls[len(calls) :][-4:] == [*dispatches, "combine", "combine"]
-
             check_waits_and_lifetimes(build(api, group.WORLD))
 
 
