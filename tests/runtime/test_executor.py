@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.schedule import Forward, Placement, Schedule, build
+from moe_dualpipe.runtime.p2p import Transfer
+from moe_dualpipe.schedule import Forward, Placement, Recv, Schedule, build
 from tests.support.ranks import run_ranks
 
 WIDTH, COUNT = 6, 4
@@ -179,6 +180,59 @@ def reusing_step(rank):
 
 def test_a_module_may_reuse_its_output_buffer_when_nothing_is_trained():
     assert run_ranks(2, reusing_step) == [[], [2.0 * (m + 2) for m in range(8)]]
+
+
+class Recorder:
+    """Replaces the links of rank 0 of 2, and records in which order the executor uses them."""
+
+    rank, num_ranks, device, specs = 0, 2, torch.device("cpu"), (TensorSpec((2, WIDTH), torch.float32),)
+    work: Any = None
+
+    def __init__(self):
+        self.log: list[str] = []
+
+    def step(self):
+        return contextlib.nullcontext()
+
+    def send(self, tensors, to):
+        self.log.append(f"send to {to}")
+        assert all(t.shape == (2, WIDTH) for t in tensors)
+        return Transfer(tensors, (self.work,))
+
+    def recv(self, specs, source):
+        self.log.append(f"post receive from {source}")
+        return Transfer(tuple(torch.zeros(spec.shape) for spec in specs), (self.work,))
+
+    def wait(self, transfer, step, peer):
+        assert peer == 1
+        self.log.append(f"wait for {'receive' if isinstance(step, Recv) else 'send'}")
+        return transfer.tensors
+
+
+class Logging(nn.Linear):
+    def __init__(self, log):
+        super().__init__(WIDTH, WIDTH)
+        self.log = log
+
+    def forward(self, x):
+        self.log.append("forward")
+        x.register_hook(lambda _: self.log.append("backward")) if x.requires_grad else None
+        return super().forward(x)
+
+
+def test_receives_are_posted_one_compute_action_before_their_data_is_used():
+    links: Any = Recorder()
+    executor = Executor({0: Logging(links.log)}, links)
+    executor.step(build("1f1b", 2, 3), dict.fromkeys(range(3), X[0]))
+    # 1F1B on rank 0 is F F B F B B; each gradient's receive is posted one compute action ahead of its use.
+    assert links.log == [
+        "forward", "send to 1",
+        "post receive from 1", "forward", "send to 1",
+        "wait for receive",
+        "post receive from 1", "wait for send", "forward", "send to 1",
+        "post receive from 1", "wait for send", "wait for receive",
+        "wait for receive", "wait for send",
+    ]  # fmt: skip
 
 
 class Checkpointed(nn.Module):
