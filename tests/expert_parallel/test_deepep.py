@@ -96,14 +96,8 @@ def equals_all_to_all(rank):
             assert ep.local_experts == reference.local_experts
             ours, route = through_autograd(ep, rank)
             assert route.exact and ours[-1].tolist() == [len(ours[3]), int((ours[4] >= 0).sum())]
-            calls = ["layout"] * (api == "buffer") + ["dispatch", "combine", "cached dispatch", "combine"]
-            assert ep.transfers.buffer.calls == calls
             for a, b in zip(ours + all_transfers(ep, rank), expected + expected_transfers, strict=True):
                 assert a.dtype == b.dtype and torch.equal(a, b), api
-            # Without handles, weights are sent with ids.
-            dispatches = ["dispatch", "dispatch" if api == "buffer" else "cached dispatch"]
-            assert ep.transfers.buffer.calls[len(calls) :][-4:] == [*dispatches, "combine", "combine"]
-
             check_waits_and_lifetimes(build(api, group.WORLD))
 
 
@@ -206,11 +200,6 @@ def test_options_and_tensors_that_deepep_does_not_support_raise(changes, message
         route = ep.prepare(given.get("ids", torch.zeros(30, 2).long()))
         ep.combine(given["y"], route) if "y" in given else ep.dispatch(given["x"], route)
     assert "\n" not in str(error.value)
-
-
-def test_deepep_1_has_no_limit_of_tokens():
-    with installed(Buffer):
-        build("buffer", one_of(2)).prepare(torch.zeros(31, 2).long())
 
 
 def test_what_this_machine_lacks_is_said_in_one_line_with_the_way_out():

@@ -19,7 +19,7 @@ from moe_dualpipe.expert_parallel.shared.backend import FREED, SLOTS
 from moe_dualpipe.expert_parallel.shared.memory import MIN_BYTES
 from tests.support.exchanges import check_round
 from tests.support.expert_ids import KINDS, random_ids
-from tests.support.ranks import exits_and_logs, run_failing_ranks, run_ranks
+from tests.support.ranks import run_failing_ranks, run_ranks
 
 EXPERTS = 8
 
@@ -141,11 +141,9 @@ def test_notices_of_others_do_not_extend_the_wait_for_a_rank(monkeypatch):
     assert given == pytest.approx([1000, 600, 200, 0])
 
 
-def be_killed(store, rank, log, folder):
+def be_killed(rank, folder):
     """Rank 1 ends by SIGKILL while its memory and its sockets are in use."""
-    torch.set_num_threads(1)
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    tempfile.tempdir = folder
     ep = Shared(EXPERTS, group.WORLD)
     route = simple_route(ep)
     y_ND = ep.dispatch(torch.ones(6, 3000), route).wait().x_ND
@@ -153,22 +151,14 @@ def be_killed(store, rank, log, folder):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     last.wait()  # what the other rank sent before its end arrives
-    try:
-        ep.combine(y_ND, route).wait()
-    except torch.distributed.DistError as error:
-        Path(log).write_text(str(error))
-    os._exit(0)
+    ep.combine(y_ND, route).wait()
 
 
 def test_a_rank_that_is_killed_is_named_at_once_and_leaves_nothing(tmp_path):
-    (folder := tmp_path / "temporary").mkdir()
-    before, logs = {*Path("/dev/shm").glob("*")}, [tmp_path / f"log-{rank}" for rank in range(2)]
-    for log in logs:
-        log.touch()
-    arguments = [(str(tmp_path / "store"), rank, str(logs[rank]), str(folder)) for rank in range(2)]
-    codes, texts = exits_and_logs(be_killed, arguments, logs)
-    assert codes == [0, -signal.SIGKILL] and texts == ["rank 1 ended before its combine (operation 2)", ""]
-    assert not [*folder.iterdir()]
+    before = {*Path("/dev/shm").glob("*")}
+    survivor, killed = run_failing_ranks(2, be_killed, str(tmp_path))
+    assert survivor.endswith("DistError: rank 1 ended before its combine (operation 2)\n") and killed == ""
+    assert not [*tmp_path.iterdir()]
     assert not {p for p in {*Path("/dev/shm").glob("*")} - before if "moe" in p.name}
 
 

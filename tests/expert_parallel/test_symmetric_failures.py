@@ -1,7 +1,6 @@
 """Symmetric explains what failed and who is missing, and runs the transfers of several streams in order."""
 
 import dataclasses
-import sys
 import types
 
 import pytest
@@ -10,7 +9,6 @@ from torch.distributed import DistError
 
 pytest.importorskip("triton")
 
-from moe_dualpipe.expert_parallel.symmetric import DeviceMemory
 from tests.machines.interpreter import prepare_rank
 from tests.support.ranks import run_ranks
 from tests.support.symmetric_ranks import EXPERTS, TOKENS, TOP_K, WIDTH, build, needs_interpreter
@@ -174,27 +172,3 @@ def in_order(_rank):
 @needs_interpreter
 def test_transfers_of_two_streams_run_in_order_without_a_host_sync():
     run_ranks(1, in_order)
-
-
-def test_device_memory_is_zero_before_other_ranks_map_it(monkeypatch):
-    log, memory = [], torch.ones(3, 40, dtype=torch.int32)
-
-    def empty(num_words, dtype, device):
-        log.append(f"empty {num_words} {dtype} {device}")
-        return memory[1, :num_words]
-
-    def rendezvous(own, _group):
-        log.append(f"rendezvous {int(own.abs().sum())}")
-        return types.SimpleNamespace(get_remote_tensor=lambda rank, sizes, _dtype: memory[rank, : sizes[0]])
-
-    symmetric = types.SimpleNamespace(empty=empty, rendezvous=rendezvous)
-    monkeypatch.setattr("torch.distributed._symmetric_memory", symmetric, raising=False)
-    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", symmetric)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: log.append("synchronize"))
-    made = DeviceMemory()
-    made.device = torch.device("cpu")
-    own, addresses = made.allocate(32, types.SimpleNamespace(size=lambda: 3))
-    assert log == ["empty 32 torch.int32 cpu", "synchronize", "rendezvous 0"]
-    assert addresses.tolist() == [each.data_ptr() for each in memory] and own.data_ptr() == addresses[1]
-    assert (memory[0] == 1).all() and (memory[1, 32:] == 1).all()

@@ -20,8 +20,6 @@ from moe_dualpipe.deepseek import (
     set_p2p_tensor_dtype,
     set_p2p_tensor_shapes,
 )
-from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, build_model, split
-from moe_dualpipe.overlap.segmented import engine_for
 from moe_dualpipe.schedule import Backward, Overlap, Part, build
 from tests.support.ranks import cosine_distance, run_ranks
 
@@ -303,42 +301,3 @@ def on_one_rank(_rank):
 
 def test_errors_of_wrong_programs_say_what_to_change_and_no_step_depends_on_an_earlier_one():
     run_ranks(1, on_one_rank)
-
-
-TINY = ModelConfig(
-    vocab_size=19, hidden_size=16, num_layers=4, num_dense_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
-    dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, init_std=0.2,
-)  # fmt: skip
-
-
-def our_transformer_in_dualpipe(rank, num_chunks, fused_loss):
-    """Our stages under DeepSeek's interface: pairs are interleaved; losses and gradients are those of one process."""
-    specs, x = split(TINY, 2), torch.randint(19, (num_chunks, 7), generator=torch.Generator().manual_seed(3))
-    model = build_model(TINY, options=StageOptions(seed=4, fused_loss=fused_loss))
-    losses = [model.loss(model(piece), piece) for piece in x.split(1)]
-    sum(losses, torch.zeros(())).backward()
-    stages = [
-        TransformerStage(TINY, specs[stage], options=StageOptions(seed=4, fused_loss=fused_loss))
-        for stage in (rank, 1 - rank)
-    ]
-    criterion = stages[1 - rank].loss  # of stage 1
-    set_p2p_tensor_shapes([(1, 7, 16)])
-    set_p2p_tensor_dtype(torch.float32)
-    log = engine_for(torch.device("cpu")).log = []
-    pipe = DualPipe(nn.Sequential(*stages))
-    half = x.chunk(2)
-    loss, _ = pipe.step(half[rank], num_chunks=num_chunks, criterion=criterion, labels=[half[1 - rank]])
-    engine_for(torch.device("cpu")).log = None
-    assert log.count("loss(F)") > 0 and log.count("mlp(W)") > 0
-    assert torch.equal(loss, torch.stack(losses).detach().chunk(2)[1 - rank])
-    # Each stage is on both ranks, as the first module of the one and the second of the other.
-    for order in (stages, stages[::-1]):
-        for name, p in sorted(order[rank].named_parameters()):
-            dist.all_reduce(p.grad)
-            assert cosine_distance(p.grad, model.get_parameter(name).grad) < 1e-13, name
-
-
-@pytest.mark.parametrize("num_chunks,fused_loss", [(4, False), (8, False), (8, True)])
-@pytest.mark.quick("8-True")
-def test_our_transformer_overlaps_under_deepseeks_interface(num_chunks, fused_loss):
-    run_ranks(2, our_transformer_in_dualpipe, num_chunks, fused_loss)

@@ -107,7 +107,7 @@ class Memory:
 class SimulatedGpu(TorchDispatchMode):
     """Inside this context, all tensors of this thread are on this GPU. It has the names of `torch.cuda` for streams.
 
-    log: every operator so far. labels: every annotation so far.
+    log: every operator so far.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,6 @@ class SimulatedGpu(TorchDispatchMode):
         self.streams = [self.Stream(name="compute")]  # the innermost `stream` context is last
         self.memory: dict[int, Memory] = {}
         self.freed: dict[SimulatedStream, dict[SimulatedStream, Access]] = defaultdict(dict)
-        self.labels: list[str] = []
         self.inside: list[str] = []
         self.log: list[Access] = []
         self._host_reads = _HostReads(self)
@@ -278,7 +277,6 @@ def annotation(text: str) -> Iterator[None]:
     if gpu is None:
         yield
         return
-    gpu.labels.append(text)
     gpu.inside.append(text)
     try:
         yield

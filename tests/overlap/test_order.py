@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from moe_dualpipe.expert_parallel import Completed, Local, Loopback
-from moe_dualpipe.models.layers import Linear
-from moe_dualpipe.overlap import Comm, Compute, Engine, WeightGrads, bind
-from tests.support.pairs import OVERLAPPED, assert_same, run_pair, stage, tokens
-from tests.support.segments import module_of
+from moe_dualpipe.expert_parallel import Local, Loopback
+from moe_dualpipe.overlap import WeightGrads, bind
+from tests.support.pairs import assert_same, run_pair, stage, tokens
 
 LAYER = "attn(F) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(F) attn(B) attn(W) combine(F)"
 
@@ -65,16 +63,6 @@ def test_with_completed_transfers_the_backward_runs_first():
     )
 
 
-@pytest.mark.parametrize("layers", [(1, 1), (2, 3), (3, 1), (4, 4)])
-def test_cpu_and_gpu_order_agree_on_computations_and_on_transfers(layers):
-    lanes = []
-    for queued in (True, False):
-        log = order(bare(layers[0]), bare(layers[1]), queued).split()
-        transfers = [label for label in log if label.startswith(("dispatch", "combine"))]
-        lanes.append((transfers, [label for label in log if label not in transfers]))
-    assert lanes[0] == lanes[1]
-
-
 def test_the_longer_chunk_continues_alone():
     assert order(bare(1), bare(2), queued=True) == (
         f"add(B) combine(B) {LAYER} combine(B) add(F) mlp(B) dispatch(B) mlp(W) attn(B) attn(W)"
@@ -84,23 +72,9 @@ def test_the_longer_chunk_continues_alone():
     )
 
 
-def test_shared_experts_run_during_the_transfers():
-    model = stage(1, 0, embedding=False, head=False)
+def test_weight_gradients_of_the_head_run_during_the_first_transfer_and_shared_experts_during_the_others():
+    model = stage(1, 0, embedding=False)
     assert order(model, model, queued=True) == (
-        "add(B) combine(B) attn(F) mlp(B) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(W) mlp(F) mlp(F) attn(B) attn(W) "
-        "combine(F) add(F)"
+        "loss(B) head(B) combine(B) head(W) attn(F) mlp(B) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(W) mlp(F) mlp(F) "
+        "attn(B) attn(W) combine(F) head(F) loss(F)"
     )
-
-
-def test_the_first_weight_gradients_run_during_the_first_transfer():
-    def segments(self, x):
-        y = yield Compute("first", self.a, x)
-        z = yield Comm("move", lambda t: Completed((t,)), lambda g: Completed((g,)), y)
-        return (yield Compute("last", self.b, z))
-
-    module, log = module_of(segments, a=Linear(3, 3, 1.0), b=Linear(3, 3, 1.0)), []
-    x = torch.randn(2, 3)
-    loss = module(x).sum()
-    engine = Engine(torch.device("cpu"), queued=True, log=log)
-    OVERLAPPED(module, [x], None, None, module, loss, None, None, engine=engine)
-    assert log[:5] == ["loss(B)", "last(B)", "move(B)", "last(W)", "first(F)"]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.plain_model import plain_forward
@@ -100,23 +99,6 @@ def test_a_pair_with_nothing_to_differentiate_is_a_forward():
     logits, _ = OVERLAPPED(model, [tokens(2)], None, None, model, *roots, on_input_grads=lambda: called.append(1))
     assert torch.equal(logits, model(tokens(2)))
     assert called == [1]
-
-
-def test_layers_before_and_after_the_chunk_get_their_gradients():
-    """Computed inputs and a criterion with parameters, in a plain backward and in a pair."""
-    model = stage(2, 0, Loopback(8, 2), embedding=False, head=False)
-    before, after = nn.Linear(16, 16), nn.Linear(16, 1)
-    x, results = torch.randn(1, 3, 16), []
-    for overlapped in (False, True):
-        for module in (model, before, after):
-            module.zero_grad()
-        loss = after(model(before(x))).sum()
-        if overlapped:
-            OVERLAPPED(model, [x], None, None, model, loss, None, None)
-        else:
-            loss.backward()
-        results.append(gradients(model, before, after))
-    assert_same(*results)
 
 
 # ---- Failures ----

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from moe_dualpipe.expert_parallel import Completed
 from moe_dualpipe.overlap import Comm, Compute, Engine, PrepareComm, Segmented, in_layer
 from moe_dualpipe.overlap.segmented import run_on
 from tests.support.segments import doubled, module_of
@@ -27,10 +28,22 @@ def captures(self, x):
     return (yield Compute("add", torch.add, moved, w))
 
 
+def returns_too_few_gradients(self, x):
+    y = yield Compute("lin", self.lin, x)
+    return (yield Comm("two", lambda *t: Completed(t), lambda *_: Completed(()), y, y))
+
+
+def returns_a_nested_tuple(self, x):
+    y = yield Compute("lin", self.lin, x)
+    return y, [y]
+
+
 @pytest.mark.parametrize("segments,error,problem", [
     (computes_between_yields, TypeError, "between two yields, pass tensors on, but do not compute"),
     (sends_what_no_segment_computed, TypeError, "is not the output of a segment"),
     (captures, RuntimeError, "a segment used a tensor that is not among its inputs"),
+    (returns_too_few_gradients, ValueError, "the backward of a Comm returned 0 gradients for 2 inputs"),
+    (returns_a_nested_tuple, TypeError, "must return a tensor or a flat tuple: got tuple"),
     (Segmented.segments, NotImplementedError, r"Mine must define segments\(\)"),
 ])  # fmt: skip
 def test_what_segments_may_not_do(segments, error, problem):

@@ -1,4 +1,4 @@
-"""Training on a simulated GPU uses no memory too early, and what the simulation calls too early."""
+"""On a simulated GPU, training uses no memory too early, and transfers do not wait for what they do not need."""
 
 from functools import partial
 
@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.overlap import Comm, Compute, PrepareComm
+from moe_dualpipe.overlap import Comm, PrepareComm
 from moe_dualpipe.overlap.engine import _SideStream
 from moe_dualpipe.schedule import NAMES
 from tests.machines.simulated_gpu import SimulatedGpu
-from tests.support.pairs import assert_same, stage
-from tests.support.segments import doubled, module_of
+from tests.support.pairs import OVERLAPPED, assert_same, stage
+from tests.support.segments import doubled
 from tests.support.simulated_ranks import replace_devices
 from tests.support.simulated_runs import (
     all_to_all,
@@ -30,16 +30,40 @@ def simulated(monkeypatch):
     replace_devices(monkeypatch)
 
 
+def run_pair():
+    """Run a pair of chunks of one MoE layer. Returns its operators."""
+    with SimulatedGpu() as gpu:
+        model = stage(1, 0, all_to_all(), embedding=False, head=False, num_shared_experts=0)
+        x0, x1 = torch.randn(2, 1, 7, 16, requires_grad=True)
+        outputs = model(x1)
+        operators = len(gpu.log)
+        OVERLAPPED(model, [x0], None, None, model, None, [outputs], [torch.ones_like(outputs)])
+        return gpu.log[operators:]
+
+
+def test_each_lane_packs_on_a_stream_of_its_own():
+    operators = run_pair()
+    streams = {
+        label: {access.stream.name for access in operators if access.label == label} - {"nccl"}
+        for label in ("prepare dispatch(F)", "dispatch(F)", "combine(F)", "dispatch(B)", "combine(B)")
+    }
+    forward, backward = streams["dispatch(F)"], streams["dispatch(B)"]
+    assert len(forward) == len(backward) == 1 and forward != backward and "compute" not in forward | backward
+    assert streams["prepare dispatch(F)"] == streams["combine(F)"] == forward
+    assert streams["combine(B)"] == backward
+
+
+def test_a_transfer_waits_for_its_own_input_and_not_for_the_computation_that_is_queued_before_it():
+    operators = run_pair()
+    for transfer, hides in (("dispatch(F)", "mlp(B)"), ("combine(F)", "attn(B)")):
+        *_, computed = (access for access in operators if access.label == hides)
+        started = next(access for access in operators if access.label == transfer and not access.is_view)
+        assert started.stream is not computed.stream and not computed.is_before(started.clock), transfer
+
+
 @pytest.mark.parametrize("overlapped", [True, False])
 def test_training_uses_no_memory_too_early(overlapped):
     assert_same(train_simulated(overlapped), train(stage(2, 0, loopback()), overlapped))
-
-
-def test_a_pipeline_uses_no_memory_too_early():
-    losses, grads = pipeline()
-    expected_losses, expected_grads = single_process()
-    assert losses == expected_losses
-    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-6)
 
 
 def test_a_side_stream_holds_what_it_must_and_no_longer():
@@ -60,23 +84,6 @@ def test_a_side_stream_holds_what_it_must_and_no_longer():
             assert not side.held  # nothing refers to what has arrived
 
 
-def prepares_a_transfer(_self, x):
-    y, ids = yield Compute("attn", lambda x: (x * 2, (x > 0).long()), x)
-    yield PrepareComm("move", lambda ids: ids * 3, ids)
-    del ids
-    moved = yield Comm("move", doubled, doubled, y)
-    z = yield Compute("mlp", lambda y: y + 1, y)  # may reuse the memory of ids
-    return (yield Compute("add", torch.add, moved, z))
-
-
-def test_the_inputs_of_a_preparation_are_held():
-    with SimulatedGpu():
-        module_of(prepares_a_transfer)(torch.randn(3, requires_grad=True))
-
-
-# ---- what is too early ----
-
-
 @pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
@@ -95,11 +102,10 @@ def test_training_of_any_model(layers, dense, shared, length, recompute, actions
         assert_same(simulated, run_actions(model(loopback()), actions, length))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_pipelines_of_any_schedule(name, train, monkeypatch):
-    replace_devices(monkeypatch)
+@pytest.mark.quick("dualpipe-True")
+def test_a_pipeline_uses_no_memory_too_early(name, train):
     losses, grads = pipeline(name, train=train)
     expected_losses, expected_grads = single_process(len(grads))
     assert losses == expected_losses

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moe_dualpipe.expert_parallel import Completed
 from moe_dualpipe.models import next_token_loss
 from moe_dualpipe.overlap import Comm, Compute, Engine, Segmented
 from tests.support.pairs import stage, tokens
-from tests.support.segments import module_of
 
 MOVES = ("move", "collective")
 
@@ -118,7 +116,8 @@ def test_any_program_has_the_gradients_of_plain_autograd_and_waits_once_for_each
     """One after the other, or the backward of one beside the forward of the other, in the order of a CPU or a GPU."""
     inputs = [torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     end, x, number, _ = one(inputs[0], 7)
-    loss = (end * x).sum()
+    after = torch.ones(3, dtype=torch.float64, requires_grad=True)  # a layer after the program
+    loss = (end * x * after).sum()
     assert number == 7
     if queued is None:
         loss.backward()
@@ -129,6 +128,7 @@ def test_any_program_has_the_gradients_of_plain_autograd_and_waits_once_for_each
             other, [inputs[1], 7], criterion, None, one, loss, None, None, engine=engine
         )[1]
     second.backward()
+    torch.testing.assert_close(after.grad, end * x)
     for program, x, result in ((one, inputs[0], loss), (other, inputs[1], second)):
         ours = grads_of(x, program.weights)
         expected = program.plain(x)
@@ -143,41 +143,7 @@ def test_any_program_has_the_gradients_of_plain_autograd_and_waits_once_for_each
             assert log == [text for name in names for text in (name, f"{name} arrived")]
 
 
-def test_gradients_are_waited_for_in_the_order_in_which_they_were_sent():
-    log = []
-
-    def comm(name, x):
-        return Comm(name, lambda t: Completed((t,)), lambda g: Waited(log, name, g), x)
-
-    def segments(self, x):
-        y = yield Compute("mul", lambda x: x * self.w, x)
-        a = yield comm("a", y)
-        b = yield comm("b", y)
-        return (yield Compute("add", torch.add, a, b))
-
-    module_of(segments, w=nn.Parameter(torch.ones(3)))(torch.ones(3)).sum().backward()
-    assert log == ["b", "a", "b arrived", "a arrived"]
-
-
 # ---- Refusals ----
-
-
-def test_a_backward_of_a_comm_that_returns_too_few_gradients_is_an_error():
-    def segments(self, x):
-        y = yield Compute("lin", self.lin, x)
-        return (yield Comm("two", lambda *t: Completed(t), lambda *_: Completed(()), y, y))
-
-    with pytest.raises(ValueError, match="the backward of a Comm returned 0 gradients for 2 inputs"):
-        module_of(segments, lin=nn.Linear(3, 3))(torch.ones(1, 3)).sum().backward()
-
-
-@pytest.mark.parametrize("wrap,name", [(lambda y: {"y": y}, "dict"), (lambda y: (y, [y]), "tuple")])
-def test_outputs_are_a_tensor_or_a_flat_tuple(wrap, name):
-    def segments(_self, x):
-        return wrap((yield Compute("sin", torch.sin, x)))
-
-    with pytest.raises(TypeError, match=f"must return a tensor or a flat tuple: got {name}"):
-        module_of(segments)(torch.ones(2, 3))
 
 
 def test_a_second_backward_is_an_error():

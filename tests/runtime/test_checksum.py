@@ -81,16 +81,11 @@ SPREAD = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * torch.lo
 @pytest.mark.parametrize("values", [
     SPREAD, torch.tensor([1.0, 2.0**-149, 2.0**-126]), torch.full((300,), 3.4e38), torch.zeros(0), torch.zeros(2),
 ])  # fmt: skip
-def test_sums_are_exact(values):
+def test_sums_are_exact_however_they_are_ordered_and_divided(values):
     assert from_words(to_words(values)).item() == math.fsum(values.double().tolist())
-
-
-def test_the_order_and_the_division_change_no_bit():
-    words = to_words(SPREAD)
-    shuffled = SPREAD[torch.randperm(1000, generator=torch.Generator().manual_seed(1))]
-    parts = [to_words(part) for part in shuffled.split([1, 7, 300, 692])]
-    assert torch.equal(sum(parts[1:], parts[0]), words)
-    assert from_words(words) > SPREAD.double().max()
+    shuffled = values[torch.randperm(len(values))]
+    parts = [to_words(part) for part in shuffled.tensor_split([1, 7, 300])]
+    assert torch.equal(sum(parts[1:], parts[0]), to_words(values))
 
 
 def test_numbers_that_are_not_finite():

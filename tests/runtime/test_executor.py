@@ -4,14 +4,14 @@ import contextlib
 import copy
 import gc
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_dualpipe.kernels.linear import linear
+from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.p2p import Transfer
 from moe_dualpipe.schedule import Forward, Placement, Recv, Schedule, build
@@ -113,13 +113,16 @@ X = {0: (torch.ones(2, WIDTH),)}
 
 
 class Failing(nn.Linear):
-    """Fails once."""
+    """Fails once, with a deferred weight gradient."""
 
-    failed = False
+    failed, weight_grads = False, cast(WeightGrads, None)
 
     def forward(self, x):
         if not self.failed:
             self.failed = True
+            with self.weight_grads.defer_to("an earlier micro-batch"):
+                self.weight_grads.defer(self.weight, self.weight.clone)
+            assert len(self.weight_grads) == 1
             raise ArithmeticError("boom")
         return super().forward(x)
 
@@ -134,6 +137,7 @@ def step_after_a_failed_one(rank):
     with pytest.raises(ArithmeticError) as error:
         executor.step(*arguments)  # leaves receives that get no message
     assert error.value.__notes__[-1].startswith(f"while rank {rank} (pipeline rank {rank}) ran 0F")
+    assert len(executor.weight_grads) == 0
     for stage in stages.values():
         stage.failed = True
     result = executor.step(*arguments)
@@ -142,7 +146,7 @@ def step_after_a_failed_one(rank):
     return len(result.losses)
 
 
-def test_a_step_does_not_receive_messages_of_a_failed_step():
+def test_a_step_has_no_messages_and_no_deferred_weight_gradients_of_a_failed_step():
     assert run_ranks(2, step_after_a_failed_one, timeout=60) == [2, 2]
 
 
@@ -231,27 +235,6 @@ def test_receives_are_posted_one_compute_action_before_their_data_is_used():
     ]  # fmt: skip
 
 
-class Deferring(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.weight_grads = nn.Parameter(torch.ones(WIDTH, WIDTH)), None
-
-    def forward(self, x):
-        return linear(x, self.weight, self.weight_grads)
-
-
-def test_a_failed_step_drops_its_deferred_weight_gradients(monkeypatch):
-    stages = {0: Deferring(), 1: Deferring()}
-    executor = one_rank(stages)
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(executor.weight_grads, "run_deferred", {}.__getitem__)
-        step(stages, 2, executor)
-    assert len(executor.weight_grads) == 0
-    step(stages, 2, executor)
-    again = one_rank(stages)
-    assert stages[0].weight_grads is again.weight_grads  # a second executor binds the layers to its own
-
-
 class Checkpointed(nn.Module):
     """Records by micro-batch, which is the value of its input, whether weight gradients may be deferred."""
 
@@ -325,7 +308,7 @@ def run(schedule, inputs=X, labels=None, criterion=torch.sum, modules=None):
     return lambda: one_rank(modules).step(schedule, inputs, labels, criterion)
 
 
-ONE = build("1f1b", 1, 1)
+ONE, CPU, SPEC = build("1f1b", 1, 1), torch.device("cpu"), TensorSpec((2, WIDTH), torch.float32)
 REFUSED = {
     "1f1b is for 2 ranks, but the pipeline has 1": run(build("1f1b", 2, 2)),
     "rank 0 must run 0F0, but it holds these stages: 3": run(ONE, modules={3: nn.Identity()}),
@@ -336,7 +319,9 @@ REFUSED = {
         Schedule("mine", Placement.straight(1), 1, ((Forward(0, 0),),))
     ),
     "stage 0 produced outputs [((2, 7), torch.float32)], but the pipeline carries [((2, 6), torch.float32)]": (
-        lambda: Executor({0: nn.Linear(WIDTH, WIDTH + 1)}, Recorder()).step(build("1f1b", 2, 2), {0: X[0], 1: X[0]})
+        lambda: Executor({0: nn.Linear(WIDTH, WIDTH + 1)}, P2P((SPEC,), CPU, 0, 2, (0, 1), None, None)).step(
+            build("1f1b", 2, 2), {0: X[0], 1: X[0]}
+        )
     ),
 }
 

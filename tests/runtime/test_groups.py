@@ -24,12 +24,6 @@ from moe_dualpipe.schedule import Placement
 from tests.support.ranks import run_ranks
 
 
-def test_expert_parallel_ranks_are_neighbors():
-    layouts = [Layout(pp=2, dp=4, ep=2, rank=r) for r in range(8)]
-    assert [(x.pp_rank, x.dp_rank) for x in layouts] == [(p, d) for p in range(2) for d in range(4)]
-    assert all(x.world_rank(x.pp_rank, x.dp_rank) == x.rank for x in layouts)
-
-
 def membership(rank):
     """The groups of two layouts. With NCCL, all ranks of a pipeline meet in its links, even if only some of them share
     an embedding."""

@@ -21,24 +21,21 @@ def group(path, limit, usage, stat, names=("memory.max", "memory.current")):
     return {f"{path}/{names[0]}": limit, f"{path}/{names[1]}": usage, f"{path}/memory.stat": stat}
 
 
-def test_a_machine_without_limits(tmp_path):
-    assert free(tmp_path, "0::/\n", {}) == 700 * KB
-    assert free(tmp_path, "0::/a\n", group("a", "max", 5, "anon 5\n")) == 700 * KB
+VERSION_2 = group("a", 300 * KB, 250 * KB, f"anon {50 * KB}\nfile {190 * KB}\nslab_reclaimable {10 * KB}\n")
+VERSION_1 = "5:devices:/docker/x\n4:cpu,memory:/docker/x\n0::/\n"
+LIMIT_1 = 200 * KB, 80 * KB, f"cache 1\ntotal_cache {30 * KB}\n", ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
-def test_version_2_limits_of_all_groups_above_count(tmp_path):
-    files = group("a", 300 * KB, 250 * KB, f"anon {50 * KB}\nfile {190 * KB}\nslab_reclaimable {10 * KB}\n")
-    files |= group("a/b", 500 * KB, 20 * KB, "file 0\n")
-    assert free(tmp_path, "0::/a/b\n", files) == (300 - 50 + 100) * KB
-    assert free(tmp_path, "0::/a/b\n", files | group("a/b", 10 * KB, 500 * KB, "file 0\n")) == 0
-
-
-@pytest.mark.parametrize("where", ["memory", "memory/docker/x"], ids=["in a container", "outside"])
-def test_version_1(tmp_path, where):
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    files = group(where, 200 * KB, 80 * KB, f"cache 1\ntotal_cache {30 * KB}\n", names)
-    cgroup = "5:devices:/docker/x\n4:cpu,memory:/docker/x\n0::/\n"
-    assert free(tmp_path, cgroup, files) == (200 - 80 + 30 + 100) * KB
+@pytest.mark.parametrize("cgroup,files,expected", [
+    ("0::/\n", {}, 700), ("0::/a\n", group("a", "max", 5, "anon 5\n"), 700),
+    # The limits of all groups above count.
+    ("0::/a/b\n", VERSION_2 | group("a/b", 500 * KB, 20 * KB, "file 0\n"), 300 - 50 + 100),
+    ("0::/a/b\n", VERSION_2 | group("a/b", 10 * KB, 500 * KB, "file 0\n"), 0),
+    # In a container and outside.
+    *((VERSION_1, group(where, *LIMIT_1), 200 - 80 + 30 + 100) for where in ("memory", "memory/docker/x")),
+])  # fmt: skip
+def test_free_memory_is_what_the_machine_has_and_the_limits_of_the_process_allow(tmp_path, cgroup, files, expected):
+    assert free(tmp_path, cgroup, files) == expected * KB
 
 
 def test_unknown_memory(tmp_path):

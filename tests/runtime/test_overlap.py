@@ -4,17 +4,17 @@ import os
 import re
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from moe_dualpipe.expert_parallel import Delayed, Link, Loopback
-from moe_dualpipe.models import TransformerStage
 from moe_dualpipe.overlap.segmented import engine_for
 from moe_dualpipe.overlap.tape import Tape
 from moe_dualpipe.runtime.p2p import P2P
-from moe_dualpipe.schedule import Costs, Overlap, Send, add_comms, simulate
+from moe_dualpipe.schedule import Costs, Overlap, simulate
 from tests.support import pipelines
 from tests.support.pipelines import make_pipeline, run_step
 from tests.support.ranks import run_failing_ranks, run_ranks
@@ -42,7 +42,14 @@ def logged_step(schedule, layout, executor):
 
 
 def step_is_sequential(rank, name, pp, ep, slow, fused_loss):
-    outcomes = []
+    """A pair sends its gradient before its last weight gradients."""
+    outcomes, send = [], P2P.send
+
+    def watched(self, tensors, to):
+        engine_for(torch.device("cpu")).log.append("send")
+        return send(self, tensors, to)
+
+    P2P.send = watched
     for overlap in (False, True):
         schedule, layout, executor, experts, _ = small_pipeline(rank, name, pp, ep, ep, fused_loss)
         executor.overlap = overlap
@@ -53,6 +60,10 @@ def step_is_sequential(rank, name, pp, ep, slow, fused_loss):
         assert any(label.endswith("(W)") for label in log) == (overlap and len(pairs) > 0)
         ending = sum(pair.backward.stage == schedule.num_stages - 1 for pair in pairs) * overlap
         assert [log.count("head(W)"), log.count("loss(W)")] == [ending * (not fused_loss), ending * fused_loss]
+        backwards = [pair.backward for pair in pairs if pair.backward.stage > 0]
+        gradients = sum(schedule.rank_of(b.stage - 1, b.micro_batch) != layout.pp_rank for b in backwards)
+        early = [label for label, following in pairwise(log) if (label, following) == ("send", "attn(W)")]
+        assert len(early) == gradients * overlap and (gradients > 0 or name != "dualpipe")
         grads = {n: p.grad for stage in executor.modules.values() for n, p in stage.named_parameters()}
         outcomes.append(result.losses | grads)
     assert outcomes[0].keys() == outcomes[1].keys()
@@ -96,57 +107,6 @@ def counts_live_tapes(rank, name, pp):
 @pytest.mark.quick("dualpipe-2")
 def test_the_number_of_live_chunks_is_that_of_the_schedule(name, pp):
     run_ranks(pp, counts_live_tapes, name, pp)
-
-
-# ---- Transfers of the pipeline ----
-
-
-class DeepSeekStyle(TransformerStage):
-    """A user's method with DeepSeek's signature: it does not accept `on_input_grads`."""
-
-    @classmethod
-    def overlapped_forward_backward(  # type: ignore[override]
-        cls, module0, inputs0, criterion0, labels0, _module1, loss1, outputs1, output_grads1
-    ):
-        outputs0 = module0(*inputs0)
-        loss0 = criterion0(outputs0, *labels0) if criterion0 else None
-        loss1.backward() if loss1 is not None else torch.autograd.backward(outputs1, output_grads1)
-        return outputs0, loss0
-
-
-class Overriding(TransformerStage):
-    """A subclass that overrides the method and accepts `on_input_grads`."""
-
-    @classmethod
-    def overlapped_forward_backward(cls, *arguments, on_input_grads, engine=None):
-        return super().overlapped_forward_backward(*arguments, on_input_grads=on_input_grads, engine=engine)
-
-
-def sends_of_a_step(rank):
-    """A method that announces its gradient sends it before the last weight gradients."""
-    send = P2P.send
-
-    def watched(self, tensors, to):
-        engine_for(torch.device("cpu")).log.append("send")
-        return send(self, tensors, to)
-
-    for kind in (TransformerStage, Overriding, DeepSeekStyle):
-        schedule, layout, executor, _, _ = small_pipeline(rank, "dualpipe", 2)
-        for stage in executor.modules.values():
-            stage.__class__ = kind
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(P2P, "send", watched)
-            _, log = logged_step(schedule, layout, executor)
-        assert log.count("send") == sum(isinstance(step, Send) for step in add_comms(schedule)[rank])
-        pairs = [action for action in schedule.actions[rank] if isinstance(action, Overlap)]
-        gradients = sum(pair.backward.stage > 0 for pair in pairs)
-        # A send that is followed by a weight gradient was started inside a pair, before it.
-        early = [i for i, label in enumerate(log) if label == "send" and log[i + 1 : i + 2] == ["attn(W)"]]
-        assert len(early) == (0 if kind is DeepSeekStyle else gradients) and gradients > 0
-
-
-def test_a_gradient_is_sent_before_the_last_weight_gradients_by_a_method_that_announces_it():
-    run_ranks(2, sends_of_a_step)
 
 
 # ---- Failures ----

@@ -139,7 +139,7 @@ def test_weights_of_a_stage_arrive_when_it_is_waited_for():
 # ---- Schedules ----
 
 
-@pytest.mark.parametrize("name,ranks", [("dualpipe", 4), ("zbv", 3), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize("name,ranks", [("dualpipe", 2), ("zbv", 3), ("interleaved_1f1b", 2)])
 def test_the_sums_of_a_stage_start_after_its_last_backward_and_before_the_last_action(name, ranks):
     schedule = build(name, ranks, 2 * ranks, 2 if "interleaved" in name else None)
     events = [[] for _ in range(2 * ranks)]

@@ -62,14 +62,7 @@ def test_machines_of_a_domain():
     (8, 8, 4, 4), (4, 8, 4, 4), (2, 8, 4, 2), (8, 4, 2, 4), (8, 1, 1, 8), (6, 4, 2, 6),
 ])  # fmt: skip
 def test_node_limited_routing(span, groups, top, limit):
-    """Counted over all choices of groups: the machines that hold any of their experts."""
     assert machine_limit(span, groups, top) == limit
-    experts = range(span * groups)
-    machines = [{e // groups for e in experts if e // span == g} for g in range(groups)]  # of each group
-    spread = max(len(set().union(*random.sample(machines, top))) for _ in range(200))
-    assert spread <= limit
-    if groups % span == 0 or span % groups == 0:
-        assert spread == limit
 
 
 # ---- real processes ----
@@ -90,28 +83,10 @@ def test_ranks_join_with_their_new_numbers():
     assert run_ranks(4, placed_rank, "abab") == [("aabb", text)] * 4
 
 
-class LateStore:
-    """A store that this rank reads when the three others are done."""
-
-    def __init__(self, store):
-        self._store = store
-
-    def get(self, key):
-        while self._store.add("left", 0) < 3:
-            pass
-        return self._store.get(key)
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
-
-
 def refused_rank(rank, out, machines):
     """The error of a run on machines of which the last has another version of torch."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         launch = pretend(rank, machines, monkeypatch)
-        if rank == 2:
-            meet = topology.rendezvous
-            monkeypatch.setattr(topology, "rendezvous", lambda *args: LateStore(meet(*args)))
         if machines[rank] == machines[-1]:
             monkeypatch.setattr(topology, "own_versions", lambda: {"moe-dualpipe": "0.1.0", "torch": "1.0"})
         with (

@@ -62,5 +62,6 @@ def loaded_and_not(rank, schedule, ep):
 
 
 @pytest.mark.parametrize("schedule,ep", [("dualpipe", 1), ("dualpipev", 2)])
+@pytest.mark.quick("dualpipev-2")
 def test_kernels_are_loaded_before_the_first_receive_and_nothing_changes(schedule, ep):
     assert run_ranks(2, loaded_and_not, schedule, ep) == [True] * 2

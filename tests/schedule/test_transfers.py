@@ -29,17 +29,20 @@ def test_transfers_match_in_order_and_do_not_deadlock(name, ranks, micro_batches
     schedule = build(name, ranks, micro_batches)
     lists = add_comms(schedule)
     assert [tuple(s for s in steps if not isinstance(s, Send | Recv)) for steps in lists] == list(schedule.actions)
-    assert_links_are_fifo(schedule, lists)
     assert runs_with_blocking_transfers(schedule, lists)
     early = receive_early(schedule, lists)
-    assert_links_are_fifo(schedule, early)
     assert_posted_as_early_as_data_can_arrive(schedule, lists, early)
 
 
 def assert_posted_as_early_as_data_can_arrive(schedule, lists, early):
-    """A receive moves before the preceding action if and only if this action is not an ancestor of the data."""
+    """A receive moves before the preceding action if and only if this action is not an ancestor of the data.
+
+    Neither sends nor receives change their order.
+    """
     ancestors = ancestors_of_results(schedule)
     for rank, (before, after) in enumerate(zip(lists, early, strict=True)):
+        for kind in (Recv, Send | Forward | Backward | Overlap):
+            assert [step for step in after if isinstance(step, kind)] == [s for s in before if isinstance(s, kind)]
         last = None  # receives keep their order
         for recv in (step for step in before if isinstance(step, Recv)):
             actions, posted = actions_before(before, recv), actions_before(after, recv)
@@ -67,20 +70,6 @@ def peer(schedule, step):
     """Return the other rank of a transfer and the stage there."""
     there = step.stage + (1 if (step.flow is Flow.ACTIVATION) == isinstance(step, Send) else -1)
     return schedule.rank_of(there, step.micro_batch), there
-
-
-def assert_links_are_fifo(schedule, lists):
-    """On every link, the receives are in the order of the sends."""
-    sent, received = {}, {}
-    for rank, steps in enumerate(lists):
-        for step in steps:
-            if isinstance(step, Send):
-                to, stage = peer(schedule, step)
-                sent.setdefault((rank, to), []).append(Recv(stage, step.micro_batch, step.flow))
-            elif isinstance(step, Recv):
-                received.setdefault((peer(schedule, step)[0], rank), []).append(step)
-    assert sent == received
-    assert all(a != b for a, b in sent)
 
 
 def runs_with_blocking_transfers(schedule, lists):

@@ -43,7 +43,6 @@ class Buffer:
     ):  # fmt: skip
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.calls = []
 
     @staticmethod
     def set_num_sms(new_num_sms):
@@ -67,7 +66,6 @@ class Buffer:
     def get_dispatch_layout(
         self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False
     ):
-        self.calls.append("layout")
         check_event(previous_event, async_finish, allocate_on_comm_stream, EventOverlap)
         check_ids(topk_idx)
         in_rank = ranks_of(topk_idx, num_experts, self.ranks)
@@ -84,10 +82,8 @@ class Buffer:
         assert expert_alignment == 1 and num_worst_tokens == 0
         if handle is not None:
             assert topk_idx is None and topk_weights is None and handle.num_sms == config.num_sms
-            self.calls.append("cached dispatch")
             (x_ND,), event = pending([handle.sends.there(x)])
             return x_ND, None, None, None, None, event
-        self.calls.append("dispatch")
         for counts in (num_tokens_per_rank, num_tokens_per_expert):
             assert counts.dtype == torch.int32 and counts.dim() == 1 and counts.is_contiguous()
         assert is_token_in_rank.shape == (len(x), self.ranks) and is_token_in_rank.dtype == torch.bool
@@ -106,7 +102,6 @@ class Buffer:
         self, x, handle, topk_weights=None, bias=None, config=None, previous_event=None, async_finish=False,
         allocate_on_comm_stream=False,
     ):  # fmt: skip
-        self.calls.append("combine")
         self._check_call(x, config, "combine")
         check_event(previous_event, async_finish, allocate_on_comm_stream, EventOverlap)
         assert bias is None and handle.num_sms == config.num_sms and sum(handle.sends.rows_in) == len(x)

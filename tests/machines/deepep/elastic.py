@@ -37,7 +37,6 @@ class ElasticBuffer:
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
         self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk or 32
         self.deterministic = deterministic
-        self.calls = []
 
     @staticmethod
     def capture():
@@ -52,7 +51,6 @@ class ElasticBuffer:
     ):  # fmt: skip
         assert not do_expand and not do_zero_padding and expert_alignment is None
         cached = handle is not None
-        self.calls.append("cached dispatch" if cached else "dispatch")
         if num_sms == 0 and num_experts is None:
             raise TypeError("the number of multiprocessors cannot be estimated without num_experts")
         num_sms = num_sms or AUTOMATIC_SMS
@@ -86,7 +84,6 @@ class ElasticBuffer:
         self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
         previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False,
     ):  # fmt: skip
-        self.calls.append("combine")
         self._check_call(x, previous_event, async_with_compute_stream, allocate_on_comm_stream)
         assert bias is None and len(x) == len(handle.source)
         order, grads_TK = handle.source[:, 0].sort().indices, None

@@ -23,6 +23,7 @@ from tests.machines.interpreter import call_directly
 from tests.machines.one_sided.events import Access, Atomic, Barrier, Event, HazardError, Launch, Recording
 
 RANKS, EXPERTS, TOKENS, WIDTH = 2, 2, 2, 4  # each token is sent to both ranks
+PROGRAMS, SLOTS = 2, 2  # of a kernel that copies; of a rank
 KERNELS = "moe_dualpipe.kernels.gpu"
 _SEM = {ir.MEM_SEMANTIC.ACQUIRE: "acquire", ir.MEM_SEMANTIC.RELEASE: "release", ir.MEM_SEMANTIC.RELAXED: "relaxed",
         ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel"}  # fmt: skip
@@ -33,23 +34,23 @@ Call = tuple[Any, ...]
 """("prepare", route), ("dispatch" or "combine", route, whether weights are sent too), or ("wait", transfer)."""
 
 
-def record(sync: str, calls: list[Call], programs: int = 2, slots: int = 2) -> Recording:
-    """Make the calls on virtual ranks, each of them on all ranks before the next. programs: of a kernel that copies.
+def record(sync: str, calls: list[Call]) -> Recording:
+    """Make the calls on virtual ranks, each of them on all ranks before the next.
 
     Raises HazardError if a kernel waits for what none of the kernels before it does.
     """
     recorders = []
-    for first in range(programs if sync == "flags" else 1):
+    for first in range(PROGRAMS if sync == "flags" else 1):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            eps = _build_ranks(programs, slots, sync)
+            eps = _build_ranks(sync)
             recorders.append(_Recorder(monkeypatch, eps, first))
             _make_calls(eps, calls)
     return _merge(recorders)
 
 
-def _build_ranks(programs: int, slots: int, sync: Any) -> list[OneSided]:
+def _build_ranks(sync: Any) -> list[OneSided]:
     """Backends that share the memory of all ranks."""
-    sizes = {"max_tokens": TOKENS, "row_bytes": 4 * WIDTH, "top_k": EXPERTS, "num_sms": programs, "slots": slots}
+    sizes = {"max_tokens": TOKENS, "row_bytes": 4 * WIDTH, "top_k": EXPERTS, "num_sms": PROGRAMS, "slots": SLOTS}
     eps = [OneSided(EXPERTS, RANKS, rank, sync=sync, **sizes) for rank in range(RANKS)]
     memory = [torch.zeros(ep.memory_words, dtype=torch.int32) for ep in eps]
     for ep, own in zip(eps, memory, strict=True):
