@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.checkpoint.huggingface import save_pretrained
 from moe_dualpipe.models import PRESETS, ModelConfig, build_model
 from moe_dualpipe.runtime.launch import Launch
@@ -104,9 +105,10 @@ Step = Callable[[Tensor, Tensor], float]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The initial weights, and a folder that holds them in the format of Hugging Face."""
+    """The initial weights, also by their names in checkpoints, and a folder with them in the format of Hugging Face."""
 
     weights: dict[str, Tensor]
+    by_global_name: dict[str, Tensor]
     folder: Path
 
 
@@ -119,7 +121,9 @@ def ours(size: Size, start: Start, compiled: bool) -> Step:
         compute=training.ComputeConfig(device="cpu", compile="on" if compiled else "off"),
     )  # fmt: skip
     trainer = Trainer(
-        prepare(Request(config), Launch(0, 0, 1, 1), Given(start.weights, batches.__getitem__), from_command=False)
+        prepare(
+            Request(config), Launch(0, 0, 1, 1), Given(start.by_global_name, batches.__getitem__), from_command=False
+        )
     )
     numbers = itertools.count(1)
 
@@ -211,7 +215,8 @@ def built(size: Size, names: Sequence[str]) -> Iterator[dict[str, Step]]:
     steps = {}
     with tempfile.TemporaryDirectory() as folder, join_world("cpu"):
         model = build_model(size.model)
-        start = Start({name: p.detach() for name, p in model.named_parameters()}, Path(folder, "hf"))
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        start = Start(weights, global_weights(model), Path(folder, "hf"))
         save_pretrained(model, start.folder)
         tokens_BS = torch.zeros(size.batch, dtype=torch.long)
         for name in names:

@@ -1,11 +1,9 @@
 """The overview, the version and schedules need no torch, whose import takes seconds. Every command has its help."""
 
-import inspect
 import json
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -54,9 +52,3 @@ def test_every_command_has_help_for_every_option(capsys, monkeypatch, command):
     for entry in re.findall(r"^  (?:--?\w|[A-Z]{2}).*\n(?:  +(?!--?\w|[A-Z]{2})\S.*\n)*", text, re.MULTILINE):
         words = re.sub(r"\((default: .*|required|optional|repeatable)\)", "", entry, flags=re.DOTALL)
         assert re.search(r"[A-Za-z]+ [a-z(0-9]", words), entry
-
-
-def test_every_command_is_in_a_module_of_commands():
-    for module, _, attribute in (target.partition(":") for target, _ in COMMANDS.values()):
-        found = getattr(import_module(f"moe_dualpipe.commands.{module}"), attribute)
-        assert inspect.getdoc(found)

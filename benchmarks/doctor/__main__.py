@@ -78,7 +78,7 @@ def record_processes(rounds: int, folder: Path) -> Recorded:
 
 
 def diagnosed(paths: list[Path]) -> tuple[float, list[Verdict]]:
-    """The window of the first rank in microseconds, and the verdicts of all ranks, largest gain first."""
+    """The window of the first rank in microseconds, and the causes on all ranks, largest gain first."""
     files = analyze_files(paths, pictures=False)
     verdicts = [verdict for device in files.devices for verdict in device.analysis.verdicts]
     return files.devices[0].analysis.window_us, sorted(verdicts, key=lambda verdict: -(verdict.gain_us or 0.0))
@@ -106,8 +106,8 @@ def row(fault: str, others: Sequence[str], recorded: Recorded) -> list[str]:
 
 
 COLUMNS = (
-    "fault | beside | verdict | named | median, ms | without the fault | predicted gain, ms | measured gain, ms "
-    "| predicted / measured | wrong verdicts without the fault"
+    "fault | beside | cause | named | median, ms | without the fault | predicted gain, ms | measured gain, ms "
+    "| predicted / measured | wrong causes without the fault"
 )
 
 

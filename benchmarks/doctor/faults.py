@@ -29,8 +29,8 @@ SECONDS = {
     for kind, seconds in ((FORWARD, 0.03), (BACKWARD, 0.03), (WEIGHTS, 0.01)) for name in ("attn", "mlp")
 }  # fmt: skip
 """What each segment sleeps."""
-TRANSFER, LONG_TRANSFER = 0.04, 0.08
-"""Seconds of a transfer; the long ones take more time than there is computation beside them."""
+TRANSFER = 0.04
+"""Seconds of a transfer."""
 
 Hook = Callable[[str], None]
 
@@ -69,7 +69,7 @@ class PacedEngine(Engine):
 class Links(Loopback):
     """The transfers of the forward and of the backward are in a group of ranks each.
 
-    timers: the link of the forward, and that of the backward; both may be one. waits: a dispatch of the forward waits
+    timers: the link of the forward, and that of the backward. waits: a dispatch of the forward waits
     at once. slow_every: one of so many transfers takes four times as long; 0: none.
     """
 
@@ -124,14 +124,13 @@ class Metric:
 
 # ---- Runs ----
 
-WAIT, READ, SHARED_LINK, SLOW = "wait at once", "number read at once", "shared link", "slow transfers"
+WAIT, READ, SLOW = "wait at once", "number read at once", "slow transfers"
 FAULTS = {
     WAIT: "host-sync",
     READ: "host-sync",
-    SHARED_LINK: "shared-stream",
     SLOW: "imbalance",  # the recording of one rank cannot tell it from a late rank
 }
-"""The verdict that must name each fault."""
+"""The cause that must name each fault."""
 
 
 class Run:
@@ -140,9 +139,7 @@ class Run:
     def __init__(self, faults: Collection[str], related: Collection[str] = ()):
         related = {*faults, *related}
         timers = [LinkTimer() for _ in range(2)]
-        if SHARED_LINK in faults:
-            timers[1] = timers[0]
-        self.link = Link(latency_us=1e6 * (LONG_TRANSFER if SHARED_LINK in related else TRANSFER))
+        self.link = Link(latency_us=1e6 * TRANSFER)
         self.links = Links(timers, WAIT in faults, 5 if SLOW in faults else 0)
         self.pair = Pair(workload(), self.links)
         self.metric = Metric(READ in faults)

@@ -20,11 +20,11 @@ from moe_dualpipe.tools.planner.step import step_of
 
 from .rows import Row
 
-HOSTS = (4e-5, 5.5e-5, 7e-5, 9e-5)
+HOSTS = (4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5)
 """Candidates for the seconds of a CPU for a launch."""
 RIDGE = 0.6
 """How much an effect is drawn toward 0: as by so many votes."""
-HUBER = 0.15
+HUBER = 0.08
 """Residuals beyond this count less."""
 FAMILY_RIDGE, FAMILY_MOST = 3.0, 0.5
 """The same for the mean residual of a family, in which no run counts for more than FAMILY_MOST."""

@@ -8,7 +8,7 @@ from .load import check_model, find_checkpoint
 from .manifest import RUN_FILE, Manifest, read_manifest, verify_checkpoint
 from .save import SaveError, Saver, SaveResult, save_checkpoint
 from .tensor_file import TensorFolder
-from .weights import PartialLoad, load_tensors
+from .weights import PartialLoad, global_weights, load_tensors
 from .weights_folder import (
     check_weights,
     find_model,
@@ -25,7 +25,7 @@ from .weights_folder import (
 
 __all__ = [
     "RUN_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "TensorFolder", "check_model",
-    "check_weights", "find_checkpoint", "find_model", "find_weights", "is_published", "list_checkpoints",
-    "load_checkpoint", "load_model", "load_spread_model", "load_tensors", "load_weights", "open_model", "open_weights",
-    "read_manifest", "save_checkpoint", "start_tokenizer", "verify_checkpoint",
+    "check_weights", "find_checkpoint", "find_model", "find_weights", "global_weights", "is_published",
+    "list_checkpoints", "load_checkpoint", "load_model", "load_spread_model", "load_tensors", "load_weights",
+    "open_model", "open_weights", "read_manifest", "save_checkpoint", "start_tokenizer", "verify_checkpoint",
 ]  # fmt: skip

@@ -158,13 +158,13 @@ class TensorFolder:
 
     checkpoint: the contents of run.json, which lists the files of a checkpoint.
 
-    entries: where each tensor is stored, by name. bytes_read: bytes of tensors read so far.
+    entries: where each tensor is stored, by name.
 
     Raises ValueError, in one line that names the file, if the folder has no such weights or a file is invalid.
     """
 
     def __init__(self, folder: Path, checkpoint: Manifest | None = None):
-        self.folder, self.bytes_read = folder, 0
+        self.folder = folder
         self._checksums = {name: file.crc32 for name, file in checkpoint.files.items()} if checkpoint else {}
         if checkpoint:
             headers = {name: read_header(folder / name) for name in self._checksums if name.endswith(".safetensors")}
@@ -200,7 +200,6 @@ class TensorFolder:
         data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         with open_file(entry.file, self._statuses.get(file)) as opened:
             opened.read_into(entry.start, data.numpy().data)
-        self.bytes_read += entry.nbytes
         return data.view(entry.dtype).reshape(entry.shape)
 
     def close(self) -> None:

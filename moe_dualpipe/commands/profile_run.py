@@ -74,7 +74,7 @@ class ProfileRun(DeviceOption, JsonOption):
                 raise
             raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
         (out / "report.json").write_text(strict_json.write(measurement.as_object(), indent=1) + "\n")
-        files = [*measurement.recordings, "report.json"]
+        files = [*(device.path.name for device in measurement.devices.values()), "report.json"]
         for name in ("perfetto.json.gz", "timeline.png"):
             with suppress(ImportError):  # without matplotlib, there is no .png
                 save_lanes(measurement_pictures(measurement), out / name)

@@ -20,12 +20,12 @@ from ..schedule import (
     placement_of,
     simulate,
 )
-from ..schedule.compare import compare
+from ..schedule.compare import ComparedSchedule, compare
 from ..schedule.launches import check_launches
 from ..schedule.schedule_file import is_file_name, read_schedule
 from ..tools.drawing.captions import schedule_sizes
 from ..tools.drawing.output import check_output
-from ..tools.drawing.tables import comparison_table, fill_table, launches_table
+from ..tools.drawing.tables import comparison_table, launches_table
 from ..tools.drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
 from ..tools.drawing.timeline_text import timeline_text
 from .options import JsonOption, check_together
@@ -107,8 +107,9 @@ class FillSchedule(ShowSchedule):
         filled = fill(schedule, cost)
         before, after = simulate(schedule, cost), simulate(filled, cost)
         least = least_time(schedule.placement, schedule.num_micro_batches, cost, Memory.of(schedule))
-        parts = timeline_text(before, columns), timeline_text(after, columns), fill_table(before, after, least)
-        print("\n\n".join(parts))
+        both = before, after
+        entries = (ComparedSchedule(one.schedule.name, schedule.num_ranks, one, least=least) for one in both)
+        print("\n\n".join([*(timeline_text(one, columns) for one in both), comparison_table(tuple(entries))]))
         if self.out is not None:
             save_timeline(after, self.out)
             print(f"\n{printable(self.out)}")

@@ -4,27 +4,26 @@ A pool of processes writes shards into a folder beside the result, and this proc
 does not depend on the number of processes, and after a kill or an error the same call finds the shards that are
 finished. It needs twice the disk space of the result for a while; in return, training reads two plain files.
 
-A shard is a folder with token ids and a table of documents. Each file of rows becomes one; small text files share one.
-Its name is a hash of everything that it depends on: its files with sizes and times, the tokenizer and the field. It is
-written under another name and renamed when it is complete, so a shard that exists is finished and up to date. Any
-number of processes on any machines may write shards into the same folder: each skips those that exist.
+A shard is a ZIP file, which has checksums, with token ids and a table of documents. Each file of rows becomes one;
+small text files share one. Its name is a hash of everything that it depends on: its files, their sizes and times, the
+tokenizer and the field. It is written under another name and renamed when it is complete, so a shard that exists is
+finished and up to date. Any number of processes on any machines may write shards into the same folder: each skips
+those that exist.
 
 A table has a row for each document: its hash, tokens and bytes. So it is decided when shards are joined which documents
 are held out.
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
-import sys
-import tempfile
+import uuid
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from .documents import Documents, read_document
 from .encode import encode_documents, split_lines
 from .files import FileStatus, divide
 from .held_out import Split
+from .one_writer import LOCK_FILE, only_writer
 from .pool import run_in_processes
 from .rows import row_format
 from .synced_files import sync, write_synced
@@ -47,7 +47,7 @@ SHARDS = "shards"
 FILES = (TRAIN_FILE, HELD_OUT_FILES[0])
 SHARD_BYTES = 1 << 22
 """Text files are put together up to this size."""
-_TOKENS, TABLE = "tokens.bin", "documents.npz"
+_TOKENS, _TABLE = "tokens", "documents"
 
 
 # ---- Shards ----
@@ -90,31 +90,25 @@ class ShardWriter:
     field: str
 
     def path(self, shard: Shard) -> Path:
-        """The folder of a shard. It exists if the shard is finished."""
-        return self.folder / shard.key(digest(self.tokenizer), self.field)
+        """The file of a shard. It exists if the shard is finished."""
+        return self.folder / f"{shard.key(digest(self.tokenizer), self.field)}.zip"
 
     def write(self, shard: Shard) -> None:
         """Encode a shard, unless it is finished. Raises ValueError if its files are not text or have changed."""
         if (path := self.path(shard)).exists():
             return
-        unfinished = Path(tempfile.mkdtemp(dir=self.folder, prefix="unfinished-"))
+        unfinished, table = self.folder / f"unfinished-{uuid.uuid4().hex}", list[tuple[int, int, int]]()
         try:
-            table, crc32 = [], 0
-            with (unfinished / _TOKENS).open("wb") as file:
-                for document in encode_documents(shard.documents(self.field), self.tokenizer):
-                    file.write(document.tokens_N.data)
-                    crc32 = zlib.crc32(document.tokens_N.data, crc32)
-                    table.append((document.hash, len(document.tokens_N), document.text_bytes))
-            np.savez(unfinished / TABLE, table=np.array(table, np.uint64).reshape(-1, 3), crc32=crc32)
-            for name in (_TOKENS, TABLE):
-                sync(unfinished / name)
-            try:
-                unfinished.rename(path)
-            except OSError:
-                if not path.exists():  # else another process has written the same
-                    raise
+            with zipfile.ZipFile(unfinished, "w") as file:
+                with file.open(_TOKENS, "w", force_zip64=True) as tokens:
+                    for document in encode_documents(shard.documents(self.field), self.tokenizer):
+                        tokens.write(document.tokens_N.data)
+                        table.append((document.hash, len(document.tokens_N), document.text_bytes))
+                file.writestr(_TABLE, np.array(table, np.uint64).tobytes())
+            sync(unfinished)
+            unfinished.replace(path)  # another process may have written the same
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar, Sidecar]:
@@ -123,12 +117,12 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
     Raises ValueError if a shard is damaged, or if there is too little text.
     """
     tables = partial(map, _read_table, paths)
-    sizes = ((content_hash, tokens) for rows, _ in tables() for content_hash, tokens, _ in rows)
+    sizes = ((content_hash, tokens) for rows in tables() for content_hash, tokens, _ in rows)
     split, dtype = Split.of([sizes], shortest=1), dtype_for(tokenizer.vocab_size)
     documents, text_bytes = [0, 0], [0, 0]
     with (folder / FILES[0]).open("wb") as train, (folder / FILES[1]).open("wb") as held_out:
-        for path, (rows, crc32) in zip(paths, tables(), strict=True):
-            contents = _contents(path, crc32, [tokens * dtype.itemsize for _, tokens, _ in rows])
+        for path, rows in zip(paths, tables(), strict=True):
+            contents = _read(path, _TOKENS, [tokens * dtype.itemsize for _, tokens, _ in rows])
             for content, (content_hash, tokens, size) in zip(contents, rows, strict=True):
                 tail = split.tail(content_hash, tokens)
                 cut = (tokens - tail) * dtype.itemsize
@@ -145,29 +139,19 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
     return train, held_out
 
 
-def _read_table(path: Path) -> tuple[list[list[int]], int]:
-    """Hash, tokens and bytes of each document of a shard, and the checksum of its tokens."""
+def _read_table(path: Path) -> list[list[int]]:
+    """Hash, tokens and bytes of each document of a shard."""
+    (content,) = _read(path, _TABLE, [-1])
+    return np.frombuffer(content, np.uint64).reshape(-1, 3).tolist()
+
+
+def _read(path: Path, name: str, sizes: Iterable[int]) -> Iterator[bytes]:
+    """The parts of a file in a shard; -1 is all. At its end, its checksum is compared. Raises ValueError."""
     try:
-        with np.load(path / TABLE) as saved:
-            return saved["table"].tolist(), int(saved["crc32"])
-    except Exception:  # numpy and zipfile raise many types
-        raise _damaged(path) from None
-
-
-def _contents(path: Path, crc32: int, sizes: list[int]) -> Iterator[bytes]:
-    """The token ids of each document of a shard, as bytes."""
-    found = 0
-    with (path / _TOKENS).open("rb") as file:
-        for size in sizes:
-            content = file.read(size)
-            found = zlib.crc32(content, found)
-            yield content
-    if found != crc32:
-        raise _damaged(path)
-
-
-def _damaged(path: Path) -> ValueError:
-    return ValueError(f"{printable(path)} is damaged: remove it, and repeat the command")
+        with zipfile.ZipFile(path) as shard, shard.open(name) as file:
+            yield from map(file.read, sizes)
+    except Exception:  # zipfile raises many types
+        raise ValueError(f"{printable(path)} is damaged: remove it, and repeat the command") from None
 
 
 def _describe(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer) -> Sidecar:
@@ -214,25 +198,22 @@ def prepare_data(
     tokenizer: "bpe" (trained on the text, at most `vocab_size` tokens), "bytes", or the path of a tokenizer.json.
     workers: processes that encode, with one thread each. One file of rows is encoded by one process, and by more
     threads if there are less files than workers.
-    show: a bar on standard error if that is a terminal; after an error, where the finished shards are.
+    show: a bar on standard error if that is a terminal.
 
     Raises ValueError if a source is not text or `out` is not a new folder, and ChildProcessError if a worker is killed.
     """
     check_range("--workers", workers, 1)
     if not sources or "" in sources:
         raise ValueError('name at least one SOURCE of text: a file, a folder, a glob, or "stdlib"')
-    with _locked(out) as unfinished:
+    folder, unfinished = Path(os.path.realpath(out)), _unfinished(out)
+    with only_writer(out, unfinished / LOCK_FILE, wait=0.0):
         try:
-            folder = Path(os.path.realpath(out))
             if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
                 raise ValueError(f"--out {printable(out)} already exists and is not empty: choose another folder")
             return _prepare(sources, folder, tokenizer, vocab_size, field, workers, show)
         except BaseException:
-            if not any(unfinished.rglob("*.npz")):  # of a shard
+            if not any(unfinished.rglob("*.zip")):
                 shutil.rmtree(unfinished, ignore_errors=True)
-            elif show:
-                message = f"finished shards are in {printable(unfinished)}: the same command uses them"
-                print(message, file=sys.stderr)
             raise
 
 
@@ -274,22 +255,6 @@ def _prepare(
     result.replace(out)
     shutil.rmtree(unfinished)
     return Prepared(chosen, sidecars, len(paths), len(paths) - len(left))
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[Path]:
-    """The folder of the shards of `out`, for one process at a time."""
-    unfinished = _unfinished(out)
-    lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"--out {printable(out)}: another process prepares this folder") from None
-        yield unfinished
-    finally:
-        os.close(lock)
 
 
 def _unfinished(out: Path) -> Path:

@@ -108,9 +108,7 @@ def _locate(source: str) -> str:
         path = stores.local_path(source)
         if (url := stores.url_of(path)) is None:  # hf://
             return str(path)
-        names = stores.sizes_of(path)
-        for name in names:
-            stores.fetch(path / name)
+        names = stores.open_folder(path, whole=True)
         return str(path if names else stores.fetch(stores.local_path(str(url.parent)) / url.name))
     except stores.StorageError as error:
         raise ValueError(f"--data {error}") from None

@@ -35,14 +35,19 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
         raise ValueError(f"not text: {error.reason} at byte {error.start}") from None
 
 
-def read_file(path: Path, follow_links: bool = True) -> Any:
-    """Return the value in a JSON file. Raises OSError, and ValueError with a message that does not name the file.
+def read_bytes(path: Path, follow_links: bool = True) -> bytes:
+    """Return the content of a small file. Raises OSError, and ValueError with a message that does not name the file.
 
     follow_links: whether `path` may be a symbolic link.
     """
     if check_regular(path, follow_links).st_size > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-    return parse(path.read_bytes())
+    return path.read_bytes()
+
+
+def read_file(path: Path, follow_links: bool = True) -> Any:
+    """Return the value in a JSON file. Arguments and errors: as in `read_bytes`."""
+    return parse(read_bytes(path, follow_links))
 
 
 def read_named(path: Path, kind: Any = Any) -> Any:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import find_checkpoint
-from ..checkpoint.atomic_folder import GRACE, LOCK_FILE, LOST, only_writer
 from ..checkpoint.manifest import RUN_FILE
 from ..data import stores
+from ..data.one_writer import GRACE, LOCK_FILE, LOST, only_writer
 from ..data.synced_files import replace_file
 from ..health.watch import joining
 from ..messages import describe

@@ -80,8 +80,8 @@ def train(
     any rank, and `trainer.validation_loss()` and `trainer.sample()` on all ranks; and it may set `trainer.lr_factor`.
     log: objects with a method `log(dict)`. On the first rank, they receive the same records and the validation losses.
     verbose: print what train.py prints, and a progress bar.
-    weights: the weights to start from: the state dict of a whole model (`build_model(config.model)`), or tensors by the
-    names in checkpoints. Every rank gets all of them, and copies those that it holds.
+    weights: the weights to start from: those of a whole model, `checkpoint.global_weights(build_model(config.model))`.
+    Every rank gets all of them, and copies those that it holds.
     batches: called as `batches(step)` with the number of steps before, on every rank. Returns inputs and labels of the
     whole step, token ids [B, S] for `batch_size` = B sequences. The run then reads no text: `config.batch.data` has no
     effect, and the run prints no sample. Labels of -100 are ignored.

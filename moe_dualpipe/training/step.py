@@ -108,7 +108,7 @@ class Trainer:
             loaded = load_weights(run.weights, self.state(), self.config.checkpoint.weights_partial)
             partial = loaded if self.config.checkpoint.weights_partial else None
         elif run.weights is not None:
-            load_tensors(run.weights, self.config.model.num_experts, self.state(), self.stages.values())
+            load_tensors(run.weights, self.state())
         else:
             return None
         self.optimizer.after_load(run.first_step - int(self.skipped.total) if run.resume else 0)

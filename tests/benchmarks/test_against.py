@@ -2,11 +2,8 @@
 
 import dataclasses
 import itertools
-import weakref
-from contextlib import contextmanager
 
 import pytest
-from torch import nn
 
 from benchmarks import against
 from moe_dualpipe.models import ModelConfig
@@ -49,37 +46,3 @@ def test_a_program_with_another_loss_is_an_error():
         pytest.raises(AssertionError, match="ours"),
     ):
         against.measure(size, steps | {"ours": without_updates["ours"]}, 3, clock)
-
-
-def test_programs_are_measured_together_with_the_update_and_else_in_pairs():
-    size = against.Size(QWEN, (2, 19), update=True)
-    pairs = dataclasses.replace(size, update=False)
-    plain, *others = against.PROGRAMS
-    assert plain == against.PLAIN
-    assert against.groups(size) == [[plain, *others]]
-    assert against.groups(pairs) == [[plain, name] for name in others]
-    for only in (("ours", "plain"), ("ours",)):
-        assert against.groups(size, only) == [["plain", "ours", "matrix products"]]
-        assert against.groups(pairs, only) == [["plain", "ours"], ["plain", "matrix products"]]
-
-
-def test_each_pair_is_freed_before_the_next_and_has_ratios_to_its_own_plain(monkeypatch):
-    monkeypatch.setitem(against.SIZES, "size", against.Size(QWEN, (2, 19)))
-    built, alive = [], []
-
-    @contextmanager
-    def pair(_size, names):
-        model = nn.Linear(1, 1)
-        alive.append(sum(old() is not None for old in built))
-        built.append(weakref.ref(model))
-        yield dict.fromkeys(names, model)
-
-    def measure(_size, steps, _rounds, _clock):
-        return {name: [len(built) * (1.0 if name == "plain" else 3.0)] * 2 for name in steps}
-
-    monkeypatch.setattr(against, "built", pair)
-    monkeypatch.setattr(against, "measure", measure)
-    rows = [*against.compare("size", 1, against.Options(only=tuple(PROGRAMS)))]
-    assert [row[2] for row in rows] == PROGRAMS and alive == [0] * 4
-    assert [row[3] for row in rows] == ["1000", "3000", "6000", "9000", "1.2e+04"]
-    assert [row[6] for row in rows] == ["1.00", "3.00", "3.00", "3.00", "3.00"]

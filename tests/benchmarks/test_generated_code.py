@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.generated_code import pipeline_problems, product_loop, signal_problems
+from benchmarks.generated_code import pipeline_problems, signal_problems
 
 PIPELINED = """
 	ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ];
@@ -25,17 +25,6 @@ $L__BB0_5:
 	bra.uni 	$L__BB0_2;
 """
 WIDE = "ld.global.b64 { %rd7 }", "ld.global.v4.b32 {%r1, %r2, %r3, %r4}"
-
-
-def test_the_product_loop_is_the_innermost_with_products():
-    loop = product_loop(PIPELINED)
-    assert loop.startswith("$L__BB0_4")
-    assert loop.endswith("@%p24 bra 	$L__BB0_4;")
-    sass = ".L_x_1:\n FFMA R1 ;\n.L_x_2:\n LDL R1 ;\n @!P1 BRA `(.L_x_2) ;\n BRA P0, `(.L_x_1) ;\n"
-    sass += " BRA `(.L_x_3) ;\n.L_x_3:\n"
-    assert product_loop(sass).startswith(".L_x_1")
-    assert product_loop(sass.replace("LDL", "HGMMA.64x256x16")).startswith(".L_x_2")
-    assert product_loop("wgmma.mma_async;\n$L_1:\n bra $L_2;\n$L_2:\n") == ""
 
 
 def test_a_pipelined_loop_has_asynchronous_loads_and_one_group_of_products_in_flight():

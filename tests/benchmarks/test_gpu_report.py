@@ -1,16 +1,12 @@
-"""What the GPU suite concludes from results: outcome of the tests, exit code, goals, tables and figures."""
+"""What the GPU suite concludes from results: outcome of the tests, exit code and goals."""
 
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import overlap
-from benchmarks.gpu.context import Context
 from benchmarks.gpu.goals import evaluate_goals
 from benchmarks.gpu.gpu_tests import is_acceptable, parse_pytest_result
-from benchmarks.gpu.report import overlap_section
 from benchmarks.gpu.shapes import GOAL_SHAPE
 
 # ---- Outcome of the tests and exit code ----
@@ -53,7 +49,7 @@ def test_exit_code_is_1_if_tests_a_section_or_our_operators_failed(results, code
     assert gpu.exit_code(context, SimpleNamespace(only=["tests", "experts"])) == code
 
 
-# ---- Goals, tables and figures ----
+# ---- Goals ----
 
 
 def timed(value):
@@ -84,15 +80,3 @@ def test_goals_are_met_missed_or_not_measured():
         "combine, share of a copy's rate": ("80%", "missed"),
     }.items()  # fmt: skip
     assert [g.status for g in evaluate_goals({})] == ["not measured"] * 10
-
-
-def test_the_report_of_a_measured_pair_has_its_lost_times_and_causes(tmp_path, monkeypatch):
-    monkeypatch.setattr(overlap, "RUNS", {"decode": ("decode", False)})
-    context, record = Context(torch.device("cpu"), True, tmp_path, (), 0, 0.0, float("inf")), {}
-    overlap.run(context, record)
-    lines = overlap_section(record).splitlines()
-    pair = record["runs"]["decode"]["overlapped"]
-    kinds = [entry["kind"] for entry in pair["account"] if entry["kind"] != "computation"]
-    at = lines.index("| lost time | where | times | us |") + 2
-    assert [line.split("|")[1].strip() for line in lines[at : lines.index("", at)]] == kinds[:8] != []
-    assert len(lines[lines.index("| cause | most of it | gain, us |") + 2 :]) == len(pair["verdicts"])

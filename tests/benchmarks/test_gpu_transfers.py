@@ -1,4 +1,4 @@
-"""The benchmark of one-sided transfers, on a CPU in Triton's interpreter, and the report and goal of its results."""
+"""The benchmark of one-sided transfers, on a CPU in Triton's interpreter, and the report of its results."""
 
 import pytest
 import torch
@@ -39,14 +39,3 @@ def test_both_operations_are_timed_if_they_are_correct(tmp_path, monkeypatch):
     wrong = measured(tmp_path)
     assert {outcome["status"] for outcome in wrong["dispatch"].values()} == {"wrong"}
     assert "- other rows than expected" in transfers_section(wrong)
-
-
-def test_the_goal_is_the_best_share_on_few_multiprocessors():
-    dispatch = {
-        str(n): {"status": "timed", "share": share} for n, share in ((16, 0.7), (20, 0.86), (24, 0.85), (32, 0.99))
-    }
-    dispatch["4"] = {"status": "failed", "reason": "no memory"}
-    record = {"sizes": transfers.GOAL_SIZES._asdict(), "dispatch": dispatch}
-    assert dispatch_share({"transfers": record}) == 86
-    assert dispatch_share({"transfers": record | {"dispatch": {"4": dispatch["4"], "32": dispatch["32"]}}}) is None
-    assert dispatch_share({}) is None

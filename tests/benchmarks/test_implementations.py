@@ -1,6 +1,4 @@
-"""Implementations of the expert MLP: how they are found, checked against fp64 and compiled ahead of time."""
-
-import math
+"""Implementations of the expert MLP are checked against fp64."""
 
 import pytest
 import torch
@@ -27,15 +25,6 @@ def textbook(problem: Problem) -> Implementation:
         return y
 
     return Implementation(forward, leaves)
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 300])
-def test_reference_values_agree_with_the_textbook_implementation(tokens):
-    problem = Problem.random(Shape(tokens, 12, 5, 6, 3), torch.float64, torch.device("cpu"))
-    found = correctness.relative_errors(problem, textbook(problem), correctness.compute_reference(problem))
-    if tokens == 1:  # an expert without rows has a relative error of 0/0
-        found = {name: error for name, error in found.items() if not math.isnan(error)}
-    assert all(error < 1e-7 for error in found.values()), found  # the routing weights are fp32
 
 
 @pytest.mark.parametrize("name", [None, "x", "gate_up", "down", "weights"])

@@ -1,4 +1,4 @@
-"""Minimum times of the roofline model, against numbers computed by hand."""
+"""FLOPs and bytes of the roofline model, against numbers computed by hand."""
 
 from benchmarks.gpu import roofline
 from benchmarks.gpu.shapes import Shape
@@ -20,10 +20,3 @@ def test_flops_and_bytes_of_each_launch_computed_by_hand():
     )  # dy, weights, z, dz, h
     assert backward["wgrad of gate_up"] == (480, 2 * (2 * 3 + 8 * 10) + 4 * 7 * 10 * 3)  # x, dz; fp32 gradients
     assert backward["wgrad of down"] == (240, 2 * (2 * 3 + 8 * 5) + 4 * 7 * 3 * 5)
-
-
-def test_minimum_time_is_the_longer_of_compute_and_memory_time():
-    kernel = roofline.KernelLaunch("", flops=10**12, bytes=10**9)
-    assert kernel.min_ms(1000, 1) == 1.0  # a TFLOP at 1000 TFLOP/s; a GB at 1 TB/s takes as long
-    assert kernel.min_ms(500, 1) == 2.0
-    assert kernel.min_ms(1000, 0.25) == 4.0

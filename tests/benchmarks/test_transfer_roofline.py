@@ -30,12 +30,6 @@ def test_times_by_hand():
     assert Setting(fast_network, 2, 2, False, **sizes).seconds()[0] == pytest.approx(0.25 / 1)
 
 
-def test_a_limit_of_nodes_is_that_of_a_smaller_cluster():
-    limited = Setting(SLOW, 8, 8, True, node_limit=4, E=256)
-    smaller = Setting(SLOW, 4, 8, True, E=128)
-    assert limited.sent_rows == smaller.sent_rows and limited.sent_rows < Setting(SLOW, 8, 8, True).sent_rows
-
-
 def test_no_published_rate_exceeds_the_limit_of_the_links():
     for setting in SETTINGS:
         limit = setting.logical_rates()[0]

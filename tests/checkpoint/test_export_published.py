@@ -2,15 +2,12 @@
 
 import dataclasses
 import json
-import re
-from unittest import mock
 
 import pytest
 import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint, load_model
 from moe_dualpipe.checkpoint.huggingface import find_architecture, from_pretrained, save_pretrained
-from moe_dualpipe.checkpoint.huggingface import save as save_module
 from moe_dualpipe.cli import main
 from moe_dualpipe.data import find_tokenizer
 from moe_dualpipe.models import preset
@@ -62,12 +59,8 @@ def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
     with torch.no_grad():
         ours, theirs = model.logits(model(tokens)), transformers_model(tmp_path / "out", torch.float32)(tokens).logits
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
-    first, plan, result = capsys.readouterr().out.splitlines()[-3:]
-    assert first == f"{byte_run}/checkpoints/step-000002 -> {tmp_path}/out"
     shards = len([*(tmp_path / "out").glob("model-*")])
-    assert shards > 2
-    assert plan == f"glm4_moe (Glm4MoeForCausalLM): 81 tensors, 0.33 MB in {shards} safetensors files"
-    assert re.fullmatch(rf"wrote {shards + 5} files, 0.3\d MB", result)
+    assert shards > 2 and f": 81 tensors, 0.33 MB in {shards} safetensors files\n" in capsys.readouterr().out
 
 
 def check_tokenizer(folder, tokenizer):
@@ -121,8 +114,4 @@ def test_the_files_of_a_published_model_stay_as_they_are(bpe_run, tmp_path):
     save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "again")
     assert {name: (tmp_path / "again" / name).read_text("utf-8") for name in texts} == texts
     again = json.loads((tmp_path / "again" / "config.json").read_text())
-    write = mock.Mock()
-    with mock.patch.object(save_module, "write_folder", write):
-        save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "last")
-    assert [*write.call_args.args[2](None)][-1] == "config.json"
     assert again["eos_token_id"] == 5 and again["max_position_embeddings"] == 1234 and "pad_token_id" not in again

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from moe_dualpipe.checkpoint import atomic_folder
-from moe_dualpipe.checkpoint.atomic_folder import LOCK_FILE, FolderInUseError, only_writer, write_folder
+from moe_dualpipe.data.one_writer import LOCK_FILE, FolderInUseError, only_writer
 from moe_dualpipe.training import restart, train
 from tests.support import ranks
 from tests.support.runs import change, settings
@@ -69,18 +68,3 @@ def test_a_resumed_run_goes_on_from_what_the_run_before_it_saved_last(tmp_path, 
 
     monkeypatch.setattr(restart, "only_writer", once_the_other_has_ended)
     assert train(change(config, out=None, resume=str(run), steps=3), verbose=False).run.first_step == 2
-
-
-def test_a_second_export_is_refused_and_the_first_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_folder, "GRACE", 0.0)
-    out = tmp_path / "out"
-
-    def export_another(_folder):
-        with pytest.raises(FolderInUseError, match=f"{out} is being written by process {os.getpid()} on "):
-            write_folder(out, lambda _: None, lambda _: {"config.json": b"second"})
-
-    write_folder(out, export_another, lambda _: {"config.json": b"first"})
-    assert [path.read_bytes() for path in out.iterdir()] == [b"first"]
-    with pytest.raises(ValueError, match="already exists"):
-        write_folder(out, lambda _: None, lambda _: {})
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]

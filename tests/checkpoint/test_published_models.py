@@ -1,6 +1,10 @@
-"""Imported models equal those of transformers, and exported models equal the imported ones."""
+"""Imported models equal those of transformers, and exported models the imported ones, also with MTP modules.
+
+Modules of multi-token prediction (MTP) are stored as the layers after the last one.
+"""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +12,18 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from moe_dualpipe.checkpoint import check_weights, load_weights
 from moe_dualpipe.checkpoint.huggingface import PublishedModel, from_pretrained, save_pretrained
-from tests.support.published import CONFIGS, exact, random_model, save, transformers_model
+from moe_dualpipe.checkpoint.weights import global_weights
+from tests.support.published import (
+    CONFIGS,
+    change_tensors,
+    exact,
+    random_model,
+    save,
+    save_with_mtp,
+    transformers_model,
+)
 
 TOKENS_BS = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -95,3 +109,90 @@ def test_buffers_that_no_file_has_start_from_0(tmp_path: Path):
         torch.use_deterministic_algorithms(False)
     found = [buffer for name, buffer in model.named_buffers() if name not in model.state_dict()]
     assert found and not any(buffer.any() for buffer in found)
+
+
+TOKENS_BL = torch.randint(37, (2, 12), generator=torch.Generator().manual_seed(4))
+NAMES = "deepseek_v3", "deepseek_v3 without q latent", "glm4_moe"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
+    inputs_BS, labels_BS = TOKENS_BL[:, :-1], TOKENS_BL[:, 1:]
+    positions_BS = torch.arange(1, inputs_BS.shape[1])[None].expand(2, -1)
+    with exact(torch.float64):
+        theirs = random_model(name, dtype=torch.float64)
+        mtp = save_with_mtp(theirs, tmp_path / "saved")
+        result = theirs(inputs_BS, output_hidden_states=True)
+        h_BSD = mtp.forward_layer(0, result.hidden_states[-1][:, :-1], positions_BS, None, labels_BS[:, :-1])
+        logits_BSV = theirs.lm_head(h_BSD)
+        expected = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS[:, 1:].flatten())
+    ours = from_pretrained(tmp_path / "saved")
+    assert ours.config.mtp_layers == 1
+    loss = ours.loss(ours(inputs_BS), labels_BS)
+    loss.backward()
+    torch.testing.assert_close(ours.mtp.take_loss(), expected.detach(), rtol=1e-12, atol=0)
+    main = F.cross_entropy(result.logits.flatten(0, 1), labels_BS.flatten())
+    torch.testing.assert_close(loss, main, rtol=1e-12, atol=0)
+    (main + ours.config.mtp_weight * expected).backward()
+    ours, theirs, mtp = (dict(model.named_parameters()) for model in (ours, theirs, mtp))
+    joined = torch.cat(mtp["layers.0.eh_proj.weight"].grad.chunk(2, 1)[::-1], 1)
+    pairs = {
+        "mtp.0.token_norm.weight": mtp["layers.0.enorm.weight"].grad,
+        "mtp.0.hidden_norm.weight": mtp["layers.0.hnorm.weight"].grad,
+        "mtp.0.norm.weight": mtp["layers.0.post_norm.weight"].grad,
+        "mtp.0.join.weight": joined,
+        "mtp.0.block.mlp.experts.gate_up": mtp["layers.0.mtp_block.mlp.experts.gate_up_proj"].grad,
+        "embedding.weight": theirs["model.embed_tokens.weight"].grad,
+        "head.weight": theirs["lm_head.weight"].grad,
+    }
+    for key, grad in pairs.items():
+        torch.testing.assert_close(ours[key].grad, grad, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name,depth,tied", [
+    *((name, 1, False) for name in NAMES), ("deepseek_v3", 2, False), ("deepseek_v3", 1, True), ("glm4_moe", 2, True),
+])  # fmt: skip
+def test_an_export_with_mtp_has_the_same_tensors_as_the_import(name, depth, tied, tmp_path):
+    save_with_mtp(random_model(name, dtype=torch.bfloat16, tie_word_embeddings=tied), tmp_path / "saved", depth)
+    model = from_pretrained(tmp_path / "saved")
+    assert model.config.mtp_layers == depth and model.config.tied_embeddings == tied
+    save_pretrained(model, tmp_path / "again")
+    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("saved", "again"))
+    assert before.keys() == after.keys()
+    assert all(after[key].dtype == tensor.dtype and torch.equal(after[key], tensor) for key, tensor in before.items())
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == depth
+
+
+@pytest.mark.parametrize("kind,copy,original", [
+    ("deepseek_v3", "model.layers.3.embed_tokens.weight", "model.embed_tokens.weight"),
+    ("deepseek_v3", "model.layers.3.shared_head.head.weight", "lm_head.weight"),
+    ("qwen2_moe", "lm_head.weight", "model.embed_tokens.weight"),
+])  # fmt: skip
+def test_the_rank_that_loads_a_tensor_refuses_copies_that_differ(kind, copy, original, tmp_path):
+    folder = tmp_path / "saved"
+    (save_with_mtp if kind == "deepseek_v3" else save)(random_model(kind), folder)
+    weights = global_weights(from_pretrained(folder))
+    held = "embedding.weight" if "embed" in original else "head.weight"
+    change_tensors(folder, lambda tensors: tensors.update({copy: tensors[original] + 1}))
+    with pytest.raises(ValueError, match=f"{copy} differs from {original}"):
+        load_weights(folder, {f"model.{held}": weights[held]})
+    load_weights(folder, {f"model.{name}": tensor for name, tensor in weights.items() if name != held})
+    change_tensors(folder, lambda tensors: tensors.pop(copy))  # it may be missing
+    load_weights(folder, {f"model.{held}": weights[held]})
+
+
+def test_a_folder_without_mtp_tensors_loads_without_mtp_but_not_with_some(tmp_path):
+    save_with_mtp(random_model("deepseek_v3"), folder := tmp_path / "saved")
+    model = from_pretrained(folder)
+    assert check_weights(folder, replace(model.config, mtp_layers=0)) == []
+    with pytest.raises(ValueError, match="mtp_layers was 1, now 2"):
+        check_weights(folder, replace(model.config, mtp_layers=2))
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.3.hnorm.weight"))
+    with pytest.raises(ValueError, match=r"lacks tensors of the model .*model\.layers\.3\.hnorm\.weight"):
+        from_pretrained(folder)
+    change_tensors(
+        folder, lambda tensors: [tensors.pop(key) for key in [*tensors] if key.startswith("model.layers.3.")]
+    )
+    without = from_pretrained(folder)
+    assert without.config == replace(model.config, mtp_layers=0)
+    assert torch.equal(without(TOKENS_BL), model.logits(model(TOKENS_BL)))

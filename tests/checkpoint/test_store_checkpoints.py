@@ -1,4 +1,6 @@
-"""Checkpoints on an S3 server: the same contents as in a folder, never visible before they are complete."""
+"""Checkpoints and weights on an S3 server: the same contents as in a folder, never visible before they are complete."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -10,12 +12,18 @@ from moe_dualpipe.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from moe_dualpipe.data.stores import Patience, Url, staged_folder
+from moe_dualpipe.checkpoint.atomic_folder import hidden
+from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
+from moe_dualpipe.checkpoint.tensor_file import TensorFolder
+from moe_dualpipe.cli import main
+from moe_dualpipe.data.one_writer import FolderInUseError, only_writer
+from moe_dualpipe.data.stores import Patience, Url, local_path, open_folder, staged_folder
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import ModelConfig
 from tests.support.checkpoints import loaded_step, state_of
 from tests.support.object_store import BUCKET, access, in_environment
 from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, settings, train
 
 RUN = "s3://bucket/run"
 
@@ -89,23 +97,20 @@ def test_run_json_is_written_last_and_removed_first(three_steps, s3):
     assert loaded_step(find_checkpoint(RUN)) == 9
 
 
-@pytest.mark.parametrize("missing", ["run.json", "rank-1-0.safetensors"])
-def test_a_checkpoint_that_lacks_a_file_is_not_loaded(run, missing):
-    run.client().delete_object(Bucket=BUCKET, Key=f"run/checkpoints/step-000009/{missing}")
-    warnings = []
-    found = find_checkpoint(RUN, warnings.append)
-    assert found.name == "step-000005" and loaded_step(found) == 5
-    assert len(warnings) == (missing != "run.json") and all(f"{missing} is missing" in text for text in warnings)
-
-
-def test_a_file_of_another_length_is_found_before_and_a_changed_byte_while_loading(run):
-    key = "run/checkpoints/step-000009/rank-0-0.safetensors"
+def test_a_damaged_checkpoint_is_not_loaded(run):
+    """A changed byte of a large file is found while it is loaded, the others before."""
+    folder = "run/checkpoints/step-000009"
+    key = f"{folder}/rank-0-0.safetensors"
     data = run.content(key)
-    run.put(key, data[:-1])
-    assert find_checkpoint(RUN, [].append).name == "step-000005"
     run.put(key, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     with pytest.raises(ValueError, match=r"rank-0-0.safetensors does not match its checksum"):
         loaded_step(find_checkpoint(RUN))
+    run.put(key, data[:-1])
+    assert find_checkpoint(RUN, [].append).name == "step-000005"
+    for missing in ("rank-1-0.safetensors", "run.json"):
+        run.client().delete_object(Bucket=BUCKET, Key=f"{folder}/{missing}")
+        assert loaded_step(find_checkpoint(RUN, (warnings := []).append)) == 5
+        assert len(warnings) == (missing != "run.json")
 
 
 def fail_to_save(rank):
@@ -122,3 +127,57 @@ def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all(run):
     assert find_checkpoint(RUN).name == "step-000009"
     assert save(run, [21], keep=1) == ["step-000021"]
     assert {name.split("/")[2] for name in run.names()} == {"step-000021"}, "a remnant stays"
+
+
+PLAIN = dataclasses.replace(MODEL, num_shared_experts=0, num_dense_layers=0)
+RUN, PUBLISHED = "s3://bucket/run", "s3://bucket/published"
+SHARDS = "100KB"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A run of two ranks, and its export, in local folders."""
+    base = tmp_path_factory.mktemp("weights")
+    run_ranks(2, train, settings(base / "run", model=PLAIN, steps=1))
+    assert main(["export", str(base / "run"), "--out", str(base / "published"), "--max-shard-size", SHARDS]) == 0
+    return base
+
+
+def export_published(_rank):
+    plan_checkpoint_export(find_checkpoint(RUN)).write(staged_folder(Url(PUBLISHED)), SHARDS)
+    torch.distributed.barrier()
+    return [*staged_folder(Url(PUBLISHED)).parent.glob(".*rank*")]
+
+
+def test_ranks_export_the_same_files_to_a_url_and_config_json_last(folders, s3, capsys):
+    s3.put_folder(folders / "run", "run")
+    s3.requests.clear()
+    assert run_ranks(2, in_environment, access(s3), export_published) == [[], []]
+    names = sorted(path.name for path in (folders / "published").iterdir())
+    assert s3.names("published/") == [f"published/{name}" for name in names]
+    assert all(s3.content(f"published/{name}") == (folders / "published" / name).read_bytes() for name in names)
+    assert s3.written()[-1] == "config.json" and len(s3.written()) > 6
+    place = staged_folder(Url(PUBLISHED))
+    with (
+        only_writer(place, hidden(place, "lock")),
+        pytest.raises(FolderInUseError, match=f"^{PUBLISHED} is being written"),
+    ):
+        plan_checkpoint_export(find_checkpoint(RUN)).write(place)
+    assert main(["export", RUN, "--out", PUBLISHED]) == 2
+    assert capsys.readouterr().err == f"moe-dualpipe: error: {PUBLISHED} already exists: choose another folder\n"
+
+
+def test_tensors_of_a_published_model_are_read_by_ranges(folders, s3):
+    s3.put_folder(folders / "published", "published")
+    folder = local_path(PUBLISHED)
+    open_folder(folder)
+    s3.bytes_read = 0
+    remote, local = TensorFolder(folder), TensorFolder(folders / "published")
+    headers = s3.bytes_read
+    name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
+    assert torch.equal(remote.read(name), local.read(name))
+    assert s3.bytes_read - headers == local.entries[name].nbytes
+    assert headers < sum(path.stat().st_size for path in (folders / "published").iterdir()) / 4
+    for name in local.entries:
+        assert torch.equal(remote.read(name), local.read(name)), name
+    assert not [*folder.glob("*.safetensors")]

@@ -39,7 +39,6 @@ def test_every_dtype_and_shape_is_read_as_written_by_both(tmp_path, size):
         assert found.start % found.dtype.itemsize == 0 and same(theirs[name], tensor)
         assert same(folder.read(name), tensor), name
     assert {tensor.dtype for tensor in tensors.values()} == set(DTYPES.values())
-    assert folder.bytes_read == sum(tensor.nbytes for tensor in tensors.values())
     os.umask(umask := os.umask(0))
     assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*.safetensors")} == {0o666 & ~umask}
 

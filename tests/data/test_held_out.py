@@ -5,12 +5,11 @@ import json
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.data import BYTES, TokenFile, load_data, prepare_data
+from moe_dualpipe.data import BYTES, load_data
 from moe_dualpipe.data.encode import encode_documents
 from moe_dualpipe.data.held_out import Split, is_held_out
 
@@ -103,22 +102,3 @@ def test_copies_are_on_the_same_side_whatever_their_names_and_formats(tmp_path, 
     train, held_out = sides(load_data(names, 8))
     other = sides(load_data(names[::-1], 8))
     assert (sorted(other[0]), sorted(other[1])) == (sorted(train), sorted(held_out))
-
-
-@pytest.mark.parametrize("tokenizer,number", [("bytes", 60), ("bytes", 3), ("bpe", 60)])
-def test_prepared_folders_hold_out_the_same_documents(tmp_path, tokenizer, number):
-    write_files(tmp_path / "a", TEXTS[:number])
-    write_files(tmp_path / "b", TEXTS[:number])
-    folders = [str(tmp_path / name) for name in ("a", "b")]
-    done = prepare_data(folders, tmp_path / "out", tokenizer, 300, "text")
-    encoder, sidecars = done.tokenizer, done.sidecars
-    text = load_data([str(tmp_path / "out"), *folders], 8)
-    for side in ("train", "held_out"):
-        prepared, *copies = (getattr(source, side)[:] for source in text.sources)
-        if number == 60:  # two small sources are divided one by one, and as one when they are prepared
-            assert np.array_equal(prepared, np.concatenate(copies))
-    assert sum(sidecar.documents for sidecar in sidecars) == 2 * number
-    assert sum(sidecar.bytes for sidecar in sidecars) == 2 * sum(len(text) + 1 for text in TEXTS[:number])
-    for name, sidecar in zip(("train.bin", "held_out.bin"), sidecars, strict=True):
-        whole = encoder.decode(TokenFile.open(tmp_path / "out" / name, "").tokens_N[:].tolist())
-        assert len(whole.replace("<|endoftext|>", "\0").encode()) == sidecar.bytes

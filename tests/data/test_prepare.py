@@ -56,14 +56,11 @@ def alone(source, tmp_path_factory) -> dict[str, bytes]:
     return files_in(out)
 
 
-@pytest.mark.quick("bytes-2")
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("workers", [2, 50])
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_any_number_of_workers_writes_the_same_files(source, alone, tmp_path, tokenizer, workers):
-    if tokenizer == "bpe":
-        run(source, tmp_path / "one", "bpe")
-    done = run(source, tmp_path / "out", tokenizer, workers=workers)
-    assert files_in(tmp_path / "out") == (alone if tokenizer == "bytes" else files_in(tmp_path / "one"))
+def test_any_number_of_workers_writes_the_same_files(source, alone, tmp_path, workers):
+    done = run(source, tmp_path / "out", workers=workers)
+    assert files_in(tmp_path / "out") == alone
     assert (done.shards, done.finished_before) == (3, 0)
 
 
@@ -136,9 +133,7 @@ def test_an_invalid_row_is_named_and_only_its_file_is_encoded_again(tmp_path, ca
     (tmp_path / "b.jsonl").write_text("\n".join([*rows[:61], "{", *rows[61:]]))
     command = ["data", "prepare", f"{tmp_path}/?.jsonl", "--out", f"{tmp_path}/out", "--tokenizer", "bytes"]
     assert main([*command, "--workers", "1"]) == 2
-    finished, error = capsys.readouterr().err.splitlines()
-    assert finished == f"finished shards are in {tmp_path}/.out.unfinished: the same command uses them"
-    assert error.startswith(f"moe-dualpipe: error: {tmp_path}/b.jsonl:62: not JSON: ")
+    assert capsys.readouterr().err.startswith(f"moe-dualpipe: error: {tmp_path}/b.jsonl:62: not JSON: ")
     (tmp_path / "b.jsonl").write_text(rows[0])
     assert main(command) == 0
     assert capsys.readouterr().out.startswith("1 of 2 shards were finished before\n")
@@ -174,30 +169,23 @@ def raise_it(error: Exception) -> NoReturn:
     raise error
 
 
-@pytest.mark.parametrize("name,damage", [
-    ("tokens.bin", lambda content: content[:7] + bytes([content[7] ^ 1]) + content[8:]),
-    ("documents.npz", lambda _: b""),
-    ("documents.npz", lambda content: content[:-9]),
+@pytest.mark.parametrize("damage", [
+    lambda content: content.replace("grün".encode(), b"grin" + b"!", 1), lambda _: b"",
+    lambda content: content[:-9],
 ], ids=["tokens", "empty", "cut"])  # fmt: skip
-def test_a_damaged_shard_is_found(source, tmp_path, monkeypatch, name, damage):
+def test_a_damaged_shard_is_found(source, tmp_path, monkeypatch, damage):
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(prepare, "join", lambda *_: raise_it(FULL))
         run(source, tmp_path / "out")
-    path = next((tmp_path / ".out.unfinished").rglob(name))
+    path = next((tmp_path / ".out.unfinished").rglob("*.zip"))
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"{path.parent} is damaged: remove it, and repeat"):
+    with pytest.raises(ValueError, match=f"{path} is damaged: remove it, and repeat"):
         run(source, tmp_path / "out")
 
 
-def test_other_programs_write_the_same_shards(source, alone, tmp_path, monkeypatch):
-    """As examples/prepare_on_cluster.py does. Two may write the same; an error of the disk is not hidden."""
+def test_other_programs_write_the_same_shards(source, alone, tmp_path):
+    """As examples/prepare_on_cluster.py does. Two may write the same."""
     writer, found = open_shards([str(source)], tmp_path / "out", BYTES)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", lambda *_: raise_it(FULL))
-        with pytest.raises(OSError, match="No space left"):
-            writer.write(found[0])
-        patch.setattr(Path, "rename", lambda old, new: (old.replace(new) and old.mkdir()) or raise_it(FULL))
-        writer.write(found[0])
     for shard in found:
         writer.write(shard)
     assert run(source, tmp_path / "out").finished_before == 3

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.data import BYTES, load_data, prepare_data, read_stream
+from moe_dualpipe.data import load_data, prepare_data
 from moe_dualpipe.data.stores import copies
 
 SEQ_LEN = 32
@@ -47,13 +47,6 @@ def test_a_url_gives_the_batches_of_the_same_files_in_a_folder(corpus, stored, n
     read = stored.bytes_read
     load(f"s3://bucket/data/{name}")
     assert stored.bytes_read == read > 0  # nothing is copied again
-
-
-@pytest.mark.usefixtures("stored")
-def test_the_held_out_text_of_a_url_is_read_for_an_evaluation(corpus):
-    held_out = np.fromfile(corpus / "corpus" / "held_out.bin", "u1")
-    for place in (corpus, "s3://bucket/data"):
-        assert np.array_equal(read_stream(f"{place}/corpus", BYTES)[:], held_out)
 
 
 @pytest.mark.parametrize("source,message", [

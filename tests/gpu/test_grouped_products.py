@@ -19,7 +19,6 @@ from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
-from moe_dualpipe.kernels.weight_grads import WeightGrads
 from tests.machines.interpreter import record_writes
 from tests.support.kernels import DEVICE, DTYPES, all_kernels, check, offsets_of, record_programs, run
 
@@ -215,19 +214,6 @@ def test_rows_past_the_last_offset_are_neither_read_nor_written(config):
     torch.testing.assert_close(dw, grouped_wgrad(y[:30], x[:30], offsets, kernels="reference"), rtol=1e-4, atol=1e-3)
 
 
-def test_only_x_and_the_preactivation_are_saved_for_backward(guards):
-    n, k, d, f = 40, 2, 64, 24
-    *tensors, order, _ = moe(n, k, 4, d, f, torch.float16, torch.randint(0, 4, (n, k)))
-    leaves, saved = [t.requires_grad_() for t in tensors], {}
-    with torch.no_grad():
-        layer(leaves, order, kernels="triton")
-    assert n * k * 2 * f not in [numel for _, numel in guards.buffers]  # no preactivation
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
-        layer(leaves, order, kernels="triton")
-    others = {leaf.data_ptr() for leaf in leaves[1:]}
-    assert sum(t.nbytes for address, t in saved.items() if address not in others) == n * (2 * d + 4 * k * f)
-
-
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_accumulated_gradients_bypass_autograd_unless_there_are_hooks(kernels):
     x, gate_up, down, weights, order, _ = moe(9, 2, 3, 16, 8)
@@ -246,22 +232,6 @@ def test_accumulated_gradients_bypass_autograd_unless_there_are_hooks(kernels):
     for factor, leaf in enumerate(leaves, 2):
         leaf.register_hook(lambda grad, factor=factor: factor * grad)
     torch.testing.assert_close(backward(), [2 * expected[0], 3 * expected[1]])
-
-
-@pytest.mark.parametrize("kernels,has_grad", [("triton", False), ("reference", True)])
-def test_weight_gradients_can_be_deferred(kernels, has_grad):
-    *tensors, order, dy = moe(20, 2, 4, 24, 16)
-    _, *expected = run(lambda *leaves: (layer(leaves[:4], order, kernels=kernels), dy), TMA, kernels, *tensors)
-    ours, weight_grads = [t.clone().requires_grad_() for t in tensors], WeightGrads()
-    for leaf in ours[1:3]:
-        leaf.grad = torch.ones_like(leaf) if has_grad else None
-    with weight_grads.defer_to("W"), all_kernels(TMA):
-        layer(ours, order, weight_grads=weight_grads, kernels=kernels).backward(dy)
-    assert torch.equal(ours[0].grad, expected[0]) and torch.equal(ours[3].grad, expected[3])
-    assert all((leaf.grad == 1).all() if has_grad else leaf.grad is None for leaf in ours[1:3])
-    with all_kernels(TMA):
-        weight_grads.run_deferred("W")
-    torch.testing.assert_close([leaf.grad for leaf in ours[1:3]], [grad + has_grad for grad in expected[1:3]])
 
 
 @both_paths

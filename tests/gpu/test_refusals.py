@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from moe_dualpipe.kernels.backend import use_triton
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
@@ -69,6 +68,7 @@ REFUSED = [
     (grouped_linear, {"w_EOI": zeros(2, 8, 6).mT}, "w must be contiguous"),
     (grouped_linear, REFERENCE | {"x_MI": zeros(6, 5)}, r"got \[6, 5\] and \[2, 6, 8\]"),
     (grouped_linear, REFERENCE | {"x_MI": zeros(6)}, "x .M, I. and w .E, O, I."),
+    (route, {"replay_TK": zeros(4, 2, **LONG)}, r"^replay_TK must be \[2, 2\], ids for each token: got \[4, 2\]$"),
     (route, {"k": 0}, "k must be from 1 to 8, the number of eligible experts: got 0"),
     (route, {"k": 5, "num_groups": 4, "top_groups": 2}, "k must be from 1 to 4, the number of eligible experts: got 5"),
     (route, {"num_groups": 3}, "8 experts cannot be divided evenly into 3 groups"),
@@ -149,20 +149,3 @@ def test_arguments_that_do_not_fit_are_refused_in_one_line(operator, changes, me
 def test_the_arguments_that_are_changed_fit():
     for operator, arguments in OPERATORS.items():
         operator(**arguments)
-
-
-class OnSecondGPU:
-    device, is_cuda, dtype = torch.device("cuda:1"), True, torch.float32
-    is_floating_point = is_complex = staticmethod(lambda: True)
-
-
-def test_tensors_on_a_gpu_that_is_not_current_raise(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for kernels in ("auto", "triton"):
-        with pytest.raises(ValueError, match=r"current GPU, cuda:0, but .* cuda:1: call torch\.cuda\.set_device\(1\)"):
-            use_triton(kernels, OnSecondGPU())
-    assert not use_triton("reference", OnSecondGPU())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert use_triton("auto", OnSecondGPU())
-    monkeypatch.setattr(OnSecondGPU, "dtype", torch.float64)
-    assert not use_triton("auto", OnSecondGPU())

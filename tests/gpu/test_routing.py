@@ -20,6 +20,9 @@ CHOICES = {
     "groups by their best expert": {"num_groups": 4, "top_groups": 2, "group_score": "best"},
     "all groups": {"num_groups": 2, "top_groups": 2},
 }
+GIVEN = [
+    {}, {"score": "sigmoid", "scale": 1.5, "num_groups": 4, "top_groups": 2}, {"normalize": False, "num_groups": 3},
+]  # fmt: skip
 
 
 def routed(logits, k, **options):
@@ -44,6 +47,20 @@ def test_route_equals_the_reference(choice, tokens, experts, k, biased):
     assert torch.equal(our_ids, ids)
     torch.testing.assert_close(our_weights, weights)
     torch.testing.assert_close(our_grad, grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("choice", GIVEN, ids=str)
+def test_given_experts_replace_the_choice_of_their_tokens(choice):
+    """A token without given experts chooses. If a token is given what it would choose, its weights stay the same."""
+    logits, bias = 2 * torch.randn(37, 12, device=DEVICE), 0.3 * torch.randn(12, device=DEVICE)
+    own = routed(logits, 3, bias_E=bias, **choice)
+    replay = torch.stack([torch.randperm(12)[:3] for _ in range(37)]).to(DEVICE)
+    replay[::3] = -1
+    expected, ours = routed(logits, 3, bias_E=bias, replay_TK=replay, **choice)
+    assert torch.equal(ours[0], torch.where(replay < 0, own[0][0], replay)) and torch.equal(ours[0], expected[0])
+    torch.testing.assert_close(ours[1:], expected[1:], rtol=1e-5, atol=1e-6)
+    again = routed(logits, 3, bias_E=bias, replay_TK=own[0][0].contiguous(), **choice)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(again, own, strict=True))
 
 
 LOGITS = {

@@ -14,7 +14,7 @@ from moe_dualpipe.training.options import parse_arguments
 from moe_dualpipe.training.restart import agree
 from tests.support.checkpoints import save_steps, write_manifest
 from tests.support.ranks import run_ranks
-from tests.support.runs import SMALL, change, losses, make_run, options, records, settings, torchrun, train
+from tests.support.runs import SMALL, losses, options, records, torchrun, train
 
 KILLS_ITSELF = """
 import os, signal
@@ -122,21 +122,3 @@ def test_a_restart_takes_the_largest_whole_step_whatever_the_clock_says(tmp_path
     assert found() == "step-000004"
     restart.mark_folder(tmp_path, 0)  # so the third attempt uses checkpoints of the first one
     assert found() == "step-000004" and len([*(tmp_path / "launchers").iterdir()]) == 1
-
-
-def test_a_restart_after_the_last_step_does_no_step(tmp_path, monkeypatch):
-    config = settings(tmp_path / "run", steps=2)
-    set_torchrun_environment(monkeypatch, 1)
-    Path(config.checkpoint.out).mkdir()
-    restart.mark_folder(Path(config.checkpoint.out), 0)
-    first = run_ranks(1, train, config)[0]
-    assert make_run(config).first_step == 2
-    again = run_ranks(1, restarted, change(config, profile=1))[0]  # no step is left to record
-    assert losses(again) == losses(first)
-
-
-def restarted(rank, config):
-    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
-    (mark,) = Path(config.checkpoint.out, "launchers").iterdir()
-    restart._launcher_file = lambda folder: folder / "launchers" / mark.name  # as if the launcher were the same
-    return train(rank, config)

@@ -1,6 +1,5 @@
 """The deduction of who waits for whom, and what a rank says that it does."""
 
-import threading
 import time
 from concurrent import futures
 from dataclasses import replace
@@ -25,60 +24,40 @@ def waiting(transfer, order, group=(), peer=None):
     return RankState("step 3", True, 31.2, transfer, peer, group, order)
 
 
-def test_a_collective_waits_for_the_ranks_that_have_not_arrived():
-    """Segments count only between ranks of one group, and phases come before segments."""
-    dispatch = waiting("dispatch forward of layer 12, micro-batch 4", (9, 44), group=(2, 3, 4, 5))
-    early = replace(BUSY, order=(8, 90))
-    states = {2: replace(dispatch, seconds=12.0), 3: dispatch, 4: early, 5: BUSY, 6: replace(BUSY, order=(9, 1))}
-    assert describe_waits(states, {}) == [
-        "ranks 2, 3 wait for ranks 4, 5: dispatch forward of layer 12, micro-batch 4 (for 31 s)",
-        "rank 4: in step 3, 1F2 (own.py:5 in forward) for 31 s",
-        "rank 5: in step 3, 1F2 (own.py:5 in forward) for 31 s",
-    ]
+IN_STEP = "in step 3, 1F2 (own.py:5 in forward) for 31 s"
+DISPATCH = waiting("dispatch forward of layer 12, micro-batch 4", (9, 44), group=(2, 3, 4, 5))
+COMBINE = waiting("combine backward of layer 1", (9, 44), group=(0, 1))
+GRADIENTS = waiting("gradients of step 3", (10, 0))
+RECEIVING = waiting("activations for stage 2, micro-batch 3", (9, 7), peer=1)
+SAVED = waiting("checkpoint of step 3", (10, 0))
+WRITING = RankState("step 3, checkpoint, step 3: writing rank-1-0.safetensors", seconds=2.0, order=(10, 0))
+LEFT_OUT = "rank 0 waits in combine backward of layer 1 (for 31 s); rank 1 went on without it"
 
 
-def test_a_phase_waits_for_all_ranks_that_have_not_begun_it():
-    """Ranks of other pipelines have other numbers of segments."""
-    gradients = waiting("gradients of step 3", (10, 0))
-    receiving = waiting("activations for stage 2, micro-batch 3", (9, 7), peer=1)
-    assert describe_waits({0: gradients, 1: replace(BUSY, order=(9, 400)), 2: receiving, 3: gradients}, {}) == [
-        "ranks 0, 3 wait for ranks 1, 2: gradients of step 3 (for 31 s)",
-        "rank 2 waits for rank 1: activations for stage 2, micro-batch 3 (for 31 s)",
-        "rank 1: in step 3, 1F2 (own.py:5 in forward) for 31 s",
-    ]
-
-
-def test_a_transfer_that_one_rank_has_left_out_is_told_from_one_that_it_has_not_reached():
-    combine = waiting("combine backward of layer 1", (9, 44), group=(0, 1))
-    later = waiting("gradients of step 3", (10, 0))
-    assert describe_waits({0: combine, 1: later}, {}) == [
-        "rank 0 waits in combine backward of layer 1 (for 31 s); rank 1 went on without it",
-        "rank 1 waits for rank 0: gradients of step 3 (for 31 s)",
-    ]
-    assert describe_waits({0: combine, 1: replace(BUSY, order=(10, 0))}, {}) == [
-        "rank 0 waits in combine backward of layer 1 (for 31 s); rank 1 went on without it",
-        "rank 1: in step 3, 1F2 (own.py:5 in forward) for 31 s",
-    ]
-    assert describe_waits({0: combine, 1: combine}, {}) == [
-        "ranks 0, 1 wait in combine backward of layer 1 (for 31 s); all its ranks have arrived"
-    ]
-
-
-def test_in_the_same_phase_ranks_wait_for_the_one_that_does_not_wait():
-    """However many segments they ran in it: validation has different ones in each stage."""
-    saving = waiting("checkpoint of step 3", (10, 0))
-    writing = replace(
-        saving, position="step 3, checkpoint, step 3: writing rank-1-0.safetensors", waiting=False, seconds=2.0
-    )
-    assert describe_waits({0: saving, 1: writing, 2: replace(saving, order=(10, 7))}, {}) == [
-        "ranks 0, 2 wait for rank 1: checkpoint of step 3 (for 31 s)",
-        "rank 1: in step 3, checkpoint, step 3: writing rank-1-0.safetensors for 2 s",
-    ]
-
-
-@pytest.mark.parametrize("states", [{0: BUSY, 1: BUSY}, {0: replace(BUSY, transfer="optimizer of step 3"), 1: BUSY}])
-def test_busy_ranks_do_not_wait(states):
-    assert describe_waits(states, {}) == []
+@pytest.mark.parametrize("states,lines", [
+    # Segments count only between ranks of one group, and phases come before segments.
+    ({2: replace(DISPATCH, seconds=12.0), 3: DISPATCH, 4: replace(BUSY, order=(8, 90)), 5: BUSY,
+      6: replace(BUSY, order=(9, 1))},
+     ["ranks 2, 3 wait for ranks 4, 5: dispatch forward of layer 12, micro-batch 4 (for 31 s)", f"rank 4: {IN_STEP}",
+      f"rank 5: {IN_STEP}"]),
+    # A phase waits for all that have not begun it: ranks of other pipelines have other numbers of segments.
+    ({0: GRADIENTS, 1: replace(BUSY, order=(9, 400)), 2: RECEIVING, 3: GRADIENTS},
+     ["ranks 0, 3 wait for ranks 1, 2: gradients of step 3 (for 31 s)",
+      "rank 2 waits for rank 1: activations for stage 2, micro-batch 3 (for 31 s)", f"rank 1: {IN_STEP}"]),
+    # A transfer that a rank has left out is told from one that it has not reached.
+    ({0: COMBINE, 1: GRADIENTS}, [LEFT_OUT, "rank 1 waits for rank 0: gradients of step 3 (for 31 s)"]),
+    ({0: COMBINE, 1: replace(BUSY, order=(10, 0))}, [LEFT_OUT, f"rank 1: {IN_STEP}"]),
+    ({0: COMBINE, 1: COMBINE},
+     ["ranks 0, 1 wait in combine backward of layer 1 (for 31 s); all its ranks have arrived"]),
+    # In one phase, ranks wait for the one that does not, however many segments they ran in it.
+    ({0: SAVED, 1: WRITING, 2: replace(SAVED, order=(10, 7))},
+     ["ranks 0, 2 wait for rank 1: checkpoint of step 3 (for 31 s)", f"rank 1: in {WRITING.position} for 2 s"]),
+    # Busy ranks do not wait.
+    ({0: BUSY, 1: BUSY}, []),
+    ({0: replace(BUSY, transfer="optimizer of step 3"), 1: BUSY}, []),
+])  # fmt: skip
+def test_who_waits_for_whom(states, lines):
+    assert describe_waits(states, {}) == lines
 
 
 # ---- What a rank says ----
@@ -164,64 +143,49 @@ def test_a_wait_for_a_pipeline_rank_names_its_global_rank(step, text):
     assert said(progress).peer is None
 
 
-def position_during(call):
-    """What another thread sees of the main thread while `call` waits for an event."""
-    event, positions = threading.Event(), []
+class Look:
+    """A transfer that notes whether the main thread waits, as another thread sees it during `wait`.
 
-    def look():
-        time.sleep(0.1)
-        positions.append(CodePosition.of_main_thread())
-        event.set()
+    It is one of a user's backend: its functions are not marked.
+    """
 
-    looker = threading.Thread(target=look)
-    looker.start()
-    call(event)
-    looker.join()
-    return positions[0]
-
-
-class Blocks:
-    """A transfer of a user's backend: none of its functions is marked."""
-
-    def __init__(self, event):
-        self.receive = event.wait
+    waits = None
 
     def wait(self):
-        self.receive()
+        with futures.ThreadPoolExecutor(1) as other:
+            self.waits = other.submit(CodePosition.of_main_thread).result().waiting
         return ()
 
 
-def run_in_engine(event):
+def run_in_engine(look):
     def segments():
-        (yield Comm("dispatch", lambda: Blocks(event), lambda: None)).wait()
+        (yield Comm("dispatch", lambda: look, lambda: None)).wait()
 
     Engine(torch.device("cpu")).run(segments(), "F")
 
 
-def receive_a_notice(event):
+def receive_a_notice(look):
     mailbox = Mailbox.__new__(Mailbox)
     mailbox.timeout = 9
-    mailbox.wait(lambda: [] if event.wait() else [1], "it answered")
+    mailbox.wait(lambda: [*look.wait()], "it answered")
 
 
-def wait_for_a_save(event):
-    with futures.ThreadPoolExecutor(1) as pool:
-        saver = Saver.__new__(Saver)
-        saver._pending = pool.submit(event.wait)
-        saver.wait()
+def wait_for_a_save(look):
+    def save():
+        return any(CodePosition.of_main_thread().waiting or time.sleep(0.01) for _ in range(1000))
+
+    saver = Saver.__new__(Saver)
+    with futures.ThreadPoolExecutor(1) as other:
+        saver._pending = other.submit(save)  # pyright: ignore[reportAttributeAccessIssue]
+        look.waits = saver.wait()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        run_in_engine, receive_a_notice, wait_for_a_save,
-        lambda event: Transfer((), (Blocks(event),)).wait(),
-        lambda event: AsyncResult([Blocks(event)], lambda: None).wait(),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("call", [
+    run_in_engine, receive_a_notice, wait_for_a_save, lambda look: Transfer((), (look,)).wait(),
+    lambda look: AsyncResult([look], lambda: None).wait(),
+])  # fmt: skip
 def test_a_marked_wait_is_seen_whatever_it_calls(call):
-    assert position_during(call).waiting
-
-
-def test_a_function_does_not_wait_for_ranks_because_of_its_name():
-    assert not position_during(lambda event: Blocks(event).wait()).waiting
+    look, unmarked = Look(), Look()
+    call(look)
+    unmarked.wait()
+    assert (look.waits, unmarked.waits) == (True, False)

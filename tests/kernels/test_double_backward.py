@@ -1,12 +1,8 @@
-"""A second derivative is right, or an error: of every autograd function of this package. It is never silently zero."""
-
-import importlib
-import pkgutil
+"""A second derivative is right, or an error. It is never silently zero."""
 
 import pytest
 import torch
 
-import moe_dualpipe
 from moe_dualpipe.expert_parallel import Local, combine, dispatch
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.kernels.experts import experts
@@ -54,25 +50,6 @@ FUNCTIONS = {
     ),
     "_RouteFunction triton": (lambda x: route(x, 2, kernels="triton")[0], [(3, 4)]),
 }  # fmt: skip
-INSIDE_A_CHUNK = {"_Detach"}  # runs only in the backward of `_ChunkNode`
-
-
-def autograd_functions():
-    rooms = ("kernels", "models", "overlap", "expert_parallel", "runtime", "pipeline")
-    for room in rooms:
-        package = importlib.import_module(f"moe_dualpipe.{room}")
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if ".gluon" not in module.name:  # not installed with every triton
-                importlib.import_module(module.name)
-    found, classes = set(), [torch.autograd.Function]
-    while classes:
-        classes += (subclasses := classes.pop().__subclasses__())
-        found |= {c.__name__ for c in subclasses if c.__module__.startswith(f"{moe_dualpipe.__name__}.")}
-    return found
-
-
-def test_every_autograd_function_is_tested():
-    assert autograd_functions() == {name.partition(" ")[0] for name in FUNCTIONS} | INSIDE_A_CHUNK
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

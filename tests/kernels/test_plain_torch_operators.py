@@ -14,7 +14,7 @@ from moe_dualpipe.kernels.grouped_gemm import _grouped_mm_reference, grouped_lin
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.permute import gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
-from moe_dualpipe.kernels.weight_grads import WeightGrads, accumulate, bind
+from moe_dualpipe.kernels.weight_grads import WeightGrads, accumulate
 
 
 def offsets_of(counts):
@@ -148,13 +148,6 @@ def test_deferral_does_not_nest_and_a_key_is_deferred_to_once():
         pass
     with pytest.raises(ValueError, match="max_deferred must be at least 1, or None for no bound: got 0"):
         WeightGrads(max_deferred=0)
-
-
-def test_only_layers_with_the_attribute_are_bound():
-    layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
-    layers[0].weight_grads, layers[1].weight_grads = None, "mine"
-    bind(layers, grads := WeightGrads())
-    assert [getattr(layer, "weight_grads", "nothing") for layer in layers] == [grads, "mine", "nothing"]
 
 
 def test_a_weight_with_hooks_or_a_computed_weight_is_not_deferred():

@@ -126,18 +126,3 @@ def test_an_invalid_table_raises(user_table, text, problem):
     user_table.write_text(text)
     with pytest.raises(ValueError, match=f"{user_table}.*{problem}"):
         configs.lookup("up", "sm_90", 2, 512, 2048)
-
-
-def test_overrides_nest_and_end():
-    before = configs.lookup("up", "sm_90", 2, 512, 2048)
-    with configs.override_config("up", A):
-        with configs.override_config("up", B):
-            assert configs.lookup("up", "gfx942", 4, 7, 7) == B
-        assert configs.lookup("up", "sm_90", 2, 512, 2048) == A
-    with configs.override_config("any", B):  # for sizes that are not multiples of 16 bytes
-        assert configs.lookup("up", "gfx942", 4, 7, 7) == B
-        assert configs.lookup("up", "sm_90", 2, 512, 2048) == before
-    with pytest.raises(ValueError, match="unknown kernel 'sideways'"), configs.override_config("sideways", A):
-        pass
-    with pytest.raises(ValueError, match="no configuration of kernel 'up' for sm_90 with elements of 8 bytes"):
-        configs.lookup("up", "sm_90", 8, 512, 2048)

@@ -79,6 +79,15 @@ class OwnSeed(nn.Module):
         self.up = nn.Parameter(torch.randn(num_local_experts, 3, generator=generator))
 
 
+class Tied(nn.ModuleList):
+    """All experts have one `up`; `down` is used twice, but by one expert."""
+
+    def __init__(self, config, num_local_experts):
+        up = nn.Linear(config.hidden_size, config.hidden_size)
+        downs = [nn.Linear(config.hidden_size, config.hidden_size) for _ in range(num_local_experts)]
+        super().__init__(nn.Sequential(up, down, down) for down in downs)
+
+
 class ById(nn.Module):
     def __init__(self, _config, _num_local_experts, expert_ids):
         super().__init__()
@@ -88,6 +97,8 @@ class ById(nn.Module):
 @pytest.mark.parametrize("name,problem", [
     ("SecondDimension", r"up has shape \[3, 4\] in a layer with experts 4-7, and shape \[3, 1\] in one with expert 0 "),
     ("OwnSeed", r"up.4 and up.7 differ if the experts are built together, and are equal if each expert is built alon"),
+    ("Tied", "each.0.0.weight and each.1.0.weight are one parameter, of which each rank would train its own copy: use "
+     "--ep 1, or make it a parameter of the layer, outside of the list of experts$"),
 ])  # fmt: skip
 def test_weights_that_cannot_be_drawn_expert_by_expert(name, problem):
     with pytest.raises(ValueError, match=f"the expert layer 'tests.models.test_build_experts:{name}': {problem}"):
@@ -101,22 +112,3 @@ def test_ids_and_reset_expert_mend_them():
     whole, half = of_class.build(range(8)), of_class.build(range(4, 8))
     assert torch.equal(whole.up[:, 4:], half.up)
     assert expert_ids(half)["up"].layout == "shared"
-
-
-class Tied(nn.ModuleList):
-    """All experts have one `up`; `down` is used twice, but by one expert."""
-
-    def __init__(self, config, num_local_experts):
-        up = nn.Linear(config.hidden_size, config.hidden_size)
-        downs = [nn.Linear(config.hidden_size, config.hidden_size) for _ in range(num_local_experts)]
-        super().__init__(nn.Sequential(up, down, down) for down in downs)
-
-
-def test_experts_that_are_one_parameter_stay_on_one_rank():
-    of_class = builder("tests.models.test_build_experts:Tied")
-    assert len([*of_class.build(range(E)).parameters()]) == 2 * (1 + E)
-    with pytest.raises(ValueError, match=(
-        r"^the expert layer '.*:Tied': each.0.0.weight and each.1.0.weight are one parameter, of which each rank would "
-        "train its own copy: use --ep 1, or make it a parameter of the layer, outside of the list of experts$"
-    )):  # fmt: skip
-        of_class.build(range(4))

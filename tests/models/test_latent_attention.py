@@ -99,6 +99,3 @@ def test_absorbed_attention_equals_expanded_attention(monkeypatch, q_rank, seque
 @pytest.mark.parametrize("length", [0, 5, 300])
 def test_a_filled_cache_works_as_a_past(length):
     check_that_a_filled_cache_works_as_a_past(CONFIG, length)
-
-
-# ---- In a model ----

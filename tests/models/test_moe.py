@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Combined, Completed, Local, Loopback, Received, Route
-from moe_dualpipe.kernels.permute import permute
 from moe_dualpipe.models import MoE, StageOptions
 from tests.support.models import CONFIG, with_choices
 from tests.support.oracles import moe_oracle
@@ -87,16 +86,3 @@ class Doubling(nn.Module):
     def forward(self, x_MD, expert_offsets):
         self.seen.append((len(x_MD), expert_offsets.tolist()))
         return 2 * x_MD
-
-
-class Unsummed(Doubling):
-    takes_order = True
-
-    def forward(self, x_ND, order, _weights_NK):
-        return permute(x_ND, order)
-
-
-def test_an_output_of_another_shape_is_refused():
-    layer = MoE(with_choices(experts="tests.models.test_moe:Unsummed"), Local(5), 0)
-    with pytest.raises(ValueError, match=r"Unsummed must return \[6, 16\] in float32 on cpu: got \[12, 16\]"):
-        layer(torch.randn(2, 3, CONFIG.hidden_size))

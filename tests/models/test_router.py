@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.models import ModelConfig, MoE
-from moe_dualpipe.models.router import BalancedRouter, Router, balanced_ids
+from moe_dualpipe.models.router import Router, balanced_ids
 from tests.support.routers import CONFIG, KINDS, D, E, K, made, with_choices
 
 # ---- The decision ----
@@ -98,16 +98,6 @@ def test_balanced_choices_are_equally_frequent_and_far_apart(groups, top_groups)
         for e, other in itertools.combinations(token, 2):
             apart = abs(e - other)
             assert e // size != other // size or min(apart, size - apart) >= size // of_group
-
-
-def test_a_balanced_router_ignores_the_bias_and_keeps_the_losses():
-    router = made(BalancedRouter(with_choices(router_bias=True)))
-    x = torch.randn(2, 8, D, dtype=torch.float64)
-    weights, ids, _ = router(x)
-    assert torch.equal(ids.sort(1).values, balanced_ids(router.config, 16, x.device).sort(1).values)
-    torch.testing.assert_close(weights, router.logits(x).flatten(0, 1).gather(1, ids).softmax(-1))
-    (0 * weights).sum().backward()
-    assert router.logits.weight.grad.norm() > 0
 
 
 # ---- The losses ----

@@ -1,12 +1,16 @@
 """Stages together equal the whole model. Initial weights depend on seed and name only."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.models import StageOptions, TransformerStage, build_model, split
+from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
+from moe_dualpipe.models import StageOptions, TransformerStage, build_model, split, transformer
 from moe_dualpipe.models.recompute import add_up
 from tests.support.models import CONFIG, with_choices
+from tests.support.tensors import OperationStats
 
 
 def test_stages_chain_to_the_whole_model_and_hold_its_weights():
@@ -25,6 +29,20 @@ def test_stages_chain_to_the_whole_model_and_hold_its_weights():
     h = h / (h.square().mean(-1, keepdim=True) + CONFIG.norm_eps).sqrt() * model.norm.weight
     shares = (h @ model.head.weight.T).softmax(-1).gather(-1, labels[..., None])
     torch.testing.assert_close(model.loss(model(x), labels), -shares.log().mean())
+
+
+@pytest.mark.parametrize("fused_loss", [True, False])
+def test_only_the_plain_loss_makes_a_tensor_of_the_size_of_the_logits(monkeypatch, fused_loss):
+    monkeypatch.setattr(transformer, "linear_cross_entropy", partial(linear_cross_entropy, chunk_tokens=5))
+    config = with_choices(vocab_size=601)
+    model = build_model(config, options=StageOptions(fused_loss=fused_loss))
+    x, labels = torch.randint(601, (2, 2, 11))
+    with OperationStats() as seen:
+        model.loss(model(x), labels).backward()
+        with torch.no_grad():
+            model.loss(model(x), labels)
+    # Without logits, the largest tensor is the head's weight or its gradient.
+    assert seen.max_numel == max(config.hidden_size, x.numel() * (not fused_loss)) * 601
 
 
 def test_weights_depend_on_seed_and_name_only():

@@ -15,58 +15,47 @@ class UnableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Each of `runs` attacks once: `run(rng, folder)`. It raises AssertionError if the promise does not hold.
+    """`run(rng, folder)` attacks once, in an empty folder. It raises AssertionError if the promise does not hold.
 
-    folder: an empty folder of this try. All random choices come from `rng`, so a seed repeats a try. tries: how often
-    to attack, with the runs in turn.
+    All random choices come from `rng`, so a seed repeats a try. tries: how often to attack.
     """
 
     name: str
     promise: str
     tries: int
-    runs: tuple[Callable[[random.Random, Path], None], ...]
+    run: Callable[[random.Random, Path], None]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one attack, over all its tries."""
+    """The result of one attack, over all its tries. failures: the error of each try that failed, by its number."""
 
     attack: Attack
     tried: int = 0
     seconds: float = 0.0
     failures: dict[int, str] = field(default_factory=dict)
-    """The number of each try that failed, with the error."""
     unable: str = ""
 
-    @property
-    def held(self) -> int:
-        return self.tried - len(self.failures)
+    def __str__(self) -> str:
+        """A row of a table, in markdown."""
+        counts = f"{self.tried} | {self.tried - len(self.failures)} | {len(self.failures)}"
+        shown = f"not run: {self.unable} | |" if self.unable else counts
+        return f"| {self.attack.name} | {self.attack.promise} | {shown} | {self.seconds / 60:.1f} |"
 
 
-def repeat(attack: Attack, seed: int, tries: range, report: Callable[[str], object] = print) -> Outcome:
+def repeat(attack: Attack, seed: int, tries: range) -> Outcome:
     """Run `attack` for every number in `tries`. A try does not depend on the others."""
     outcome, start = Outcome(attack), time.monotonic()
     for number in tries:
-        rng = random.Random(f"{seed}/{attack.name}/{number}")
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                attack.runs[number % len(attack.runs)](rng, Path(folder))
+                attack.run(random.Random(f"{seed}/{attack.name}/{number}"), Path(folder))
         except UnableError as error:
             outcome.unable = str(error)
             break
         except Exception as error:
             outcome.failures[number] = f"{type(error).__name__}: {error}"
-            report(f"{attack.name}, try {number} failed:\n{''.join(traceback.format_exception(error))}")
+            print(f"{attack.name}, try {number} failed:\n{''.join(traceback.format_exception(error))}")
         outcome.tried += 1
     outcome.seconds = time.monotonic() - start
     return outcome
-
-
-def table(outcomes: list[Outcome]) -> str:
-    """One row for each attack, in markdown."""
-    lines = ["| attack | promise | tried | held | failed | minutes |", "|---|---|---|---|---|---|"]
-    for one in outcomes:
-        attack = one.attack
-        counts = f"{one.tried} | {one.held} | {len(one.failures)}" if not one.unable else f"not run: {one.unable} | |"
-        lines.append(f"| {attack.name} | {attack.promise} | {counts} | {one.seconds / 60:.1f} |")
-    return "\n".join(lines)

@@ -17,7 +17,6 @@ from moe_dualpipe.training.layout_choice import choose
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, losses, records, settings, train
 
-from .attack import Attack
 from .failing_runs import tensors_of
 
 STEPS = 3
@@ -111,8 +110,3 @@ def random_run(rng: random.Random, folder: Path) -> None:
     run_ranks(dp, train_quietly, moved)
     a, b = expected[STEPS], losses(records(folder / "moved"))[STEPS]
     assert close(a, b, LOSS), f"loss of step {STEPS}: {a}, resumed without parallelism {b}: {config}"
-
-
-ATTACKS = (
-    Attack("random options", "bit-equal without overlap and resumed; the same loss in any layout", 30, (random_run,)),
-)

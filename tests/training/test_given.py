@@ -92,7 +92,7 @@ def start_from(rank, config, weights):
         if name.startswith("model."):
             assert torch.equal(tensor, weights[name.removeprefix("model.")]), name  # the fp32 master weights
     trainer.check_replicas()
-    return trainer.step(0).record["loss"]
+    trainer.step(0)
 
 
 @pytest.mark.parametrize("experts,ranks,changes", [
@@ -105,19 +105,13 @@ def start_from(rank, config, weights):
 ], ids=["one", "two", "ep", "frozen", "list", "four"])  # fmt: skip
 @pytest.mark.quick("frozen")
 def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ranks, changes):
-    """The names are those of checkpoints, or of the state dict of a whole model."""
     model = dataclasses.replace(SHALLOW, experts=experts, router_bias=True)
     config = settings(tmp_path, model=model, **changes)
     other = build_model(model, options=StageOptions(seed=5))
     for name, buffer in other.named_buffers():
         if name.endswith("bias_E"):
             buffer.normal_()
-    run_ranks(ranks, start_from_both, config, global_weights(other), other.state_dict())
-
-
-def start_from_both(rank, config, by_checkpoint, by_state_dict):
-    expected = start_from(rank, config, by_checkpoint)
-    assert Trainer(given_run(rank, config, weights=by_state_dict)).step(0).record["loss"] == expected
+    run_ranks(ranks, start_from, config, global_weights(other))
 
 
 # ---- Errors ----

@@ -8,10 +8,11 @@ from moe_dualpipe.data.stores import Url, local_path, read, url_of
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import read_records
 from moe_dualpipe.training.setup import run_folder
+from tests.support.object_store import access, in_environment
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, losses, make_trainer, settings
 
-URL = "memory://tests/other"
+URL = "s3://bucket/run"
 
 
 def train(rank, config, stop=None):
@@ -32,9 +33,9 @@ def equal_states(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def in_memory(rank, folder):
-    """A run on memory://, which only this process sees, resumed in its middle and compared with a local one."""
-    local, url = settings(folder / "local", steps=4, save_every=2), "memory://tests/run"
+def on_a_store(rank, folder):
+    """A run on a store, resumed in its middle and compared with a local one."""
+    local, url = settings(folder / "local", steps=4, save_every=2), URL
     remote = change(local, out=url, staging=str(folder / "staging"))
     train(rank, local)
     train(rank, remote, stop=2)
@@ -47,8 +48,8 @@ def in_memory(rank, folder):
     return names, equal_states(state_of(found), state_of(expected)), (found / "run.json").read_bytes()
 
 
-def test_a_resumed_run_on_a_store_equals_one_in_a_folder(tmp_path):
-    names, equal, manifest = run_ranks(1, in_memory, tmp_path)[0]
+def test_a_resumed_run_on_a_store_equals_one_in_a_folder(s3, tmp_path):
+    names, equal, manifest = run_ranks(1, in_environment, access(s3), on_a_store, tmp_path)[0]
     assert names == ["step-000004"] and equal
     local, remote = read_records(tmp_path / "local"), read_records(tmp_path / "copy")
     assert losses(local) == losses(remote) and list(losses(remote)) == [1, 2, 3, 4]
@@ -57,6 +58,7 @@ def test_a_resumed_run_on_a_store_equals_one_in_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [URL, f"{URL}/checkpoints", f"{URL}/checkpoints/step-000003"])
+@pytest.mark.usefixtures("s3")
 def test_the_folder_of_a_resumed_run_is_that_of_the_old_one(resume, tmp_path):
     config = change(settings(tmp_path), out=None, resume=resume)
     assert str(url_of(run_folder(config.checkpoint, config.name))) == URL

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...data import TOKENIZER_FILE, Tokenizer, library_json
-from ...data.strict_json import parse, read_named
-from ...messages import describe, printable
+from ...data.strict_json import parse, read_bytes, read_named, reading
 
 COMPANIONS_FILE = "published.json"
 NAMES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
-_LARGEST = 2**28  # bytes of one file; real ones are smaller
 
 
 def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
@@ -31,14 +29,10 @@ def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
     for name in (*NAMES, TOKENIZER_FILE) if tokenizer else NAMES:
         if not (path := folder / name).is_file():
             continue
-        try:
-            if path.stat().st_size > _LARGEST:
-                raise ValueError(f"it has more than {_LARGEST:,} bytes")
-            texts[name] = path.read_text("utf-8")
+        with reading(path):
+            texts[name] = read_bytes(path).decode()
             if path.suffix == ".json":
                 parse(texts[name], allow_nan=True)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"cannot read {printable(path)}: {describe(error)}") from None
     return texts
 
 

@@ -1,7 +1,11 @@
 """Read files on a store: copies, in the folder that stands for it (local_copies.py), and parts without a copy.
 
 The small files of a folder are copied when it is opened, as the code that reads them expects. Large files are copied
-when they are needed. The processes of one launch on a machine share the copies: the first copies, the others wait.
+when they are needed. The processes of a machine share the copies: the first copies, the others wait. A copy is used
+until the file on the store changes.
+
+The caches of fsspec, on which torch depends, copy whole files, too. But two processes may write into one copy, and no
+checksum is compared.
 """
 
 import os
@@ -10,7 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...errors import without_frames
-from .local_copies import locked, url_of
+from ..one_writer import open_locked
+from ..synced_files import sync
+from .local_copies import url_of
 from .store import Entry, Patience, info, list_folder, read_parts
 from .urls import StorageError, Url
 
@@ -20,19 +26,21 @@ _LARGE_SUFFIXES = (".safetensors", ".bin", ".metadata")
 _opened: dict[Path, dict[str, Entry]] = {}
 
 
-def open_folder(folder: Path) -> None:
-    """Copy the small files of a folder, and note the sizes of all. Does nothing for an ordinary folder.
+def open_folder(folder: Path, whole: bool = False) -> list[str]:
+    """Copy the small files of a folder, or all, and note the sizes of all. Returns their names; [] for a local folder.
 
-    Raises StorageError.
+    Raises StorageError, and OSError for a full disk.
     """
     if (url := url_of(folder)) is None:
-        return
+        return []
     listed = list_folder(url).items()
     entries = {name: entry for name, entry in listed if not entry.is_folder and name not in (".", "..")}
     _opened[folder] = entries
+    drop(folder, {path.name for path in folder.glob("[!.]*") if path.is_file()} - entries.keys())
     for name, entry in entries.items():
-        if entry.size <= SMALL and not name.endswith(_LARGE_SUFFIXES):
+        if whole or (entry.size <= SMALL and not name.endswith(_LARGE_SUFFIXES)):
             _copy(folder / name, url / name, entry, None)
+    return [*entries]
 
 
 def fetch(path: Path, crc32: int | None = None) -> Path:
@@ -81,7 +89,7 @@ def _stamp_file(path: Path) -> Path:
 def _copy(path: Path, url: Url, entry: Entry, crc32: int | None) -> None:
     stamp, found = _stamp_file(path), 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name(f".{path.name}.lock")):
+    with open(open_locked(path.with_name(f".{path.name}.lock"))):
         if path.exists() and stamp.exists() and stamp.read_text() == entry.stamp:
             return
         partial = path.with_name(f".{path.name}.part")
@@ -91,6 +99,7 @@ def _copy(path: Path, url: Url, entry: Entry, crc32: int | None) -> None:
                 found = zlib.crc32(data, found)
         if crc32 not in (None, found):
             raise ValueError(f"{url} does not match its checksum")
+        sync(partial)
         stamp.unlink(missing_ok=True)
         partial.replace(path)
         stamp.write_text(entry.stamp)

@@ -3,21 +3,17 @@
 The rest of the program works with paths. So each URL gets a local folder, and a path in this folder stands for the same
 path below the URL. Messages show the URLs. There are two kinds of folders:
 
-    copies    what is read: filled on demand, shared by the processes of one launch, removed when the last of them ends
+    copies    what is read: filled on demand, shared by the processes of this machine, and used again by later ones
     staged    what a run writes, before it is uploaded; kept, because a run that is restarted continues there
 
 hf:// is only read, and has neither: huggingface_hub keeps its own copies.
 """
 
-import atexit
-import fcntl
 import hashlib
 import os
-import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +22,7 @@ from ...messages import printable, show_as
 from .urls import StorageError, Url, is_url, storage_error
 
 _STANDS_FOR: dict[Path, Url] = {}
-_COPIES, _HUB = "copies-", "hf://"
+_COPIES, _HUB = "copies", "hf://"
 
 
 def local_path(text: str | os.PathLike[str], staging: str | None = None) -> Path:
@@ -49,7 +45,7 @@ def local_path(text: str | os.PathLike[str], staging: str | None = None) -> Path
     for folder, known in _STANDS_FOR.items():
         if known == url and _is_copy(folder):
             return folder
-    return _register(_copies_folder(base_folder(staging)) / _name(url), url)
+    return _register(base_folder(staging) / _COPIES / _name(url), url)
 
 
 def staged_folder(url: Url, staging: str | None = None) -> Path:
@@ -92,7 +88,7 @@ def _hub_copy(url: Url) -> Path:
 
 
 def _is_copy(path: Path) -> bool:
-    return any(part.startswith(_COPIES) for part in path.parts)
+    return any(folder.parent.name == _COPIES and path.is_relative_to(folder) for folder in _STANDS_FOR)
 
 
 def _register(folder: Path, url: Url) -> Path:
@@ -126,56 +122,3 @@ def base_folder(staging: str | None) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ValueError(f"{printable(folder)} is not a private folder of this user: name another staging folder")
     return folder
-
-
-def _copies_folder(base: Path) -> Path:
-    """The folder of copies of this launch: the ranks that one torchrun started share it."""
-    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    folder = base / f"{_COPIES}{launcher}"
-    base.mkdir(parents=True, exist_ok=True)
-    with locked(base / ".lock"):
-        if folder not in {known.parent for known in _STANDS_FOR}:
-            _remove_abandoned(base)
-            folder.mkdir(exist_ok=True)
-            descriptor = open_locked(folder / ".in-use", fcntl.LOCK_SH)
-            atexit.register(_leave, base, descriptor)
-    return folder
-
-
-def _leave(base: Path, descriptor: int) -> None:
-    os.close(descriptor)
-    with suppress(OSError), locked(base / ".lock"):
-        _remove_abandoned(base)
-
-
-def _remove_abandoned(base: Path) -> None:
-    """Remove the folders of copies that no process uses."""
-    for folder in base.glob(f"{_COPIES}*"):
-        with suppress(OSError):  # in use
-            descriptor = open_locked(folder / ".in-use", fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(descriptor)
-
-
-def open_locked(path: Path, kind: int) -> int:
-    """A descriptor that holds a lock of this kind on a file until it is closed, or the process dies.
-
-    Raises BlockingIOError for one that is held, if `kind` has LOCK_NB.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, kind)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock among the processes of this machine. A process that dies loses it."""
-    descriptor = open_locked(path, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(descriptor)

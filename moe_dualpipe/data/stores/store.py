@@ -17,7 +17,7 @@ from ...messages import unknown_name
 from .threads import Result, call_in_thread
 from .urls import MissingError, StorageError, Url, storage_error
 
-SCHEMES = ("s3", "gs", "az", "hf", "memory", "s3a", "abfs", "abfss")
+SCHEMES = ("s3", "gs", "az", "hf", "s3a", "abfs", "abfss")
 PART = 8 * 2**20
 """Bytes of a request. A file of more than MAX_PARTS of these is sent in larger ones."""
 MAX_PARTS = 10_000
@@ -50,13 +50,8 @@ class Entry:
 def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience = QUICK) -> Result:
     """Return `operation(store, path)`. Raises StorageError, and the operation's own errors."""
 
-    def run() -> Result:
-        if url.scheme == "memory":
-            return operation(_memory(), url.text.partition("://")[2])
-        return operation(_store(url.scheme, url.bucket, patience), url.key)
-
     try:
-        return call_in_thread(run, "storage").result()
+        return call_in_thread(lambda: operation(_store(url.scheme, url.bucket, patience), url.key), "storage").result()
     except Exception as error:
         raise (storage_error(url, error) or error) from None
 
@@ -64,7 +59,7 @@ def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience =
 @cache
 def _store(scheme: str, bucket: str, patience: Patience) -> Any:
     if scheme not in SCHEMES:
-        raise StorageError(str(unknown_name("kind of URL", scheme, SCHEMES[:5])))
+        raise StorageError(str(unknown_name("kind of URL", scheme, SCHEMES[:4])))
     from obstore.store import from_url
 
     options: dict[str, Any] = {}
@@ -77,13 +72,6 @@ def _store(scheme: str, bucket: str, patience: Patience) -> Any:
         f"{scheme}://{bucket}", client_options={"allow_http": True, "connect_timeout": _CONNECT, "timeout": limit},
         retry_config={"max_retries": 1000, "retry_timeout": total}, **options,
     )  # fmt: skip
-
-
-@cache
-def _memory() -> Any:
-    from obstore.store import MemoryStore
-
-    return MemoryStore()
 
 
 def _entry(found: Mapping[str, Any]) -> Entry:

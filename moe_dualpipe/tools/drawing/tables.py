@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from ...messages import plural, printable
-from ...schedule import Timeline
 from ...schedule.compare import ComparedSchedule
 from ...schedule.launches import Group
 from .captions import format_number, format_range
@@ -21,18 +20,6 @@ def comparison_table(entries: tuple[ComparedSchedule, ...]) -> str:
         if problems := [f"- {entry.problem}" for entry in here if entry.problem]:
             tables.append("\n".join(problems))
     return "\n\n".join(tables)
-
-
-def fill_table(before: Timeline, after: Timeline, least: float) -> str:
-    """Return the step before and after its weight gradients moved, and the bound. Memory is the maximum over ranks."""
-    rows = [["", "step time", "bubble per rank", "share", "activations", "deferred W"]]
-    for timeline in (before, after):
-        held = (max(timeline.peak_activations), max(timeline.peak_deferred))
-        rows.append([
-            timeline.schedule.name, format_number(timeline.makespan), format_range(timeline.bubble),
-            f"{timeline.bubble_share:.1%}", *map(str, held),
-        ])  # fmt: skip
-    return markdown([*rows, ["least", format_number(least), "", "", "", ""]])
 
 
 def launches_table(counts: Mapping[Group, int], layers: int, ep: int) -> str:

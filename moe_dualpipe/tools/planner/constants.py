@@ -23,6 +23,8 @@ FAMILIES = {
     "mpt": ("mpt",),
 }  # fmt: skip
 """How the names of the models of a family start."""
+FSDP = ("automodel", "mpt", "torchtitan")
+"""Software that gathers the weights of each layer beside the products, and slows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ def effects(load: Workload, software: str | None = None) -> Iterator[str]:
     yield f"gpu {load.device.name}"
     if software:
         yield f"software {software}"
+    if software in FSDP:
+        yield "weights divided over replicas (FSDP)"
     if (
         any(layer.experts for layer in load.shape.layers)
         and load.cuda_graphs != "full"

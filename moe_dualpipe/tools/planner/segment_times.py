@@ -37,10 +37,18 @@ CONTEXT_EXPOSED = 0.4
 """The same for keys and values that travel around the context-parallel ranks."""
 SCORE_BYTES = 16
 """Bytes moved for a score without flash attention, of the whole square: written, masked, softmax, dropout, read."""
-KERNELS = {"attention": 10, "dense": 5, "experts": 30, "shared": 5}
-"""Launches of a forward; a backward has twice as many."""
+KERNELS = {"gqa": 10, "mla": 20, "dense": 5, "experts": 30, "shared": 5}
+"""Launches of a forward in 16 bits, apart from the products of attention; a backward has twice as many. Latents (mla)
+are split, normalized, rotated in part and joined again."""
 ROUTER = 10
 """Launches of the router and before dispatch, among those of the experts. Partial CUDA graphs replay them."""
+EXPERT_LAUNCH = 0.2
+"""CPU time of one expert's product relative to that of an operator: C++ launches them in a loop, without Python."""
+NEVER_CAST = ("router", "shared_gate")
+"""Products in 16 bits, also in a run with 8."""
+NARROW_HEADS = 0.5
+"""Exponent of the head width / 128 in the speed of attention. A score costs one exponential at any width, and a
+multiprocessor has 16 of them per cycle. So heads of 64 reach 0.74 of the FLOP/s on H100, and 0.67 on B200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +74,12 @@ class Clock:
 
     def products(self, tokens: float, products: Iterable[Product]) -> float:
         """Products of `tokens` rows, in 8 bits if the run is, but for those of the router."""
-        wide = {"router": self.wide, "shared_gate": self.wide}
-        return sum(self.product(tokens * one.flops, wide.get(one.name)) for one in products)
+        return sum(self.product(tokens * one.flops, self.wide if one.name in NEVER_CAST else None) for one in products)
 
-    def grouped(self, flops: float, experts: float) -> float:
-        """One product for each of `experts` experts in one launch: as fast as the faster of both curves says."""
-        return min(self.product(flops, kind="grouped"), experts * self.product(flops / experts))
+    def grouped(self, flops: float, experts: float, fused: bool) -> float:
+        """One product for each of `experts` experts: one by one, or if `fused` in one launch if that is faster."""
+        one_by_one = experts * self.product(flops / experts)
+        return min(self.product(flops, kind="grouped"), one_by_one) if fused else one_by_one
 
     def memory(self, num_bytes: float) -> float:
         return num_bytes / self.device.passes if "memory" in self.on else 0.0
@@ -98,12 +106,15 @@ def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, facto
     attn, attn_w = _attention(load, layer, clock)
     mlp, mlp_w = _mlp(load, layer, clock, factor)
     around = _tensor_transfers(load, on)
+    around_mlp = around
+    if layer.experts:  # whole experts get their rows by dispatch; divided ones each choice's row, and nothing hides it
+        around_mlp *= layer.top_k / TENSOR_EXPOSED if load.expert_tp > 1 else layer.shared_size > 0
     keys = _context_transfers(load, layer, on)
-    extra_attn, extra_mlp = _recomputed(load, attn[0] + around, mlp[0] + around, clock)
+    extra_attn, extra_mlp = _recomputed(load, attn[0] + around, mlp[0] + around_mlp, clock)
     transfers = _expert_transfers(load, layer, on, factor) if layer.experts else (0.0, 0.0, 0.0, 0.0)
     return LayerSeconds(
-        attn_f=attn[0] + around + keys, mlp_f=mlp[0] + around,
-        attn_b=attn[1] + around + 2 * keys + extra_attn, mlp_b=mlp[1] + around + extra_mlp,
+        attn_f=attn[0] + around + keys, mlp_f=mlp[0] + around_mlp,
+        attn_b=attn[1] + around + 2 * keys + extra_attn, mlp_b=mlp[1] + around_mlp + extra_mlp,
         attn_w=attn_w, mlp_w=mlp_w, dispatch_f=transfers[0], combine_f=transfers[1], combine_b=transfers[2],
         dispatch_b=transfers[3], host=_host(load, layer) if "host" in on else 0.0,
     )  # fmt: skip
@@ -111,8 +122,13 @@ def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, facto
 
 def _launches(load: Workload, layer: Layer) -> tuple[int, int]:
     """Launches of a forward of attention, and of the MLP or the experts."""
+    products, inner = layer.attention.products(load.shape.hidden), layer.mlp_products(load.shape.hidden)
     mlp = KERNELS["experts" if layer.experts else "dense"] + KERNELS["shared"] * (layer.shared_size > 0)
-    return KERNELS["attention"] + len(layer.attention.products(load.shape.hidden)), mlp
+    attention = KERNELS[layer.attention.kind] + len(products)
+    if load.eight_bits:  # the input of each product is rounded by a launch of its own
+        attention += len(products)
+        mlp += sum(one.name not in NEVER_CAST for one in inner)
+    return attention, mlp
 
 
 def _host(load: Workload, layer: Layer) -> float:
@@ -122,7 +138,8 @@ def _host(load: Workload, layer: Layer) -> float:
         return 0.0
     graphed = attention + ROUTER * (layer.experts > 0) if load.cuda_graphs == "partial" else 0
     each = read_constants()["host"].get(load.device.cpu, 0.0) if load.host is None else load.host
-    return each * (attention + mlp + layer.experts // load.layout.ep - graphed)
+    one_by_one = EXPERT_LAUNCH * (1 + load.eight_bits) * (layer.experts // load.layout.ep)
+    return each * (attention + mlp + one_by_one - graphed)
 
 
 def head_seconds(load: Workload, on: Collection[str] = ALL) -> LayerSeconds:
@@ -143,6 +160,7 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     linear = clock.products(tokens, products)
     scores = tokens * attention.score_flops(load.seq)
     kernel = load.device.efficiency.flash2 if load.attention == "flash2" and "attention" in clock.on else 1.0
+    kernel *= min(1.0, attention.v_dim / 128) ** NARROW_HEADS if "attention" in clock.on else 1.0
     forward, backward = (
         clock.product(scores * factor, clock.wide, f"attention_{name}") / kernel
         for name, factor in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))
@@ -168,7 +186,11 @@ def _mlp(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
         divided = load.expert_tp  # these ranks all have the rows of all their tokens
         rows, local = divided * tokens * layer.top_k * factor, layer.experts / load.layout.ep
         padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
-        routed = (clock.grouped(2 * rows * one.weights / divided, local) for one in layer.expert_products(hidden))
+        # Before 26.06, Megatron had no kernel for all experts in 8 bits with block scales; full CUDA graphs need one.
+        fused = load.cuda_graphs == "full" or not load.device.peak.get("mxfp8")
+        routed = (
+            clock.grouped(2 * rows * one.weights / divided, local, fused) for one in layer.expert_products(hidden)
+        )
         products += sum(routed) * padding
         inner = layer.expert_size // divided
         moved += rows * (load.element * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
@@ -183,7 +205,7 @@ def _activation_bytes(load: Workload, inner: int, hidden: int, gated: bool) -> i
 
 def _casts(load: Workload, numbers: int) -> int:
     """Bytes moved to round `numbers` numbers to 8 bits: read 2, write 1, and 1 more for the transposed copy."""
-    return 4 * numbers if load.precision in ("fp8", "mxfp8") else 0
+    return 4 * numbers * load.eight_bits
 
 
 def _recomputed(load: Workload, attn: float, mlp: float, clock: Clock) -> tuple[float, float]:
@@ -239,9 +261,7 @@ def _expert_transfers(
     )  # fmt: skip
     tokens = load.rank_tokens * factor
     wide = load.element * hidden
-    narrow = (
-        hidden + hidden // 32 if load.precision in ("fp8", "mxfp8") and load.ep_backend != "all_to_all" else wide
-    )  # with scales
+    narrow = hidden + hidden // 32 if load.eight_bits and load.ep_backend != "all_to_all" else wide  # with scales
     first, other = (all_to_all(device, rows, tokens, width) for width in (narrow, wide))
     # Without fused kernels, rows are copied once more on each side of a transfer.
     copies = Clock(device, load.precision, ALL).memory(4 * tokens * (rows.near + rows.far) * wide)

@@ -109,6 +109,11 @@ class Workload:
         return 4 if self.precision == "fp32" else 2
 
     @property
+    def eight_bits(self) -> bool:
+        """Whether the inputs of products are rounded to 8 bits."""
+        return self.precision in ("fp8", "mxfp8")
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.global_batch * self.seq

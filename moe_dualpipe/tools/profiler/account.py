@@ -14,18 +14,16 @@ no time counts twice: every other report sums up entries of this account.
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ...overlap.labels import OPTIMIZER as OPTIMIZER_PART
 from .categories import category_of
 from .communication import NAMES, Names
-from .intervals import Intervals, as_intervals, difference, intervals_of, length_before, union
+from .intervals import Intervals, as_intervals, difference, intervals_of, union
 from .kernel_names import short_name
 from .phases import Phases
 from .trace import WAITS, DeviceEvent, Trace
@@ -250,17 +248,6 @@ def relabeled(entries: Iterable[Entry], spans: Iterable[Entry], kinds: Sequence[
 def spans_of(entries: Iterable[Entry], *kinds: str) -> Intervals:
     """The moments of some kinds of entries."""
     return union(as_intervals((entry.start_us, entry.end_us) for entry in entries if entry.kind in kinds))
-
-
-def between(
-    entries: Iterable[Entry], starts: np.ndarray, ends: np.ndarray, key: Callable[[Entry], Any] = attrgetter("kind")
-) -> dict[Any, np.ndarray]:  # fmt: skip
-    """The time of each kind, or of all entries with the same key, in each of several spans of the window."""
-    spans: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-    for entry in entries:
-        spans[key(entry)].append((entry.start_us, entry.end_us))
-    lengths = {key: length_before(np.array(own)) for key, own in spans.items()}
-    return {key: before(ends) - before(starts) for key, before in lengths.items()}
 
 
 class Total(NamedTuple):

@@ -31,7 +31,7 @@ from .account import (
 from .communication import NAMES, Names
 from .doctor.verdict import Verdict
 from .host import host_as_device
-from .intervals import Intervals, intersection, intervals_of, total_time, union, union_length
+from .intervals import Intervals, intersection, intervals_of, union, union_length
 from .phases import Phases
 from .trace import DeviceEvent, Trace
 from .windows import DeviceStep
@@ -162,7 +162,7 @@ def _phases(
     order = {name: number for number, name in enumerate(phases.times)}
     for name in sorted((name for name in launched if name), key=lambda name: order.get(name, len(order))):
         comm_exposed = union_length(intersection(union(intervals_of(launched[name]["comm"])), exposed))
-        compute, comm, copies = (total_time(events) for events in launched[name].values())
+        compute, comm, copies = (sum(one.end - one.start for one in events) for events in launched[name].values())
         times = phases.times[name] - times_waited[name] if name in order else len(launched[name]["comm"])
         found.append(Phase(name, max(times, 1), compute, comm, copies, comm_exposed))
     return tuple(found)

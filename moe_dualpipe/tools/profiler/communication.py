@@ -169,9 +169,7 @@ def _own_rule(name: str, comm: str | None, compute: str | None) -> Kind | None:
 
 
 def _kind_by_table(name: str, category: str) -> Kind:
-    if category != "kernel":
-        return "comm" if _PEER.search(name) else "copy"
     function = function_name(name)
-    if _COPIES.search(function):
+    if category != "kernel" or _COPIES.search(function):
         return "comm" if _PEER.search(name) else "copy"
     return "comm" if _LIBRARIES.search(function) and not _COMPUTES.search(function) else "compute"

@@ -12,9 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from .account import Key, between, without_next
+from .account import Key, without_next
 from .analyze import Analysis
 from .communication import NAMES, Names
 from .files import analyze_devices
@@ -28,8 +26,6 @@ class Recording:
 
     name: str
     analyses: Sequence[Analysis]
-    world_size: int | None
-    """Number of ranks of the job; None if unknown."""
     remarks: Sequence[tuple[Path, str]]
     """Sentences about damaged and incomplete files, and about what is left out."""
 
@@ -55,9 +51,9 @@ class Recording:
             start, end, steps = analysis.account[0].start_us, analysis.account[-1].end_us, 1
             if by_step and len(analysis.steps) > 1:
                 start, end, steps = analysis.steps[0].start, analysis.steps[-1].start, len(analysis.steps) - 1
-            times = between(analysis.account, np.array([start]), np.array([end]), attrgetter("key"))
-            for (kind, detail), us in times.items():
-                found[kind, without_next(detail)] += float(us[0]) / steps / len(self.analyses)
+            for entry in analysis.account:
+                us = max(min(entry.end_us, end) - max(entry.start_us, start), 0.0)
+                found[entry.kind, without_next(entry.detail)] += us / steps / len(self.analyses)
         return found
 
 
@@ -71,12 +67,8 @@ def read_recording(
     devices = [
         device for path in paths for device in analyze_devices(path, read_trace(path), names, False, steps=steps)
     ]
-    sizes = {device.transfers.world_size for device in devices}
     remarks = [(one.path, text) for one in devices for text in (*one.remarks, one.left_out) if text]
-    return Recording(
-        name, [device.analysis for device in devices], sizes.pop() if len(sizes) == 1 else None,
-        list(dict.fromkeys(remarks)),
-    )  # fmt: skip
+    return Recording(name, [device.analysis for device in devices], list(dict.fromkeys(remarks)))
 
 
 @dataclass(frozen=True)
@@ -109,29 +101,15 @@ class Comparison:
         a, b = self.times_us
         return b - a
 
-    @property
-    def unlike(self) -> list[str]:
-        """Sentences about what was not recorded alike."""
-        a, b = self.a, self.b
-        found = []
-        if a.gpus and b.gpus and a.gpus != b.gpus:
-            found.append(f"Different GPUs: {', '.join(a.gpus)} in A, {', '.join(b.gpus)} in B.")
-        if len(a.analyses) != len(b.analyses):
-            numbers = f"A has {len(a.analyses)} and B has {len(b.analyses)} devices"
-            found.append(f"{numbers}: all numbers are means over devices.")
-        if a.world_size and b.world_size and a.world_size != b.world_size:
-            found.append(f"The job of A has {a.world_size:,} ranks, that of B {b.world_size:,}.")
-        return found
-
     def as_object(self) -> dict[str, Any]:
         """A JSON object."""
         sides = {
-            key: {"name": one.name, "devices": len(one.analyses), "gpus": one.gpus, "world_size": one.world_size,
-                  "steps": one.steps, "step_us": time, "hidden_fraction": one.hidden_fraction}
+            key: {"name": one.name, "devices": len(one.analyses), "gpus": one.gpus, "steps": one.steps,
+                  "step_us": time, "hidden_fraction": one.hidden_fraction}
             for key, one, time in zip("ab", (self.a, self.b), self.times_us, strict=True)
         }  # fmt: skip
         return {
-            "by_step": self.by_step, **sides, "difference_us": self.difference_us, "unlike": self.unlike,
+            "by_step": self.by_step, **sides, "difference_us": self.difference_us,
             "account": [{"kind": kind, "detail": detail, "a_us": a, "b_us": b, "difference_us": b - a}
                         for (kind, detail), (a, b) in self.account.items()],
         }  # fmt: skip

@@ -46,7 +46,15 @@ class TraceFiles:
 
     @property
     def names(self) -> list[str]:
-        return names_of(self.devices)
+        """Short, distinct names: the ranks if all devices have different ones, otherwise file and device, or the device
+        alone in a single file of several devices."""
+        numbers = [device.rank for device in self.devices]
+        if None not in numbers and len(set(numbers)) == len(numbers):
+            return [f"rank {number}" for number in numbers]
+        names = [device.analysis.name for device in self.devices]
+        if len({device.path for device in self.devices}) > 1 or len(self.devices) == 1:
+            names = [f"{printable(one.path)}, {name}" for one, name in zip(self.devices, names, strict=True)]
+        return names if len(set(names)) == len(names) else [f"{i}: {name}" for i, name in enumerate(names)]
 
     @property
     def remarks(self) -> dict[Path, tuple[str, ...]]:
@@ -64,23 +72,12 @@ class TraceFiles:
         ]  # fmt: skip
 
 
-def names_of(devices: Sequence[TracedDevice]) -> list[str]:
-    """Short, distinct names: the ranks if all devices have different ones, otherwise file and device, or the device
-    alone in a single file of several devices."""
-    numbers = [device.rank for device in devices]
-    if None not in numbers and len(set(numbers)) == len(numbers):
-        return [f"rank {number}" for number in numbers]
-    names = [device.analysis.name for device in devices]
-    if len({device.path for device in devices}) > 1 or len(devices) == 1:
-        names = [f"{printable(device.path)}, {name}" for device, name in zip(devices, names, strict=True)]
-    return names if len(set(names)) == len(names) else [f"{i}: {name}" for i, name in enumerate(names)]
-
-
 def analyze_files(
     paths: Sequence[Path], names: Names = NAMES, pictures: bool = True, steps: Choice = "default"
 ) -> TraceFiles:
-    """Read and analyze trace files. Raises TraceError for a file that is not a trace or has no device events.
+    """Read, analyze and compare trace files: exposed communication is divided into waits for ranks and transfers.
 
+    Raises TraceError for a file that is not a trace or has no device events.
     pictures: also collect what pictures need. steps: which to analyze; ValueError if they are not recorded.
     """
     examined: list[Examined | None] = []
@@ -90,24 +87,15 @@ def analyze_files(
     order = range(len(devices))
     if all(device.rank is not None for device in devices):
         order = sorted(order, key=lambda position: devices[position].rank or 0)
-    examined = [examined[position] for position in order]
-    found = compare_devices([devices[position] for position in order])
-    accounts = [device.analysis.account for device in found.devices]
+    devices, examined = [devices[position] for position in order], [examined[position] for position in order]
+    found = TraceFiles(devices, compare_traces([device.transfers for device in devices]))
+    waits = waits_for_ranks(found.comparison, found.names)
+    accounts = [relabeled(one.analysis.account, own, [TRANSFER]) for one, own in zip(devices, waits, strict=True)]
     complete = [
         replace(device, analysis=replace(device.analysis, **one._asdict()))
-        for device, one in zip(found.devices, conclude(examined, accounts, found.comparison), strict=True)
+        for device, one in zip(devices, conclude(examined, accounts, found.comparison), strict=True)
     ]
     return replace(found, devices=complete)
-
-
-def compare_devices(devices: Sequence[TracedDevice]) -> TraceFiles:
-    """Compare the devices as ranks, and divide their exposed communication into waits and transfers."""
-    comparison = compare_traces([device.transfers for device in devices])
-    complete = []
-    for device, waits in zip(devices, waits_for_ranks(comparison, names_of(devices)), strict=True):
-        divided = tuple(relabeled(device.analysis.account, waits, [TRANSFER]))
-        complete.append(replace(device, analysis=replace(device.analysis, account=divided)))
-    return TraceFiles(complete, comparison)
 
 
 def analyze_devices(

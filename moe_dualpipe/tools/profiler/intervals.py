@@ -68,11 +68,6 @@ def intervals_of(events: Iterable[DeviceEvent | HostEvent]) -> Intervals:
     return as_intervals((event.start, event.end) for event in events)
 
 
-def total_time(events: Iterable[DeviceEvent]) -> float:
-    """The sum of the durations. Events that run at the same time count twice."""
-    return sum(event.end - event.start for event in events)
-
-
 def length_before(a: Intervals) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
     """Return a function that maps points to the length of the union `a` before each point."""
     if not len(a):

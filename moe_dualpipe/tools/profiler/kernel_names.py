@@ -13,7 +13,6 @@ from functools import lru_cache
 from ...messages import printable
 from .communication import function_name
 
-ELLIPSIS = "…"
 _WRAPPERS = re.compile(r"(?i)(device_|global_?)?kernel\d?|enable_sm\w+|_?Kernel|launch_kernel|invoke\w*|entry")
 """Functions that say nothing: what they run is their first template argument."""
 _AUTOGRAD = "autograd::engine::evaluate_function: "
@@ -36,4 +35,4 @@ def shortened(text: str, letters: int) -> str:
     """Return `text` with at most `letters` characters, the last one "…" if it was cut; "" if under three are left."""
     if len(text) <= letters:
         return text
-    return text[: letters - 1] + ELLIPSIS if letters >= 3 else ""
+    return text[: letters - 1] + "…" if letters >= 3 else ""

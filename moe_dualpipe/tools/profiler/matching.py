@@ -2,8 +2,8 @@
 
 A collective belongs to a process group, so it is compared only among the ranks of that group: with tensor and data
 parallelism, each rank meets other ranks in each group. In a group, collectives with the same kind and sequence number
-are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, or the k-th from
-the end, as long as their kinds agree; a remark says where they do not. A send and a receive between the same two ranks
+are one meeting. Without sequence numbers, the k-th collective of one rank is the k-th of the others, as long as their
+kinds agree; a remark says where they do not. A send and a receive between the same two ranks
 also meet, the k-th with the k-th: PyTorch numbers them on each rank by itself, over all peers (`seqP2P_` in
 ProcessGroupNCCL.cpp).
 
@@ -17,10 +17,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
-import numpy as np
-
 from ...messages import list_ranks, plural
-from .collectives import group_name, group_size, kind_of_collective
+from .collectives import group_name, kind_of_collective
 from .trace import DeviceEvent
 
 _POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast")  # NCCL's kernel names do not distinguish the first two
@@ -82,22 +80,18 @@ class Group(NamedTuple):
         return f"{self.label or 'transfers without a recorded group'}{of}"
 
 
-class Matches(NamedTuple):
-    """The meetings of each group, and why other groups have none."""
+def match_collectives(ranks: Sequence[RankTransfers]) -> tuple[dict["Group", list[Meeting]], list[str]]:
+    """Return the meetings of at least two ranks, by group and in the order of the first member.
 
-    by_group: Mapping[Group, Sequence[Meeting]]
-    problems: Sequence[str]
-
-
-def match_collectives(ranks: Sequence[RankTransfers]) -> Matches:
-    """Return the meetings of at least two ranks, by group and in the order of the first member."""
+    The second result says why other groups have none.
+    """
     recorded: dict[Group, dict[int, list[DeviceEvent]]] = defaultdict(dict)
     for position, rank in enumerate(ranks):
         for event in sorted(rank.transfers, key=lambda event: event.start):
             if (group := _group_of(event, rank)) is not None:
                 recorded[group].setdefault(position, []).append(event)
     by_group: dict[Group, list[Meeting]] = {}
-    problems = []
+    problems: list[str] = []
     for group, members in recorded.items():
         if group == Group() and len(members) < len(ranks) and len(members) > 1:
             without = [i for i in range(len(ranks)) if i not in members]
@@ -108,7 +102,7 @@ def match_collectives(ranks: Sequence[RankTransfers]) -> Matches:
             keyed = _numbered(group, members) or _in_order(group, members, ranks, problems)
             if found := _by_key(group, keyed):
                 by_group[group] = found
-    return Matches(by_group, problems)
+    return by_group, problems
 
 
 def _group_of(event: DeviceEvent, rank: RankTransfers) -> Group | None:
@@ -124,7 +118,7 @@ def _group_of(event: DeviceEvent, rank: RankTransfers) -> Group | None:
             return None
         peers = (rank.rank, found.peer) if kind == "send" else (found.peer, rank.rank)
         return Group(found.group, group_name(found), members, peers=peers)
-    return Group(found.group, group_name(found), members, None if members else group_size(found))
+    return Group(found.group, group_name(found), members, None if members else found.size or None)
 
 
 Keyed = Mapping[int, Mapping[object, DeviceEvent]]
@@ -153,30 +147,15 @@ def _in_order(
     keyed: dict[int, dict[object, DeviceEvent]] = {}
     problem = ""
     for member, events in members.items():
-        shift = _shift(members[first], events, ranks[first], ranks[member])
-        pairs = zip(members[first][shift:], events, strict=False)
+        pairs = zip(members[first], events, strict=False)
         alike = [*takewhile(lambda pair: _kind(group, pair[0]) == _kind(group, pair[1]), pairs)]
-        keyed[member] = {k + shift: event for k, (_, event) in enumerate(alike)}
+        keyed[member] = {k: event for k, (_, event) in enumerate(alike)}
         if len(alike) < len(members[first]):
             names = " and ".join(_names(ranks, [one]) for one in sorted((first, member)))
             in_order = f" ({len(alike):,} of them are compared in their order)" if alike else ""
             problem = f"{group}: {names} recorded different collectives, without numbers{in_order}"
     problems += [problem] if problem else []
     return keyed
-
-
-def _shift(
-    longest: Sequence[DeviceEvent], events: Sequence[DeviceEvent], one: RankTransfers, other: RankTransfers
-) -> int:
-    """How many collectives a rank missed at the beginning: none, or all that it missed. All ends are apart equally; on
-    one host, they are the same."""
-    ends, own = (np.array([event.end for event in every]) for every in (longest, events))
-
-    def apart(shift: int) -> float:
-        difference = ends[shift : shift + len(own)] - own + one.base_us - other.base_us
-        return float(np.abs(difference).max() if one.host and one.host == other.host else np.ptp(difference))
-
-    return min(sorted({0, len(longest) - len(events)}), key=apart)
 
 
 def _kind(group: Group, event: DeviceEvent) -> str:

@@ -68,11 +68,6 @@ class Measurement:
         return {**workload, "num_ranks": self.num_ranks, "link": self.link, **runs, "bound_us": self.bound_us,
                 "possible_fraction": self.possible}  # fmt: skip
 
-    @property
-    def recordings(self) -> list[str]:
-        """The file names of the recordings."""
-        return [device.path.name for device in self.devices.values()]
-
 
 def measure(
     workload: Workload, out: Path, ep: int | None = None, link: Link | None = None, replay: bool = False,

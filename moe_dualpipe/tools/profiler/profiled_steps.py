@@ -98,7 +98,9 @@ class ProfiledSteps(Extension):
         """
         own = None
         with self._no_failure():
-            own = self._own_steps() if not self._error else None
+            if not self._error:
+                actions = self.schedule.actions[self.layout.pp_rank]
+                own = recorded_steps(read_trace(self.path), actions, self._barrier_us)
         ranks = [(own, "")] * dist.get_world_size() if self.layout.rank == 0 else None
         dist.gather_object((own, self._error), ranks, dst=0)
         if ranks is None:
@@ -109,9 +111,6 @@ class ProfiledSteps(Extension):
             with self._no_failure():
                 text = self._report(parts)
         return text or f"no profile: {'; '.join(errors or [self._error])}"
-
-    def _own_steps(self) -> list[Step]:
-        return recorded_steps(read_trace(self.path), self.schedule.actions[self.layout.pp_rank], self._barrier_us)
 
     def _report(self, steps: list[list[Step]]) -> str:
         """Write the report, and return it as text. steps: of each rank."""

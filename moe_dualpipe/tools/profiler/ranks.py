@@ -32,21 +32,15 @@ class Comparison:
     """Groups whose collectives could not be compared, each with the reason."""
 
     @property
-    def missing(self) -> list[int]:
-        """The ranks of the job without a trace; empty if its size is unknown."""
-        size = max((rank.world_size or 0 for rank in self.ranks), default=0)
-        return sorted({*range(size)} - {rank.rank for rank in self.ranks if rank.rank is not None})
-
-    @property
     def sentences(self) -> list[str]:
         """What could not be compared, and why, and which ranks have no trace."""
-        found, missing = [f"Not compared: {problem}." for problem in self.problems], self.missing
+        found = [f"Not compared: {problem}." for problem in self.problems]
+        size = max((rank.world_size or 0 for rank in self.ranks), default=0)
+        missing = sorted({*range(size)} - {rank.rank for rank in self.ranks if rank.rank is not None})
         if missing and len(self.ranks) > 1:
             shown = f" ({list_ranks(missing)})" if len(missing) <= 8 else ""
-            size = plural(max(rank.world_size or 0 for rank in self.ranks), "rank")
-            found.append(
-                f"{len(missing):,} of {size} have no trace here{shown}: waits for them count as communication."
-            )
+            of = f"{len(missing):,} of {plural(size, 'rank')}"
+            found.append(f"{of} have no trace here{shown}: waits for them count as communication.")
         return found
 
 
@@ -56,9 +50,9 @@ def compare_traces(ranks: Sequence[RankTransfers]) -> Comparison:
     Groups are left out if in more than 1 of 10 meetings there is no moment when all ranks are inside. Clocks are not
     exact enough to require this of all meetings.
     """
-    matches = match_collectives(ranks)
-    problems, meetings = [*matches.problems], list[Meeting]()
-    for group, found in matches.by_group.items():
+    by_group, problems = match_collectives(ranks)
+    meetings = list[Meeting]()
+    for group, found in by_group.items():
         if _share_that_meets(ranks, found) < _MEET:
             problems.append(f"{group}: collectives that should be the same do not overlap in time")
         else:

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from moe_dualpipe.data import stores
 from moe_dualpipe.data.stores import (
     RangedFile,
     StorageError,
@@ -58,16 +57,6 @@ def test_paths_below_a_folder_that_stands_for_a_url_are_shown_as_urls(tmp_path):
     assert staged != copies and local_path(FOLDER) == copies == local_path(str(staged))
     for folder in (staged, copies):
         assert str(url_of(folder / "a" / "b")) == f"{FOLDER}/a/b" == printable(folder / "a" / "b")
-
-
-def test_local_paths_never_reach_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "call", None)
-    (tmp_path / "a").write_bytes(b"12")
-    assert local_path(str(tmp_path)) == local_path(f"file://{tmp_path}") == tmp_path and url_of(tmp_path) is None
-    open_folder(tmp_path)
-    drop(tmp_path, ["a"])
-    assert fetch(tmp_path / "a") == tmp_path / "a" and exists(tmp_path / "a") and not exists(tmp_path / "b")
-    assert stores.entry_of(tmp_path / "a") is None and stores.sizes_of(tmp_path) == {"a": 2}
 
 
 def test_a_folder_for_local_files_that_others_can_change_is_refused(tmp_path, monkeypatch):

@@ -133,16 +133,6 @@ def early_wait(job: Job, strength: int) -> Job:
     return _edited(job, edit)
 
 
-def shared_stream(job: Job, strength: int) -> Job:
-    """Sums of gradients on the stream of the experts' transfers."""
-
-    def edit(_: int, op: Any) -> Op:
-        is_sum = isinstance(op, Collective) and op.kind == "all_reduce" and _is_chosen(strength, op.key)
-        return replace(op, stream="experts") if is_sum else op
-
-    return _edited(job, edit)
-
-
 def late_launch(job: Job, strength: int) -> Job:
     """The dispatch of the forward is launched, and takes its place in the streams, after a later segment."""
 
@@ -210,7 +200,6 @@ TRAINING = (
     Fault("host sync", "host-sync", host_sync),
     Fault("slow host", "host-bound", lambda job, s: job.on(call_us=40.0 * (1 + s), launch_us=10.0)),
     Fault("one queue", "few-queues", lambda job, s: job.on(queues=3 - s)),
-    Fault("shared stream", "shared-stream", shared_stream),
     Fault("late launch", "late-launch", late_launch),
     Fault("slow rank", "imbalance", lambda job, s: _slower(job, 1 + 0.15 * s, lambda rank, _: rank == _last(job))),
     Fault("more tokens", "imbalance", more_tokens),

@@ -74,19 +74,6 @@ def test_runs_end_at_another_phase_a_gap_and_another_stream():
     assert sorted(runs(twice.work, 3.0)) == [(0, 4, "mlp(F)"), (1, 2, "attn(B)"), (4, 9, "mlp(F)")]
 
 
-def test_colors_can_be_told_apart_and_read():
-    """Black text has a contrast of at least 4.5 to 1 on all colors with text (WCAG 2.1). No two look alike (weighted
-    distance in RGB, https://www.compuphase.com/cmetric.htm)."""
-    parts = {label: np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) for label, color in COLORS.items()}
-    for label in {*parts} - {EXPOSED}:
-        linear = np.where(parts[label] <= 10, parts[label] / 3294.6, ((parts[label] / 255 + 0.055) / 1.055) ** 2.4)
-        assert (linear @ [0.2126, 0.7152, 0.0722] + 0.05) / 0.05 >= 4.5, label
-    together = [label for label in parts if label not in LABELS.values()]
-    for one, other in ((a, b) for a in together for b in together if a < b):
-        red = (parts[one][0] + parts[other][0]) / 512
-        assert (parts[one] - parts[other]) ** 2 @ [2 + red, 4, 3 - red] > 70**2, (one, other)
-
-
 LETTERS = ("gemm", 0, 50, "mlp(F)"), ("ncclA", 0, 100, "combine(B)", "9")
 
 
@@ -103,20 +90,9 @@ def test_the_legend_has_the_colors_that_are_seen_and_lanes_without_work_are_left
     assert [text for text in found[: -len(legend)] if text in every] == every[:lanes]
 
 
-@pytest.mark.parametrize("end,tick", [(2, "0.5 us"), (2e3, "0.5 ms"), (6e8, "200 s")])
-def test_names_are_drawn_where_they_fit_and_times_have_a_unit(tmp_path, end, tick):
-    works = [("k", 0, 0.85 * end, "mlp(B)"), ("k", 0.85 * end, 0.94 * end, "prepare dispatch(F)"),
-             ("void at::native::elementwise_kernel<4, f>(int)", 0.98 * end, end)]  # fmt: skip
-    found = texts(tmp_path, picture(*works), picture(("void at::native::f<4>(int)", 0, end)))
-    assert tick in found and "mlp(B)" in found and "f" in found and "prepare dispatch(F)" not in found
-    assert sum(text.startswith("pre") and text.endswith("…") for text in found) == 1
-
-
 def test_at_most_eight_devices_are_drawn(tmp_path):
-    many = [picture(("k", 0, 1)) for _ in range(MAX_PICTURES + 2)]
-    found = texts(tmp_path, *many)
+    found = texts(tmp_path, *[picture(("k", 0, 1))] * (MAX_PICTURES + 2))
     assert "2 more devices not drawn" in found and found.count("title") == MAX_PICTURES
-    assert not any("not drawn" in text for text in texts(tmp_path, *many[:MAX_PICTURES]))
 
 
 def test_the_command_draws(tmp_path, capsys):

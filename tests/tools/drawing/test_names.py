@@ -9,7 +9,6 @@ import pytest
 from moe_dualpipe.cli import main
 from moe_dualpipe.messages import printable
 from moe_dualpipe.schedule import build
-from moe_dualpipe.tools.drawing.figures import plain_text
 from tests.support.traces import annotation, kernel, launch, write
 
 FORMULA = r"_$\frac{$"  # not a valid formula, and a name that legends leave out
@@ -52,8 +51,3 @@ def test_traces_with_odd_names(tmp_path, capsys, suffix):
     else:
         names = {event["name"] for event in json.loads(out.read_text())["traceEvents"]}
         assert {ODD, "thread_name"} <= names
-
-
-def test_plain_text():
-    assert plain_text("a") == "a"
-    assert plain_text(r"_$\$") == r" _\$\\$"

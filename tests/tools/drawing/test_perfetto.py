@@ -16,7 +16,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler.intervals import intervals_of, union, union_length
 from moe_dualpipe.tools.profiler.pictures.lanes import save_lanes
 from tests.support.pictures import picture
-from tests.support.traces import annotation, kernel, launch, write
+from tests.support.traces import kernel, write
 
 works = st.tuples(
     st.sampled_from(["a", "ncclA", "Memcpy HtoD"]), st.integers(0, 40), st.integers(0, 9),
@@ -84,30 +84,6 @@ def test_an_account_causes_and_phases_are_rows(tmp_path):
     assert rows[2] == (
         "computation, phases", [(100_000, 109_000, "mlp(F)", {}), (109_000, 112_000, "attn(B)", {})]
     )  # fmt: skip
-
-
-def test_the_command_writes_what_the_trace_says_of_each_rank(tmp_path):
-    """Rank 0 starts 30 us later, on the clock of the host."""
-    for rank in range(2):
-        transfer = kernel("ncclDevKernel_SendRecv", 20, 900, 9, 2)
-        transfer["args"] |= {"Collective name": "all_to_allv", "Group size": 2, "In msg nelems": 640, "dtype": "Float"}
-        copy = kernel("Memcpy DtoH", 2, 3, 7, cat="gpu_memcpy")
-        copy["args"]["bytes"] = 64
-        events = [annotation("mlp(W)", 0, 1), launch(1, 0), launch(2, 4), copy, transfer]
-        work = [kernel("gemm", 10 * i, 9, correlation=1) for i in (1, 93, 94)]
-        write(tmp_path / f"rank{rank}.json", [*events, *work], host_name="h", baseTimeNanoseconds=30_000 * (1 - rank),
-              distributedInfo={"rank": rank, "world_size": 2})  # fmt: skip
-    out = tmp_path / "view.json"
-    assert main(["profile", "analyze", str(tmp_path), "--out", str(out)]) == 0
-    events = json.loads(out.read_bytes())["traceEvents"]
-    assert [e["args"]["name"][:7] for e in events if e["name"] == "process_name"] == ["rank 0:", "rank 1:"]
-    transfers = [e for e in events if e["name"] == "ncclDevKernel_SendRecv"]
-    assert [(e["pid"], e["ts"], e["dur"]) for e in transfers] == [(1, 48.0, 900.0), (2, 18.0, 900.0)]
-    named = {"category": "communication", "phase": "all_to_allv", "name": "all_to_allv"}
-    assert transfers[0]["args"] == {**named, "size": 2, "in_elems": 640, "dtype": "Float"}
-    (copied, _) = (e["args"] for e in events if e["name"] == "Memcpy DtoH")
-    assert (copied["category"], copied["bytes"]) == ("copy", 64)
-    assert [e["args"]["phase"] for e in events if e["name"] == "gemm"] == ["mlp(W)"] * 6
 
 
 def test_the_file_is_never_one_of_the_traces(tmp_path, capsys):

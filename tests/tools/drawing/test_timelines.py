@@ -3,7 +3,6 @@
 import re
 import xml.etree.ElementTree
 from collections import Counter
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from moe_dualpipe.schedule import (
     members,
     simulate,
 )
-from moe_dualpipe.tools.drawing.captions import format_range, timeline_summary
 from moe_dualpipe.tools.drawing.timeline_boxes import COLORS, boxes
 from moe_dualpipe.tools.drawing.timeline_file import save_timeline
 from moe_dualpipe.tools.drawing.timeline_plot import draw_timeline, timeline_figure
@@ -103,31 +101,6 @@ def test_text_of_small_schedules(timeline, expected):
     assert timeline_text(timeline, 80).splitlines() == expected
 
 
-def test_text_of_a_timeline_that_starts_later_has_later_times():
-    rows, moved = (timeline_text(one, 40).splitlines() for one in (PAIR, shifted(PAIR, 100)))
-    assert len(rows) == len(moved)
-    for row, later in zip(rows, moved, strict=True):
-        assert later == (f"time    {100 + float(row.split()[1]):g}" if row.startswith("time") else row)
-    assert timeline_text(PAIR, 10).splitlines() == rows
-
-
-def test_text_of_actions_with_very_different_durations_stays_short():
-    lines = timeline_text(simulate(build("1f1b", 2, 4), Costs(F=0.001, B=500)), 80).splitlines()
-    assert len(lines) < 250 and max(map(len, lines)) == 80
-    row = "".join(line[8:] for line in lines if line.startswith("rank 1"))
-    assert [name for name in named(row) if name[0] == "B"] == ["B0", "B1", "B2", "B3"]
-
-
-def test_format_of_numbers_and_ranges():
-    assert [format_range(values) for values in ((0.1 + 0.2, 0.3), (11, 12, 13), (39382712, 39382712))] == [
-        "0.3", "11 to 13", "39382712",
-    ]  # fmt: skip
-    third = Fraction(1, 3)
-    timeline = simulate(build("dualpipe", 2, 4), Costs(third, 2 * third, third))
-    assert "step 4, bubble 0 per rank (0.0%)" in timeline_text(timeline)
-    assert timeline_figure(timeline).axes[0].get_xlim() == (0, 4)
-
-
 # ---- Figures ----
 
 
@@ -163,21 +136,6 @@ def test_numbers_in_a_figure_fit_into_their_boxes_or_are_left_out(size):
     widest = max((label.get_window_extent().width for label in axes.texts), default=0)
     unit = axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]
     assert widest < 2 * unit and figure.get_figwidth() <= 60 and bool(axes.texts) == (size[2] < 200)
-
-
-def test_titles_labels_and_legend_of_a_figure():
-    axes: Any = timeline_figure(shifted(PAIR, 100)).axes[0]
-    title = [timeline_text(PAIR, 80).splitlines()[0], *timeline_summary(PAIR).splitlines()]
-    assert axes.get_title(loc="left").splitlines() == title
-    assert [label.get_text() for label in axes.get_legend().get_texts()] == [
-        "forward", "backward", "input gradient", "weight gradient", "overlapped pair", "paler: other stages",
-    ]  # fmt: skip
-    plain_legend: Any = timeline_figure(simulate(build("1f1b", 2, 2), COSTS)).axes[0].get_legend()
-    assert [label.get_text() for label in plain_legend.get_texts()] == ["forward", "backward"]
-    assert axes.get_xlim() == (100, 127)
-    assert axes.get_ylim()[0] < -1.43 and axes.get_ylim()[1] > 0.43
-    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
-    assert [(place, label.get_text()) for place, label in ticks] == [(0, "rank 0"), (-1, "rank 1")]
 
 
 def test_each_further_stage_is_paler():

@@ -71,6 +71,34 @@ def test_tensor_parallel_ranks_gather_and_scatter_whole_sequences():
     assert more == pytest.approx(TENSOR_EXPOSED * 2 * gather(H100, 2 * 4096 * 4096, 4, 1))
 
 
+@pytest.mark.parametrize("ep,transfers", [(1, 8 * 2), (4, 0)])
+def test_divided_experts_gather_the_rows_of_all_choices_and_whole_ones_nothing(ep, transfers):
+    load = changed(layout={"tp": 4, "ep": ep})
+    layer = load.shape.layers[0]
+    more = layer_seconds(load, layer).mlp_f - layer_seconds(load, layer, ALL - {"tensor transfers"}).mlp_f
+    assert more == pytest.approx(transfers * gather(H100, 2 * 4096 * 2048, 4, 1))
+
+
+def test_a_narrow_head_has_as_many_exponentials_as_a_wide_one():
+    """So the same FLOPs in heads of 64 take longer than in heads of 128, but less than twice as long."""
+    load = changed(DENSE)
+    layer = load.shape.layers[0]
+    one = layer.attention
+    products = 4096 * one.score_flops(4096) / (H100.peak["bf16"])
+    halved = dataclasses.replace(one, heads=2 * one.heads, kv_heads=2 * one.kv_heads, qk_dim=64, v_dim=64)
+    on = frozenset({"attention"})
+    wide, narrow = (layer_seconds(load, dataclasses.replace(layer, attention=a), on) for a in (one, halved))
+    without = layer_seconds(load, layer, frozenset())
+    more = [b - without.attn_f + products for b in (wide.attn_f, narrow.attn_f)]
+    assert more[1] == pytest.approx(2**0.5 * more[0])
+
+
+def test_without_a_kernel_for_all_experts_each_product_has_the_curve_of_a_small_one():
+    clock = Clock(load_device("b200"), "mxfp8", ALL)
+    one, fused = (clock.grouped(64e9, 64, fused) for fused in (False, True))
+    assert one == 64 * clock.product(1e9) > fused == clock.product(64e9, kind="grouped")
+
+
 @pytest.mark.parametrize("precision,backend,sizes", [
     ("bf16", "all_to_all", (4096, 4096)), ("fp8", "all_to_all", (4096, 4096)), ("fp8", "deepep", (2048 + 64, 4096)),
     ("bf16", "deepep", (4096, 4096)),
@@ -98,7 +126,7 @@ def test_tiles_of_experts_are_half_empty_on_average():
     rows, experts = 1024 * 8, 128
     on = frozenset({"products"})
     clock = Clock(H100, "bf16", on)
-    routed = sum(clock.grouped(2 * rows * one.weights, experts) for one in layer.expert_products(2048))
+    routed = sum(clock.grouped(2 * rows * one.weights, experts, True) for one in layer.expert_products(2048))
     router = clock.products(1024, layer.mlp_products(2048))
     assert layer_seconds(load, layer, on).mlp_f == pytest.approx(2 * routed + router)
 
@@ -146,16 +174,21 @@ def test_no_rank_does_more_work_than_there_is_time(schedule, seed):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
-@pytest.mark.parametrize("graphs,each", [("none", 12 + 30 + 32), ("partial", 20 + 32), ("full", 0)])
+@pytest.mark.parametrize("graphs,precision,each", [
+    ("none", "bf16", 12 + 30 + 6.4), ("partial", "bf16", 20 + 6.4), ("full", "bf16", 0),
+    ("none", "fp8", 14 + 30 + 12.8),
+])  # fmt: skip
 def test_a_slow_cpu_launches_every_kernel_of_a_layer_for_a_forward_and_twice_as_many_for_a_backward(
-    schedule, graphs, each
+    schedule, graphs, precision, each
 ):
-    """48 layers of 10 + 2 launches for attention, 30 for experts, and one for each of 32 local experts. Partial CUDA
-    graphs replay attention and 10 launches of the router."""
-    load = changed(layout={"gpus": 4, "pp": 1}, global_batch=12, schedule=schedule, cuda_graphs=graphs)
+    """48 layers of 10 + 2 launches for attention, 30 for experts, and 0.2 for each of 32 local experts. In 8 bits, each
+    product has another launch. Partial CUDA graphs replay attention and 10 launches of the router."""
+    load = changed(
+        layout={"gpus": 4, "pp": 1}, global_batch=12, schedule=schedule, cuda_graphs=graphs, precision=precision
+    )
     fast, slow = step_of(load), step_of(changed(load, host=1.0))
     assert slow.compute + slow.exposed + slow.idle == pytest.approx(
         3 * 48 * 3 * each if each else fast.compute + fast.exposed + fast.idle, rel=1e-3
     )
-    halves = step_of(changed(load, {"gpus": 8, "pp": 2}, global_batch=12, schedule="gpipe", host=1.0))
+    halves = step_of(changed(load, {"gpus": 8, "pp": 2}, schedule="gpipe", host=1.0))
     assert not each or halves.seconds == pytest.approx((3 + 1) * 24 * 3 * each, rel=1e-3)  # F and B are the same share

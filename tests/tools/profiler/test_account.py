@@ -11,24 +11,18 @@ from moe_dualpipe.tools.profiler.account import (
     CHECKPOINT,
     COMPUTATION,
     COPY,
-    IDLE,
-    KINDS,
     LAUNCHING,
     LOADER,
-    LOST,
     OPTIMIZER,
     PYTHON,
     QUEUED,
-    SLOWED,
     SYNCHRONIZING,
     TRANSFER,
     UNKNOWN,
     WAITING,
     Entry,
     account,
-    between,
     relabeled,
-    totals,
 )  # fmt: skip
 from moe_dualpipe.tools.profiler.trace import DeviceEvent, HostEvent, Trace
 
@@ -124,22 +118,6 @@ def test_relabeled_entries_change_inside_the_spans_alone(seed):
         assert entry_at(found, moment).key == (
             (span.kind, f"{span.detail}, x") if span and before.kind == TRANSFER else before.key
         )
-
-
-def test_between_adds_up_to_each_span():
-    entries = account(random_trace(7))
-    starts = np.array([entries[0].start_us, entries[2].start_us])
-    ends = np.array([entries[-1].end_us, entries[5].end_us - 0.25])
-    assert sum(between(entries, starts, ends).values()) == pytest.approx(ends - starts)
-
-
-def test_totals_add_up_and_kinds_keep_their_order():
-    entries = account(random_trace(11))
-    by_kind, by_detail = totals(entries, details=False), totals(entries)
-    window = entries[-1].end_us - entries[0].start_us
-    assert sum(row.us for row in by_detail) == sum(row.us for row in by_kind) == window
-    assert [row.kind for row in by_kind] == sorted({entry.kind for entry in entries}, key=KINDS.index)
-    assert {SLOWED, *IDLE} < {*LOST} and COMPUTATION not in LOST
 
 
 def test_the_computation_after_a_transfer_is_not_its_unpacking():

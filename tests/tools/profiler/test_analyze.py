@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import Names, analyze, read_trace
-from moe_dualpipe.tools.profiler.reports.overlap import analysis_text, hidden_sentence
+from moe_dualpipe.tools.profiler import analyze, read_trace
+from moe_dualpipe.tools.profiler.reports.overlap import analysis_text
 from tests.support.traces import annotation, kernel, launch, write
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
@@ -61,23 +61,6 @@ def test_work_belongs_to_the_innermost_annotation_around_its_launch(tmp_path):
     ]
 
 
-def test_each_device_has_its_own_analysis(tmp_path):
-    events = [kernel("gemm", 0, 10), kernel("ncclX", 0, 10, device=1), kernel("gemm", 5, 10, device=1)]
-    first, second = analyze(read_trace(write(tmp_path / "t.json", events)))
-    assert (first.device, first.hidden_fraction, first.window_us) == ("0", None, 10)
-    assert (second.device, second.hidden_fraction, second.window_us) == ("1", 0.5, 15)
-    assert hidden_sentence(first) == "There is no communication."
-    assert hidden_sentence(second) == "50.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
-
-
-def test_own_names_of_communication_and_computation(tmp_path):
-    events = [kernel("my_push", 0, 10), kernel("ncclX", 5, 10)]
-    assert analysis_of(tmp_path, events).comm_us == 10
-    assert analysis_of(tmp_path, events, names=Names("push")).comm_us == 15
-    assert analysis_of(tmp_path, events, names=Names("push", "my")).comm_us == 10
-    assert analysis_of(tmp_path, events, names=Names(compute="nccl")).comm_us == 0
-
-
 # ---- DeepSeek's published trace ----
 
 published = pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace is not here")
@@ -129,11 +112,3 @@ def test_invalid_options(tmp_path, capsys, options, problem):
     assert main(["profile", "analyze", str(path), *options]) == 2
     err = capsys.readouterr().err
     assert problem in err and err.count("\n") == 1
-
-
-def test_a_trace_without_device_work(tmp_path, capsys):
-    path = write(tmp_path / "trace.json", [annotation("attn(F)", 0, 10)])
-    assert main(["profile", "analyze", str(path)]) == 2
-    assert capsys.readouterr().err == (
-        f"moe-dualpipe: error: {path}: there is no kernel on a device, and no operator on a CPU, in 1 event\n"
-    )

@@ -131,22 +131,6 @@ def test_copies_between_amd_gpus_can_be_named():
     assert kind_of("CopyDeviceToDevice", "gpu_memcpy", Names(comm="CopyDeviceToDevice")) == "comm"
 
 
-@pytest.mark.parametrize("name,function", [
-    ("void (anonymous namespace)::f<g<int>, 2>(int*) [clone .kd]", "::f"), ("_ZN7deep_ep6layoutEPi", "deep_ep::layout"),
-    ("_ZTS22Allreduce_small_kernelIfLm1EE", "Allreduce_small_kernel"), ("_ZTSN2at3AddE", "at::Add"),
-    ("_Z4gemmPf", "gemm"), ("_ZTSZ", "_ZTSZ"), ("gemm", "gemm"), ("", ""),
-])  # fmt: skip
-def test_names_of_functions(name, function):
-    assert function_name(name) == function
-
-
-def test_sources_are_files():
-    for library in LIBRARIES:
-        assert library.sources
-        for source in library.sources:
-            assert re.fullmatch(r"[\w-]+/[\w-]+/[\w./-]+\.\w+", source) or (PAGE.parents[1] / source).exists(), source
-
-
 def table():
     """The table of libraries on the page."""
     rows = ["| kernels of | names such as | defined in |", "|---|---|---|"]

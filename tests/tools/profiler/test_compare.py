@@ -12,7 +12,7 @@ from moe_dualpipe.tools.profiler.reading.paths import trace_paths
 from moe_dualpipe.tools.profiler.reports.comparison import compare_text
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
-from tests.support.traces import annotation, kernel, launch, operator, write
+from tests.support.traces import annotation, kernel, launch, write
 
 GEMM, ATTENTION, ADD = "ampere_sgemm_128x64_nn", "flash_fwd_kernel", "vectorized_elementwise_kernel"
 STEP = [  # name, start, duration, stream: 10 us idle, 5 us of the copy, 25 of the transfer exposed, 15 hidden
@@ -64,32 +64,20 @@ def test_without_steps_whole_recordings_are_compared(tmp_path):
     assert "No steps are recorded in A: whole recordings are compared." in compare_text(found)
 
 
-def test_several_devices_are_averaged_and_what_is_unlike_is_said(tmp_path, capsys):
+def test_several_devices_are_averaged(tmp_path, capsys):
     (folder := tmp_path / "ranks").mkdir()
     slower = [(name, start, duration + 20 * (name == ADD), stream) for name, start, duration, stream in STEP]
     record(folder / "rank0.json", 2, distributedInfo={"rank": 0, "world_size": 2})
     record(folder / "rank1.json", 2, slower, 120, distributedInfo={"rank": 1, "world_size": 2})
-    other = {"deviceProperties": [{"id": 0, "name": "A100"}], "distributedInfo": {"rank": 0, "world_size": 8}}
-    b = record(tmp_path / "b.json", 3, **other)
+    b = record(tmp_path / "b.json", 3)
     found = compare(folder, b)
     assert found.difference_us == pytest.approx(-10)
     assert found.account[COMPUTATION, "elementwise"] == pytest.approx((20, 10))
-    assert found.unlike == [
-        "Different GPUs: H100 in A, A100 in B.", "A has 2 and B has 1 devices: all numbers are means over devices.",
-        "The job of A has 2 ranks, that of B 8.",
-    ]  # fmt: skip
     assert main(["profile", "compare", str(folder), str(b), "--steps", "1:", "--json"]) == 0
     out, err = capsys.readouterr()
     shown = json.loads(out)
     assert shown["b"]["steps"] == 2 and f"{b}: analyzed: steps 1 to 2 of steps 0 to 2" in err
     assert sum(row["difference_us"] for row in shown["account"]) == pytest.approx(shown["difference_us"])
-
-
-def test_operators_of_a_cpu(tmp_path):
-    events = [event for i in range(3) for event in (
-        annotation(f"ProfilerStep#{i}", 100 * i, 100), operator("aten::mm", 100 * i, 60))]  # fmt: skip
-    found = compare(*[write(tmp_path / "a.json", events)] * 2)
-    assert found.account[COMPUTATION, "GEMM"] == (60, 60) and ": 1 device (CPU), 3 steps" in compare_text(found)
 
 
 @pytest.mark.parametrize("fault", ["slow host", "slow link", "copies"])
@@ -105,10 +93,9 @@ def test_the_difference_of_a_known_fault_adds_up(fault, tmp_path):
     rows = [row.replace(",", "").split("|") for row in text if row.startswith(("| - ", "| step"))]
     step, *kinds = (float(row[4]) for row in rows)
     assert sum(kinds) == pytest.approx(step, abs=len(kinds))
-    start = next(i for i, row in enumerate(text) if "the largest differences" in row) + 2
-    details = [float(row.replace(",", "").split("|")[4]) for row in text[start : text.index("", start)]]
-    assert sum(details) == pytest.approx(step, abs=len(details))
-    assert max(details, key=abs) == details[0]
+    largest = next(row for row in text if "the largest differences" in row)
+    details = [float(row.replace(",", "").split("|")[4]) for row in text[text.index(largest) + 2 :] if "|" in row]
+    assert sum(details) == pytest.approx(step, abs=len(details)) and max(details, key=abs) == details[0]
 
 
 def test_a_missing_recording_is_one_line(tmp_path, capsys):

@@ -50,14 +50,6 @@ def reads(chosen, us=100):
     return lambda i, _: (Kernel("a", us), Kernel("b", us), *([Item()] if i in chosen else []))
 
 
-def shares(stream):
-    """A sum of 300 us before a dispatch that computation waits for."""
-    return lambda i, _: (
-        Kernel("a", 300), Record(f"a {i}"), transfer(f"sum {i}", 300, f"a {i}", "dp", stream),
-        transfer(f"dispatch {i}", 200, f"a {i}"), Kernel("b", 250), Await(f"done dispatch {i}"), Kernel("c", 300),
-    )  # fmt: skip
-
-
 def launched(late):
     """A dispatch behind weight gradients, which it does not need, or directly after its input."""
 
@@ -140,8 +132,6 @@ CASES = {
     "longer kernels": (host_takes(30, 60), set(), {"ranks": (0,)}),
     "a long latency": (host_takes(30, 5), set(), {"ranks": (0,), "latency_us": 40}),
     "gaps of short kernels": (host_takes(0, 5), {"short-kernels"}, {"ranks": (0,), "call_us": 0, "launch_us": 1}),
-    "one stream for two groups": (shares("ep"), {"shared-stream"}, {}),
-    "a stream for each": (shares("dp"), set(), {}),
     "launched late": (launched(True), {"late-launch"}, {}),
     "launched in time": (launched(False), set(), {}),
     "behind a transfer whose data came later": (behind(True), {"late-launch", ALONE}, {}),

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from moe_dualpipe.tools.profiler import read_trace
-from moe_dualpipe.tools.profiler.doctor.causes.transfers import beside_us, slowdown_of
-from moe_dualpipe.tools.profiler.doctor.diagnose import Repairs
+from moe_dualpipe.tools.profiler.doctor.causes.transfers import slowdown_of
 from moe_dualpipe.tools.profiler.doctor.ranks import JointGraph, meetings_of
 from moe_dualpipe.tools.profiler.files import analyze_devices
 from moe_dualpipe.tools.profiler.ranks import compare_traces
@@ -83,18 +82,6 @@ def test_a_fast_rank_gains_nothing_without_its_own_waits_if_another_rank_is_slow
     assert (0, "imbalance") in found and (0, "host-sync") not in found
 
 
-def test_ranks_whose_collectives_do_not_fit_together_are_replayed_alone(tmp_path):
-    def program(_, i):
-        return (Kernel("a", 100), *transfer(f"s {i}", 50), *transfer(f"t {i}", 50))
-
-    cases, [met], shifts = examined(job(program), tmp_path)
-    events = met.events_Mn.copy()
-    events[1] = events[1][::-1]  # each rank would wait for the other
-    repairs = Repairs(cases, [met._replace(events_Mn=events)], [[], []], [{}, {}], shifts)
-    assert repairs.joint is None
-    assert repairs.times([])[0].window_us == pytest.approx(cases[0].window_us)
-
-
 def test_the_kernels_beside_transfers_change_with_them(tmp_path):
     """Not only the transfers of a slow link take less time: the kernels beside them do, too."""
     base = FAULTS["starved computation"].apply(moe_training(), 2)
@@ -115,26 +102,6 @@ def test_a_collective_is_slowed_down_by_computation_on_any_rank(tmp_path):
     assert {rank for rank, verdict in found if verdict.kind == "starved-transfer"} == {0, 1}
 
 
-def test_only_ranks_of_one_group_meet(tmp_path):
-    """Groups of one name, a rank alone, and sends in both directions."""
-    _, meetings, _ = examined(moe_training(ranks=4, expert_ranks=2, layers=2), tmp_path / "moe")
-    assert sorted(met.ranks_M.tolist() for met in meetings) == [[0, 1], [0, 2], [1, 3], [2, 3]]
-
-    def program(rank, i):
-        for source in RANKS:
-            kind = "recv" if rank - source else "send"
-            yield from (Kernel("a", 100), *transfer(f"{source} {i}", 50, kind, (source, 1 - source)))
-
-    assert examined(job(program), tmp_path / "pipeline")[1] == []
-
-
-@pytest.mark.parametrize(("moving_us", "beside"), [(100, 50), (60, 10), (40, 0)])
-def test_waits_for_other_ranks_are_not_beside_computation(moving_us, beside, tmp_path):
-    """A kernel from 0 to 100 us, and a transfer from 50 to 150 us, which waits at first."""
-    case = case_of(write(tmp_path / "t.json", [kernel("gemm", 0, 100), kernel("ncclDevKernel", 50, 100, stream=8)]))
-    assert beside_us(case, True, case.graph.recorded, np.array([100.0, moving_us])).tolist() == [0, beside]
-
-
 @pytest.mark.parametrize(("alone", "beside", "ratio"), [
     ((99, 101, 100, 100), (149, 151, 150, 150), 1.5), ((90, 130, 100, 100), (110, 140, 105, 145), None),
 ])  # fmt: skip
@@ -142,4 +109,4 @@ def test_a_slowdown_within_the_spread_of_the_durations_is_uncertain(alone, besid
     """Kernels that run alone, and kernels beside transfers all the time."""
     events = [kernel("gemm", 200 * i, us) for i, us in enumerate((*alone, *beside))]
     found = slowdown_of(case_of(write(tmp_path / "t.json", events)), False, np.array([0.0] * 4 + [*beside]))
-    assert (found and found.ratio) == (ratio and pytest.approx(ratio, rel=0.01))
+    assert (found and 1 / (1 - found.k)) == (ratio and pytest.approx(ratio, rel=0.01))

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.tools.profiler.doctor.causes.exposed import find_nothing_else
 from moe_dualpipe.tools.profiler.doctor.replay import (
     ASSUMED,
     DATA,
@@ -28,7 +27,7 @@ from moe_dualpipe.tools.profiler.doctor.view import COMPUTE, POLL
 from tests.support.diagnosed import case_of, gain_of
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.program import Await, Collective, Job, Kernel, Machine, Python, Record, poll
-from tests.support.traces import annotation, kernel, launch, write
+from tests.support.traces import kernel, launch, write
 
 
 @st.composite
@@ -115,14 +114,6 @@ def test_a_transfer_that_starts_soon_after_its_input_waited_for_it(after_us, kin
     assert {*rows} == {(0, 1, kind), (0, 2, kind), (2, 3, ASSUMED)}
 
 
-def test_input_and_weight_gradients_belong_to_the_backward_chunk(tmp_path):
-    events = [event for i, letter in enumerate("FBIW") for event in (
-        annotation(f"mlp({letter})", 10 * i, 8), launch(i, 10 * i + 2), kernel("gemm", 100 + 10 * i, 9, correlation=i)
-    )]  # fmt: skip
-    view = case_of(write(tmp_path / "t.json", events)).view
-    assert view.letters == ["F", "B", "B", "B"] and view.is_wgrad.tolist() == [False, False, False, True]
-
-
 def polling(compute_us, wait, folder):
     """Layers of a long kernel, a transfer of its output, and a second transfer whose launch needs the first one."""
     ops = []
@@ -165,15 +156,3 @@ def test_launches_wait_while_the_queue_is_full(tmp_path):
         now += blocked
     case = case_of(write(tmp_path / "t.json", events))
     assert gain_of(case, shorter(case.nodes.event, case.view.duration / 2)) == pytest.approx(3000 * 199 / 2, rel=0.05)
-
-
-@pytest.mark.parametrize(("launched_us", "named"), [(-5, True), (5, False)])
-def test_nothing_to_overlap_if_the_next_kernel_was_queued(launched_us, named, tmp_path):
-    """Kernels start 10 us after the end of a transfer. launched_us: from the end of the transfer."""
-    events = []
-    for i in range(8):
-        end = 410 * i
-        events += [launch(i + 1, end + launched_us), kernel("a", end + 10, 300, correlation=i + 1)]
-        events.append(kernel("ncclDevKernel", end + 310, 100, stream=8))
-    case = case_of(write(tmp_path / "t.json", events))
-    assert len(find_nothing_else(case, case.graph.recorded, 500.0)) == named

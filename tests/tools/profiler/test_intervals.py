@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.tools.profiler.intervals import EMPTY, difference, intersection, union, union_length
 
-MANY = settings(max_examples=300, deadline=None)
+MANY = settings(max_examples=100, deadline=None)
 # Few points, so that adjacent, nested, equal and empty intervals are frequent.
 some = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 
@@ -39,11 +39,3 @@ def test_operations_agree_with_sets_of_points(a, b):
         is_union(result)
         assert points(result) == expected
         assert union_length(result) == len(expected)
-
-
-@MANY
-@given(some)
-def test_a_union_has_all_points_and_is_idempotent(intervals):
-    merged = union(array(intervals))
-    assert points(merged) == points(array(intervals))
-    assert np.array_equal(union(merged), merged)

@@ -1,14 +1,11 @@
 """`profile run`: the report, the recordings that are kept, the link, and the defaults."""
 
-import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe_dualpipe.cli import main
-from moe_dualpipe.commands import profile_run
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.profiler import measure
@@ -42,33 +39,6 @@ def test_pictures_and_file_names(tmp_path):
         "sequential: 1.6 ms, 0.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
         "overlapped: 1.1 ms, 75.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
     ]
-    assert found.recordings == [f"{run}.json" for run in measure.RUNS]
-
-
-@pytest.mark.parametrize("windows,kept", [((1, 5, 3, 4), 3), ((4, 9, 3, 4), 3), ((1, 2, 1, 1), 2), ((9, 7), 1)])
-def test_the_recording_of_median_length_is_kept_without_the_warm_up(tmp_path, monkeypatch, windows, kept):
-    done: list[str] = []
-
-    @contextlib.contextmanager
-    def capture(path, _):
-        yield
-        path.write_text(path.name)
-
-    def analyze(paths, **_):
-        analysis = SimpleNamespace(window_us=windows[int(paths[0].name.split("-")[1][0])])
-        return SimpleNamespace(devices=[SimpleNamespace(analysis=analysis)])
-
-    monkeypatch.setattr(measure, "capture", capture)
-    monkeypatch.setattr(measure, "analyze_files", analyze)
-    pair = SimpleNamespace(
-        workload=WORKLOAD, prepare=lambda: done.append("prepare"), sequential=lambda: done.append("sequential"),
-        overlapped=lambda: done.append("overlapped"),
-    )  # fmt: skip
-    found = measure.record(pair, tmp_path, len(windows) - 1)  # type: ignore[arg-type]
-    assert found == {run: tmp_path / f"{run}.json.gz" for run in measure.RUNS}
-    assert [path.read_text() for path in found.values()] == [f"{run}-{kept}.json.gz" for run in measure.RUNS]
-    assert len([*tmp_path.iterdir()]) == 2
-    assert done == ["prepare", "sequential", "prepare", "overlapped"] * len(windows)
 
 
 def test_the_default_link_depends_on_the_computation_time(monkeypatch):
@@ -95,19 +65,6 @@ def test_a_slow_link_is_refused(monkeypatch, link, problem):
         measure.set_link(pair, Loopback(8, 4), link, 3)  # type: ignore[arg-type]
 
 
-def test_computation_time_is_the_median_after_a_warm_up(monkeypatch):
-    backend, now = SimpleNamespace(bytes_sent=0), iter([0, 90, 100, 103, 200, 208, 300, 304])
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(now))
-
-    def overlapped():
-        backend.bytes_sent += 7
-
-    pair = SimpleNamespace(prepare=lambda: None, overlapped=overlapped)
-    assert measure.time_computation(pair, backend, 3) == (4, 7)  # type: ignore[arg-type]
-    monkeypatch.setattr(measure.time, "perf_counter", iter([5, 7]).__next__)
-    assert measure.time_computation(pair, backend, 0) == (2, 7)  # type: ignore[arg-type]
-
-
 def test_default_ranks_divide_the_experts():
     assert [measure.default_ranks(experts) for experts in (1, 8, 64, 72, 160, 256)] == [1, 8, 64, 36, 40, 64]
 
@@ -119,28 +76,3 @@ def test_default_ranks_divide_the_experts():
 def test_default_sizes(mode, seq, tokens, expected):
     work = Workload.from_preset(mode, "tiny", 1, seq, tokens)
     assert (work.seq, work.tokens) == expected
-
-
-@pytest.mark.parametrize("options", [[], ["--ep", "0", "--seq-len", "0", "--tokens", "0", "--link-gbps", "0"]])
-def test_options_of_zero_or_none_choose_the_defaults(monkeypatch, tmp_path, options):
-    given: list[tuple[int, int, int | None, Link | None]] = []
-
-    def stop(workload, _, ep, link, *__):
-        given.append((workload.seq, workload.tokens, ep, link))
-        raise SystemExit
-
-    monkeypatch.setattr(profile_run, "measure", stop)
-    with pytest.raises(SystemExit):
-        main(["profile", "run", "--device", "cpu", "--out", str(tmp_path), *options])
-    assert given == [(1024, 4096, None, None)]
-
-
-def test_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
-    def fail(*_):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 99 bytes\nand a long story")
-
-    monkeypatch.setattr(profile_run, "measure", fail)
-    assert main(["profile", "run", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        "moe-dualpipe: error: out of memory: DefaultCPUAllocator: can't allocate memory: you tried 99 bytes\n"
-    )

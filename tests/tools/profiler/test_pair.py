@@ -1,6 +1,5 @@
 """The pair of chunks: equal results of both runs, balanced routing, modeled links, and the command."""
 
-import gzip
 import json
 import re
 from dataclasses import replace
@@ -12,8 +11,7 @@ import torch
 from moe_dualpipe.cli import main
 from moe_dualpipe.commands import profile_run
 from moe_dualpipe.expert_parallel import Loopback
-from moe_dualpipe.models import ModelConfig, MoE
-from moe_dualpipe.models.router import BalancedRouter, Router
+from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.profiler import measure, read_trace
 from moe_dualpipe.tools.profiler.pair import Pair, Workload
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
@@ -41,8 +39,6 @@ def test_both_runs_give_equal_outputs_and_gradients(mode, sequences, routing, mo
     for run in (pair.sequential, pair.overlapped):
         torch.manual_seed(1)  # for the cached keys and values
         pair.prepare()
-        if mode == "train":  # a stage in the middle of a pipeline sends the gradient of its input
-            assert pair._chunks[1][0].requires_grad
         if mode == "decode":
             assert [cache.length for _, _, cache in pair._chunks] == [8, 8]
         output = run()
@@ -55,17 +51,6 @@ def test_both_runs_give_equal_outputs_and_gradients(mode, sequences, routing, mo
     assert results[0][0].shape == (sequences, 1 if mode == "decode" else 8, 16)
     for sequential, overlapped in zip(*results, strict=True):
         assert torch.equal(sequential, overlapped)
-
-
-@pytest.mark.parametrize("routing", ["balanced", "real"])
-def test_the_stage_has_moe_layers_only(routing):
-    stage = Pair(replace(WORKLOAD, routing=routing), Loopback(8, 4)).stage
-    routers = [module for module in stage.modules() if isinstance(module, Router | BalancedRouter)]
-    assert [type(router) is BalancedRouter for router in routers] == [routing == "balanced"] * 2
-    names = {name.split(".")[2] for name, _ in stage.named_parameters() if name.startswith("layers.1.")}
-    assert names == {"attention_norm", "attention", "mlp_norm", "mlp"}
-    assert {name.split(".")[0] for name, _ in stage.named_parameters()} == {"layers"}
-    assert all(isinstance(layer.mlp, MoE) for layer in stage.layers.values())
 
 
 # ---- The command ----
@@ -88,7 +73,6 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, req
     lines = out.splitlines()
     assert lines[0].startswith(f"{mode} on cpu in float32: 2 layers of tiny, 32 tokens ")
     assert lines[1] == "modeled link: 0.1 Gb/s, latency 50 us"
-    assert lines[3].split() == ["|", "|", "sequential,", "us", "|", "overlapped,", "us", "|"]
     files = ["overlapped.json.gz", "perfetto.json.gz", "report.json", "sequential.json.gz", "timeline.png"]
     assert lines[-1] == f"in {tmp_path}: {', '.join(files)}"
     assert sorted(path.name for path in tmp_path.iterdir()) == files
@@ -109,10 +93,6 @@ def test_run_writes_a_report_recordings_and_pictures(mode, tmp_path, capsys, req
     possible, reached = report["possible_fraction"], overlapped["hidden_fraction"]
     assert 0 < reached <= possible + 1e-6 <= 1 + 1e-6
     assert f"hidden communication: {possible:.1%} possible, reached {reached:.1%} overlapped, " in out
-    view = json.loads(gzip.decompress((tmp_path / "perfetto.json.gz").read_bytes()))["traceEvents"]
-    processes = [event["args"]["name"] for event in view if event["name"] == "process_name"]
-    assert [name.partition(":")[0] for name in processes] == ["sequential", "overlapped"]
-    assert {"attn(F)", "combine(F)"} <= {event["name"] for event in view}
     assert [path.name for path in trace_paths([tmp_path])] == ["overlapped.json.gz", "sequential.json.gz"]
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from moe_dualpipe.tools.profiler import read_trace
 from moe_dualpipe.tools.profiler.phases import Phases
-from moe_dualpipe.tools.profiler.trace import DeviceEvent
 from tests.support.traces import annotation, kernel, launch, write
 
 GEMM, ALL_REDUCE = "gemm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
@@ -32,19 +31,6 @@ def named(tmp_path, *events):
     return [(phases.phase_of(e), phases.name_of(e), phases.is_named(e)) for e in trace.device_events]
 
 
-def test_the_innermost_annotation_counts(tmp_path):
-    found = named(
-        tmp_path, annotation("forward", 100, 100), annotation("attention", 110, 40), work(120), work(160), work(300),
-        work(900),
-    )  # fmt: skip
-    assert found == [
-        ("attention", "attention", True),
-        ("forward", "forward", True),
-        ("", GEMM, False),
-        ("", GEMM, False),
-    ]
-
-
 @pytest.mark.parametrize("name,length,is_broad", [
     ("train_step", 790, True), ("train_step", 690, False), ("ProfilerStep_5", 790, True), ("step 5", 100, True),
     ("iteration 5", 100, True), ("DistributedDataParallel.forward", 100, True),
@@ -61,25 +47,12 @@ def test_annotations_of_whole_steps_are_broad(tmp_path, name, length, is_broad):
     assert found[1] == ("other", "other", True)
 
 
-def test_steps_decide_what_is_broad(tmp_path):
-    """The recording is much longer than its steps."""
-    steps = [annotation(f"ProfilerStep#{i}", 100 + 50 * i, 50) for i in (0, 1)]
-    found = named(
-        tmp_path, *steps, annotation("train", 101, 90), annotation("loss", 110, 20), work(120), work(140), work(5000)
-    )
-    assert found == [("loss", "loss", True), ("train", GEMM, False), ("", GEMM, False)]
-
-
 def test_the_only_annotation_is_a_name(tmp_path):
     assert named(tmp_path, annotation("generate", 100, 800), work(101), work(880))[0] == ("generate", "generate", True)
     with_modules = named(
         tmp_path, annotation("generate", 100, 800), module("Linear_0", 200, 9), work(101), work(205), work(880)
     )
     assert [name for _, name, _ in with_modules] == [GEMM, "Linear", GEMM]
-
-
-def test_a_step_of_the_profiler_is_no_phase(tmp_path):
-    assert named(tmp_path, annotation("ProfilerStep#15", 100, 50), work(120)) == [("", GEMM, False)]
 
 
 def test_modules(tmp_path):
@@ -145,17 +118,3 @@ def test_labels_of_this_project_win_over_collectives(tmp_path):
     around = [annotation("dispatch(F)", 100, 50), annotation("attn(F)", 150, 50)]
     found = named(tmp_path, *around, work(120, ALL_REDUCE, **{"Collective name": "all_to_allv"}), work(160))
     assert found == [("dispatch(F)", "dispatch(F)", True), ("attn(F)", "attn(F)", True)]
-
-
-def test_copies_are_named_with_their_place(tmp_path):
-    found = named(
-        tmp_path, annotation("loss", 100, 50), annotation("x", 800, 9), work(120, COPY), work(300, COPY), work(805)
-    )
-    assert found[:2] == [("loss", f"{COPY} in loss", True), ("", COPY, False)]
-
-
-def test_work_without_a_launch(tmp_path):
-    phases = Phases(read_trace(write(tmp_path / "t.json", [annotation("loss", 100, 50), *work(120)])))
-    event = DeviceEvent(GEMM, "kernel", 1, 2, "0", "7", None, 0)
-    for unknown in (event, event._replace(correlation=77)):
-        assert (phases.owner_of(unknown), phases.phase_of(unknown), phases.name_of(unknown)) == (None, "", GEMM)

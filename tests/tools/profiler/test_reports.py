@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.tools.profiler import analyze, read_trace
 from moe_dualpipe.tools.profiler.account import KINDS, LOST, Total
-from moe_dualpipe.tools.profiler.doctor.verdict import CAUSES, Verdict
-from moe_dualpipe.tools.profiler.doctor.verdict import KINDS as CAUSE_KINDS
+from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.reports.overlap import account_rows
-from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY, MOST_VERDICTS, verdicts_text
+from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY, verdicts_text
 from tests.support.traces import annotation, kernel, launch, write
 
 
@@ -41,11 +40,6 @@ def test_the_rows_of_the_account_add_up_to_the_window(analysis):
     assert rows[-2][1:] == ["30", "30.0%"] and rows[-1] == ["- hidden behind computation", "10", "10.0%"]
 
 
-def test_two_runs_stand_beside_each_other(analysis):
-    rows = account_rows({"a": analysis, "b": replace(analysis, account=analysis.account[:2])})
-    assert rows[:3] == [["", "a, us", "b, us"], ["window", "100", "50"], ["computation", "55", "30"]]
-
-
 def verdict(**changes):
     fields = {
         "kind": "host-sync", "title": "The host waits.", "evidence": ("It waited twice.",), "remedy": "Read it later.",
@@ -64,15 +58,6 @@ def test_a_cause_has_its_place_its_evidence_its_share_its_gain_and_what_to_chang
     )
 
 
-def test_many_causes_and_long_traces(analysis):
-    texts = [verdicts_text(replace(analysis, verdicts=(verdict(),) * n)) for n in (MOST_VERDICTS, MOST_VERDICTS + 1)]
-    assert ["1 smaller cause not shown." in text for text in texts] == [False, True]
-    assert verdicts_text(replace(analysis, num_events=300_001)).startswith(
-        "Causes were searched only in the first 300,000 of 300,001 events"
-    )
-    assert "\n2" not in verdicts_text(replace(analysis, verdicts=(verdict(place="a\n2. another", evidence=("b\n2",)),)))
-
-
 @given(st.lists(st.tuples(st.sampled_from(LOST), st.integers(1, 40)), max_size=6))
 def test_nothing_found_is_never_printed_beside_lost_time(tmp_path_factory, lost):
     """More than 1% of the window without an explanation is printed with its three largest places."""
@@ -85,11 +70,3 @@ def test_nothing_found_is_never_printed_beside_lost_time(tmp_path_factory, lost)
         assert text == HEALTHY
     else:
         assert text.startswith("Not explained: ") and all(f"{one.kind}, {one.detail} (" in text for one in left[:3])
-
-
-def test_each_cause_says_what_happens_and_what_to_change():
-    for title, remedy in CAUSES.values():
-        assert title.endswith(".") and remedy.endswith(".") and title[0].isupper() and remedy[0].isupper()
-    dense = [key for key in CAUSES if key in ("sum-at-end", "sum-at-end/last bucket", "exposed-weights")]
-    assert len(dense) == 3 and not any("DualPipe" in CAUSES[key][1] for key in (*dense, "nothing-to-overlap"))
-    assert "DualPipe" in CAUSES["nothing-to-overlap/experts"][1] and len(CAUSE_KINDS) < len(CAUSES)

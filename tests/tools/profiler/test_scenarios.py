@@ -68,7 +68,6 @@ UNSEEN = {
 }
 """A fault, and one beside it with which the trace does not always show it."""
 UNPREDICTED = UNSEEN | {
-    ("shared stream", "one queue"),  # how other streams would share the queue is unknown
     ("host sync", "one queue"),
     ("one queue", "starved transfers"),  # nothing runs at once, so nothing shows that it would be slower
     ("one queue", "starved computation"),

@@ -9,9 +9,9 @@ import numpy as np
 
 from ..intervals import EMPTY, Intervals, difference, length_before, union
 from .dependencies import Nodes
-from .replay import ASSUMED, DATA, SYNC, Change, Floats, Graph, Ints, Mask
+from .replay import Change, Floats, Graph, Ints, Mask
 from .verdict import CAUSES, Verdict
-from .view import AT_ONCE, COMM, COMPUTE, COPY, View
+from .view import COMM, COMPUTE, COPY, View
 
 
 class Finding(NamedTuple):
@@ -50,25 +50,6 @@ class Case:
         calls = np.full(len(self.graph.start), -1, np.int64)
         calls[self.nodes.call_end] = np.arange(len(self.view.calls))
         return calls
-
-    @cached_property
-    def at_once(self) -> Ints:
-        """Which edges are waits of a CPU for transfers that the same segment has started."""
-        calls = [i for i, call in enumerate(self.view.calls) if call.name == AT_ONCE]
-        of_calls = np.isin(self.call_of[self.graph.edges.target], calls)
-        return np.flatnonzero((self.graph.edges.kind == SYNC) & of_calls)
-
-    def inputs_ready(self, *kinds: int) -> Floats:
-        """When the inputs of each event were ready, as far as they are known; 0 without any."""
-        waits, ready = self.graph.edges.keep(np.isin(self.graph.edges.kind, kinds)), np.zeros(len(self.graph.start))
-        np.maximum.at(ready, waits.target, self.graph.recorded.end[waits.source_node])
-        return ready[self.nodes.event]
-
-    @cached_property
-    def could_start(self) -> Floats:
-        """When each event was launched and its inputs were ready, whatever else its stream had to do."""
-        launched = np.where(self.view.launch >= 0, self.view.launched, self.view.start)
-        return np.maximum(self.inputs_ready(DATA, ASSUMED), launched)
 
     @cached_property
     def own_us(self) -> Floats:

@@ -47,7 +47,6 @@ WAITS_FOR_RANKS: Cause = "imbalance", 0
 class Examined(NamedTuple):
     """A device, and the causes that its own trace shows without those of other ranks."""
 
-    device: str
     name: str
     case: Case
     host: list[Finding]
@@ -60,7 +59,7 @@ def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], na
     case = case_of_threads(view, trace) if view.is_cpu else Case(view, *graph_of(view))
     if not case.window_us > 0:
         return None
-    return Examined(device, name, case, host.find(case, trace), [*order.find(case), *exposed.find(case)])
+    return Examined(name, case, host.find(case, trace), [*order.find(case), *exposed.find(case)])
 
 
 class Diagnosis(NamedTuple):
@@ -104,7 +103,7 @@ def conclude(
     ranks = iter(range(len(known)))
     return [
         Diagnosis((), tuple(entries), tuple(_lost(entries, EMPTY)))
-        if one is None else _diagnosis(one, repairs, rank := next(ranks), kept[rank], mended[rank], entries)
+        if one is None else _diagnosis(repairs, rank := next(ranks), kept[rank], mended[rank], entries)
         for one, entries in zip(examined, accounts, strict=True)
     ]  # fmt: skip
 
@@ -147,7 +146,7 @@ def _kept(one: Examined, repairs: "Repairs", rank: int) -> list[Cause]:
 
 
 def _diagnosis(
-    one: Examined, repairs: "Repairs", rank: int, kept: Sequence[Cause], mended: Times, entries: Sequence[Entry]
+    repairs: "Repairs", rank: int, kept: Sequence[Cause], mended: Times, entries: Sequence[Entry]
 ) -> Diagnosis:  # fmt: skip
     case, found = repairs.cases[rank], repairs.found[rank]
     slowed = [finding.spans for (kind, _), finding in found.items() if kind == "starved-computation"]
@@ -161,7 +160,7 @@ def _diagnosis(
         share = union_length(intersection(of, found[cause].spans)) / case.window_us
         gain = repairs.gain_of(rank, [cause]) if change else None
         fraction = None if gain is None else gain / case.window_us
-        verdicts.append(replace(verdict, share=share, gain_us=gain, gain_fraction=fraction, device=one.device))
+        verdicts.append(replace(verdict, share=share, gain_us=gain, gain_fraction=fraction))
     verdicts.sort(key=lambda verdict: -(verdict.gain_us or 0.0))
     explained = union(np.concatenate([_mended_gaps(case, mended), *(found[cause].spans for cause in kept)]))
     return Diagnosis(tuple(verdicts), tuple(entries), tuple(_lost(entries, explained + case.view.origin)))

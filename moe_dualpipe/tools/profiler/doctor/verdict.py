@@ -34,9 +34,6 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "few-queues": (
         "Streams wait for each other without a dependency: they share a hardware queue.",
         "Unset CUDA_DEVICE_MAX_CONNECTIONS or raise it (the default is 8), or use fewer streams."),
-    "shared-stream": (
-        "Transfers of different groups share a stream and wait for each other.",
-        "Give each group a communicator and a stream of its own."),
     "late-launch": (
         "Transfers are launched late, although their input is ready.",
         "Launch each transfer directly after the computation that produces its input."),
@@ -113,6 +110,5 @@ class Verdict:
     """How much shorter the window would be without it, by a replay of the recorded dependencies. None: unknown."""
     gain_fraction: float | None = None
     """`gain_us` as a share of the window."""
-    device: str = ""
     share: float = 0.0
     """The entries of the account that it explains, as a share of the window."""

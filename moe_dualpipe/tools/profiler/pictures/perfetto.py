@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ....messages import printable
-from ..intervals import Intervals
 from ..reading.chrome import WRITTEN_BY
 from .lanes_image import LANES
 from .picture import Picture, Work, runs
@@ -74,7 +73,8 @@ def without_overlap(slices: Iterable[Slice], shift_us: float) -> list[list[tuple
 def _rows(picture: Picture) -> Iterator[tuple[str, list[Slice]]]:
     """Yield the rows of a device: title and slices."""
     yield "account", [Slice(one.start_us, one.end_us, one.kind, {"detail": one.detail}) for one in picture.account]
-    yield "communication", [*_slices("hidden", picture.hidden), *_slices("exposed", picture.exposed)]
+    both = ("hidden", picture.hidden), ("exposed", picture.exposed)
+    yield "communication", [Slice(start, end, name) for name, spans in both for start, end in spans.tolist()]
     since = picture.start_us
     yield "causes", [
         Slice(since + cause.start_us, since + cause.end_us, cause.title, {
@@ -89,10 +89,6 @@ def _rows(picture: Picture) -> Iterator[tuple[str, list[Slice]]]:
     for one in picture.work:
         streams[one.event.stream].append(_slice(one))
     yield from ((f"stream {stream}", slices) for stream, slices in streams.items())
-
-
-def _slices(name: str, intervals: Intervals) -> Iterator[Slice]:
-    return (Slice(start, end, name) for start, end in intervals.tolist())
 
 
 def _slice(work: Work) -> Slice:

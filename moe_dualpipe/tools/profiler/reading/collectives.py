@@ -47,14 +47,15 @@ class RecordedCollectives:
             self._calls.append((call, collective))
 
     def connect(self, trace: Trace) -> None:
-        """Give transfers the collective of the call that launched them, if they have none.
+        """Give transfers the collective of the call that launched them, or its name, if they have none.
 
         Groups whose ranks are not recorded with the collective take them from the list of groups.
         """
         by_call = {id(call): collective for call, collective in self._calls}
         around = trace.innermost_around([call for call, _ in self._calls])
         _connect(trace, {number: by_call[id(call)] for number, call in around.items()})
-        name_transfers(trace)
+        named = trace.innermost_on_thread(trace.transfers)
+        _connect(trace, {number: Collective(call.name.partition(":")[2]) for number, call in named.items()})
         for i, event in enumerate(trace.device_events):
             found = event.collective
             if found is not None and not found.ranks and found.group in trace.groups:
@@ -70,12 +71,6 @@ def _ranks(arguments: dict[str, Any], size: int) -> tuple[int, ...]:
     if len(ranks) < len(words) or not ranks:
         ranks = tuple(range(first, first + step * size, step)) if first is not None and step and size < 1 << 20 else ()
     return ranks if len(ranks) == size or not size else ()
-
-
-def name_transfers(trace: Trace) -> None:
-    """Name the collective of each transfer that has none after the call that launched it."""
-    calls = trace.innermost_on_thread(trace.transfers)
-    _connect(trace, {number: Collective(call.name.partition(":")[2]) for number, call in calls.items()})
 
 
 def _connect(trace: Trace, known: dict[int, Collective]) -> None:

@@ -17,7 +17,7 @@ def compare_text(comparison: Comparison) -> str:
     if not comparison.by_step:
         unknown = [letter for letter, one in both.items() if not one.steps]
         heads.append(f"No steps are recorded in {' and '.join(unknown)}: whole recordings are compared.")
-    parts = ["\n".join([*heads, *map(printable, comparison.unlike)]), _difference(comparison)]
+    parts = ["\n".join(heads), _difference(comparison)]
     parts += [markdown(_account_rows(comparison)), markdown(_detail_rows(comparison))]
     a, b = (one.hidden_fraction for one in both.values())
     if a is not None or b is not None:

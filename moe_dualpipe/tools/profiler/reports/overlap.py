@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ....messages import plural, printable
-from ....overlap.pair_time import LayerSeconds, pair_seconds
 from ...drawing.tables import markdown
 from ..account import KINDS, LOST, WAITING, totals
 from ..analyze import Analysis
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from ..files import TracedDevice, TraceFiles
     from ..measure import Measurement
 
-LEAST_SAVED = 0.02
-"""Share of a pair's time that another order must save to be mentioned."""
 MAX_DETAILS = 8  # lost times of which the account has a row of their own
 
 
@@ -65,7 +62,7 @@ def traces_text(files: "TraceFiles", phases: bool = False) -> str:
     for device in files.devices:
         text = analysis_text(device.analysis, phases)
         parts.append("\n".join(filter(None, [printable(device.path), device.left_out, text])))
-        parts += [verdicts_text(device.analysis), order_sentence(device.analysis)]
+        parts.append(verdicts_text(device.analysis))
     if len(files.devices) > 1:
         sentences = [printable(sentence, 300) for sentence in files.comparison.sentences]
         parts += [compare_ranks(files.names, files.devices), "\n".join(sentences)]
@@ -98,9 +95,8 @@ def measurement_text(measurement: "Measurement") -> str:
         f"{overlapped.window_us / sequential.window_us:.2f} of sequential\n"
         f"hidden communication: {possible}{percent(overlapped.hidden_fraction)} overlapped, "
         f"{percent(sequential.hidden_fraction)} sequential",
-        order_sentence(overlapped),
     ]
-    return "\n\n".join(filter(None, parts))
+    return "\n\n".join(parts)
 
 
 def _phase_rows(analysis: Analysis) -> list[list[str]]:
@@ -129,25 +125,6 @@ def compare_phases(analyses: dict[str, Analysis], times: int) -> str:
 
 def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{fraction:.1%}"
-
-
-def order_sentence(analysis: Analysis) -> str:
-    """Say so if mlp(W) after mlp(F) is faster in overlapped pairs of layers with the recorded times; "" otherwise."""
-    phases = {phase.name: phase for phase in analysis.phases}
-    segments = [f"{name}({kind})" for name in ("attn", "mlp", "dispatch", "combine") for kind in "FB"]
-    if not phases.keys() >= {*segments, "mlp(W)"}:
-        return ""
-    layers = phases["dispatch(F)"].times
-    us = {name: (phase.compute_us + phase.comm_us) / layers for name, phase in phases.items()}
-    layer = LayerSeconds(
-        us["attn(F)"], us["mlp(F)"], us["attn(B)"], us["mlp(B)"], us.get("attn(W)", 0.0), us["mlp(W)"],
-        us["dispatch(F)"], us["combine(F)"], us["combine(B)"], us["dispatch(B)"],
-    )  # fmt: skip
-    early, late = (pair_seconds([layer] * 4, [layer] * 4, late=late) for late in (False, True))
-    saved = 1 - late / early
-    if saved < LEAST_SAVED:
-        return ""
-    return f"With these times, a pair takes {saved:.1%} less if mlp(W) follows mlp(F): --set parallel.wgrad=late."
 
 
 def hidden_sentence(analysis: Analysis) -> str:

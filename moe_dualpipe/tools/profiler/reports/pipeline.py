@@ -16,18 +16,13 @@ HEADINGS = {
 """Columns of the table, by the part of the step."""
 
 
-def rank_name(rank: int, data_rank: int, data_ranks: int) -> str:
-    """Return `pipeline rank 0`, followed by `, data rank 1` if there are several data ranks."""
-    return f"pipeline rank {rank}" + (f", data rank {data_rank}" if data_ranks > 1 else "")
-
-
 def pipeline_text(pipelines: Sequence[RecordedPipeline]) -> str:
     """Return a table of how each rank spent the step of median length, and its bubble, measured and predicted."""
     rows, lines = [["", *HEADINGS.values()]], []
     for data_rank, pipeline in enumerate(pipelines):
         for rank, breakdown in enumerate(step_breakdowns(pipeline)):
-            name = rank_name(rank, data_rank, len(pipelines))
-            rows.append([name, *(f"{breakdown[key]:,.1f}" for key in HEADINGS)])
+            of = f", data rank {data_rank}" if len(pipelines) > 1 else ""
+            rows.append([f"pipeline rank {rank}{of}", *(f"{breakdown[key]:,.1f}" for key in HEADINGS)])
         measured, predicted = pipeline.timeline(pipeline.typical), pipeline.predicted
         which = f"data rank {data_rank}, " if len(pipelines) > 1 else ""
         lines.append(

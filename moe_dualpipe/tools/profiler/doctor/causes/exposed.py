@@ -1,7 +1,6 @@
 """Exposed copies and transfers: those of a pipeline, sums of gradients, weights, and others that have nothing to hide
 behind."""
 
-import re
 from collections import defaultdict
 
 import numpy as np
@@ -22,14 +21,11 @@ _BUCKETS = 0.5
 """If a larger share of the sums of gradients is hidden, only the last of several buckets is exposed."""
 _INTERLEAVED = 0.3
 """If a larger share of the communication is hidden, two micro-batches run beside each other."""
-_POINT_TO_POINT = re.compile(r"(^|[:_ ])i?(send|recv)(\b|_|$)(?!.*all)", re.IGNORECASE)
 
 
 def is_point_to_point(case: Case, event: int) -> bool:
     """Whether a transfer is a send or a receive of a pipeline. The kernels' names do not say so."""
-    found = case.view.events[event]
-    name = found.collective.name if found.collective is not None else f"{found.name} {case.view.labels[event]}"
-    return "sendrecv" not in name.lower() and _POINT_TO_POINT.search(name) is not None
+    return kind_of_collective(case.view.events[event]) in ("send", "recv")
 
 
 def find(case: Case) -> list[Finding]:

@@ -16,7 +16,7 @@ from ...trace import Trace, innermost
 from ..case import Case, Finding, most_costly
 from ..dependencies import LATE
 from ..replay import SYNC, Change, Floats, Graph, Mask, shorter, without
-from ..view import COMM
+from ..view import AT_ONCE, COMM
 
 SHORT = 10.0
 """Microseconds: about the time that one launch takes."""
@@ -109,13 +109,9 @@ def _late_host(case: Case, activities: Intervals) -> list[Finding]:
     bound = costs > LATE
     if not bound.any():
         return []
-    short = view.duration[known] < SHORT
-    between = np.diff(np.sort(view.call_starts[np.unique(view.launch[known])]))
     evidence = (
         f"{bound.sum():,} of {len(known):,} kernels and copies were launched when their stream was already idle. "
         f"Nothing was computed for {cost:,.0f} us until they were launched.",
-        f"The host launches one of them every {np.median(between) if len(between) else 0:,.1f} us (median), and "
-        f"{short.mean():.0%} of the kernels take less than {SHORT:.0f} us.",
         f"A kernel starts {view.latency:,.1f} us or more after its launch.",
     )
     whole = np.array([[min(0.0, view.call_starts.min()) - 1.0, max(case.window_us, launched.max()) + 1.0]])
@@ -157,7 +153,9 @@ def _short_kernels(case: Case) -> list[Finding]:
 def _waits_at_once(case: Case) -> list[Finding]:
     """Segments of a CPU that wait for transfers that they have just started."""
     view, waits = case.view, case.graph.edges
-    calls = case.call_of[waits.target[case.at_once]]
+    named = [i for i, call in enumerate(view.calls) if call.name == AT_ONCE]
+    at_once = np.flatnonzero((waits.kind == SYNC) & np.isin(case.call_of[waits.target], named))
+    calls = case.call_of[waits.target[at_once]]
     if not len(calls):
         return []
     start, end = view.call_starts[calls], view.call_ends[calls]
@@ -167,5 +165,5 @@ def _waits_at_once(case: Case) -> list[Finding]:
         f"{(end - start).sum():,.0f} us in total.",
         f"Nothing was computed for {costs.sum():,.0f} us of that, for {costs.max():,.0f} us at most in one wait.",
     )
-    events = case.event_of[waits.source_node[case.at_once]]
-    return [case.finding("host-sync/thread", events, start, end, evidence, without(case.at_once))]
+    events = case.event_of[waits.source_node[at_once]]
+    return [case.finding("host-sync/thread", events, start, end, evidence, without(at_once))]

@@ -6,9 +6,6 @@ few-queues      The two streams share a hardware queue, which starts work in the
 late-launch     Otherwise. The transfer was put behind computation that it does not need, or behind another transfer
                 whose input came later.
 early-wait      Computation waits for a transfer of the other chunk.
-shared-stream   Transfers of different groups wait for each other on one stream. torch.distributed gives each process
-                group its own stream; two groups share one if both use one communicator or one side stream. Transfers
-                of one group share their links, so only those of different recorded groups are separated.
 """
 
 from collections.abc import Mapping
@@ -35,13 +32,15 @@ def find(case: Case) -> list[Finding]:
     late, early = ~shared & case.is_comm[target], ~shared & ~case.is_comm[target]
     return [
         *_few_queues(case, target[shared], waits[shared]), *_late(case, target[late], waits[late]),
-        *_early(case, source[early], target[early], waits[early]), *_shared_stream(case),
+        *_early(case, source[early], target[early], waits[early]),
     ]  # fmt: skip
 
 
 def _delays(case: Case, events: Ints) -> Floats:
     """How long each event waited after it was launched, its stream was free, and its input was ready."""
-    return case.view.start[events] - np.maximum(case.view.ready, case.inputs_ready(ASSUMED))[events]
+    waits, ready = case.graph.edges.keep(case.graph.edges.kind == ASSUMED), np.zeros(len(case.graph.start))
+    np.maximum.at(ready, waits.target, case.graph.recorded.end[waits.source_node])
+    return case.view.start[events] - np.maximum(case.view.ready, ready[case.nodes.event])[events]
 
 
 def _share_queues(case: Case, source: Ints, target: Ints) -> Mask:
@@ -176,41 +175,7 @@ def _launched_with(case: Case, moved: Mapping[int, int]) -> Change:
             before[ordered] = np.concatenate([[-1], ordered[:-1]])
     launches = len(case.graph.start) + nodes
     launched = rewired(launches[events], case.graph.edges.source[launches[inputs]])
-    in_order = _following(case, before)
+    following = np.where(before >= 0, ends(nodes[before]), -1)
+    other = np.flatnonzero(before != view.previous)
+    in_order = rewired(nodes[other], following[other])
     return lambda graph: in_order(launched(graph))
-
-
-def _following(case: Case, before: Ints) -> Change:
-    """A change that puts events behind others of their streams, or behind none (-1)."""
-    moved = np.flatnonzero(before != case.view.previous)
-    nodes = case.nodes.event
-    return rewired(nodes[moved], np.where(before[moved] >= 0, ends(nodes[before[moved]]), -1))
-
-
-def _shared_stream(case: Case) -> list[Finding]:
-    """Transfers that wait only for a transfer of another group before them on their stream."""
-    view = case.view
-    recorded = [event.collective for event in view.events]
-    groups = np.array([f"{one.group} {one.ranks}" if one and (one.group or one.ranks) else "" for one in recorded])
-    other = (groups != "") & (groups[view.previous] != "") & (groups != groups[view.previous])
-    waited = view.free - case.could_start
-    events = np.flatnonzero(case.is_comm & other & (view.start - view.free <= NEAR) & (waited > LATE))
-    if len(events) < LEAST:
-        return []
-    waited, worst = waited[events], int(np.argmax(waited[events]))
-    first, second = (case.place(int(event[worst])) for event in (view.previous[events], events))
-    evidence = (
-        f"{len(events):,} transfers waited for the transfer before them on their stream: {waited.sum():,.0f} us in "
-        f"total, {waited[worst]:,.0f} us at most ({second} waited for {first}).",
-        "They had been launched, and their input was ready. The gain assumes that the groups do not share links.",
-    )
-    before = view.previous.copy()
-    for stream in np.unique(view.stream[events]):
-        own = np.flatnonzero(view.stream == stream)
-        transfers, last = own[case.is_comm[own]], dict[str, int]()
-        following = np.minimum(np.searchsorted(transfers, own), len(transfers) - 1)  # other work goes with the next one
-        for event, group in zip(own.tolist(), groups[transfers[following]].tolist(), strict=True):
-            before[event] = last.get(group, -1)
-            last[group] = event
-    start, end, change = view.start[events], view.end[events], _following(case, before)
-    return [case.finding("shared-stream", events, start - waited, end, evidence, change, costs=waited)]

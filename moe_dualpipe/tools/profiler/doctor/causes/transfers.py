@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from .....messages import plural
-from ...collectives import bytes_of
 from ...intervals import length_before, union
 from ..case import Case, Finding
 from ..ranks import Joined
@@ -30,8 +29,8 @@ MOVES = 0.75
 """If no rank is waited for during this share of the waits, the late rank changes."""
 SOON = 50.0
 """Microseconds between small transfers, at most, that could be one."""
-LEAST_RATE = 1e4
-"""Bytes per microsecond of a link, at least: what small transfers would take together."""
+LEAST_RATE = 5e3
+"""Elements per microsecond of a link, at least: what small transfers would take together."""
 SHORTEST = 10.0
 """Microseconds. The duration of shorter events is not exact enough to compare it."""
 SPREAD, SPREAD_JOINED = 0.3, 0.1
@@ -41,8 +40,8 @@ SLOWER = 1.1
 """Smaller ratios are ordinary variation."""
 CERTAIN = 5.0
 """The slowdown must be at least this many times its standard error."""
-SMALL_BYTES, SMALL_US = 1 << 18, 100.0
-"""A transfer is small if it has at most so many bytes; if these are unknown, if it takes less than so long."""
+SMALL_ELEMENTS, SMALL_US = 1 << 17, 100.0
+"""A transfer is small if it has at most so many elements, as far as known, and takes at most so long."""
 
 
 def find(case: Case, rank_names: dict[int, str], met: Joined | None, slowed_us: Floats) -> list[Finding]:
@@ -123,9 +122,12 @@ def _long(case: Case, own: Floats, joined: bool) -> list[Finding]:
 def _small(case: Case) -> list[Finding]:
     """Runs of small transfers of one kind, which would take as long together as one of them."""
 
+    def elements(event: int) -> int:
+        found = case.view.events[event].collective
+        return max(found.in_elems or 0, found.out_elems or 0) if found else 0
+
     def small(event: int) -> bool:
-        size = bytes_of(case.view.events[event])
-        return case.own_us[event] <= SMALL_US and (size is None or size <= SMALL_BYTES)
+        return case.own_us[event] <= SMALL_US and elements(event) <= SMALL_ELEMENTS
 
     def place(event: int) -> tuple[object, ...]:
         found = case.view.events[event].collective
@@ -138,7 +140,7 @@ def _small(case: Case) -> list[Finding]:
     if not len(further):
         return []
     own, start, end = case.own_us[further], case.view.start[further], case.view.end[further]
-    moving = np.array([bytes_of(case.view.events[event]) or 0 for event in further]) / LEAST_RATE
+    moving = np.array([elements(event) for event in further]) / LEAST_RATE
     evidence = (
         f"{len(further):,} transfers follow another small one of the same kind. Each takes {np.median(own):,.1f} us "
         f"(median), {own.sum():,.0f} us in total.",
@@ -167,10 +169,6 @@ class Slowdown(NamedTuple):
     keys: int
     beside_us: Floats
     """For how long each event ran beside the other kind; 0 for events of the other kind."""
-
-    @property
-    def ratio(self) -> float:
-        return 1 / (1 - self.k)
 
     @property
     def kind(self) -> str:
@@ -243,7 +241,7 @@ def of_slowdown(case: Case, slowdown: Slowdown) -> Finding:
     excess = slowdown.excess_us
     what, beside = ("transfers", "computation") if slowdown.is_comm else ("kernels", "communication")
     evidence = (
-        f"{what.capitalize()} take {slowdown.ratio:.2f} times as long beside {beside} as alone, as measured on "
+        f"{what.capitalize()} take {1 / (1 - slowdown.k):.2f} times as long beside {beside} as alone, as measured on "
         f"{slowdown.events:,} {what} of {plural(slowdown.keys, 'kind')} that ran both ways.",
         f"In total, this adds {excess.sum():,.0f} us to the {what} beside {beside}.",
     )
