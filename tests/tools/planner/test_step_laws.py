@@ -84,7 +84,9 @@ def test_a_narrow_head_has_as_many_exponentials_as_a_wide_one():
     load = changed(DENSE)
     layer = load.shape.layers[0]
     one = layer.attention
-    products = 4096 * one.score_flops(4096) / (H100.peak["bf16"])
+    peak = H100.peak["bf16"]
+    assert peak is not None
+    products = 4096 * one.score_flops(4096) / peak
     halved = dataclasses.replace(one, heads=2 * one.heads, kv_heads=2 * one.kv_heads, qk_dim=64, v_dim=64)
     on = frozenset({"attention"})
     wide, narrow = (layer_seconds(load, dataclasses.replace(layer, attention=a), on) for a in (one, halved))
