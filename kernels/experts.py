@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .fp8 import Fp8Recipe
+from .fp8_experts import fp8_experts
 from .fuse import fuse
 from .grouped_gemm import GroupedGemmOptions, grouped_linear
 from .linear import apply_autocast, compute_or_defer, grad_dtype
@@ -116,6 +118,7 @@ def experts(
     x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, order: ExpertOrder, weights_NK: Tensor | None = None, *,
     weight_inside: bool = False, accumulate: bool = False, num_sms: int | None = None,
     weight_grads: WeightGrads | None = None, kernels: Kernels = "auto", compiled: bool = False,
+    fp8: Fp8Recipe | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply each row's experts, a SwiGLU MLP each, and return the weighted sum of their outputs: [N, D].
 
@@ -125,7 +128,8 @@ def experts(
     weight_inside: apply the routing weight before the down projection, not after it. Results differ only by rounding.
     accumulate, num_sms, weight_grads, kernels: as in `grouped_linear`, for the weights gate_up and down. Triton also
     needs contiguous rows of x. compiled: fuse the activation with torch.compile (fuse.py), where Triton is not used.
-    Raises ValueError if shapes, dtypes or devices do not match.
+    fp8: how to round the operands of products to 8 bits (fp8_experts.py), in plain torch; None: not at all.
+    Raises ValueError if shapes, dtypes or devices do not match, and for `fp8` with kernels="triton".
 
     Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
     """
@@ -134,6 +138,10 @@ def experts(
     _check(x_ND, gate_up_EGD, down_EDF, order)
     check_routing_weights(weights_NK, order)
     options.check(gate_up=gate_up_EGD, down=down_EDF)
+    if fp8 is not None:
+        if kernels == "triton":
+            raise ValueError('experts in FP8 have no Triton kernels yet: use kernels="reference"')
+        return fp8_experts(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, fp8)
     if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
         return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, compiled)
     x_ND = check_contiguous_rows("x", x_ND)

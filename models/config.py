@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from tyro.constructors import PrimitiveConstructorSpec
 
+from moe_dualpipe.kernels.fp8 import Fp8Recipe
 from moe_dualpipe.kernels.options import GroupScore, Kernels, RoutingOptions, validate_kernels
 from moe_dualpipe.messages import LARGEST, check_range, printable
 
@@ -306,6 +307,8 @@ class StageOptions:
     communication. None: all."""
     compiled: bool = False
     """Fuse norms, sums, rotations and activations with torch.compile, in training only (kernels/fuse.py)."""
+    fp8: Fp8Recipe | None = None
+    """How the experts round the operands of their products to 8 bits (kernels/fp8.py). None: not at all."""
 
     def __post_init__(self) -> None:
         if self.num_sms is not None and self.num_sms < 1:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.experts import experts
+from moe_dualpipe.kernels.fp8 import Fp8Recipe
 from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 
@@ -78,6 +79,8 @@ class SwiGLUExperts(ExpertLayer):
     """SwiGLU experts, fused where a kernel exists. gate_up: [E, 2F, D]; down: [E, D, F]."""
 
     takes_order = True
+    fp8: Fp8Recipe | None = None
+    """Set by the model: how to round the operands of products to 8 bits. None: not at all."""
 
     def __init__(self, config: ModelConfig, num_local_experts: int):
         super().__init__()
@@ -94,6 +97,6 @@ class SwiGLUExperts(ExpertLayer):
     def forward(self, x_ND: Tensor, order: ExpertOrder, weights_NK: Tensor) -> Tensor:  # type: ignore[override]
         options: dict[str, Any] = {
             "weight_grads": self.weight_grads, "kernels": self.kernels, "num_sms": self.num_sms,
-            "compiled": self.compiled,
+            "compiled": self.compiled, "fp8": self.fp8,
         }  # fmt: skip
         return experts(x_ND, self.gate_up, self.down, order, weights_NK, **options)

@@ -57,7 +57,14 @@ class MoE(Segmented):
         self.register_buffer("load_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         self._losses: tuple[Tensor | float, int] = 0.0, 0  # the sum of the losses [L], and the number of batches
         self.experts = ExpertBuilder(config, layer, options.seed).build(expert_parallel.local_experts)
-        for name in ("kernels", "num_sms"):
+        forward_of = next(each for each in type(self.experts).__mro__ if "forward" in vars(each))
+        if options.fp8 is not None and "fp8" not in vars(forward_of):
+            raise ValueError(
+                f"the expert layer {config.experts!r} cannot compute in FP8: define `fp8 = None` in "
+                f"{forward_of.__name__}, to which the model assigns an Fp8Recipe, and pass it to `experts`; or use "
+                "compute.fp8=off"
+            )
+        for name in ("kernels", "num_sms", "fp8"):
             if hasattr(self.experts, name):
                 setattr(self.experts, name, getattr(options, name))
         self.shared = None

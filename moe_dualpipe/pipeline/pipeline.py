@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..expert_parallel import ByChoice, EpBackend, ExpertParallel, choose_backend
+from ..expert_parallel import ByChoice, EpBackend, ExpertParallel, Fp8Dispatch, choose_backend
 from ..messages import plural
 from ..models import (
     ModelConfig,
@@ -58,6 +58,7 @@ class Pipeline:
     layers: the number of layers of each stage; empty: about the same FLOPs in each.
     late_weights: in overlapped pairs, compute mlp(W) after mlp(F) (overlap/engine.py).
     sum_by_choice: add up the outputs of a token's experts in the order of its choices (expert_parallel/by_choice.py).
+    fp8_dispatch: experts in FP8 also get their rows in 8 bits (expert_parallel/fp8_dispatch.py).
     cuda_graphs: run each micro-batch of a training step as a CUDA graph, without the schedule; only for what
     `check_cuda_graphs` (training/setup.py) allows. It may be changed later.
 
@@ -72,7 +73,7 @@ class Pipeline:
         options: StageOptions | None = None, overlap: bool = True, max_deferred: int | None = None,
         timeout: float | None = None, on_action: Callable[[Action | None], None] | None = None,
         cuda_graphs: bool = False, sum_by_choice: bool = False, late_weights: bool = False,
-        layers: Sequence[int] = (),
+        layers: Sequence[int] = (), fp8_dispatch: bool = False,
     ):  # fmt: skip
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
         self.specs = split(model, schedule.num_stages, layers)
@@ -93,6 +94,8 @@ class Pipeline:
         )  # fmt: skip
         backend = self.expert_parallel.backend
         experts = ByChoice(backend) if sum_by_choice else backend
+        if fp8_dispatch and self.options.fp8 is not None:
+            experts = Fp8Dispatch(experts, self.options.fp8)
         self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
         embedding = share_embedding(self.stages.values())
         hidden = TensorSpec((*micro_batch, model.hidden_size), dtype)

@@ -90,6 +90,21 @@ def check_cuda_graphs(config: TrainConfig, device: torch.device, kernels: Kernel
             raise ValueError(f"cuda_graphs {reason}")
 
 
+def check_fp8(config: TrainConfig, kernels: Kernels) -> None:
+    """Raise ValueError if compute.fp8 cannot be used with the other options."""
+    compute = config.compute
+    refused = (
+        (kernels == "triton", "has no Triton kernels yet: use --kernels reference"),
+        (compute.fp8 == "experts+dispatch" and compute.fp8_recipe == "fp32",
+         "sends scales that are powers of two: use compute.fp8_recipe=ue8m0"),
+        (compute.fp8 == "experts+dispatch" and config.parallel.ep_backend == "deepep",
+         "sends rows that deepep does not: use --ep-backend auto, or compute.fp8=experts"),
+    )  # fmt: skip
+    for applies, reason in refused:
+        if compute.fp8 != "off" and applies:
+            raise ValueError(f"compute.fp8={compute.fp8} {reason}")
+
+
 def check_writes_nothing(config: TrainConfig) -> None:
     """Raise ValueError for an option that writes files: a run from Python has a folder only if it is named."""
     wanted = (

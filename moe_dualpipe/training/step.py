@@ -17,6 +17,7 @@ from ..data.same_text import check_same_text
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import eval_mode, generate_through_pipeline
+from ..kernels.fp8 import RECIPES
 from ..messages import check_range
 from ..models import StageOptions
 from ..models.layers import seed_of
@@ -87,9 +88,10 @@ class Trainer:
         config, run = self.config, self.run
         parallel, compute = config.parallel, config.compute
         end_id = self.text.tokenizer.end_id if config.batch.document_mask else None
+        recipe = RECIPES[compute.fp8_recipe] if compute.fp8 != "off" else None
         options = StageOptions(
             config.seed, compute.recompute, run.kernels, compute.fused_loss, end_id, self._with_routes,
-            compiled=run.compiled,
+            compiled=run.compiled, fp8=recipe,
         )  # fmt: skip
         return Pipeline(
             config.model, self.schedule, (run.choice.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
@@ -97,6 +99,7 @@ class Trainer:
             max_deferred=parallel.max_deferred, timeout=config.health.timeout, on_action=self.progress.note,
             cuda_graphs=compute.cuda_graphs, sum_by_choice=parallel.expert_sums == "choice",
             late_weights=parallel.wgrad == "late", layers=run.layers,
+            fp8_dispatch=compute.fp8 == "experts+dispatch",
         )  # fmt: skip
 
     def _load(self) -> PartialLoad | None:

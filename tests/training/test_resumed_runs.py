@@ -30,11 +30,12 @@ FEATURES = {
     "lists": {"model": with_experts("tests.support.custom_experts:ListsOfStacks")},
     "shared": {"model": with_experts("tests.support.custom_experts:Stacked")},
     "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"fp8": "experts+dispatch"},
 }
 SAVINGS = [{"overlap": False, "recompute": "full"}, {"max_deferred": 1, "wgrad": "late", "zero": False}]
 KINDS = {"loss": 1e-5, "grad_norm": 1e-4, "validation_loss": 1e-5, "mtp_loss": 1e-5, "z_loss": 1e-5}
-ONLY_BIT_IDENTICAL = {"buffers": [{"zero": False}], "bfloat16": SAVINGS, "frozen": SAVINGS}
-"""In another layout, bf16 and Muon round otherwise, and dropout draws otherwise, also in another order."""
+ONLY_BIT_IDENTICAL = {"buffers": [{"zero": False}], "bfloat16": SAVINGS, "frozen": SAVINGS, "fp8": SAVINGS}
+"""In another layout, bf16, FP8 and Muon round otherwise, and dropout draws otherwise, also in another order."""
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ MARGIN = 0.05
 
 def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device) -> Sequence[PeakMemory]:
     """What each pipeline rank needs at the peak of a step. Raises ValueError if that is unknown."""
-    if config.freeze or {*config.model.own_layers} - {"router"}:
-        raise ValueError("memory is known only for built-in layers, and without frozen parameters")
+    if config.freeze or {*config.model.own_layers} - {"router"} or config.compute.fp8 != "off":
+        raise ValueError("memory is known only for built-in layers, without frozen parameters and FP8")
     cpu, compute, layout, stages = device.type == "cpu", config.compute, choice.layout, choice.schedule.num_stages
     listed = listed_layers(config)
     batch = MicroBatch(

@@ -1,0 +1,95 @@
+"""FP8: matrices in 8 bits (e4m3), with a scale for each block of numbers, as DeepSeek-V3 trains its experts.
+
+    scale = max |x| of a block / 448            448 is the largest number in e4m3
+    stored = x / scale, rounded to e4m3         so x is about stored * scale
+
+A small number beside a large one in its block loses digits; a large number in another block costs it nothing. So blocks
+are small, and a row's scales depend on no other row. Products sum over the dimension along which blocks are long, and
+multiply each block's sum by its scales.
+
+    recipe    activations   weights      scales                         source
+    fp32      1 x 128       128 x 128    any fp32 number                DeepSeek-V3 (arXiv 2412.19437, section 3.3)
+    ue8m0     1 x 128       128 x 128    powers of two, rounded up      DeepSeek-V3.1
+    mxfp8     1 x 32        1 x 32       powers of two, rounded up      OCP MX, with the rounding of arXiv 2506.08027
+
+With powers of two, what is read back is exact in bf16, and rounding it again changes nothing.
+
+R rows, C columns, B blocks of columns; ...: any leading dimensions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
+_LEAST_EXPONENT = -126  # of a normal fp32 number
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """stored: [..., R, C] in e4m3. scales: [..., ceil(R / rows), ceil(C / columns)] in fp32, one for each block."""
+
+    stored: Tensor
+    scales: Tensor
+    rows: int
+    columns: int
+
+    def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers that are stored, [..., R, C], rounded once to `dtype`."""
+        R, C = self.stored.shape[-2:]
+        wide = torch.promote_types(dtype, torch.float32)
+        scales = self.scales.to(wide).repeat_interleave(self.rows, -2)[..., :R, :]
+        return (self.stored.to(wide) * scales.repeat_interleave(self.columns, -1)[..., :C]).to(dtype)
+
+    def take(self, index_M: Tensor) -> "Fp8Matrix":
+        """The rows `index_M` of [R, C]. Each row must have its own scales."""
+        assert self.rows == 1
+        stored = self.stored.view(torch.uint8).index_select(0, index_M).view(DTYPE)  # no index_select for e4m3 on CPUs
+        return Fp8Matrix(stored, self.scales.index_select(0, index_M), 1, self.columns)
+
+
+def quantize(x: Tensor, rows: int, columns: int, power_of_two: bool) -> Fp8Matrix:
+    """Round [..., R, C] to e4m3, with a scale for each block of `rows` x `columns`. Blocks at the ends may be smaller.
+
+    power_of_two: round scales up to a power of two. A block of zeros has scale 1; one with NaN or infinity becomes NaN.
+    """
+    *leading, R, C = x.shape
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    padded = functional.pad(x, (0, -C % columns, 0, -R % rows))
+    blocks = padded.unflatten(-1, (-1, columns)).unflatten(
+        -3, (-1, rows)
+    )  # [..., R / rows, rows, C / columns, columns]
+    largest = blocks.abs().amax((-3, -1))
+    scales = (largest / LARGEST).clamp(min=2.0**_LEAST_EXPONENT)
+    if power_of_two:
+        mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    scales = torch.where(largest > 0, scales, 1.0)
+    scales = torch.where(largest.isfinite(), scales, torch.nan)
+    stored = (blocks / scales[..., :, None, :, None]).to(DTYPE)
+    stored = stored.view(torch.uint8).reshape(*leading, *padded.shape[-2:])[..., :R, :C].contiguous().view(DTYPE)
+    return Fp8Matrix(stored, scales.float(), rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Recipe:
+    """Which numbers share a scale. block: of a row, along the dimension that products sum over. weight_rows: rows of a
+    weight. power_of_two: scales are rounded up to powers of two."""
+
+    block: int = 128
+    weight_rows: int = 128
+    power_of_two: bool = True
+
+    def quantize_rows(self, x_RC: Tensor) -> Fp8Matrix:
+        """Activations or gradients, each row with its own scales."""
+        return quantize(x_RC, 1, self.block, self.power_of_two)
+
+    def quantize_weights(self, w_EOI: Tensor) -> Fp8Matrix:
+        """The weights of all experts for a product that sums over I; pass `w_EOI.mT` for one that sums over O."""
+        return quantize(w_EOI, self.weight_rows, self.block, self.power_of_two)
+
+
+RECIPES = {"ue8m0": Fp8Recipe(), "fp32": Fp8Recipe(power_of_two=False), "mxfp8": Fp8Recipe(32, 1)}
