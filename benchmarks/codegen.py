@@ -7,9 +7,10 @@
 The launchers run as usual, on uninitialized tensors, but compile each kernel instead of launching it. The sizes are all
 of the shipped table, and some that no fast path accepts. A kernel fails if it spills registers to memory, needs more
 shared memory than the GPU has, or causes ptxas warnings C75xx (serialized matrix products). On NVIDIA GPUs, the loop of
-a product must load asynchronously; on Hopper, it must use wgmma and keep one group of them in flight. Spills are
-allowed outside this loop where the table sets `maxnreg` and two blocks then fit on a multiprocessor. The kernels of
-one-sided transfers must store 16 bytes at a time, and release only after a barrier.
+a product must load asynchronously; on Hopper, it must use wgmma and keep one group of them in flight. In FP8, it
+must add each block's sum in fp32, and nothing more. Spills are allowed outside this loop where the table sets `maxnreg`
+and two blocks then fit on a multiprocessor. The kernels of one-sided transfers must store 16 bytes at a time, and
+release only after a barrier.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from moe_dualpipe.kernels.gpu import (
     configs,
+    fp8,
     gemm,
     permute,
     push,
@@ -96,7 +98,7 @@ def compiling(arch: str) -> Iterator[list[Built]]:
     before = driver._active  # read directly: on a machine without a GPU the accessor raises
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
-        for module in (gemm, swiglu, wgrad):
+        for module in (fp8, gemm, swiglu, wgrad):
             stack.enter_context(mock.patch.object(module, "arch_of", lambda _device: arch))
         driver.set_active(_NoGPU(arch))  # type: ignore[arg-type]
         try:
@@ -164,6 +166,19 @@ def launch_transfers(dtype: torch.dtype) -> None:
             receive.receive_sums(windows, operation, x, ids, starts, sent)
 
 
+def launch_fp8(dtype: torch.dtype, d: int = 2048, f: int = 512) -> None:
+    """Launch the kernels of products in 8 bits, and those that round to 8 bits."""
+    num_experts, rows = 4, 4 * configs.MANY_ROWS
+    tiling = tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), rows)
+    stored, scales = fp8.quantize_rows(torch.empty(rows, d, dtype=dtype), True)
+    weights, of_weights = (
+        torch.empty(num_experts, f, d, dtype=stored.dtype),
+        torch.empty(num_experts, f // 128, d // 128),
+    )
+    for index in (None, torch.zeros(rows, dtype=torch.int32)):
+        fp8.fp8_rows_times_weights(stored, scales, weights, of_weights, tiling, dtype, index)
+
+
 def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     """Compile all kernels for one GPU and dtype. brief: only the tuned sizes, and one number of experts."""
     size = DTYPES[dtype].itemsize
@@ -176,6 +191,8 @@ def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     others: list[Callable[[torch.dtype], None]] = [partial(launch_others, brief=brief)]
     if arch.startswith("sm_"):  # transfers read NVIDIA's clock
         others.append(launch_transfers)
+    if family_of(arch) in ("sm_90", "sm_100", "sm_120") and dtype == "bf16":
+        others.append(launch_fp8)
     for shape, launch in [*launches, *(((), launch) for launch in others)]:
         with compiling(arch) as compiled:
             launch(DTYPES[dtype])

@@ -28,7 +28,7 @@ from moe_dualpipe.kernels.gpu.families import SHARED_LIMIT, family_of
 SHARED_RESERVED = 1024  # a multiprocessor has this much more than a block may use, and every block needs it
 REGISTERS = 65_536  # of a multiprocessor of an NVIDIA GPU
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PRODUCTS = {"rows_times_weights", "swiglu_up", "swiglu_down_backward", "weight_gradients"}
+PRODUCTS = {"rows_times_weights", "swiglu_up", "swiglu_down_backward", "weight_gradients", "fp8_rows_times_weights"}
 TRANSFERS = {"push", "receive_rows", "receive_sums"}
 NVIDIA_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -86,7 +86,9 @@ def describe(built: Built, arch: str, dtype: str, sizes: tuple[int, ...] = ()) -
     if product and hopper and "wgmma.mma_async" not in ptx:
         problems.append("no wgmma")
     if product and all(size * DTYPES[dtype].itemsize % 16 == 0 for size in sizes):
-        problems += pipeline_problems(ptx, hopper)
+        promoted = name == "fp8_rows_times_weights"
+        problems += pipeline_problems(ptx, hopper and not promoted)
+        problems += promotion_problems(product_loop(_sass(kernel.asm["cubin"]))) if hopper and promoted else []
     if name in TRANSFERS and "st.global.v4" not in ptx:
         problems.append("no stores of 16 bytes")
     problems += signal_problems(ptx) if name in {*TRANSFERS, "release"} else []
@@ -118,6 +120,17 @@ def pipeline_problems(ptx: str, wgmma: bool) -> list[str]:
     if wgmma and (not in_flight or min(in_flight) == 0):
         found.append("the loop waits for all wgmma")
     return found
+
+
+def promotion_problems(sass: str) -> list[str]:
+    """Reasons why the loop of an FP8 product on Hopper, in SASS, is more than 4 products and a sum in fp32."""
+    count = {name: len(re.findall(rf"\b{name}\b", sass)) for name in ("QGMMA", "HGMMA", "FFMA", "FMUL", "LDL", "STL")}
+    found = []
+    if count["QGMMA"] != 4 or count["HGMMA"]:
+        found.append(f"{count['QGMMA']} QGMMA and {count['HGMMA']} HGMMA in the loop, not 4 and 0")
+    if not 64 <= count["FFMA"] + count["FMUL"] <= 68:
+        found.append(f"{count['FFMA']} FFMA and {count['FMUL']} FMUL in the loop, not 64 to 68")
+    return found + ["spills in the loop"] * bool(count["LDL"] + count["STL"])
 
 
 def signal_problems(ptx: str) -> list[str]:

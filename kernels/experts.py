@@ -128,8 +128,8 @@ def experts(
     weight_inside: apply the routing weight before the down projection, not after it. Results differ only by rounding.
     accumulate, num_sms, weight_grads, kernels: as in `grouped_linear`, for the weights gate_up and down. Triton also
     needs contiguous rows of x. compiled: fuse the activation with torch.compile (fuse.py), where Triton is not used.
-    fp8: how to round the operands of products to 8 bits (fp8_experts.py), in plain torch; None: not at all.
-    Raises ValueError if shapes, dtypes or devices do not match, and for `fp8` with kernels="triton".
+    fp8: how to round the operands of products to 8 bits (fp8_experts.py); None: not at all.
+    Raises ValueError if shapes, dtypes or devices do not match, and for a recipe that kernels="triton" does not have.
 
     Example: one expert with gate = up = down = [[1]] and x = [[2]], weight 0.5: y = 0.5 * silu(2) * 2 = 1.7616.
     """
@@ -139,9 +139,11 @@ def experts(
     check_routing_weights(weights_NK, order)
     options.check(gate_up=gate_up_EGD, down=down_EDF)
     if fp8 is not None:
-        if kernels == "triton":
-            raise ValueError('experts in FP8 have no Triton kernels yet: use kernels="reference"')
-        return fp8_experts(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, fp8)
+        fault = fp8.kernels_fault(x_ND.device)
+        if fault and kernels == "triton":
+            raise ValueError(f'FP8 {fault}, or kernels="reference"')
+        triton = not fault and use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK)
+        return fp8_experts(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, fp8, triton)
     if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
         return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, compiled)
     x_ND = check_contiguous_rows("x", x_ND)

@@ -91,5 +91,13 @@ class Fp8Recipe:
         """The weights of all experts for a product that sums over I; pass `w_EOI.mT` for one that sums over O."""
         return quantize(w_EOI, self.weight_rows, self.block, self.power_of_two)
 
+    def kernels_fault(self, device: torch.device) -> str:
+        """Why Triton cannot multiply with this recipe on `device`; "" if it can."""
+        if (self.block, self.weight_rows) != (128, 128):
+            return "has Triton kernels only for blocks of 128: use the recipe ue8m0 or fp32"
+        if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0)):
+            return "needs a GPU of NVIDIA's Hopper or a later generation for Triton"
+        return ""
+
 
 RECIPES = {"ue8m0": Fp8Recipe(), "fp32": Fp8Recipe(power_of_two=False), "mxfp8": Fp8Recipe(32, 1)}

@@ -9,7 +9,8 @@ Backward needs x in 8 bits with its scales, and z. A weight gradient sums over r
 along another dimension, and its errors would add up in the weights, step after step: it multiplies numbers in the
 model's dtype.
 
-The products are in plain torch: they read the 8-bit numbers, multiply in fp32, and round once.
+In plain torch, a product reads the 8-bit numbers, multiplies in fp32, and rounds once. The Triton kernels are in
+gpu/fp8.py. SwiGLU is in plain torch on all devices.
 
 N rows, K choices per row, M choices in expert-major order, E experts, D model dim, F inner width, G = 2F.
 """
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import forbid_double_backward
+from .backend import check_contiguous_rows, forbid_double_backward
 from .fp8 import Fp8Matrix, Fp8Recipe
 from .grouped_gemm import GroupedGemmOptions, _grouped_mm_reference, _grouped_wgrad
 from .linear import compute_or_defer, grad_dtype
@@ -28,39 +29,62 @@ from .order import ExpertOrder
 from .permute import gather_sum
 
 
-def fp8_product(x_MI: Fp8Matrix, w_EOI: Fp8Matrix, expert_offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """y[m] = W[e] x[m] for the rows m of each expert e: [M, O]. Sums are taken in fp32 or wider, and rounded once."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return _grouped_mm_reference(x_MI.read(wide), w_EOI.read(wide).mT, expert_offsets[1:]).to(dtype)
+class _Products:
+    """Rounds rows, and multiplies them with the weights of their experts, in Triton or in plain torch."""
+
+    def __init__(self, order: ExpertOrder, recipe: Fp8Recipe, num_sms: int | None, triton: bool):
+        self.recipe, self.offsets, self.num_sms, self.tiling = recipe, order.expert_offsets, num_sms, None
+        if triton:
+            from .gpu.tiles import Tiling
+
+            self.tiling = Tiling(order.expert_offsets, len(order.gather_idx_M), dict(order.tile_tables))
+
+    def round_rows(self, x_RC: Tensor) -> Fp8Matrix:
+        if self.tiling is None:
+            return self.recipe.quantize_rows(x_RC)
+        from .gpu.fp8 import quantize_rows
+
+        return Fp8Matrix(*quantize_rows(check_contiguous_rows("rows", x_RC), self.recipe.power_of_two), 1, 128)
+
+    def multiply(self, x_NI: Fp8Matrix, w_EOI: Tensor, dtype: torch.dtype, index_M: Tensor | None = None) -> Tensor:
+        """y[m] = W[e] x[m] for the rows m of each expert e: [M, O]. index_M: the row of x for each m."""
+        w = self.recipe.quantize_weights(w_EOI)
+        if self.tiling is None:
+            wide = torch.promote_types(dtype, torch.float32)
+            rows = x_NI if index_M is None else x_NI.take(index_M)
+            return _grouped_mm_reference(rows.read(wide), w.read(wide).mT, self.offsets[1:]).to(dtype)
+        from .gpu.fp8 import fp8_rows_times_weights
+
+        return fp8_rows_times_weights(
+            x_NI.stored, x_NI.scales, w.stored, w.scales, self.tiling, dtype, index_M, self.num_sms
+        )  # fmt: skip
 
 
 class _Fp8ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, weights_NK: Tensor | None, order: ExpertOrder,
-        weight_inside: bool, options: GroupedGemmOptions, recipe: Fp8Recipe,
+        weight_inside: bool, options: GroupedGemmOptions, recipe: Fp8Recipe, triton: bool,
     ) -> Tensor:  # fmt: skip
-        dtype, offsets = x_ND.dtype, order.expert_offsets
-        x_ND8 = recipe.quantize_rows(x_ND)
-        rows_MD8 = x_ND8.take(order.gather_idx_M)
-        z_MG = fp8_product(rows_MD8, recipe.quantize_weights(gate_up_EGD), offsets, dtype)
+        dtype, products = x_ND.dtype, _Products(order, recipe, options.num_sms, triton)
+        x_ND8 = products.round_rows(x_ND)
+        z_MG = products.multiply(x_ND8, gate_up_EGD, dtype, order.gather_idx_M)
         h_MF = _swiglu(z_MG)[0]
         if weight_inside and weights_NK is not None:
             h_MF = h_MF * weights_NK.flatten()[order.choice_idx_M, None]
-        out_MD = fp8_product(recipe.quantize_rows(h_MF), recipe.quantize_weights(down_EDF), offsets, dtype)
+        out_MD = products.multiply(products.round_rows(h_MF), down_EDF, dtype)
         ctx.save_for_backward(x_ND8.stored, x_ND8.scales, gate_up_EGD, down_EDF, weights_NK, z_MG)
-        ctx.order, ctx.options, ctx.recipe, ctx.parameters = order, options, recipe, (gate_up_EGD, down_EDF)
+        ctx.order, ctx.options, ctx.products, ctx.parameters = order, options, products, (gate_up_EGD, down_EDF)
         return gather_sum(out_MD, order.positions_NK, None if weight_inside else weights_NK, options.kernels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward("experts in FP8", "use fp8=None")
         stored, scales, gate_up_EGD, down_EDF, weights_NK, z_MG = ctx.saved_tensors
-        dy_ND, order, options, recipe = grads[0], ctx.order, ctx.options, ctx.recipe
+        dy_ND, order, options, products = grads[0].contiguous(), ctx.order, ctx.options, ctx.products
         index_M, offsets, dtype = order.gather_idx_M, order.expert_offsets, dy_ND.dtype
         h_MF, silu, up, slope = _swiglu(z_MG)
-        dy_MD8 = recipe.quantize_rows(dy_ND).take(index_M)
-        dh_MF = fp8_product(dy_MD8, recipe.quantize_weights(down_EDF.mT), offsets, h_MF.dtype)
+        dh_MF = products.multiply(products.round_rows(dy_ND), down_EDF.mT, h_MF.dtype, index_M)
         dx = d_gate_up = d_down = d_weights = None
         wants_x, wants_gate_up, wants_down, wants_weights = ctx.needs_input_grad[:4]
         if weights_NK is not None:
@@ -71,9 +95,7 @@ class _Fp8ExpertsFunction(torch.autograd.Function):
             dh_MF, h_MF = weights_M1 * dh_MF, weights_M1 * h_MF
         dz_MG = torch.cat([dh_MF * up * slope, dh_MF * silu], -1).to(dtype)
         if wants_x:
-            dx_MD = fp8_product(
-                recipe.quantize_rows(dz_MG), recipe.quantize_weights(gate_up_EGD.mT), offsets, dtype
-            )  # fmt: skip
+            dx_MD = products.multiply(products.round_rows(dz_MG), gate_up_EGD.mT, dtype)
             dx = gather_sum(dx_MD, order.positions_NK, None, options.kernels)
         gate_up, down = ctx.parameters
 
@@ -85,9 +107,9 @@ class _Fp8ExpertsFunction(torch.autograd.Function):
         if wants_down:
             d_down = weight_grad(down, dy_ND.index_select(0, index_M), h_MF.to(dtype))
         if wants_gate_up:
-            x_MD = Fp8Matrix(stored, scales, 1, recipe.block).take(index_M).read(dtype)
+            x_MD = Fp8Matrix(stored, scales, 1, products.recipe.block).take(index_M).read(dtype)
             d_gate_up = weight_grad(gate_up, dz_MG, x_MD)
-        return dx, d_gate_up, d_down, d_weights, None, None, None, None
+        return dx, d_gate_up, d_down, d_weights, None, None, None, None, None
 
 
 def _swiglu(z_MG: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -100,8 +122,8 @@ def _swiglu(z_MG: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def fp8_experts(
     x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, order: ExpertOrder, weights_NK: Tensor | None,
-    weight_inside: bool, options: GroupedGemmOptions, recipe: Fp8Recipe,
+    weight_inside: bool, options: GroupedGemmOptions, recipe: Fp8Recipe, triton: bool,
 ) -> Tensor:  # fmt: skip
-    """`experts` with `recipe`."""
-    tensors = x_ND, gate_up_EGD, down_EDF, weights_NK
-    return _Fp8ExpertsFunction.apply(*tensors, order, weight_inside, options, recipe)  # type: ignore[return-value]
+    """`experts` with `recipe`. triton: with the Triton kernels."""
+    arguments = x_ND, gate_up_EGD, down_EDF, weights_NK, order, weight_inside, options, recipe, triton
+    return _Fp8ExpertsFunction.apply(*arguments)  # type: ignore[return-value]

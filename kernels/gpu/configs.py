@@ -21,7 +21,7 @@ from pathlib import Path
 
 from .families import family_of
 
-KERNEL_NAMES = ("up", "down", "down_backward", "up_backward", "wgrad", "any")
+KERNEL_NAMES = ("up", "down", "down_backward", "up_backward", "wgrad", "fp8", "any")
 SHIPPED = Path(__file__).with_name("tuned.json")
 MANY_ROWS = 2048
 

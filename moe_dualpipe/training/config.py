@@ -83,7 +83,7 @@ class ComputeConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse small operators with torch.compile. auto: on for GPUs, off for CPUs."""
     fp8: Literal["off", "experts", "experts+dispatch"] = "off"
-    """experts: the products of the experts multiply 8-bit numbers, except for weight gradients. In plain torch only.
+    """experts: the products of the experts multiply 8-bit numbers, except for weight gradients.
     experts+dispatch: rows are also sent to the experts in 8 bits."""
     fp8_recipe: Literal["ue8m0", "fp32", "mxfp8"] = "ue8m0"
     """Scales for 128 numbers, as powers of two or in fp32; or the format MX, with powers of two for 32 numbers."""

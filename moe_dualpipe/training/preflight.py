@@ -161,7 +161,7 @@ def prepare(
     compiled = setup.choose_compiled(config.compute.compile, device.type)
     if config.compute.cuda_graphs:
         setup.check_cuda_graphs(config, device, kernels, launch.world_size)
-    setup.check_fp8(config, kernels)
+    setup.check_fp8(config, device, kernels)
     chosen = {"compile": "on" if compiled else "off", "dtype": str(dtype).removeprefix("torch.")}
     config = replace(config, compute=replace(config.compute, **chosen))
     layers = _layers(config, choice, agreed.free, dtype, device, instruments)

@@ -10,6 +10,7 @@ from ..checkpoint import list_checkpoints
 from ..checkpoint.destinations import run_of
 from ..data import stores
 from ..kernels.backend import Kernels, validate_kernels
+from ..kernels.fp8 import RECIPES
 from ..kernels.fuse import missing_for_compile
 from ..kernels.options import RoutingOptions
 from ..messages import printable
@@ -90,18 +91,21 @@ def check_cuda_graphs(config: TrainConfig, device: torch.device, kernels: Kernel
             raise ValueError(f"cuda_graphs {reason}")
 
 
-def check_fp8(config: TrainConfig, kernels: Kernels) -> None:
+def check_fp8(config: TrainConfig, device: torch.device, kernels: Kernels) -> None:
     """Raise ValueError if compute.fp8 cannot be used with the other options."""
     compute = config.compute
+    if compute.fp8 == "off":
+        return
+    fault = RECIPES[compute.fp8_recipe].kernels_fault(device) if kernels == "triton" else ""
     refused = (
-        (kernels == "triton", "has no Triton kernels yet: use --kernels reference"),
+        (fault, f"{fault}, or --kernels reference"),
         (compute.fp8 == "experts+dispatch" and compute.fp8_recipe == "fp32",
          "sends scales that are powers of two: use compute.fp8_recipe=ue8m0"),
         (compute.fp8 == "experts+dispatch" and config.parallel.ep_backend == "deepep",
          "sends rows that deepep does not: use --ep-backend auto, or compute.fp8=experts"),
     )  # fmt: skip
     for applies, reason in refused:
-        if compute.fp8 != "off" and applies:
+        if applies:
             raise ValueError(f"compute.fp8={compute.fp8} {reason}")
 
 

@@ -1,0 +1,121 @@
+"""FP8 in Triton: round rows to e4m3, and multiply rows and weights that are stored so (fp8.py).
+
+    y[m] = sum over blocks b of 128 columns:  scale_a[m, b] scale_w[e, n / 128, b] (a8[m, b] . w8[e, n, b])
+
+The tensor cores of Hopper add up products of 8-bit numbers with 14 bits only. So the sum of each block is added to an
+fp32 accumulator, as in DeepGEMM: their error then does not grow with the length of a sum. All weights are read along
+the dimension that is summed over; for input gradients, they are rounded and stored once more, transposed.
+
+M rows in expert-major order, E experts, N columns of a product, K length of the sum, B blocks of K.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import lookup
+from .descriptors import uses_tma, weights_argument
+from .launch_args import arch_of, ceil_div, launch_grid, launch_settings
+from .tiles import Tiling, load_weight_tile, locate_tile, store_tile, tile_rows
+
+BLOCK = tl.constexpr(128)
+"""Numbers that share a scale: of a row, and rows and columns of a weight."""
+LARGEST = tl.constexpr(448.0)
+
+
+@triton.jit
+def block_scale(x, POWER_OF_TWO: tl.constexpr):
+    """The scale of each row of a block, [ROWS, 128]: as `quantize` computes it."""
+    largest = tl.max(tl.abs(x), 1)
+    scale = tl.maximum(largest / LARGEST, 1.1754943508222875e-38)
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFF) != 0, (bits & 0x7F800000) + 0x800000, bits)
+        scale = bits.to(tl.float32, bitcast=True)
+    scale = tl.where(largest > 0, scale, 1.0)
+    # Comparisons with NaN are false. tl.max may drop NaN: the sum keeps it.
+    finite = tl.sum(x * 0.0, 1) == 0.0
+    return tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x, stored, scales, num_rows, STRIDE_X: tl.constexpr, C: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    B: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    m = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    b = tl.program_id(1)
+    c = b * BLOCK + tl.arange(0, BLOCK)
+    inside = (m < num_rows)[:, None] & (c < C)[None, :]
+    block = tl.load(x + m[:, None] * STRIDE_X + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = block_scale(block, POWER_OF_TWO)
+    tl.store(stored + m[:, None] * C + c[None, :], (block / scale[:, None]).to(tl.float8e4nv), mask=inside)
+    tl.store(scales + m * B + b, scale, mask=m < num_rows)
+
+
+def quantize_rows(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Round [M, C] to e4m3. Returns the numbers [M, C], and their scales [M, ceil(C / 128)] in fp32."""
+    num_rows, columns = x.shape
+    blocks, rows = ceil_div(columns, BLOCK.value), 16
+    stored = torch.empty(num_rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, blocks, dtype=torch.float32, device=x.device)
+    if num_rows:
+        quantize_rows_kernel[(ceil_div(num_rows, rows), blocks)](
+            x, stored, scales, num_rows, x.stride(0), columns, POWER_OF_TWO=power_of_two, ROWS=rows
+        )
+    return stored, scales
+
+
+@triton.jit
+def fp8_rows_times_weights_kernel(
+    a, a_scales, index, w, w_scales, out, tiles, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(BLOCK_K == BLOCK and BLOCK % BLOCK_N == 0, "a tile of weights has one scale")
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    B: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    BLOCKS_N: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    count = tl.load(tiles)
+    for tile in range(tl.program_id(0), count * TILES_N, tl.num_programs(0)):
+        e, first, end, n_tile = locate_tile(tile, tiles, count, TILES_N, GROUP_M)
+        rows = tile_rows(index, first, end, GATHER, BLOCK_M)
+        n0 = n_tile * BLOCK_N
+        scales_of_w = w_scales + (e.to(tl.int64) * BLOCKS_N + n0 // BLOCK) * B
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for b in range(B):
+            k = b * BLOCK + tl.arange(0, BLOCK_K)
+            pointers = a + (rows * K)[:, None] + k[None, :]
+            if K % BLOCK_K == 0:
+                a_tile = tl.load(pointers)
+            else:
+                a_tile = tl.load(pointers, mask=(k < K)[None, :], other=0.0)
+            b_tile = load_weight_tile(w, e, n0, b * BLOCK, N, K, False, False, TMA, BLOCK_N, BLOCK_K)
+            scale = tl.load(a_scales + rows * B + b) * tl.load(scales_of_w + b)
+            acc += tl.dot(a_tile, b_tile, input_precision=PRECISION) * scale[:, None]
+        m = first + tl.arange(0, BLOCK_M)
+        store_tile(out, acc, m, n0, end, N, N, BLOCK_N, BLOCK_N)
+
+
+def fp8_rows_times_weights(
+    a: Tensor, a_scales: Tensor, w: Tensor, w_scales: Tensor, tiling: Tiling, dtype: torch.dtype,
+    index: Tensor | None = None, num_sms: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return y [M, N] in `dtype`, with y[m] = W[e] a[m] for numbers in e4m3 times their scales.
+
+    a: [M, K], or [., K] with index [M], the row of a for each m. a_scales: [., B]. w: [E, N, K].
+    w_scales: [E, ceil(N / 128), B].
+    """
+    n, k = w.shape[1:]
+    config = lookup("fp8", arch_of(a.device), 1, n, k, tiling.num_rows // len(w))
+    out = torch.empty(tiling.num_rows, n, dtype=dtype, device=a.device)
+    if tiling.num_rows:
+        tma, box = uses_tma(config, w), (1, config.block_n, config.block_k)
+        grid = launch_grid(tiling.max_tiles(config.block_m), n, config.block_n, config, num_sms, a.device)
+        fp8_rows_times_weights_kernel[grid](
+            a, a_scales, index, weights_argument(w, box, tma), w_scales, out, tiling(config.block_m), n, k,
+            GATHER=index is not None, **launch_settings(config, w, tma),
+        )  # fmt: skip
+    return out
