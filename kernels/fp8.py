@@ -17,7 +17,11 @@ With powers of two, what is read back is exact in bf16, and rounding it again ch
 R rows, C columns, B blocks of columns; ...: any leading dimensions.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +93,13 @@ class Fp8Recipe:
 
     def quantize_weights(self, w_EOI: Tensor) -> Fp8Matrix:
         """The weights of all experts for a product that sums over I; pass `w_EOI.mT` for one that sums over O."""
-        return quantize(w_EOI, self.weight_rows, self.block, self.power_of_two)
+        rounded = partial(quantize, w_EOI, self.weight_rows, self.block, self.power_of_two)
+        if _kept is None:
+            return rounded()
+        key = self, w_EOI.data_ptr(), w_EOI.shape, w_EOI.stride()
+        if key not in _kept:
+            _kept[key] = w_EOI, rounded()  # with the weights, so that no others get their address
+        return _kept[key][1]
 
     def kernels_fault(self, device: torch.device) -> str:
         """Why Triton cannot multiply with this recipe on `device`; "" if it can."""
@@ -98,6 +108,20 @@ class Fp8Recipe:
         if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0)):
             return "needs a GPU of NVIDIA's Hopper or a later generation for Triton"
         return ""
+
+
+_kept: dict[Any, tuple[Tensor, Fp8Matrix]] | None = None
+
+
+@contextmanager
+def weights_unchanged() -> Iterator[None]:
+    """Inside, weights do not change, so each is rounded once: the micro-batches of a step share the result."""
+    global _kept
+    _kept = {}
+    try:
+        yield
+    finally:
+        _kept = None
 
 
 RECIPES = {"ue8m0": Fp8Recipe(), "fp32": Fp8Recipe(power_of_two=False), "mxfp8": Fp8Recipe(32, 1)}

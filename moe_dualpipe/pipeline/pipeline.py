@@ -8,6 +8,7 @@ B sequences, S positions, L layers, E experts.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..expert_parallel import ByChoice, EpBackend, ExpertParallel, Fp8Dispatch, choose_backend
+from ..kernels.fp8 import weights_unchanged
 from ..messages import plural
 from ..models import (
     ModelConfig,
@@ -193,7 +195,8 @@ class Pipeline:
                 raise ValueError("cuda_graphs needs as many labels in each micro-batch: got labels of -100")
             losses = [self._replay(inputs[m][0], labels[m][0]) for m in inputs]
         else:
-            result = self.executor.step(schedule, inputs, labels, criterion, on_gradients=on_gradients)
+            with weights_unchanged() if self.options.fp8 else nullcontext():
+                result = self.executor.step(schedule, inputs, labels, criterion, on_gradients=on_gradients)
             losses = list(result.losses.values())
         if sums:
             sums.start_all()

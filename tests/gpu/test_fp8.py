@@ -94,7 +94,8 @@ def test_experts_and_their_gradients_are_those_of_plain_torch(name, inside):
     results = []
     for kernels in ("reference", "triton"):
         leaves = [t.clone().requires_grad_() for t in tensors]
-        y = experts(*leaves[:3], order, leaves[3], weight_inside=inside, fp8=RECIPES[name], kernels=kernels)
+        x, gate_up, down, weights = leaves
+        y = experts(x, gate_up, down, order, weights, weight_inside=inside, fp8=RECIPES[name], kernels=kernels)
         results.append([y, *torch.autograd.grad(y, leaves, dy)])
     for plain, ours in zip(*results, strict=True):
         assert error(ours, plain) < 2e-3  # a number at the edge between two 8-bit numbers may be rounded to either

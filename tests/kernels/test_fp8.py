@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_dualpipe.kernels import fp8
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.fp8 import RECIPES, quantize
 from moe_dualpipe.kernels.routing import expert_order
@@ -157,6 +158,20 @@ def test_fp8_changes_results_by_a_few_percent_and_deferred_weight_gradients_by_n
     for gradient in rounded[2:4]:
         assert not gradient[-1].any() and gradient[:-1].any((1, 2)).all()  # the last expert has no rows
     assert not rounded[0][0].any() and not rounded[1][0].any()  # nor has the first row an expert
+
+
+def test_while_weights_do_not_change_each_is_rounded_once(monkeypatch):
+    rounded, recipe = [], RECIPES["ue8m0"]
+    monkeypatch.setattr(fp8, "quantize", lambda x, rows, *sizes: rounded.append(rows) or quantize(x, rows, *sizes))
+    with fp8.weights_unchanged():
+        first, second = run(recipe), run(recipe)
+    assert rounded.count(128) == 2 * 4  # two runs have weights of their own: each is read along both dimensions
+    with fp8.weights_unchanged():
+        w = torch.ones(1, 2, 3)
+        assert recipe.quantize_weights(w) is recipe.quantize_weights(w) is not recipe.quantize_weights(w.clone())
+    w += 1
+    assert recipe.quantize_weights(w).read().eq(2).all()
+    assert all(map(torch.equal, first, second))
 
 
 def test_blocks_without_kernels_and_a_second_derivative_are_refused():
