@@ -44,9 +44,9 @@ class Fp8Matrix:
     def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers that are stored, [..., R, C], rounded once to `dtype`."""
         R, C = self.stored.shape[-2:]
-        wide = torch.promote_types(dtype, torch.float32)
-        scales = self.scales.to(wide).repeat_interleave(self.rows, -2)[..., :R, :]
-        return (self.stored.to(wide) * scales.repeat_interleave(self.columns, -1)[..., :C]).to(dtype)
+        blocks = _blocks(self.stored.to(torch.promote_types(dtype, torch.float32)), self.rows, self.columns)
+        blocks = blocks * self.scales[..., :, None, :, None]
+        return blocks.flatten(-2).flatten(-3, -2)[..., :R, :C].to(dtype)
 
     def take(self, index_M: Tensor) -> "Fp8Matrix":
         """The rows `index_M` of [R, C]. Each row must have its own scales."""
@@ -60,12 +60,9 @@ def quantize(x: Tensor, rows: int, columns: int, power_of_two: bool) -> Fp8Matri
 
     power_of_two: round scales up to a power of two. A block of zeros has scale 1; one with NaN or infinity becomes NaN.
     """
-    *leading, R, C = x.shape
+    R, C = x.shape[-2:]
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    padded = functional.pad(x, (0, -C % columns, 0, -R % rows))
-    blocks = padded.unflatten(-1, (-1, columns)).unflatten(
-        -3, (-1, rows)
-    )  # [..., R / rows, rows, C / columns, columns]
+    blocks = _blocks(x, rows, columns)
     largest = blocks.abs().amax((-3, -1))
     scales = (largest / LARGEST).clamp(min=2.0**_LEAST_EXPONENT)
     if power_of_two:
@@ -74,8 +71,15 @@ def quantize(x: Tensor, rows: int, columns: int, power_of_two: bool) -> Fp8Matri
     scales = torch.where(largest > 0, scales, 1.0)
     scales = torch.where(largest.isfinite(), scales, torch.nan)
     stored = (blocks / scales[..., :, None, :, None]).to(DTYPE)
-    stored = stored.view(torch.uint8).reshape(*leading, *padded.shape[-2:])[..., :R, :C].contiguous().view(DTYPE)
+    stored = stored.view(torch.uint8).flatten(-2).flatten(-3, -2)[..., :R, :C].contiguous().view(DTYPE)
     return Fp8Matrix(stored, scales.float(), rows, columns)
+
+
+def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+    """[..., R, C], filled up with zeros, as [..., R / rows, rows, C / columns, columns]."""
+    R, C = x.shape[-2:]
+    padded = functional.pad(x, (0, -C % columns, 0, -R % rows))
+    return padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
 
 
 @dataclass(frozen=True, slots=True)

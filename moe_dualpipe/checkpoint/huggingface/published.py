@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...data.strict_json import read_named
 from ...expert_parallel import ExpertParallel
+from ...kernels.fp8 import Fp8Matrix
 from ...messages import printable, quoted
 from ...models import ModelConfig, StageOptions, TransformerStage, build_model
 from ..tensor_file import TensorFolder
@@ -148,9 +149,14 @@ class PublishedModel:
         return {name: one for name, one in {**tied, **self.layout.copies()}.items() if name in self._tensors.entries}
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A published tensor in its stored dtype; fp8 is expanded into `dtype`."""
+        """A published tensor in its stored dtype; fp8 is expanded into `dtype`.
+
+        Despite the name of the scales, `weight_scale_inv`, a weight is the product of its number and its scale.
+        """
         tensor = self._tensors.read(name)
-        return tensor if tensor.dtype.itemsize > 1 else dequantize(tensor, self._tensors.read(f"{name}{_SCALE}"), dtype)
+        if tensor.dtype.itemsize > 1:
+            return tensor
+        return Fp8Matrix(tensor, self._tensors.read(f"{name}{_SCALE}"), BLOCK, BLOCK).read(dtype)
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
@@ -171,24 +177,6 @@ def _is_fp8(quantization: Any) -> bool:
     if any(given.get(key) != value for key, value in _FP8.items()):
         raise ValueError(f"quantization_config {quoted(quantization, 200)} is not supported: it needs {_FP8}")
     return True
-
-
-def dequantize(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return quantized * scale in `dtype`, as DeepSeek-V3's `weight_dequant`: computed in fp32 and rounded once.
-
-    Despite the name of the scales, `weight_scale_inv`, a weight is the product of its number and its scale.
-
-    quantized: [rows, columns] in fp8. scales: [rows / 128, columns / 128], rounded up, in fp32.
-
-    Example: the number in row 130 and column 5 is multiplied by scales[1, 0].
-    """
-    weight = torch.empty(quantized.shape, dtype=dtype)
-    rows, columns = quantized.shape
-    for first in range(0, rows, BLOCK):  # a scale per number of the whole matrix would need much memory
-        stripe = quantized[first : first + BLOCK].float()
-        of_columns = scales[first // BLOCK].repeat_interleave(BLOCK)[:columns]
-        weight[first : first + BLOCK] = stripe * of_columns
-    return weight
 
 
 def from_pretrained(
