@@ -177,6 +177,10 @@ def launch_fp8(dtype: torch.dtype, d: int = 2048, f: int = 512) -> None:
     )
     for index in (None, torch.zeros(rows, dtype=torch.int32)):
         fp8.fp8_rows_times_weights(stored, scales, weights, of_weights, tiling, dtype, index)
+    z, dh, choice = torch.empty(rows, 2 * f, dtype=dtype), torch.empty(rows, f), torch.zeros(rows, dtype=torch.int32)
+    for routing_weights in (None, torch.empty(rows)):
+        fp8.swiglu_round(z, routing_weights, choice, True)
+        fp8.swiglu_backward(dh, z, routing_weights, choice)
 
 
 def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:

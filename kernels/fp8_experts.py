@@ -9,8 +9,7 @@ Backward needs x in 8 bits with its scales, and z. A weight gradient sums over r
 along another dimension, and its errors would add up in the weights, step after step: it multiplies numbers in the
 model's dtype.
 
-In plain torch, a product reads the 8-bit numbers, multiplies in fp32, and rounds once. The Triton kernels are in
-gpu/fp8.py. SwiGLU is in plain torch on all devices.
+In plain torch, a product reads the 8-bit numbers, multiplies in fp32, and rounds once.
 
 N rows, K choices per row, M choices in expert-major order, E experts, D model dim, F inner width, G = 2F.
 """
@@ -20,44 +19,89 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .backend import check_contiguous_rows, forbid_double_backward
 from .fp8 import Fp8Matrix, Fp8Recipe
 from .grouped_gemm import GroupedGemmOptions, _grouped_mm_reference, _grouped_wgrad
-from .linear import compute_or_defer, grad_dtype
+from .linear import at_least_fp32, compute_or_defer, grad_dtype
 from .order import ExpertOrder
 from .permute import gather_sum
 
 
-class _Products:
-    """Rounds rows, and multiplies them with the weights of their experts, in Triton or in plain torch."""
+class PlainTorch:
+    """What the experts compute in FP8, as plain operators. `TritonKernels` has the same methods."""
 
-    def __init__(self, order: ExpertOrder, recipe: Fp8Recipe, num_sms: int | None, triton: bool):
-        self.recipe, self.offsets, self.num_sms, self.tiling = recipe, order.expert_offsets, num_sms, None
-        if triton:
-            from .gpu.tiles import Tiling
-
-            self.tiling = Tiling(order.expert_offsets, len(order.gather_idx_M), dict(order.tile_tables))
+    def __init__(self, order: ExpertOrder, recipe: Fp8Recipe, num_sms: int | None = None):
+        self.order, self.recipe, self.num_sms = order, recipe, num_sms
 
     def round_rows(self, x_RC: Tensor) -> Fp8Matrix:
-        if self.tiling is None:
-            return self.recipe.quantize_rows(x_RC)
-        from .gpu.fp8 import quantize_rows
-
-        return Fp8Matrix(*quantize_rows(check_contiguous_rows("rows", x_RC), self.recipe.power_of_two), 1, 128)
+        return self.recipe.quantize_rows(x_RC)
 
     def multiply(self, x_NI: Fp8Matrix, w_EOI: Tensor, dtype: torch.dtype, index_M: Tensor | None = None) -> Tensor:
         """y[m] = W[e] x[m] for the rows m of each expert e: [M, O]. index_M: the row of x for each m."""
-        w = self.recipe.quantize_weights(w_EOI)
-        if self.tiling is None:
-            wide = torch.promote_types(dtype, torch.float32)
-            rows = x_NI if index_M is None else x_NI.take(index_M)
-            return _grouped_mm_reference(rows.read(wide), w.read(wide).mT, self.offsets[1:]).to(dtype)
-        from .gpu.fp8 import fp8_rows_times_weights
+        wide = torch.promote_types(dtype, torch.float32)
+        rows_MI = (x_NI if index_M is None else x_NI.take(index_M)).read(wide)
+        w_EIO = self.recipe.quantize_weights(w_EOI).read(wide).mT
+        return _grouped_mm_reference(rows_MI, w_EIO, self.order.expert_offsets[1:]).to(dtype)
 
-        return fp8_rows_times_weights(
-            x_NI.stored, x_NI.scales, w.stored, w.scales, self.tiling, dtype, index_M, self.num_sms
+    def swiglu(self, z_MG: Tensor, weights_NK: Tensor | None) -> Fp8Matrix:
+        """silu(gate) * up, rounded; times the routing weight of each row, if given."""
+        gate, up = at_least_fp32(z_MG).chunk(2, -1)
+        h_MF = functional.silu(gate) * up
+        return self.recipe.quantize_rows(h_MF if weights_NK is None else h_MF * self._of_rows(weights_NK))
+
+    def swiglu_backward(
+        self, dh_MF: Tensor, z_MG: Tensor, weights_NK: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradient of z, the weighted h, and the gradient of the routing weights [N, K], from that of h."""
+        gate, up = at_least_fp32(z_MG).chunk(2, -1)
+        sigmoid = gate.sigmoid()
+        silu, dtype = gate * sigmoid, z_MG.dtype
+        h_MF, slope, d_weights = silu * up, sigmoid + silu * (1 - sigmoid), None
+        if weights_NK is not None:
+            # The gradient of an invalid choice comes from the 0 at the end, at its position of -1.
+            dots_M = torch.cat([(dh_MF * h_MF).sum(-1), dh_MF.new_zeros(1)])
+            d_weights = dots_M[self.order.positions_NK]
+            dh_MF, h_MF = self._of_rows(weights_NK) * dh_MF, self._of_rows(weights_NK) * h_MF
+        return torch.cat([dh_MF * up * slope, dh_MF * silu], -1).to(dtype), h_MF.to(dtype), d_weights
+
+    def _of_rows(self, weights_NK: Tensor) -> Tensor:
+        return weights_NK.flatten()[self.order.choice_idx_M, None]
+
+
+class TritonKernels(PlainTorch):
+    """The same with the kernels of gpu/fp8.py."""
+
+    def __init__(self, order: ExpertOrder, recipe: Fp8Recipe, num_sms: int | None = None):
+        from .gpu import fp8
+        from .gpu.tiles import Tiling
+
+        super().__init__(order, recipe, num_sms)
+        self.kernels = fp8
+        self.tiling = Tiling(order.expert_offsets, len(order.gather_idx_M), dict(order.tile_tables))
+
+    def round_rows(self, x_RC: Tensor) -> Fp8Matrix:
+        rows = check_contiguous_rows("rows", x_RC)
+        return Fp8Matrix(*self.kernels.quantize_rows(rows, self.recipe.power_of_two), 1, self.recipe.block)
+
+    def multiply(self, x_NI: Fp8Matrix, w_EOI: Tensor, dtype: torch.dtype, index_M: Tensor | None = None) -> Tensor:
+        w, rows = self.recipe.quantize_weights(w_EOI), (x_NI.stored, x_NI.scales)
+        return self.kernels.fp8_rows_times_weights(
+            *rows, w.stored, w.scales, self.tiling, dtype, index_M, self.num_sms
         )  # fmt: skip
+
+    def swiglu(self, z_MG: Tensor, weights_NK: Tensor | None) -> Fp8Matrix:
+        rounded = self.kernels.swiglu_round(z_MG, weights_NK, self.order.choice_idx_M, self.recipe.power_of_two)
+        return Fp8Matrix(*rounded, 1, self.recipe.block)
+
+    def swiglu_backward(
+        self, dh_MF: Tensor, z_MG: Tensor, weights_NK: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        from .gpu.permute import sum_partials
+
+        dz_MG, h_MF, sums = self.kernels.swiglu_backward(dh_MF, z_MG, weights_NK, self.order.choice_idx_M)
+        return dz_MG, h_MF, None if sums is None else sum_partials(sums, self.order.positions_NK)
 
 
 class _Fp8ExpertsFunction(torch.autograd.Function):
@@ -66,37 +110,30 @@ class _Fp8ExpertsFunction(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, weights_NK: Tensor | None, order: ExpertOrder,
         weight_inside: bool, options: GroupedGemmOptions, recipe: Fp8Recipe, triton: bool,
     ) -> Tensor:  # fmt: skip
-        dtype, products = x_ND.dtype, _Products(order, recipe, options.num_sms, triton)
-        x_ND8 = products.round_rows(x_ND)
-        z_MG = products.multiply(x_ND8, gate_up_EGD, dtype, order.gather_idx_M)
-        h_MF = _swiglu(z_MG)[0]
-        if weight_inside and weights_NK is not None:
-            h_MF = h_MF * weights_NK.flatten()[order.choice_idx_M, None]
-        out_MD = products.multiply(products.round_rows(h_MF), down_EDF, dtype)
+        run = (TritonKernels if triton else PlainTorch)(order, recipe, options.num_sms)
+        inside, outside = (weights_NK, None) if weight_inside else (None, weights_NK)
+        x_ND8 = run.round_rows(x_ND)
+        z_MG = run.multiply(x_ND8, gate_up_EGD, x_ND.dtype, order.gather_idx_M)
+        out_MD = run.multiply(run.swiglu(z_MG, inside), down_EDF, x_ND.dtype)
         ctx.save_for_backward(x_ND8.stored, x_ND8.scales, gate_up_EGD, down_EDF, weights_NK, z_MG)
-        ctx.order, ctx.options, ctx.products, ctx.parameters = order, options, products, (gate_up_EGD, down_EDF)
-        return gather_sum(out_MD, order.positions_NK, None if weight_inside else weights_NK, options.kernels)
+        ctx.run, ctx.options, ctx.parameters = run, options, (gate_up_EGD, down_EDF)
+        return gather_sum(out_MD, order.positions_NK, outside, options.kernels)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward("experts in FP8", "use fp8=None")
         stored, scales, gate_up_EGD, down_EDF, weights_NK, z_MG = ctx.saved_tensors
-        dy_ND, order, options, products = grads[0].contiguous(), ctx.order, ctx.options, ctx.products
-        index_M, offsets, dtype = order.gather_idx_M, order.expert_offsets, dy_ND.dtype
-        h_MF, silu, up, slope = _swiglu(z_MG)
-        dh_MF = products.multiply(products.round_rows(dy_ND), down_EDF.mT, h_MF.dtype, index_M)
-        dx = d_gate_up = d_down = d_weights = None
+        run, options, dy_ND = ctx.run, ctx.options, grads[0].contiguous()
+        index_M, offsets, dtype = run.order.gather_idx_M, run.order.expert_offsets, dy_ND.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        dh_MF = run.multiply(run.round_rows(dy_ND), down_EDF.mT, wide, index_M)
+        dz_MG, h_MF, d_weights = run.swiglu_backward(dh_MF, z_MG, weights_NK)
+        dx = d_gate_up = d_down = None
         wants_x, wants_gate_up, wants_down, wants_weights = ctx.needs_input_grad[:4]
-        if weights_NK is not None:
-            weights_M1 = weights_NK.flatten()[order.choice_idx_M, None]
-            if wants_weights:  # the gradient of an invalid choice comes from the 0 at the end, at its position of -1
-                dots_M = torch.cat([(dh_MF * h_MF).sum(-1), dh_MF.new_zeros(1)])
-                d_weights = dots_M[order.positions_NK].to(weights_NK.dtype)
-            dh_MF, h_MF = weights_M1 * dh_MF, weights_M1 * h_MF
-        dz_MG = torch.cat([dh_MF * up * slope, dh_MF * silu], -1).to(dtype)
+        d_weights = d_weights.to(weights_NK.dtype) if wants_weights and d_weights is not None else None
         if wants_x:
-            dx_MD = products.multiply(products.round_rows(dz_MG), gate_up_EGD.mT, dtype)
-            dx = gather_sum(dx_MD, order.positions_NK, None, options.kernels)
+            dx_MD = run.multiply(run.round_rows(dz_MG), gate_up_EGD.mT, dtype)
+            dx = gather_sum(dx_MD, run.order.positions_NK, None, options.kernels)
         gate_up, down = ctx.parameters
 
         def weight_grad(parameter: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
@@ -105,19 +142,11 @@ class _Fp8ExpertsFunction(torch.autograd.Function):
             return compute_or_defer(options.weight_grads, parameter, compute, compute, options.accumulate)
 
         if wants_down:
-            d_down = weight_grad(down, dy_ND.index_select(0, index_M), h_MF.to(dtype))
+            d_down = weight_grad(down, dy_ND.index_select(0, index_M), h_MF)
         if wants_gate_up:
-            x_MD = Fp8Matrix(stored, scales, 1, products.recipe.block).take(index_M).read(dtype)
+            x_MD = Fp8Matrix(stored, scales, 1, run.recipe.block).take(index_M).read(dtype)
             d_gate_up = weight_grad(gate_up, dz_MG, x_MD)
         return dx, d_gate_up, d_down, d_weights, None, None, None, None, None
-
-
-def _swiglu(z_MG: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """silu(gate) * up, silu(gate), up and the derivative of silu at gate, [M, F] each, in fp32 or wider."""
-    gate, up = z_MG.to(torch.promote_types(z_MG.dtype, torch.float32)).chunk(2, -1)
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    return silu * up, silu, up, sigmoid * (1 + gate * (1 - sigmoid))
 
 
 def fp8_experts(

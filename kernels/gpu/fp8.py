@@ -1,4 +1,4 @@
-"""FP8 in Triton: round rows to e4m3, and multiply rows and weights that are stored so (fp8.py).
+"""FP8 in Triton: round rows to e4m3, multiply rows and weights that are stored so (fp8.py), and SwiGLU between.
 
     y[m] = sum over blocks b of 128 columns:  scale_a[m, b] scale_w[e, n / 128, b] (a8[m, b] . w8[e, n, b])
 
@@ -17,11 +17,13 @@ from torch import Tensor
 from .configs import lookup
 from .descriptors import uses_tma, weights_argument
 from .launch_args import arch_of, ceil_div, launch_grid, launch_settings
+from .swiglu import routing_weight, swiglu_gradients
 from .tiles import Tiling, load_weight_tile, locate_tile, store_tile, tile_rows
 
 BLOCK = tl.constexpr(128)
 """Numbers that share a scale: of a row, and rows and columns of a weight."""
 LARGEST = tl.constexpr(448.0)
+ROWS = 16  # of a block that one program rounds
 
 
 @triton.jit
@@ -39,7 +41,7 @@ def block_scale(x, POWER_OF_TWO: tl.constexpr):
     return tl.where(finite, scale, float("nan"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantize_rows_kernel(
     x, stored, scales, num_rows, STRIDE_X: tl.constexpr, C: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
@@ -58,12 +60,12 @@ def quantize_rows_kernel(
 def quantize_rows(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Round [M, C] to e4m3. Returns the numbers [M, C], and their scales [M, ceil(C / 128)] in fp32."""
     num_rows, columns = x.shape
-    blocks, rows = ceil_div(columns, BLOCK.value), 16
+    blocks = ceil_div(columns, BLOCK.value)
     stored = torch.empty(num_rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, blocks, dtype=torch.float32, device=x.device)
     if num_rows:
-        quantize_rows_kernel[(ceil_div(num_rows, rows), blocks)](
-            x, stored, scales, num_rows, x.stride(0), columns, POWER_OF_TWO=power_of_two, ROWS=rows
+        quantize_rows_kernel[(ceil_div(num_rows, ROWS), blocks)](
+            x, stored, scales, num_rows, x.stride(0), columns, power_of_two, ROWS
         )
     return stored, scales
 
@@ -119,3 +121,67 @@ def fp8_rows_times_weights(
             GATHER=index is not None, **launch_settings(config, w, tma),
         )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def swiglu_round_kernel(
+    z, weights, choice, stored, scales, num_rows, F: tl.constexpr, WEIGHTED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    B: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    m, b = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    f = b * BLOCK + tl.arange(0, BLOCK)
+    inside = (m < num_rows)[:, None] & (f < F)[None, :]
+    pointers = z + m.to(tl.int64)[:, None] * (2 * F) + f[None, :]
+    gate = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(pointers + F, mask=inside, other=0.0).to(tl.float32)
+    h = gate * tl.sigmoid(gate) * up * routing_weight(weights, choice, m, num_rows, WEIGHTED, ROWS)[:, None]
+    scale = block_scale(h, POWER_OF_TWO)
+    rounded = (h / scale[:, None]).to(tl.float8e4nv)
+    tl.store(stored + m.to(tl.int64)[:, None] * F + f[None, :], rounded, mask=inside)
+    tl.store(scales + m.to(tl.int64) * B + b, scale, mask=m < num_rows)
+
+
+def swiglu_round(
+    z: Tensor, weights: Tensor | None, choice: Tensor, power_of_two: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """silu(gate) * up for z [M, 2F], times weights.flatten()[choice[m]], rounded: as `quantize_rows` returns it."""
+    num_rows, width = len(z), z.shape[1] // 2
+    blocks = ceil_div(width, BLOCK.value)
+    stored = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=z.device)
+    scales = torch.empty(num_rows, blocks, dtype=torch.float32, device=z.device)
+    if num_rows:
+        swiglu_round_kernel[(ceil_div(num_rows, ROWS), blocks)](
+            z, weights, choice, stored, scales, num_rows, width, weights is not None, power_of_two, ROWS
+        )
+    return stored, scales
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def swiglu_backward_kernel(
+    dh, z, weights, choice, dz, h, sums, num_rows, F: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    m, b = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    f = b * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (m < num_rows)[:, None] & (f < F)[None, :]
+    dh_block = tl.load(dh + m.to(tl.int64)[:, None] * F + f[None, :], mask=inside, other=0.0)
+    s = routing_weight(weights, choice, m, num_rows, WEIGHTED, ROWS)
+    total = swiglu_gradients(dh_block, z, dz, h, s, m, b * COLUMNS, num_rows, F, COLUMNS, COLUMNS)
+    if WEIGHTED:
+        tl.store(sums + b.to(tl.int64) * num_rows + m, total, mask=m < num_rows)
+
+
+def swiglu_backward(
+    dh: Tensor, z: Tensor, weights: Tensor | None, choice: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From dh [M, F] in fp32, return what `swiglu_down_backward` (swiglu.py) returns."""
+    num_rows, width = dh.shape
+    blocks = ceil_div(width, BLOCK.value)
+    dz, h = torch.empty_like(z), z.new_empty(num_rows, width)
+    sums = torch.empty(blocks, num_rows, dtype=torch.float32, device=z.device) if weights is not None else None
+    if num_rows:
+        swiglu_backward_kernel[(ceil_div(num_rows, ROWS), blocks)](
+            dh, z, weights, choice, dz, h, sums, num_rows, width, weights is not None, ROWS, BLOCK.value
+        )
+    return dz, h, sums

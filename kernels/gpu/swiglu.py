@@ -21,7 +21,7 @@ from .tiles import Tiling, locate_tile, split_columns, split_in_four, store_tile
 
 
 @triton.jit
-def _routing_weight(weights, choice, m, end, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr):
+def routing_weight(weights, choice, m, end, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr):
     """The routing weight of each row, or 1 if the kernel has no weights."""
     if WEIGHTED:
         inside = m < end
@@ -50,7 +50,7 @@ def swiglu_up_kernel(
         if STORE_Z:
             store_tile(z, gate, m, n0, end, 2 * F, F, HALF, HALF)
             store_tile(z + F, up, m, n0, end, 2 * F, F, HALF, HALF)
-        s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
+        s = routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
         store_tile(h, gate * tl.sigmoid(gate) * up * s[:, None], m, n0, end, F, F, HALF, HALF)
 
 
@@ -79,7 +79,7 @@ def swiglu_up(
 
 
 @triton.jit
-def _swiglu_backward(
+def swiglu_gradients(
     dh, z, dz, h, s, m, n0, end, F: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Backward of `s * silu(gate) * up` for a part of a tile. Stores dz and s * h; returns the row sums of dh * h."""
@@ -112,13 +112,13 @@ def swiglu_down_backward_kernel(
         n0 = n_tile * BLOCK_N
         acc = tile_product(dy, dy_rows, w, e, n0, F, D, True, False, False, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
         m = first + tl.arange(0, BLOCK_M)
-        s = _routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
+        s = routing_weight(weights, choice, m, end, WEIGHTED, BLOCK_M)
         # In four parts: gate, up and their gradients for the whole tile would spill registers.
         dh0, dh1, dh2, dh3 = split_in_four(acc, BLOCK_M, BLOCK_N)
-        total = _swiglu_backward(dh0, z, dz, h, s, m, n0, end, F, QUARTER, BLOCK_N)
-        total += _swiglu_backward(dh1, z, dz, h, s, m, n0 + QUARTER, end, F, QUARTER, BLOCK_N)
-        total += _swiglu_backward(dh2, z, dz, h, s, m, n0 + 2 * QUARTER, end, F, QUARTER, BLOCK_N)
-        total += _swiglu_backward(dh3, z, dz, h, s, m, n0 + 3 * QUARTER, end, F, QUARTER, BLOCK_N)
+        total = swiglu_gradients(dh0, z, dz, h, s, m, n0, end, F, QUARTER, BLOCK_N)
+        total += swiglu_gradients(dh1, z, dz, h, s, m, n0 + QUARTER, end, F, QUARTER, BLOCK_N)
+        total += swiglu_gradients(dh2, z, dz, h, s, m, n0 + 2 * QUARTER, end, F, QUARTER, BLOCK_N)
+        total += swiglu_gradients(dh3, z, dz, h, s, m, n0 + 3 * QUARTER, end, F, QUARTER, BLOCK_N)
         if WEIGHTED:
             tl.store(sums + n_tile.to(tl.int64) * num_rows + m, total, mask=m < end)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.distributed import group
 
-from moe_dualpipe.expert_parallel import AllToAll
+from moe_dualpipe.expert_parallel import AllToAll, Fp8Dispatch
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.expert_parallel.symmetric import SharedMemory, Symmetric
+from moe_dualpipe.kernels.fp8 import RECIPES
 from moe_dualpipe.models import MoE, StageOptions
 from tests.machines.interpreter import allocate_nan, prepare_rank
 from tests.support.exchanges import check_round
@@ -73,6 +74,10 @@ def rounds(rank, ranks, sync, seeds):
         grads = (wide[:, 8:], wide[:, 1 : width + 1], x[:1].expand(tokens, width))[seed % 3]
         weights = torch.rand(ids.shape, generator=own).to(DEVICE)
         check_round(ours, reference, ids.to(DEVICE), x, weights, grads)
+    rounding = Fp8Dispatch(ours, RECIPES["ue8m0"])
+    received = rounding.dispatch(x, rounding.prepare(ids.to(DEVICE)), weights).wait().x_ND
+    expected = reference.dispatch(x, reference.prepare(ids.to(DEVICE)), weights).wait().x_ND
+    assert torch.equal(received[: len(expected)], rounding.recipe.quantize_rows(expected).read(x.dtype))
     ours.check()
 
 
