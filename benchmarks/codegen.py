@@ -32,6 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from moe_dualpipe.kernels.fp8 import DTYPE, Fp8Matrix
 from moe_dualpipe.kernels.gpu import (
     configs,
     fp8,
@@ -166,20 +167,18 @@ def launch_transfers(dtype: torch.dtype) -> None:
             receive.receive_sums(windows, operation, x, ids, starts, sent)
 
 
-def launch_fp8(dtype: torch.dtype, d: int = 2048, f: int = 512) -> None:
-    """Launch the kernels of products in 8 bits, and those that round to 8 bits."""
-    num_experts, rows = 4, 4 * configs.MANY_ROWS
-    tiling = tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), rows)
-    stored, scales = fp8.quantize_rows(torch.empty(rows, d, dtype=dtype), True)
-    weights, of_weights = (
-        torch.empty(num_experts, f, d, dtype=stored.dtype),
-        torch.empty(num_experts, f // 128, d // 128),
-    )
-    for index in (None, torch.zeros(rows, dtype=torch.int32)):
-        fp8.fp8_rows_times_weights(stored, scales, weights, of_weights, tiling, dtype, index)
-    z, dh, choice = torch.empty(rows, 2 * f, dtype=dtype), torch.empty(rows, f), torch.zeros(rows, dtype=torch.int32)
+def launch_fp8(dtype: torch.dtype, mx: bool, d: int = 2048, f: int = 512) -> None:
+    """Launch the kernels of products in 8 bits, and those that round to 8 bits. mx: with the scales of MX."""
+    num_experts, rows, block = 4, 4 * configs.MANY_ROWS, 32 if mx else 128
+    tiling, choice = tiles.Tiling(torch.zeros(num_experts + 1, dtype=torch.int32), rows), torch.zeros(rows).int()
+    x = fp8.quantize_rows(torch.empty(rows, d, dtype=dtype), block, True)
+    of_weights = torch.empty(num_experts, f if mx else f // block, d // block)
+    weights = Fp8Matrix(torch.empty(num_experts, f, d, dtype=DTYPE), of_weights, 1 if mx else block, block)
+    for index in (None, choice):
+        fp8.fp8_rows_times_weights(x, weights, tiling, dtype, index)
+    z, dh = torch.empty(rows, 2 * f, dtype=dtype), torch.empty(rows, f)
     for routing_weights in (None, torch.empty(rows)):
-        fp8.swiglu_round(z, routing_weights, choice, True)
+        fp8.swiglu_round(z, routing_weights, choice, block, True)
         fp8.swiglu_backward(dh, z, routing_weights, choice)
 
 
@@ -196,7 +195,8 @@ def check(arch: str, dtype: str, brief: bool = False) -> list[Compiled]:
     if arch.startswith("sm_"):  # transfers read NVIDIA's clock
         others.append(launch_transfers)
     if family_of(arch) in ("sm_90", "sm_100", "sm_120") and dtype == "bf16":
-        others.append(launch_fp8)
+        formats = (False, True) if family_of(arch) != "sm_90" else (False,)
+        others += [partial(launch_fp8, mx=mx) for mx in formats]
     for shape, launch in [*launches, *(((), launch) for launch in others)]:
         with compiling(arch) as compiled:
             launch(DTYPES[dtype])

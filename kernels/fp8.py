@@ -48,6 +48,11 @@ class Fp8Matrix:
         blocks = blocks * self.scales[..., :, None, :, None]
         return blocks.flatten(-2).flatten(-3, -2)[..., :R, :C].to(dtype)
 
+    @property
+    def exponents(self) -> Tensor:
+        """The scales, if they are powers of two, in UE8M0: as bytes, 127 for 1 and 255 for NaN."""
+        return (self.scales.view(torch.int32) >> 23).to(torch.uint8)
+
     def take(self, index_M: Tensor) -> "Fp8Matrix":
         """The rows `index_M` of [R, C]. Each row must have its own scales."""
         assert self.rows == 1
@@ -107,11 +112,13 @@ class Fp8Recipe:
 
     def kernels_fault(self, device: torch.device) -> str:
         """Why Triton cannot multiply with this recipe on `device`; "" if it can."""
-        if (self.block, self.weight_rows) != (128, 128):
-            return "has Triton kernels only for blocks of 128: use the recipe ue8m0 or fp32"
-        if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0)):
-            return "needs a GPU of NVIDIA's Hopper or a later generation for Triton"
-        return ""
+        if device.type != "cuda":
+            return ""
+        major = 0 if torch.version.hip else torch.cuda.get_device_capability(device)[0]
+        if major >= (10 if self.block == 32 else 9):
+            return ""
+        others = "use the recipe ue8m0 or fp32" if major == 9 else "use compute.fp8=off"
+        return f"needs NVIDIA's {'Blackwell' if self.block == 32 else 'Hopper'} or a later GPU for Triton: {others}"
 
 
 _kept: dict[Any, tuple[Tensor, Fp8Matrix]] | None = None

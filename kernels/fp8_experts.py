@@ -83,17 +83,15 @@ class TritonKernels(PlainTorch):
 
     def round_rows(self, x_RC: Tensor) -> Fp8Matrix:
         rows = check_contiguous_rows("rows", x_RC)
-        return Fp8Matrix(*self.kernels.quantize_rows(rows, self.recipe.power_of_two), 1, self.recipe.block)
+        return self.kernels.quantize_rows(rows, self.recipe.block, self.recipe.power_of_two)
 
     def multiply(self, x_NI: Fp8Matrix, w_EOI: Tensor, dtype: torch.dtype, index_M: Tensor | None = None) -> Tensor:
-        w, rows = self.recipe.quantize_weights(w_EOI), (x_NI.stored, x_NI.scales)
-        return self.kernels.fp8_rows_times_weights(
-            *rows, w.stored, w.scales, self.tiling, dtype, index_M, self.num_sms
-        )  # fmt: skip
+        w = self.recipe.quantize_weights(w_EOI)
+        return self.kernels.fp8_rows_times_weights(x_NI, w, self.tiling, dtype, index_M, self.num_sms)
 
     def swiglu(self, z_MG: Tensor, weights_NK: Tensor | None) -> Fp8Matrix:
-        rounded = self.kernels.swiglu_round(z_MG, weights_NK, self.order.choice_idx_M, self.recipe.power_of_two)
-        return Fp8Matrix(*rounded, 1, self.recipe.block)
+        choice_M, recipe = self.order.choice_idx_M, self.recipe
+        return self.kernels.swiglu_round(z_MG, weights_NK, choice_M, recipe.block, recipe.power_of_two)
 
     def swiglu_backward(
         self, dh_MF: Tensor, z_MG: Tensor, weights_NK: Tensor | None

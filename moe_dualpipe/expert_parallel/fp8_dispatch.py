@@ -18,7 +18,6 @@ from .protocol import Combined, ExpertParallel, Pending, Received, Route
 
 CARRIER = torch.float16
 """The dtype of messages. Nothing computes with them, but the kernels of Symmetric move no bytes."""
-_EXPONENT = 23  # the bits of an fp32 number below its exponent
 
 
 class Fp8Dispatch:
@@ -52,8 +51,7 @@ class Fp8Dispatch:
 
 def pack(rows: Fp8Matrix) -> Tensor:
     """The message of each row, in CARRIER: its numbers, then the exponents of its scales."""
-    exponents_TB = (rows.scales.view(torch.int32) >> _EXPONENT).to(torch.uint8)  # 255 for NaN, as in UE8M0
-    message = torch.cat([rows.stored.view(torch.uint8), exponents_TB], 1)
+    message = torch.cat([rows.stored.view(torch.uint8), rows.exponents], 1)
     return functional.pad(message, (0, -message.shape[1] % ALIGNMENT)).view(CARRIER)
 
 
@@ -61,4 +59,4 @@ def unpack(message: Tensor, D: int, block: int) -> Fp8Matrix:
     """The rows of `D` numbers, with a scale for each `block`, in a message of `pack`."""
     rows = message.view(torch.uint8)
     exponents_NB = rows[:, D : D + -(-D // block)].to(torch.int32)
-    return Fp8Matrix(rows[:, :D].view(DTYPE), (exponents_NB << _EXPONENT).view(torch.float32), 1, block)
+    return Fp8Matrix(rows[:, :D].view(DTYPE), (exponents_NB << 23).view(torch.float32), 1, block)

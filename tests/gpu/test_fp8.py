@@ -11,27 +11,19 @@ from moe_dualpipe.kernels.fp8 import RECIPES
 from moe_dualpipe.kernels.gpu import fp8
 from moe_dualpipe.kernels.gpu.tiles import Tiling
 from moe_dualpipe.kernels.routing import expert_order
+from tests.machines.interpreter import compute_fp8, from_fp8
 from tests.support.kernels import DEVICE, error, offsets_of
 
 pytestmark = pytest.mark.usefixtures("guards")
 
 
 @pytest.fixture(autouse=True)
-def rounding(monkeypatch):
-    """Let the interpreter round to e4m3 as GPUs do: it cuts digits off."""
-    cast = InterpreterBuilder.create_fp_to_fp
-
-    def rounded(builder, source, dtype, mode):
-        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.float8e4nv):
-            return cast(builder, source, dtype, mode)
-        values = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.float8_e4m3fn)
-        return TensorHandle(values.view(torch.uint8).numpy(), tl.float8e4nv)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", rounded)
+def _fp8(monkeypatch):
+    compute_fp8(monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (19, 128), (33, 300)])
-@pytest.mark.parametrize("name", ["ue8m0", "fp32"])
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_are_rounded_as_in_plain_torch(shape, name, dtype):
     x = (torch.randn(shape, device=DEVICE) * torch.exp2(torch.randn(shape[0], 1, device=DEVICE) * 3)).to(dtype)
@@ -39,12 +31,12 @@ def test_rows_are_rounded_as_in_plain_torch(shape, name, dtype):
     if shape[0] > 2:
         x[0], x[1, 2], x[2, 4] = 0.0, torch.nan, -torch.inf
     expected = RECIPES[name].quantize_rows(x)
-    stored, scales = fp8.quantize_rows(x, RECIPES[name].power_of_two)
-    torch.testing.assert_close(scales, expected.scales, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(stored.float(), expected.stored.float(), rtol=0, atol=0, equal_nan=True)
+    found = fp8.quantize_rows(x, expected.columns, RECIPES[name].power_of_two)
+    torch.testing.assert_close(found.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found.stored.float(), expected.stored.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def operands(counts, N, K, name="fp32", gathered=False):
+def operands(counts, N, K, name, gathered=False):
     """Rows and weights in 8 bits, the index of rows, and their product in fp64."""
     rows = sum(counts)
     index = torch.randint(0, 40, (rows,), device=DEVICE, dtype=torch.int32) if gathered else None
@@ -52,15 +44,13 @@ def operands(counts, N, K, name="fp32", gathered=False):
     w = RECIPES[name].quantize_weights(torch.randn(len(counts), N, K, device=DEVICE))
     a_MK = (a.take(index.long()) if gathered else a).read(torch.float64)
     parts = zip(a_MK.split(counts), w.read(torch.float64), strict=True)
-    return (a.stored, a.scales, w.stored, w.scales, Tiling(offsets_of(counts), rows)), index, torch.cat(
-        [x @ w_NK.T for x, w_NK in parts]
-    )  # fmt: skip
+    return (a, w, Tiling(offsets_of(counts), rows)), index, torch.cat([x @ w_NK.T for x, w_NK in parts])
 
 
 @pytest.mark.parametrize("N,K", [(40, 20), (256, 128), (200, 300), (144, 272)])
-@pytest.mark.parametrize("gathered", [False, True])
-def test_a_product_is_that_of_the_rounded_numbers(N, K, gathered):
-    arguments, index, exact = operands([17, 0, 38], N, K, gathered=gathered)
+@pytest.mark.parametrize("name,gathered", [("fp32", False), ("fp32", True), ("mxfp8", True)])
+def test_a_product_is_that_of_the_rounded_numbers(N, K, name, gathered):
+    arguments, index, exact = operands([17, 0, 38], N, K, name, gathered)
     assert error(fp8.fp8_rows_times_weights(*arguments, torch.float32, index), exact) < 1e-6
 
 
@@ -69,21 +59,21 @@ def test_sums_of_14_bits_do_not_lose_more_digits_in_a_longer_sum(monkeypatch):
     """The tensor cores of Hopper add up 32 products at a time, and keep 14 bits of each sum."""
 
     def dot(_builder, a, b, acc, *_options):
-        a, b, total = *(torch.from_numpy(t.data).view(torch.float8_e4m3fn).float() for t in (a, b)), acc.data.copy()
+        a, b, total = from_fp8(a.data), from_fp8(b.data), acc.data
         for k in range(0, a.shape[1], 32):
-            mantissa, exponent = np.frexp(total + (a[:, k : k + 32] @ b[k : k + 32]).numpy())
+            mantissa, exponent = np.frexp(total + a[:, k : k + 32] @ b[k : k + 32])
             total = np.ldexp(np.trunc(mantissa * 2**14) / 2**14, exponent).astype(np.float32)
         return TensorHandle(total, tl.float32)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     short, long = (
         error(fp8.fp8_rows_times_weights(*arguments, torch.float32, index), exact)
-        for arguments, index, exact in (operands([8], 16, K) for K in (128, 4096))
+        for arguments, index, exact in (operands([8], 16, K, "fp32") for K in (128, 4096))
     )
     assert 1e-5 < short < 3e-4 and long < 1.5 * short
 
 
-@pytest.mark.parametrize("name,inside", [("ue8m0", True), ("fp32", False)])
+@pytest.mark.parametrize("name,inside", [("ue8m0", True), ("fp32", False), ("mxfp8", True)])
 def test_experts_and_their_gradients_are_those_of_plain_torch(name, inside):
     N, K, E, D, F = 14, 2, 3, 144, 80
     ids = torch.stack([torch.randperm(E, device=DEVICE)[:K] for _ in range(N)])

@@ -174,10 +174,23 @@ def test_while_weights_do_not_change_each_is_rounded_once(monkeypatch):
     assert all(map(torch.equal, first, second))
 
 
-def test_blocks_without_kernels_and_a_second_derivative_are_refused():
+@pytest.mark.parametrize("name,gpu,line", [
+    ("ue8m0", (9, 0), ""), ("mxfp8", (10, 3), ""),
+    ("fp32", (8, 9), "Hopper or a later GPU for Triton: use compute.fp8=off"),
+    ("mxfp8", (9, 0), "Blackwell or a later GPU for Triton: use the recipe ue8m0 or fp32"),
+])  # fmt: skip
+def test_recipes_need_the_tensor_cores_that_multiply_so(monkeypatch, name, gpu, line):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: gpu)
+    assert RECIPES[name].kernels_fault(torch.device("cuda")).endswith(line)
+    assert bool(RECIPES[name].kernels_fault(torch.device("cuda"))) == bool(line)
+    assert RECIPES[name].kernels_fault(torch.device("cpu")) == ""
+
+
+def test_a_gpu_without_kernels_and_a_second_derivative_are_refused(monkeypatch):
     (x, gate_up, down), weights, ids, _ = problem()
     arguments = x, gate_up, down, expert_order(ids, E, int((ids >= 0).sum())), weights
-    with pytest.raises(ValueError, match="FP8 has Triton kernels only for blocks of 128: use the recipe ue8m0 or fp32"):
+    monkeypatch.setattr(fp8.Fp8Recipe, "kernels_fault", lambda *_: "needs another GPU: use another recipe")
+    with pytest.raises(ValueError, match='FP8 needs another GPU: use another recipe, or kernels="reference"'):
         experts(*arguments, fp8=RECIPES["mxfp8"], kernels="triton")
     y = experts(*arguments, fp8=RECIPES["ue8m0"])
     with pytest.raises(RuntimeError, match="experts in FP8 cannot be differentiated twice"):

@@ -112,6 +112,30 @@ def call_directly(monkeypatch):
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
+def compute_fp8(monkeypatch):
+    """Let the interpreter round to e4m3 as GPUs do, and multiply with the scales of MX."""
+    cast = Builder.create_fp_to_fp
+
+    def rounded(builder, source, dtype, mode):
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.float8e4nv):
+            return cast(builder, source, dtype, mode)
+        values = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.float8_e4m3fn)
+        return TensorHandle(values.view(torch.uint8).numpy(), tl.float8e4nv)
+
+    def dot_scaled(_builder, a, of_a, _format_a, b, of_b, _format_b, _fast, _pack_a, _pack_b, acc):
+        scales = (np.exp2(of.data.astype(np.float32) - 127).repeat(32, 1) for of in (of_a, of_b))
+        a_MK, b_NK = (s * from_fp8(numbers) for s, numbers in zip(scales, (a.data, b.data.T), strict=True))
+        return TensorHandle(acc.data + a_MK @ b_NK.T, tl.float32)
+
+    monkeypatch.setattr(Builder, "create_fp_to_fp", rounded)
+    monkeypatch.setattr(Builder, "create_dot_scaled", dot_scaled, raising=False)
+
+
+def from_fp8(numbers: np.ndarray) -> np.ndarray:
+    """Bytes that hold numbers in e4m3, in fp32."""
+    return torch.from_numpy(np.ascontiguousarray(numbers)).view(torch.float8_e4m3fn).float().numpy()
+
+
 def allocate_nan(monkeypatch):
     """Fill the memory of `Tensor.new_empty` with NaN, or the largest integer."""
     empty = torch.Tensor.new_empty
