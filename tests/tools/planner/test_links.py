@@ -48,7 +48,7 @@ def test_all_groups_are_no_limit_and_groups_across_domains_do_not_count():
     free = rows_sent(64, 8, 16, 4, "deepep")
     every = rows_sent(64, 8, 16, 4, "deepep", 8, 8)
     assert (every.near, every.far) == pytest.approx((free.near, free.far), rel=1e-12)
-    assert rows_sent(64, 8, 1, 8, "deepep") == rows_sent(0, 0, 8, 8, "all_to_all") == Rows(0, 0)
+    assert rows_sent(64, 8, 1, 8, "deepep") == rows_sent(64, 8, 1, 8, "all_to_all") == Rows(0, 0)
     assert rows_sent(96, 8, 16, 4, "deepep", 3, 1) == rows_sent(96, 8, 16, 4, "deepep")
 
 

@@ -79,6 +79,22 @@ def test_every_metric_is_the_seconds_of_a_step(metric, value):
     assert row_of(record | {"precision": "MXFP8", "gpu": "GB200"}).load.precision == "mxfp8"  # pyright: ignore
 
 
+@pytest.mark.parametrize("model,seq,group,text,kind", [
+    ("Qwen3-235B-A22B", 16384, "modelzoo", "layernorm, moe", "attention"),
+    ("Qwen3-235B-A22B", 131072, "modelzoo", "layernorm, moe", "norms"),
+    ("Llama3-70B", 4096, "recompute", "mlp, core_attn", "full"), ("Llama3-70B", 4096, "recompute", "core_attn", "none"),
+    ("Llama3.1-8B", 8192, "torchtitan-validation", "selective", "attention"),
+    ("Llama3.1-8B", 8192, "other", "selective", "norms"), ("Llama3.1-8B", 8192, "other", "Full", "full"),
+])  # fmt: skip
+def test_what_a_run_computes_again_is_the_kind_with_the_nearest_flops(model, seq, group, text, kind):
+    """Llama 3 8B at 8,192 tokens, in 10^6 FLOPs of a layer: products 436, of which attention 84, and scores 67. Half of
+    the products, 218, is nearer to 84 + 67 than to 436 + 67. At 131,072 tokens, attention is most of any model."""
+    numbers = {"num_gpus": 8, "tp": 1, "pp": 1, "vpp": None, "ep": None, "cp": None, "dp": 8, "micro_batch": 1}
+    names = {"gpu": "H100 SXM", "precision": "bf16", "notes": "", "metric": "step_time_s", "value": 1.0}
+    record = numbers | names | {"model": model, "seq": seq, "group": group, "recompute": text, "global_batch": 8}
+    assert (row := row_of(record)) is not None and row.load.recompute == kind
+
+
 # ---- The fit, on made-up rows ----
 
 
