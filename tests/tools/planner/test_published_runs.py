@@ -14,7 +14,6 @@ from benchmarks.planner.rows import Row, read_rows, row_of
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.tools.planner import load_device
 from moe_dualpipe.tools.planner.constants import find_constant, read_constants
-from moe_dualpipe.tools.planner.prediction import estimate
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from tests.support.runs import ROOT
 
@@ -165,14 +164,6 @@ def test_ratios_are_of_the_second_run_to_the_first():
 
 
 # ---- What the documentation says ----
-
-
-def test_deepseek_v3_took_180_000_gpu_hours_for_a_trillion_tokens():
-    (row,) = (row for row in read_rows([OWN / "papers.json"]) if row.software == "deepseek")
-    found = estimate(row.load, row.software)
-    assert found.gpu_hours / found.seconds * row.seconds == pytest.approx(180_000)
-    low, high = found.interval
-    assert low < row.seconds < high
 
 
 @pytest.fixture(scope="module")

@@ -86,27 +86,6 @@ def test_assumed_loads_have_the_given_violation_and_are_more_even_over_fewer_ran
     assert assumed_factor(4, 2, 4, 9.0) == pytest.approx(2.0, rel=2e-3)  # a token chooses an expert at most once
 
 
-def test_where_experts_are_within_a_rank_changes_nothing_but_between_ranks_it_does():
-    rows, choose, each = uneven(), random.Random(1), EXPERTS // RANKS
-    within = []
-    for row in rows:
-        parts = [choose.sample(row[start : start + each], each) for start in range(0, EXPERTS, each)]
-        choose.shuffle(parts)  # which rank is the fullest does not matter either
-        within.append([load for part in parts for load in part])
-    assert step_of(with_loads(within)).seconds == pytest.approx(step_of(with_loads(rows)).seconds, rel=1e-12)
-    assert step_of(with_loads([sorted(row) for row in rows])).seconds > step_of(with_loads(rows)).seconds
-
-
-def test_the_stage_with_the_uneven_layer_slows_the_pipeline_down():
-    """A layer on one stage costs more than its own time: all stages wait for the slowest."""
-    rows = [[10] * EXPERTS for _ in range(LAYERS)]
-    spread = [[*row] for row in rows]
-    for layer in range(4):
-        rows[layer][0] += 1280  # all on the first of 4 stages
-        spread[layer * 12][0] += 1280  # one on each
-    assert step_of(with_loads(rows)).seconds > step_of(with_loads(spread)).seconds > step_of(BASE).seconds
-
-
 def test_only_layers_with_experts_have_loads():
     """DeepSeek-V3 has three dense layers: numbers of layers tell, or else the order."""
     rows = [[1 + layer] + [1] * 255 for layer in range(58)]
