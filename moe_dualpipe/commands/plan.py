@@ -39,7 +39,7 @@ class Run(JsonOption):
     model: str
     """A preset, the name of a published model, or a config.json of Hugging Face."""
     gpu: str
-    """The name of a GPU, such as h100, or a file of your own in the same format."""
+    """The name of a GPU, such as h100, or a device file of your own, such as ./my_gpu.json."""
     gpus: int
     """Number of GPUs."""
     cp: int = 1
