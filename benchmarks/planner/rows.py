@@ -180,7 +180,7 @@ def _recompute(record: dict[str, Any], shape: ModelShape) -> Any:
     experts = sum(layer.flops(hidden) - layer.attention.flops(hidden) for layer in shape.layers if layer.experts)
     parts = {"core_attn": scores, "moe": experts, "mlp": products - attention - experts}
     again = sum(parts.get(name, 0) for name in text.split(", "))
-    if text == "selective" and record["group"].startswith("torchtitan"):
+    if text.startswith("selective") and record["group"].startswith("torchtitan"):
         again = products // 2
     least = "norms" if "norm" in text or "selective" in text else "none"
     kinds = {least: 0, "attention": attention + scores, "full": products + scores}
