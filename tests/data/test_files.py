@@ -1,6 +1,5 @@
 """Files that are read: those of a source, each once; files that change meanwhile; and strict JSON."""
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -185,14 +184,7 @@ def test_special_files_in_a_folder_are_skipped_and_reported(special, source):
     assert load_data(f"{special}{source}", 8).description.count("\n") == 0
 
 
-ODD = {"a": [1, -2.5, True, None, "\u202e\x00 é", 10**25], "b": {"c": [], "d": {}}}
 INVALID = ("NaN", "[-Infinity]", "[1e999]", "1" * 5000, "", "[1", '{"a\x1b": 1}', "{1: 2}", "[" * 100_000, b'"\xff"')
-
-
-def test_values_are_read_and_written_as_by_json():
-    text = json.dumps(ODD)
-    assert strict_json.parse(text) == strict_json.parse(text.encode()) == ODD
-    assert strict_json.write(ODD, indent=1) == json.dumps(ODD, indent=1)
 
 
 def test_numbers_that_are_not_finite_are_written_as_null():

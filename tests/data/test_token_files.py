@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -128,13 +127,6 @@ def test_bpe_with_dropout_encodes_the_same_text_to_the_same_tokens(prepared, tmp
     assert all(tokenizer.encode(TEXTS[0] * 20) == expected for _ in range(5))
 
 
-def test_bpe_without_the_tokenizers_library_says_what_to_install(monkeypatch, prepared):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"BPE needs the tokenizers library: pip install 'moe-dualpipe\[bpe\]'"):
-        load_data(str(prepared / "bpe"), 8)
-    load_data(str(prepared / "bytes"), 8)
-
-
 # ---- Prepared token ids ----
 
 
@@ -197,16 +189,10 @@ def test_refusals_of_the_data_commands_are_one_line_and_leave_nothing(prepared, 
     assert not [*tmp_path.glob(".*"), *prepared.glob(".*")]
 
 
-def test_two_processes_do_not_prepare_one_folder(prepared, tmp_path, capsys):
-    out = tmp_path / "out"
-    command = ["data", "prepare", str(prepared / "a.jsonl"), "--out", str(out), "--tokenizer", "bytes"]
-    with only_writer(out, tmp_path / ".out.unfinished" / LOCK_FILE):
-        assert main(command) == 2
-    assert capsys.readouterr().err.startswith(
-        f"moe-dualpipe: error: {out} is being written by process {os.getpid()} on "
-    )
-    assert main(command) == 0
-    assert (out / "train.bin").read_bytes() == (prepared / "bytes" / "train.bin").read_bytes()
+def test_two_processes_do_not_prepare_one_folder(prepared, tmp_path):
+    locked = only_writer(tmp_path / "out", tmp_path / ".out.unfinished" / LOCK_FILE)
+    with locked, pytest.raises(ValueError, match=f"^{tmp_path}/out is being written by process {os.getpid()} on "):
+        prepare_data([str(prepared / "a.jsonl")], tmp_path / "out", "bytes", 1, "text")
 
 
 @pytest.mark.parametrize("call", range(6))

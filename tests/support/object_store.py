@@ -6,7 +6,6 @@ import os
 import re
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ class Request:
     path: str
     size: int
     deleted: tuple[str, ...] = ()
-    conditional: bool = False
 
     @property
     def is_part(self) -> bool:
@@ -106,8 +104,7 @@ def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
         def _pass_on(self) -> None:
             body = self._body()
             deleted = re.findall("<Key>(.*?)</Key>", body.decode()) if self.path.endswith("?delete") else []
-            conditional = not {"If-Match", "If-None-Match"}.isdisjoint(self.headers)
-            request = Request(self.command, self.path, len(body), tuple(deleted), conditional)
+            request = Request(self.command, self.path, len(body), tuple(deleted))
             served.requests.append(request)
             fault = served.fault(request)
             if fault == "hang up":
@@ -235,13 +232,5 @@ def first(count: int, fault: Any, wanted: Callable[[Request], bool] = lambda _: 
             left[0] -= 1
             return fault
         return None
-
-    return decide
-
-
-def slow(seconds: float, wanted: Callable[[Request], bool] = lambda _: True) -> Fault:
-    def decide(request: Request) -> None:
-        if wanted(request):
-            time.sleep(seconds)
 
     return decide

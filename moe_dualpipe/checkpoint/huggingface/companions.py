@@ -70,7 +70,7 @@ def tokenizer_files(tokenizer: Tokenizer | None, alone: bool) -> dict[str, bytes
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False,
     }  # fmt: skip
     generation = {"eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.end_id}
-    made = {"tokenizer_config.json": _encoded(config), "generation_config.json": _encoded(generation)}
+    made = {"tokenizer_config.json": encoded(config), "generation_config.json": encoded(generation)}
     return {TOKENIZER_FILE: content, **made}
 
 
@@ -81,5 +81,6 @@ def special_ids(tokenizer: Tokenizer | None, source: Mapping[str, Any]) -> dict[
     return {key: source.get(key, default) for key, default in ids.items()}
 
 
-def _encoded(value: Any) -> bytes:
+def encoded(value: Any) -> bytes:
+    """A JSON file."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
