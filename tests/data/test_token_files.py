@@ -270,7 +270,6 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
     assert text.sources[0].train[:].tolist() == tokens.tolist()
     assert text.sources[0].held_out[:].tolist() == (tokens[::-1] + 1).tolist()
     assert (text.tokenizer.end_id, str(text.tokenizer)) == (-1, "1,001 token ids without a tokenizer")
-    assert text.format_losses(2.5) == "2.5000 nats per token"
     with pytest.raises(ValueError, match=r"val.bin: token 142 is 1000, outside the vocabulary of 1000: "):
         load_data(str(tmp_path), 8, vocab_size=1000)
     with pytest.raises(ValueError, match=r"cannot encode the text in --data: there is no tokenizer.json n"):
