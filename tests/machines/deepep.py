@@ -2,8 +2,8 @@
 
 It has the signatures in deepep_signatures.json and checks what the Python class (deep_ep/buffers/elastic.py) and the
 C++ below it (csrc/elastic/buffer.hpp) assert: dtypes, shapes, contiguity, and which arguments may be combined; with one
-scale-out rank and no expansion. Transfers are real, so results can be compared. What the real library writes on its own
-stream is NaN or -9 until the event has been waited for.
+scale-out rank and no expansion. AllToAll makes the transfers, so results can be compared. What the real library
+writes on its own stream is NaN or -9 until the event has been waited for.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.expert_parallel.deepep import backend
 from moe_dualpipe.expert_parallel.deepep.library import Machine
 
@@ -78,66 +78,23 @@ def check_ids(ids: Tensor) -> None:
     assert ids.shape[1] <= 32
 
 
-def exchange(rows: Tensor, rows_out: list[int], rows_in: list[int], group) -> Tensor:
-    """All-to-all of rows of any dtype."""
-    width = rows.shape[1] * rows.element_size()
-    received = torch.empty(sum(rows_in), width, dtype=torch.uint8)
-    sent = rows.contiguous().view(torch.uint8).view(len(rows), width)
-    dist.all_to_all_single(received, sent, rows_in, rows_out, group=group)
-    return received.view(rows.dtype) if len(received) else rows.new_empty(0, rows.shape[1])
-
-
-def ranks_of(ids_TK: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """[T, R]: whether a rank has an expert of a token."""
-    ranks_TK = torch.where(ids_TK >= 0, ids_TK // (num_experts // num_ranks), -1)
-    return torch.stack([(ranks_TK == r).any(1) for r in range(num_ranks)], 1)
-
-
-class Sends:
-    """The rows that go to each rank and come from it. token_S: of each row that is sent."""
-
-    def __init__(self, in_rank_TR: Tensor, group):
-        self.group, self.num_tokens, self.rows_out = group, len(in_rank_TR), in_rank_TR.sum(0).tolist()
-        self.token_S = torch.cat([r.nonzero()[:, 0] for r in in_rank_TR.T])
-        counts = torch.empty(len(self.rows_out), dtype=torch.int64)
-        dist.all_to_all_single(counts, torch.tensor(self.rows_out), group=group)
-        self.rows_in = counts.tolist()
-
-    def there(self, rows_TC: Tensor) -> Tensor:
-        return exchange(rows_TC[self.token_S], self.rows_out, self.rows_in, self.group)
-
-    def local_ids(self, ids_TK: Tensor, experts_per_rank: int) -> Tensor:
-        """The ids of received rows: those of this rank's experts from 0; -1 for others."""
-        ids_NK = self.there(ids_TK)
-        local = ids_NK - self.group.rank() * experts_per_rank
-        return torch.where((ids_NK >= 0) & (local >= 0) & (local < experts_per_rank), local, -1)
-
-    def back(self, rows_NC: Tensor) -> Tensor:
-        """The sum of a token's rows over ranks, in their order."""
-        total = torch.zeros(self.num_tokens, rows_NC.shape[1])
-        rows_SC = exchange(rows_NC, self.rows_in, self.rows_out, self.group).float()
-        for row, token in zip(rows_SC, self.token_S.tolist(), strict=True):
-            total[token] += row
-        return total
-
-
 class EPHandle:
-    """source: of each received row, the rank and the token. arrived: in the order in which they come."""
+    """route: of AllToAll, which makes the transfers. order: of the received rows, which come last row first."""
 
-    def __init__(self, num_experts, num_sms, topk_idx, sends, received, arrived):
-        self.num_experts, self.num_sms, self.topk_idx, self.sends = num_experts, num_sms, topk_idx, sends
-        self.num_recv_tokens_per_expert_list = received
-        self.source = self.arrived = arrived
+    def __init__(self, num_experts, num_sms, topk_idx, route):
+        self.num_experts, self.num_sms, self.topk_idx, self.route = num_experts, num_sms, topk_idx, route
+        ids_NK = route.local_ids_NK
+        self.num_recv_tokens_per_expert_list = torch.bincount(ids_NK[ids_NK >= 0]).tolist()
+        self.order = self.arrived = torch.arange(len(ids_NK)).flip(0)
         self.is_sorted = False
 
     def deterministic_sort(self, cached, tensors):
         """Sort by the source's rank and token. The handle itself is sorted with the first dispatch."""
         assert self.is_sorted or not cached, "the first dispatch has not been waited for"
-        order = self.arrived[:, 0].sort().indices
         for tensor in tensors:
             if tensor is not None:
-                tensor.copy_(tensor[order])
-        self.is_sorted, self.source = True, self.arrived[order]
+                tensor.copy_(tensor[self.arrived])
+        self.is_sorted, self.order = True, torch.arange(len(self.arrived))
 
 
 class ElasticBuffer:
@@ -178,18 +135,14 @@ class ElasticBuffer:
         assert len(topk_idx) == len(x) <= self.num_max_tokens_per_rank and topk_idx.shape[1] <= self.num_topk
         if topk_weights is not None:
             check_weights(topk_weights, len(x))
+        assert cached or do_cpu_sync, "without it, the number of rows is that of the worst case"
+        ep = AllToAll(num_experts, self.group)
+        route = handle.route if cached else ep.prepare(topk_idx)
+        received = ep.dispatch(x, route, topk_weights).wait()
         if not cached:
-            assert do_cpu_sync, "without it, the number of rows is that of the worst case"
-            sends, local = Sends(ranks_of(topk_idx, num_experts, self.ranks), self.group), num_experts // self.ranks
-            source = torch.arange(len(x))[:, None] + self.rank * self.num_max_tokens_per_rank
-            ids_NK = sends.local_ids(topk_idx, local)
-            received = torch.bincount(ids_NK[ids_NK >= 0], minlength=local).tolist()
-            ids = topk_idx.clone() if do_handle_copy else topk_idx
-            handle = EPHandle(num_experts, num_sms, ids, sends, received, arriving(sends.there(source), sends))
-        sends = handle.sends
-        weights_NK = None if topk_weights is None else arriving(sends.there(topk_weights), sends)
-        ids_NK = arriving(sends.local_ids(topk_idx, num_experts // self.ranks), sends)
-        (x_ND, ids_NK, weights_NK), event = pending([arriving(sends.there(x), sends), ids_NK, weights_NK])
+            handle = EPHandle(num_experts, num_sms, topk_idx.clone() if do_handle_copy else topk_idx, route)
+        values = [received.x_ND, route.local_ids_NK, received.weights_NK]
+        (x_ND, ids_NK, weights_NK), event = pending([None if v is None else v[handle.arrived] for v in values])
         if self.deterministic:
             event.hook = lambda: handle.deterministic_sort(cached, [x_ND, ids_NK, weights_NK])
         return x_ND, ids_NK, weights_NK, handle, event
@@ -199,24 +152,19 @@ class ElasticBuffer:
         previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False,
     ):  # fmt: skip
         self._check_call(x, previous_event, async_with_compute_stream, allocate_on_comm_stream)
-        assert bias is None and len(x) == len(handle.source)
-        order, grads_TK = handle.source[:, 0].sort().indices, None
+        assert bias is None and len(x) == len(handle.order)
         if topk_weights is not None:
             check_weights(topk_weights, len(x))
             assert topk_weights.shape[1] == handle.topk_idx.shape[1]
-            grads_TK = handle.sends.back(topk_weights[order])
-        (y, grads), event = pending([handle.sends.back(x[order]).bfloat16(), grads_TK])
+            topk_weights = topk_weights[handle.order]
+        ep = AllToAll(handle.num_experts, self.group)
+        (y, grads), event = pending([*ep.combine(x[handle.order], handle.route, topk_weights).wait()])
         return y, grads, event
 
     def _check_call(self, x, previous_event, asynchronous, allocate_on_comm_stream):
         check_rows(x)
         assert x.shape[1] == self.hidden and x.shape[1] % 256 == 0
         check_event(previous_event, asynchronous, allocate_on_comm_stream)
-
-
-def arriving(rows_NC, sends):
-    """Tokens take their places as they come: here, the last token of each rank is first."""
-    return torch.cat([part.flip(0) for part in rows_NC.split(sends.rows_in)])
 
 
 @contextlib.contextmanager
