@@ -132,6 +132,6 @@ FAULTS = {
 
 
 def inject(run):
-    fault = FAULTS.get(run.place.variant.name)
+    fault = FAULTS.get(run.variant.name)
     if fault is not None:
         fault(run)

@@ -25,7 +25,8 @@ from ...overlap.probe import Observed
 Kind = Literal["weights", "buffers", "losses", "logits", "gradients", "segments"]
 _RESULTS: tuple[Kind, ...] = ("losses", "logits", "gradients", "weights", "buffers")
 _PER_TOKEN: tuple[Kind, ...] = ("losses", "logits", "segments")
-_BUFFERS = 1e-5  # buffers may be averaged over ranks
+Tolerance = Mapping[Kind, float]
+"""The largest relative differences that rounding explains: of each token and each parameter. 0: bit-equal."""
 
 
 # ---- differences in numbers ----
@@ -33,8 +34,6 @@ _BUFFERS = 1e-5  # buffers may be averaged over ranks
 
 def row_errors(found: Tensor, expected: Tensor) -> Tensor:
     """For each row, the difference relative to the norm of the row or, if that is smaller, of a typical row."""
-    if not found.numel():
-        return found.new_zeros(found.shape[:-1], dtype=torch.float64)
     x, y = found.double(), expected.double()
     norms = y.norm(dim=-1)
     typical = norms.square().mean().sqrt().clamp(min=1e-300)
@@ -58,24 +57,11 @@ def _token_errors(found: Tensor, expected: Tensor) -> Tensor:
     return row_errors(x, y) if expected.is_floating_point() else (x != y).any(1).double()
 
 
+def _tensor_error(found: Tensor, expected: Tensor) -> Tensor:
+    return torch.tensor([relative(found, expected)])
+
+
 # ---- what a run computes ----
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """The largest relative differences that rounding explains. 0: bit-equal.
-
-    losses: of the loss of one token. tokens: of its logits and activations, and of their gradients. parameters: of the
-    gradient of one parameter, or of one expert's part of it.
-    """
-
-    losses: float
-    tokens: float
-    parameters: float
-
-    def of(self, kind: Kind) -> float:
-        limits = {"weights": 0.0, "buffers": _BUFFERS, "losses": self.losses, "gradients": self.parameters}
-        return limits.get(kind, self.tokens)
 
 
 Recorded = dict[tuple[Kind, str], dict[int, Tensor]]
@@ -93,8 +79,8 @@ class Trace:
     expected: what the other run recorded; None: record.
     """
 
-    def __init__(self, expected: Recorded | None = None, tolerance: Tolerance = Tolerance(0, 0, 0)):
-        self.expected, self.tolerance = expected, tolerance
+    def __init__(self, expected: Recorded | None = None, tolerance: Tolerance | None = None):
+        self.expected, self.tolerance = expected, tolerance or {}
         self.recorded: Recorded = {}
         self.order = {key: place for place, key in enumerate(expected or ())}
         self.largest = dict.fromkeys(_RESULTS, 0.0)
@@ -122,8 +108,9 @@ class Trace:
             return
         place, expected = self.order.get((kind, name), self.first[0]), self.expected.get((kind, name), {})
         pairs = {s: (t, expected[s]) for s, t in found.items() if s in expected and t.shape == expected[s].shape}
-        errors = {s: _token_errors(*pair) if kind in _PER_TOKEN else _of_tensor(*pair) for s, pair in pairs.items()}
-        largest, limit = max((float(e.max()) for e in errors.values() if len(e)), default=0.0), self.tolerance.of(kind)
+        measure = _token_errors if kind in _PER_TOKEN else _tensor_error
+        errors = {s: measure(*pair) for s, pair in pairs.items()}
+        largest, limit = max((float(e.max()) for e in errors.values() if len(e)), default=0.0), self.tolerance[kind]
         self.compared |= {(kind, name, s) for s in pairs}
         self.largest[kind] = max(self.largest.get(kind, 0.0), largest)
         if largest > limit and place < self.first[0]:
@@ -131,10 +118,6 @@ class Trace:
             if kind in _PER_TOKEN:
                 text = f" is in {name}: {_describe(pairs, errors, limit, self.expected.get(('segments', ids_of), {}))}"
             self.first = place, text
-
-
-def _of_tensor(found: Tensor, expected: Tensor) -> Tensor:
-    return torch.tensor([relative(found, expected)])
 
 
 def _describe(
@@ -145,12 +128,14 @@ def _describe(
     sequence = max(errors, key=lambda s: float(errors[s].max()))
     position = int(errors[sequence].argmax())
     number = sum(int(w.sum()) for w in wrong.values())
-    text = f"{number} of {sum(map(len, errors.values()))} tokens differ"
-    text += f"; the largest difference is {float(errors[sequence].max()):.2g} (tolerance {limit:.2g})"
-    text += f"{_times(found, expected)}, at position {position} of sequence {sequence}"
-    if ids:
-        text += f", which uses experts {', '.join(map(str, ids[sequence][position].flatten().tolist()))}"
-    return text
+    experts = ids[sequence][position].flatten().tolist() if ids else []
+    return (
+        f"{number} of {sum(map(len, errors.values()))} tokens differ; the largest difference is "
+        f"{float(errors[sequence].max()):.2g} (tolerance {limit:.2g}){_times(found, expected)}, "
+        f"at position {position} of sequence {sequence}"
+        + f", which uses experts {', '.join(map(str, experts))}"
+        * bool(experts)
+    )
 
 
 def _times(found: Tensor, expected: Tensor) -> str:
@@ -168,7 +153,7 @@ class StageObserver:
     out: the output of combine shows their faults.
     """
 
-    def __init__(self, trace: Trace, forwards: Sequence[tuple[int, ...]], ep: int):
+    def __init__(self, trace: Trace, forwards: Sequence[Sequence[int]], ep: int):
         """forwards: the sequences of the micro-batches of a step, in the order of their forwards on this rank."""
         self.trace, self.forwards, self.ep = trace, forwards, ep
         self.segments: defaultdict[tuple[int | None, str], list[int]] = defaultdict(list)
@@ -188,8 +173,7 @@ class StageObserver:
         if not (at.is_output or at.is_gradient or at.name.startswith(PREPARE)):
             return  # the output of another segment
         layer = f"step {step + 1}, " + ("" if at.layer is None else f"layer {at.layer}, ") + "segment "
-        occurrence = same.index(at.segment)
-        which = f" number {occurrence + 1}" * (occurrence > 0)
+        which = f" number {same.index(at.segment) + 1}" * (at.segment != same[0])
         kind = ("output" if at.is_output else "input") + " gradient" * at.is_gradient
         # A micro-batch has the mean loss of its sequences.
         tensor = tensor * len(sequences) if at.is_gradient else tensor
@@ -252,17 +236,16 @@ def verdict(traces: Sequence[Any], expected: Recorded, tolerance: Tolerance) -> 
     traces: of each rank, its `largest`, `compared` and `first`. Together they must have all results of the reference.
     """
     largest = {kind: max(errors[kind] for errors, _, _ in traces) for kind in _RESULTS}
-    shown = [
-        f"{kind} {largest[kind]:.2g} of {tolerance.of(kind):.2g}" if largest[kind] else f"{kind} equal"
+    measured = ", ".join(
+        f"{kind} {largest[kind]:.2g} of {tolerance[kind]:.2g}" if largest[kind] else f"{kind} equal"
         for kind in _RESULTS[:3]
-    ]
-    measured = ", ".join(shown)
+    )
     results = {(*key, s) for key, values in expected.items() if key[0] != "segments" for s in values}
     if missing := sorted(results.difference(*(compared for _, compared, _ in traces))):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         kind, name, _ = missing[0]
         return measured, f"{kind}: no rank has {name}{more}: the name depends on the layout, or it was not computed"
-    if all(largest[kind] <= tolerance.of(kind) for kind in _RESULTS):
+    if all(largest[kind] <= tolerance[kind] for kind in _RESULTS):
         return measured, ""
     (_, first), rank = min((first, rank) for rank, (_, _, first) in enumerate(traces))
     if first.startswith(": "):

@@ -28,11 +28,13 @@ from .run import (
     Run,
     Variant,
     default_variants,
-    find_assignment,
     micro_batches_for,
     requested_variant,
     run_variant,
+    schedule_of,
 )
+
+COMPARED = ", compared with one process: relative differences, of their tolerances"
 
 
 def check_parallel(
@@ -55,13 +57,12 @@ def check_parallel(
     job = make_job(config, variants, on_rank)
     if requested is not None and requested in variants:
         check_runs(job, requested)
-    sequences, length = job.tokens.shape[1], job.tokens.shape[2] - 1
-    sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length, 'token')}"
-    subject = f"{sizes}, compared with one process: relative differences, of their tolerances"
+    _, sequences, length = job.tokens.shape
+    sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length - 1, 'token')}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.pt"
         run_whole("the model", Comparison(partial(run_variant, job, REFERENCE), REFERENCE.tolerance, file))
-        return Report(subject, tuple(_check(job, variant, file) for variant in variants))
+        return Report(f"{sizes}{COMPARED}", tuple(_check(job, variant, file) for variant in variants))
 
 
 def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable[[Run], None] | None = None) -> Job:
@@ -87,7 +88,7 @@ def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable
 def check_runs(job: Job, variant: Variant) -> None:
     """Raise ValueError if the variant cannot run with its schedule, or with the model's layers or experts."""
     check_ep(variant.ep, job.model.num_experts)
-    find_assignment(job, variant, 0)
+    schedule_of(job, variant)
 
 
 def _check(job: Job, variant: Variant, file: Path) -> Check:

@@ -6,6 +6,7 @@ import the main program, so it must be guarded by `if __name__ == "__main__":`.
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import set_forkserver_preload
@@ -16,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
-from ...errors import user_error
+from ...errors import describe_user_error
 from ...messages import describe, plural
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A task that failed on a rank: the message of the error, with its notes, on one line."""
+    """A task that failed on a rank: the error on one line."""
 
     rank: int
     message: str
@@ -44,22 +45,24 @@ def run_task(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            arguments = folder, num_ranks, function, task
-            processes = start_processes(_main, arguments, num_ranks, join=False, start_method="forkserver")
+            processes = start_processes(
+                _main, (folder, num_ranks, function, task), num_ranks, join=False, start_method="forkserver"
+            )
         except (AttributeError, TypeError, ValueError) as error:  # pickle raises any of these, and PicklingError
-            what = "a class or function of the model cannot be sent to another process"
-            raise ValueError(f"{what}: define it at the top level of a file ({describe(error)})") from None
+            raise ValueError(
+                "a class or function of the model cannot be sent to another process: define it at the top level of a "
+                f"file ({describe(error)})"
+            ) from None
         failure = _wait(processes, folder, num_ranks, timeout)
         return failure or [torch.load(folder / f"{rank}", weights_only=False) for rank in range(num_ranks)]
 
 
 def _wait(processes: Any, folder: Path, num_ranks: int, timeout: float) -> Failure | None:
-    """Wait until all processes have ended. If one fails, or none ends for the timeout, end the others."""
-    left = num_ranks
+    """Wait until all processes have ended. If one fails, or the time is over, end the others."""
+    end = time.monotonic() + timeout
     try:
-        while not processes.join(timeout):
-            before, left = left, sum(process.is_alive() for process in processes.processes)
-            if left == before:
+        while not processes.join(max(0.0, end - time.monotonic())):
+            if time.monotonic() >= end:
                 missing = min(range(num_ranks), key=lambda rank: (folder / f"{rank}").exists())
                 return Failure(missing, f"no result after {plural(round(timeout), 'second')}")
         return None
@@ -81,15 +84,7 @@ def _main(rank: int, folder: Path, num_ranks: int, function: Callable[[Any], Any
         torch.save(function(task), folder / f"{rank}")
         dist.barrier()
     except (Exception, SystemExit) as error:
-        torch.save(_failure(rank, error), folder / f"failed-{rank}")
+        torch.save(Failure(rank, describe_user_error(error)), folder / f"failed-{rank}")
         sys.exit(1)
     finally:
         dist.destroy_process_group()
-
-
-def _failure(rank: int, error: BaseException) -> Failure:
-    if (line := user_error(error)) is not None:
-        return Failure(rank, line)
-    if isinstance(error, ValueError):
-        return Failure(rank, describe(error))
-    return Failure(rank, "; ".join([f"{type(error).__name__}: {describe(error)}", *getattr(error, "__notes__", [])]))

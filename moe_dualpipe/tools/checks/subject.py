@@ -181,12 +181,6 @@ class Subject(ABC):
         return frozenset(prefix + name for prefix, layer in layers for name in getattr(layer, "averaged_buffers", ()))
 
     @cached_property
-    def is_random(self) -> bool:
-        """Whether calls in training draw random numbers, as for dropout."""
-        first, second = (self.outputs(self.draw(1), seed=seed) for seed in (1, 2))
-        return not torch.equal(first[0], second[0])
-
-    @cached_property
     def exact(self) -> bool:
         """Whether the layer computes in fp64: its second difference over a small step has no rounding of fp32."""
         x = self.draw(1)
@@ -200,10 +194,11 @@ class Subject(ABC):
     def limit(self) -> float:
         return EQUAL if self.exact else EQUAL_FP32
 
-    @property
+    @cached_property
     def modes(self) -> tuple[bool, ...]:
         """Training mode or not, for inputs of other shapes: random numbers and statistics then differ in training."""
-        return (False,) if self.averaged or self.is_random else (True, False)
+        first, second = (self.outputs(self.draw(1), seed=seed)[0] for seed in (1, 2))
+        return (True, False) if torch.equal(first, second) and not self.averaged else (False,)
 
     def random(self, seed: int, *shape: int) -> Tensor:
         return random_like(torch.empty(*shape, self.config.hidden_size, dtype=torch.float64, device=self.device), seed)
@@ -273,12 +268,13 @@ class Subject(ABC):
         """
         limit = self.limit if limit < 0 else limit
         least = small_gradient(expected)
-        for label, wanted in expected.items():
-            got = found.get(label)
+        for label in expected | found:
+            got, wanted = found.get(label), expected.get(label)
             if (got is None or not got.any()) and (wanted is None or not wanted.any()):
                 continue
             if got is None or wanted is None or got.shape != wanted.shape:
-                raise Broken(f"{label} {'is missing' if got is None else 'has another shape'} {when}. {hint}")
+                what = "is missing" if got is None else "is new" if wanted is None else "has another shape"
+                raise Broken(f"{label} {what} {when}. {hint}")
             name, size = label, ""
             error = relative(got, wanted, least) if wanted.is_floating_point() else float((got != wanted).any())
             if label == RESULT:
@@ -308,13 +304,11 @@ class Experts(Subject):
         """An uneven number of rows of each expert, at least 2."""
         return [2 + (3 * e + 1) % 4 for e in range(self.config.num_experts)]
 
-    def shapes(self) -> Iterator[tuple[Sequence[int], tuple[int, ...]]]:
+    def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
         number = self.config.num_experts
-        yield [0] * number, ()
-        for expert in sorted({0, number // 2, number - 1}):
-            yield [_ALL * (e == expert) for e in range(number)], ()
-        for first in range(0, len(SIZES), number):
-            yield [SIZES[(first + e) % len(SIZES)] for e in range(number)], ()
+        all_to_one = [[_ALL * (e == expert) for e in range(number)] for expert in sorted({0, number // 2, number - 1})]
+        uneven = [[SIZES[(first + e) % len(SIZES)] for e in range(number)] for first in range(0, len(SIZES), number)]
+        return [(counts, ()) for counts in ([0] * number, *all_to_one, *uneven)]
 
     def call(self, module: Any, case: Case) -> Outputs:
         """A layer that takes an order gets one choice of weight 1 per row."""
@@ -474,8 +468,7 @@ def worst_row(errors: Tensor) -> tuple[tuple[int, ...], float]:
     """The index of the largest error, and the error."""
     if not errors.numel():
         return (), 0.0
-    index = int(errors.argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), errors.shape)), float(errors.flatten()[index])
+    return tuple(int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)), float(errors.max())
 
 
 def wider(subject: Subject, width: int = 256) -> Subject:

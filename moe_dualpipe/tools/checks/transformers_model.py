@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ...messages import describe, plural, printable
 from .first_difference import Comparison, Kind, Trace
-from .laws import Check, Report
-from .parallel import check_run, run_whole
+from .laws import Report
+from .parallel import COMPARED, check_run, run_whole
 from .run import OTHER_ROWS
 from .subject import without_dropout
 
@@ -53,15 +53,16 @@ def check_transformers(
     vocab = getattr(config.get_text_config(), "vocab_size", 2)
     tokens = torch.randint(vocab, (_SEQUENCES, seq_len), generator=torch.Generator().manual_seed(seed))
     sizes = f"{plural(_SEQUENCES, 'sequence')} of {plural(seq_len, 'token')}"
-    subject = f"{printable(model)}: {sizes}, compared with one process: relative differences, of their tolerances"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "whole.pt"
         run_whole(printable(model), Comparison(partial(_run, model, tokens, "", None), OTHER_ROWS, file))
-        why, checks = "transformers cannot run it here: ", list[Check]()
-        for name in DIVISIONS:
-            divided = Comparison(partial(_run, model, tokens, name, change), OTHER_ROWS, file)
-            checks.append(check_run(name, RANKS, divided, "skipped", why))
-        return Report(subject, tuple(checks))
+        runs = {name: partial(_run, model, tokens, name, change) for name in DIVISIONS}
+        compared = {name: Comparison(run, OTHER_ROWS, file) for name, run in runs.items()}
+        why = "transformers cannot run it here: "
+        return Report(
+            f"{printable(model)}: {sizes}{COMPARED}",
+            tuple(check_run(name, RANKS, one, "skipped", why) for name, one in compared.items()),
+        )
 
 
 def _load(name: str, division: str, change: Change | None) -> Any:
@@ -99,7 +100,6 @@ def _see_parameters(trace: Trace, kind: Kind, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         tensor: Any = parameter if kind == "weights" else parameter.grad
         if tensor is not None:
-            tensor = tensor.detach()
             trace.see(kind, name, {0: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor})
 
 
@@ -110,5 +110,5 @@ def _see(trace: Trace, name: str, sequences: Sequence[int], *called: Any) -> Non
         trace.see_tokens("segments", f"the output of {name}", sequences, y)
         if y.requires_grad:
             gradient = f"the gradient of the output of {name}"
-            scale = len(sequences)  # the loss is a mean
-            y.register_hook(lambda grad: trace.see_tokens("segments", gradient, sequences, scale * grad))
+            # The loss is a mean over sequences.
+            y.register_hook(lambda grad: trace.see_tokens("segments", gradient, sequences, len(sequences) * grad))

@@ -90,19 +90,15 @@ class Skips(TopK):
         return torch.where(skipped, weights.detach().mean(), weights), ids.masked_fill(skipped, -1)
 
 
-class KeyBias(nn.Module):
-    """The gradient of the bias of the keys is 0, apart from rounding. The scale is a single number."""
+class Scaled(WithoutCache):
+    """The scale is a single number."""
 
     def __init__(self, config):
-        super().__init__()
-        size, self.heads = config.hidden_size, config.num_heads
-        self.q, self.k, self.v, self.out = (nn.Linear(size, size) for _ in range(4))
+        super().__init__(config)
         self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x_BSD):
-        q, k, v = (part(x_BSD).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.scale * self.out(y.transpose(1, 2).flatten(2))
+        return self.scale * super().forward(x_BSD)
 
 
 NO_CHOICES, NO_MASK = {"choices of a row"}, {"document mask"}
@@ -114,7 +110,7 @@ CORRECT = [
     ("experts", special_experts.DropoutExperts, {}, set()), ("experts", Running, {}, NO_CHOICES),
     ("router", "topk", GROUPS, set()), ("router", "topk", ONE_EXPERT, set()),
     ("router", own_layers.PlainRouter, {}, set()), ("router", Skips, {}, set()), ("attention", "gqa", {}, set()),
-    ("attention", "mla", {}, set()), ("attention", KeyBias, {}, NO_MASK), ("block", "prenorm", MANY_EXPERTS, set()),
+    ("attention", "mla", {}, set()), ("attention", Scaled, {}, NO_MASK), ("block", "prenorm", MANY_EXPERTS, set()),
     ("block", "prenorm", ONE_EXPERT, set()), ("block", own_layers.PlainBlock, {}, NO_MASK),
 ]  # fmt: skip
 
@@ -363,7 +359,7 @@ WRONG = {
     "doubled in parts": (GELU, DIVIDED, "down of expert 0 differs by 1.0e+00 (about 2 times",
                          {"expert": lambda s, e, r: F.linear(
                              F.gelu(F.linear(r, s.up[e])), Doubled.apply(s.down[e]) if s.is_part else s.down[e])}),
-    "bias on ranks": (GELU, DIVIDED, "a checkpoint with ep=2 has bias.0 of shape [16], and one with ep=1 None",
+    "bias on ranks": (GELU, DIVIDED, "bias.0 in a checkpoint is new over 2 ranks",
                       DRAWN | {"__init__": made(GELU, bias=lambda c, s: nn.Parameter(
                           torch.zeros(s.num_experts, c.hidden_size)) if s.is_part else None)}),
     "plain tensor": (GELU, "saved and loaded", "not in its state_dict()", {
