@@ -74,33 +74,6 @@ def test_text_has_every_box_once_in_bands_that_fit(timeline, width):
         assert Counter(int(name[1:]) for name in named(row)) == Counter(box.micro_batch for box in every)
 
 
-@pytest.mark.parametrize("timeline,expected", [
-    (simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), [
-        "1f1b: 2 ranks, 2 stages, 2 micro-batches",
-        "time    0",
-        "rank 0   F0   F1  ..........    B0    .....    B1    ",
-        "rank 1  ..... F0      B0     F1      B1    ..........",
-        "",
-        "F forward   B backward   . idle",
-        "step 18, bubble 6 per rank (33.3%)",
-        "peak: activations of 2 micro-batches, parameters of 1 stage",
-    ]),
-    (PAIR, [
-        "dualpipe: 2 ranks, 2 stages, 4 micro-batches",
-        "time    0",
-        "rank 0   F0   f2   F1       b2      [ f3    B0   ]      b3        I1    W1  ",
-        "rank 1   f2   F0   f3       B0      [ F1    b2   ]      B1        i3    w3  ",
-        "",
-        "F forward   B backward   I input gradient   W weight gradient",
-        "lowercase: other stages   [ ] pair   . idle",
-        "step 27, bubble 0 per rank (0.0%)",
-        "peak: activations of 3 micro-batches, 1 deferred W, parameters of 2 stages",
-    ]),
-], ids=["1f1b", "dualpipe"])  # fmt: skip
-def test_text_of_small_schedules(timeline, expected):
-    assert timeline_text(timeline, 80).splitlines() == expected
-
-
 # ---- Figures ----
 
 

@@ -42,25 +42,6 @@ def test_overlapping_events_count_once(tmp_path):
     assert (a.num_comm, a.comm_blocks) == (3, 24)
 
 
-def test_work_belongs_to_the_innermost_annotation_around_its_launch(tmp_path):
-    a = analysis_of(tmp_path, [
-        annotation("step", 0, 1000), annotation("attn(F)", 10, 20), annotation("dispatch(F)", 40, 10),
-        annotation("attn(B)", 60, 30), annotation("attn(F)", 100, 10), annotation("unused", 200, 10),
-        annotation("elsewhere", 0, 5, thread=3),
-        launch(1, 15), launch(2, 45), launch(3, 70, thread=2), launch(4, 35), launch(5, 105), launch(6, 2000),
-        kernel("gemm", 20, 5, correlation=1), kernel("ncclAllToAll", 50, 8, correlation=2),
-        kernel("gemm", 80, 7, correlation=3), kernel("gemm", 90, 1, correlation=4),
-        kernel("gemm", 110, 3, correlation=5), kernel("Memcpy DtoD", 115, 2, correlation=5, cat="gpu_memcpy"),
-        kernel("gemm", 300, 100, correlation=6), kernel("gemm", 500, 100),
-    ])  # fmt: skip
-    assert [(p.name, p.times, p.compute_us, p.comm_us, p.copy_us, p.exposed_comm_us) for p in a.phases] == [
-        ("step", 1, 1, 0, 0, 0),
-        ("attn(F)", 2, 8, 0, 2, 0),
-        ("dispatch(F)", 1, 0, 8, 0, 8),
-        ("attn(B)", 1, 7, 0, 0, 0),  # launched by a thread without annotations
-    ]
-
-
 # ---- DeepSeek's published trace ----
 
 published = pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace is not here")

@@ -114,17 +114,6 @@ def test_a_link_transfer_starts_when_it_is_called_and_the_link_is_free(tmp_path)
     ]  # fmt: skip
 
 
-def test_a_transfer_belongs_to_the_annotation_around_its_call(tmp_path):
-    (analysis,) = analyze(read_trace(write(tmp_path / "trace.json", [
-        annotation("dispatch(F)", 0, 10), operator("c10d::alltoall_base_", 5, 1),
-        annotation("mlp(F)", 20, 30), annotation("gloo:all_to_all", 22, 40, thread=5),
-    ])))  # fmt: skip
-    assert [(p.name, p.compute_us, p.comm_us, p.exposed_comm_us) for p in analysis.phases] == [
-        ("dispatch(F)", 9, 40, 12), ("mlp(F)", 30, 0, 0),
-    ]  # fmt: skip
-    assert (analysis.num_comm, analysis.comm_us, analysis.hidden_kernels_us) == (1, 40, 28)
-
-
 def test_annotations_that_match_the_pattern_are_transfers(tmp_path):
     """Waits for matching annotations are not transfers. Python inside them is not computation."""
     events = [

@@ -137,13 +137,6 @@ def test_the_machine_and_the_rank(tmp_path):
     assert (trace.base_us, trace.num_sms, trace.host) == (5.0, 132, "node7")
 
 
-def test_rows_without_valid_times_are_skipped(tmp_path):
-    rows = [kernel("a", 10, 20), kernel("b", "soon", 20), kernel("c", 30, 20), kernel("d", None, None)]
-    trace = read(tmp_path, **{KERNEL: rows, RANGES: [nvtx("r", "x", 5)]})
-    assert [e.name for e in trace.device_events] == ["a"]
-    assert trace.skipped == 4
-
-
 @pytest.mark.parametrize("content,message", [
     ({"notes": [{"text": "hello"}]}, "not an export of Nsight Systems"),
     ({KERNEL: [], "x": [{"y": 1}]}, "not a usable SQLite file"),
