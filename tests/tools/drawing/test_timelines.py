@@ -12,8 +12,6 @@ from moe_dualpipe.schedule import (
     Forward,
     Overlap,
     Schedule,
-    Span,
-    Timeline,
     build,
     members,
     simulate,
@@ -27,11 +25,6 @@ COSTS = Costs(F=2, B=5, W=2, FB=6)
 SIZES = [("dualpipe", 4, 10), ("zbv", 3, 6), ("interleaved_1f1b", 2, 4), ("1f1b", 1, 1), ("chimera", 8, 16)]
 timelines = pytest.mark.parametrize("timeline", [simulate(build(*size), COSTS) for size in SIZES], ids=map(str, SIZES))
 PAIR = simulate(build("dualpipe", 2, 4), COSTS)
-
-
-def shifted(timeline, by):
-    spans = (tuple(Span(s.action, s.start + by, s.end + by) for s in row) for row in timeline.spans)
-    return Timeline(timeline.schedule, tuple(spans))
 
 
 def named(line):

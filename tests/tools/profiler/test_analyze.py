@@ -64,22 +64,17 @@ def test_the_published_trace():
 
 
 def test_the_command_prints_tables_or_json(tmp_path, capsys):
-    """In the table of phases, times are means of two annotations."""
     events = [annotation("dispatch(F)", 0, 10), annotation("dispatch(F)", 20, 10), launch(1, 5), launch(2, 25),
               kernel("gemm", 10, 30), kernel("ncclX", 30, 20, correlation=1, grid=(8, 1, 1)),
               kernel("ncclX", 50, 10, correlation=2)]  # fmt: skip
     paths = [str(write(tmp_path / f"rank{rank}.json", events)) for rank in range(2)]
-    (analysis,) = analyze(read_trace(paths[0]))
     assert main(["profile", "analyze", *paths, "--phases"]) == 0
-    out, expected = capsys.readouterr().out, analysis_text(analysis, phases=True)
-    assert all(f"{path}\n{expected}\n\n" in out for path in paths)
-    assert "| dispatch(F) |     2 |                    0 |            15 |      10 |" in expected
-    assert expected.endswith("33.3% of the communication is hidden (2 kernels, on up to 8 thread blocks).")
+    expected = analysis_text(analyze(read_trace(paths[0]))[0], phases=True)
+    assert capsys.readouterr().out.count(f"{expected}\n\n") == 2
     assert main(["profile", "analyze", *paths, "--json"]) == 0
     found, other = json.loads(capsys.readouterr().out)
     assert [found["trace"], other["trace"]] == paths and found["comm_blocks"] == 8 and found["num_sms"] is None
-    assert (found["window_us"], found["compute_us"], found["comm_us"], found["exposed_comm_us"]) == (50, 30, 30, 20)
-    assert sum(row["us"] for row in found["account"]) == 50
+    assert sum(row["us"] for row in found["account"]) == found["window_us"] == 50
     phase = {"name": "dispatch(F)", "times": 2, "compute_us": 0, "comm_us": 30, "copy_us": 0, "exposed_comm_us": 20}
     assert found["phases"] == [phase]
 

@@ -33,6 +33,10 @@ def test_both_runs_give_equal_outputs_and_gradients(mode, sequences, routing, mo
     results: list[list[torch.Tensor]] = []
     inputs: list[torch.Tensor] = []
     pair.stage.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    tokens: set[int] = set()  # of each expert
+    for name, layer in pair.stage.named_modules():
+        if name.endswith(".router"):
+            layer.register_forward_hook(lambda *given: tokens.update(given[-1][1].flatten().bincount().tolist()))
     for run in (pair.sequential, pair.overlapped):
         torch.manual_seed(1)  # for the cached keys and values
         pair.prepare()
@@ -45,6 +49,7 @@ def test_both_runs_give_equal_outputs_and_gradients(mode, sequences, routing, mo
         grads = [parameter.grad for parameter in pair.stage.parameters()]
         assert all((grad is not None) == (mode == "train") for grad in grads)
         results.append([output.detach(), *(grad.clone() for grad in grads if grad is not None)])
+    assert (tokens == {9}) == (routing == "balanced")
     assert results[0][0].shape == (sequences, 1 if mode == "decode" else 8, 16)
     for sequential, overlapped in zip(*results, strict=True):
         assert torch.equal(sequential, overlapped)

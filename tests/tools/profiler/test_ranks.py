@@ -40,6 +40,8 @@ def layers(world, axes, kinds, repeats=6, seed=0):
 
 TP_DP = layers(4, groups_of(4, 2, 2), [("all_reduce", "dp"), ("all_gather", "tp")])
 PP_EP_TP = layers(8, groups_of(8, 2, 2, 2), [("p2p", "pp"), ("all_to_allv", "ep"), ("_reduce_scatter_base", "tp")])
+CHAIN = layers(3, [[(0, 2)], [(1, 2)]], [("all_reduce", "dp"), ("all_gather", "tp")])
+"""The clock of rank 1 is known through rank 2."""
 
 
 def waited(ranks):
@@ -51,7 +53,9 @@ def waited(ranks):
     return found
 
 
-@pytest.mark.parametrize("program,world", [(TP_DP, 4), (PP_EP_TP, 8)], ids=["tp x dp", "tp x ep x pp"])
+@pytest.mark.parametrize(
+    "program,world", [(TP_DP, 4), (PP_EP_TP, 8), (CHAIN, 3)], ids=["tp x dp", "tp x ep x pp", "chain"]
+)
 @pytest.mark.parametrize("numbered", [True, False])
 @pytest.mark.parametrize("offset", [0.0, 3e6])
 def test_waits_are_in_the_account_with_the_rank_that_was_late(program, world, numbered, offset, tmp_path):
