@@ -100,6 +100,7 @@ def _see_parameters(trace: Trace, kind: Kind, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         tensor: Any = parameter if kind == "weights" else parameter.grad
         if tensor is not None:
+            tensor = tensor.detach()
             trace.see(kind, name, {0: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor})
 
 
