@@ -152,19 +152,18 @@ def launch_others(dtype: torch.dtype, brief: bool = False) -> None:
 
 
 def launch_transfers(dtype: torch.dtype) -> None:
-    """Launch the kernels of one-sided transfers, with both kinds of signals."""
+    """Launch the kernels of one-sided transfers."""
     zeros = partial(torch.zeros, dtype=torch.int32)
     x, weights, ids, starts = torch.empty(64, 4096, dtype=dtype), torch.empty(64, 8), zeros(64, 8), zeros(9)
     operation, addresses = signals.Operation(0, 0, 0), torch.zeros(8, dtype=torch.int64)
     state, counter = signals.new_state(2, x.device), torch.zeros((), dtype=torch.int64)
-    for in_kernel in (False, True):
-        windows = signals.Windows(addresses, state, 0, 2, 64, 4112, 4096, 4104, 20, 600.0, in_kernel)
-        push.push(windows, operation, x, zeros(64), starts, weights, ids)
-        push.push(windows, operation, x, None, starts)
-        push.push(windows, operation, x, zeros(64), starts, weights, ids, push.Pace(8320, 0.0, 0.0, counter))
-        for sent, chosen in ((None, None), (weights, ids)):
-            receive.receive_rows(windows, operation, x, starts, sent, chosen)
-            receive.receive_sums(windows, operation, x, ids, starts, sent)
+    windows = signals.Windows(addresses, state, 0, 2, 64, 4112, 4096, 4104, 20, 600.0)
+    push.push(windows, operation, x, zeros(64), starts, weights, ids)
+    push.push(windows, operation, x, None, starts)
+    push.push(windows, operation, x, zeros(64), starts, weights, ids, push.Pace(8320, 0.0, 0.0, counter))
+    for sent, chosen in ((None, None), (weights, ids)):
+        receive.receive_rows(windows, operation, x, starts, sent, chosen)
+        receive.receive_sums(windows, operation, x, ids, starts, sent)
 
 
 def launch_fp8(dtype: torch.dtype, mx: bool, d: int = 2048, f: int = 512) -> None:

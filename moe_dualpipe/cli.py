@@ -48,7 +48,6 @@ COMMANDS = {
     "model show": ("model:ShowModel", "Show the parameters and FLOPs of a model"),
     "plan estimate": ("plan:EstimateCommand", "Predict step time, memory and cost of a run"),
     "plan search": ("plan:SearchCommand", "Find the layout and the schedule with the shortest step"),
-    "plan calibrate": ("plan_calibrate:CalibrateCommand", "Measure this machine for the planner"),
     "check parallel": ("check:CheckParallel", "Compare parallel runs with one process"),
     "check cluster": ("check_cluster:CheckCluster", "Check the machines of a run before it starts"),
     "check experts": ("check_layers:CheckExperts", "Check your own expert layer"),

@@ -38,7 +38,10 @@ def test_a_measured_step_says_what_it_changed_and_what_may_make_the_difference(c
     said = re.search(r"You have (\d+)% of what others reached. The constant changes from ([\d.]+) to ([\d.]+),", out)
     assert code == 0 and said is not None and said[1] == "71"
     assert float(said[3]) / float(said[2]) == pytest.approx(1 / 0.71, rel=0.02)
-    assert "The largest differences may be:" in out and "| the CPU launches every kernel (--cuda-graphs none) " in out
+    assert (
+        "The largest causes of the difference may be:" in out
+        and "| the CPU launches every kernel (--cuda-graphs none) " in out
+    )
     assert "What would be faster: transfers of experts are hidden (--overlap)" in out
     fast = run(capsys, f"{base} --measured {0.9 * plain['step_time_s']}")[1]
     assert "You have 111% of what others reached" in fast and "What would be faster" not in fast
@@ -62,7 +65,7 @@ def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys):
 def test_small_numbers_have_digits(capsys):
     base = "plan estimate --model tiny --gpu l4 --gpus 1 --seq-len 256 --batch-size 8"
     code, out, _ = run(capsys, f"{base} --explain --cuda-graphs full")
-    assert code == 0 and "each GPU has all experts" in out
+    assert code == 0 and "no expert is on another GPU" in out
     values = dict(re.findall(r"^\| +(\w[\w ]+?) +\| +\+?([\d.]+)", out, re.MULTILINE))
     parts = [values[name] for name in ("weights", "activations", "temporary", "launches")]
     assert all(0 < float(part) < 0.1 and len(part) == len("0.0035") for part in parts)
@@ -102,7 +105,6 @@ def test_wrong_input_is_one_line(capsys, command, option, tmp_path, monkeypatch)
 
 
 def test_loads_of_a_run_replace_the_assumed_routing(capsys, tmp_path):
-    """The placement that --json prints is one that --placement takes."""
     uneven = tmp_path / "uneven.json"
     uneven.write_text(json.dumps({"loads": [[700, 6, 7, 8] + [7] * 60] * 16, "maxima": [11.0] * 16}))
     base = f"plan estimate --model olmoe-1b-7b --gpu h100 --gpus 8 --ep 8 --loads {uneven}"
@@ -114,9 +116,6 @@ def test_loads_of_a_run_replace_the_assumed_routing(capsys, tmp_path):
     assert float(given[2]) >= float(moved[2]) > float(copied[2]) and float(given[3]) > float(copied[3])
     found = json.loads(run(capsys, f"{base} --placement copied --json")[1])
     assert found["step_time_s"] == pytest.approx(float(copied[3]), rel=0.01) and len(found["experts"][0]) == 64 + 8
-    (tmp_path / "placed.json").write_text(json.dumps({"experts": found["experts"]}))
-    again = json.loads(run(capsys, f"{base} --placement {tmp_path}/placed.json --json")[1])
-    assert again["step_time_s"] == found["step_time_s"]
 
 
 @pytest.mark.parametrize("option, said", [

@@ -138,7 +138,6 @@ WRONG_VALUES = ["", "x", "1.5", "-1", "0", "nan", "1e400", "9" * 40, "None", "tr
 NEEDED = {
     "schedule compare": "--stages 8 --micro-batches 8", "plan estimate": "--model tiny --gpu h100 --gpus 8",
     "plan search": "--model tiny --gpu h100 --gpus 8", "profile compare": "a b", "model list": "", "profile run": "",
-    "plan calibrate": "",
 }  # fmt: skip
 
 

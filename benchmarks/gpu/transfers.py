@@ -96,7 +96,7 @@ class Transfers:
         words = R * region_words(1, T, row_words)
         self.own, addresses_R = mirrored_memory(words, R, context.device)
         state = new_state(1, context.device)
-        self.windows = Windows(addresses_R, state, 0, 1, T, row_words, 0, 0, 1, 10.0, in_kernel=False)
+        self.windows = Windows(addresses_R, state, 0, 1, T, row_words, 0, 0, 1, 10.0)
 
     def copy(self) -> Tensor:
         return self.copied_SD.copy_(self.expected_SD)

@@ -1,1 +1,1 @@
-"""The planner against published runs and against runs on this machine."""
+"""The planner against published runs."""

@@ -1,8 +1,7 @@
-"""The planner against published runs, and against runs on this machine.
+"""The planner against published runs.
 
-python -m benchmarks.planner score    the error on published runs that took no part in the fit
-python -m benchmarks.planner fit      writes moe_dualpipe/tools/planner/constants.json
-python -m benchmarks.planner machine  predicted and measured steps of train.py on this machine's CPUs
+python -m benchmarks.planner score  the error on published runs that took no part in the fit
+python -m benchmarks.planner fit    writes moe_dualpipe/tools/planner/constants.json
 """
 
 import json
@@ -18,7 +17,6 @@ from benchmarks.common import table
 from moe_dualpipe.tools.planner.constants import FILE
 
 from .fit import GROUPS, Score, fit, predict, score, summary
-from .machine import compare_machine
 from .ratios import ratio_errors
 from .rows import read_rows
 
@@ -31,17 +29,14 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Options:
-    """Compare the planner with published runs, or with this machine."""
+    """Compare the planner with published runs."""
 
-    command: Positional[Literal["score", "fit", "machine"]]
+    command: Positional[Literal["score", "fit"]]
     rows: tuple[Path, ...] = ()
     """Files of rows. None: those of benchmarks/published_runs."""
 
 
 def main(options: Options) -> None:
-    if options.command == "machine":
-        print(compare_machine())
-        return
     points = predict(read_rows(options.rows or sorted(OWN.glob("*.json"))))
     if not points:
         raise SystemExit("no rows that can be predicted: give files with --rows")

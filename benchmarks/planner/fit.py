@@ -1,9 +1,9 @@
 """Fit the planner's constants to published runs, and measure the error on runs that took no part in the fit.
 
-Each configuration has one vote, however often it was published. The effects (constants.py) are fitted together by ridge
-regression of log(measured / predicted), with Huber's weights, so that single runs which went wrong count little. A
-family of models counts as the square root of its configurations. The seconds that a CPU takes for a launch are the
-candidate with which the other effects fit best.
+Each configuration has one vote, however often it was published. The causes of the difference (constants.py) are fitted
+together by ridge regression of log(measured / predicted), with Huber's weights, so that single runs which went wrong
+count little. A family of models counts as the square root of its configurations. The seconds that a CPU takes for a
+launch are the candidate with which they fit best.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_dualpipe.tools.planner.constants import effects, find_constant
+from moe_dualpipe.tools.planner.constants import causes, find_constant
 from moe_dualpipe.tools.planner.step import step_of
 
 from .rows import Row
@@ -23,9 +23,9 @@ from .rows import Row
 HOSTS = (4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5)
 """Candidates for the seconds of a CPU for a launch."""
 RIDGE = 0.6
-"""How much an effect is drawn toward 0: as by so many votes."""
+"""How much a cause is drawn toward 0: as by so many votes."""
 HUBER = 0.08
-"""Residuals beyond this count less."""
+"""Residuals beyond this count less. Results that were published twice for a configuration differ by 6% (median)."""
 FAMILY_RIDGE, FAMILY_MOST = 3.0, 0.5
 """The same for the mean residual of a family, in which no run counts for more than FAMILY_MOST."""
 COVERED = 0.9
@@ -43,7 +43,7 @@ class Point:
 
     @cached_property
     def names(self) -> list[str]:
-        return [*effects(self.row.load, self.row.software)]
+        return [*causes(self.row.load, self.row.software)]
 
     def log_ratio(self, host: float) -> float:
         return math.log(self.row.seconds / self.predicted[host])
@@ -104,13 +104,13 @@ def _constants(points: Sequence[Point], host: float) -> dict[str, Any]:
         families[family] = {"log": round(log, 4), "runs": round(weight)}
     return {
         "host": {"x86": host, "grace": host}, "mean": round(mean, 4),
-        "effects": {name: {"log": round(log, 4), "runs": round(votes[name])} for name, log in logs.items()},
+        "causes": {name: {"log": round(log, 4), "runs": round(votes[name])} for name, log in logs.items()},
         "families": families, "interval": {name: [1.0, 1.0] for name in GROUPS},
     }  # fmt: skip
 
 
 def _solve(points: Sequence[Point], host: float) -> tuple[tuple[float, dict[str, float]], float]:
-    """The mean and the effects, and the mean of what they leave unexplained."""
+    """The mean and the causes, and the mean of what they leave unexplained."""
     names = sorted({name for point in points for name in point.names})
     columns = np.array([[1.0, *(name in point.names for name in names)] for point in points])
     families: Counter[str] = Counter()

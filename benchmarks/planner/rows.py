@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moe_dualpipe.models.shape import ModelShape
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.tools.planner.constants import family_of
 from moe_dualpipe.tools.planner.device import load_device
@@ -114,7 +115,7 @@ def row_of(record: dict[str, Any]) -> Row | None:
     layout = layout_of(gpus, tp, pp, vpp, record["ep"] or 1, cp)
     load = Workload(
         shape, device, layout, record["seq"], _micro_batch(record, layout), record["global_batch"],
-        _precision(record["precision"]), _schedule(vpp, notes), _recompute(record), _backend(record, notes),
+        _precision(record["precision"]), _schedule(vpp, notes), _recompute(record, shape), _backend(record, notes),
         _overlap(notes), _violation(record, notes),
         attention=_attention(record), cuda_graphs=_cuda_graphs(notes),
     )  # fmt: skip
@@ -164,11 +165,26 @@ def _schedule(vpp: int, notes: str) -> str:
     return "interleaved_1f1b" if vpp > 1 else "1f1b"
 
 
-def _recompute(record: dict[str, Any]) -> Any:
-    text = (record["recompute"] or "").lower()
+def _recompute(record: dict[str, Any], shape: ModelShape) -> Any:
+    """The kind of the planner whose FLOPs are nearest to those of the parts that a run computes again.
+
+    Megatron names the parts. torchtitan's "selective" saves attention and every other product, and computes the rest
+    again (torchtitan/distributed/activation_checkpoint.py).
+    """
+    text, hidden = (record["recompute"] or "").lower(), shape.hidden
     if text.startswith("full"):
         return "full"
-    return "norms" if "norm" in text or "selective" in text else "none"
+    scores = shape.score_flops(record["seq"])
+    products = sum(layer.flops(hidden) for layer in shape.layers)
+    attention = sum(layer.attention.flops(hidden) for layer in shape.layers)
+    experts = sum(layer.flops(hidden) - layer.attention.flops(hidden) for layer in shape.layers if layer.experts)
+    parts = {"core_attn": scores, "moe": experts, "mlp": products - attention - experts}
+    again = sum(parts.get(name, 0) for name in text.split(", "))
+    if text.startswith("selective") and record["group"].startswith("torchtitan"):
+        again = products // 2
+    least = "norms" if "norm" in text or "selective" in text else "none"
+    kinds = {least: 0, "attention": attention + scores, "full": products + scores}
+    return min(kinds, key=lambda kind: abs(kinds[kind] - again))
 
 
 def _backend(record: dict[str, Any], notes: str) -> Any:

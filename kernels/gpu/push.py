@@ -27,7 +27,6 @@ from .signals import (
     memory_of,
     region_of,
     release_after,
-    release_last,
     wait_until_free,
 )
 
@@ -70,7 +69,7 @@ def push_kernel(
     ns_per_row, STRIDE_X: tl.constexpr, W: tl.constexpr, WEIGHTS_AT: tl.constexpr, IDS_AT: tl.constexpr,
     K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr,
     SLOTS: tl.constexpr, TOKENS: tl.constexpr, START: tl.constexpr, STRIDE: tl.constexpr, REGION: tl.constexpr,
-    LIMIT: tl.constexpr, CLOCK: tl.constexpr, IN_KERNEL: tl.constexpr, PACED: tl.constexpr,
+    LIMIT: tl.constexpr, CLOCK: tl.constexpr, PACED: tl.constexpr,
 ):  # fmt: skip
     if PACED:
         start = _time()
@@ -105,8 +104,6 @@ def push_kernel(
             _wait_for_link(start, rows, latency_ns, ns_per_row)
         if sent is not None:
             tl.atomic_add(sent, rows.to(tl.int64) * row_bytes, mask=tl.program_id(0) == 0, sem="relaxed")
-    if IN_KERNEL:
-        release_last(addresses, state, rank, slot, R, R_PADDED, SLOTS, REGION, False)
 
 
 def push(

@@ -25,7 +25,6 @@ from .signals import (
     memory_of,
     region_of,
     release_after,
-    release_last,
     report,
     wait_for_all,
 )
@@ -60,7 +59,7 @@ def receive_rows_kernel(
     x, weights, ids, offsets, addresses, state, rank, slot, number, layout, capacity, W: tl.constexpr,
     WEIGHTS_AT: tl.constexpr, IDS_AT: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     R: tl.constexpr, R_PADDED: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, START: tl.constexpr,
-    STRIDE: tl.constexpr, REGION: tl.constexpr, LIMIT: tl.constexpr, CLOCK: tl.constexpr, IN_KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr, REGION: tl.constexpr, LIMIT: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     r = tl.arange(0, R_PADDED)
@@ -105,8 +104,6 @@ def receive_rows_kernel(
         for first in range(total * K + program * BLOCK, capacity * K, programs * BLOCK):
             w = first + tl.arange(0, BLOCK)
             tl.store(ids + w, nothing, mask=w < capacity * K)
-    if IN_KERNEL:
-        release_last(addresses, state, rank, slot, R, R_PADDED, SLOTS, REGION, True)
 
 
 def receive_rows(
@@ -144,7 +141,7 @@ def receive_sums_kernel(
     y, weight_grads, slots, offsets, addresses, state, rank, slot, number, layout, num_tokens, C: tl.constexpr,
     D: tl.constexpr, WEIGHTS_AT: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     R: tl.constexpr, R_PADDED: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, START: tl.constexpr,
-    STRIDE: tl.constexpr, REGION: tl.constexpr, LIMIT: tl.constexpr, CLOCK: tl.constexpr, IN_KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr, REGION: tl.constexpr, LIMIT: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, R_PADDED)
     k = tl.arange(0, K_PADDED)
@@ -181,8 +178,6 @@ def receive_sums_kernel(
                 tl.store(y + t * D + d, tl.full((BLOCK,), float("nan"), y.dtype.element_ty), mask=d < D)
             if weight_grads is not None:
                 tl.store(weight_grads + t * K + k, tl.full((K_PADDED,), float("nan"), tl.float32), mask=k < K)
-    if IN_KERNEL:
-        release_last(addresses, state, rank, slot, R, R_PADDED, SLOTS, REGION, True)
 
 
 def receive_sums(

@@ -11,9 +11,8 @@ in each of R regions. Only rank r writes to region r, so no two ranks write the 
 wait for `free`, and read after a wait for `full`. `state`, in the memory of one rank, holds the number of finished
 messages of each slot, so that a CUDA graph can be replayed.
 
-A release is a store by one thread for each rank. The barrier before it orders the stores of all threads of the program
-before it. A later kernel is ordered after all programs of an earlier one; within a kernel, the last program that ends
-releases.
+A release is a store by one thread for each rank, in a kernel of its own, which is ordered after all programs of the
+kernel that wrote or read the rows.
 """
 
 import math
@@ -30,12 +29,12 @@ from .launch_args import interpreter_enabled, next_power_of_2
 
 NOT_FREED, NOT_SENT, OTHER_LAYOUT, OVER_CAPACITY = 1, 2, 3, 4
 """Failures: `state[:5]` is the failure, the peer, the number of the operation, its layout, and what was found."""
-DONE, EPOCHS = 7, 8  # in `state`: programs of a kernel that have ended; finished messages of each slot
+EPOCHS = 5  # in `state`: from here on, finished messages of each slot
 ALIGNMENT = 32  # words: 128 bytes
 MAX_REGISTERS = 128  # without a number, ptxas spills some so that more programs fit on a multiprocessor
 POLLS_PER_SECOND = 20_000  # of the interpreter, which has no clock
 _NOT_FREED, _OTHER_LAYOUT, _OVER_CAPACITY = (tl.constexpr(code) for code in (NOT_FREED, OTHER_LAYOUT, OVER_CAPACITY))
-_DONE, _EPOCHS = tl.constexpr(DONE), tl.constexpr(EPOCHS)
+_EPOCHS = tl.constexpr(EPOCHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class Windows:
     addresses_R: address of the memory of each rank, int64. state: zeros of `state_words`, int32, private to this rank.
     max_tokens: T. row_words: length of a row in a window, a multiple of 4. weights_at, ids_at: where in a row the
     routing weights and the expert ids are. num_sms: programs of a kernel. timeout: seconds that a wait may take.
-    in_kernel: kernels release at their end; otherwise a second kernel does.
     """
 
     addresses_R: Tensor
@@ -58,7 +56,6 @@ class Windows:
     ids_at: int
     num_sms: int
     timeout: float
-    in_kernel: bool
 
     @property
     def ranks(self) -> int:
@@ -76,7 +73,7 @@ class Windows:
             "R": self.ranks, "R_PADDED": next_power_of_2(self.ranks), "SLOTS": self.slots, "TOKENS": self.max_tokens,
             "START": first_window(self.slots), "STRIDE": self.row_words, "REGION": self.region_words,
             "LIMIT": round(self.timeout * (1e9 if clock else POLLS_PER_SECOND)), "CLOCK": clock,
-            "IN_KERNEL": self.in_kernel, "num_warps": 8, "maxnreg": MAX_REGISTERS,
+            "num_warps": 8, "maxnreg": MAX_REGISTERS,
         }  # fmt: skip
 
     def views(self, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,16 +199,6 @@ def release(addresses, state, rank, slot, R: tl.constexpr, R_PADDED: tl.constexp
             tl.store(state + _EPOCHS + slot, epoch)
 
 
-@triton.jit
-def release_last(addresses, state, rank, slot, R: tl.constexpr, R_PADDED: tl.constexpr, SLOTS: tl.constexpr,
-                 REGION: tl.constexpr, FREE: tl.constexpr):  # fmt: skip
-    """`release`, by the last program that calls this."""
-    tl.debug_barrier()
-    if tl.atomic_add(state + _DONE, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
-        tl.atomic_xchg(state + _DONE, 0, sem="relaxed", scope="gpu")
-        release(addresses, state, rank, slot, R, R_PADDED, SLOTS, REGION, FREE)
-
-
 @triton.jit(do_not_specialize=["rank", "slot"])
 def release_kernel(addresses, state, rank, slot, R: tl.constexpr, R_PADDED: tl.constexpr, SLOTS: tl.constexpr,
                    REGION: tl.constexpr, FREE: tl.constexpr):  # fmt: skip
@@ -219,9 +206,8 @@ def release_kernel(addresses, state, rank, slot, R: tl.constexpr, R_PADDED: tl.c
 
 
 def release_after(windows: Windows, slot: int, free: bool) -> None:
-    """Release what the last kernel has written or, with `free`, read; unless it has released that itself."""
-    if not windows.in_kernel:
-        release_kernel[(1,)](
-            windows.addresses_R, windows.state, windows.rank, slot, windows.ranks, next_power_of_2(windows.ranks),
-            windows.slots, windows.region_words, free, num_warps=1,
-        )  # fmt: skip
+    """Release what the last kernel has written or, with `free`, read."""
+    release_kernel[(1,)](
+        windows.addresses_R, windows.state, windows.rank, slot, windows.ranks, next_power_of_2(windows.ranks),
+        windows.slots, windows.region_words, free, num_warps=1,
+    )  # fmt: skip

@@ -7,10 +7,10 @@ from ..models import ModelConfig
 from ..models.config import BUILT_IN, options_field
 
 
-def start_model(resume: str | None, weights: str | None, staging: str | None = None) -> ModelConfig | None:
+def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
     """The model of a run, a checkpoint or a published model, without its custom layers, which options must name.
 
-    staging: as in `CheckpointConfig`. Returns None without such a path, and if it cannot be read: planning the run then
+    Returns None without such a path, and if it cannot be read: planning the run then
     raises the error. Raises StorageError if a store cannot be read.
     """
     if not (resume or weights):
@@ -18,7 +18,7 @@ def start_model(resume: str | None, weights: str | None, staging: str | None = N
     from . import list_checkpoints, open_weights  # imports torch
 
     try:
-        path = storage.local_path(resume or weights or "", staging)
+        path = storage.local_path(resume or weights or "")
         path = [*list_checkpoints(path / "checkpoints"), *list_checkpoints(path), path][0]
         storage.open_folder(path)
         model = open_weights(path).config

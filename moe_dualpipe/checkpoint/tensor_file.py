@@ -7,7 +7,7 @@
 The library can read tensors in two ways, and neither will do. If it maps a file that is then truncated, or whose disk
 fails, SIGBUS kills the process without a message. With `backend="pread"`, it holds the GIL while it reads (1.5 s for
 2 GiB on a fast disk): the heartbeat of the rank stops, and after 10 s the rank counts as dead. So this module reads the
-bytes with `pread`, or from an object store.
+bytes with `pread`. A file on an object store is copied when the first of its tensors is read.
 
 A published model has all tensors in model.safetensors, or in shards that model.safetensors.index.json lists. A
 checkpoint has them in the files that run.json lists. Opening a folder reads only headers. Folders are not trusted: the
@@ -19,11 +19,9 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -33,7 +31,7 @@ from torch import Tensor
 
 from ..data import DataFile
 from ..data.files import FileStatus
-from ..data.stores import Entry, RangedFile, drop, exists, fetch, url_of
+from ..data.stores import drop, entry_of, exists, fetch, read, url_of
 from ..data.strict_json import read_file, reading
 from ..data.synced_files import sync
 from ..messages import plural, printable, quoted
@@ -71,41 +69,30 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def open_file(path: Path, expected: Any = None) -> DataFile | RangedFile:
-    """A local file, or one on a store, of which only parts are read. Raises ValueError.
+def read_header(path: Path) -> tuple[FileStatus | None, dict[str, TensorEntry]]:
+    """The status of a file, unless it is on a store, and its tensors in the order of their bytes.
 
-    expected: its status. A file on a store that has been copied since has another status, and is not compared.
+    Raises ValueError, which names the file, and StorageError.
     """
-    if url_of(path) is not None and not path.exists():
-        return RangedFile(path, expected if isinstance(expected, Entry) else None)
-    return DataFile(path, expected if isinstance(expected, FileStatus) else None)
-
-
-def read_header(path: Path) -> tuple[Any, dict[str, TensorEntry]]:
-    """The status of a file, and its tensors in the order of their bytes. Raises ValueError, which names the file."""
-    with open_file(path) as file:
-        start = file.read(0, min(file.size, _LENGTH_BYTES))
-        with _with_header(path, file, start) as local, reading(path):
-            if start == _GIT_LFS:
-                raise ValueError("it is a Git LFS pointer in place of the file: run git lfs pull")
-            return file.status, _entries(local, path, file.size)
-
-
-@contextmanager
-def _with_header(path: Path, file: DataFile | RangedFile, start: bytes) -> Iterator[Path]:
-    """A local file with the header and the size of `file`: itself, or a sparse one for a file on a store."""
-    if isinstance(file, DataFile):
-        yield path
-        return
-    length = min(int.from_bytes(start, "little"), _MAX_HEADER, max(file.size - _LENGTH_BYTES, 0))
-    with tempfile.NamedTemporaryFile() as sparse:
-        sparse.write(start + file.read(len(start), length))
-        sparse.truncate(file.size)
+    if (url := url_of(path)) is None:
+        with DataFile(path) as file, reading(path):
+            return file.status, _entries(path, path, file.read(0, min(file.size, _LENGTH_BYTES)), file.size)
+    entry = entry_of(path)
+    assert entry is not None
+    start = read(url, 0, min(entry.size, _LENGTH_BYTES), stamp=entry.stamp)
+    stop = min(_LENGTH_BYTES + min(int.from_bytes(start, "little"), _MAX_HEADER), entry.size)
+    header = read(url, len(start), stop, stamp=entry.stamp)
+    with tempfile.NamedTemporaryFile() as sparse, reading(path):  # the library compares header and size of the file
+        sparse.write(start + header)
+        sparse.truncate(entry.size)
         sparse.flush()
-        yield Path(sparse.name)
+        return None, _entries(Path(sparse.name), path, start, entry.size)
 
 
-def _entries(local: Path, path: Path, size: int) -> dict[str, TensorEntry]:
+def _entries(local: Path, path: Path, first: bytes, size: int) -> dict[str, TensorEntry]:
+    """The tensors of `path`, whose header is in the file `local`. first: its first bytes. Raises ValueError."""
+    if first == _GIT_LFS:
+        raise ValueError("it is a Git LFS pointer in place of the file: run git lfs pull")
     try:
         with safe_open(local, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
@@ -195,10 +182,10 @@ class TensorFolder:
         """
         if (entry := self.entries.get(name)) is None:
             raise ValueError(f"{printable(self.folder)} has no tensor {quoted(name)}")
-        if (file := entry.file.name) in self._checksums:
-            fetch(entry.file, self._checksums[file])
+        file = entry.file.name
+        fetch(entry.file, self._checksums.get(file))
         data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-        with open_file(entry.file, self._statuses.get(file)) as opened:
+        with DataFile(entry.file, self._statuses[file]) as opened:
             opened.read_into(entry.start, data.numpy().data)
         return data.view(entry.dtype).reshape(entry.shape)
 
@@ -212,7 +199,7 @@ class _Index:
     weight_map: dict[str, str]
 
 
-def _read_shards(index: Path) -> dict[str, tuple[Any, dict[str, TensorEntry]]]:
+def _read_shards(index: Path) -> dict[str, tuple[FileStatus | None, dict[str, TensorEntry]]]:
     """Read the headers of the files that an index lists. It must list every tensor of each, and no others.
 
     Its metadata is ignored: the total_size of many published checkpoints is wrong.

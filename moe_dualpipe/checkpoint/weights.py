@@ -107,6 +107,9 @@ class SavedModel:
         """Read into tensors of the same shapes. Raises ValueError if they cannot be read."""
         for name in self._tensors.by_position(self._prefix + name for name in tensors):
             tensors[name.removeprefix(self._prefix)].copy_(self._tensors.read(name))
+
+    def close(self) -> None:
+        """Remove the copies of files on a store."""
         self._tensors.close()
 
 

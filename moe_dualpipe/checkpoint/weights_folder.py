@@ -118,6 +118,7 @@ def load_state(
         raise ValueError(f"{opened.where} has no weight of the model: it has {has}; the model has {wanted}")
     with errors_on_all_ranks():
         opened.read(found)
+    opened.close()  # the other ranks of this machine have read the copies, too
     return result
 
 
@@ -166,27 +167,16 @@ def open_model(
     Raises ValueError for a folder without a model, for one that is broken, and for wrong `own_layers`.
     """
     chosen = torch.device(choose_device(device, count_gpus(), 1))
-    folder = _find(path, own_layers)
+    folder, config = find_model(path, own_layers)
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
-    published = is_published(folder)
-    model = from_pretrained(folder, dtype) if published else load_model(folder, **(own_layers or {}))
-    return model.to(chosen, dtype), start_tokenizer(folder, model.config.vocab_size)
-
-
-def _find(path: str, own_layers: Mapping[str, OwnLayer] | None) -> Path:
-    folder = find_weights(path)
-    named = [field for field, layer in (own_layers or {}).items() if layer is not None]
-    if named and is_published(folder):
-        raise ValueError(
-            f"{printable(folder)} is a published model, without layers of your own: leave out --{named[0]}"
-        )
-    return folder
+    model = from_pretrained(folder, dtype) if is_published(folder) else load_model(folder, **(own_layers or {}))
+    return model.to(chosen, dtype), start_tokenizer(folder, config.vocab_size)
 
 
 def find_model(path: str, own_layers: Mapping[str, OwnLayer] | None = None) -> tuple[Path, ModelConfig]:
     """The folder or checkpoint with a model, and its options. Arguments and errors are those of `open_model`."""
-    opened = open_weights(_find(path, own_layers))
-    return opened.where, opened.config_with(own_layers or {}) if isinstance(opened, SavedModel) else opened.config
+    opened = open_weights(find_weights(path))
+    return opened.where, opened.config_with(own_layers or {})
 
 
 def load_spread_model(

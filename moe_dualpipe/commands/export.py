@@ -9,7 +9,7 @@ from tyro.conf import Positional, arg
 from ..checkpoint import find_checkpoint
 from ..checkpoint.huggingface import DTYPES, plan_checkpoint_export
 from ..checkpoint.huggingface import Export as Plan
-from ..data.stores import Url, is_url, sizes_of, staged_folder
+from ..data.stores import Url, is_url, staged_folder
 from ..messages import plural, printable
 
 GB = 10**9
@@ -36,8 +36,6 @@ class Export:
         print(f"{printable(found)} -> {printable(self.out)}", _described(plan, self.max_shard_size), sep="\n")
         out = staged_folder(Url(self.out)) if is_url(self.out) else Path(self.out)
         plan.write(out, self.max_shard_size)
-        files = sizes_of(out)
-        print(f"wrote {plural(len(files), 'file')}, {_size(sum(files.values()))}")
 
 
 def _described(plan: Plan, max_shard_size: str) -> str:

@@ -1,13 +1,11 @@
 """`moe-dualpipe plan`: step time, memory and cost of a training run before it starts."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from ..checkpoint.expert_loads import find_loads
-from ..expert_parallel.placement import Placement
 from ..messages import check_range
 from ..models.config import Recompute
 from ..runtime.layout import Layout
@@ -16,7 +14,7 @@ from ..tools.planner.device import Precision, load_device
 from ..tools.planner.layout_search import check_searched, search
 from ..tools.planner.prediction import estimate, routings
 from ..tools.planner.published_shapes import read_shape
-from ..tools.planner.routing import VIOLATION, MeasuredLoads, read_placement
+from ..tools.planner.routing import VIOLATION, MeasuredLoads
 from ..tools.planner.table import (
     estimate_report,
     measured_report,
@@ -30,6 +28,9 @@ from ..tools.planner.transfer_times import EpBackend
 from ..tools.planner.workload import AttentionKernel, CudaGraphs, Workload, layout_of
 from .options import JsonOption, check_ranges, check_together, one_of
 
+PLACEMENTS = {"moved": "moved", "copied": "moved, with 1 copy on each GPU"}
+"""Values of --placement, and their rows in the table of placements."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run(JsonOption):
@@ -38,7 +39,7 @@ class Run(JsonOption):
     model: str
     """A preset, the name of a published model, or a config.json of Hugging Face."""
     gpu: str
-    """The name of a GPU, such as h100, or a file that `moe-dualpipe plan calibrate` wrote."""
+    """The name of a GPU, such as h100, or a device file of your own, such as ./my_gpu.json."""
     gpus: int
     """Number of GPUs."""
     cp: int = 1
@@ -106,9 +107,8 @@ class EstimateCommand(Run):
     """What backward recomputes instead of saving it."""
     zero: bool = True
     """Divide the optimizer state over replicas (ZeRO-1)."""
-    placement: Annotated[str | None, tyro.conf.arg(metavar="moved|copied|FILE")] = None
-    """With --loads: where the experts are. moved: by their loads. copied: with a copy of one on each GPU. FILE: JSON
-    with "experts", the expert in each slot of each layer, as --json prints them. None: in order."""
+    placement: Literal["moved", "copied"] | None = None
+    """With --loads: where the experts are. moved: by their loads. copied: also a copy of one on each GPU."""
     explain: bool = False
     """Also print what each effect adds to the step time."""
     measured: float | None = None
@@ -141,16 +141,11 @@ class EstimateCommand(Run):
         layout = layout_of(self.gpus, self.tp, self.pp, self.vpp, self.ep, self.cp)
         load = replace(load, layout=layout, global_batch=self.batch_size, micro_batch=self.micro_batch_size)
         load.check()
-        return replace(load, experts=_placement(load, self.placement)) if self.placement else load
-
-
-def _placement(load: Workload, text: str) -> Placement | None:
-    """Where the experts are, for a value of --placement. Raises ValueError."""
-    if load.loads is None:
-        raise ValueError("--placement needs the measured loads of the experts: use --loads")
-    if name := {"moved": "moved", "copied": "moved, with 1 copy on each GPU"}.get(text):
-        return next(way.experts for known, way in routings(load) if known == name)
-    return read_placement(Path(text), load.loads, load.layout.ep)
+        if self.placement is None:
+            return load
+        if load.loads is None:
+            raise ValueError("--placement needs the measured loads of the experts: use --loads")
+        return dict(routings(load))[PLACEMENTS[self.placement]]
 
 
 @dataclass(frozen=True, kw_only=True)

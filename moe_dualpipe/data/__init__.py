@@ -14,7 +14,6 @@ from .tokenizer import (
     Tokenizer,
     UnknownTokenizer,
     find_tokenizer,
-    library_json,
     num_bytes,
     read_tokenizer,
     tokenizer_files,
@@ -23,6 +22,6 @@ from .tokenizer import (
 __all__ = [
     "BYTES", "HELD_OUT_FILES", "TOKENIZER_FILE", "TRAIN_FILE", "Batches", "DataFile", "GivenBatches",
     "Prepared", "Sidecar", "Source", "TextData", "TokenFile", "Tokenizer", "UnknownTokenizer",
-    "find_tokenizer", "library_json", "load_data", "num_bytes", "open_shards", "prepare_data", "read_stream",
+    "find_tokenizer", "load_data", "num_bytes", "open_shards", "prepare_data", "read_stream",
     "read_tokenizer", "tokenizer_files",
 ]  # fmt: skip

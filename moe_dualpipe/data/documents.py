@@ -52,6 +52,8 @@ class Documents:
         option: of the source, in messages. Raises ValueError if nothing matches, or if `source` is a single file that
         is not text.
         """
+        if not source:
+            raise ValueError(f'{option}is empty: name a file, a folder, a glob, or "stdlib"')
         name = f"{option}{printable(source)}"
         is_dataset = source.startswith(_HUB) and not os.path.lexists(source)
         found, skipped = (_load_dataset(source, name), {}) if is_dataset else _find_files(source, name)

@@ -9,7 +9,6 @@ No error names both the file and the row, and JSON takes four times as long.
 
 import gzip
 import io
-import json
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -18,6 +17,7 @@ from typing import Any
 
 from ..messages import printable, quoted
 from .files import DataFile
+from .strict_json import parse
 
 COMPRESSED, TABLES = (".jsonl.gz", ".jsonl.zst"), (".parquet", ".arrow")
 FORMATS = (".jsonl", *COMPRESSED, *TABLES)
@@ -61,18 +61,11 @@ def read_rows(file: DataFile, field: str) -> Iterator[str]:
 
 def _text_of(row: Any, field: str) -> str:
     """The text of a line of JSON or of a value of pyarrow; "" for an empty line."""
-    try:
-        text = _of_line(row, field) if isinstance(row, bytes) else row.as_py()
-    except UnicodeDecodeError as error:
-        raise _InvalidError(f"not UTF-8 at byte {error.start}: {error.reason}") from None
+    text = _of_line(row, field) if isinstance(row, bytes) else row.as_py()
     if not isinstance(text, str):
         raise _InvalidError(f"field {quoted(field)} must be a string, got {type(text).__name__}")
     if "\0" in text:
         raise _InvalidError(f"field {quoted(field)} contains a zero character")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _InvalidError(f"field {quoted(field)} has an unpaired surrogate at character {error.start}") from None
     return text
 
 
@@ -81,11 +74,10 @@ def _of_line(line: bytes, field: str) -> object:
         raise _InvalidError(f"a line has at most {LONGEST_LINE:,} bytes, but this one is longer")
     if not line.strip():
         return ""
-    text = line.rstrip(b"\n").decode()
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _InvalidError(f"not JSON: {printable(error)}") from None
+        value = parse(line)
+    except ValueError as error:
+        raise _InvalidError(printable(error)) from None
     if not isinstance(value, dict):
         raise _InvalidError(f"expected an object, got {type(value).__name__}")
     if field not in value:

@@ -5,9 +5,7 @@ labels. If a machine has another version of a file, the labels do not match the 
 a program makes itself.
 """
 
-import torch
-import torch.distributed as dist
-
+from ..expert_parallel.gather import gather_objects
 from ..messages import plural
 from ..runtime.shared_errors import build_on_all_ranks
 from . import GivenBatches, TextData
@@ -15,10 +13,7 @@ from . import GivenBatches, TextData
 
 def check_same_text(text: TextData | GivenBatches) -> None:
     """Raise ValueError, on all ranks, unless all ranks have the same text. Collective."""
-    fingerprint = torch.tensor(build_on_all_ranks(text.fingerprint))
-    gathered = [torch.empty_like(fingerprint) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, fingerprint)
-    fingerprints = torch.stack(gathered).tolist()
+    fingerprints = gather_objects(build_on_all_ranks(text.fingerprint))
     others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
     if others:
         given = isinstance(text, GivenBatches)

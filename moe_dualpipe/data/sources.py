@@ -77,8 +77,6 @@ def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: s
         if file.is_scanned:
             file.scan(tokenizer.vocab_size)
         return file.tokens_N
-    if not source:
-        raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
     return np.concatenate([d.tokens_N for d in _encode(Documents.find(source, field), tokenizer)])
 
 
@@ -92,8 +90,6 @@ def split_weight(entry: str) -> tuple[str, float]:
     except ValueError:
         name, number = entry, 1.0  # the "=" is part of the name
     check_range(f"--data {printable(entry)}: the weight", number, 1e-9, 1e9)
-    if not name:
-        raise ValueError('--data is empty: name a file, a folder, a glob, or "stdlib"')
     return name, number
 
 

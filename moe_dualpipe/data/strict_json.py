@@ -32,7 +32,7 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
     except RecursionError:
         raise ValueError("its objects and lists are nested too deep") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"not text: {error.reason} at byte {error.start}") from None
+        raise ValueError(f"it is not UTF-8: {error.reason}") from None
 
 
 def read_bytes(path: Path, follow_links: bool = True) -> bytes:

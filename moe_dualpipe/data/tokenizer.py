@@ -26,10 +26,14 @@ ENDS = (END, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>") 
 
 
 class Tokenizer(ABC):
-    """Maps text to token ids and back. `end_id` ends each document, and no text encodes to it; -1 if unknown."""
+    """Maps text to token ids and back. `end_id` ends each document, and no text encodes to it; -1 if unknown.
+
+    end_text: of this token in the tokenizer.json that other programs read.
+    """
 
     vocab_size: int
     end_id: int
+    end_text = ""
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()
@@ -46,11 +50,18 @@ class Tokenizer(ABC):
     def to_json(self) -> bytes:
         """The JSON from which `tokenizer_from_json` builds the same tokenizer."""
 
+    def library_json(self) -> bytes:
+        """The tokenizer.json that other programs read, if the tokenizer is known.
+
+        They map a text to the same ids, except that they encode the text of the end-of-document token to that token.
+        """
+        return self.to_json()
+
 
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as 256 tokens. A zero byte, which text never contains, ends a document."""
 
-    vocab_size, end_id = 256, 0
+    vocab_size, end_id, end_text = 256, 0, END
 
     def decode(self, tokens: list[int]) -> str:
         return b"".join(bytes([t]) if t < 256 else "\ufffd".encode() for t in tokens).decode(errors="replace")
@@ -60,6 +71,9 @@ class ByteTokenizer(Tokenizer):
 
     def to_json(self) -> bytes:
         return b'{"tokenizer": "bytes"}\n'
+
+    def library_json(self) -> bytes:
+        return json.dumps(_byte_level_json(), ensure_ascii=False).encode() + b"\n"
 
     def __str__(self) -> str:
         return "bytes"
@@ -111,7 +125,7 @@ class BPETokenizer(Tokenizer):
                 f'"special": true; its special tokens are {found or "none"}'
             )
         self.end_id = ends[0]
-        self.end_text: str = self._tokenizer.id_to_token(self.end_id)
+        self.end_text = self._tokenizer.id_to_token(self.end_id)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
@@ -198,19 +212,6 @@ def find_tokenizer(folder: Path) -> Tokenizer:
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files that make `find_tokenizer` find `tokenizer` in a folder: file name -> content."""
     return {} if isinstance(tokenizer, ByteTokenizer) else {TOKENIZER_FILE: tokenizer.to_json()}
-
-
-def library_json(tokenizer: Tokenizer) -> tuple[bytes, str] | None:
-    """The tokenizer.json that other programs read, and the text of its end-of-document token. None: unknown tokenizer.
-
-    They map a text to the same ids, except that they encode the text of the end-of-document token to that token.
-    """
-    match tokenizer:
-        case BPETokenizer():
-            return tokenizer.to_json(), tokenizer.end_text
-        case ByteTokenizer():
-            return json.dumps(_byte_level_json(), ensure_ascii=False).encode() + b"\n", END
-    return None
 
 
 def _byte_level_json() -> dict[str, Any]:

@@ -248,7 +248,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.model is _OF_PRESET:
             start = self.checkpoint
-            model = start_model(start.resume, start.weights, start.staging) if self.preset is None else None
+            model = start_model(start.resume, start.weights) if self.preset is None else None
             object.__setattr__(self, "model", model or preset(self.preset or DEFAULT_PRESET))
 
     @property

@@ -215,12 +215,12 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
     Raises OptionError and, for a file or folder that cannot be read, ValueError.
     """
     typed, file = _parse_flags(arguments, quiet)
-    resume, staging = typed.get("checkpoint.resume"), typed.get("checkpoint.staging")
+    resume = typed.get("checkpoint.resume")
     if file is not None and resume:
         raise OptionError(f"{printable(file)} and --resume both say what to run: use one of them")
     if resume and (given := resume.removesuffix(f"/{OPTIONS_FILE}")) != resume:
         raise OptionError(f"--resume {printable(resume)} names a file: use --resume {printable(given)}")
-    saved = saved_values(resume, staging)
+    saved = saved_values(resume)
     base = dict(saved or {}) if file is None else read_toml(Path(file))
     if "preset" in typed or "checkpoint.weights" in typed:
         base = {key: value for key, value in base.items() if not key.startswith("model.") and key != "preset"}
@@ -232,9 +232,9 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
     return Request(config, frozenset(changed), saved, from_file=True)
 
 
-def saved_values(resume: str | None, staging: str | None) -> dict[str, Any] | None:
+def saved_values(resume: str | None) -> dict[str, Any] | None:
     """The values that a continuation of the run takes from its run.toml, by key. None without such a file."""
-    if not resume or (file := _run_file(resume, staging)) is None:
+    if not resume or (file := _run_file(resume)) is None:
         return None
     return {key: value for key, value in read_toml(file).items() if key not in _ONCE}
 
@@ -265,7 +265,7 @@ def build_config(values: Mapping[str, Any], defaults: TrainConfig | None = None)
         sections.setdefault(section, {})[name] = value
     top, config = sections.pop("", {}), defaults or TrainConfig(preset=DEFAULT_PRESET)
     start = sections.get("checkpoint", {})
-    start = CheckpointConfig(**{name: start[name] for name in ("resume", "weights", "staging") if name in start})
+    start = CheckpointConfig(**{name: start[name] for name in ("resume", "weights") if name in start})
     model = TrainConfig(preset=top.get("preset"), checkpoint=start).model
     changed = {name: replace(getattr(config, name), **values) for name, values in sections.items() if name != "model"}
     model = replace(model, **sections.get("model", {}))
@@ -312,9 +312,9 @@ def _shown(value: Any) -> str:
     return text.replace("\x7f", "\\u007f")
 
 
-def _run_file(resume: str, staging: str | None) -> Path | None:
+def _run_file(resume: str) -> Path | None:
     """The run.toml of the run that has the folder or checkpoint `resume`; None for a run without one."""
-    run = stores.local_path(run_of(resume), staging)
+    run = stores.local_path(run_of(resume))
     if stores.url_of(run) is not None:
         stores.open_folder(run)
     return found if (found := run / OPTIONS_FILE).is_file() else None

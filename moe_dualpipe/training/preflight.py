@@ -165,8 +165,6 @@ def prepare(
     chosen = {"compile": "on" if compiled else "off", "dtype": str(dtype).removeprefix("torch.")}
     config = replace(config, compute=replace(config.compute, **chosen))
     layers = _layers(config, choice, agreed.free, dtype, device, instruments)
-    for given_path in filter(None, (options.resume, options.weights)):
-        stores.local_path(given_path, options.staging)  # copies of files of a URL come here
     resume = agreed.resume or (find_checkpoint(options.resume) if options.resume else None)
     weights = find_weights(options.weights) if options.weights and not resume else None
     first_step, differences = 0, []

@@ -99,7 +99,7 @@ def train(
     launch = current_launch()
     given = Given(weights, batches, validation)
     config = config or TrainConfig()
-    request = Request(config, saved=saved_values(config.checkpoint.resume, config.checkpoint.staging))
+    request = Request(config, saved=saved_values(config.checkpoint.resume))
     invalid: ValueError | None = None
     try:
         with ExitStack() as stack:

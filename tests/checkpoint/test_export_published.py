@@ -53,7 +53,7 @@ def test_our_own_presets_are_of_a_published_architecture_or_the_nearest_is_named
 
 
 def test_transformers_computes_the_logits_of_a_run(byte_run, tmp_path, capsys):
-    assert export(byte_run, tmp_path / "out", "--max-shard-size", "100KB") == 0
+    assert export(byte_run, tmp_path / "out", "--max-shard-size", "100KB", "--dtype", "float32") == 0
     model = load_model(find_checkpoint(str(byte_run)))
     tokens = torch.randint(256, (2, 17))
     with torch.no_grad():
@@ -74,10 +74,6 @@ def check_tokenizer(folder, tokenizer):
     config = transformers.AutoConfig.from_pretrained(folder)
     assert theirs.eos_token_id == generation.eos_token_id == config.eos_token_id == tokenizer.end_id
     assert config.bos_token_id is None and config.pad_token_id is None
-    model = transformers_model(folder, torch.float32)
-    given = theirs("def ", return_tensors="pt")
-    made = model.generate(**given, max_new_tokens=5, do_sample=False)
-    assert made.shape[1] <= given["input_ids"].shape[1] + 5
 
 
 @pytest.mark.parametrize("kind", ["byte_run", "bpe_run"])

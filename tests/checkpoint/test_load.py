@@ -58,7 +58,7 @@ def test_every_flipped_bit_is_detected(run, monkeypatch):
 def test_every_wrong_value_in_run_json_is_refused_or_changes_nothing(run, signed):
     """signed: with a checksum that matches, as an attacker would write it."""
     path = newest(run) / "run.json"
-    expected = dataclasses.replace(read_manifest(newest(run)), model={"hidden_size": 128, "dense_layers": [1]})
+    expected = dataclasses.replace(read_manifest(newest(run)), model=DEFAULT if signed else {})
     path.write_bytes(expected.encode())
     saved, refused = json.loads(path.read_text()), 0
     for _, text in mutations({key: value for key, value in saved.items() if key != "checksum" or not signed}):
@@ -71,28 +71,17 @@ def test_every_wrong_value_in_run_json_is_refused_or_changes_nothing(run, signed
         path.write_text(text)
         try:
             loaded_step(find_checkpoint(str(newest(run))))
-            check_model(newest(run), ModelConfig(dense_layers=(1,)))
+            check_model(newest(run), ModelConfig())
         except ValueError as error:
             check_message(error, 4000)
             refused += 1
         else:
             found = read_manifest(newest(run))
-            assert found == expected or (signed and found.files.items() <= expected.files.items())
+            changed = {key for key in DEFAULT if found.model.get(key, DEFAULT[key]) != DEFAULT[key]}
+            assert found == expected or (
+                signed and found.files.items() <= expected.files.items() and changed <= IGNORED
+            )
     assert refused > 100
-
-
-def test_every_wrong_model_option_with_a_matching_checksum_is_refused(run):
-    for _, text in mutations(DEFAULT):
-        try:
-            model = json.loads(text) or {}
-            write_manifest(newest(run), 9, model)
-        except (ValueError, RecursionError, TypeError):  # then there is no checksum
-            continue
-        try:
-            check_model(newest(run), ModelConfig())
-            assert {key for key in DEFAULT if model.get(key, DEFAULT[key]) != DEFAULT[key]} <= IGNORED
-        except ValueError as error:
-            check_message(error, 4000)
 
 
 def forge(checkpoint, **more):

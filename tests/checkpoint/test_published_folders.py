@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 
-from moe_dualpipe.checkpoint.huggingface import PublishedModel, from_pretrained
+from moe_dualpipe.checkpoint import open_model
+from moe_dualpipe.checkpoint.huggingface import from_pretrained
 from tests.support.mutations import check_message
 from tests.support.published import change_tensors, configure, random_model, save
 
@@ -38,6 +39,7 @@ FAULTS = [
     (lambda folder: configure(folder, vocab_size=2**30), "do not fit into the "),
     (lambda folder: (folder / "config.json").unlink(), "has no config.json: give the local folder of a published"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "config.json: Expected `object`, got `array`"),
+    (lambda folder: (folder / "tokenizer.json").write_bytes(b'{"a": '), "tokenizer.json: Expecting value"),
 ]  # fmt: skip
 
 
@@ -45,17 +47,12 @@ FAULTS = [
 def test_a_folder_that_does_not_fit_together_is_refused(original, tmp_path, damage, problem):
     folder = shutil.copytree(original, tmp_path / "saved")
     damage(folder)
-    for load in (PublishedModel, from_pretrained):
-        with pytest.raises(ValueError) as error:
-            load(folder)
-        check_message(error.value)
-        assert str(folder) in str(error.value) and problem in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
-def test_other_files_are_read_before_the_weights(original, tmp_path, name, monkeypatch):
-    folder = shutil.copytree(original, tmp_path / "saved")
-    (folder / name).write_bytes(b'{"a": ')
-    monkeypatch.setattr(PublishedModel, "read", lambda *_: pytest.fail("read a tensor"))
-    with pytest.raises(ValueError, match=rf"cannot read .*{name}: "):
+    with pytest.raises(ValueError) as error:
         from_pretrained(folder)
+    check_message(error.value)
+    assert str(folder) in str(error.value) and problem in str(error.value)
+
+
+def test_a_published_model_has_no_custom_layers(original):
+    with pytest.raises(ValueError, match=f"{original} has experts 'swiglu', not 'own:Experts': leave out --experts"):
+        open_model(str(original), {"experts": "own:Experts"})

@@ -8,16 +8,18 @@ import torch
 from moe_dualpipe.checkpoint import (
     SaveError,
     find_checkpoint,
+    find_weights,
+    global_weights,
     list_checkpoints,
     load_checkpoint,
+    load_weights,
     save_checkpoint,
 )
 from moe_dualpipe.checkpoint.atomic_folder import hidden
-from moe_dualpipe.checkpoint.huggingface import plan_checkpoint_export
-from moe_dualpipe.checkpoint.tensor_file import TensorFolder
+from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_checkpoint_export
 from moe_dualpipe.cli import main
 from moe_dualpipe.data.one_writer import FolderInUseError, only_writer
-from moe_dualpipe.data.stores import Patience, Url, local_path, open_folder, staged_folder
+from moe_dualpipe.data.stores import Patience, Url, staged_folder
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import ModelConfig
 from tests.support.checkpoints import loaded_step, state_of
@@ -59,19 +61,9 @@ def run(three_steps, s3):
     return s3
 
 
-@pytest.mark.usefixtures("run")
-def test_the_state_of_every_rank_is_loaded_from_the_newest_checkpoint():
-    found = find_checkpoint(RUN)
-    assert printable(found) == f"{RUN}/checkpoints/step-000009"
-    assert (found / "tokens.txt").read_bytes() == b"a b c"
-    assert loaded_step(found) == 9
-    assert not [*found.glob("*.safetensors")], "copies stay after they were loaded"
-    assert loaded_step(find_checkpoint(f"{RUN}/checkpoints/step-000005")) == 5
-    assert loaded_step(find_checkpoint(f"{RUN}/checkpoints")) == 9
-
-
 def test_a_rank_copies_only_the_files_that_it_needs(run):
-    found = find_checkpoint(RUN)
+    found = find_checkpoint(f"{RUN}/checkpoints")
+    assert printable(found) == f"{RUN}/checkpoints/step-000009" and (found / "tokens.txt").read_bytes() == b"a b c"
     state = {name: torch.full_like(tensor, -1) for name, tensor in state_of(1, 0).items() if name != "both"}
     run.bytes_read = 0
     load_checkpoint(found, state)
@@ -167,17 +159,10 @@ def test_ranks_export_the_same_files_to_a_url_and_config_json_last(folders, s3, 
     assert capsys.readouterr().err == f"moe-dualpipe: error: {PUBLISHED} already exists: choose another folder\n"
 
 
-def test_tensors_of_a_published_model_are_read_by_ranges(folders, s3):
+def test_files_of_a_published_model_are_copied_while_it_is_loaded(folders, s3):
     s3.put_folder(folders / "published", "published")
-    folder = local_path(PUBLISHED)
-    open_folder(folder)
-    s3.bytes_read = 0
-    remote, local = TensorFolder(folder), TensorFolder(folders / "published")
-    headers = s3.bytes_read
-    name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
-    assert torch.equal(remote.read(name), local.read(name))
-    assert s3.bytes_read - headers == local.entries[name].nbytes
-    assert headers < sum(path.stat().st_size for path in (folders / "published").iterdir()) / 4
-    for name in local.entries:
-        assert torch.equal(remote.read(name), local.read(name)), name
-    assert not [*folder.glob("*.safetensors")]
+    folder, expected = find_weights(PUBLISHED), global_weights(from_pretrained(folders / "published"))
+    state = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in expected.items()}
+    load_weights(folder, state)
+    assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in expected.items())
+    assert not [*folder.glob("*.safetensors")], "copies stay after they were loaded"

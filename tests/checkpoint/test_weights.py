@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from moe_dualpipe.checkpoint import check_weights, find_checkpoint, find_weights, load_model, load_weights, open_model
-from moe_dualpipe.checkpoint.tensor_file import TensorFolder
 from moe_dualpipe.checkpoint.weights import global_weights, group_names
 from moe_dualpipe.models import build_model
 from tests.support.checkpoints import write_tensors_of
@@ -47,16 +46,6 @@ def saved_weights(run):
 
 
 # ---- Laws ----
-
-
-def test_only_requested_weights_are_read(run, monkeypatch):
-    read, read_tensor = [], TensorFolder.read
-    monkeypatch.setattr(TensorFolder, "read", lambda self, name: read.append(name) or read_tensor(self, name))
-    state = {"model.head.weight": torch.zeros(256, 32), "exp_avg.head.weight": torch.zeros(256, 32)}
-    load_weights(find_weights(str(run)), state)
-    assert read == ["model.head.weight"]
-    assert torch.equal(state["model.head.weight"], saved_weights(run)["head.weight"])
-    assert not state["exp_avg.head.weight"].any()
 
 
 def load_in_layouts(rank, configs):

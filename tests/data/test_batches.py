@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.data import BYTES, GivenBatches, Source, TextData, encode, load_data
+from moe_dualpipe.data import Source, TextData, encode, load_data
 from moe_dualpipe.data.encode import encode_documents
 from moe_dualpipe.data.sources import split_weight
 from moe_dualpipe.data.tokenizer import ByteTokenizer
@@ -97,25 +97,7 @@ def test_the_fingerprint_is_that_of_the_text_and_its_weights():
     assert TextData((one, unlike)).bytes_per_token == pytest.approx((1 + 2.5 * 4.5) / 3.5)
 
 
-def test_a_program_gives_ids_of_its_vocabulary():
-    batch = (torch.full((2, 3), 9),) * 2
-    assert GivenBatches(lambda _: batch, (2, 3), 10, BYTES).batch(0, 0, 2, 3, range(1, 2))[0].shape == (1, 3)
-    with pytest.raises(ValueError, match=r"batches\(0\): inputs must be from 0 to 8: got 9"):
-        GivenBatches(lambda _: batch, (2, 3), 9, BYTES).batch(0, 0, 2, 3)
-
-
 # ---- Text ----
-
-
-def test_held_out_files_are_not_trained_on_and_skipped_files_are_reported(folder):
-    text = load_data(str(folder), 16)
-    kept, held_out = (getattr(text.sources[0], side).tobytes().decode() for side in ("train", "held_out"))
-    names = [f"<{i:02}>" for i in range(40)] + ["<deep>"]
-    assert [name for name in names if name in held_out] == ["<08>", "<31>", "<34>"]  # by their hashes
-    assert all((name in kept) != (name in held_out) for name in names)
-    assert len(kept) + len(held_out) == 40 * (80 + 1) + 120 + 1
-    left_out = f"1 skipped as not text: {folder}/image.bin (zero byte in line 1)"
-    assert text.description == f"data {folder}: 3,118 tokens, 243 held out; 41 documents; {left_out}"
 
 
 def test_a_glob_that_the_shell_has_expanded_is_described_on_one_line(folder):

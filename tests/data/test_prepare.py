@@ -7,18 +7,15 @@ import subprocess
 import sys
 import time
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 import pytest
 
-from moe_dualpipe.cli import main
 from moe_dualpipe.data import BYTES, Prepared, open_shards, prepare, prepare_data
-from moe_dualpipe.data.documents import Documents
 from moe_dualpipe.data.pool import run_in_processes
-from moe_dualpipe.data.prepare import ShardWriter, shards_of
+from moe_dualpipe.data.prepare import ShardWriter
 from tests.support.runs import ROOT
 
 
@@ -62,19 +59,6 @@ def test_any_number_of_workers_writes_the_same_files(source, alone, tmp_path, wo
     done = run(source, tmp_path / "out", workers=workers)
     assert files_in(tmp_path / "out") == alone
     assert (done.shards, done.finished_before) == (3, 0)
-
-
-@pytest.mark.parametrize("shard_bytes", [1, 500, 1 << 30])
-def test_shards_have_all_documents_in_order(source, monkeypatch, shard_bytes):
-    monkeypatch.setattr(prepare, "SHARD_BYTES", shard_bytes)
-    found = Documents.find(str(source))
-    parts = shards_of([found])
-    assert [file for shard in parts for file in shard.files] == [*found.files.items()]
-    assert [text for shard in parts for text in shard.documents(found.field)] == [*found]
-    assert all(shard.size <= shard_bytes or len(shard.files) == 1 for shard in parts)
-    assert {len(shard.files) for shard in parts if ".jsonl" in str(shard.files)} == {1}
-    with_next = [one.size + other.files[0][1].size for one, other in pairwise(parts)]
-    assert sum(size > shard_bytes for size in with_next) >= len(with_next) - 4  # but beside the two files of rows
 
 
 KILLED = """
@@ -125,18 +109,6 @@ def test_results_have_the_order_of_the_items_and_a_killed_worker_is_one_error():
     message = r"^a worker process was killed; if memory is short, use fewer --workers$"
     with pytest.raises(ChildProcessError, match=message):
         list(run_in_processes(signal.raise_signal, [signal.SIGKILL] * 2, 2))
-
-
-def test_an_invalid_row_is_named_and_only_its_file_is_encoded_again(tmp_path, capsys):
-    rows = [json.dumps({"text": words(i, 30)}) for i in range(80)]
-    (tmp_path / "a.jsonl").write_text("\n\n".join(rows))
-    (tmp_path / "b.jsonl").write_text("\n".join([*rows[:61], "{", *rows[61:]]))
-    command = ["data", "prepare", f"{tmp_path}/?.jsonl", "--out", f"{tmp_path}/out", "--tokenizer", "bytes"]
-    assert main([*command, "--workers", "1"]) == 2
-    assert capsys.readouterr().err.startswith(f"moe-dualpipe: error: {tmp_path}/b.jsonl:62: not JSON: ")
-    (tmp_path / "b.jsonl").write_text(rows[0])
-    assert main(command) == 0
-    assert capsys.readouterr().out.startswith("1 of 2 shards were finished before\n")
 
 
 FULL = OSError(28, "No space left on device")

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from moe_dualpipe.data import (
     load_data,
     prepare,
     prepare_data,
+    read_stream,
     token_files,
 )
 from moe_dualpipe.data.one_writer import LOCK_FILE, only_writer
@@ -128,13 +128,6 @@ def test_bpe_with_dropout_encodes_the_same_text_to_the_same_tokens(prepared, tmp
     assert all(tokenizer.encode(TEXTS[0] * 20) == expected for _ in range(5))
 
 
-def test_bpe_without_the_tokenizers_library_says_what_to_install(monkeypatch, prepared):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"BPE needs the tokenizers library: pip install 'moe-dualpipe\[bpe\]'"):
-        load_data(str(prepared / "bpe"), 8)
-    load_data(str(prepared / "bytes"), 8)
-
-
 # ---- Prepared token ids ----
 
 
@@ -150,6 +143,7 @@ def test_prepared_token_ids_decode_to_the_documents(prepared, kind, dtype):
         assert [tokenizer.decode(part[:-1].tolist()) for part in parts] == [*documents, ""]
         sidecar = file.sidecar
         assert sidecar and (sidecar.dtype, sidecar.documents, sidecar.bytes) == (dtype, len(documents), size)
+    assert np.array_equal(read_stream(str(prepared / kind), tokenizer)[:], stream)  # for an evaluation
     both = load_data([str(prepared / kind), str(prepared / "a.jsonl")], 8)  # the same text, encoded at load time
     for side in ("train", "held_out"):
         first, second = (getattr(source, side)[:] for source in both.sources)
@@ -197,16 +191,10 @@ def test_refusals_of_the_data_commands_are_one_line_and_leave_nothing(prepared, 
     assert not [*tmp_path.glob(".*"), *prepared.glob(".*")]
 
 
-def test_two_processes_do_not_prepare_one_folder(prepared, tmp_path, capsys):
-    out = tmp_path / "out"
-    command = ["data", "prepare", str(prepared / "a.jsonl"), "--out", str(out), "--tokenizer", "bytes"]
-    with only_writer(out, tmp_path / ".out.unfinished" / LOCK_FILE):
-        assert main(command) == 2
-    assert capsys.readouterr().err.startswith(
-        f"moe-dualpipe: error: {out} is being written by process {os.getpid()} on "
-    )
-    assert main(command) == 0
-    assert (out / "train.bin").read_bytes() == (prepared / "bytes" / "train.bin").read_bytes()
+def test_two_processes_do_not_prepare_one_folder(prepared, tmp_path):
+    locked = only_writer(tmp_path / "out", tmp_path / ".out.unfinished" / LOCK_FILE)
+    with locked, pytest.raises(ValueError, match=f"^{tmp_path}/out is being written by process {os.getpid()} on "):
+        prepare_data([str(prepared / "a.jsonl")], tmp_path / "out", "bytes", 1, "text")
 
 
 @pytest.mark.parametrize("call", range(6))
@@ -284,7 +272,6 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
     assert text.sources[0].train[:].tolist() == tokens.tolist()
     assert text.sources[0].held_out[:].tolist() == (tokens[::-1] + 1).tolist()
     assert (text.tokenizer.end_id, str(text.tokenizer)) == (-1, "1,001 token ids without a tokenizer")
-    assert text.format_losses(2.5) == "2.5000 nats per token"
     with pytest.raises(ValueError, match=r"val.bin: token 142 is 1000, outside the vocabulary of 1000: "):
         load_data(str(tmp_path), 8, vocab_size=1000)
     with pytest.raises(ValueError, match=r"cannot encode the text in --data: there is no tokenizer.json n"):

@@ -1,10 +1,9 @@
-"""DeepEP equals AllToAll bit by bit, with stand-ins for both interfaces that check each call, and refuses misuse."""
+"""DeepEP equals AllToAll bit by bit, with a stand-in for its interface that checks each call, and refuses misuse."""
 
 import contextlib
 import gc
 import inspect
 import json
-import operator
 import types
 import weakref
 from pathlib import Path
@@ -15,21 +14,20 @@ import pytest
 import torch
 from torch.distributed import group
 
-from moe_dualpipe.expert_parallel import AllToAll, combine, dispatch
+from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.expert_parallel.deepep import DeepEP
 from moe_dualpipe.expert_parallel.deepep.library import Machine, inspect_machine, load_library
-from moe_dualpipe.kernels.permute import permute, unpermute
 from tests.machines import deepep
-from tests.machines.deepep import Buffer, ElasticBuffer, installed
+from tests.machines.deepep import installed
+from tests.support.exchanges import check_round
 from tests.support.ranks import run_ranks
 
-APIS = ("buffer", "elastic")
 EXPERTS, WIDTH, TOP_K = 8, 256, 3
-SIGNATURES = json.loads((Path(deepep.__file__).parent / "signatures.json").read_text())
+SIGNATURES = json.loads((Path(deepep.__file__).with_name("deepep_signatures.json")).read_text())
 
 
-def build(api, ranks=None, **options) -> Any:
-    sizes: Any = {"max_tokens": 30, "hidden_size": WIDTH, "api": api}
+def build(ranks=None, **options) -> Any:
+    sizes: Any = {"max_tokens": 30, "hidden_size": WIDTH}
     return DeepEP(EXPERTS, ranks or group.WORLD, **(sizes | options))
 
 
@@ -54,22 +52,6 @@ def inputs(rank):
     return x, weights, ids
 
 
-def through_autograd(ep, rank):
-    """Output, gradients and the received tensors of a layer whose expert e scales tokens by 1, 1/2, 1/4, ..."""
-    x, weights, ids = inputs(rank)
-    for tensor in (x, weights):
-        tensor.requires_grad_()
-    route = ep.prepare(ids.T.contiguous().T)
-    x_ND, weights_NK = dispatch(x, weights, route, ep)
-    received = x_ND.detach().clone(), route.local_ids_NK.int(), weights_NK.detach() * (route.local_ids_NK >= 0)
-    order = route.order
-    experts = torch.arange(len(ep.local_experts)).repeat_interleave(order.expert_offsets.diff())
-    rows_MD = permute(x_ND, order) * 0.5 ** (ep.local_experts.start + experts)[:, None].bfloat16()
-    y = combine(unpermute(rows_MD, order, weights_NK), route, ep)
-    y.backward(torch.randn(y.shape[::-1], generator=torch.Generator().manual_seed(rank)).bfloat16().T)
-    return [y.detach(), x.grad, weights.grad, *received, torch.tensor([route.num_rows, route.num_choices])], route
-
-
 def all_transfers(ep: Any, rank):
     """A second dispatch with weights and a combine with gradients, started before the first dispatch is waited for."""
     x, weights, ids = inputs(rank)
@@ -87,18 +69,17 @@ def all_transfers(ep: Any, rank):
 
 
 def equals_all_to_all(rank):
+    x, weights, ids = inputs(rank)
     reference = AllToAll(EXPERTS, group.WORLD)
-    expected, _ = through_autograd(reference, rank)
-    expected_transfers = all_transfers(reference, rank)
-    with installed(Buffer, ElasticBuffer):
-        for api in APIS:
-            ep = build(api)
-            assert ep.local_experts == reference.local_experts
-            ours, route = through_autograd(ep, rank)
-            assert route.exact and ours[-1].tolist() == [len(ours[3]), int((ours[4] >= 0).sum())]
-            for a, b in zip(ours + all_transfers(ep, rank), expected + expected_transfers, strict=True):
-                assert a.dtype == b.dtype and torch.equal(a, b), api
-            check_waits_and_lifetimes(build(api, group.WORLD))
+    grads = torch.randn(x.shape[::-1], generator=torch.Generator().manual_seed(rank)).bfloat16().T
+    with installed():
+        ep = build()
+        assert ep.local_experts == reference.local_experts
+        route, _ = check_round(ep, reference, ids.T.contiguous().T, x, weights, grads)
+        assert route.exact
+        for ours, expected in zip(all_transfers(ep, rank), all_transfers(reference, rank), strict=True):
+            assert ours.dtype == expected.dtype and torch.equal(ours, expected)
+        check_waits_and_lifetimes(ep)
 
 
 def test_deepep_equals_all_to_all_with_empty_ranks_and_choices_of_no_expert():
@@ -125,33 +106,16 @@ def check_waits_and_lifetimes(ep):
 # ---- options ----
 
 
-@pytest.mark.parametrize("options,expected", [
-    ({"api": "elastic"}, {"num_sms": 0, "buffer.hidden": WIDTH, "buffer.deterministic": True}),
-    ({"api": "elastic", "num_sms": 24, "max_tokens": 77, "top_k": 5},
-     {"num_sms": 24, "buffer.num_max_tokens_per_rank": 77, "buffer.num_topk": 5}),
-    ({"api": "buffer"}, {"dispatch_config.num_sms": 20}),
-    ({"api": "buffer", "num_sms": 16}, {"dispatch_config.num_sms": 16, "combine_config.num_sms": 16}),
-    # Of dispatch, which needs more than combine.
-    ({"api": "buffer", "ranks": one_of(4)}, {"buffer.num_nvl_bytes": 20 * 4 * WIDTH * 2 * 6}),
-])  # fmt: skip
-def test_options_reach_deepep(options, expected):
-    with installed(Buffer, ElasticBuffer):
-        made = build(**{"ranks": one_of(2)} | options).transfers
-    assert {name: operator.attrgetter(name)(made) for name in expected} == expected
-
-
-def test_the_newest_usable_interface_is_chosen():
-    both = (Buffer, ElasticBuffer)
-    for classes, capability, chosen in (
-        (both, (9, 0), ElasticBuffer), (both, (10, 0), ElasticBuffer), (both, (8, 0), Buffer),
-        ((Buffer,), (9, 0), Buffer),
-    ):  # fmt: skip
-        with installed(*classes, capability=capability):
-            assert type(build("auto", one_of(2)).transfers.buffer) is chosen
+def test_options_reach_deepep():
+    with installed():
+        made, default = build(one_of(2), num_sms=24, max_tokens=77, top_k=5), build(one_of(2))
+    buffer = made.buffer
+    assert (made.num_sms, buffer.num_max_tokens_per_rank, buffer.num_topk) == (24, 77, 5)
+    assert (default.num_sms, default.buffer.hidden, default.buffer.deterministic) == (0, WIDTH, True)
 
 
 @pytest.mark.parametrize("name", SIGNATURES["signatures"])
-def test_stand_ins_have_the_recorded_signatures(name):
+def test_the_stand_in_has_the_recorded_signatures(name):
     class_name, method = name.split(".")
     parameters = inspect.signature(getattr(getattr(deepep, class_name), method)).parameters.values()
     ours = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters if p.name != "self"]
@@ -160,20 +124,15 @@ def test_stand_ins_have_the_recorded_signatures(name):
 
 # ---- refusals ----
 
-ONLY_FIRST, ONLY_SECOND = {"classes": (Buffer,)}, {"classes": (ElasticBuffer,), "capability": (8, 6)}
 REFUSED = {
     "odd num_sms": ({"num_sms": 3}, "num_sms must be even and at least 2, or None: got 3"),
     "no num_sms": ({"num_sms": 0}, "num_sms must be even and at least 2, or None: got 0"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens must be at least 1: got 0"),
-    "api": ({"api": "fast"}, "api must be auto, elastic or buffer: got fast"),
-    "width 2": ({"hidden_size": 384}, "hidden size divisible by 256: got 384; or choose --ep-backend all_to_all"),
-    "width 1": ({"api": "buffer", "hidden_size": 24}, "hidden size divisible by 16 for 2 ranks: got 24"),
-    "ranks": ({"api": "buffer", "ranks": one_of(1)}, "Buffer needs 2, 4, 8, .* ranks: got 1; or choose"),
-    "no second": (ONLY_FIRST, "deep_ep 2.1.0 has no ElasticBuffer: install DeepEP"),
-    "no first": (ONLY_SECOND | {"api": "auto"}, "has no Buffer: install"),
-    "old GPU": (ONLY_SECOND, r"capability 9.0: got 8.6"),
+    "width": ({"hidden_size": 384}, "hidden size divisible by 256: got 384; or choose --ep-backend all_to_all"),
+    "DeepEP 1": ({"old": True}, "deep_ep 1.2.1 has no ElasticBuffer: install DeepEP 2, or choose --ep-backend"),
+    "old GPU": ({"capability": (8, 6)}, r"capability 9.0: got 8.6"),
     # torch.empty would run kernels on the stream of the transfers; DeepEP asserts that it does not.
-    "filled memory": ({"api": "buffer", "filled": True}, "fill_uninitialized_memory = True: set the latter to False"),
+    "filled memory": ({"filled": True}, "fill_uninitialized_memory = True: set the latter to False"),
 }
 
 
@@ -182,21 +141,21 @@ TENSORS = {
     "tokens": ({"ids": torch.zeros(31, 2).long()}, "memory is for 30 tokens of a rank: got 31; increase max_tokens"),
     "choices": ({"ids": torch.full((3, 33), -1)}, "at most 32 choices per token: got 33"),
     "dtype": ({"x": torch.ones(30, WIDTH)}, "rows in bfloat16: got torch.float32; use --dtype bfloat16, or choose"),
-    "width": ({"x": torch.ones(30, 512).bfloat16()}, "rows of 256 elements: got 512"),
+    "row": ({"x": torch.ones(30, 512).bfloat16()}, "rows of 256 elements: got 512"),
     "combine": ({"y": torch.ones(0, WIDTH).bfloat16()}, "first transfer of a route must be a dispatch: got combine"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("changes,message", [*REFUSED.values(), *TENSORS.values()], ids=[*REFUSED, *TENSORS])
 def test_options_and_tensors_that_deepep_does_not_support_raise(changes, message):
-    given = {"classes": (Buffer, ElasticBuffer), "capability": (9, 0), "filled": False} | changes
-    options = {name: changes[name] for name in changes.keys() - {"classes", "capability", "filled", "x", "y", "ids"}}
+    given = {"old": False, "capability": (9, 0), "filled": False} | changes
+    options = {name: changes[name] for name in changes.keys() - {"old", "capability", "filled", "x", "y", "ids"}}
     with (
-        installed(*given["classes"], capability=given["capability"]),
+        installed(given["old"], given["capability"]),
         mock.patch("torch.are_deterministic_algorithms_enabled", return_value=given["filled"]),
         pytest.raises((ValueError, RuntimeError), match=message) as error,
     ):
-        ep = build(**{"api": "elastic", "ranks": one_of(2)} | options)
+        ep = build(one_of(2), **options)
         route = ep.prepare(given.get("ids", torch.zeros(30, 2).long()))
         ep.combine(given["y"], route) if "y" in given else ep.dispatch(given["x"], route)
     assert "\n" not in str(error.value)

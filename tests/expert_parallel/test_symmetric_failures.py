@@ -97,7 +97,6 @@ def misuse(rank):
         (lambda: ep.combine(torch.ones(ep.capacity, WIDTH), route), "wait for its first dispatch"),
         (lambda: busy.dispatch(row, waiting), "1 transfers are in flight: wait for the first of them"),
         (lambda: build(slots=0), "slots must be at least 1: got 0"),
-        (lambda: build(sync="no"), 'sync must be "barrier" or "flags": got'),
         (lambda: build(top_k=1 + rank), "top_k must be the same on all ranks: got 1, 2"),
     ):  # fmt: skip
         with pytest.raises((ValueError, RuntimeError), match=message):

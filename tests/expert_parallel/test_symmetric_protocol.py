@@ -4,7 +4,6 @@ The check uses events that the real kernels recorded (tests/machines/one_sided/r
 If any fence of the kernels is removed or weakened, it finds what goes wrong.
 """
 
-import functools
 from collections.abc import Iterator
 from itertools import product
 
@@ -20,13 +19,11 @@ from tests.machines.one_sided.weaken import weakened
 from tests.support.symmetric_ranks import needs_interpreter
 
 pytestmark = needs_interpreter
-SYNC = ["barrier", "flags"]
 # A dispatch and a combine in each of two lanes, so that both slots are used twice.
 CALLS: list[Call] = [
     ("prepare", 0), ("prepare", 1), ("dispatch", 0, True), ("dispatch", 1, True), ("wait", 0), ("combine", 0, True),
     ("wait", 1), ("combine", 1, False), ("wait", 2), ("wait", 3),
 ]  # fmt: skip
-record_calls = functools.cache(lambda sync: record(sync, CALLS))
 
 RECEIVES, STORES = r"in receive_rows_\w+ of message \d, ", r"while program \d of rank \d may be storing"
 OVERWRITTEN = rf"stores to .* may be loading|{RECEIVES}(loads .* {STORES}|finds message [12] in)"
@@ -36,29 +33,21 @@ FENCES = {
     "push_kernel, wait_for_all: value = _acquire(flag)": OVERWRITTEN,
     "receive_rows_kernel, wait_for_all: value = _acquire(flag)": READ_EARLY,
     "receive_sums_kernel, wait_for_all: value = _acquire(flag)": SUMMED_EARLY,
-    "release: tl.debug_barrier()": r"stores to state\[8\] .* while another of its threads may be loading it",
+    "release: tl.debug_barrier()": r"stores to state\[5\] .* while another of its threads may be loading it",
     'release: tl.atomic_xchg(flags_R, epoch, mask=r < R, sem="release", scope="sys")': READ_EARLY,
 }
-FENCES_OF_FLAGS = {
-    "release_last: tl.debug_barrier()": READ_EARLY,
-    'release_last: if tl.atomic_add(state + _DONE, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:':
-        READ_EARLY,
-    'release_last: tl.atomic_xchg(state + _DONE, 0, sem="relaxed", scope="gpu")': "finds that 2 programs have ended",
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("sync", SYNC)
-def test_all_orders_are_safe_and_none_of_the_fences_is_superfluous(sync):
-    recording = record_calls(sync)
+def test_all_orders_are_safe_and_none_of_the_fences_is_superfluous():
+    recording = record(CALLS)
     assert explore(recording) > 100
-    expected = FENCES | (FENCES_OF_FLAGS if sync == "flags" else {})
     found = set()
     for name, weaker in weakened(recording):
         fence = name.rpartition(" -> ")[0]
-        with pytest.raises(HazardError, match=expected[fence]):
+        with pytest.raises(HazardError, match=FENCES[fence]):
             explore(weaker)
         found.add(fence)
-    assert found == expected.keys()
+    assert found == FENCES.keys()
 
 
 def orders(done: tuple[Call, ...], starts: list[Call], slots: int) -> Iterator[list[Call]]:
@@ -74,11 +63,10 @@ def orders(done: tuple[Call, ...], starts: list[Call], slots: int) -> Iterator[l
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sync", SYNC)
-def test_ranks_may_wait_in_different_orders(sync):
+def test_ranks_may_wait_in_different_orders():
     starts: list[Call] = [("dispatch", 0, True), ("dispatch", 1, False), ("dispatch", 0, False)]
     prepared: list[Call] = [("prepare", 0), ("prepare", 1)]
-    recordings = [record(sync, prepared + order) for order in orders((), starts, slots=2)]
+    recordings = [record(prepared + order) for order in orders((), starts, slots=2)]
     assert len(recordings) == 7
     for one, other in product(recordings, recordings):
         assert one[1:] == other[1:]

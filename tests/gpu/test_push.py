@@ -29,11 +29,11 @@ def find_sends(ids_TK, per_rank, ranks):
 
 
 @pytest.mark.parametrize("kind", ["random", "one rank", "no expert"])
-@pytest.mark.parametrize("words,num_sms,in_kernel", [(4, 1, True), (12, 3, False), (1028, 2, True)])
-@pytest.mark.quick("12-3-False-random", "1028-2-True-one rank", "4-1-True-no expert")
-def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_sms, in_kernel):
+@pytest.mark.parametrize("words,num_sms", [(4, 1), (12, 3), (1028, 2)])
+@pytest.mark.quick("12-3-random", "1028-2-one rank", "4-1-no expert")
+def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_sms):
     tokens, ranks, per_rank = 7, 3, 2
-    group = VirtualRanks(ranks, tokens, words, num_sms, in_kernel)
+    group = VirtualRanks(ranks, tokens, words, num_sms)
     xs = torch.randint(0, 1 << 30, (ranks, tokens, words), dtype=torch.int32, device=DEVICE).view(torch.float32)
     weights = torch.rand(ranks, tokens, K, device=DEVICE)
     ids = torch.randint(-1, ranks * per_rank, (ranks, tokens, K), device=DEVICE)
@@ -64,12 +64,10 @@ def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("in_kernel", [False, True])
-@pytest.mark.quick("False-dtype1", "True-dtype0")
-def test_rows_are_summed_in_the_order_of_ranks(dtype, in_kernel):
+def test_rows_are_summed_in_the_order_of_ranks(dtype):
     """Slots are used again, and the second operation does not see the rows of the first."""
     tokens, ranks, width = 5, 3, 24
-    group = VirtualRanks(ranks, tokens, width, 2, in_kernel)
+    group = VirtualRanks(ranks, tokens, width, 2)
     for number in range(SLOTS + 1):
         ids = torch.randint(-1, ranks, (tokens, K), device=DEVICE)
         tokens_M, _, slots_TC, offsets = find_sends(ids, 1, ranks)
@@ -103,11 +101,10 @@ def received(group, number, capacity):
         assert x.isnan().all() and (offsets == 0).all()
 
 
-@pytest.mark.parametrize("in_kernel", [False, True])
 @pytest.mark.parametrize("failure", [signals.NOT_SENT, signals.NOT_FREED, signals.OTHER_LAYOUT, signals.OVER_CAPACITY])
-def test_a_failure_is_reported_once_and_stops_all_later_operations(failure, in_kernel):
+def test_a_failure_is_reported_once_and_stops_all_later_operations(failure):
     """Rank 1 leaves something out, and rank 0 has a limit."""
-    group = VirtualRanks(3, 3, 4, 2, in_kernel)
+    group = VirtualRanks(3, 3, 4, 2)
     group.each[0] = replace(group.each[0], timeout=0.001)
     for number in range(1 + SLOTS * (failure == signals.NOT_FREED)):
         for rank in range(3):

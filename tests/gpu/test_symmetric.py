@@ -25,10 +25,9 @@ pytestmark = [
 SECONDS = 100
 
 
-@pytest.mark.parametrize("sync", ["barrier", "flags"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_results_are_those_of_all_to_all_bit_for_bit(ranks, sync):
-    run_ranks(ranks, rounds, ranks, sync, range(4), timeout=SECONDS)
+def test_results_are_those_of_all_to_all_bit_for_bit(ranks):
+    run_ranks(ranks, rounds, ranks, range(4), timeout=SECONDS)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -36,10 +35,10 @@ def test_a_layer_and_its_gradients_equal_those_of_all_to_all(ranks):
     run_ranks(ranks, layers_agree, {}, timeout=SECONDS)
 
 
-def graphs(rank, sync):
+def graphs(rank):
     """A capture fails where the host would wait."""
     prepare(pytest.MonkeyPatch())
-    ep = build(slots=2, sync=sync)
+    ep = build(slots=2)
     layer, x = build_layer(ep, rank, {})
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -61,6 +60,5 @@ def graphs(rank, sync):
     ep.check()
 
 
-@pytest.mark.parametrize("sync", ["barrier", "flags"])
-def test_a_graph_of_a_layer_has_the_bits_of_eager_execution(sync):
-    run_ranks(2, graphs, sync, timeout=SECONDS)
+def test_a_graph_of_a_layer_has_the_bits_of_eager_execution():
+    run_ranks(2, graphs, timeout=SECONDS)

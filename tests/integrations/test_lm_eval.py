@@ -104,19 +104,6 @@ def test_text_is_generated_up_to_a_stop_string(harness, run):
     assert len(found[3]) <= 2
 
 
-@pytest.mark.usefixtures("harness")
-def test_the_harness_creates_the_model_by_its_name_and_caches_results(run):
-    from lm_eval.api.registry import get_model  # type: ignore[import-not-found]
-
-    options = {"path": run, "max_length": LENGTH}
-    created = get_model("moe-dualpipe").create_from_arg_obj(options, {"batch_size": "4", "device": "cpu"})
-    assert (created.max_length, created.batch_size, created.device) == (LENGTH, 4, torch.device("cpu"))
-    added = []
-    created.cache_hook.add_partial = lambda *arguments: added.append(arguments)
-    (result,) = created.loglikelihood(requests(("a", "b")))
-    assert added == [("loglikelihood", ("a", "b"), result)]
-
-
 def test_what_cannot_be_evaluated(harness, run, tmp_path):
     with pytest.raises(ValueError, match=rf"^a continuation has 25 tokens, more than max_length {LENGTH}$"):
         harness.MoEDualPipe(run, LENGTH, device="cpu").loglikelihood(requests(("a", "b" * 25)))

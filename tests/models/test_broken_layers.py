@@ -24,10 +24,8 @@ IN_MODEL = {
         "Inner": ("scaled", "experts", "KeyError: 'scale'"),
         "Asserts": (".forward", "experts", "AssertionError: raise AssertionError(*filter(None, [message]))  # Asserts"),
         "Nothing": (".forward", "experts", "Nothing must return [16, 8] in float32 on cpu: got None"),
-        "Narrow": (".forward", "experts", f"Narrow must return [16, 8] {FP32}: got [16, 7] {FP32}"),
         "Double": (".forward", "experts", f"Double must return [16, 8] {FP32}: got [16, 8] in float64 on cpu"),
         "InBackward": ("_Fails.backward", "mlp backward", "RuntimeError: no gradient of [8]"),
-        "Hook": ("<lambda>", "mlp backward", "AttributeError: 'Tensor' object has no attribute 'missing'"),
         "Reset": (".reset_expert", "experts", "AttributeError: 'Reset' object has no attribute 'down'"),
         "OneExpert": (".forward", "experts", f", 8] {FP32}: got a tuple of 2"),
         "function_fails": ("function_fails", "experts", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
@@ -35,9 +33,6 @@ IN_MODEL = {
     "router": {
         "RouterFails": (".forward", "router", "RuntimeError: selected index k out of range"),
         "FewTokens": (".forward", "router", "both [8, K]: got [7, 2] in float32 on cpu and [7, 2] in int64 on cpu"),
-        "FloatIds": (".forward", "router", "FloatIds must return expert ids in int64 on cpu: got [8, 2] in float32"),
-        "TooManyExperts": (".forward", "router", "expert ids from 0 to 2, or -1 for no expert: got ids from 1 to 3"),
-        "Twice": (".forward", "router", "Twice must return different experts for each token: got ["),
     },
     "attention": {
         "AttentionFlattens": (".forward", "attention", f"must return [2, 4, 8] {FP32}: got [8, 8] {FP32}"),

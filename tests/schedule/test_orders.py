@@ -61,7 +61,6 @@ def torch_order(name, ranks, micro_batches, chunks, rank):
     return [str(action) for action in actions if action is not None and "REDUCE_GRAD" not in str(action)]
 
 
-SIMULATED = ("gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv")
 MORE_CHUNKS = [("interleaved_1f1b", ranks, 3 * ranks, chunks) for ranks, chunks in ((2, 3), (3, 2), (4, 4))]
 
 
@@ -74,16 +73,6 @@ def test_order_equals_torchs(size):
     ranks_to_compare = ranks - 1 if name == "1f1b" else ranks
     for rank, actions in enumerate(schedule.actions[:ranks_to_compare]):
         assert list(map(str, actions)) == torch_order(name, ranks, micro_batches, chunks, rank)
-
-
-@pytest.mark.parametrize("size", [size for size in SIZES if size[0] in SIMULATED], ids=str)
-def test_torchs_simulation_runs_our_transfers(size):
-    """It knows neither mirrored schedules nor pairs."""
-    from torch.distributed.pipelining.schedules import _Action, _simulate_comms_compute
-
-    schedule = build(*size)
-    order = {r: [_Action.from_str(str(step)) for step in steps] for r, steps in enumerate(add_comms(schedule))}
-    assert _simulate_comms_compute(order, lambda stage: schedule.rank_of(stage, 0), schedule.num_stages)
 
 
 @pytest.mark.parametrize(

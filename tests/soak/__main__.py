@@ -1,4 +1,4 @@
-"""Attack the project at random for about 20 minutes, and print how often each promise held.
+"""Attack runs at random for about 20 minutes, and print how often each promise held.
 
     make soak                                                     all attacks
     python -m tests.soak --seed 7                                 other random choices
@@ -12,9 +12,7 @@ import argparse
 import sys
 
 from .attack import Attack, repeat
-from .damaged_files import damaged_checkpoint, damaged_tokens, random_text
 from .failing_runs import few_descriptors, freeze, full_disk, kill, stop
-from .network import cut_off_at_the_start, lost_machine, short_outage
 from .random_runs import random_run
 
 ATTACKS = (
@@ -23,12 +21,6 @@ ATTACKS = (
     Attack("frozen rank", "the other rank names it and ends", 8, freeze),
     Attack("full disk", "training goes on; no broken checkpoint; exit code 1 without the last one", 12, full_disk),
     Attack("few file descriptors", "trains and saves, or says so without a traceback", 12, few_descriptors),
-    Attack("machine cut off or frozen", "the ranks of all machines end, and say why", 8, lost_machine),
-    Attack("machine cut off at the start", "the ranks of all machines end", 2, cut_off_at_the_start),
-    Attack("short outage, or all machines suspended", "the run goes on", 3, short_outage),
-    Attack("damaged checkpoint", "refused in one line that names the file", 300, damaged_checkpoint),
-    Attack("damaged token ids", "refused in one line, or the same batches", 200, damaged_tokens),
-    Attack("random text", "trains, or refused in one line within 10 s", 200, random_text),
     Attack("random options", "bit-equal without overlap and resumed; the same loss in any layout", 30, random_run),
 )
 

@@ -43,11 +43,6 @@ class Nothing(Sound):
         super().forward(x_MD, expert_offsets)
 
 
-class Narrow(Sound):
-    def forward(self, x_MD, expert_offsets):  # Narrow
-        return super().forward(x_MD, expert_offsets)[:, 1:]
-
-
 class Double(Sound):
     def forward(self, x_MD, expert_offsets):  # Double
         return super().forward(x_MD, expert_offsets).double()
@@ -66,19 +61,6 @@ class _Fails(torch.autograd.Function):
 class InBackward(Sound):
     def forward(self, x_MD, expert_offsets):
         return _Fails.apply(super().forward(x_MD, expert_offsets))
-
-
-class Hook(Sound):
-    def forward(self, x_MD, expert_offsets):
-        y_MD = super().forward(x_MD, expert_offsets)
-        y_MD.register_hook(lambda grad: grad.missing)  # Hook
-        return y_MD
-
-
-class Constructor(Sound):
-    def __init__(self, config, num_local_experts):
-        super().__init__(config, num_local_experts)
-        self.size = config.no_such_size  # Constructor
 
 
 class Signature(Sound):
@@ -108,7 +90,6 @@ def function_fails(rows, up):
 class SoundRouter(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.experts = config.num_experts
         self.scores = nn.Linear(config.hidden_size, config.num_experts)
 
     def forward(self, x):
@@ -124,24 +105,6 @@ class FewTokens(SoundRouter):
     def forward(self, x):  # FewTokens
         weights, ids = super().forward(x)
         return weights[1:], ids[1:]
-
-
-class FloatIds(SoundRouter):
-    def forward(self, x):  # FloatIds
-        weights, ids = super().forward(x)
-        return weights, ids.float()
-
-
-class TooManyExperts(SoundRouter):
-    def forward(self, x):  # TooManyExperts
-        weights, ids = super().forward(x)
-        return weights, torch.where(ids == ids[0, 0], self.experts, ids)
-
-
-class Twice(SoundRouter):
-    def forward(self, x):  # Twice
-        weights, ids = super().forward(x)
-        return weights, ids[:, :1].expand(-1, 2)
 
 
 class SoundAttention(nn.Module):

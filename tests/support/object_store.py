@@ -6,7 +6,6 @@ import os
 import re
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ class Request:
     path: str
     size: int
     deleted: tuple[str, ...] = ()
-    conditional: bool = False
 
     @property
     def is_part(self) -> bool:
@@ -104,10 +102,9 @@ def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
         protocol_version, wbufsize = "HTTP/1.1", -1  # a packet for each answer, not one for each header
 
         def _pass_on(self) -> None:
-            body = self._body()
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             deleted = re.findall("<Key>(.*?)</Key>", body.decode()) if self.path.endswith("?delete") else []
-            conditional = not {"If-Match", "If-None-Match"}.isdisjoint(self.headers)
-            request = Request(self.command, self.path, len(body), tuple(deleted), conditional)
+            request = Request(self.command, self.path, len(body), tuple(deleted))
             served.requests.append(request)
             fault = served.fault(request)
             if fault == "hang up":
@@ -122,7 +119,7 @@ def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
                 )
                 return
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
+            headers = {k: v for k, v in self.headers.items() if k.lower() != "expect"}
             if not self.headers.get("Authorization", "").startswith("AWS4"):  # Google's; no signature is checked
                 headers["authorization"] = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request"
             connection.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
@@ -137,17 +134,6 @@ def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
             else:
                 self._answer(answer.status, got, data)
-
-        def _body(self) -> bytes:
-            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            parts = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            while self.rfile.readline().strip():
-                pass
-            return b"".join(parts)
 
         def _answer(self, status: int, headers: dict[str, str], data: bytes, length: int | None = None) -> None:
             with suppress(OSError):
@@ -235,13 +221,5 @@ def first(count: int, fault: Any, wanted: Callable[[Request], bool] = lambda _: 
             left[0] -= 1
             return fault
         return None
-
-    return decide
-
-
-def slow(seconds: float, wanted: Callable[[Request], bool] = lambda _: True) -> Fault:
-    def decide(request: Request) -> None:
-        if wanted(request):
-            time.sleep(seconds)
 
     return decide

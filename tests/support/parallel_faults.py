@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe.expert_parallel import Combined
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.models import ModelConfig
 
@@ -44,20 +43,6 @@ def double_gradients(run):
     ep.dispatch = dispatch
 
 
-def drop_row(run):
-    """Rank 1 does not compute the last row of each batch in layer 1."""
-    layer = moe(run, 1)
-    if dist.get_rank() == 1:
-        original = layer.run_experts
-
-        def run_experts(x_ND, weights_NK, route):
-            keep_N1 = torch.ones(len(x_ND), 1)
-            keep_N1[-1] = 0
-            return original(x_ND, weights_NK, route) * keep_N1
-
-        layer.run_experts = run_experts
-
-
 def swap_experts(run):
     """Rank 1 takes its two experts in the wrong order in layer 2."""
     layer = moe(run, 2)
@@ -84,24 +69,6 @@ def keep_stale_bias(run):
     """Rank 1 does not update the bias of its router in layer 1."""
     if dist.get_rank() == 1:
         moe(run, 1).router.move_bias = lambda *_: None
-
-
-def mix_rows(run):
-    """Rank 0 returns its first two rows in the wrong order in layer 1: a fault of combine."""
-    ep = backend(run, 1)
-    if dist.get_rank() == 0:
-        original = ep.combine
-
-        def combine(y_ND, route, weight_grads_NK=None):
-            pending = original(y_ND, route, weight_grads_NK)
-
-            def finish():
-                y_TD, grads_TK = pending.wait()
-                return Combined(y_TD[[1, 0, *range(2, len(y_TD))]], grads_TK)
-
-            return AsyncResult([], finish)
-
-        ep.combine = combine
 
 
 def forget_sum(run):
@@ -158,13 +125,13 @@ def broken_forward(rows_MD, *_):
 FAULTS = {
     fault.__name__.replace("_", " "): fault
     for fault in (
-        double_gradients, drop_row, swap_experts, keep_stale_bias, mix_rows, forget_sum, double_weight_gradient,
+        double_gradients, swap_experts, keep_stale_bias, forget_sum, double_weight_gradient,
         other_weights, corrupt_transfer, fail,
     )
 }  # fmt: skip
 
 
 def inject(run):
-    fault = FAULTS.get(run.place.variant.name)
+    fault = FAULTS.get(run.variant.name)
     if fault is not None:
         fault(run)

@@ -7,6 +7,7 @@ current stream wait for it. Until then, it holds references to its tensors, as t
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ class Mailboxes:
     def __init__(self) -> None:
         self.messages: dict[Any, Any] = {}
         self.changed = threading.Condition()
-        self.failed = False
+        self.error: BaseException | None = None
 
     def put(self, key: Any, message: Any) -> None:
         with self.changed:
@@ -72,14 +73,14 @@ class Mailboxes:
 
     def take(self, key: Any) -> Any:
         with self.changed:
-            assert self.changed.wait_for(lambda: key in self.messages or self.failed, timeout=60)
+            assert self.changed.wait_for(lambda: key in self.messages or self.error, timeout=60)
             if key not in self.messages:
-                raise ConnectionError("another rank failed")
+                raise ConnectionError("another rank failed") from self.error
             return self.messages.pop(key)
 
-    def fail(self) -> None:
+    def fail(self, error: BaseException) -> None:
         with self.changed:
-            self.failed = True
+            self.error = self.error or error
             self.changed.notify_all()
 
 
@@ -138,22 +139,14 @@ def replace_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_threads(num_ranks: int, mailboxes: Mailboxes, function: Callable[[int, SimulatedGpu], Any]) -> list[Any]:
     """Run `function(rank, gpu)` in a thread with a GPU for each rank. Returns the results, or raises an error."""
-    results: dict[int, Any] = {}
-    errors: list[BaseException] = []
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         try:
             with SimulatedGpu() as gpu:
-                results[rank] = function(rank, gpu)
+                return function(rank, gpu)
         except BaseException as error:
-            errors.append(error)
-            mailboxes.fail()
+            mailboxes.fail(error)
+            raise
 
-    threads = [threading.Thread(target=run, args=[rank]) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[rank] for rank in range(num_ranks)]
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))

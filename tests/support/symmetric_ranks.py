@@ -57,11 +57,11 @@ class ThroughHost(AllToAll):
 # ---- transfers ----
 
 
-def rounds(rank, ranks, sync, seeds):
+def rounds(rank, ranks, seeds):
     """Results are those of all_to_all, bit for bit. All memory that no kernel has written is NaN."""
     prepare(pytest.MonkeyPatch())
     allocate_nan(pytest.MonkeyPatch())
-    ours, reference = build(sync=sync), ThroughHost(EXPERTS, group.WORLD)
+    ours, reference = build(), ThroughHost(EXPERTS, group.WORLD)
     common, own = (torch.Generator().manual_seed(1000 * seeds[0] + i) for i in (ranks, 100 + rank))
     for seed in seeds:
         k, wide_rows, kind = (int(torch.randint(n, (), generator=common)) for n in (TOP_K, 2, 4))

@@ -1,21 +1,32 @@
 """`--freeze PATTERN` gives the same run as layers that freeze their own parameters, in every layout."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from moe_dualpipe.models import TransformerStage
+from moe_dualpipe.pipeline import pipeline as pipeline_module
 from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet
 from moe_dualpipe.training.config import OptimizerConfig
-from tests.support.frozen import Freezer
+from tests.support.pipelines import freeze
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, change, make_trainer, settings
 
 EXPERTS_AND_EMBEDDING = ("*.experts.*", "embedding.weight")
 SMALL = {"seq_len": 16, "eval_sequences": 1, "steps": 4, "optim": OptimizerConfig(lr=0.05, warmup_steps=0)}
 MUON = OptimizerConfig("muon", lr=0.05, warmup_steps=0)
+
+
+class FrozenStage(TransformerStage):
+    """A stage whose layers freeze their parameters themselves."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        freeze(self, r"\.experts\.|^embedding\.weight$")
 
 
 def parameters_of(trainer):
@@ -30,8 +41,7 @@ def frozen_by_option_and_by_layer(rank, config):
     """Train three steps with `--freeze`, and with layers that freeze the same parameters; compare all bits."""
     trainer = make_trainer(rank, change(config, freeze=EXPERTS_AND_EMBEDDING))
     before = {name: p.detach().clone() for name, p in parameters_of(trainer).items()}
-    with pytest.MonkeyPatch.context() as patch:
-        Freezer(patch, r"\.experts\.|^embedding\.weight$")
+    with mock.patch.object(pipeline_module, "TransformerStage", FrozenStage):
         other = make_trainer(rank, config)
     for step in range(3):
         records = [{**one.step(step).record, "seconds": 0, "tokens_per_s": 0} for one in (trainer, other)]

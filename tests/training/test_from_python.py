@@ -3,6 +3,7 @@
 import os
 import re
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -96,6 +97,7 @@ def test_callbacks_change_the_learning_rate():
     assert found == [0.5, 0.25, 0.125]
 
 
+@pytest.mark.long
 def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):
     out = tmp_path / "run"
     done = command("--steps", 3, "--out", out, *SMALL, processes=2)

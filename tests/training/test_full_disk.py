@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_dualpipe.commands.train import main
 from moe_dualpipe.training import restart
 from moe_dualpipe.training.metrics import Metrics, read_records
-from tests.support import ranks
-from tests.support.runs import SMALL, losses, records
-
-needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
 def full_disk(*_, **__):
@@ -69,26 +64,6 @@ def test_a_resumed_run_removes_repeated_records_as_soon_as_it_can(tmp_path, monk
     writer.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2, "again": true}\n{"step": 3, "again": true}\n'
     assert capfd.readouterr().err.count("No space left on device") == 1
-
-
-def train_with_output_to(output, arguments):
-    for stream in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY), stream)
-    main(arguments)
-
-
-@pytest.mark.long
-@needs_dev_full
-def test_a_run_with_its_output_on_a_full_disk_trains_and_saves(tmp_path):
-    arguments = [
-        *map(str, ("--steps", 2, "--out", tmp_path, *SMALL, "--set", "metrics.eval_sequences=1", "--sample-tokens", 1))
-    ]
-    process = ranks._context.Process(target=train_with_output_to, args=("/dev/full", arguments))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert (tmp_path / "checkpoints" / "step-000002" / "run.json").exists()
-    assert list(losses(records(tmp_path))) == [1, 2]
 
 
 def test_a_launcher_file_is_written_or_refused_before_the_run(tmp_path, monkeypatch):

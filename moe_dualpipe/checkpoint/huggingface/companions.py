@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ...data import TOKENIZER_FILE, Tokenizer, library_json
+from ...data import TOKENIZER_FILE, Tokenizer
 from ...data.strict_json import parse, read_bytes, read_named, reading
 
 COMPANIONS_FILE = "published.json"
@@ -60,18 +60,17 @@ def tokenizer_files(tokenizer: Tokenizer | None, alone: bool) -> dict[str, bytes
 
     Returns {} without a known tokenizer.
     """
-    found = library_json(tokenizer) if tokenizer is not None else None
-    if found is None or tokenizer is None:
+    if tokenizer is None or tokenizer.end_id < 0:
         return {}
-    content, end = found
+    content = {TOKENIZER_FILE: tokenizer.library_json()}
     if alone:
-        return {TOKENIZER_FILE: content}
+        return content
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_text,
+        "clean_up_tokenization_spaces": False,
     }  # fmt: skip
     generation = {"eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.end_id}
-    made = {"tokenizer_config.json": _encoded(config), "generation_config.json": _encoded(generation)}
-    return {TOKENIZER_FILE: content, **made}
+    return content | {"tokenizer_config.json": encoded(config), "generation_config.json": encoded(generation)}
 
 
 def special_ids(tokenizer: Tokenizer | None, source: Mapping[str, Any]) -> dict[str, int | None]:
@@ -81,5 +80,6 @@ def special_ids(tokenizer: Tokenizer | None, source: Mapping[str, Any]) -> dict[
     return {key: source.get(key, default) for key, default in ids.items()}
 
 
-def _encoded(value: Any) -> bytes:
+def encoded(value: Any) -> bytes:
+    """A JSON file."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -21,7 +21,7 @@ from ...kernels.fp8 import Fp8Matrix
 from ...messages import printable, quoted
 from ...models import ModelConfig, StageOptions, TransformerStage, build_model
 from ..tensor_file import TensorFolder
-from ..weights import check_sizes, global_weights, group_names
+from ..weights import OwnLayer, check_sizes, global_weights, group_names, with_named_layers
 from .architectures import Architecture
 from .companions import read_companions
 from .config import architecture_of, is_interleaved, read_config
@@ -74,6 +74,10 @@ class PublishedModel:
         """The shape of each tensor of the model, by global name."""
         return {name: target.shape for name, target in self.targets.items()}
 
+    def config_with(self, named: Mapping[str, OwnLayer]) -> ModelConfig:
+        """The model. Raises ValueError if custom layers are named: it has none."""
+        return with_named_layers(self.config, named, printable(self.folder))
+
     @property
     def checksum(self) -> int:
         """A checksum of config.json and of all headers, but not of the weights. Tells folders apart."""
@@ -96,6 +100,10 @@ class PublishedModel:
         for name, original in self._copies.items():
             if _OURS[original] in tensors:
                 self._compare(name, original)
+
+    def close(self) -> None:
+        """Remove the copies of files on a store."""
+        self._tensors.close()
 
     def _compare(self, name: str, original: str) -> None:
         first, second = (self._read(one, torch.float32).flatten() for one in (name, original))

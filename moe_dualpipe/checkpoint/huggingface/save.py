@@ -10,7 +10,6 @@ in fp32, for a model of any size. Ranks divide the files among themselves. The f
 files are on disk.
 """
 
-import json
 import math
 import os
 import re
@@ -32,7 +31,7 @@ from ..atomic_folder import write_folder
 from ..tensor_file import INDEX_FILE, SINGLE_FILE, write_tensors
 from ..weights import SavedModel, global_weights
 from .architectures import ALIASES, ARCHITECTURES
-from .companions import companions_of, published_config, special_ids, tokenizer_files
+from .companions import companions_of, encoded, published_config, special_ids, tokenizer_files
 from .config import find_architecture, is_interleaved, misfits, write_config
 from .published import CONFIG_FILE
 from .tensors import Layout, published_shapes
@@ -93,8 +92,8 @@ class Export:
         listed = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": listed}
         made = {INDEX_FILE: index} if len(shards) > 1 else {}
-        files = {**self.files, **{name: _encoded(value) for name, value in made.items()}}
-        write_folder(folder, write, lambda _: {**files, CONFIG_FILE: _encoded(self.config)})
+        files = {**self.files, **{name: encoded(value) for name, value in made.items()}}
+        write_folder(folder, write, lambda _: {**files, CONFIG_FILE: encoded(self.config)})
 
     def _tensors(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
         """The published tensors with these names, in the planned order."""
@@ -113,10 +112,6 @@ class Export:
         for name, shape in self.layout.unused().items():
             if name in wanted:
                 yield name, torch.zeros(shape, dtype=self.dtype)
-
-
-def _encoded(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def plan_export(

@@ -1,4 +1,4 @@
-"""Read files on a store: copies, in the folder that stands for it (local_copies.py), and parts without a copy.
+"""Copies of the files on a store, in the folder that stands for it (local_copies.py).
 
 The small files of a folder are copied when it is opened, as the code that reads them expects. Large files are copied
 when they are needed. The processes of a machine share the copies: the first copies, the others wait. A copy is used
@@ -13,11 +13,10 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...errors import without_frames
 from ..one_writer import open_locked
 from ..synced_files import sync
 from .local_copies import url_of
-from .store import Entry, Patience, info, list_folder, read_parts
+from .store import Entry, info, list_folder, read_parts
 from .urls import StorageError, Url
 
 SMALL = 64 * 2**20
@@ -75,13 +74,6 @@ def exists(path: Path) -> bool:
     return os.path.lexists(path) if url_of(path) is None else entry_of(path) is not None
 
 
-def sizes_of(folder: Path) -> dict[str, int]:
-    """The files in a folder, on this machine or on the store: name -> bytes. Raises OSError."""
-    if (url := url_of(folder)) is None:
-        return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    return {name: entry.size for name, entry in sorted(list_folder(url).items()) if not entry.is_folder}
-
-
 def _stamp_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.stamp")
 
@@ -103,51 +95,3 @@ def _copy(path: Path, url: Url, entry: Entry, crc32: int | None) -> None:
         stamp.unlink(missing_ok=True)
         partial.replace(path)
         stamp.write_text(entry.stamp)
-
-
-# ---- Parts, without a copy ----
-
-_PATIENCE = Patience(300.0)
-
-
-class RangedFile:
-    """A file on a store, with the interface of `DataFile`. Each request names the version that was opened.
-
-    expected: the status of the version to open. Raises ValueError, which names the file, if it cannot be read, or if it
-    is not that version any more.
-    """
-
-    def __init__(self, path: Path, expected: Entry | None = None):
-        url = url_of(path)
-        assert url is not None
-        self.path, self._url = path, url
-        try:
-            found = expected or entry_of(path)
-        except OSError as error:
-            raise ValueError(str(error)) from None
-        if found is None:
-            raise ValueError(f"{url}: there is no such file")
-        self.status, self.size = found, found.size
-
-    def __enter__(self) -> "RangedFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def read(self, first: int, size: int) -> bytes:
-        """Return exactly `size` bytes from offset `first`. Raises ValueError if they cannot be read."""
-        data = bytearray(size)
-        self.read_into(first, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, first: int, buffer: memoryview) -> None:
-        """Fill a buffer of bytes from offset `first`. Raises ValueError like `read`."""
-        try:
-            for part in read_parts(self._url, first, first + len(buffer), _PATIENCE, self.status.stamp):
-                buffer[: len(part)], buffer = part, buffer[len(part) :]
-        except OSError as error:
-            raise without_frames(ValueError(str(error))) from None
-
-    def check_unchanged(self) -> None:
-        """Nothing to do: each read compares the version."""

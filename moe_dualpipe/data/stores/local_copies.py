@@ -25,12 +25,10 @@ _STANDS_FOR: dict[Path, Url] = {}
 _COPIES, _HUB = "copies", "hf://"
 
 
-def local_path(text: str | os.PathLike[str], staging: str | None = None) -> Path:
+def local_path(text: str | os.PathLike[str]) -> Path:
     """The path of what a user named: itself, or the folder of copies of a URL. Reads nothing from the store.
 
-    text: a path, a URL, or a path in a staged folder.
-
-    staging: the folder for local files; None: see `base_folder`. Raises ValueError if it cannot be used.
+    text: a path, a URL, or a path in a staged folder. Raises ValueError if there can be no folder of copies.
     """
     given = os.fspath(text)
     if given.startswith(_HUB):
@@ -42,10 +40,7 @@ def local_path(text: str | os.PathLike[str], staging: str | None = None) -> Path
             return path
         given = str(staged)
     url = Url(given)
-    for folder, known in _STANDS_FOR.items():
-        if known == url and _is_copy(folder):
-            return folder
-    return _register(base_folder(staging) / _COPIES / _name(url), url)
+    return _register(base_folder(None) / _COPIES / _name(url), url)
 
 
 def staged_folder(url: Url, staging: str | None = None) -> Path:
@@ -96,7 +91,7 @@ def _register(folder: Path, url: Url) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"cannot create {folder} for files of {url}: {error.strerror}; use another staging folder"
+            f"cannot create {folder} for files of {url}: {error.strerror}: set TMPDIR to another folder"
         ) from None
     _STANDS_FOR[folder] = url
     show_as(str(folder), str(url))
@@ -120,5 +115,5 @@ def base_folder(staging: str | None) -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise ValueError(f"{printable(folder)} is not a private folder of this user: name another staging folder")
+        raise ValueError(f"{printable(folder)} is not a private folder of this user: set TMPDIR to another folder")
     return folder

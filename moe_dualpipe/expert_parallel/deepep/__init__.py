@@ -1,6 +1,6 @@
 """The adapter to DeepEP (https://github.com/deepseek-ai/DeepEP), used only if the package `deep_ep` is installed.
 
-library.py finds the package and chooses the interface, buffer.py and elastic.py call it, backend.py is the backend.
+library.py finds the package, backend.py is the backend.
 """
 
 from .backend import DeepEP

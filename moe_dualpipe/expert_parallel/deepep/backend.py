@@ -1,13 +1,14 @@
-"""The backend on DeepEP's kernels, for GPUs with NVLink and RDMA.
+"""The backend on DeepEP's kernels, for GPUs with NVLink and RDMA: `deep_ep.ElasticBuffer`, over NCCL.
 
-    prepare   DeepEP 1 computes which tokens go where; DeepEP 2 does so in dispatch
     dispatch  sends rows and weights. The first also sends expert ids, and the host waits for the number of rows
     combine   sends rows and gradients of weights back, by the handle of the first dispatch
 
-Rows are bfloat16. Transfers run on DeepEP's own stream, and waiting for one is a stream wait.
+Rows are bfloat16. All calls are asynchronous: they run on DeepEP's own stream after the work that is queued on the
+current stream, and return an event. Waiting for it is a stream wait.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,29 +20,40 @@ from ...overlap.annotation import annotation
 from ...overlap.labels import SIZES_WAIT
 from ..exchange import AsyncResult
 from ..protocol import Combined, Pending, Received, Route
-from .buffer import BufferTransfers
-from .elastic import ElasticTransfers
-from .library import OTHERWISE, Api, check_determinism, choose_api, inspect_machine, load_library
-from .transfers import Plan, Transfers
+from .library import OTHERWISE, check_determinism, check_interface, inspect_machine, load_library
 
 V = TypeVar("V")
 
 MAX_TOP_K = 32  # DeepEP gives each choice of a token one thread of a warp
+MULTIPLE = 256  # of the hidden size: a warp sums 16 bytes per thread
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """State of a route. ids_TK: the expert ids that DeepEP gets.
+
+    handle: DeepEP's handle; None before the first dispatch. arriving: the event of the first dispatch until the route's
+    user has waited for it.
+    """
+
+    ids_TK: Tensor
+    handle: Any = None
+    arriving: Any = None
 
 
 class DeepEP:
     """Experts are divided evenly over the ranks of `group`, in order. The experts of a token must be distinct.
 
     max_tokens: largest number of tokens of a rank, the same on all ranks. hidden_size: width of a token.
-    num_sms: multiprocessors for transfers, even; None: DeepEP's choice. top_k: choices per token, to which DeepEP 2
-    fits its memory; 0: any number up to 32. api: DeepEP 2 ("elastic"), DeepEP 1 ("buffer"), or auto (library.py).
-    deterministic: with DeepEP 2, sort received rows as AllToAll does, by source rank and token, at the price of a copy.
+    num_sms: multiprocessors for transfers, even; None: DeepEP's choice. top_k: choices per token, to which DeepEP
+    fits its memory; 0: any number up to 32. deterministic: sort received rows as AllToAll does, by source rank and
+    token, at the price of a copy; otherwise the order differs from run to run.
     Raises ValueError if DeepEP is not installed, or does not support the machine or the sizes.
     """
 
     def __init__(
         self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", *, max_tokens: int,
-        hidden_size: int, num_sms: int | None = None, top_k: int = 0, api: Api = "auto", deterministic: bool = True,
+        hidden_size: int, num_sms: int | None = None, top_k: int = 0, deterministic: bool = True,
     ):  # fmt: skip
         self.kernels: Kernels = validate_kernels(kernels)
         ranks = group.size()
@@ -54,30 +66,31 @@ class DeepEP:
         machine = inspect_machine(group)
         check_determinism()
         library = load_library()
+        check_interface(library, machine)
+        if hidden_size % MULTIPLE:
+            raise ValueError(f"DeepEP needs a hidden size divisible by {MULTIPLE}: got {hidden_size}; {OTHERWISE}")
         self.num_experts, self.hidden_size, self.device_type = num_experts, hidden_size, machine.device_type
+        self.max_tokens, self.num_sms = max_tokens, num_sms or 0
         self.experts_per_rank = num_experts // ranks
         self.local_experts = range(group.rank() * self.experts_per_rank, (group.rank() + 1) * self.experts_per_rank)
         self.ids_dtype: torch.dtype = getattr(library, "topk_idx_t", torch.int64)  # early versions have no name for it
-        sizes = (library, num_experts, group, hidden_size, num_sms)
-        self.transfers: Transfers
-        if choose_api(library, api, machine) == "elastic":
-            self.transfers = ElasticTransfers(*sizes, max_tokens, top_k, deterministic)
-        else:
-            self.transfers = BufferTransfers(*sizes)
+        self.buffer = library.ElasticBuffer(
+            group, num_max_tokens_per_rank=max_tokens, hidden=hidden_size, num_topk=top_k, deterministic=deterministic
+        )
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
         if expert_ids_TK.device.type != self.device_type:
             raise ValueError(f"DeepEP sends tensors on {self.device_type}: got {expert_ids_TK.device}; {OTHERWISE}")
         tokens, top_k = expert_ids_TK.shape
-        most = self.transfers.max_tokens
-        if most is not None and tokens > most:
-            raise ValueError(f"DeepEP's memory is for {most} tokens of a rank: got {tokens}; increase max_tokens")
+        if tokens > self.max_tokens:
+            raise ValueError(
+                f"DeepEP's memory is for {self.max_tokens} tokens of a rank: got {tokens}; increase max_tokens"
+            )
         if top_k > MAX_TOP_K:
             raise ValueError(f"DeepEP sends at most {MAX_TOP_K} choices per token: got {top_k}; {OTHERWISE}")
         # A copy, because DeepEP's handle refers to it.
         ids_TK = expert_ids_TK.to(self.ids_dtype, copy=True, memory_format=torch.contiguous_format)
-        plan = Plan(ids_TK, self.transfers.prepare(ids_TK))
-        return Route(self.experts_per_rank, self.kernels, backend_state=plan)
+        return Route(self.experts_per_rank, self.kernels, backend_state=Plan(ids_TK))
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
         plan: Plan = route.backend_state
@@ -85,7 +98,10 @@ class DeepEP:
         if plan.handle is None:
             return self._first_dispatch(x, route, weights, weights_TK)
         _wait_for_handle(plan)
-        x_ND, weights_NK, event = self.transfers.dispatch_again(x, plan, weights)
+        # The handle's number of multiprocessors: DeepEP does not infer it from a handle.
+        x_ND, _, weights_NK, _, event = self.buffer.dispatch(
+            x, topk_weights=weights, num_sms=plan.handle.num_sms, handle=plan.handle, **self._asynchronous()
+        )
 
         return _after(event, (x, weights), lambda: Received(x_ND, _like(weights_NK, weights_TK)))
 
@@ -94,16 +110,19 @@ class DeepEP:
     ) -> Pending[Received]:
         plan: Plan = route.backend_state
         with annotation(SIZES_WAIT):  # DeepEP polls the number of rows that arrive
-            sent = self.transfers.dispatch(x, plan, weights)
-        plan.handle, plan.arriving = sent.handle, sent.event
-        route.num_rows, route.num_choices = len(sent.x_ND), sent.num_choices
+            x_ND, ids_NK, weights_NK, handle, event = self.buffer.dispatch(
+                x, topk_idx=plan.ids_TK, topk_weights=weights, num_experts=self.num_experts, num_sms=self.num_sms,
+                do_handle_copy=False, do_cpu_sync=True, **self._asynchronous(),
+            )  # fmt: skip
+        plan.handle, plan.arriving = handle, event
+        route.num_rows, route.num_choices = len(x_ND), sum(handle.num_recv_tokens_per_expert_list)
 
         def finish() -> Received:
             plan.arriving = None
-            route.local_ids_NK = sent.ids_NK
-            return Received(sent.x_ND, _like(sent.weights_NK, weights_TK))
+            route.local_ids_NK = ids_NK
+            return Received(x_ND, _like(weights_NK, weights_TK))
 
-        return _after(sent.event, (x, weights), finish)
+        return _after(event, (x, weights), finish)
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
         plan: Plan = route.backend_state
@@ -111,7 +130,7 @@ class DeepEP:
             raise RuntimeError("the first transfer of a route must be a dispatch: got combine")
         y, grads = self._rows(y_ND), _float(weight_grads_NK)
         _wait_for_handle(plan)
-        y_TD, grads_TK, event = self.transfers.combine(y, plan, grads)
+        y_TD, grads_TK, event = self.buffer.combine(y, plan.handle, topk_weights=grads, **self._asynchronous())
 
         return _after(event, (y, grads), lambda: Combined(y_TD, _like(grads_TK, weight_grads_NK)))
 
@@ -122,9 +141,13 @@ class DeepEP:
             raise ValueError(f"DeepEP's memory is for rows of {self.hidden_size} elements: got {rows.shape[1]}")
         return rows.contiguous()
 
+    def _asynchronous(self) -> dict[str, Any]:
+        event = self.buffer.capture()
+        return {"previous_event": event, "async_with_compute_stream": True, "allocate_on_comm_stream": True}
+
 
 def _wait_for_handle(plan: Plan) -> None:
-    """DeepEP 2 sorts the handle after the first dispatch has been waited for."""
+    """DeepEP sorts the handle after the first dispatch has been waited for."""
     if plan.arriving is not None:
         plan.arriving.current_stream_wait()
 

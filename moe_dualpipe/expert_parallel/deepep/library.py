@@ -1,14 +1,12 @@
-"""The package deep_ep: is it there, does the machine suit it, and which of its interfaces is used."""
+"""The package deep_ep: is it there, does it have DeepEP 2's interface, and does the machine suit it."""
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Api = Literal["auto", "elastic", "buffer"]
-CLASSES = {"elastic": "ElasticBuffer", "buffer": "Buffer"}
 OTHERWISE = "or choose --ep-backend all_to_all"
 INSTALL = f"install DeepEP (https://github.com/deepseek-ai/DeepEP), {OTHERWISE}"
 
@@ -42,23 +40,14 @@ def load_library() -> Any:
         raise ValueError(f"the package deep_ep cannot be imported ({error}): {INSTALL}") from error
 
 
-def choose_api(library: Any, api: Api, machine: Machine) -> str:
-    """ "elastic" (DeepEP 2) or "buffer" (DeepEP 1). auto: elastic, if it is there and the GPU is Hopper or newer.
-
-    Raises ValueError if the chosen interface is not available.
-    """
-    if api not in ("auto", *CLASSES):
-        raise ValueError(f"api must be auto, {' or '.join(CLASSES)}: got {api}")
-    hopper = machine.capability >= (9, 0)
-    if api == "auto":
-        api = "elastic" if hopper and hasattr(library, CLASSES["elastic"]) else "buffer"
-    if not hasattr(library, CLASSES[api]):
+def check_interface(library: Any, machine: Machine) -> None:
+    """Raises ValueError if the library is older than DeepEP 2, or the GPU older than Hopper."""
+    if not hasattr(library, "ElasticBuffer"):
         version = getattr(library, "__version__", "of unknown version")
-        raise ValueError(f"the installed deep_ep {version} has no {CLASSES[api]}: {INSTALL}")
-    if api == "elastic" and not hopper:
+        raise ValueError(f"the installed deep_ep {version} has no ElasticBuffer: install DeepEP 2, {OTHERWISE}")
+    if machine.capability < (9, 0):
         capability = ".".join(map(str, machine.capability))
-        raise ValueError(f"DeepEP's ElasticBuffer needs compute capability 9.0: got {capability}; {OTHERWISE}")
-    return api
+        raise ValueError(f"DeepEP needs compute capability 9.0: got {capability}; {OTHERWISE}")
 
 
 def check_determinism() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...kernels.backend import Kernels
 from ..exchange import row_bytes
-from ..symmetric.one_sided import OneSided, Plan, Sync
+from ..symmetric.one_sided import OneSided, Plan
 from .link import Link
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ class LoopbackWindows(OneSided):
 
     def __init__(
         self, num_experts: int, num_ranks: int, kernels: Kernels, sent: Tensor, *, max_tokens: int, row_bytes: int,
-        top_k: int, slots: int = 2, sync: Sync = "barrier", previous: "LoopbackWindows | None" = None,
+        top_k: int, slots: int = 2, previous: "LoopbackWindows | None" = None,
     ):  # fmt: skip
         super().__init__(
             num_experts, num_ranks, 0, kernels, max_tokens=max_tokens, row_bytes=row_bytes, top_k=top_k, slots=slots,
-            sync=sync, timeout=1.0,
+            timeout=1.0,
         )  # fmt: skip  # all rows are there before a kernel looks for them
         self.sent, self.previous, self.link = sent, previous, Link()
         self._map(*mirrored_memory(self.memory_words, num_ranks, sent.device))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ...kernels.backend import Kernels
 from ..gather import gather_objects
 from .memory import DeviceMemory, Memory, SharedMemory
-from .one_sided import OneSided, Sync, check_triton
+from .one_sided import OneSided, check_triton
 
 
 class Symmetric(OneSided):
@@ -18,10 +18,9 @@ class Symmetric(OneSided):
     max_tokens: largest number of tokens of a rank. hidden_size, dtype: width and widest dtype of a row; a row is a
     multiple of 16 bytes. top_k: largest number of choices per token. These, and `slots`, are the same on all ranks.
     capacity: number of rows that this rank can receive; None: as many as all ranks can send. num_sms: multiprocessors
-    for a transfer. sync: an extra kernel signals to other ranks ("barrier"), or the kernels that copy do ("flags").
-    timeout: seconds that a rank waits for another one. memory: how to allocate the memory that other ranks write to
-    (memory.py); by default, on the current GPU, or without one, in memory that processes share. On a CPU, kernels run
-    in Triton's interpreter.
+    for a transfer. timeout: seconds that a rank waits for another one. memory: how to allocate the memory that other
+    ranks write to (memory.py); by default, on the current GPU, or without one, in memory that processes share. On a
+    CPU, kernels run in Triton's interpreter.
 
     Raises ValueError for sizes that cannot be used, or that differ between ranks. Operations raise RuntimeError if the
     ranks call different ones or if a rank receives too many rows, and DistError, a RuntimeError, if a rank does not
@@ -32,13 +31,12 @@ class Symmetric(OneSided):
     def __init__(
         self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", *, max_tokens: int,
         hidden_size: int, top_k: int, capacity: int | None = None, num_sms: int = 20, slots: int = 2,
-        sync: Sync = "barrier", timeout: float = 600.0, memory: Memory | None = None,
-        dtype: torch.dtype = torch.float32,
+        timeout: float = 600.0, memory: Memory | None = None, dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         super().__init__(
             num_experts, group.size(), group.rank(), kernels, max_tokens=max_tokens,
             row_bytes=hidden_size * dtype.itemsize, top_k=top_k, capacity=capacity, num_sms=num_sms, slots=slots,
-            sync=sync, timeout=timeout,
+            timeout=timeout,
         )  # fmt: skip
         self.names = dist.get_process_group_ranks(group)
         self.memory = memory or (DeviceMemory() if torch.cuda.is_available() else SharedMemory())

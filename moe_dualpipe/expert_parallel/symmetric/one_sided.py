@@ -14,7 +14,7 @@ transfer copies the record to the host, without waiting for the copy.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ V = TypeVar("V")
 ALIGNMENT = 16  # bytes
 """Of each field of a row: a thread writes 16 bytes at a time."""
 _DTYPES = torch.bfloat16, torch.float16, torch.float32
-
-
-Sync = Literal["barrier", "flags"]
 
 
 @dataclass(slots=True)
@@ -75,7 +72,7 @@ class OneSided:
     def __init__(
         self, num_experts: int, num_ranks: int, rank: int, kernels: Kernels = "auto", *, max_tokens: int,
         row_bytes: int, top_k: int, capacity: int | None = None, num_sms: int = 20, slots: int = 2,
-        sync: Sync = "barrier", timeout: float = 600.0,
+        timeout: float = 600.0,
     ):  # fmt: skip
         self.kernels: Kernels = validate_kernels(kernels)
         if num_experts % num_ranks:
@@ -85,10 +82,8 @@ class OneSided:
         self.local_experts = range(rank * self.experts_per_rank, (rank + 1) * self.experts_per_rank)
         self.capacity = num_ranks * max_tokens if capacity is None else capacity
         _check_positive(max_tokens=max_tokens, top_k=top_k, capacity=self.capacity, num_sms=num_sms, slots=slots)
-        if sync not in ("barrier", "flags"):
-            raise ValueError(f'sync must be "barrier" or "flags": got {sync!r}')
         self.max_tokens, self.max_row, self.top_k = max_tokens, row_bytes, top_k
-        self.num_sms, self.slots, self.sync, self.timeout = num_sms, slots, sync, timeout
+        self.num_sms, self.slots, self.timeout = num_sms, slots, timeout
         self.names: Sequence[int] = range(num_ranks)  # in errors
         self._weights_at = round_up(row_bytes, ALIGNMENT) // 4
         field = round_up(4 * top_k, ALIGNMENT) // 4  # routing weights, or expert ids
@@ -111,7 +106,7 @@ class OneSided:
         self.own = own
         self.windows = Windows(
             addresses_R, new_state(self.slots, own.device), self.rank, self.slots, self.max_tokens, self._row_words,
-            self._weights_at, self._ids_at, self.num_sms, self.timeout, self.sync == "flags",
+            self._weights_at, self._ids_at, self.num_sms, self.timeout,
         )  # fmt: skip
         self._record = torch.zeros(5, dtype=torch.int32, pin_memory=own.is_cuda)
         self._seen = self._record.numpy()  # read without waiting for the copies

@@ -5,6 +5,7 @@ on a GPU are intercepted instead.
 """
 
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ _CALLS: dict[Any, str] = {
     torch.equal: "equal()", Tensor.equal: "equal()", torch.bincount: "bincount()", Tensor.bincount: "bincount()",
     torch.allclose: "allclose()", Tensor.allclose: "allclose()",
 }  # fmt: skip
+_LIBRARIES = "torch", "warnings", "contextlib", "functools"
+_DO_NOT_WAIT = "moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.", "moe_dualpipe.models.own_calls"
 
 
 class _Intercept(TorchFunctionMode):
@@ -81,15 +84,12 @@ def _add(found: dict[str, str], call: str) -> None:
     """Add a call by the innermost line outside of torch and the standard library.
 
     Calls from this package's kernels and checks are left out: on a GPU, other kernels run, which do not wait, and
-    checks are not part of the layer.
+    values are not checked.
     """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe()):
         name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
-        package = name.partition(".")[0]
-        if package not in ("torch", "warnings", "contextlib", "functools") and name != __name__ and file[0] != "<":
-            break
-        frame = frame.f_back
-    if frame is None or name.startswith(("moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.")):
+        if name.partition(".")[0] in _LIBRARIES or name == __name__ or file[0] == "<":
+            continue
+        if not name.startswith(_DO_NOT_WAIT):
+            found.setdefault(str(CodeLine(file, line, frame.f_code.co_qualname.rpartition("<locals>.")[2])), call)
         return
-    found.setdefault(str(CodeLine(file, frame.f_lineno, frame.f_code.co_qualname.rpartition("<locals>.")[2])), call)

@@ -7,7 +7,7 @@ A fault often breaks several laws. So laws stand in levels, where those of a lev
 level in which a law fails is the last one that runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any, Literal
@@ -115,14 +115,8 @@ def _check(where: str, subject: Any, law: Law, raise_errors: bool) -> Check:
 
 
 def _error_line(error: Exception, where: str) -> str:
-    notes = "".join(f" ({note})" for note in _notes(error))
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()) if note.startswith("with "))
     if line := user_error(error):
         return line + notes
-    if error.__cause__ is not None and user_error(error.__cause__) is not None:  # the message has its place
-        return describe(error) + notes
     text = describe(error) if needs_no_frames(error) else describe_user_error(error)
     return f"{where}: {text}{notes}" if where else text + notes
-
-
-def _notes(error: Exception) -> Iterator[str]:
-    return (note for note in getattr(error, "__notes__", ()) if note.startswith("with "))

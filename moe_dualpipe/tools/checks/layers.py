@@ -16,7 +16,8 @@ raise_errors    raise exceptions of the layer, instead of reporting each as a fa
 They raise ValueError if the class does not exist, or if its arguments or options do not fit.
 """
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
 
 from ...errors import CodeLine
 from ...models.attention import attention_class
@@ -43,8 +44,7 @@ def check_experts(
     raise_errors: bool = False,
 ) -> Report:  # fmt: skip
     """Check an expert layer (`ExpertLayer`)."""
-    config = dataclasses.replace(config, experts=experts, expert_options=options)
-    return _check(expert_class(config), Experts(config, device), raise_errors)
+    return _check(expert_class, Experts, replace(config, experts=experts, expert_options=options), device, raise_errors)
 
 
 def check_router(
@@ -52,8 +52,7 @@ def check_router(
     raise_errors: bool = False,
 ) -> Report:  # fmt: skip
     """Check a router (`RouterLayer`)."""
-    config = dataclasses.replace(config, router=router, router_options=options)
-    return _check(router_class(config), Router(config, device), raise_errors)
+    return _check(router_class, Router, replace(config, router=router, router_options=options), device, raise_errors)
 
 
 def check_attention(
@@ -61,8 +60,13 @@ def check_attention(
     raise_errors: bool = False,
 ) -> Report:  # fmt: skip
     """Check attention (`AttentionLayer`)."""
-    config = dataclasses.replace(config, attention=attention, attention_options=options)
-    return _check(attention_class(config), Attention(config, device), raise_errors)
+    return _check(
+        attention_class,
+        Attention,
+        replace(config, attention=attention, attention_options=options),
+        device,
+        raise_errors,
+    )
 
 
 def check_block(
@@ -70,10 +74,12 @@ def check_block(
     raise_errors: bool = False,
 ) -> Report:  # fmt: skip
     """Check a transformer block (`BlockLayer`), with the experts, router and attention that `config` names."""
-    config = dataclasses.replace(config, block=block, block_options=options)
-    return _check(block_class(config), Block(config, device), raise_errors)
+    return _check(block_class, Block, replace(config, block=block, block_options=options), device, raise_errors)
 
 
-def _check(found: LayerClass, subject: Subject, raise_errors: bool) -> Report:
+def _check(
+    find: Callable[[ModelConfig], LayerClass], kind: type[Subject], config: ModelConfig, device: str, raise_errors: bool
+) -> Report:
+    found, subject = find(config), kind(config, device)
     where = str(CodeLine.of(found.make) or "")
     return check_laws(f"check of the {found.kind} {found.name}", where, subject, LAWS, raise_errors)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -36,10 +35,12 @@ def first_nonfinite(trainer: Trainer, runs: Iterable[list[Tensor]], backward: bo
             probes.enter_context(probe(stage, partial(search.observe, index)))
         for losses in runs:
             for loss in losses:
-                last = trainer.schedule.num_stages - 1
-                search.check(loss, last, (_LOSS,), "all outputs are finite, but not the loss")
-            first = "the first non-finite gradient is that of parameter {}"
-            search.check_stages((_WEIGHT_GRADIENTS, -1), _gradients, first)
+                search.check(
+                    loss, trainer.schedule.num_stages - 1, (_LOSS,), "all outputs are finite, but not the loss"
+                )
+            search.check_stages(
+                (_WEIGHT_GRADIENTS, -1), _gradients, "the first non-finite gradient is that of parameter {}"
+            )
             if found := search.result():
                 return found
     if backward:
@@ -75,7 +76,8 @@ class _Search:
         return min(filter(None, found))[1] if any(found) else ""
 
     def check(self, tensor: Tensor, stage: int, key: tuple[int, ...], text: str) -> None:
-        if (self.first is None or key < self.first[0]) and not _is_finite(tensor):
+        floats = tensor.float() if tensor.itemsize == 1 else tensor  # torch.isfinite does not take all float8 types
+        if (self.first is None or key < self.first[0]) and not floats.isfinite().all():
             self.first = key, f"{text} (stage {stage}, rank {self.trainer.layout.rank})"
 
     def check_stages(
@@ -92,9 +94,3 @@ class _Search:
         order = stage, at.module, at.segment, at.is_output
         key = (_BACKWARD, *(-i for i in order)) if at.is_gradient else (_FORWARD, *order)
         self.check(tensor, stage, key, f"the first non-finite {at}")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if tensor.is_floating_point() and tensor.itemsize == 1:  # torch.isfinite does not take all float8 types
-        tensor = tensor.float()
-    return bool(torch.isfinite(tensor).all())

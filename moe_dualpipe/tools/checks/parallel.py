@@ -1,14 +1,13 @@
 """`moe-dualpipe check parallel`: a token's loss, logits and gradients are the same in any parallel layout.
 
-The whole model runs in one process, one micro-batch after the other, and its results and tensors are stored. Then the
-same sequences run again in every variant (run.py), in processes of this machine. If the results differ by more
-than rounding explains, the variant runs once more, and every tensor of every segment is compared, to name the first one
-that differs.
+The whole model runs in one process, one micro-batch after the other, and all that it computes is stored. Then the same
+sequences run again in every variant (run.py), in processes of this machine. If the results differ by more than rounding
+explains, the variant runs once more, and every tensor of every segment is compared, to name the first one that differs.
 """
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +18,9 @@ from ...runtime.layout import check_ep
 from ...training.checks import check_options
 from ...training.config import TrainConfig
 from ...training.layout_choice import DEFAULT_SIZE
-from .first_difference import Trace, find_difference
+from .first_difference import Comparison, find_difference, record
 from .laws import Check, Report, Status
-from .ranks import Failure, run_tasks
+from .ranks import Failure, run_task
 from .run import (
     REFERENCE,
     STEPS,
@@ -29,11 +28,13 @@ from .run import (
     Run,
     Variant,
     default_variants,
-    find_assignment,
     micro_batches_for,
     requested_variant,
     run_variant,
+    schedule_of,
 )
+
+COMPARED = ", compared with one process: relative differences, of their tolerances"
 
 
 def check_parallel(
@@ -44,8 +45,8 @@ def check_parallel(
     config: the options of train.py. Its model, seed, sequence length and micro-batch size are used, and its layout
     is one of the variants. variants: None means this layout and `default_variants`. on_rank: see `Job`.
 
-    Raises ValueError for invalid options, for a layout of the config that cannot run, and for a model that cannot be
-    built.
+    Raises ValueError for invalid options, for a layout of the config that cannot run, and for a model that does not run
+    in one process.
     """
     requested = requested_variant(config.parallel, config.compute.recompute)
     if variants is None:
@@ -56,8 +57,12 @@ def check_parallel(
     job = make_job(config, variants, on_rank)
     if requested is not None and requested in variants:
         check_runs(job, requested)
+    _, sequences, length = job.tokens.shape
+    sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length - 1, 'token')}"
     with tempfile.TemporaryDirectory() as folder:
-        return _compare(job, variants, Path(folder) / "reference.pt")
+        file = Path(folder) / "reference.pt"
+        run_whole("the model", Comparison(partial(run_variant, job, REFERENCE), REFERENCE.tolerance, file))
+        return Report(f"{sizes}{COMPARED}", tuple(_check(job, variant, file) for variant in variants))
 
 
 def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable[[Run], None] | None = None) -> Job:
@@ -83,61 +88,30 @@ def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable
 def check_runs(job: Job, variant: Variant) -> None:
     """Raise ValueError if the variant cannot run with its schedule, or with the model's layers or experts."""
     check_ep(variant.ep, job.model.num_experts)
-    find_assignment(job, variant, 0)
+    schedule_of(job, variant)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What a rank runs. file: holds the results and tensors of the reference."""
-
-    job: Job
-    variant: Variant
-    file: Path
-
-
-def _run_reference(task: _Task) -> None:
-    trace = Trace()
-    torch.save((run_variant(task.job, task.variant, trace), trace.tensors), task.file)
+def _check(job: Job, variant: Variant, file: Path) -> Check:
+    try:
+        check_runs(job, variant)
+    except ValueError as error:
+        return Check(variant.name, "skipped", problem=str(error))
+    compared = Comparison(partial(run_variant, job, variant), variant.tolerance, file)
+    return check_run(variant.name, variant.processes, compared)
 
 
-def _run_and_compare(task: _Task) -> tuple[str, str]:
-    """What was measured, and the problem: equal on all ranks."""
-    job, variant = task.job, task.variant
-    reference, tensors = torch.load(task.file, weights_only=False, mmap=True)
-
-    def again() -> Trace:
-        trace = Trace(tensors, variant.tolerance.tokens)
-        run_variant(job, variant, trace)
-        return trace
-
-    return find_difference(run_variant(job, variant), reference, variant.tolerance, again)
-
-
-def _compare(job: Job, variants: Sequence[Variant], file: Path) -> Report:
-    """Raises ValueError if the model cannot be built."""
-    sequences, length = job.tokens.shape[1], job.tokens.shape[2] - 1
-    sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length, 'token')}"
-    subject = f"{sizes}, compared with one process: relative differences, of their tolerances"
-    (done,) = run_tasks(1, _run_reference, [_Task(job, REFERENCE, file)])
+def run_whole(name: str, reference: Comparison) -> None:
+    """Raises ValueError if it cannot run."""
+    done = run_task(1, record, reference)
     if isinstance(done, Failure):
-        if done.invalid:
-            raise ValueError(done.message)
-        return Report(subject, (Check(REFERENCE.name, "failed", problem=str(done)),))
-    checks: dict[Variant, Check] = {}
-    for variant in variants:
-        try:
-            check_runs(job, variant)
-        except ValueError as error:
-            checks[variant] = Check(variant.name, "skipped", problem=str(error))
-    for processes in sorted({variant.processes for variant in variants}):  # each number of processes starts once
-        group = [v for v in variants if v.processes == processes and v not in checks]
-        outcomes = run_tasks(processes, _run_and_compare, [_Task(job, variant, file) for variant in group])
-        checks |= {v: judge(v.name, outcome) for v, outcome in zip(group, outcomes, strict=True)}
-    return Report(subject, tuple(checks[variant] for variant in variants))
+        raise ValueError(f"cannot run {name} in one process: {done.message}")
 
 
-def judge(name: str, outcome: list[tuple[str, str]] | Failure, if_failed: Status = "failed", why: str = "") -> Check:
-    """The check of a run. outcome: on each rank, from `find_difference`. if_failed, why: say so if the run failed."""
+def check_run(
+    name: str, processes: int, compared: Comparison, if_failed: Status = "failed", why: str = ""
+) -> Check:  # fmt: skip
+    """Run on a number of processes, and compare. if_failed, why: say so if it cannot run."""
+    outcome = run_task(processes, find_difference, compared)
     if isinstance(outcome, Failure):
         return Check(name, if_failed, problem=f"{why}{outcome}")
     measured, problem = outcome[0]

@@ -1,13 +1,13 @@
-"""Run tasks on several ranks, in processes of this machine that torch.distributed (gloo) connects.
+"""Run a task on several ranks, in processes of this machine that torch.distributed (gloo) connects.
 
-The processes run the tasks one after the other. If a rank fails or hangs, all processes are ended, and new ones run the
-remaining tasks. Processes are forked from a server that has already imported torch. They import the main program, so it
-must be guarded by `if __name__ == "__main__":`.
+If a rank fails or hangs, all processes are ended. They are forked from a server that has already imported torch. They
+import the main program, so it must be guarded by `if __name__ == "__main__":`.
 """
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -17,71 +17,53 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
-from ...errors import user_error
+from ...errors import describe_user_error
 from ...messages import describe, plural
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A task that failed on a rank: the message of the error, with its notes, on one line.
-
-    invalid: whether it is a ValueError of this package, which reports invalid options.
-    """
+    """A task that failed on a rank: the error on one line."""
 
     rank: int
     message: str
-    invalid: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.message}"
 
 
-def run_tasks(
-    num_ranks: int, function: Callable[[Any], Any], tasks: Sequence[Any], timeout: float = 300
-) -> list[list[Any] | Failure]:
-    """For each task, return the results of `function(task)` on all ranks, or the first failure.
+def run_task(
+    num_ranks: int, function: Callable[[Any], Any], task: Any, timeout: float = 300
+) -> list[Any] | Failure:  # fmt: skip
+    """Return the results of `function(task)` on all ranks, or the first failure.
 
-    timeout: seconds per task. Raises ValueError if the task cannot be sent to another process.
+    timeout: in seconds. Raises ValueError if the task cannot be sent to another process.
     """
-    results: list[list[Any] | Failure] = []
-    while len(results) < len(tasks):
-        results += _launch(num_ranks, function, tasks[len(results) :], timeout)
-    return results
-
-
-def _launch(
-    num_ranks: int, function: Callable[[Any], Any], tasks: Sequence[Any], timeout: float
-) -> list[list[Any] | Failure]:
-    """The results of the tasks, up to and including the first failure."""
     set_forkserver_preload(
         ["torch", "torch.distributed", "torch._dynamo", __name__, "moe_dualpipe.training.from_options"]
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            arguments = folder, num_ranks, function, tasks
-            processes = start_processes(_main, arguments, num_ranks, join=False, start_method="forkserver")
+            processes = start_processes(
+                _main, (folder, num_ranks, function, task), num_ranks, join=False, start_method="forkserver"
+            )
         except (AttributeError, TypeError, ValueError) as error:  # pickle raises any of these, and PicklingError
-            what = "a class or function of the model cannot be sent to another process"
-            raise ValueError(f"{what}: define it at the top level of a file ({describe(error)})") from None
+            raise ValueError(
+                "a class or function of the model cannot be sent to another process: define it at the top level of a "
+                f"file ({describe(error)})"
+            ) from None
         failure = _wait(processes, folder, num_ranks, timeout)
-        results: list[list[Any] | Failure] = []
-        for number in range(len(tasks)):
-            files = [folder / f"{number}-{rank}" for rank in range(num_ranks)]
-            if failure is not None and not all(file.exists() for file in files):
-                return [*results, failure]
-            results.append([torch.load(file, weights_only=False) for file in files])
-        return results
+        return failure or [torch.load(folder / f"{rank}", weights_only=False) for rank in range(num_ranks)]
 
 
 def _wait(processes: Any, folder: Path, num_ranks: int, timeout: float) -> Failure | None:
-    """Wait until all processes have ended. If one fails, or none finishes a task for the timeout, end the others."""
-    finished = -1
+    """Wait until all processes have ended. If one fails, or the time is over, end the others."""
+    end = time.monotonic() + timeout
     try:
-        while not processes.join(timeout):
-            before, finished = finished, len([*folder.iterdir()])
-            if finished == before:
-                missing = min(range(num_ranks), key=lambda rank: len([*folder.glob(f"*-{rank}")]))
+        while not processes.join(max(0.0, end - time.monotonic())):
+            if time.monotonic() >= end:
+                missing = min(range(num_ranks), key=lambda rank: (folder / f"{rank}").exists())
                 return Failure(missing, f"no result after {plural(round(timeout), 'second')}")
         return None
     except (ProcessExitedException, ProcessRaisedException) as error:
@@ -95,23 +77,14 @@ def _wait(processes: Any, folder: Path, num_ranks: int, timeout: float) -> Failu
             process.join()
 
 
-def _main(rank: int, folder: Path, num_ranks: int, function: Callable[[Any], Any], tasks: Sequence[Any]) -> None:
+def _main(rank: int, folder: Path, num_ranks: int, function: Callable[[Any], Any], task: Any) -> None:
     torch.set_num_threads(1)  # the number of threads changes the order of sums
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     try:
-        for number, task in enumerate(tasks):
-            torch.save(function(task), folder / f"{number}-{rank}")
-            dist.barrier()
+        torch.save(function(task), folder / f"{rank}")
+        dist.barrier()
     except (Exception, SystemExit) as error:
-        torch.save(_failure(rank, error), folder / f"failed-{rank}")
+        torch.save(Failure(rank, describe_user_error(error)), folder / f"failed-{rank}")
         sys.exit(1)
     finally:
         dist.destroy_process_group()
-
-
-def _failure(rank: int, error: BaseException) -> Failure:
-    if (line := user_error(error)) is not None:
-        return Failure(rank, line)
-    if isinstance(error, ValueError):
-        return Failure(rank, describe(error), invalid=True)
-    return Failure(rank, "; ".join([f"{type(error).__name__}: {describe(error)}", *getattr(error, "__notes__", [])]))

@@ -1,4 +1,4 @@
-"""The variants of `check parallel`, and one rank of one: build the model, run two steps, and collect the results.
+"""The variants of `check parallel`, and one rank of one: build the model, run two steps, and trace what they compute.
 
 A variant is a way to run the same sequences, and how much it may differ from the reference: the whole model in one
 process, one micro-batch after the other, with a plain forward and backward.
@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...expert_parallel.parameters import global_tensors
@@ -25,17 +24,19 @@ from ...models.layers import seed_of
 from ...overlap.probe import probe
 from ...pipeline.pipeline import Pipeline
 from ...runtime.buffers import Buffers
-from ...runtime.layout import Layout
 from ...runtime.replicas import ReplicaSet
 from ...schedule import NAMES, Forward, Schedule, build, members
 from ...training.config import ParallelConfig
-from .first_difference import Results, StageObserver, Tolerance, Trace
+from .first_difference import Kind, StageObserver, Tolerance, Trace
 from .subject import prepare, without_dropout
 
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.
-SAME_ORDER = Tolerance(0, 0, 0)  # the same operations in the same order
-OTHER_ORDER = Tolerance(0, 0, 4.5e-7)  # a token's operations are the same, but gradients are added in another order
-OTHER_ROWS = Tolerance(1e-6, 1e-5, 4.5e-6)  # a matrix product may round a row differently if it has other rows
+SAME_ORDER: Tolerance = {"weights": 0, "segments": 0, "logits": 0, "losses": 0, "buffers": 1e-5, "gradients": 0}
+"""The same operations in the same order. Buffers may be averaged over ranks."""
+OTHER_ORDER: Tolerance = {**SAME_ORDER, "gradients": 4.5e-7}
+"""A token's operations are the same, but gradients are added in another order."""
+OTHER_ROWS: Tolerance = {**SAME_ORDER, "segments": 1e-5, "logits": 1e-5, "losses": 1e-6, "gradients": 4.5e-6}
+"""A matrix product may round a row differently if it has other rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,137 +135,103 @@ class Job:
     on_rank: "Callable[[Run], None] | None" = None
 
 
-@dataclass(frozen=True, slots=True)
-class RankAssignment:
-    """Where this rank is: the stages it holds, and the sequences of its micro-batches."""
-
-    variant: Variant
-    layout: Layout
-    schedule: Schedule | None
-    micro_batches: tuple[tuple[int, ...], ...]
-    """The sequences of each micro-batch of this data-parallel rank."""
-
-    def forwards(self, stage: int) -> list[int]:
-        """The micro-batches of the stage on this rank, in the order of their forwards."""
-        if self.schedule is None:
-            return [*range(len(self.micro_batches))]
-        parts = (half for action in self.schedule.actions[self.layout.pp_rank] for half in members(action))
-        return [part.micro_batch for part in parts if isinstance(part, Forward) and part.stage == stage]
-
-
-def run_variant(job: Job, variant: Variant, trace: Trace | None = None) -> Results:
-    """Run the variant on this rank. Collective over a world of `variant.processes` ranks. trace: sees all tensors."""
-    place = find_assignment(job, variant, dist.get_rank())
-    run = Run(job, place)
+def run_variant(job: Job, variant: Variant, trace: Trace, with_segments: bool) -> None:
+    """Run the variant on this rank, and show the trace its results. Collective over `variant.processes` ranks."""
+    run = Run(job, variant, trace)
     if job.on_rank is not None:
         job.on_rank(run)
     with ExitStack() as contexts:
-        for index, stage in run.stages.items() if trace else ():
-            forwards = [place.micro_batches[m] for m in place.forwards(index)]
-            contexts.enter_context(probe(stage, StageObserver(trace, forwards, variant.ep)))  # type: ignore[arg-type]
-        return run.steps()
+        for index, stage in run.stages.items() if with_segments else ():
+            contexts.enter_context(probe(stage, StageObserver(trace, run.forwards(index), variant.ep)))
+        run.steps()
 
 
-def find_assignment(job: Job, variant: Variant, rank: int) -> RankAssignment:
+def schedule_of(job: Job, variant: Variant) -> Schedule:
     """Raises ValueError if the variant cannot run with its schedule, or with the model's layers."""
-    size, num_sequences = variant.size or job.size, job.tokens.shape[1]
-    layout = Layout(variant.pp, variant.dp, variant.ep, rank)
-    order = torch.arange(num_sequences)
-    if variant.neighbors is not None:
-        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(variant.neighbors))
-    per_rank = num_sequences // variant.dp
-    own = order[layout.dp_rank * per_rank :][:per_rank].tolist()
-    micro_batches = tuple(tuple(own[i : i + size]) for i in range(0, per_rank, size))
-    schedule = None
-    if variant.schedule is not None:
-        schedule = build(variant.schedule, variant.pp, len(micro_batches), variant.num_chunks)
-    split(job.model, schedule.num_stages if schedule else 1)
-    return RankAssignment(variant, layout, schedule, micro_batches)
+    micro_batches = job.tokens.shape[1] // variant.dp // (variant.size or job.size)
+    schedule = build(variant.schedule or "1f1b", variant.pp, micro_batches, variant.num_chunks)
+    split(job.model, schedule.num_stages)
+    return schedule
 
 
 class Run:
     """One rank's model and its training steps. `Job.on_rank` receives it before the first step."""
 
-    def __init__(self, job: Job, place: RankAssignment):
-        self.job, self.place = job, place
-        # The placement of the reference: one rank with one stage.
-        self.schedule = place.schedule or build("1f1b", 1, len(place.micro_batches))
-        shape = len(place.micro_batches[0]), job.tokens.shape[2] - 1
+    def __init__(self, job: Job, variant: Variant, trace: Trace):
+        self.job, self.variant, self.trace = job, variant, trace
+        self.schedule, size = schedule_of(job, variant), variant.size or job.size
         self.pipeline = Pipeline(
-            job.model, self.schedule, shape, dtype=torch.float64, ep=place.variant.ep, ep_backend="all_to_all",
-            options=replace(job.options, recompute=place.variant.recompute),
+            job.model, self.schedule, (size, job.tokens.shape[2] - 1), dtype=torch.float64, ep=variant.ep,
+            ep_backend="all_to_all", options=replace(job.options, recompute=variant.recompute),
         )  # fmt: skip
+        order = torch.arange(job.tokens.shape[1])
+        if variant.neighbors is not None:
+            order = torch.randperm(len(order), generator=torch.Generator().manual_seed(variant.neighbors))
+        own = order.chunk(variant.dp)[self.pipeline.layout.dp_rank]
+        self.micro_batches: list[list[int]] = [part.tolist() for part in own.split(size)]
+        """The sequences of each micro-batch of this data-parallel rank."""
         self.stages, self.replicas = self.pipeline.stages, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
-        self.executor.overlap = place.variant.overlap  # also where a run has nothing to hide, to find faults
+        self.executor.overlap = variant.overlap  # also where a run has nothing to hide, to find faults
         for stage in self.stages.values():
             prepare(stage, job.options.seed)
             without_dropout(stage)
         self.last = self.stages.get(self.schedule.num_stages - 1)
         self.buffers = Buffers([*self.stages.values()], self.pipeline.groups)
 
-    def steps(self) -> Results:
-        results = Results(weights=_global_values([*self.replicas, *self.buffers.sets()], _copy))
+    def forwards(self, stage: int) -> list[list[int]]:
+        """The sequences of the micro-batches of the stage on this rank, in the order of their forwards."""
+        parts = (half for action in self.schedule.actions[self.pipeline.layout.pp_rank] for half in members(action))
+        forwards = (part for part in parts if isinstance(part, Forward) and part.stage == stage)
+        return [self.micro_batches[part.micro_batch] for part in forwards]
+
+    def steps(self) -> None:
+        self._see("weights", [*self.replicas, *self.buffers.sets()])
         for step in range(STEPS):
             torch.manual_seed(seed_of(self.job.options.seed, f"step {step}"))
-            self._step(step, results)
+            self._step(step)
             self.buffers.average()
             self.pipeline.balance_experts(_BIAS_RATE)
-            if step == 0:
-                results.buffers = _global_values(self.buffers.sets(), _copy)
+            self._see("buffers", self.buffers.sets(), f" after step {step + 1}")
         self.pipeline.sum_gradients()
-        results.gradients = _global_values(self.replicas, self._gradient)
-        return results
+        self._see("gradients", self.replicas)
 
-    def _step(self, step: int, results: Results) -> None:
+    def _step(self, step: int) -> None:
         tokens = self.job.tokens[step]
-        batches = {m: tokens[list(sequences)] for m, sequences in enumerate(self.place.micro_batches)}
-        if self.place.schedule is None:
+        batches = {m: tokens[sequences] for m, sequences in enumerate(self.micro_batches)}
+        if self.variant.schedule is None:
             assert self.last is not None
             for m, batch in batches.items():
                 output = self.last(batch[:, :-1])
-                loss = self.last.loss(output, batch[:, 1:])
-                loss.backward()
-                self._collect(results, step, m, batch, output.detach())
+                self._see_output(step, m, batch, output.detach())
+                self.last.loss(output, batch[:, 1:]).backward()
             return
-        schedule, own = self.schedule, self.place.layout.pp_rank
+        schedule, own = self.schedule, self.pipeline.layout.pp_rank
         inputs = {m: (batch[:, :-1],) for m, batch in batches.items() if schedule.rank_of(0, m) == own}
         ends = {m: batch for m, batch in batches.items() if schedule.rank_of(schedule.num_stages - 1, m) == own}
         criterion = self.last.loss if self.last is not None else None
         labels = {m: (batch[:, 1:],) for m, batch in ends.items()}
         done = self.executor.step(schedule, inputs, labels, criterion, return_outputs=True)
         for m, batch in ends.items():
-            self._collect(results, step, m, batch, done.outputs[m][0])
+            self._see_output(step, m, batch, done.outputs[m][0])
 
     @torch.no_grad()
-    def _collect(self, results: Results, step: int, m: int, batch: Tensor, output: Tensor) -> None:
+    def _see_output(self, step: int, m: int, batch: Tensor, output: Tensor) -> None:
         assert self.last is not None
-        sequences = self.place.micro_batches[m]
-        logits_BSV = self.last.logits(output)
-        losses_BS = nn.functional.cross_entropy(
-            logits_BSV.double().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"
-        ).view(batch[:, 1:].shape)
-        for i, sequence in enumerate(sequences):
-            results.logits[step, sequence] = logits_BSV[i].clone()
-            results.losses[step, sequence] = losses_BS[i].clone()
+        sequences, logits_BSV = self.micro_batches[m], self.last.logits(output)
+        losses = nn.functional.cross_entropy(logits_BSV.double().mT, batch[:, 1:], reduction="none")
+        self.trace.see_tokens("logits", f"step {step + 1}, logits", sequences, logits_BSV)
+        self.trace.see_tokens("losses", f"step {step + 1}, losses", sequences, losses)
 
-    def _gradient(self, parameter: Tensor) -> Tensor | None:
-        grad = parameter.grad
-        if not parameter.requires_grad:
-            return None
-        # A micro-batch's loss is the mean over its sequences.
-        return torch.zeros_like(parameter) if grad is None else grad * len(self.place.micro_batches[0])
-
-
-def _global_values(sets: Iterable[ReplicaSet], value: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
-    """The value of each tensor by its global name; values that are None are left out."""
-    found: dict[str, Tensor] = {}
-    for replicas in sets:
-        for name, tensor in replicas.parameters.items():
-            if (one := value(tensor)) is not None:
-                found |= global_tensors(name, one, replicas.experts.get(name))
-    return found
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    def _see(self, kind: Kind, sets: Iterable[ReplicaSet], when: str = "") -> None:
+        """Show the trace the parameters of sets, or their gradients, by their global names."""
+        for replicas in sets:
+            for name, tensor in replicas.parameters.items():
+                if kind == "gradients":
+                    if not tensor.requires_grad:
+                        continue
+                    # A micro-batch's loss is the mean over its sequences.
+                    grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                    tensor = grad * len(self.micro_batches[0])
+                for global_name, view in global_tensors(name, tensor, replicas.experts.get(name)):
+                    self.trace.see(kind, f"{global_name}{when}", {0: view})

@@ -25,13 +25,13 @@ from ...messages import plural
 from ...models.attention import attention_class
 from ...models.attention_layer import accepted_context, attend
 from ...models.block import block_class, block_parts
-from ...models.build_experts import ExpertBuilder, expert_class
+from ...models.build_experts import ExpertBuilder
 from ...models.config import ModelConfig, StageOptions
 from ...models.kv_cache import KVCache
-from ...models.layer_class import LayerClass
 from ...models.layers import seed_of, seeded
+from ...models.own_calls import call_layer, call_router
 from ...models.recompute import add_up
-from ...models.router import build_router, router_class
+from ...models.router import build_router
 from ...overlap import Compute, Segmented, Segments
 from .first_difference import relative, row_errors
 from .laws import Broken
@@ -57,12 +57,15 @@ _ALL = 7
 class Case:
     """An input. Its rows (of sequence layers: its sequences) are `x[index]`: large inputs repeat a few of them.
 
-    counts: the rows of each expert, in order; in other layers, all rows are in one group.
+    counts: the rows of each expert, in order; in other layers, all rows are in one group. cache, mask_B1SS: what
+    attention and blocks get in generation, and with --document-mask.
     """
 
     x: Tensor
     counts: tuple[int, ...]
     index: Tensor | None = None
+    cache: KVCache | None = None
+    mask_B1SS: Tensor | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -75,13 +78,12 @@ class Case:
 class Subject(ABC):
     """A layer that `config` names, and how to use it. experts: those that an expert layer holds; None: all.
 
-    options: the field of the layer's own options. row: what a result must not depend on others of. rule: says so, with
-    the usual mistakes. place: the name of a row, from its index `row` or from its expert and its place `i` there.
-    length: of an input, after its rows. prefix: the start of parameter names that messages leave out.
+    row: what a result must not depend on others of. rule: says so, with the usual mistakes. place: the name of a row,
+    from its index `row` or from its expert and its place `i` there. length: of an input, after its rows. prefix: the
+    start of parameter names that messages leave out.
     """
 
     kind: str
-    options: str
     rule: str
     place: str
     row = "row"
@@ -89,8 +91,6 @@ class Subject(ABC):
     prefix = ""
     adds_losses = False
     """Whether the backward of the result also runs that of auxiliary losses, which are not in the result."""
-    find: Callable[[ModelConfig], LayerClass]
-    """The class that a config names. Raises ValueError if there is none, or if its arguments or options do not fit."""
 
     def __init__(self, config: ModelConfig, device: str = "cpu", experts: range | None = None):
         self.config, self.device = config, device
@@ -149,9 +149,10 @@ class Subject(ABC):
         return self.place.format(row=row, i=i, expert=self.experts.start + group)
 
     def describe(self, case: Case) -> str:
-        """Such as "[3, 2, 5, 4] rows per expert"."""
-        rows = plural(sum(case.counts), self.row)
-        return f"{rows} of {plural(case.x.shape[1], 'position')}" if self.length else rows
+        """Such as "[3, 2, 5, 4] rows per expert in torch.bfloat16"."""
+        rows = f"{[*case.counts]} rows per expert" if len(case.counts) > 1 else plural(sum(case.counts), self.row)
+        length = f" of {plural(case.x.shape[1], 'position')}" if self.length else ""
+        return f"{rows}{length}" + f" in {case.x.dtype}" * (case.x.dtype != torch.float64)
 
     def like(self, config: ModelConfig | None = None, experts: range | None = None) -> Any:
         """The same layer in other sizes, or with these experts."""
@@ -180,12 +181,6 @@ class Subject(ABC):
         return frozenset(prefix + name for prefix, layer in layers for name in getattr(layer, "averaged_buffers", ()))
 
     @cached_property
-    def is_random(self) -> bool:
-        """Whether calls in training draw random numbers, as for dropout."""
-        first, second = (self.outputs(self.draw(1), seed=seed) for seed in (1, 2))
-        return not torch.equal(first[0], second[0])
-
-    @cached_property
     def exact(self) -> bool:
         """Whether the layer computes in fp64: its second difference over a small step has no rounding of fp32."""
         x = self.draw(1)
@@ -199,10 +194,11 @@ class Subject(ABC):
     def limit(self) -> float:
         return EQUAL if self.exact else EQUAL_FP32
 
-    @property
+    @cached_property
     def modes(self) -> tuple[bool, ...]:
         """Training mode or not, for inputs of other shapes: random numbers and statistics then differ in training."""
-        return (False,) if self.averaged or self.is_random else (True, False)
+        first, second = (self.outputs(self.draw(1), seed=seed)[0] for seed in (1, 2))
+        return (True, False) if torch.equal(first, second) and not self.averaged else (False,)
 
     def random(self, seed: int, *shape: int) -> Tensor:
         return random_like(torch.empty(*shape, self.config.hidden_size, dtype=torch.float64, device=self.device), seed)
@@ -216,10 +212,7 @@ class Subject(ABC):
             try:
                 outputs = how(module.train(train), case)
             except Exception as error:
-                when = f"with {self.describe(case)}" + f" in {case.x.dtype}" * (case.x.dtype != torch.float64)
-                if isinstance(error, Broken):
-                    raise Broken(f"{when}, {error}") from None
-                error.add_note(when)
+                error.add_note(f"with {self.describe(case)}")
                 raise
         module.load_state_dict(kept, strict=False)
         return outputs
@@ -275,12 +268,13 @@ class Subject(ABC):
         """
         limit = self.limit if limit < 0 else limit
         least = small_gradient(expected)
-        for label, wanted in expected.items():
-            got = found.get(label)
+        for label in expected | found:
+            got, wanted = found.get(label), expected.get(label)
             if (got is None or not got.any()) and (wanted is None or not wanted.any()):
                 continue
             if got is None or wanted is None or got.shape != wanted.shape:
-                raise Broken(f"{label} {'is missing' if got is None else 'has another shape'} {when}. {hint}")
+                what = "is missing" if got is None else "is new" if wanted is None else "has another shape"
+                raise Broken(f"{label} {what} {when}. {hint}")
             name, size = label, ""
             error = relative(got, wanted, least) if wanted.is_floating_point() else float((got != wanted).any())
             if label == RESULT:
@@ -296,8 +290,7 @@ class Subject(ABC):
 class Experts(Subject):
     """The expert layer that `config` names."""
 
-    kind, options, place = "experts", "expert_options", "row {i} of expert {expert}"
-    find = staticmethod(expert_class)
+    kind, place = "experts", "row {i} of expert {expert}"
     rule = (
         "The result of a row must depend only on this row and the weights of its expert: not on the position of the "
         "row, the number of rows, or statistics over rows, such as a mean or BatchNorm. An expert may have no rows, or "
@@ -311,16 +304,11 @@ class Experts(Subject):
         """An uneven number of rows of each expert, at least 2."""
         return [2 + (3 * e + 1) % 4 for e in range(self.config.num_experts)]
 
-    def shapes(self) -> Iterator[tuple[Sequence[int], tuple[int, ...]]]:
+    def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
         number = self.config.num_experts
-        yield [0] * number, ()
-        for expert in sorted({0, number // 2, number - 1}):
-            yield [_ALL * (e == expert) for e in range(number)], ()
-        for first in range(0, len(SIZES), number):
-            yield [SIZES[(first + e) % len(SIZES)] for e in range(number)], ()
-
-    def describe(self, case: Case) -> str:
-        return f"{[*case.counts]} rows per expert"
+        all_to_one = [[_ALL * (e == expert) for e in range(number)] for expert in sorted({0, number // 2, number - 1})]
+        uneven = [[SIZES[(first + e) % len(SIZES)] for e in range(number)] for first in range(0, len(SIZES), number)]
+        return [(counts, ()) for counts in ([0] * number, *all_to_one, *uneven)]
 
     def call(self, module: Any, case: Case) -> Outputs:
         """A layer that takes an order gets one choice of weight 1 per row."""
@@ -328,17 +316,17 @@ class Experts(Subject):
         if getattr(module, "takes_order", False):
             ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
             order = expert_order(ids_M[:, None], len(counts_E), len(x))
-            y_MD = module(x, order, x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32)))
+            weights_M1 = x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32))
+            y_MD = call_layer("experts", module, x, order, weights_M1)
         else:
-            y_MD = module(x, nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32))
-        return _like_input(case, y_MD, self)
+            y_MD = call_layer("experts", module, x, nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32))
+        return (y_MD,)
 
 
 class Router(Subject):
     """The router that `config` names."""
 
-    kind, options, row, place = "router", "router_options", "token", "token {row[0]}"
-    find = staticmethod(router_class)
+    kind, row, place = "router", "token", "token {row[0]}"
     rule = (
         "If the choices of a token depend on other tokens of the batch, generation differs from training, because "
         "later tokens do not exist yet, and losses depend on the micro-batch size and the number of ranks"
@@ -358,7 +346,7 @@ class Router(Subject):
         """Weights and ids. Weights of id -1 become 0: they have no effect in a model. Even numbers: two sequences."""
         x_TD = case.rows
         x = x_TD if len(x_TD) % 2 else x_TD.unflatten(0, (2, -1))
-        weights, ids = _checked_choices(module(x), len(x_TD), self.config.num_experts)
+        weights, ids = call_router(module, x, self.config.num_experts)[:2]
         if not getattr(module, "skips_choices", True) and (ids < 0).any():
             raise Broken(f"{int((ids < 0).sum())} ids are -1, but skips_choices is False: set skips_choices = True")
         return weights.masked_fill(ids < 0, 0.0), ids
@@ -367,9 +355,8 @@ class Router(Subject):
 class Attention(Subject):
     """The attention that `config` names."""
 
-    kind, options, row, place = "attention", "attention_options", "sequence", "position {row[1]} of sequence {row[0]}"
+    kind, row, place = "attention", "sequence", "position {row[1]} of sequence {row[0]}"
     length, prefix = (8,), "layer."
-    find = staticmethod(attention_class)
     rule = (
         "A result must not depend on other sequences of its batch, nor on later tokens, which the model must predict: "
         "compute statistics within each sequence, and mask later positions, for example with is_causal=True"
@@ -386,7 +373,8 @@ class Attention(Subject):
         return [([number], (length,)) for number, length in shapes]
 
     def call(self, module: Any, case: Case) -> Outputs:
-        return _like_input(case, module(case.rows), self)
+        module.cache, module.mask_B1SS = case.cache, case.mask_B1SS
+        return (module(case.rows),)
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         yield "sequence 1", 1
@@ -405,8 +393,7 @@ class Attention(Subject):
 class Block(Attention):
     """The block that `config` names."""
 
-    kind, options, adds_losses = "block", "block_options", True
-    find = staticmethod(block_class)
+    kind, adds_losses = "block", True
 
     def make(self, seed: int) -> nn.Module:
         experts = Interleaved(self.config.num_experts)
@@ -437,55 +424,6 @@ class Interleaved(Local):
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Any:
         return AsyncResult([], super().combine(y_ND, route, weight_grads_NK).wait)
-
-
-def _like_input(case: Case, y: object, subject: Subject) -> Outputs:
-    """The outputs of a layer that returns a tensor like its input. Raises Broken for any other."""
-    x = case.rows
-    wrong = None
-    if not isinstance(y, Tensor):
-        wrong = type(y).__name__
-    elif y.shape != x.shape:
-        wrong = f"{[*y.shape]}"
-    elif y.dtype != x.dtype:
-        wrong = f"{y.dtype}. End forward with `y.to(x.dtype)`"
-    if wrong is not None or not isinstance(y, Tensor):
-        raise Broken(f"forward must return {[*x.shape]} in {x.dtype}, like its input: got {wrong}")
-    if not (finite := y.isfinite().all(-1)).all():
-        row = subject.row_name(case, (~finite).nonzero()[0].tolist())
-        raise Broken(f"the result has NaN or infinity at {row}")
-    return (y,)
-
-
-def _checked_choices(outputs: Any, tokens: int, experts: int) -> Outputs:
-    """Weights and ids. Raises Broken if shapes, dtypes or ids are wrong, or a weight is not finite."""
-    if not isinstance(outputs, tuple | list) or len(outputs) < 2:
-        got = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else type(outputs).__name__
-        raise Broken(f"forward must return weights_TK and ids_TK: got {got}")
-    weights, ids = outputs[:2]
-    if weights.ndim != 2 or weights.shape != ids.shape or len(weights) != tokens:
-        raise Broken(
-            f"weights and ids must both be [{tokens}, K]: got {[*weights.shape]} and {[*ids.shape]}. Flatten x to "
-            "tokens with `x.flatten(0, -2)`"
-        )
-    if ids.dtype != torch.int64:
-        raise Broken(f"ids must be int64: got {ids.dtype}. Convert them with `ids.long()`")
-    if weights.dtype not in (torch.float32, torch.float64):
-        raise Broken(f"weights must be in fp32 or fp64: got {weights.dtype}. Compute them from `logits.float()`")
-    sorted_TK = ids.sort().values
-    twice = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
-    faults = (
-        (~weights.isfinite(), weights, "has a weight that is not finite: also the weight of id -1 must be finite, "
-         "because its gradient is 0, and 0 times infinity is NaN in backward"),
-        ((ids < -1) | (ids >= experts), ids,
-         f"has a wrong id: ids are global, from 0 to {experts - 1}, or -1 for no expert"),
-        (twice, ids, "chooses an expert more than once: add up its weights, and use id -1 for the duplicates"),
-    )  # fmt: skip
-    for bad, values, rule in faults:
-        if bad.any():
-            token = int(bad.any(1).nonzero()[0])
-            raise Broken(f"token {token}, with {values[token].tolist()}, {rule}")
-    return weights, ids
 
 
 # ---- helpers ----
@@ -530,8 +468,7 @@ def worst_row(errors: Tensor) -> tuple[tuple[int, ...], float]:
     """The index of the largest error, and the error."""
     if not errors.numel():
         return (), 0.0
-    index = int(errors.argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), errors.shape)), float(errors.flatten()[index])
+    return tuple(int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)), float(errors.max())
 
 
 def wider(subject: Subject, width: int = 256) -> Subject:

@@ -76,13 +76,8 @@ def choices_received(config: ModelConfig, batch: MicroBatch) -> int:
 def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
     """Bytes saved from a micro-batch's forward on a stage until its backward, with the stage's input and output.
 
-    Custom experts and routers count like built-in ones. Raises ValueError for custom attention and blocks,
-    and for a stage with multi-token prediction: they are not modeled.
+    Custom experts and routers count like built-in ones. Modules of multi-token prediction do not count.
     """
-    if unknown := {*config.own_layers} & {"attention", "block"}:
-        raise ValueError(f"memory of activations is known only for built-in layers: got your own {min(unknown)}")
-    if spec.mtp:
-        raise ValueError(f"memory cannot be predicted with mtp_layers: got {len(spec.mtp)}; use 0")
     row = batch.tokens * config.hidden_size * batch.element
     saved = row + 8 * batch.tokens * spec.embedding
     saved += sum(block_bytes(config, spec, layer, batch) for layer in spec.layers)

@@ -1,8 +1,9 @@
 """The ratio of measured to predicted step times, from published runs.
 
-The logarithm of the ratio is a sum: a mean, one effect for the GPU, one for the software, one for how experts are
-launched, and one for the family of the model, which stands for its kernels of attention and experts. Each effect is
-drawn toward 0, the less runs it has. constants.json has them; `python -m benchmarks.planner fit` writes it.
+The logarithm of the ratio is a sum: a mean, and one number for each cause of the difference: the GPU, the software,
+FSDP, experts that are launched one by one, and the family of the model, which stands for its kernels of attention and
+experts. Each number is drawn toward 0, the less runs it has. `python -m benchmarks.planner fit` writes them to
+constants.json.
 """
 
 import json
@@ -24,7 +25,9 @@ FAMILIES = {
 }  # fmt: skip
 """How the names of the models of a family start."""
 FSDP = ("automodel", "mpt", "torchtitan")
-"""Software that gathers the weights of each layer beside the products, and slows them."""
+"""Software that divides the weights over replicas. They are gathered before each layer, forward and backward, by
+kernels that take multiprocessors and memory bandwidth from the products beside them. The prediction is that of ZeRO-1,
+which gathers weights once in a step; this cause is the difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +55,15 @@ def family_of(name: str) -> str:
     return max(matches, key=len, default=name)
 
 
-def effects(load: Workload, software: str | None = None) -> Iterator[str]:
-    """What may change the ratio, apart from the family of the model."""
+def causes(load: Workload, software: str | None = None) -> Iterator[str]:
+    """The causes of the difference for this run, apart from the family of its model."""
     yield f"gpu {load.device.name}"
     if software:
         yield f"software {software}"
     if software in FSDP:
         yield "weights divided over replicas (FSDP)"
-    if (
-        any(layer.experts for layer in load.shape.layers)
-        and load.cuda_graphs != "full"
-        and load.device.peak.get("mxfp8")
-    ):
+    # Before these launches, the CPU waits for the GPU, to read how many tokens each expert has. No segment has that.
+    if load.experts_one_by_one and any(layer.experts for layer in load.shape.layers):
         yield "experts launched one by one on a GPU with mxfp8"
 
 
@@ -72,11 +72,11 @@ def find_constant(
 ) -> Constant:
     """The constant of a workload. strict: raise ValueError for a software that no run used."""
     known = read_constants() if known is None else known
-    names = sorted(name.removeprefix("software ") for name in known["effects"] if name.startswith("software "))
+    names = sorted(name.removeprefix("software ") for name in known["causes"] if name.startswith("software "))
     if strict and software not in (None, *names):
         raise ValueError(f"--software must be one of {', '.join(names)}: got {quoted(software)}")
     family, nothing = known["families"].get(family_of(load.shape.name)), {"log": 0.0, "runs": 0}
-    found = [known["effects"].get(name, nothing) for name in effects(load, software)]
+    found = [known["causes"].get(name, nothing) for name in causes(load, software)]
     mean = known["mean"] + sum(one["log"] for one in found) + (family or nothing)["log"]
     fast, slow = known["interval"]["known family" if family else "new family"]
     return Constant(

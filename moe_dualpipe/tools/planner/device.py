@@ -1,9 +1,9 @@
-"""GPUs and CPUs as the planner sees them: peak rates, links, and the share of them that real kernels reach.
+"""GPUs as the planner sees them: peak rates, links, and the share of them that real kernels reach.
 
-A device is a file in devices/, or a file of the user's own in the same format, such as `moe-dualpipe plan calibrate`
-writes. Data sheets state the peaks. What a kernel reaches depends on its size: small products do not fill the device.
-So each kind of kernel has a curve, FLOPs of one launch -> share of the peak, from published measurements; `sources` in
-the file says which. Between two points, the share is interpolated linearly in log(FLOPs); outside, it is constant.
+A device is a file in devices/, or a file of the user's own in the same format. Data sheets state the peaks. What a
+kernel reaches depends on its size: small products do not fill the device. So each kind of kernel has a curve, FLOPs of
+one launch -> share of the peak, from published measurements; `sources` in the file says which. Between two points, the
+share is interpolated linearly in log(FLOPs); outside, it is constant.
 """
 
 import math
@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent / "devices"
 KINDS = ("product", "grouped", "attention_forward", "attention_backward")
 PARTIAL = {"mig", "laptop", "d"}  # these words mark a slice of a device, or a smaller device of the same name
 
-Precision = Literal["bf16", "fp8", "mxfp8", "fp32"]
+Precision = Literal["bf16", "fp8", "mxfp8"]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Curve = Annotated[tuple[tuple[Positive, Share], ...], Meta(min_length=1)]
@@ -70,7 +70,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of GPU, or a core of a CPU, with its links. All rates are per device, in one direction."""
+    """One kind of GPU, with its links. All rates are per device, in one direction."""
 
     name: str
     memory_gb: Positive
@@ -82,22 +82,17 @@ class Device:
     peak: Annotated[Mapping[str, Positive | None], Meta(min_length=1)]
     """FLOP/s of dense products by precision. None: the device does not compute in this precision."""
     domain: LinkSpec
-    """Devices connected by NVLink or xGMI, or processes of one machine."""
+    """Devices connected by NVLink or xGMI."""
     network: LinkSpec
     """What connects the domains."""
     efficiency: Efficiency
     launch: Positive
     """Seconds from one short kernel to the next."""
     cpu: str = "x86"
-    """The CPU beside a GPU, a key of the launch seconds in constants.json. Empty: the device is a CPU."""
+    """The CPU beside a GPU, a key of the launch seconds in constants.json."""
     aliases: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where the numbers come from, by key."""
-
-    @property
-    def wide(self) -> str:
-        """The precision of what is never computed in 8 bits, such as attention: bf16, or fp32 on a CPU."""
-        return "bf16" if self.peak.get("bf16") is not None else next(name for name, rate in self.peak.items() if rate)
 
     @property
     def passes(self) -> float:
@@ -107,15 +102,11 @@ class Device:
     def share(self, kind: str, precision: str, flops: float) -> float:
         """Share of the peak that a launch of `flops` FLOPs reaches.
 
-        kind: one of KINDS. precision: a key of `peak`; attention without a curve for it runs in `wide`, and the share
-        is of that peak.
+        kind: one of KINDS. precision: a key of `peak`.
 
         Example: with the curve [[1e9, 0.2], [1e11, 0.6]], 1e10 FLOPs reach 0.4.
         """
-        curves = getattr(self.efficiency, kind)
-        if kind.startswith("attention") and precision not in curves:
-            precision = self.wide
-        return _interpolate(curves[precision], flops)
+        return _interpolate(getattr(self.efficiency, kind)[precision], flops)
 
 
 def device_names() -> list[str]:
@@ -157,8 +148,12 @@ def parse_device(value: Any) -> Device:
         device = msgspec.convert(value, Device)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    if not any(device.peak.values()):
-        raise ValueError("peak has no precision with a number")
+    if not device.peak.get("bf16"):
+        raise ValueError("peak.bf16 is missing: attention runs in this precision")
+    for kind in KINDS:
+        used = ["bf16"] if kind.startswith("attention") else [name for name, rate in device.peak.items() if rate]
+        if lacks := {*used} - {*getattr(device.efficiency, kind)}:
+            raise ValueError(f"efficiency.{kind} has no curve for {min(lacks)}")
     if device.domain.gpus is None:
         raise ValueError("domain.gpus is missing: the number of devices that it connects")
     return device
@@ -171,10 +166,6 @@ def _efficiency(value: Any) -> Any:
     if value["like"] not in device_names():
         raise ValueError(f"efficiency.like must be a device of this package: got {quoted(value['like'], 60)}")
     return _efficiency(strict_json.read_file(FOLDER / f"{value['like']}.json")["efficiency"]) | value
-
-
-def precision_of(dtype: torch.dtype) -> Precision:
-    return "fp32" if dtype.itemsize == 4 else "bf16"
 
 
 def known_device(device_name: str) -> str | None:

@@ -22,7 +22,6 @@ from ...schedule import build
 from ...training.config import TrainConfig
 from ...training.layout_choice import Choice, listed_layers
 from .activations import MicroBatch
-from .device import precision_of
 from .peak import PeakMemory, peak_memory
 
 MARGIN = 0.05
@@ -40,8 +39,8 @@ def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device:
         fused_loss=compute.fused_loss, plain=compute.kernels == "reference" or (compute.kernels == "auto" and cpu),
     )  # fmt: skip
     return peak_memory(
-        config.model, choice.schedule, batch, layout.dp, precision_of(dtype), config.parallel.zero,
-        stages=split(config.model, stages, listed if len(listed) == stages else ()), gradient_copies=2 if cpu else 1,
+        config.model, choice.schedule, batch, layout.dp, "fp32" if dtype.itemsize == 4 else "bf16",
+        config.parallel.zero, split(config.model, stages, listed if len(listed) == stages else ()), 2 if cpu else 1,
         moments=1 if config.optim.name == "muon" else 2,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ should have (uneven.py).
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import itemgetter
 
 from ...models.config import RECOMPUTE
@@ -65,7 +65,12 @@ def search(load: Workload, software: str | None = None) -> tuple[Estimate, ...]:
         if leanest[exact_key] <= limit and (candidate := Estimate(way, constant)).memory.total <= limit:
             found[key] = candidate
     if not found:
-        raise ValueError(_nothing_fits(load, leanest))
+        (layout, _), memory = min(leanest.items(), key=itemgetter(1))
+        raise ValueError(
+            f"{load.shape.name} on {load.layout.num_ranks} x {load.device.name} does not fit: the smallest layout "
+            f"({layout_text(layout)}, recompute full) needs {memory / 1e9:,.0f} GB on a GPU, where a run can use "
+            f"{limit / 1e9:,.0f} GB; use more or larger GPUs"
+        )
     ranked = sorted(found.values(), key=lambda one: one.seconds)
     ways = (dataclasses.replace(one.load, layers=best_layers(one.load, limit)) for one in ranked[:UNEVEN])
     tried = [Estimate(way, constant) for way in ways]
@@ -131,15 +136,6 @@ def _makespans(schedule: str, pp: int, chunks: int | None) -> tuple[float, float
     short, long = (build(schedule, pp, count * pp, chunks) for count in (4, 6))
     times = [simulate(one, Costs(F=1, B=2, W=1)).makespan for one in (short, long)]
     return times[1], (times[1] - times[0]) / (2 * pp), 3 * long.num_stages // pp
-
-
-def _nothing_fits(load: Workload, leanest: Mapping[tuple[Layout, str], int]) -> str:
-    (layout, _), memory = min(leanest.items(), key=itemgetter(1))
-    return (
-        f"{load.shape.name} on {load.layout.num_ranks} x {load.device.name} does not fit: the smallest layout "
-        f"({layout_text(layout)}, recompute full) needs {memory / 1e9:,.0f} GB on a GPU, where a run can use "
-        f"{USABLE * load.device.memory_gb:,.0f} GB; use more or larger GPUs"
-    )
 
 
 REASONS = {

@@ -21,7 +21,6 @@ from ...models.shape import ModelShape
 from ...runtime.groups import end_holders
 from ...schedule import Action, Forward, Part, Schedule, build, members
 from .activations import MicroBatch, deferred_bytes, saved_bytes, working_bytes
-from .device import Precision
 from .workload import Workload
 
 
@@ -39,10 +38,6 @@ class PeakMemory:
     """Saved for backward, of all micro-batches that the rank holds at once."""
     temporary: int
     """What the backward of the loss or of one block needs beyond that."""
-    dense_parameters: int = 0
-    """Number of parameters outside of routed experts. Not in `parts`."""
-    expert_parameters: int = 0
-    """Number of parameters of routed experts. Not in `parts`."""
 
     @property
     def total(self) -> int:
@@ -87,11 +82,12 @@ def full_schedule(name: str, pp: int, num_micro_batches: int, chunks: int | None
 
 
 def peak_memory(
-    model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: Precision = "bf16",
+    model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: str = "bf16",
     zero: bool = True, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0, moments: int = 2,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
     """The peak memory of each rank of a pipeline. The fullest is `max(..., key=lambda rank: rank.total)`.
 
+    precision: bf16, fp8, mxfp8 or fp32.
     dp: replicas of the model; ranks of context parallelism do not count. A stage is on dp x cp x tp ranks, which share
     its experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1); the largest share counts.
     stages: the layers of each stage. None: as in this project, with about the same FLOPs each.
@@ -142,7 +138,7 @@ def peak_memory(
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
             (element + batch.fp8) * total, 4 * total, state * owned, activations,
-            temporary + message * max(links[s] for s in held), dense + ends, experts,
+            temporary + message * max(links[s] for s in held),
         ))  # fmt: skip
     return tuple(ranks)
 

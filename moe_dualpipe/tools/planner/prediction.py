@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ...expert_parallel.placement import place_experts
 from ...messages import plural
 from ...models.config import RECOMPUTE
 from .constants import Constant, find_constant
@@ -163,7 +164,8 @@ def routings(load: Workload) -> Iterator[tuple[str, Workload]]:
     if load.loads:
         number = len(load.loads.loads[0])
         for more, name in enumerate(("moved", "moved, with 1 copy on each GPU", "moved, with 2 copies on each GPU")):
-            yield name, replace(load, experts=load.loads.placed(number + more * one.ep, one.ep, nodes, groups))
+            experts = place_experts(load.loads.loads, number + more * one.ep, one.ep, nodes, groups)
+            yield name, replace(load, experts=experts)
     for ep in (one.ep // 2, 2 * one.ep):
         other = replace(load, layout=replace(one, ep=ep), experts=None)
         with suppress(ValueError):

@@ -20,8 +20,7 @@ from typing import Self
 import numpy as np
 
 from ...checkpoint.expert_loads import read_loads
-from ...data import strict_json
-from ...expert_parallel.placement import Placement, check_loads, in_order, place_experts, relative
+from ...expert_parallel.placement import Placement, check_loads, in_order, relative
 from ...messages import printable
 from ...models.shape import ModelShape
 
@@ -58,8 +57,6 @@ class MeasuredLoads:
         layers = _routed(shape)
         experts, got = max(layer.experts for layer in shape.layers), len(self.loads[0])
         name = f"--loads {printable(self.source)}"
-        if not experts:
-            raise ValueError(f"{name}: {shape.name} has no experts; leave out --loads")
         if got != experts:
             raise ValueError(
                 f"{name} has loads of {got} experts, and {shape.name} has {experts}; use a run of this model"
@@ -69,10 +66,6 @@ class MeasuredLoads:
                 f"{name} has loads of {len(self.layers)} layers, and {shape.name} has {len(layers)} layers with "
                 "experts; use a run of this model"
             )
-
-    def placed(self, slots: int, ep: int, nodes: int = 1, groups: int = 1) -> Placement:
-        """The placement with the most even loads. Raises ValueError for numbers that do not fit each other."""
-        return place_experts(self.loads, slots, ep, nodes, groups)
 
     def factors(self, shape: ModelShape, ep: int, placement: Placement | None = None) -> list[float]:
         """For each layer of the model, the load of the fullest of `ep` ranks divided by the mean, as a mean over steps;
@@ -109,23 +102,6 @@ class MeasuredLoads:
 
 def _routed(shape: ModelShape) -> list[int]:
     return [index for index, layer in enumerate(shape.layers) if layer.experts]
-
-
-def read_placement(path: Path, loads: MeasuredLoads, ep: int) -> Placement:
-    """The placement in a JSON file with "experts": for each layer, the expert in each slot. Raises ValueError."""
-    value = strict_json.read_named(path)
-    rows = value.get("experts") if isinstance(value, dict) else None
-    experts = {*range(len(loads.loads[0]))}
-    if not isinstance(rows, list) or len(rows) != len(loads.loads):
-        raise ValueError(
-            f'{printable(path)} must have "experts", a list of slots for each of {len(loads.loads)} layers'
-        )
-    for row in rows:
-        if not isinstance(row, list) or len(row) != len(rows[0]) or {*map(str, row)} != {*map(str, experts)}:
-            raise ValueError(f"{printable(path)}: each layer must have all of {len(experts)} experts in its slots")
-    if len(rows[0]) % ep:
-        raise ValueError(f"--ep {ep} does not divide the {len(rows[0])} slots of {printable(path)}")
-    return Placement(tuple(map(tuple, rows)), ep)
 
 
 @lru_cache(maxsize=4096)

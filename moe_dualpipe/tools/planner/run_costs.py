@@ -1,7 +1,7 @@
 """What the planner tells a run before it starts: how many layers each stage should have, and how long its actions take.
 
-On a GPU of a known kind, the times are those of the planner. Elsewhere they are in proportion to FLOPs, by which the
-layers are divided anyway.
+On a GPU of a known kind and in 16 bits, the times are those of the planner. Elsewhere they are in proportion to FLOPs,
+by which the layers are divided anyway.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from ...models.costs import shape_of
 from ...runtime.layout import Layout
 from ...schedule import Costs, Schedule
 from ...training.config import TrainConfig
-from .device import known_device, load_device, precision_of
+from .device import known_device, load_device
 from .step import stage_costs
 from .uneven import best_layers
 from .workload import Workload
@@ -41,12 +41,13 @@ def costs_of_run(
 def _workload(
     config: TrainConfig, schedule: Schedule, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> Workload | None:
-    name = known_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    half = device.type == "cuda" and dtype.itemsize == 2
+    name = known_device(torch.cuda.get_device_name(device)) if half else None
     if name is None:
         return None
     batch, compute = config.batch, config.compute
     return Workload(
         shape_of(config.model), load_device(name), layout, batch.seq_len,
         batch.batch_size // (layout.dp * schedule.num_micro_batches), batch.batch_size,
-        precision_of(dtype), schedule.name, compute.recompute, zero=config.parallel.zero,
+        "bf16", schedule.name, compute.recompute, zero=config.parallel.zero,
     )  # fmt: skip

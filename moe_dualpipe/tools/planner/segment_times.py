@@ -12,13 +12,13 @@ Each of these is an effect that can be left out, to see what it costs (step.py).
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ...models.shape import Attention, Layer, Product
+from ...models.shape import Layer, Product
 from ...overlap.pair_time import LayerSeconds
 from .constants import read_constants
 from .device import Device
 from .routing import assumed_factor
 from .transfer_times import all_to_all, gather, rows_sent
-from .workload import Workload
+from .workload import ELEMENT, Workload
 
 EFFECTS = (
     "products", "attention", "memory", "launches", "recomputation", "tensor transfers", "expert transfers",
@@ -38,17 +38,20 @@ CONTEXT_EXPOSED = 0.4
 SCORE_BYTES = 16
 """Bytes moved for a score without flash attention, of the whole square: written, masked, softmax, dropout, read."""
 KERNELS = {"gqa": 10, "mla": 20, "dense": 5, "experts": 30, "shared": 5}
-"""Launches of a forward in 16 bits, apart from the products of attention; a backward has twice as many. Latents (mla)
-are split, normalized, rotated in part and joined again."""
+"""Launches of a forward in 16 bits, apart from the products of attention; a backward has twice as many. mla has more
+than gqa: two latents are split and normalized, and a part of each query and key is rotated and joined to the rest."""
 ROUTER = 10
 """Launches of the router and before dispatch, among those of the experts. Partial CUDA graphs replay them."""
 EXPERT_LAUNCH = 0.2
-"""CPU time of one expert's product relative to that of an operator: C++ launches them in a loop, without Python."""
+"""CPU time of one expert's product relative to that of an operator: Transformer Engine launches the products of all
+experts in a loop in C++ (nvte_multi_tensor_gemm), and Python only calls that loop."""
 NEVER_CAST = ("router", "shared_gate")
 """Products in 16 bits, also in a run with 8."""
 NARROW_HEADS = 0.5
 """Exponent of the head width / 128 in the speed of attention. A score costs one exponential at any width, and a
-multiprocessor has 16 of them per cycle. So heads of 64 reach 0.74 of the FLOP/s on H100, and 0.67 on B200."""
+multiprocessor computes 16 of them per cycle: in heads of 128, half as long as the products take, in heads of 64, as
+long (arXiv 2407.08608, section 3.2). With 0.5, heads of 64 reach 0.71 of the FLOP/s of heads of 128. FlashAttention-4
+on B200 reaches 708 of 1,062 TFLOP/s, or 0.67 (Dao-AILab/flash-attention#2605, 4,096 positions, causal)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,6 @@ class Clock:
     device: Device
     precision: str
     on: Collection[str]
-
-    @property
-    def wide(self) -> str:
-        """The precision of what is not computed in 8 bits."""
-        return "fp32" if self.precision == "fp32" else "bf16"
 
     def product(self, flops: float, precision: str | None = None, kind: str = "product") -> float:
         """A launch of a kind in KINDS, an effect of its own for attention."""
@@ -74,7 +72,7 @@ class Clock:
 
     def products(self, tokens: float, products: Iterable[Product]) -> float:
         """Products of `tokens` rows, in 8 bits if the run is, but for those of the router."""
-        return sum(self.product(tokens * one.flops, self.wide if one.name in NEVER_CAST else None) for one in products)
+        return sum(self.product(tokens * one.flops, "bf16" if one.name in NEVER_CAST else None) for one in products)
 
     def grouped(self, flops: float, experts: float, fused: bool) -> float:
         """One product for each of `experts` experts: one by one, or if `fused` in one launch if that is faster."""
@@ -107,8 +105,12 @@ def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, facto
     mlp, mlp_w = _mlp(load, layer, clock, factor)
     around = _tensor_transfers(load, on)
     around_mlp = around
-    if layer.experts:  # whole experts get their rows by dispatch; divided ones each choice's row, and nothing hides it
-        around_mlp *= layer.top_k / TENSOR_EXPOSED if load.expert_tp > 1 else layer.shared_size > 0
+    if layer.experts and load.expert_tp > 1:
+        # Ranks that divide each expert gather a row for each choice of a token, not one for each token. The router has
+        # to choose first, so no product runs beside it.
+        around_mlp = around * layer.top_k / TENSOR_EXPOSED
+    elif layer.experts and not layer.shared_size:
+        around_mlp = 0.0  # dispatch brings the rows of whole experts
     keys = _context_transfers(load, layer, on)
     extra_attn, extra_mlp = _recomputed(load, attn[0] + around, mlp[0] + around_mlp, clock)
     transfers = _expert_transfers(load, layer, on, factor) if layer.experts else (0.0, 0.0, 0.0, 0.0)
@@ -146,8 +148,8 @@ def head_seconds(load: Workload, on: Collection[str] = ALL) -> LayerSeconds:
     """The embedding lookup, the head and the loss."""
     clock, shape = Clock(load.device, load.precision, on), load.shape
     tokens = load.rank_tokens
-    product = clock.product(2 * tokens * shape.hidden * shape.vocab, clock.wide)
-    passes = clock.memory(tokens * (8 * shape.vocab + 2 * load.element * shape.hidden))  # logits in 16 and 32 bits
+    product = clock.product(2 * tokens * shape.hidden * shape.vocab, "bf16")
+    passes = clock.memory(tokens * (8 * shape.vocab + 2 * ELEMENT * shape.hidden))  # logits in 16 and 32 bits
     return LayerSeconds(0.0, product + passes, 0.0, product + passes, 0.0, product)
 
 
@@ -162,12 +164,12 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     kernel = load.device.efficiency.flash2 if load.attention == "flash2" and "attention" in clock.on else 1.0
     kernel *= min(1.0, attention.v_dim / 128) ** NARROW_HEADS if "attention" in clock.on else 1.0
     forward, backward = (
-        clock.product(scores * factor, clock.wide, f"attention_{name}") / kernel
+        clock.product(scores * factor, "bf16", f"attention_{name}") / kernel
         for name, factor in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))
     )
     width = sum(product.outputs for product in products)
     bytes_forward = tokens * (
-        load.element * (5 * hidden + 2 * width) + _casts(load, sum(product.inputs for product in products))
+        ELEMENT * (5 * hidden + 2 * width) + _casts(load, sum(product.inputs for product in products))
     )
     if load.attention == "plain":
         bytes_forward += tokens * SCORE_BYTES * attention.heads * load.seq / 2
@@ -180,27 +182,26 @@ def _mlp(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
     """The dense MLP, or the router, the experts and the shared experts."""
     tokens, hidden, inner = load.rank_tokens, load.shape.hidden, layer.dense_size + layer.shared_size
     products = clock.products(tokens, layer.mlp_products(hidden))
-    every = load.element * 5 * hidden + 12 * layer.experts + _activation_bytes(load, inner, hidden, layer.gated)
+    every = ELEMENT * 5 * hidden + 12 * layer.experts + _activation_bytes(load, inner, hidden, layer.gated)
     moved = tokens * every
     if layer.experts:
         divided = load.expert_tp  # these ranks all have the rows of all their tokens
         rows, local = divided * tokens * layer.top_k * factor, layer.experts / load.layout.ep
         padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
-        # Before 26.06, Megatron had no kernel for all experts in 8 bits with block scales; full CUDA graphs need one.
-        fused = load.cuda_graphs == "full" or not load.device.peak.get("mxfp8")
+        fused = not load.experts_one_by_one
         routed = (
             clock.grouped(2 * rows * one.weights / divided, local, fused) for one in layer.expert_products(hidden)
         )
         products += sum(routed) * padding
         inner = layer.expert_size // divided
-        moved += rows * (load.element * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
+        moved += rows * (ELEMENT * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
     memory, gaps = clock.memory(moved), clock.launches(_launches(load, layer)[1])
     return (products + memory + gaps, products + 2 * memory + 2 * gaps), products
 
 
 def _activation_bytes(load: Workload, inner: int, hidden: int, gated: bool) -> int:
     """Bytes of a token's activation function, and of the casts to 8 bits before both products."""
-    return load.element * (2 + gated) * inner + _casts(load, hidden + inner) if inner else 0
+    return ELEMENT * (2 + gated) * inner + _casts(load, hidden + inner) if inner else 0
 
 
 def _casts(load: Workload, numbers: int) -> int:
@@ -212,7 +213,7 @@ def _recomputed(load: Workload, attn: float, mlp: float, clock: Clock) -> tuple[
     """What a backward computes again, in attention and MLP."""
     if "recomputation" not in clock.on:
         return 0.0, 0.0
-    norms = clock.memory(load.rank_tokens * 2 * load.element * load.shape.hidden)
+    norms = clock.memory(load.rank_tokens * 2 * ELEMENT * load.shape.hidden)
     match load.recompute:
         case "norms":
             return norms, norms
@@ -231,7 +232,7 @@ def _tensor_transfers(load: Workload, on: Collection[str]) -> float:
     if "tensor transfers" not in on:
         return 0.0
     tp = load.layout.tp
-    sequence = load.element * load.rank_tokens * tp * load.shape.hidden  # bytes
+    sequence = ELEMENT * load.rank_tokens * tp * load.shape.hidden  # bytes
     return TENSOR_EXPOSED * 2 * gather(load.device, sequence, tp, 1)
 
 
@@ -239,13 +240,9 @@ def _context_transfers(load: Workload, layer: Layer, on: Collection[str]) -> flo
     if "tensor transfers" not in on or load.layout.cp == 1:
         return 0.0
     one, attention = load.layout, layer.attention
-    keys = load.element * load.rank_tokens * one.cp * _key_width(attention)  # bytes
+    width = attention.kv_heads * (attention.qk_dim + attention.v_dim)
+    keys = ELEMENT * load.rank_tokens * one.cp * width  # bytes
     return CONTEXT_EXPOSED * gather(load.device, keys, one.cp, one.tp)
-
-
-def _key_width(attention: Attention) -> int:
-    """Numbers of a token's keys and values."""
-    return attention.kv_heads * (attention.qk_dim + attention.v_dim)
 
 
 def _expert_transfers(
@@ -260,7 +257,7 @@ def _expert_transfers(
         layer.top_groups,
     )  # fmt: skip
     tokens = load.rank_tokens * factor
-    wide = load.element * hidden
+    wide = ELEMENT * hidden
     narrow = hidden + hidden // 32 if load.eight_bits and load.ep_backend != "all_to_all" else wide  # with scales
     first, other = (all_to_all(device, rows, tokens, width) for width in (narrow, wide))
     # Without fused kernels, rows are copied once more on each side of a transfer.

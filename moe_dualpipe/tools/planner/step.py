@@ -8,7 +8,7 @@ from ...schedule import Backward, Costs, Forward, Overlap, build, simulate
 from .peak import stages_of
 from .segment_times import ALL, Clock, head_seconds, layer_factors, layer_seconds
 from .transfer_times import gather, seconds
-from .workload import PAIRED, Workload
+from .workload import ELEMENT, PAIRED, Workload
 
 TRANSFER_SHARE = {"all_to_all": 20, "deepep": 20, "hybrid": 8}
 """Multiprocessors that transfers of experts occupy."""
@@ -121,7 +121,7 @@ def layer_costs(load: Workload) -> list[float]:
 def stage_costs(load: Workload, stages: Sequence[_Stage] | None = None) -> Costs:
     """Seconds of the actions of a pipeline on each stage."""
     stages = stages or _stages(load)
-    stage_bytes = load.element * load.rank_tokens * load.shape.hidden
+    stage_bytes = ELEMENT * load.rank_tokens * load.shape.hidden
     link = load.device.domain if load.layout.num_ranks <= (load.device.domain.gpus or 1) else load.device.network
     # Schedules without pairs of their own: each backward runs beside the forward of a later micro-batch.
     backwards = tuple(max(LEAST, s.backward - _gain(load, s)) for s in stages)
@@ -180,7 +180,7 @@ def _gradients(load: Workload, stages: Sequence[_Stage]) -> tuple[float, float]:
         (experts, load.expert_replicas, one.ep * load.expert_tp),
     ):
         sums += gather(load.device, 4 * numbers, ranks, distance)
-        gathers += gather(load.device, load.element * numbers, ranks, distance)
+        gathers += gather(load.device, ELEMENT * numbers, ranks, distance)
     exposed = max(0.05 * sums, sums - HIDDEN_GRADIENTS * backward)
     exposed += max(0.05 * gathers, gathers - HIDDEN_GRADIENTS * forward)
     return sums + gathers, exposed

@@ -11,7 +11,6 @@ from ..drawing.tables import markdown
 from .layout_search import why_slower
 from .prediction import Estimate, routings
 from .train_command import missing, train_command
-from .uneven import megatron_layout
 from .workload import Workload, layout_text
 
 
@@ -55,7 +54,9 @@ def measured_report(predicted: Estimate, seconds: float) -> str:
     ]
     if found:
         rows = [[what, f"{more:+.3g}"] for what, more in found]
-        lines.append(f"The largest differences may be:\n\n{markdown([['if in your run', 'seconds'], *rows])}")
+        lines.append(
+            f"The largest causes of the difference may be:\n\n{markdown([['if in your run', 'seconds'], *rows])}"
+        )
     better = [f"{what} ({more:+.3g} s)" for what, more in predicted.differences(False)[:3]] if slower else []
     return "\n".join([*lines, *([f"\nWhat would be faster: {'; '.join(better)}."] if better else [])])
 
@@ -92,10 +93,8 @@ def _digits(total: float, least: int) -> int:
 def routing_report(found: Estimate) -> str:
     """How uneven the loads of the experts are taken to be, and the step with other places and numbers of ranks."""
     load = found.load
-    if not any(layer.experts for layer in load.shape.layers):
-        return "Routing: this model has no experts."
     if load.layout.ep == 1:
-        return "Routing: each GPU has all experts, so all get the same number of tokens."
+        return "Routing: no expert is on another GPU."
     source = f"assumed, MaxVio {load.violation:g}"
     if load.loads is not None:
         source = f"loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}"
@@ -125,8 +124,6 @@ def search_report(ranked: Sequence[Estimate], top: int) -> str:
             "Of these, only dualpipe and dualpipev hide transfers of experts behind computation.\n"
             "--overlap assumes it of all schedules, as in Megatron-LM."
         )
-    if best.load.layers:
-        parts.append(f"Its stages for Megatron-LM: --pipeline-model-parallel-layout '{megatron_layout(best.load)}'")
     parts.append(train_command(best.load))
     first = next((one for one in ranked if not missing(one.load)), best)
     if first is not best:

@@ -18,7 +18,6 @@ def train_command(load: Workload) -> str:
         f"torchrun {where} train.py --preset {load.shape.name} --pp {one.pp} --ep {one.ep} --schedule {load.schedule}",
         f"--batch-size {load.global_batch} --micro-batch-size {load.micro_batch} --seq-len {load.seq}",
         f"--recompute {load.recompute}",
-        "--dtype float32" * (load.precision == "fp32"),
     ]
     others = {
         f"parallel.num_chunks={one.chunks}": one.chunks is not None,

@@ -33,12 +33,6 @@ def best_layers(load: Workload, memory: float) -> tuple[int, ...]:
     return min(ways, key=lambda way: step_of(way).seconds, default=load).layers
 
 
-def megatron_layout(load: Workload) -> str:
-    """The stages as Megatron-LM's --pipeline-model-parallel-layout takes them, such as "Et*4|t*5|t*4mL"."""
-    stages = ["t" if number == 1 else f"t*{number}" for number in load.layers]
-    return f"E{'|'.join(stages)}{'m' * load.shape.mtp}L"
-
-
 def divide_within(costs: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
     """The sizes of consecutive parts of `costs`, at most `most` each, whose largest sum is smallest. Empty: none fits.
 

@@ -22,6 +22,8 @@ AttentionKernel = Literal["fastest", "flash2", "plain"]
 CudaGraphs = Literal["none", "partial", "full"]
 PAIRED = ("dualpipe", "dualpipev", "1f1b_overlap", "interleaved_overlap")
 """Schedules whose actions are pairs of a forward and a backward."""
+ELEMENT = 2
+"""Bytes of a number outside of products in 8 bits."""
 
 
 def layout_of(gpus: int, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, cp: int = 1) -> Layout:
@@ -104,14 +106,19 @@ class Workload:
         return self.device.peak[self.precision] or 0.0
 
     @property
-    def element(self) -> int:
-        """Bytes of a number outside of products in 8 bits."""
-        return 4 if self.precision == "fp32" else 2
-
-    @property
     def eight_bits(self) -> bool:
         """Whether the inputs of products are rounded to 8 bits."""
         return self.precision in ("fp8", "mxfp8")
+
+    @property
+    def experts_one_by_one(self) -> bool:
+        """Whether each expert has launches of its own.
+
+        Transformer Engine has one kernel for all experts on Hopper. On newer GPUs, which compute in mxfp8, it launches
+        a product for each expert. CUDA graphs of whole steps cannot contain these, because the CPU has to know how many
+        tokens each expert has. So with such graphs, it uses one kernel there, too (its documentation of GroupedLinear).
+        """
+        return self.cuda_graphs != "full" and bool(self.device.peak.get("mxfp8"))
 
     @property
     def tokens(self) -> int:
@@ -131,7 +138,12 @@ class Workload:
         if self.loads is not None:
             self.loads.check(self.shape)
         self._check_layout()
-        self._check_batches()
+        each = self.micro_batch * self.layout.dp
+        if self.global_batch % each:
+            raise ValueError(
+                f"--batch-size {self.global_batch} is not a multiple of micro-batch x dp = {self.micro_batch} x "
+                f"{self.layout.dp} = {each}"
+            )
         self._check_schedule()
 
     def _check_layout(self) -> None:
@@ -152,14 +164,6 @@ class Workload:
                 raise ValueError(f"--{name} {number} does not divide {what}")
         if shape.mtp >= self.seq:
             raise ValueError(f"--seq-len {self.seq} is too short for {shape.mtp} modules of multi-token prediction")
-
-    def _check_batches(self) -> None:
-        each = self.micro_batch * self.layout.dp
-        if self.global_batch % each:
-            raise ValueError(
-                f"--batch-size {self.global_batch} is not a multiple of micro-batch x dp = {self.micro_batch} x "
-                f"{self.layout.dp} = {each}"
-            )
 
     def _check_schedule(self) -> None:
         one = self.layout

@@ -122,8 +122,7 @@ def analyze_devices(
         analysis = replace(analysis, steps=tuple(window.steps))
         comm = [event for event in events if names.kind_of(event) == "comm"]
         start = min(event.start for event in events)
-        job = trace.rank, trace.world_size, trace.groups
-        transfers = RankTransfers(comm, start, trace.base_us, trace.host, *job)
+        transfers = RankTransfers(comm, start, trace.base_us, trace.host, trace.rank, trace.world_size)
         work = work_of(part, names, phases) if pictures else ()
         if examined is not None:
             rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"

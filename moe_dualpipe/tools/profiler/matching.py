@@ -13,7 +13,7 @@ Transfers without a recorded group are compared among all ranks, by the names of
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -38,8 +38,6 @@ class RankTransfers:
     """Name of the host; ranks on the same host share a clock. "" if unknown."""
     rank: int | None = None
     world_size: int | None = None
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks of each process group, by its name."""
 
 
 class Meeting(NamedTuple):
@@ -110,15 +108,14 @@ def _group_of(event: DeviceEvent, rank: RankTransfers) -> Group | None:
     found = event.collective
     if found is None:
         return None if _POINT_TO_POINT.search(event.name) else Group()
-    members = found.ranks or rank.groups.get(found.group, ())
     kind = kind_of_collective(event)
     if kind in ("send", "recv"):
         # PyTorch records the global rank of the peer (saveNcclMeta in torch/csrc/profiler/util.cpp)
         if found.peer is None or rank.rank is None:
             return None
         peers = (rank.rank, found.peer) if kind == "send" else (found.peer, rank.rank)
-        return Group(found.group, group_name(found), members, peers=peers)
-    return Group(found.group, group_name(found), members, None if members else found.size or None)
+        return Group(found.group, group_name(found), found.ranks, peers=peers)
+    return Group(found.group, group_name(found), found.ranks, None if found.ranks else found.size or None)
 
 
 Keyed = Mapping[int, Mapping[object, DeviceEvent]]

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import sys
+import time
 from contextlib import suppress
 
 import pytest
@@ -25,7 +26,7 @@ from moe_dualpipe.data.stores import (
     write,
 )
 from moe_dualpipe.messages import describe, printable, quoted, with_shown_names
-from tests.support.object_store import first, forget, slow
+from tests.support.object_store import first, forget
 
 FOLDER = Url("s3://bucket/some/folder")
 
@@ -77,17 +78,10 @@ def test_what_may_pass_is_repeated_after_growing_pauses(s3, fault):
     assert len(s3.requests) == 4
 
 
-def test_an_answer_that_is_too_short_is_an_error(s3):
-    s3.put("some/folder/a.txt", b"hello")
-    with pytest.raises(StorageError, match=r"^s3://bucket/some/folder/a.txt: got 5 of 9 bytes$"):
-        read(FOLDER / "a.txt", 0, 9, Patience(0.5))
-
-
 def test_a_call_that_hangs_is_repeated(s3):
     write(FOLDER / "a.txt", b"hello")
     s3.requests.clear()
-    hang = slow(1.0)
-    s3.fault = lambda request: hang(request) if len(s3.requests) == 1 else None
+    s3.fault = lambda _: time.sleep(1.0) if len(s3.requests) == 1 else None
     assert read(FOLDER / "a.txt", 0, 5, Patience(20.0, call=0.3)) == b"hello"
     assert len(s3.requests) == 2
 
@@ -165,10 +159,3 @@ def test_passwords_and_signatures_are_never_printed(capfd):
             assert main(words) == 2
         captured = capfd.readouterr()
         assert captured.err.count("\n") == 1 and "hunter2" not in captured.out + captured.err, words
-
-
-def test_the_password_of_a_server_is_never_printed(s3, monkeypatch):
-    address = s3.endpoint.replace("://", "://me:hunter2@")
-    s3.fault = lambda _: 403
-    shown = describe(StorageError(given_up("s3://bucket/x", monkeypatch, AWS_ENDPOINT_URL=address)))
-    assert "hunter2" not in shown and "***@127.0.0.1" in shown

@@ -1,7 +1,6 @@
 """What programs of the kernels of one-sided transfers do to memory that other programs use, as data.
 
-The programs of a launch run concurrently. Where the last one does more than the others, each adds one to a word, and
-what it does then depends on the number that it finds. It has a list of events, a path, for each such number.
+The programs of a launch run concurrently.
 """
 
 from typing import NamedTuple
@@ -25,7 +24,7 @@ class Barrier(NamedTuple):
 
 
 class Atomic(NamedTuple):
-    """An addition to a word or an exchange, by one thread. wanted: a wait until the word is at least this."""
+    """A load of a word or an exchange, by one thread. wanted: a wait until the word is at least this."""
 
     line: str
     word: int
@@ -35,20 +34,16 @@ class Atomic(NamedTuple):
     scope: str
     wanted: int | None = None
 
-    @property
-    def writes(self) -> bool:
-        return self.exchange or self.operand != 0
-
 
 Event = Access | Barrier | Atomic
 
 
 class Launch(NamedTuple):
-    """A kernel on one rank. message: number of the transfer. programs: their paths; None: they add to no word."""
+    """A kernel on one rank. message: number of the transfer. programs: what each of them does, in order."""
 
     kernel: str
     message: int
-    programs: tuple[dict[int | None, list[Event]], ...]
+    programs: tuple[list[Event], ...]
 
 
 class Recording(NamedTuple):

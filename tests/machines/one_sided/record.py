@@ -1,7 +1,7 @@
 """Run the backend Symmetric on virtual ranks in Triton's interpreter, and record the events of its kernels.
 
-The interpreter runs the programs of a kernel one after another. It runs everything once for each program that can be
-the last one. An order of the calls in which no kernel has to wait shows all that kernels do when they have waited.
+The interpreter runs the programs of a kernel one after another. An order of the calls in which no kernel has to wait
+shows all that kernels do when they have waited.
 """
 
 import inspect
@@ -25,8 +25,7 @@ from tests.machines.one_sided.events import Access, Atomic, Barrier, Event, Haza
 RANKS, EXPERTS, TOKENS, WIDTH = 2, 2, 2, 4  # each token is sent to both ranks
 PROGRAMS, SLOTS = 2, 2  # of a kernel that copies; of a rank
 KERNELS = "moe_dualpipe.kernels.gpu"
-_SEM = {ir.MEM_SEMANTIC.ACQUIRE: "acquire", ir.MEM_SEMANTIC.RELEASE: "release", ir.MEM_SEMANTIC.RELAXED: "relaxed",
-        ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel"}  # fmt: skip
+_SEM = {ir.MEM_SEMANTIC.ACQUIRE: "acquire", ir.MEM_SEMANTIC.RELEASE: "release", ir.MEM_SEMANTIC.RELAXED: "relaxed"}
 _SCOPE = {ir.MEM_SYNC_SCOPE.CTA: "cta", ir.MEM_SYNC_SCOPE.GPU: "gpu", ir.MEM_SYNC_SCOPE.SYSTEM: "sys"}
 
 
@@ -34,24 +33,22 @@ Call = tuple[Any, ...]
 """("prepare", route), ("dispatch" or "combine", route, whether weights are sent too), or ("wait", transfer)."""
 
 
-def record(sync: str, calls: list[Call]) -> Recording:
+def record(calls: list[Call]) -> Recording:
     """Make the calls on virtual ranks, each of them on all ranks before the next.
 
     Raises HazardError if a kernel waits for what none of the kernels before it does.
     """
-    recorders = []
-    for first in range(PROGRAMS if sync == "flags" else 1):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            eps = _build_ranks(sync)
-            recorders.append(_Recorder(monkeypatch, eps, first))
-            _make_calls(eps, calls)
-    return _merge(recorders)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        eps = _build_ranks()
+        recorder = _Recorder(monkeypatch, eps)
+        _make_calls(eps, calls)
+    return _recording(recorder)
 
 
-def _build_ranks(sync: Any) -> list[OneSided]:
+def _build_ranks() -> list[OneSided]:
     """Backends that share the memory of all ranks."""
     sizes = {"max_tokens": TOKENS, "row_bytes": 4 * WIDTH, "top_k": EXPERTS, "num_sms": PROGRAMS, "slots": SLOTS}
-    eps = [OneSided(EXPERTS, RANKS, rank, sync=sync, **sizes) for rank in range(RANKS)]
+    eps = [OneSided(EXPERTS, RANKS, rank, **sizes) for rank in range(RANKS)]
     memory = [torch.zeros(ep.memory_words, dtype=torch.int32) for ep in eps]
     for ep, own in zip(eps, memory, strict=True):
         ep._map(own, torch.tensor([each.data_ptr() for each in memory]))
@@ -75,13 +72,13 @@ def _make_calls(eps: list[OneSided], calls: list[Call]) -> None:
 
 
 class _Recorder:
-    """Patches the interpreter. first: the program that runs first. launches: per rank, kernel, message and programs.
+    """Patches the interpreter. launches: per rank, kernel, message and programs.
 
     An event has numbers of words: first those of the memory of all ranks, then those of their states.
     """
 
-    def __init__(self, monkeypatch, eps: list[OneSided], first: int):
-        self.eps, self.first = eps, first
+    def __init__(self, monkeypatch, eps: list[OneSided]):
+        self.eps = eps
         self.launches: list[list[tuple[str, int, dict[int, list]]]] = [[] for _ in eps]
         self.events: list | None = None
         self.wanted: int | None = None
@@ -133,7 +130,6 @@ class _Recorder:
         return ok
 
     def set_grid_idx(self, method, builder, x, y, z):
-        x = (x + self.first) % builder.grid_dim[0]
         self.events = self.programs.setdefault(x, [])
         return method(builder, x, y, z)
 
@@ -158,7 +154,7 @@ class _Recorder:
             if wanted is not None and old < wanted:
                 raise HazardError(f"nothing lets {_word_name(self.eps, word)} become {wanted}")
             exchange = operation == ir.ATOMIC_OP.XCHG
-            self.add("atomic", Atomic(_line(), word, exchange, operand, _SEM[sem], _SCOPE[scope], wanted), old)
+            self.add("atomic", Atomic(_line(), word, exchange, operand, _SEM[sem], _SCOPE[scope], wanted))
         return found
 
 
@@ -190,16 +186,16 @@ def _word_name(eps: list[OneSided], word: int) -> str:
     return f"{name}[{slot if index < 2 * slots else index // 2 - slots}, {writer}] of rank {rank}"
 
 
-def _merge(recorders: list[_Recorder]) -> Recording:
-    """Put together what programs did in different orders. Raises HazardError for words that no order can protect."""
-    eps, stored, writers = recorders[0].eps, set(), defaultdict(set)
-    for recorder in recorders:
-        for rank, launches in enumerate(recorder.launches):
-            for kind, event, *_ in (event for *_, traces in launches for trace in traces.values() for event in trace):
-                if kind == "atomic":
-                    writers[event.word].update([rank] * event.writes)
-                elif kind == "store":
-                    stored.update(event.tolist())
+def _recording(recorder: _Recorder) -> Recording:
+    """What was recorded, with numbers of words that several programs access. Raises HazardError for words that no order
+    can protect."""
+    eps, stored, writers = recorder.eps, set(), defaultdict(set)
+    for rank, launches in enumerate(recorder.launches):
+        for kind, event in (event for *_, programs in launches for events in programs.values() for event in events):
+            if kind == "atomic":
+                writers[event.word].update([rank] * event.exchange)
+            elif kind == "store":
+                stored.update(event.tolist())
     for word, ranks in writers.items():
         if word in stored:
             raise HazardError(f"{_word_name(eps, word)} is accessed with and without atomic operations")
@@ -208,27 +204,24 @@ def _merge(recorders: list[_Recorder]) -> Recording:
     cells, words = ({word: i for i, word in enumerate(sorted(each))} for each in (stored, writers))
     names = [[_word_name(eps, word) for word in each] for each in (cells, words)]
     memory = len(eps) * len(eps[0].own)
-    recording = Recording([[] for _ in eps], names[0], names[1], sum(word < memory for word in cells))
-    for rank, launches in enumerate(recording.ranks):
-        for runs in zip(*(recorder.launches[rank] for recorder in recorders), strict=True):
-            programs: list[dict[int | None, list[Event]]] = [{} for _ in runs[0][2]]
-            for _, _, traces in runs:
-                for program, trace in traces.items():
-                    path, events = _events(trace, cells, words)
-                    assert programs[program].setdefault(path, events) == events
-            launches.append(Launch(runs[0][0], runs[0][1], tuple(programs)))
-    return recording
+    ranks = [
+        [
+            Launch(kernel, message, tuple(_events(programs[i], cells, words) for i in range(len(programs))))
+            for kernel, message, programs in launches
+        ]
+        for launches in recorder.launches
+    ]
+    return Recording(ranks, names[0], names[1], sum(word < memory for word in cells))
 
 
-def _events(trace: list, cells: dict[int, int], words: dict[int, int]):
-    """The events of a program, and how many programs it found that had ended."""
-    path, events = None, []
-    for kind, event, *old in trace:
+def _events(recorded: list, cells: dict[int, int], words: dict[int, int]) -> list[Event]:
+    """The events of a program. Accesses to words that no program stores to are left out."""
+    events: list[Event] = []
+    for kind, event in recorded:
         if kind == "barrier":
             events.append(event)
         elif kind == "atomic":
-            path = old[0] if event.writes and not event.exchange else path
             events.append(event._replace(word=words[event.word]))
         elif accessed := {cells[word] for word in event.tolist() if word in cells}:
             events.append(Access(kind == "store", tuple(sorted(accessed))))
-    return path, events
+    return events

@@ -8,8 +8,7 @@ The memory is as weak as that of GPUs. What a program has accessed is known
 
 and accesses that do not know of each other may happen in any order. A word is written by one rank, and a wait is for a
 number that it reaches and does not leave again. So the same accesses know of each other in all orders, and one run
-with vector clocks finds every pair that does not, as if each wait ended at the first number that is large enough. Only
-which program of a kernel is the last one depends on the order: there is a run for each.
+with vector clocks finds every pair that does not, as if each wait ended at the first number that is large enough.
 
 The time of a program is the number of its accesses. A clock has a time for each program of all ranks: accesses until
 then are known.
@@ -26,14 +25,12 @@ Clock = list[int]
 def explore(recording: Recording) -> int:
     """Check a recording, and return the number of events. Raises HazardError."""
     width = max(len(launch.programs) for launches in recording.ranks for launch in launches)
-    return sum(_Run(recording, width, first).run() for first in range(width))
+    return _Run(recording, width).run()
 
 
 class _Run:
-    """first: the program of each kernel that goes on first."""
-
-    def __init__(self, recording: Recording, width: int, first: int):
-        self.recording, self.width, self.first, self.events = recording, width, first, 0
+    def __init__(self, recording: Recording, width: int):
+        self.recording, self.width, self.events = recording, width, 0
         self.times = [0] * len(recording.ranks) * width
         # Of each word, what was written: value, what is known to those who acquire it, rank, scope.
         self.words = [[(0, [0] * len(self.times), 0, "sys")] for _ in recording.words]
@@ -55,7 +52,6 @@ class _Run:
         for launch in launches:
             clocks = [[*clock] for _ in launch.programs]
             running = [self._program(rank, i, launch, own) for i, own in enumerate(clocks)]
-            running = running[self.first :] + running[: self.first]
             while running:
                 waits = [next(program, None) for program in running]
                 running = [program for program, wait in zip(running, waits, strict=True) if wait is not None]
@@ -66,9 +62,8 @@ class _Run:
 
     def _program(self, rank: int, i: int, launch: Launch, clock: Clock) -> Iterator[str]:
         """Run a program. Yields what it waits for. The clock is what all of its threads know."""
-        me, path, position = rank * self.width + i, next(iter(launch.programs[i])), 0
-        while position < len(launch.programs[i][path]):
-            event = launch.programs[i][path][position]
+        me = rank * self.width + i
+        for event in launch.programs[i]:
             match event:
                 case Access():
                     self.times[me] += 1
@@ -77,30 +72,21 @@ class _Run:
                 case Atomic():
                     while self.words[event.word][-1][0] < (event.wanted or 0):
                         yield f"{self._who(me, launch)} waits for {event.wanted} in {self.recording.words[event.word]}"
-                    found = self._act(event, rank, clock)
-                    if event.writes and not event.exchange:
-                        path = found
-                        if path not in launch.programs[i]:
-                            raise HazardError(f"{self._who(me, launch)} finds that {path} programs have ended")
+                    self._act(event, rank, clock)
             if isinstance(event, Barrier) or (isinstance(event, Atomic) and not event.exchange):
-                clock[me] = self.times[me]  # an addition has a result
-            position += 1
+                clock[me] = self.times[me]  # a load has a result
             self.events += 1
 
-    def _act(self, event: Atomic, rank: int, clock: Clock) -> int:
-        """Do an atomic operation, and return the value that it found."""
+    def _act(self, event: Atomic, rank: int, clock: Clock) -> None:
+        """Write a word, or learn what is known to the rank that wrote the number that a wait is for."""
         written = self.words[event.word]
-        value, known, writer, scope = (
-            written[-1] if event.writes else next(w for w in written if w[0] >= (event.wanted or 0))
-        )
-        published = clock if event.sem in ("release", "acq_rel") else [0] * len(clock)
-        if event.writes:
-            new, before = (event.operand, published) if event.exchange else (value + event.operand, known)
-            written.append((new, [*map(max, published, before)], rank, event.scope))
-        scopes, same = {scope, event.scope}, writer == rank
-        if (scopes == {"sys"} or (same and "cta" not in scopes)) and event.sem in ("acquire", "acq_rel"):
+        if event.exchange:
+            published = clock if event.sem == "release" else [0] * len(clock)
+            written.append((event.operand, [*map(max, published, written[-1][1])], rank, event.scope))
+            return
+        _, known, writer, scope = next(w for w in written if w[0] >= (event.wanted or 0))
+        if event.sem == "acquire" and (scope == event.scope == "sys" or writer == rank):
             clock[:] = map(max, clock, known)
-        return value
 
     def _access(self, event: Access, cell: int, me: int, clock: Clock, launch: Launch) -> None:
         time, program, message = self.stores[cell]

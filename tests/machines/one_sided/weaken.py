@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 from tests.machines.one_sided.events import Atomic, Barrier, Event, Launch, Recording
 
-_WEAKER = {"acquire": ["relaxed"], "release": ["relaxed"], "acq_rel": ["acquire", "release"]}
-
 
 def weakened(recording: Recording) -> Iterator[tuple[str, Recording]]:
     """Yield (fence and change, recording) for each barrier, wait, ordering and scope."""
@@ -13,8 +11,7 @@ def weakened(recording: Recording) -> Iterator[tuple[str, Recording]]:
     names = {
         name: None
         for launch in launches
-        for paths in launch.programs
-        for events in paths.values()
+        for events in launch.programs
         for event in events
         for name in _changes(launch, event)
     }
@@ -25,11 +22,8 @@ def weakened(recording: Recording) -> Iterator[tuple[str, Recording]]:
 
 def _change(launch: Launch, name: str) -> Launch:
     programs = [
-        {
-            path: [new for event in events if (new := _changes(launch, event).get(name, event)) is not None]
-            for path, events in paths.items()
-        }
-        for paths in launch.programs
+        [new for event in events if (new := _changes(launch, event).get(name, event)) is not None]
+        for events in launch.programs
     ]
     return launch._replace(programs=tuple(programs))
 
@@ -39,19 +33,13 @@ def _changes(launch: Launch, event: Event) -> dict[str, Event | None]:
     match event:
         case Barrier():
             return {f"{event.line} -> removed": None}
-        case Atomic(wanted=None, writes=False):  # looks whether something has failed
+        case Atomic(wanted=None, exchange=False):  # looks whether something has failed
             return {}
         case Atomic():
             line = event.line if event.wanted is None else f"{launch.kernel}, {event.line}"
-            weaker = _WEAKER.get(event.sem, [])
-            found: dict[str, Event | None] = {f"{line} -> {sem}": event._replace(sem=sem) for sem in weaker}
+            found: dict[str, Event | None] = {f"{line} -> relaxed": event._replace(sem="relaxed")}
+            found[f"{line} -> gpu"] = event._replace(scope="gpu")
             if event.wanted is not None:
                 found[f"{line} -> no wait"] = event._replace(wanted=0)
-            if event.sem == "acq_rel":
-                found[f"{line} -> cta"] = event._replace(scope="cta")
-            elif event.scope == "sys":
-                found[f"{line} -> gpu"] = event._replace(scope="gpu")
-            elif event.exchange:
-                found[f"{line} -> removed"] = None
             return found
     return {}

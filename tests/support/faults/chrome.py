@@ -21,22 +21,23 @@ _CATEGORIES = {
 }  # fmt: skip
 _HOST = 4000
 """The process of rank 0's host."""
+_ORIGIN_US = 5_000_000.0
 
 
-def write_traces(recording: Recording, folder: Path, origin_us: float = 5_000_000.0) -> list[Path]:
+def write_traces(recording: Recording, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    return [_write(recording, rank, folder / f"rank{rank}.json", origin_us) for rank in sorted(recording.ranks)]
+    return [_write(recording, rank, folder / f"rank{rank}.json") for rank in sorted(recording.ranks)]
 
 
-def _write(recording: Recording, rank: int, path: Path, origin_us: float) -> Path:
+def _write(recording: Recording, rank: int, path: Path) -> Path:
     groups = recording.job.groups
     names = {group: str(number) for number, group in enumerate(groups, start=1)}
     found = recording.ranks[rank]
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": _HOST + rank, "tid": 0, "ts": 0, "args": {"name": "python"}}
     ]
-    events += [_device(span, origin_us, names) for span in found.device]
-    events += [_host(span, origin_us, rank, names) for span in found.host]
+    events += [_device(span, names) for span in found.device]
+    events += [_host(span, rank, names) for span in found.host]
     settings = [
         {"pg_name": names[group], "pg_desc": group, "backend_config": "cuda:nccl", "pg_size": len(ranks),
          "ranks": ranks}
@@ -51,7 +52,7 @@ def _write(recording: Recording, rank: int, path: Path, origin_us: float) -> Pat
     return path
 
 
-def _device(span: DeviceSpan, origin_us: float, names: dict[str, str]) -> dict[str, Any]:
+def _device(span: DeviceSpan, names: dict[str, str]) -> dict[str, Any]:
     op = span.op
     arguments: dict[str, Any] = {"device": 0, "stream": span.stream, "correlation": span.correlation}
     if isinstance(op, Kernel):
@@ -64,16 +65,16 @@ def _device(span: DeviceSpan, origin_us: float, names: dict[str, str]) -> dict[s
         name, category = _KERNELS[op.kind], "kernel"
         arguments |= {"grid": [24, 1, 1], "block": [640, 1, 1], "queued": 0, "context": 1, **_collective(op, names)}
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": span.stream, "args": arguments,
-            "ts": _rounded(span.start + origin_us), "dur": _rounded(span.end - span.start)}  # fmt: skip
+            "ts": _rounded(span.start + _ORIGIN_US), "dur": _rounded(span.end - span.start)}  # fmt: skip
 
 
-def _host(span: HostSpan, origin_us: float, rank: int, names: dict[str, str]) -> dict[str, Any]:
+def _host(span: HostSpan, rank: int, names: dict[str, str]) -> dict[str, Any]:
     arguments: dict[str, Any] = {} if span.correlation is None else {"correlation": span.correlation}
     if span.op is not None:
         arguments |= _collective(span.op, names)
     name = f"nn.Module: {span.name}" if span.what == "module" else span.name
     return {"ph": "X", "cat": _CATEGORIES[span.what], "name": name, "pid": _HOST + rank, "tid": _HOST + rank,
-            "args": arguments, "ts": _rounded(span.start + origin_us), "dur": _rounded(span.end - span.start),
+            "args": arguments, "ts": _rounded(span.start + _ORIGIN_US), "dur": _rounded(span.end - span.start),
     }  # fmt: skip
 
 

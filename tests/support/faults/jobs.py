@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from .program import Await, Graph, Job, Kernel, Python, Record, Shares, Writer
 
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
+PAIR = 0, 1
+"""The ranks of every group."""
 
 ATTENTION: Shares = (
     ("void rms_norm_kernel<c10::BFloat16, 8>(c10::BFloat16*, c10::BFloat16 const*, int)", "aten::rms_norm", 0.05),
@@ -62,30 +64,18 @@ def _job(write: Callable[[Writer], None], ranks: int, groups: Groups, seed: int,
     writers = [Writer(rank, seed, jitter, foreign) for rank in range(ranks)]
     for writer in writers:
         write(writer)
-    return Job({w.rank: tuple(w.ops) for w in writers}, groups=groups, seed=seed, foreign=foreign)
+    return Job({w.rank: tuple(w.ops) for w in writers}, groups=groups, seed=seed)
 
 
-def moe_training(
-    seed: int = 0, ranks: int = 2, layers: int = 6, steps: int = 2, jitter: float = 0.03, transfer_us: float = 560.0,
-    sums_us: float = 1000.0, foreign: bool = False, expert_ranks: int | None = None,
-) -> Job:  # fmt: skip
-    """expert_ranks: ranks of an expert-parallel group; by default, all."""
-    size = expert_ranks or ranks
-    ep = tuple(tuple(range(first, first + size)) for first in range(0, ranks, size))
-    dp = tuple(tuple(range(first, ranks, size)) for first in range(size)) if size < ranks else ep
-
+def moe_training(seed: int = 0, layers: int = 6, jitter: float = 0.03) -> Job:
     def write(w: Writer) -> None:
-        own = next(group for group in ep if w.rank in group), next(group for group in dp if w.rank in group)
-        for step in w.steps(steps):
-            _moe_step(w, step, layers, own, transfer_us, sums_us)
+        for step in w.steps(2):
+            _moe_step(w, step, layers)
 
-    return _job(write, ranks, {"expert_parallel": ep, "data_parallel": dp}, seed, jitter, foreign)
+    return _job(write, 2, {"expert_parallel": (PAIR,), "data_parallel": (PAIR,)}, seed, jitter, False)
 
 
-def _moe_step(
-    w: Writer, step: int, layers: int, groups: tuple[tuple[int, ...], tuple[int, ...]],
-    transfer_us: float, sums_us: float,
-) -> None:  # fmt: skip
+def _moe_step(w: Writer, step: int, layers: int) -> None:
     """Layer by layer: combine(B) | attn(F), mlp(B), dispatch(F), dispatch(B), mlp(W), mlp(F), attn(B), attn(W), ..."""
     modules = {"attn": "Attention", "mlp": "Experts", "head": "Linear", "embed": "Embedding"}
 
@@ -93,11 +83,11 @@ def _moe_step(
         return f"{name} {step}.{layer}"
 
     def transfer(label: str, layer: int, after: str) -> None:
-        w.transfer(label, "all_to_allv", "expert_parallel", groups[0], transfer_us, "experts",
+        w.transfer(label, "all_to_allv", "expert_parallel", PAIR, 560.0, "experts",
                    key=mark(label, layer), after=after)  # fmt: skip
 
     def wait(label: str, layer: int) -> None:
-        w.ops.append(Await(f"done {mark(label, layer)} of {groups[0]}"))
+        w.ops.append(Await(f"done {mark(label, layer)} of {PAIR}"))
 
     def segment(label: str, us: float, layer: int, shares: Shares) -> None:
         name = label.partition("(")[0]
@@ -126,13 +116,11 @@ def _moe_step(
         transfer("combine(F)", layer, mark("mlp(F)", layer))
         if layer + 1 < layers:
             transfer("combine(B)", layer + 1, mark("attn(B)", layer))
-        if sums_us:
-            w.transfer("sum gradients", "all_reduce", "data_parallel", groups[1], sums_us, "sums",
-                       key=mark("sum", layer), after=mark("attn(W)", layer))  # fmt: skip
+        w.transfer("sum gradients", "all_reduce", "data_parallel", PAIR, 1000.0, "sums",
+                   key=mark("sum", layer), after=mark("attn(W)", layer))  # fmt: skip
     segment("head(F)", 1400, layers, WEIGHTS)
     wait("combine(F)", layers - 1)
-    if sums_us:
-        w.ops.append(Await(f"done {mark('sum', layers - 1)} of {groups[1]}"))
+    w.ops.append(Await(f"done {mark('sum', layers - 1)} of {PAIR}"))
     w.segment("optimizer", "AdamW_0", 300, OPTIMIZER, 1056)
 
 
@@ -146,19 +134,18 @@ def sequential_moe(job: Job, strength: int) -> Job:
             ):  # fmt: skip
                 w.segment(label, "Attention_0", us, shares, 264)
                 w.sent(transfer, "all_to_allv", "expert_parallel", 100 * strength, f"{transfer} {layer}", "experts")
-                w.ops.append(Await(f"done {transfer} {layer} of (0, 1)"))
+                w.ops.append(Await(f"done {transfer} {layer} of {PAIR}"))
         w.segment("head(F)", "Linear_0", 400, WEIGHTS, 264)
 
-    return _job(write, 2, {"expert_parallel": ((0, 1),)}, job.seed, 0.03, job.foreign)
+    return _job(write, 2, {"expert_parallel": (PAIR,)}, job.seed, 0.03, False)
 
 
 def data_parallel(
-    seed: int = 0, ranks: int = 2, layers: int = 10, steps: int = 2, jitter: float = 0.03, transfer_us: float = 700.0,
-    foreign: bool = True, at_end: bool = False,
+    seed: int = 0, steps: int = 2, jitter: float = 0.03, transfer_us: float = 700.0, at_end: bool = False
 ) -> Job:  # fmt: skip
     """A bucket is two layers. The last bucket is summed beside the backward of the embedding. at_end: all are summed at
     once, after the backward."""
-    group = tuple(range(ranks))
+    layers = 10
 
     def write(w: Writer) -> None:
         for step in w.steps(steps):
@@ -167,34 +154,31 @@ def data_parallel(
             for layer in reversed(range(layers)):
                 w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
                 if layer % 2 == 0 and not at_end:
-                    w.sent("sum", "all_reduce", "data_parallel", transfer_us, f"bucket {step}.{layer}", "sums", group)
+                    w.sent("sum", "all_reduce", "data_parallel", transfer_us, f"bucket {step}.{layer}", "sums")
             w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
             if at_end:
                 us = transfer_us * layers / 2
-                w.sent("sum", "all_reduce", "data_parallel", us, f"bucket {step}.0", "sums", group)
-            w.ops.append(Await(f"done bucket {step}.0 of {group}"))
+                w.sent("sum", "all_reduce", "data_parallel", us, f"bucket {step}.0", "sums")
+            w.ops.append(Await(f"done bucket {step}.0 of {PAIR}"))
             w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
 
-    return _job(write, ranks, {"data_parallel": (group,)}, seed, jitter, foreign)
+    return _job(write, 2, {"data_parallel": (PAIR,)}, seed, jitter, True)
 
 
-def sharded(
-    seed: int = 0, layers: int = 12, steps: int = 2, jitter: float = 0.03, transfer_us: float = 90.0,
-    foreign: bool = True, prefetch: bool = True,
-) -> Job:  # fmt: skip
-    passes = [("forward", layer) for layer in range(layers)]
-    passes += [("backward", layer) for layer in reversed(range(layers))]
+def sharded(seed: int = 0, jitter: float = 0.03, transfer_us: float = 90.0, prefetch: bool = True) -> Job:
+    passes = [("forward", layer) for layer in range(12)]
+    passes += [("backward", layer) for layer in reversed(range(12))]
 
     def write(w: Writer) -> None:
         def gather(step: int, i: int) -> None:
             w.sent("gather", "_allgather_base", "shards", transfer_us, f"weights {step}.{i}", "weights")
 
-        for step in w.steps(steps):
+        for step in w.steps(2):
             gather(step, 0)
             for i, (name, layer) in enumerate(passes):
                 if not prefetch and i:
                     gather(step, i)
-                w.ops.append(Await(f"done weights {step}.{i} of (0, 1)"))
+                w.ops.append(Await(f"done weights {step}.{i} of {PAIR}"))
                 if prefetch and i + 1 < len(passes):
                     gather(step, i + 1)
                 us, shares, grid = (300, ATTENTION, 264) if name == "forward" else (600, ATTENTION_BACKWARD, 330)
@@ -203,64 +187,59 @@ def sharded(
                     key = f"gradients {step}.{i}"
                     w.sent("scatter", "_reduce_scatter_base", "shards", transfer_us, key, "gradients")
             w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
-            w.ops.append(Await(f"done gradients {step}.{len(passes) - 1} of (0, 1)"))
+            w.ops.append(Await(f"done gradients {step}.{len(passes) - 1} of {PAIR}"))
             w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
 
-    return _job(write, 2, {"shards": ((0, 1),)}, seed, jitter, foreign)
+    return _job(write, 2, {"shards": (PAIR,)}, seed, jitter, True)
 
 
-def pipeline(
-    seed: int = 0, micro_batches: int = 24, jitter: float = 0.03, transfer_us: float = 120.0, ahead: int = 2,
-    foreign: bool = False,
-) -> Job:  # fmt: skip
+def pipeline(seed: int = 0, jitter: float = 0.03, transfer_us: float = 120.0, ahead: int = 2) -> Job:
     """Stage 0 sends activations down, stage 1 sends gradients up. What a micro-batch needs was sent `ahead` before."""
 
     def write(w: Writer) -> None:
-        for i in range(micro_batches):
+        for i in range(24):
             if i >= ahead:
-                w.ops.append(Await(f"done {'BF'[w.rank]}{i - ahead} of (0, 1)"))
+                w.ops.append(Await(f"done {'BF'[w.rank]}{i - ahead} of {PAIR}"))
             for kind, us, shares, grid in (("F", 500, ATTENTION, 264), ("B", 900, ATTENTION_BACKWARD, 330)):
                 w.segment(f"{w.rank}{kind}{i}", "Block_0", us, shares, grid)
                 w.ops.append(Record(f"{kind}{i}"))
             for kind, source in (("F", 0), ("B", 1)):
                 group, call = f"pipeline {kind}", "send" if w.rank == source else "recv"
-                w.transfer(group, call, group, (0, 1), transfer_us, f"pipe {kind}", key=f"{kind}{i}",
+                w.transfer(group, call, group, PAIR, transfer_us, f"pipe {kind}", key=f"{kind}{i}",
                            after=f"{kind}{i}", peers=(source, 1 - source))  # fmt: skip
 
-    return _job(write, 2, {f"pipeline {kind}": ((0, 1),) for kind in "FB"}, seed, jitter, foreign)
+    return _job(write, 2, {f"pipeline {kind}": (PAIR,) for kind in "FB"}, seed, jitter, False)
 
 
-def decode(seed: int = 0, tokens: int = 8, layers: int = 12, jitter: float = 0.03, graphs: bool = True) -> Job:
+def decode(seed: int = 0, jitter: float = 0.03, graphs: bool = True) -> Job:
     def write(w: Writer) -> None:
         kernels = tuple(
             Kernel(name, w.varied(14 * share + 3, layer, i), grid=132)
-            for layer in range(layers) for i, (name, _, share) in enumerate((*ATTENTION, *EXPERTS))
+            for layer in range(12) for i, (name, _, share) in enumerate((*ATTENTION, *EXPERTS))
         )  # fmt: skip
-        for token in range(tokens):
+        for token in range(8):
             with w.range(f"decode token {token}"):
                 w.ops += [Python(60), *([Graph(kernels)] if graphs else kernels)]
 
     return _job(write, 1, {}, seed, jitter, False)
 
 
-def single_gpu(
-    seed: int = 0, layers: int = 12, steps: int = 2, jitter: float = 0.03, foreign: bool = True, small: str = "",
-) -> Job:  # fmt: skip
+def single_gpu(seed: int = 0, steps: int = 2, jitter: float = 0.03, small: str = "") -> Job:
     """small: the optimizer has many small kernels, which are launched "together" or "alone"."""
     kernels = tuple(Kernel(OPTIMIZER[0][0], 2.0, grid=1) for _ in range(1200))
 
     def write(w: Writer) -> None:
         for _ in w.steps(steps):
-            for layer in range(layers):
+            for layer in range(12):
                 w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
-            for layer in reversed(range(layers)):
+            for layer in reversed(range(12)):
                 w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
             with w.range("Optimizer.step#AdamW.step"):
                 w.ops += {"alone": kernels, "together": (Graph(kernels),)}.get(small, ())
                 if not small:
                     w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
 
-    return _job(write, 1, {}, seed, jitter, foreign)
+    return _job(write, 1, {}, seed, jitter, True)
 
 
 HEALTHY = {

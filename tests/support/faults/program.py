@@ -136,7 +136,6 @@ class Job:
     machine: Machine = Machine()
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     seed: int = 0
-    foreign: bool = False
 
     def on(self, **changes: object) -> "Job":
         """The same job on another machine."""
@@ -187,9 +186,7 @@ class Writer:
             "" if self.foreign else label, peers,
         ))  # fmt: skip
 
-    def sent(
-        self, label: str, kind: str, group: str, us: float, key: str, stream: str, ranks: tuple[int, ...] = (0, 1)
-    ) -> None:  # fmt: skip
+    def sent(self, label: str, kind: str, group: str, us: float, key: str, stream: str) -> None:
         """A transfer of what has been computed so far."""
         self.ops.append(Record(key))
-        self.transfer(label, kind, group, ranks, us, stream, key=key, after=key)
+        self.transfer(label, kind, group, (0, 1), us, stream, key=key, after=key)

@@ -257,7 +257,7 @@ OTHERS = (
     Fault(
         "late receives",
         "exposed-pipeline",
-        lambda job, s: pipeline(job.seed, ahead=1, transfer_us=120.0 * s, foreign=job.foreign),
+        lambda job, s: pipeline(job.seed, ahead=1, transfer_us=120.0 * s),
         pipeline,
     ),
     Fault("one chunk", "nothing-to-overlap", sequential_moe, mended=None),

@@ -1,12 +1,13 @@
 """What counts as a difference from the reference's results, and which tensor is the first that differs."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe.tools.checks.first_difference import Results, Trace, compare, find_difference, find_faults
+from moe_dualpipe.tools.checks.first_difference import Comparison, Trace, find_difference, record, verdict
 from moe_dualpipe.tools.checks.parallel import make_job
 from moe_dualpipe.tools.checks.run import OTHER_ORDER, OTHER_ROWS, REFERENCE, SAME_ORDER, Variant, run_variant
 from moe_dualpipe.training.config import BatchConfig, TrainConfig
@@ -15,56 +16,58 @@ from tests.support.parallel_faults import MODEL, moe
 NAN = float("nan")
 
 
-def results(**changes) -> Results:
-    """Two sequences of three tokens each in one micro-batch, two parameters and two buffers. Changes are added."""
+def results(key=None, sequence=0, change=0.0):
+    """Two sequences of three tokens each, two parameters and two buffers. The change is added to one tensor."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator)
 
-    made = Results(
-        weights={"up": draw(3, 2), "down": draw(2)}, logits={(0, s): draw(3, 5) for s in (0, 1)},
-        losses={(0, s): draw(3).abs() for s in (0, 1)}, buffers={"load": torch.tensor([3, 4]), "bias": draw(2)},
-        gradients={"up": draw(3, 2), "down": draw(2)},
-    )  # fmt: skip
-    for kind, (key, change) in changes.items():
-        values = getattr(made, kind)
-        values[key] = values[key] + change
+    made = {
+        ("weights", "up"): {0: draw(3, 2)}, ("logits", "step 1, logits"): {s: draw(3, 5) for s in (0, 1)},
+        ("losses", "step 1, losses"): {s: draw(3).abs() for s in (0, 1)}, ("buffers", "load"): {0: draw(2)},
+        ("gradients", "up"): {0: draw(3, 2)}, ("gradients", "down"): {0: draw(2)},
+    }  # fmt: skip
+    if key is not None:
+        made[key][sequence] = made[key][sequence] + change
     return made
 
 
-def faults(*ranks, tolerance=OTHER_ORDER):
-    return find_faults([compare(rank, results()) for rank in ranks], results(), tolerance)
+def judged(*ranks, tolerance=OTHER_ORDER):
+    traces = []
+    for rank in ranks:
+        trace = Trace(results(), tolerance)
+        for (kind, name), tensors in rank.items():
+            trace.see(kind, name, tensors)
+        traces.append((trace.largest, trace.compared, trace.first))
+    return verdict(traces, results(), tolerance)
 
 
 def test_equal_results_have_no_fault():
-    measured, found = faults(results(), results(), tolerance=SAME_ORDER)
-    assert measured == "losses equal, logits equal, gradients equal" and found == {}
-    near = results(logits=((0, 0), 1e-6), losses=((0, 0), 1e-7))
-    assert faults(near, tolerance=OTHER_ROWS)[1] == {} and len(faults(near)[1]) == 2
+    assert judged(results(), results()) == ("losses equal, logits equal, gradients equal", "")
+    near = results(("logits", "step 1, logits"), 0, 1e-6)
+    assert judged(near)[1] and not judged(near, tolerance=OTHER_ROWS)[1]
 
 
-@pytest.mark.parametrize("kind,key,change,fault", [
-    ("weights", "up", 1e-6, "weights differ by "),
-    ("losses", (0, 1), torch.tensor([0, 0, 1e-5]), "position 2 of sequence 1 in step 1"),
-    ("logits", (0, 0), torch.tensor([[0], [0], [NAN]]), "logits differ by inf, above the tolerance of 0: position 2"),
-    ("buffers", "load", 1, "buffers differ by "),
-    ("gradients", "down", 1e-3, "above the tolerance of 4.5e-07: down"),
+@pytest.mark.parametrize("key,sequence,change,fault", [
+    (("weights", "up"), 0, 1e-6, "the first difference: weights differ by "),
+    (("losses", "step 1, losses"), 1, torch.tensor([0, 0, 1e-5]), "is in step 1, losses: 1 of 6 tokens differ; the"),
+    (("logits", "step 1, logits"), 0, torch.tensor([[0], [0], [NAN]]), "inf (tolerance 0), at position 2 of sequence"),
+    (("buffers", "load"), 0, 1, "the first difference: buffers differ by "),
+    (("gradients", "down"), 0, 1e-3, "above the tolerance of 4.5e-07: down"),
 ])  # fmt: skip
-def test_a_difference_on_any_rank_is_a_fault(kind, key, change, fault):
-    wrong = results(**{kind: (key, change)})
+def test_a_difference_on_any_rank_is_a_fault(key, sequence, change, fault):
+    wrong = results(key, sequence, change)
     for ranks in ([wrong, results()], [results(), wrong]):
-        (found,) = faults(*ranks)[1].values()
-        assert fault in found
+        assert fault in judged(*ranks)[1]
 
 
 def test_what_no_rank_has_is_a_fault():
     first, second = results(), results()
-    del first.gradients["up"], second.gradients["down"]
-    assert faults(first, second)[1] == {}
-    del second.gradients["up"], first.gradients["down"]
-    (found,) = faults(first, second)[1].values()
-    assert found.startswith("gradients: no rank has down and 1 more")
+    del first["gradients", "up"], second["gradients", "down"]
+    assert not judged(first, second)[1]
+    del second["gradients", "up"], first["gradients", "down"]
+    assert judged(first, second)[1].startswith("gradients: no rank has down and 1 more")
 
 
 # ---- layers that depend on the other sequences of a micro-batch, or on how often they ran ----
@@ -122,11 +125,9 @@ def count_calls(run):
     (drop_rows_above_the_capacity, ALONE, "layer 1, segment mlp number 2, output 0: "),
     (count_calls, RECOMPUTE, "layer 2, segment attn, output 0: "),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
-def test_a_layer_that_depends_on_its_neighbors_or_its_calls_is_located(patch, variant, where):
-    config = TrainConfig(model=MODEL, batch=BatchConfig(seq_len=6))
-    job, recorded = replace(make_job(config, [variant]), on_rank=patch), Trace()
-    reference = run_variant(job, REFERENCE, recorded)
-    trace = Trace(recorded.tensors, variant.tolerance.tokens)
-    found = run_variant(job, variant, trace)
-    _, problem = find_difference(found, reference, variant.tolerance, lambda: trace)
+def test_a_layer_that_depends_on_its_neighbors_or_its_calls_is_located(patch, variant, where, tmp_path):
+    job = replace(make_job(TrainConfig(model=MODEL, batch=BatchConfig(seq_len=6)), [variant]), on_rank=patch)
+    file = tmp_path / "reference.pt"
+    record(Comparison(partial(run_variant, job, REFERENCE), SAME_ORDER, file))
+    _, problem = find_difference(Comparison(partial(run_variant, job, variant), variant.tolerance, file))
     assert problem.startswith(where and f"the first difference is in step 1, {where}") and bool(problem) == bool(where)

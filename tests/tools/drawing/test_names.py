@@ -8,7 +8,6 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.messages import printable
-from moe_dualpipe.schedule import build
 from tests.support.traces import annotation, kernel, launch, write
 
 FORMULA = r"_$\frac{$"  # not a valid formula, and a name that legends leave out
@@ -25,15 +24,6 @@ def odd_trace(folder, name):
     odd = kernel(ODD, 10, 90, correlation=1) | {"args": {"device": ODD, "stream": ODD, "correlation": 1}}
     events = [annotation(ODD, 0, 10), launch(1, 5), odd, kernel("nccl", 50, 100, stream=8, device=ODD)]
     return write(folder / f"{name}.json", events)
-
-
-def test_a_schedule_in_a_file_with_an_odd_name(tmp_path, capsys):
-    path = tmp_path / f"{ODD}.csv"
-    path.write_text(build("1f1b", 2, 4).to_csv())
-    assert main(["schedule", "show", str(path), "--out", str(tmp_path / "x.svg")]) == 0
-    assert any(text.startswith(printable(path.name)) for text in texts_of(tmp_path / "x.svg"))
-    assert main(["schedule", "show", str(path)]) == 0
-    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("suffix", ["svg", "json"])

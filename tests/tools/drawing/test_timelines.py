@@ -12,8 +12,6 @@ from moe_dualpipe.schedule import (
     Forward,
     Overlap,
     Schedule,
-    Span,
-    Timeline,
     build,
     members,
     simulate,
@@ -27,11 +25,6 @@ COSTS = Costs(F=2, B=5, W=2, FB=6)
 SIZES = [("dualpipe", 4, 10), ("zbv", 3, 6), ("interleaved_1f1b", 2, 4), ("1f1b", 1, 1), ("chimera", 8, 16)]
 timelines = pytest.mark.parametrize("timeline", [simulate(build(*size), COSTS) for size in SIZES], ids=map(str, SIZES))
 PAIR = simulate(build("dualpipe", 2, 4), COSTS)
-
-
-def shifted(timeline, by):
-    spans = (tuple(Span(s.action, s.start + by, s.end + by) for s in row) for row in timeline.spans)
-    return Timeline(timeline.schedule, tuple(spans))
 
 
 def named(line):
@@ -72,33 +65,6 @@ def test_text_has_every_box_once_in_bands_that_fit(timeline, width):
         assert Counter(name[0] for name in named(row)) == letters
         assert row.count("[") == row.count("]") == sum(box.framed for box in every) / 2
         assert Counter(int(name[1:]) for name in named(row)) == Counter(box.micro_batch for box in every)
-
-
-@pytest.mark.parametrize("timeline,expected", [
-    (simulate(build("1f1b", 2, 2), Costs(F=2, B=4)), [
-        "1f1b: 2 ranks, 2 stages, 2 micro-batches",
-        "time    0",
-        "rank 0   F0   F1  ..........    B0    .....    B1    ",
-        "rank 1  ..... F0      B0     F1      B1    ..........",
-        "",
-        "F forward   B backward   . idle",
-        "step 18, bubble 6 per rank (33.3%)",
-        "peak: activations of 2 micro-batches, parameters of 1 stage",
-    ]),
-    (PAIR, [
-        "dualpipe: 2 ranks, 2 stages, 4 micro-batches",
-        "time    0",
-        "rank 0   F0   f2   F1       b2      [ f3    B0   ]      b3        I1    W1  ",
-        "rank 1   f2   F0   f3       B0      [ F1    b2   ]      B1        i3    w3  ",
-        "",
-        "F forward   B backward   I input gradient   W weight gradient",
-        "lowercase: other stages   [ ] pair   . idle",
-        "step 27, bubble 0 per rank (0.0%)",
-        "peak: activations of 3 micro-batches, 1 deferred W, parameters of 2 stages",
-    ]),
-], ids=["1f1b", "dualpipe"])  # fmt: skip
-def test_text_of_small_schedules(timeline, expected):
-    assert timeline_text(timeline, 80).splitlines() == expected
 
 
 # ---- Figures ----

@@ -74,18 +74,13 @@ def test_the_quick_estimate_is_near_the_simulated_step():
             assert step.seconds == pytest.approx(step_of(way).seconds, rel=0.25)
 
 
-def test_a_model_that_does_not_fit_is_refused_with_what_comes_nearest():
-    load = dataclasses.replace(LOAD, shape=read_shape("mixtral-8x22b"), layout=layout_of(2))
-    with pytest.raises(
-        ValueError,
-        match=r"mixtral-8x22b on 2 x h100 does not fit: .* needs [\d,]+ GB on a GPU, where a run can use 74 GB",
-    ):
-        search(load)
-    with pytest.raises(ValueError, match="--cp 3 does not divide --seq-len 2048"):
-        search(dataclasses.replace(LOAD, layout=layout_of(9, cp=3)))
-    with pytest.raises(ValueError, match="--gpus 9 is not a multiple of tp x pp x cp = 1 x 1 x 2"):
-        search(dataclasses.replace(LOAD, layout=layout_of(9, cp=2)))
-    with pytest.raises(
-        ValueError, match="--batch-size 16 cannot be divided into whole micro-batches in any layout of --gpus 17"
-    ):
-        search(dataclasses.replace(LOAD, layout=layout_of(17), global_batch=16))
+@pytest.mark.parametrize("changes,said", [
+    ({"shape": read_shape("mixtral-8x22b"), "layout": layout_of(2)},
+     r"mixtral-8x22b on 2 x h100 does not fit: .* needs [\d,]+ GB on a GPU, where a run can use 74 GB"),
+    ({"layout": layout_of(9, cp=3)}, "--cp 3 does not divide --seq-len 2048"),
+    ({"layout": layout_of(17), "global_batch": 16},
+     "--batch-size 16 cannot be divided into whole micro-batches in any layout of --gpus 17"),
+])  # fmt: skip
+def test_what_cannot_run_is_refused_with_what_comes_nearest(changes, said):
+    with pytest.raises(ValueError, match=said):
+        search(dataclasses.replace(LOAD, **changes))

@@ -51,7 +51,6 @@ def test_ranks_hold_the_parameters_of_their_stages(config, name, ranks, options)
         held = Counter()
         for p, routed in tensors.values():  # one tied embedding
             held[routed] += p.numel()
-        assert (one.dense_parameters, one.expert_parameters) == (held[False], held[True])
         assert (one.weights, one.gradients) == (2 * held.total(), 4 * held.total()) == (other.weights, other.gradients)
         assert other.activations == pytest.approx(one.activations, rel=0.06)
         holders = len(schedule.placement.holders(schedule.placement.stages[number][0]))
@@ -151,7 +150,6 @@ def test_the_optimizer_state_is_divided_over_all_copies_of_a_parameter(tp, ep, d
     [rank] = peak_memory(shape, ONE, MicroBatch(1, 64, tp=tp, ep=ep), dp=dp)
     expected = 12 * (shape.dense_parameters / tp / dp + shape.expert_parameters / (dp * tp))
     assert rank.optimizer == pytest.approx(expected, rel=1e-6)
-    assert rank.dense_parameters == pytest.approx(shape.dense_parameters / tp, rel=1e-6)
 
 
 # ---- Details of activations ----

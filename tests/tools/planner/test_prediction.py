@@ -47,10 +47,10 @@ def test_the_numbers_of_a_report_agree():
     assert found.imbalance == assumed_factor(256, 8, 64, 0.5) > 1  # of the layers with experts: three of 61 are dense
 
 
-def test_a_constant_is_the_sum_of_its_effects():
+def test_a_constant_is_the_sum_of_its_causes():
     known = {
         "mean": 0.1, "interval": {"new family": [0.3, 0.5], "known family": [0.2, 0.25]},
-        "effects": {"gpu h800": {"log": 0.01, "runs": 4}, "software mine": {"log": 0.02, "runs": 3},
+        "causes": {"gpu h800": {"log": 0.01, "runs": 4}, "software mine": {"log": 0.02, "runs": 3},
                     "gpu b200": {"log": 0.04, "runs": 1},
                     "experts launched one by one on a GPU with mxfp8": {"log": 0.08, "runs": 2}},
         "families": {"deepseek": {"log": 0.16, "runs": 5}},
@@ -71,7 +71,7 @@ def test_a_constant_is_the_sum_of_its_effects():
         assert math.log(found.high / found.factor) == pytest.approx(slow)
     with pytest.raises(ValueError, match=r"--software must be one of automodel, deepseek, .*: got 'mine'"):
         estimate(LOAD, "mine")
-    assert {"gpu h100", "software megatron"} <= {*read_constants()["effects"]}
+    assert {"gpu h100", "software megatron"} <= {*read_constants()["causes"]}
 
 
 def test_a_measured_step_replaces_the_constant():

@@ -94,17 +94,13 @@ def test_real_configurations(file, billions, named):
         assert dataclasses.replace(shape, mtp=0).parameters == read_shape(named).parameters
 
 
-def published(name):
-    return published_models()[name]
-
-
 def test_names_of_presets_published_models_and_files(tmp_path):
     assert read_shape("qwen3-30b-a3b") == shape_of(PRESETS["qwen3-30b-a3b"], "qwen3-30b-a3b")
     assert not {*published_models()} & {*PRESETS}
     assert read_shape("GLM-4.5") == read_shape("glm-4.5")
     assert all(config["source"] for config in published_models().values())
-    (tmp_path / "config.json").write_text(json.dumps(published("dbrx")))
-    (tmp_path / "other.json").write_text(json.dumps(published("dbrx")))
+    (tmp_path / "config.json").write_text(json.dumps(published_models()["dbrx"]))
+    (tmp_path / "other.json").write_text(json.dumps(published_models()["dbrx"]))
     for path, name in ((tmp_path, tmp_path.name), (str(tmp_path / "other.json"), "other")):
         assert read_shape(path) == dataclasses.replace(read_shape("dbrx"), name=name)
 

@@ -59,9 +59,6 @@ WORKLOADS = {
         8192, global_batch=256, schedule="interleaved_1f1b", ep_backend="hybrid", overlap=True, attention="flash2",
         cuda_graphs="partial", host=7e-5,
         loads=MeasuredLoads("", tuple(range(58)), (tuple(range(1, 257)),) * 58, (3.0,) * 58)),
-    "cpu": Workload(
-        read_shape("tiny"), dataclasses.replace(load_device("h100"), peak={"bf16": 1e12, "fp32": 1e12}),
-        layout_of(4, pp=2, ep=2), 256, 2, 32, schedule="dualpipev", host=0.0),
 }  # fmt: skip
 GOLDEN = {
     "tensor, context and expert parallelism": (
@@ -79,10 +76,6 @@ GOLDEN = {
     "loads, multi-token prediction": (
         [14036.08, 2092.631, 2922.235, 8.130043, 54.27168, 6112.135],
         [21743173632, 43486347264, 61243422720, 477305872960, 4145277972],
-    ),
-    "cpu": (
-        [538.5441, 0.3042732, 43.16989, 0.001319932, 0.004429091, 0.6288596],
-        [1117440, 2234880, 4531968, 14670416, 1441792],
     ),
 }  # fmt: skip
 

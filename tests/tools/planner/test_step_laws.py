@@ -53,46 +53,30 @@ def test_overlap_on_one_rank_hides_its_share_of_what_the_order_allows():
 # ---- Segments ----
 
 
-def test_a_backward_moves_twice_the_bytes_and_has_twice_the_launches():
-    load = changed(precision="bf16")
+@pytest.mark.parametrize("load,layout,part,rows", [
+    (DENSE, {"tp": 4}, "attn_f", 2 * TENSOR_EXPOSED), (DENSE, {"tp": 4}, "mlp_f", 2 * TENSOR_EXPOSED),
+    (LOAD, {"tp": 4, "ep": 1}, "mlp_f", 2 * 8), (LOAD, {"tp": 4}, "mlp_f", 0),
+])  # fmt: skip
+def test_tensor_parallel_ranks_gather_and_scatter_rows(load, layout, part, rows):
+    """A row of each token, of which products hide a part; of each choice, where they divide experts; and none where
+    dispatch brings the rows of whole experts."""
+    load = changed(load, layout)
     layer = load.shape.layers[0]
-    without = layer_seconds(load, layer, ALL - {"memory", "launches"})
-    for effect in ("memory", "launches"):
-        one = layer_seconds(load, layer, ALL - {"memory", "launches"} | {effect})
-        for forward, backward in (("attn_f", "attn_b"), ("mlp_f", "mlp_b")):
-            more = [getattr(one, name) - getattr(without, name) for name in (forward, backward)]
-            assert more[1] == pytest.approx(2 * more[0]) and more[0] > 0
-
-
-def test_tensor_parallel_ranks_gather_and_scatter_whole_sequences():
-    load = changed(DENSE, {"tp": 4})
-    plain, layer = ALL - {"tensor transfers"}, load.shape.layers[0]
-    more = layer_seconds(load, layer).attn_f - layer_seconds(load, layer, plain).attn_f
-    assert more == pytest.approx(TENSOR_EXPOSED * 2 * gather(H100, 2 * 4096 * 4096, 4, 1))
-
-
-@pytest.mark.parametrize("ep,transfers", [(1, 8 * 2), (4, 0)])
-def test_divided_experts_gather_the_rows_of_all_choices_and_whole_ones_nothing(ep, transfers):
-    load = changed(layout={"tp": 4, "ep": ep})
-    layer = load.shape.layers[0]
-    more = layer_seconds(load, layer).mlp_f - layer_seconds(load, layer, ALL - {"tensor transfers"}).mlp_f
-    assert more == pytest.approx(transfers * gather(H100, 2 * 4096 * 2048, 4, 1))
+    one, without = (layer_seconds(load, layer, on) for on in (ALL, ALL - {"tensor transfers"}))
+    more = getattr(one, part) - getattr(without, part)
+    assert more == pytest.approx(rows * gather(H100, 2 * 4096 * load.shape.hidden, 4, 1))
 
 
 def test_a_narrow_head_has_as_many_exponentials_as_a_wide_one():
     """So the same FLOPs in heads of 64 take longer than in heads of 128, but less than twice as long."""
-    load = changed(DENSE)
-    layer = load.shape.layers[0]
-    one = layer.attention
-    peak = H100.peak["bf16"]
-    assert peak is not None
-    products = 4096 * one.score_flops(4096) / peak
-    halved = dataclasses.replace(one, heads=2 * one.heads, kv_heads=2 * one.kv_heads, qk_dim=64, v_dim=64)
-    on = frozenset({"attention"})
-    wide, narrow = (layer_seconds(load, dataclasses.replace(layer, attention=a), on) for a in (one, halved))
-    without = layer_seconds(load, layer, frozenset())
-    more = [b - without.attn_f + products for b in (wide.attn_f, narrow.attn_f)]
-    assert more[1] == pytest.approx(2**0.5 * more[0])
+    layer, seconds = DENSE.shape.layers[0], []
+    wide = layer.attention
+    narrow = dataclasses.replace(wide, heads=2 * wide.heads, kv_heads=2 * wide.kv_heads, qk_dim=64, v_dim=64)
+    for attention in (wide, narrow):
+        changed_layer = dataclasses.replace(layer, attention=attention)
+        real, ideal = (layer_seconds(DENSE, changed_layer, frozenset(on)).attn_f for on in (["attention"], []))
+        seconds.append(real - ideal + 4096 * wide.score_flops(4096) / DENSE.peak)
+    assert seconds[1] == pytest.approx(2**0.5 * seconds[0])
 
 
 def test_without_a_kernel_for_all_experts_each_product_has_the_curve_of_a_small_one():
@@ -119,18 +103,6 @@ def test_bytes_of_dispatch_and_combine(precision, backend, sizes):
     full = layer_seconds(load, layer, factor=1.5)  # the rank that gets the most rows
     wanted = [all_to_all(H100, rows, 1.5 * 4096, size) + 1.5 * copies for size in sizes]
     assert (full.dispatch_f, full.combine_f) == pytest.approx(wanted) and full.mlp_f > one.mlp_f
-
-
-def test_tiles_of_experts_are_half_empty_on_average():
-    """Few rows for each expert: 64 rows are 128 with the rest of the tile."""
-    load = changed(layout={"gpus": 1, "pp": 1, "ep": 1}, seq=1024, global_batch=1)
-    layer = load.shape.layers[0]
-    rows, experts = 1024 * 8, 128
-    on = frozenset({"products"})
-    clock = Clock(H100, "bf16", on)
-    routed = sum(clock.grouped(2 * rows * one.weights, experts, True) for one in layer.expert_products(2048))
-    router = clock.products(1024, layer.mlp_products(2048))
-    assert layer_seconds(load, layer, on).mlp_f == pytest.approx(2 * routed + router)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

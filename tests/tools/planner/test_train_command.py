@@ -22,7 +22,8 @@ def changed(layout=None, **options):
 @pytest.mark.parametrize("load", [
     changed(), changed({"vpp": 4}, schedule="interleaved_1f1b"), changed(schedule="dualpipe", overlap=False),
     changed(zero=False, recompute="full"), changed({"gpus": 12, "ep": 1}, global_batch=24),
-], ids=["plain", "chunks", "no overlap", "no zero", "12 GPUs"])  # fmt: skip
+    changed(layers=(5, 4, 4, 3)),
+], ids=["plain", "chunks", "no overlap", "no zero", "12 GPUs", "layers"])  # fmt: skip
 def test_train_accepts_the_command_of_the_same_run(load):
     load.check()
     words = shlex.split(train_command(load))
@@ -31,6 +32,7 @@ def test_train_accepts_the_command_of_the_same_run(load):
     assert nodes * int(words[words.index("--nproc-per-node") + 1]) == load.layout.num_ranks
     assert (options.parallel.schedule, options.parallel.pp, options.parallel.zero) == (load.schedule, 4, load.zero)
     assert options.parallel.num_chunks == (4 if load.layout.chunks == 4 else None)
+    assert options.parallel.layers == (",".join(map(str, load.layers)) or None)
     assert options.parallel.overlap == (load.overlap is not False)
     assert (options.batch.batch_size, options.batch.micro_batch_size) == (load.global_batch, load.micro_batch)
 

@@ -17,8 +17,7 @@ from moe_dualpipe.tools.planner.peak import memory_of
 from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.run_costs import costs_of_run, layers_of_run
 from moe_dualpipe.tools.planner.step import step_of
-from moe_dualpipe.tools.planner.train_command import train_command
-from moe_dualpipe.tools.planner.uneven import best_layers, divide_within, megatron_layout
+from moe_dualpipe.tools.planner.uneven import best_layers, divide_within
 from moe_dualpipe.tools.planner.workload import Workload
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, make_run, train_each
@@ -56,20 +55,16 @@ def test_the_layers_of_stages_are_never_slower_and_fit_into_memory_if_a_division
     assert best_layers(load, 1.0) == ()  # nothing fits
 
 
-def test_the_division_is_printed_for_train_and_for_megatron():
-    load = replace(LOAD, shape=replace(LOAD.shape, mtp=1), layers=(8, 8, 8, 8, 8, 8, 1, 12))
-    assert megatron_layout(load) == "Et*8|t*8|t*8|t*8|t*8|t*8|t|t*12mL"
-    assert "--set parallel.layers=8,8,8,8,8,8,1,12" in train_command(load)
-
-
 def test_on_a_known_gpu_the_planner_decides_and_elsewhere_flops(monkeypatch, tmp_path):
     run = make_run(run_settings(tmp_path / "run", schedule="1f1b", pp=2), 0, 2)
     arguments = run.config, run.schedule, run.layout, torch.bfloat16
-    for name, known in (("NVIDIA H100 80GB HBM3", True), ("Unheard-of", False)):
+    for name, known in (("Unheard-of", False), ("NVIDIA H100 80GB HBM3", True)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         costs: Any = costs_of_run(*arguments, torch.device("cuda", 0), ())
         assert (costs.FB is not None) == known and len(costs.F) == 2
         assert len(layers_of_run(*arguments, torch.device("cuda", 0), None)) in ((0, 2) if known else (0,))
+    in_fp32: Any = costs_of_run(*arguments[:3], torch.float32, torch.device("cuda", 0), ())
+    assert in_fp32.FB is None  # no device file has a peak for it
     costs = costs_of_run(*arguments, torch.device("cpu"), (1, 1))
     assert sum(costs.F) == pytest.approx(1) and tuple(2 * share for share in costs.F) == costs.B
 

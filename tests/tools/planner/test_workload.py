@@ -53,6 +53,8 @@ BAD = {
             "dualpipe needs an even number of micro-batches >= 2 x ranks: got 101 for 4 ranks"),
     "stages": ({"pp": 51, "gpus": 102, "ep": 1, "tp": 1}, {"global_batch": 102}, "48 layers, too few for 51 pipeline"),
     "dense": ({}, {"shape": read_shape("llama3-8b")}, "--ep 8: llama3-8b has no experts"),
+    "further tokens": ({}, {"shape": dataclasses.replace(LOAD.shape, mtp=2), "seq": 2},
+                       "--seq-len 2 is too short for 2 modules of multi-token prediction"),
     "one rank": ({"vpp": 2, "pp": 1}, {"schedule": "interleaved_1f1b"}, "--vpp 2 needs --pp of at least 2: got 1"),
 }  # fmt: skip
 
@@ -62,10 +64,3 @@ def test_what_cannot_run_is_refused_in_one_line(layout, options, said):
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         changed(layout, **options).check()
     assert "\n" not in str(error.value)
-
-
-def test_multi_token_prediction_needs_further_tokens():
-    shape = dataclasses.replace(LOAD.shape, mtp=2)
-    with pytest.raises(ValueError, match="--seq-len 2 is too short for 2 modules of multi-token prediction"):
-        changed(shape=shape, seq=2).check()
-    changed({"tp": 1, "gpus": 32}, shape=shape, seq=3).check()

@@ -42,25 +42,6 @@ def test_overlapping_events_count_once(tmp_path):
     assert (a.num_comm, a.comm_blocks) == (3, 24)
 
 
-def test_work_belongs_to_the_innermost_annotation_around_its_launch(tmp_path):
-    a = analysis_of(tmp_path, [
-        annotation("step", 0, 1000), annotation("attn(F)", 10, 20), annotation("dispatch(F)", 40, 10),
-        annotation("attn(B)", 60, 30), annotation("attn(F)", 100, 10), annotation("unused", 200, 10),
-        annotation("elsewhere", 0, 5, thread=3),
-        launch(1, 15), launch(2, 45), launch(3, 70, thread=2), launch(4, 35), launch(5, 105), launch(6, 2000),
-        kernel("gemm", 20, 5, correlation=1), kernel("ncclAllToAll", 50, 8, correlation=2),
-        kernel("gemm", 80, 7, correlation=3), kernel("gemm", 90, 1, correlation=4),
-        kernel("gemm", 110, 3, correlation=5), kernel("Memcpy DtoD", 115, 2, correlation=5, cat="gpu_memcpy"),
-        kernel("gemm", 300, 100, correlation=6), kernel("gemm", 500, 100),
-    ])  # fmt: skip
-    assert [(p.name, p.times, p.compute_us, p.comm_us, p.copy_us, p.exposed_comm_us) for p in a.phases] == [
-        ("step", 1, 1, 0, 0, 0),
-        ("attn(F)", 2, 8, 0, 2, 0),
-        ("dispatch(F)", 1, 0, 8, 0, 8),
-        ("attn(B)", 1, 7, 0, 0, 0),  # launched by a thread without annotations
-    ]
-
-
 # ---- DeepSeek's published trace ----
 
 published = pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace is not here")
@@ -83,22 +64,17 @@ def test_the_published_trace():
 
 
 def test_the_command_prints_tables_or_json(tmp_path, capsys):
-    """In the table of phases, times are means of two annotations."""
     events = [annotation("dispatch(F)", 0, 10), annotation("dispatch(F)", 20, 10), launch(1, 5), launch(2, 25),
               kernel("gemm", 10, 30), kernel("ncclX", 30, 20, correlation=1, grid=(8, 1, 1)),
               kernel("ncclX", 50, 10, correlation=2)]  # fmt: skip
     paths = [str(write(tmp_path / f"rank{rank}.json", events)) for rank in range(2)]
-    (analysis,) = analyze(read_trace(paths[0]))
     assert main(["profile", "analyze", *paths, "--phases"]) == 0
-    out, expected = capsys.readouterr().out, analysis_text(analysis, phases=True)
-    assert all(f"{path}\n{expected}\n\n" in out for path in paths)
-    assert "| dispatch(F) |     2 |                    0 |            15 |      10 |" in expected
-    assert expected.endswith("33.3% of the communication is hidden (2 kernels, on up to 8 thread blocks).")
+    expected = analysis_text(analyze(read_trace(paths[0]))[0], phases=True)
+    assert capsys.readouterr().out.count(f"{expected}\n\n") == 2
     assert main(["profile", "analyze", *paths, "--json"]) == 0
     found, other = json.loads(capsys.readouterr().out)
     assert [found["trace"], other["trace"]] == paths and found["comm_blocks"] == 8 and found["num_sms"] is None
-    assert (found["window_us"], found["compute_us"], found["comm_us"], found["exposed_comm_us"]) == (50, 30, 30, 20)
-    assert sum(row["us"] for row in found["account"]) == 50
+    assert sum(row["us"] for row in found["account"]) == found["window_us"] == 50
     phase = {"name": "dispatch(F)", "times": 2, "compute_us": 0, "comm_us": 30, "copy_us": 0, "exposed_comm_us": 20}
     assert found["phases"] == [phase]
 

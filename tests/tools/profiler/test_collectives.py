@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_dualpipe.tools.profiler.collectives import group_name, kind_of_collective
+from moe_dualpipe.tools.profiler.collectives import kind_of_collective
 from moe_dualpipe.tools.profiler.trace import Collective, DeviceEvent
 
 
@@ -35,8 +35,3 @@ def test_names_of_the_backend_have_kinds(kind, names):
 ])  # fmt: skip
 def test_names_of_kernels_have_kinds(name, kind):
     assert kind_of_collective(event(name)) == kind
-
-
-def test_groups_are_called_by_their_description():
-    for group, description, name in (("3", "tp", "tp"), ("3", "undefined", "3"), ("3", "", "3")):
-        assert group_name(Collective("allreduce", group, description)) == name

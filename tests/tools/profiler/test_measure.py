@@ -9,36 +9,10 @@ import torch
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.profiler import measure
-from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.pair import Workload
-from moe_dualpipe.tools.profiler.pictures import lanes
-from moe_dualpipe.tools.profiler.reports.overlap import measurement_text
-from tests.support.traces import annotation, kernel, launch, write
 
 CPU = torch.device("cpu")
 WORKLOAD = Workload("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)
-
-
-def measured(folder):
-    """1,000 us of computation and 600 us of communication, some of them before the end of the computation."""
-    files = {}
-    for run, hidden in (("sequential", 0), ("overlapped", 450)):
-        events = [
-            annotation("mlp(F)", 0, 10), launch(1, 1), kernel("gemm", 100, 1000, correlation=1),
-            annotation("dispatch(F)", 20, 10), launch(2, 21),
-            kernel("ncclDevKernel", 1100 - hidden, 600, stream=9, correlation=2),
-        ]  # fmt: skip
-        files[run] = analyze_files([write(folder / f"{run}.json", events)])
-    return measure.Measurement(WORKLOAD, 1, "a link", files)
-
-
-def test_pictures_and_file_names(tmp_path):
-    found = replace(measured(tmp_path), possible=0.9812)
-    assert "hidden communication: 98.1% possible, reached 75.0% overlapped, 0.0% sequential" in measurement_text(found)
-    assert [picture.title for picture in lanes.measurement_pictures(found)] == [
-        "sequential: 1.6 ms, 0.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
-        "overlapped: 1.1 ms, 75.0% of the communication is hidden (1 kernel, on up to 1 thread blocks).",
-    ]
 
 
 def test_the_default_link_depends_on_the_computation_time(monkeypatch):

@@ -47,14 +47,6 @@ def test_annotations_of_whole_steps_are_broad(tmp_path, name, length, is_broad):
     assert found[1] == ("other", "other", True)
 
 
-def test_the_only_annotation_is_a_name(tmp_path):
-    assert named(tmp_path, annotation("generate", 100, 800), work(101), work(880))[0] == ("generate", "generate", True)
-    with_modules = named(
-        tmp_path, annotation("generate", 100, 800), module("Linear_0", 200, 9), work(101), work(205), work(880)
-    )
-    assert [name for _, name, _ in with_modules] == [GEMM, "Linear", GEMM]
-
-
 def test_modules(tmp_path):
     """A module is named after its class and that around it; all layers have the same names."""
     modules = [
@@ -112,9 +104,3 @@ def test_a_transfer_has_the_name_of_its_call(tmp_path):
     assert named(tmp_path, call, work(120, ALL_REDUCE, thread=2)) == [("", ALL_REDUCE, False)]
     peer = work(122, "Memcpy PtoP (Device -> Device)")
     assert named(tmp_path, call, peer)[0] == ("all_gather", "all_gather", False)
-
-
-def test_labels_of_this_project_win_over_collectives(tmp_path):
-    around = [annotation("dispatch(F)", 100, 50), annotation("attn(F)", 150, 50)]
-    found = named(tmp_path, *around, work(120, ALL_REDUCE, **{"Collective name": "all_to_allv"}), work(160))
-    assert found == [("dispatch(F)", "dispatch(F)", True), ("attn(F)", "attn(F)", True)]

@@ -1,6 +1,5 @@
 """The report of recorded steps of ranks on two hosts. The recording itself is tested in test_profiled_run.py."""
 
-import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -10,19 +9,11 @@ import torch
 
 from moe_dualpipe.health.heartbeat import Progress
 from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.schedule import Costs, build, simulate
-from moe_dualpipe.schedule.walk import Span
+from moe_dualpipe.schedule import build
 from moe_dualpipe.tools.profiler import profiled_steps as profiling
 from moe_dualpipe.tools.profiler.profiled_steps import ProfiledSteps, profiled_steps
-from moe_dualpipe.tools.profiler.steps import Step
 from moe_dualpipe.training.config import MetricsConfig, TrainConfig
 from moe_dualpipe.training.extensions import Update
-
-
-def recorded(schedule, rank):
-    timeline, pp_rank = simulate(schedule, Costs(F=(10, 20), B=(20, 50))), rank // 2
-    spans = [Span(s.action, 1e3 * s.start, 1e3 * s.end) for s in timeline.spans[pp_rank]]
-    return [Step(3, -1e3, 1e3 * timeline.makespan + 5e3, tuple(spans), 0.0, {})]
 
 
 def trainer_of(folder, profile, first_step, schedule, layout, **changes) -> Any:
@@ -30,20 +21,6 @@ def trainer_of(folder, profile, first_step, schedule, layout, **changes) -> Any:
     run = {"folder": folder, "first_step": first_step, "schedule": schedule, "layout": layout, "restarted": False}
     run = SimpleNamespace(**{**run, "device": torch.device("cpu"), **changes})
     return SimpleNamespace(run=run, config=config, progress=Progress(), optimizer=SimpleNamespace(wait=lambda: None))
-
-
-def test_the_report_of_four_ranks(tmp_path):
-    schedule, folder = build("1f1b", 2, 2), tmp_path / "profile"
-    folder.mkdir()
-    profiler = ProfiledSteps(trainer_of(tmp_path, 1, 0, schedule, Layout(2, 2, 1, 0)))
-    heading, table, *_, said = profiler._report([recorded(schedule, rank) for rank in range(4)]).split("\n\n")
-    assert heading == "1 step recorded. The step of median length:"
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
-    assert [row[0] for row in rows] == [f"pipeline rank {p}, data rank {d}" for d in range(2) for p in range(2)]
-    assert [row[1:4] for row in rows] == [["176.0", "20.0", "40.0"], ["176.0", "40.0", "100.0"]] * 2
-    assert said.endswith(f"moe-dualpipe profile analyze {folder}")
-    report = json.loads((folder / "report.json").read_text())
-    assert [found["makespan_ms"] for found in report["pipelines"]] == pytest.approx([170, 170])
 
 
 def test_steps_are_recorded_after_a_warm_up_and_a_barrier(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.tools.profiler import analyze, read_trace
 from moe_dualpipe.tools.profiler.account import KINDS, LOST, Total
-from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.reports.overlap import account_rows
 from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY, verdicts_text
 from tests.support.traces import annotation, kernel, launch, write
@@ -38,24 +37,6 @@ def test_the_rows_of_the_account_add_up_to_the_window(analysis):
     details = [(name, float(us)) for name, us, _ in rows if name.startswith("- ") and "hidden" not in name]
     assert sum(us for _, us in details) == 45 and ("- nccl before mlp(F)", 20) in details
     assert rows[-2][1:] == ["30", "30.0%"] and rows[-1] == ["- hidden behind computation", "10", "10.0%"]
-
-
-def verdict(**changes):
-    fields = {
-        "kind": "host-sync", "title": "The host waits.", "evidence": ("It waited twice.",), "remedy": "Read it later.",
-        "place": "item in attn(F)", "start_us": 0.0, "end_us": 1.0, "cost_us": 1234.5, "share": 0.05,
-    }  # fmt: skip
-    return Verdict(**(fields | changes))
-
-
-def test_a_cause_has_its_place_its_evidence_its_share_its_gain_and_what_to_change(analysis):
-    verdicts = verdict(gain_us=1000.4, gain_fraction=0.1), verdict(place="")
-    assert verdicts_text(replace(analysis, verdicts=verdicts)) == (
-        "1. The host waits (host-sync). Most of it: item in attn(F).\n   It waited twice.\n"
-        "   It explains 5.0% of the window. Without it, the window would be 1,000 us (10.0%) shorter. Read it later.\n"
-        "2. The host waits (host-sync).\n   It waited twice.\n"
-        f"   It explains 5.0% of the window. The gain cannot be predicted. Read it later.\n{HEALTHY}"
-    )
 
 
 @given(st.lists(st.tuples(st.sampled_from(LOST), st.integers(1, 40)), max_size=6))

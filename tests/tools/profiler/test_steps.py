@@ -9,7 +9,6 @@ from moe_dualpipe.schedule.actions import Backward, Part
 from moe_dualpipe.schedule.walk import Span
 from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, measured_costs, step_breakdowns
-from moe_dualpipe.tools.profiler.reports.pipeline import pipeline_objects
 from moe_dualpipe.tools.profiler.steps import recorded_steps
 from tests.support.traces import annotation, kernel, launch, operator, write
 
@@ -85,17 +84,6 @@ def test_a_recording_gives_the_timeline_and_the_costs_that_made_it(tmp_path, nam
         assert sum(found[part] for part in parts) == pytest.approx(found["step"])
 
 
-def test_the_typical_step_has_the_median_length(tmp_path):
-    schedule = build("1f1b", 2, 3)
-    timelines = [simulate(schedule, Costs(F=f, B=2 * f)) for f in (30, 10, 20)]
-    pipeline = pipeline_of(tmp_path, timelines)
-    assert pipeline.typical == 2
-    assert pipeline.steps[0][2].number == 3
-    assert pytest.approx((0.02, 0.02), abs=1e-3) == pipeline.costs.F
-    (found,) = pipeline_objects([pipeline])
-    assert (found["step"], found["makespan_ms"]) == (3, pytest.approx(timelines[2].makespan / 1e3, abs=1e-3))
-
-
 def test_a_weight_gradient_is_shorter_than_its_backward():
     """A slow one may have been among the first actions."""
     schedule, times = build("dualpipe", 2, 4), {Part.FULL: 5, Part.INPUT: 4, Part.WEIGHT: 7}
@@ -103,14 +91,6 @@ def test_a_weight_gradient_is_shorter_than_its_backward():
     spans = [Span(action, 0, times[action.part] if isinstance(action, Backward) else 6) for action in every]
     measured = measured_costs(schedule, spans)
     assert min(measured.W) == pytest.approx(0.9 * min(measured.B)) == 4.5
-
-
-def test_measured_costs_give_the_measured_time_of_every_pair():
-    uneven = Costs(F=(20, 22, 24, 29), B=(50, 52, 54, 56), W=(15, 16, 17, 18), FB=(60, 64, 68, 77))
-    schedule = build("dualpipe", 4, 10)
-    spans = [span for row in simulate(schedule, uneven).spans for span in row]
-    measured = measured_costs(schedule, spans)
-    assert [measured.of(span.action) for span in spans] == pytest.approx([span.duration for span in spans])
 
 
 def test_times_of_all_ranks_count_from_a_barrier(tmp_path):

@@ -113,16 +113,6 @@ def test_a_damaged_gzip_file_is_read_up_to_the_damage(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_what_is_damaged_is_printed_and_in_the_json(tmp_path, capsys):
-    path = tmp_path / "a.json"
-    infinite = b'"name": "a", "ts": 40, "dur": inf}'
-    path.write_bytes(joined([*kernels(2), START.encode() + DAMAGED[0][0], START.encode() + infinite, *kernels(1)]))
-    assert main(["profile", "analyze", str(path), "--json"]) == 0
-    out, err = capsys.readouterr()
-    said = ["1 damaged event skipped", "1 damaged event repaired"]
-    assert json.loads(out)["remarks"] == said and err == f"{path}: {'; '.join(said)}\n"
-
-
 # ---- What is no trace ----
 
 

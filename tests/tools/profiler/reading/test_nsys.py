@@ -137,28 +137,17 @@ def test_the_machine_and_the_rank(tmp_path):
     assert (trace.base_us, trace.num_sms, trace.host) == (5.0, 132, "node7")
 
 
-def test_rows_without_valid_times_are_skipped(tmp_path):
-    rows = [kernel("a", 10, 20), kernel("b", "soon", 20), kernel("c", 30, 20), kernel("d", None, None)]
-    trace = read(tmp_path, **{KERNEL: rows, RANGES: [nvtx("r", "x", 5)]})
-    assert [e.name for e in trace.device_events] == ["a"]
-    assert trace.skipped == 4
-
-
 @pytest.mark.parametrize("content,message", [
-    ({"notes": [{"text": "hello"}]}, "not an export of Nsight Systems"),
-    ({KERNEL: [], "x": [{"y": 1}]}, "not a usable SQLite file"),
+    ({}, "not a usable SQLite file"),
     ({RUNTIME: [call("cudaLaunchKernel", 0, 1, 1)]}, "recorded no work on a GPU: run it with --trace=cuda,nvtx"),
 ])  # fmt: skip
 def test_what_is_not_an_export_with_work(tmp_path, capsys, content, message):
     path = tmp_path / "a.sqlite"
-    if KERNEL in content:
+    if content:
+        write_export(path, **content)
+    else:
         write_export(path, **{KERNEL: [kernel("a" * 500, i, i + 1) for i in range(300)]})
         path.write_bytes(path.read_bytes()[:6000])
-    else:
-        write_export(path, **content)
-        if "notes" in content:
-            with sqlite3.connect(path) as file:
-                file.execute("DROP TABLE StringIds")
     with pytest.raises(TraceError, match=message):
         read_trace(path)
     assert main(["profile", "analyze", str(path)]) == 2
