@@ -39,11 +39,11 @@ class CheckCluster(DeviceOption, JsonOption):
         options = Options(self.out, size, self.timeout, min_free, self.device)
         launch = Launch.from_environment()
         try:
-            outcome = check_cluster(options, launch)
+            code, report = check_cluster(options, launch)
         except ConnectionError as error:
             end_process(1, f"moe-dualpipe: error: {error}\n" if launch.local_rank == 0 else "")
-        if outcome.report is not None:
-            self.show(outcome.report.to_json(), cluster_report(outcome.report))
+        if report is not None:
+            self.show(report.to_json(), cluster_report(report))
         if launch.world_size > 1:
-            end_process(outcome.code)  # its threads may wait for other ranks in C++
-        return outcome.code
+            end_process(code)  # its threads may wait for other ranks in C++
+        return code

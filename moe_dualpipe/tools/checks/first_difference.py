@@ -57,10 +57,6 @@ def _token_errors(found: Tensor, expected: Tensor) -> Tensor:
     return row_errors(x, y) if expected.is_floating_point() else (x != y).any(1).double()
 
 
-def _tensor_error(found: Tensor, expected: Tensor) -> Tensor:
-    return torch.tensor([relative(found, expected)])
-
-
 # ---- what a run computes ----
 
 
@@ -108,8 +104,10 @@ class Trace:
             return
         place, expected = self.order.get((kind, name), self.first[0]), self.expected.get((kind, name), {})
         pairs = {s: (t, expected[s]) for s, t in found.items() if s in expected and t.shape == expected[s].shape}
-        measure = _token_errors if kind in _PER_TOKEN else _tensor_error
-        errors = {s: measure(*pair) for s, pair in pairs.items()}
+        errors = {
+            s: _token_errors(*pair) if kind in _PER_TOKEN else torch.tensor([relative(*pair)])
+            for s, pair in pairs.items()
+        }
         largest, limit = max((float(e.max()) for e in errors.values() if len(e)), default=0.0), self.tolerance[kind]
         self.compared |= {(kind, name, s) for s in pairs}
         self.largest[kind] = max(self.largest.get(kind, 0.0), largest)

@@ -60,13 +60,8 @@ def check_attention(
     raise_errors: bool = False,
 ) -> Report:  # fmt: skip
     """Check attention (`AttentionLayer`)."""
-    return _check(
-        attention_class,
-        Attention,
-        replace(config, attention=attention, attention_options=options),
-        device,
-        raise_errors,
-    )
+    config = replace(config, attention=attention, attention_options=options)
+    return _check(attention_class, Attention, config, device, raise_errors)
 
 
 def check_block(

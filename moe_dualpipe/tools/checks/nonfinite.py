@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...expert_parallel.gather import gather_objects
 from ...overlap.probe import Observed, probe
 from ...runtime.replicas import sum_gradients
 from ...training.step import Trainer
@@ -71,9 +71,8 @@ class _Search:
 
     def result(self) -> str:
         """The first non-finite value on all ranks, or "". Collective."""
-        found: list[tuple[tuple[int, ...], str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self.first)
-        return min(filter(None, found))[1] if any(found) else ""
+        found = [first for first in gather_objects(self.first) if first]
+        return min(found)[1] if found else ""
 
     def check(self, tensor: Tensor, stage: int, key: tuple[int, ...], text: str) -> None:
         floats = tensor.float() if tensor.itemsize == 1 else tensor  # torch.isfinite does not take all float8 types

@@ -3,7 +3,7 @@
 Facts are gathered on each rank, links are measured between ranks, and the verdicts are pure functions of both.
 """
 
-from .check import Options, Outcome, check_cluster
+from .check import Options, check_cluster
 from .facts import Facts
 from .links import LinkSpeed
 from .verdicts import Problem, Report, cluster_report, find_problems
@@ -12,7 +12,6 @@ __all__ = [
     "Facts",
     "LinkSpeed",
     "Options",
-    "Outcome",
     "Problem",
     "Report",
     "check_cluster",

@@ -13,8 +13,6 @@ from typing import Any
 from ...data.stores.threads import call_in_thread
 from ...messages import printable
 
-_TICK = 0.02
-
 
 class Steps:
     """What a thread is doing, and since when."""
@@ -34,7 +32,7 @@ def run_watched(function: Callable[[Steps], Any], seconds: float) -> tuple[Any, 
     """
     steps = Steps()
     result = call_in_thread(lambda: function(steps), "watched")
-    while not futures.wait([result], _TICK).done:
+    while not futures.wait([result], 0.02).done:
         if time.monotonic() - steps.since > seconds:
             return None, f"{steps.name}: no answer for {seconds:g} s"
     if error := result.exception():

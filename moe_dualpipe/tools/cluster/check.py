@@ -46,17 +46,11 @@ class Options:
     device: str = "auto"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """code: exit code. report: on rank 0 only. Threads may be left that keep the process from exiting: end_process."""
-
-    code: int
-    report: Report | None = None
-
-
-def check_cluster(options: Options, launch: Launch | None = None) -> Outcome:
+def check_cluster(options: Options, launch: Launch | None = None) -> tuple[int, Report | None]:
     """Check this machine or, with several processes, all of them. Collective.
 
+    Returns the exit code, and on rank 0 the report. Threads may be left that keep the process from exiting: end it with
+    `end_process`.
     launch: the place of this process; None: that of the environment. Raises ConnectionError if rank 0 does not answer.
     """
     launch = launch or Launch.from_environment()
@@ -70,9 +64,11 @@ def check_cluster(options: Options, launch: Launch | None = None) -> Outcome:
         if launch.world_size > 1:
             return _Rank(options, launch, own).run()
         problems = find_problems([own], 1, options.min_free, options.device)
-        note = "One process: links between ranks were not measured. torchrun starts more."
-        report = Report(1, device_of([own], options.device), [own], problems, note=note)
-        return Outcome(0 if report.passed else 1, report)
+        report = Report(
+            1, device_of([own], options.device), [own], problems,
+            note="One process: links between ranks were not measured. torchrun starts more.",
+        )  # fmt: skip
+        return int(not report.passed), report
     finally:
         remove_mark(own)
 
@@ -86,7 +82,7 @@ class _Rank:
         self.options, self.launch, self.own = options, launch, own
         self.timeout, self.rank, self.size = options.timeout, launch.rank, launch.world_size
 
-    def run(self) -> Outcome:
+    def run(self) -> tuple[int, Report | None]:
         self._watched(self._connect)
         # Rank 0 may come as late as the timeout allows, and wait as long.
         report, plan = self._watched(self._lead if self.rank == 0 else self._follow)
@@ -206,7 +202,7 @@ class _Rank:
         links.meet("the end")
         dist.destroy_process_group()
 
-    def _end(self, report: Report | None, measured: bool, steps: Steps) -> Outcome:
+    def _end(self, report: Report | None, measured: bool, steps: Steps) -> tuple[int, Report | None]:
         steps.start("waiting for the measurements of other ranks")
         if report is not None:
             report = self._judge(report) if measured else report
@@ -215,4 +211,4 @@ class _Rank:
         self._tell(f"left/{self.rank}", True)
         if report is not None:  # the store may be in this process
             self._collect("left", _MARGIN if len(report.facts) == self.size else 1.0)
-        return Outcome(code, report)
+        return code, report

@@ -94,19 +94,15 @@ def rounds_of(machines: Sequence[Sequence[int]]) -> list[list[Pair]]:
 
     The partner has the same place, but for some bits. The lower bits are the place in the machine, so that pairs within
     a machine and pairs between machines never share a round: the ranks of a machine share its network card, so
-    otherwise the speed of a pair would depend on its round. Between machines, each machine has one partner.
+    otherwise the speed of a pair would depend on its round. Between machines, each machine has one partner. Sizes are
+    rounded up to powers of two.
 
     Example: [[0, 1], [2, 3]] -> [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 3), (1, 2)]].
     """
-    width = _power_of_two(max(map(len, machines)))
+    width, most = (1 << (number - 1).bit_length() for number in (max(map(len, machines)), len(machines)))
     places = {m * width + i: rank for m, ranks in enumerate(machines) for i, rank in enumerate(ranks)}
     rounds = []
-    for bits in range(1, width * _power_of_two(len(machines))):
+    for bits in range(1, width * most):
         partners = {rank: places[place ^ bits] for place, rank in places.items() if place ^ bits in places}
         rounds.append(sorted((a, b) for a, b in partners.items() if a < b))
     return [pairs for pairs in rounds if pairs]
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest one that is not smaller."""
-    return 1 << (number - 1).bit_length()

@@ -258,7 +258,9 @@ def cluster_report(report: Report) -> str:
         parts += [_machines(report, machines), f"On {machines[0].name}: {versions}"]
     parts += [_links(report, machines)] if report.links else []
     parts += [report.note] if report.note else []
-    return "\n\n".join([*parts, _problems(report)])
+    lines = [f"- {printable(problem, 1000)}" for problem in report.problems]
+    verdict = [f"{plural(len(lines), 'problem')}:", *lines] if lines else ["No problems found."]
+    return "\n\n".join([*parts, "\n".join(verdict)])
 
 
 def _machines(report: Report, machines: Sequence[Machine]) -> str:
@@ -283,10 +285,3 @@ def _links(report: Report, machines: Sequence[Machine]) -> str:
         spread = [f"{speed / GB:.3g}" for speed in (min(speeds), statistics.median(speeds), max(speeds))]
         rows.append([kind.name, f"{len(speeds):,}", *spread, where])
     return markdown(rows)
-
-
-def _problems(report: Report) -> str:
-    if report.passed:
-        return "No problems found."
-    lines = [f"- {printable(problem, 1000)}" for problem in report.problems]
-    return "\n".join([f"{plural(len(report.problems), 'problem')}:", *lines])

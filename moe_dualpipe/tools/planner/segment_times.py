@@ -50,7 +50,7 @@ NEVER_CAST = ("router", "shared_gate")
 NARROW_HEADS = 0.5
 """Exponent of the head width / 128 in the speed of attention. A score costs one exponential at any width, and a
 multiprocessor computes 16 of them per cycle: in heads of 128, half as long as the products take, in heads of 64, as
-long (arXiv 2407.08608, section 3.2). With 0.5, heads of 64 reach 0.71 of the FLOP/s of heads of 128. FlashAttention-4
+long (arXiv 2407.08608). With 0.5, heads of 64 reach 0.71 of the FLOP/s of heads of 128. FlashAttention-4
 on B200 reaches 708 of 1,062 TFLOP/s, or 0.67 (Dao-AILab/flash-attention#2605, 4,096 positions, causal)."""
 
 
