@@ -10,6 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from moe_dualpipe.kernels import fuse as fuse_module
+from moe_dualpipe.kernels.experts import swiglu
+from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.models import ModelConfig, StageOptions, build_model
 from moe_dualpipe.models.config import RECOMPUTE
 from tests.support.pairs import CONFIG, assert_same, gradients, tokens
@@ -72,6 +74,15 @@ def test_compiled_models_agree_with_eager_ones_and_nothing_is_compiled_after_the
     for seed in range(2):
         step(larger, seed)
     assert graphs() == first > 5
+
+
+def test_a_varying_number_of_rows_shares_one_graph():
+    forget()
+    compiled = fuse(swiglu, True, rows_vary=True)
+    for rows in (7, 2, 64, 3):
+        x = torch.randn(rows, 10, requires_grad=True)
+        compiled(x).sum().backward()
+    assert graphs() == 1
 
 
 @pytest.mark.long
