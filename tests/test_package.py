@@ -55,10 +55,3 @@ def test_an_installed_wheel_can_be_imported(wheel, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*install, str(wheel)], check=True, timeout=120)
     assert python(IMPORTS, tmp_path, PYTHONPATH=str(site)).startswith(str(site))
-
-
-def test_the_symbolic_links_are_relative():
-    for name in ("kernels", "models"):
-        link = ROOT / "moe_dualpipe" / name
-        assert link.is_symlink()
-        assert os.readlink(link) == f"../{name}"

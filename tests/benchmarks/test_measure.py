@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from benchmarks.gpu.measure import Clock, Quartiles, rate_statistics, time_interleaved
+from benchmarks.gpu.measure import Clock, time_interleaved
 
 
 def test_cases_are_interleaved_the_first_call_of_each_turn_is_not_timed_and_one_that_raises_does_not_stop_the_others():
@@ -26,11 +26,3 @@ def test_cases_are_interleaved_the_first_call_of_each_turn_is_not_timed_and_one_
     assert "".join(calls).replace("-", "") == "aaabbb" * 2
     assert times.seconds == {"a": [[1.0] * 4], "b": [[1.0] * 4] * 3}
     assert times.failures == {"bad": "ValueError: first line"}
-
-
-def test_quartiles_and_rates():
-    assert Quartiles.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Quartiles(3.0, 2.0, 4.0, 5)
-    assert Quartiles.of([2.0]) == Quartiles(2.0, 2.0, 2.0, 1)
-    assert rate_statistics([0.5, 0.25, 1.0], 10, "GB/s") == {
-        "unit": "GB/s", "median": 20.0, "low": 15.0, "high": 30.0, "samples": 3
-    }  # fmt: skip

@@ -20,7 +20,6 @@ from moe_dualpipe.models import (
 from moe_dualpipe.overlap.segmented import engine_for
 from tests.support.caches import (
     check_that_a_cached_forward_is_the_forward,
-    check_that_a_filled_cache_works_as_a_past,
     continued,
     piecewise,
 )
@@ -134,32 +133,19 @@ def test_a_cached_forward_equals_the_plain_forward(monkeypatch, heads, kv_heads,
     check_that_a_cached_forward_is_the_forward(model, sequences)
 
 
-def test_two_interleaved_forwards_have_separate_caches():
-    model, caches, pairs = build_model(CONFIG, Loopback(8, 4)), (KVCache(), KVCache()), []
-    inputs, sizes = (torch.randint(31, (2, 9)), torch.randint(31, (3, 8))), ([4, 1, 3, 1], [2, 1, 1, 4])
-    engine = engine_for(torch.device("cpu"))
-    log = engine.log = []
-    for new in zip(*(x.split(s, dim=1) for x, s in zip(inputs, sizes, strict=True)), strict=True):
-        with torch.no_grad():
-            pairs.append(model.interleaved_forward(model, [new[0], None, caches[0]], model, [new[1], None, caches[1]]))
-    engine.log = None
-    assert "dispatch(F) embed(F) attn(F) mlp(F)" in " ".join(log)
-    for x, size, together in zip(inputs, sizes, zip(*pairs, strict=True), strict=True):
-        assert torch.equal(torch.cat(together, dim=1), piecewise(model, x, size, KVCache()))
-
-
-def test_positions_can_be_dropped():
-    model, cache, x = build_model(CONFIG), KVCache(), torch.randint(31, (2, 7))
-    first = piecewise(model, x, [4, 3], cache)
-    cache.length = 4
-    assert torch.equal(piecewise(model, x[:, 4:], [3], cache), first[:, 4:])
-    cache.length = 0
-    assert torch.equal(piecewise(model, x[:1], [4, 3], cache), piecewise(model, x[:1], [4, 3], KVCache()))
-
-
 @pytest.mark.parametrize("length", [0, 5, 300])
-def test_a_filled_cache_works_as_a_past(length):
-    check_that_a_filled_cache_works_as_a_past(CONFIG, length)
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_a_filled_cache_works_as_a_past(attention, length):
+    """Positions one by one behind a filled cache give what they give together, and not what they give alone."""
+    stage = TransformerStage(VARIANTS[attention], StageSpec(range(1, 3), False, False, 0.5)).double()
+    x = torch.randn(3, 4, CONFIG.hidden_size, dtype=torch.float64)
+    cache = filled_cache(stage.config, stage.spec.layers, 3, length, "cpu", torch.float64)
+    assert cache.length == length
+    after_past = piecewise(stage, x, [1, 1, 2], cache)
+    assert cache.length == length + 4
+    cache.length = length
+    torch.testing.assert_close(piecewise(stage, x, [4], cache), after_past, atol=1e-12, rtol=1e-12)
+    assert torch.allclose(after_past, piecewise(stage, x, [4], KVCache())) == (length == 0)
 
 
 PROMPTS = torch.zeros(2, 3, dtype=torch.int64)

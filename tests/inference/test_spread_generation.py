@@ -11,7 +11,6 @@ from moe_dualpipe.checkpoint import find_checkpoint, find_model, load_spread_mod
 from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.inference import generate
-from moe_dualpipe.inference.sampling import Sampling
 from moe_dualpipe.inference.spread import _place, open_spread
 from moe_dualpipe.models import MoE
 from moe_dualpipe.runtime.world import World
@@ -68,17 +67,6 @@ def test_copies_on_one_rank_have_the_same_weights(run):
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), whole(tokens))
-
-
-def test_part_of_a_batch_draws_the_tokens_of_the_whole_batch():
-    logits, sampling = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)), Sampling()
-    whole, rest, start = (torch.Generator().manual_seed(2) for _ in range(3))
-    padded = torch.cat([logits[3:], torch.zeros(1, 40)])
-    for _ in range(2):
-        expected = sampling.draw(logits, whole).tolist()
-        assert sampling.draw(padded, rest, (3, 5)).tolist() == [*expected[3:], 0]
-        assert sampling.draw(logits[:3], start, (0, 5)).tolist() == expected[:3]
-    assert sampling.draw(logits[:1], start, (6, 5)).tolist() == [0]
 
 
 def test_what_cannot_be_copied_is_refused_in_one_line(run, tmp_path, capsys):

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from moe_dualpipe.models import PRESETS, preset
 from tests.support.models import with_choices
 
 
@@ -35,9 +34,3 @@ from tests.support.models import with_choices
 def test_invalid_values_are_refused(choices, problem):
     with pytest.raises(ValueError, match=problem):
         with_choices(**choices)
-
-
-def test_an_unknown_preset_is_refused_with_the_nearest_name():
-    assert preset("tiny") is PRESETS["tiny"]
-    with pytest.raises(ValueError, match="unknown preset 'tinny'; did you mean 'tiny'"):
-        preset("tinny")

@@ -6,16 +6,9 @@ import math
 import pytest
 import torch
 
-from moe_dualpipe.models import (
-    KVCache,
-    ModelConfig,
-    build_model,
-)
+from moe_dualpipe.models import KVCache, ModelConfig, build_model
 from moe_dualpipe.models.latent_attention import LatentAttention
-from tests.support.caches import (
-    check_that_a_cached_forward_is_the_forward,
-    check_that_a_filled_cache_works_as_a_past,
-)
+from tests.support.caches import check_that_a_cached_forward_is_the_forward
 from tests.support.oracles import uneven_norms
 
 CONFIG = ModelConfig(
@@ -94,8 +87,3 @@ def test_absorbed_attention_equals_expanded_attention(monkeypatch, q_rank, seque
     monkeypatch.setattr(KVCache, "STEP", room)
     model = uneven_norms(build_model(with_choices(q_rank=q_rank)))
     check_that_a_cached_forward_is_the_forward(model, sequences)
-
-
-@pytest.mark.parametrize("length", [0, 5, 300])
-def test_a_filled_cache_works_as_a_past(length):
-    check_that_a_filled_cache_works_as_a_past(CONFIG, length)

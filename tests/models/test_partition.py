@@ -60,7 +60,9 @@ def test_a_division_is_that_of_the_plain_recurrence(largest):
             assert divide(costs, parts) == by_all_pairs(costs, parts), (costs, parts)
 
 
-@pytest.mark.parametrize("choices", [{}, {"attention": "mla"}, {"attention": "mla", "q_rank": 7}])
+@pytest.mark.parametrize("choices", [
+    {}, {"attention": "mla"}, {"attention": "mla", "q_rank": 7}, {"experts": "tests.support.own_layers:Expert"},
+], ids=str)  # fmt: skip
 def test_layer_flops_are_two_per_weight_that_a_token_uses(choices):
     config = with_choices(**choices)
     for name, block in build_model(config).layers.items():

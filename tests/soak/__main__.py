@@ -1,4 +1,4 @@
-"""Attack runs at random for about 20 minutes, and print how often each promise held.
+"""Attack runs and files at random for about 20 minutes, and print how often each promise held.
 
     make soak                                                     all attacks
     python -m tests.soak --seed 7                                 other random choices
@@ -12,6 +12,7 @@ import argparse
 import sys
 
 from .attack import Attack, repeat
+from .damaged_files import damaged_checkpoint, damaged_tokens, random_text
 from .failing_runs import few_descriptors, freeze, full_disk, kill, stop
 from .random_runs import random_run
 
@@ -21,6 +22,9 @@ ATTACKS = (
     Attack("frozen rank", "the other rank names it and ends", 8, freeze),
     Attack("full disk", "training goes on; no broken checkpoint; exit code 1 without the last one", 12, full_disk),
     Attack("few file descriptors", "trains and saves, or says so without a traceback", 12, few_descriptors),
+    Attack("damaged checkpoint", "refused in one line that names the file", 300, damaged_checkpoint),
+    Attack("damaged token ids", "refused in one line, or the same batches", 200, damaged_tokens),
+    Attack("random text", "trains, or refused in one line within 10 s", 200, random_text),
     Attack("random options", "bit-equal without overlap and resumed; the same loss in any layout", 30, random_run),
 )
 

@@ -32,17 +32,6 @@ def scaled(_x):
     raise KeyError("scale")  # Inner
 
 
-class Asserts(Sound):
-    def forward(self, x_MD, expert_offsets):
-        message = None
-        raise AssertionError(*filter(None, [message]))  # Asserts
-
-
-class Nothing(Sound):
-    def forward(self, x_MD, expert_offsets):  # Nothing
-        super().forward(x_MD, expert_offsets)
-
-
 class Double(Sound):
     def forward(self, x_MD, expert_offsets):  # Double
         return super().forward(x_MD, expert_offsets).double()
@@ -63,23 +52,9 @@ class InBackward(Sound):
         return _Fails.apply(super().forward(x_MD, expert_offsets))
 
 
-class Signature(Sound):
-    def __init__(self, config, num_local_experts, inner_size):  # Signature
-        super().__init__(config, num_local_experts)
-
-
 class Reset(Sound):
     def reset_expert(self, e):
         self.down[e].zero_()  # Reset
-
-
-class OneExpert(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, rows):  # OneExpert
-        return self.up(rows), rows
 
 
 @expert_function(up=("hidden_size", "hidden_size"))
@@ -94,11 +69,6 @@ class SoundRouter(nn.Module):
 
     def forward(self, x):
         return self.scores(x.flatten(0, -2)).softmax(-1).topk(2)
-
-
-class RouterFails(SoundRouter):
-    def forward(self, x):
-        return self.scores(x.flatten(0, -2)).topk(99)  # RouterFails
 
 
 class FewTokens(SoundRouter):

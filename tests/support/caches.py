@@ -2,8 +2,7 @@
 
 import torch
 
-from moe_dualpipe.models import KVCache, StageSpec, TransformerStage
-from moe_dualpipe.models.attention import filled_cache
+from moe_dualpipe.models import KVCache
 
 
 def piecewise(module, x, sizes, cache):
@@ -29,16 +28,3 @@ def continued(model, prompt, count, window, choose=torch.argmax):
             start = len(tokens) - max(1, window // 2)
         tokens.append(int(choose(model.logits(model(torch.tensor([tokens[start:]])))[0, -1])))
     return tokens[len(prompt) :]
-
-
-def check_that_a_filled_cache_works_as_a_past(config, length):
-    """Positions one by one behind a filled cache give what they give together, and not what they give alone."""
-    stage = TransformerStage(config, StageSpec(range(1, 3), False, False, 0.5)).double()
-    x = torch.randn(3, 4, config.hidden_size, dtype=torch.float64)
-    cache = filled_cache(config, stage.spec.layers, 3, length, "cpu", torch.float64)
-    assert cache.length == length
-    after_past = piecewise(stage, x, [1, 1, 2], cache)
-    assert cache.length == length + 4
-    cache.length = length
-    torch.testing.assert_close(piecewise(stage, x, [4], cache), after_past, atol=1e-12, rtol=1e-12)
-    assert torch.allclose(after_past, piecewise(stage, x, [4], KVCache())) == (length == 0)
