@@ -5,7 +5,7 @@ import torch
 
 from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
-from tests.support.kernels import DEVICE, DTYPES, check, error
+from tests.support.kernels import DEVICE, DTYPES, check, error, run
 
 pytestmark = pytest.mark.usefixtures("guards")
 
@@ -17,26 +17,17 @@ def order_of(rows, choices):
     return expert_order(ids, 4, int((ids >= 0).sum()), kernels="reference")
 
 
-@pytest.mark.parametrize("rows,columns,choices", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_permute_and_its_backward(rows, columns, choices, dtype):
-    order = order_of(rows, choices)
-    x = torch.randn(rows, columns, device=DEVICE).to(dtype).requires_grad_()
-    y = permute(x, order, "triton")
-    assert torch.equal(y, x[order.gather_idx_M])
-    dy = torch.randn(y.shape, device=DEVICE).to(dtype)
-    (grad,) = torch.autograd.grad(y, x, dy)
-    assert torch.equal(grad, gather_sum(dy, order.positions_NK, kernels="reference"))  # both add in the order of k
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("rows,columns,choices", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_unpermute_and_its_backward(rows, columns, choices, dtype, weighted):
+def test_permute_and_unpermute_and_their_gradients(rows, columns, choices, dtype, weighted):
     order = order_of(rows, choices)
-    values = torch.randn(len(order.gather_idx_M), columns, device=DEVICE).to(dtype)
-    weights = torch.rand(rows, choices, device=DEVICE)
-    dy = torch.randn(rows, columns, device=DEVICE).to(dtype)
+    x, dy = (torch.randn(rows, columns, device=DEVICE).to(dtype) for _ in range(2))
+    values, weights = x[order.gather_idx_M] * 3, torch.rand(rows, choices, device=DEVICE)
+    permuted = run(lambda x, kernels: (permute(x, order, kernels), values), None, "triton", x)
+    # Bit-identical: both add in the order of k.
+    expected = [x[order.gather_idx_M], gather_sum(values, order.positions_NK, kernels="reference")]
+    assert all(map(torch.equal, permuted, expected))
     function = lambda a, w, kernels: (unpermute(a, order, w if weighted else None, kernels), dy)  # noqa: E731
     exact, reference, ours = check(function, None, dtype, values, weights)[:3]
     assert torch.equal(ours[1], reference[1])  # bit-identical, because each element is one product, rounded once
