@@ -21,7 +21,7 @@ from moe_dualpipe.expert_parallel.modeled.windows import LoopbackWindows
 from moe_dualpipe.kernels.gpu import push as push_module
 from moe_dualpipe.kernels.gpu import signals
 from moe_dualpipe.tools.checks.host_syncs import host_syncs
-from tests.machines.interpreter import allocate_nan, prepare_rank
+from tests.machines.interpreter import prepare_rank
 from tests.support.exchanges import check_round
 from tests.support.expert_ids import KINDS, random_ids
 
@@ -34,7 +34,9 @@ LINK = Link(sms=2)
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
     prepare_rank(monkeypatch)
-    allocate_nan(monkeypatch)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def windows(ranks=4):
@@ -58,7 +60,7 @@ def test_results_are_those_of_loopback_on_a_cpu(ranks, dtype, kind):
         ids = random_ids(generator, tokens, TOP_K, kind, EXPERTS)
         x, grads = (torch.randn(tokens, WIDTH, generator=generator).to(dtype) for _ in range(2))
         weights = torch.rand(ids.shape, generator=generator)
-        route, expected = check_round(ours, reference, ids, x, weights, grads, EXPERTS // ranks)
+        route, expected = check_round(ours, reference, ids, x, weights, grads)
         assert route.padded and route.num_rows == tokens * min(ranks, TOP_K) >= expected.num_rows
     assert int(ours.sent) == reference.bytes_sent
     ours.check()
@@ -89,7 +91,7 @@ def test_windows_grow():
         generator = torch.Generator().manual_seed(seed)
         ids = random_ids(generator, tokens, TOP_K - 1 + seed % 2, "even", EXPERTS)
         x, grads = (torch.randn(tokens, width, generator=generator) for _ in range(2))
-        check_round(ours, reference, ids, x, torch.rand(ids.shape, generator=generator), grads, EXPERTS // 2)
+        check_round(ours, reference, ids, x, torch.rand(ids.shape, generator=generator), grads)
         assert ours._windows is not None and ours._windows.max_tokens == most_tokens
     assert ours.bytes_sent == reference.bytes_sent
     twin = copy.deepcopy(ours)

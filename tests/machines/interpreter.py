@@ -112,17 +112,6 @@ def call_directly(monkeypatch):
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
-def allocate_nan(monkeypatch):
-    """Fill the memory of `Tensor.new_empty` with NaN, or the largest integer."""
-    empty = torch.Tensor.new_empty
-
-    def poisoned(t, *shape, **options):
-        rows = empty(t, *shape, **options)
-        return rows.fill_(torch.nan) if rows.is_floating_point() else rows.fill_(torch.iinfo(rows.dtype).max)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-
-
 def prepare_rank(monkeypatch):
     """Let this process, one of several ranks, run kernels faster, round to bfloat16 as GPUs do, and wait without load.
 
