@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,13 +13,11 @@ from moe_dualpipe.kernels.gpu import launch_args
 from moe_dualpipe.kernels.gpu.configs import TileConfig
 from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
 from moe_dualpipe.kernels.gpu.launch_args import dot_precision
-from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
 from moe_dualpipe.kernels.gpu.tiles import Tiling
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_mm, grouped_wgrad
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
-from tests.machines.interpreter import record_writes
 from tests.support.kernels import DEVICE, DTYPES, all_kernels, check, offsets_of, run
 
 pytestmark = pytest.mark.usefixtures("guards")
@@ -131,34 +128,6 @@ def test_choices_of_no_expert_do_not_use_their_weights(bound):
     )
     torch.testing.assert_close(ours, expected)
     assert (ours[-1][skipped] == 0).all()
-
-
-@pytest.mark.skipif(GPU, reason="counts in the interpreter")
-@both_paths
-@pytest.mark.parametrize("counts,inputs,outputs", [([0, 3, 17, 0], 24, 24), ([5, 11], 13, 11)])
-@pytest.mark.quick("counts0-24-24-tma", "counts1-13-11-pointers")
-def test_each_element_is_written_once(counts, inputs, outputs, config, monkeypatch):
-    """So no order of the programs changes a result, and a row tile does not touch the next expert."""
-    rows, writes, offsets = sum(counts), record_writes(monkeypatch), offsets_of(counts)
-    x, dy, w = normal(rows + 9, inputs), normal(rows + 9, outputs), normal(len(counts), outputs, inputs)
-    index, choice = torch.randperm(rows + 9)[:rows], torch.arange(rows)
-    tiling, few, total = Tiling(offsets, rows + 9), Tiling(offsets, rows), torch.zeros_like(w)
-    both, down, z = torch.cat([w, w], 1), w.mT.contiguous(), normal(rows, 2 * outputs)
-    launches = [
-        lambda: (rows_times_weights("down", x, w, tiling),),
-        lambda: (rows_times_weights("up_backward", dy, w, tiling, True),),
-        lambda: swiglu_up(x, index, both, few, None, choice),
-        lambda: swiglu_down_backward(x, index, down, z, few, torch.rand(rows), choice),
-        lambda: (weight_gradients(dy, x, offsets, torch.float32, None, index),),
-        lambda: (weight_gradients(dy, x, offsets, torch.float32, index, None, total),),
-        lambda: (weight_gradients(dy, x, offsets, torch.float32),),
-    ]
-    with all_kernels(config):
-        assert len(tiling(config.block_m)) >= len(few(config.block_m))  # builds the tables
-        for launch in launches:
-            writes.clear()
-            written = [t[..., :rows, :] if t.shape[-2] == rows + 9 else t for t in launch()]
-            assert writes == Counter(t.data_ptr() + 4 * i for t in written for i in range(t.numel()))
 
 
 @pytest.mark.parametrize("counts,block", [([1] * 200, 16), ([0] * 511 + [9], 4), ([100, 0, 1], 1), ([0, 0], 2)])
