@@ -63,30 +63,26 @@ def pushed(group, rank, number, layout=1, tokens=2):
     push(group.each[rank], operation(number, layout), torch.ones(tokens, 4, device=DEVICE), None, offsets)
 
 
-def received(group, number, capacity):
-    x, offsets = torch.zeros(capacity, 4, device=DEVICE), torch.full((4,), 5, dtype=torch.int32, device=DEVICE)
-    receive_rows(group.each[0], operation(number), x, offsets)
-    if group.each[0].state[0]:  # also of the operation that fails
-        assert x.isnan().all() and (offsets == 0).all()
-
-
 @pytest.mark.parametrize("failure", [signals.NOT_SENT, signals.NOT_FREED, signals.OTHER_LAYOUT, signals.OVER_CAPACITY])
 def test_a_failure_is_reported_once_and_stops_all_later_operations(failure):
     """Rank 1 leaves something out, and rank 0 has a limit."""
     group = VirtualRanks(3, 3, 4, 2)
     group.each[0] = replace(group.each[0], timeout=0.001)
+    x = torch.zeros(6 - (failure == signals.OVER_CAPACITY), 4, device=DEVICE)
+    offsets = torch.full((4,), 5, dtype=torch.int32, device=DEVICE)
     for number in range(1 + SLOTS * (failure == signals.NOT_FREED)):
         for rank in range(3):
             if (rank, failure) != (1, signals.NOT_SENT) and (rank == 0 or number < SLOTS):
                 pushed(group, rank, number, 2 if (rank, failure) == (1, signals.OTHER_LAYOUT) else 1)
         if number < SLOTS:
-            received(group, number, 6 - (failure == signals.OVER_CAPACITY))
+            receive_rows(group.each[0], operation(number), x, offsets)
     found = {
         signals.NOT_SENT: [1, 0, 1, 0], signals.NOT_FREED: [1, 2, 1, 0], signals.OTHER_LAYOUT: [1, 0, 1, 2],
         signals.OVER_CAPACITY: [0, 0, 1, 6],
     }[failure]  # fmt: skip
     windows, memory = group.each[0], group.memory.clone()
     assert windows.state[:5].tolist() == [failure, *found]
+    assert failure == signals.NOT_FREED or (x.isnan().all() and (offsets == 0).all())
     pushed(group, 0, 1, tokens=1)
     for dtype in (torch.float32, torch.float16):  # what is received now is NaN in any dtype, and has no experts
         x, y = (torch.zeros(rows, 8, dtype=dtype, device=DEVICE) for rows in (9, 5))
