@@ -3,10 +3,10 @@
 import torch
 
 
-def check_round(ours, reference, ids, x, weights, grads):
+def check_round(ours, reference, ids, x, weights, grads, different=10**6):
     """Compare forward and backward of a layer, bit for bit, with the transfers of two lanes in flight.
 
-    Rows past those of `reference` must be NaN. Returns both routes.
+    Expert e multiplies by e % different + 1. Rows past those of `reference` must be NaN. Returns both routes.
     """
     results = []
     for ep in (ours, reference):
@@ -35,4 +35,10 @@ def check_round(ours, reference, ids, x, weights, grads):
         transfers.append([again.x_ND[:n], output.y_TD, *combined])
     for mine, theirs in zip(*transfers, strict=True):
         assert torch.equal(mine, theirs)
+    # The dense oracle: sums over all choices of a token, without any transfer.
+    factors = torch.where(ids >= 0, (ids % different + 1) * weights, 0)
+    tolerance = 2e-2 if x.dtype.itemsize == 2 else 1e-5
+    expected_y = x.double() * factors.double().sum(1, keepdim=True)
+    torch.testing.assert_close(transfers[0][2].double(), expected_y, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(transfers[0][3], factors)
     return results[0][0], expected_route
