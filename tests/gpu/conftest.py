@@ -14,33 +14,6 @@ from tests.machines.interpreter import add_tma_reductions, call_directly, check_
 PAD = 64  # guard elements on each side; a multiple of 16 bytes, which keeps the alignment
 
 
-class _Guarded:
-    def __init__(self):
-        self.buffers: list[tuple[torch.Tensor, int]] = []
-        self.allocate = torch.empty
-
-    def empty(self, *shape, dtype=None, device=None, **options):
-        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if options or 0 in shape:
-            return self.allocate(*shape, dtype=dtype, device=device, **options)
-        numel = torch.Size(shape).numel()
-        buffer = self.allocate(numel + 2 * PAD, dtype=dtype, device=device).fill_(poison(dtype))
-        self.buffers.append((buffer, numel))
-        return buffer[PAD : PAD + numel].view(shape)
-
-    def empty_like(self, t, **options):
-        return self.empty(*t.shape, dtype=t.dtype, device=t.device, **options)
-
-    def new_empty(self, t, *shape, dtype=None, device=None, **options):
-        return self.empty(*shape, dtype=dtype or t.dtype, device=device or t.device, **options)
-
-    def check(self):
-        for buffer, numel in self.buffers:
-            for guard in (buffer[:PAD], buffer[PAD + numel :]):
-                untouched = guard.isnan() if guard.is_floating_point() else guard == poison(guard.dtype)
-                assert untouched.all(), f"a kernel wrote outside its {numel} elements of {buffer.dtype}"
-
-
 def poison(dtype):
     dtype = dtype or torch.float32
     return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -49,13 +22,30 @@ def poison(dtype):
 @pytest.fixture
 def guards(monkeypatch):
     """Make launchers allocate poisoned memory between guards, which are checked after the test."""
-    guarded = _Guarded()
-    monkeypatch.setattr(torch, "empty", guarded.empty)
-    monkeypatch.setattr(torch, "empty_like", guarded.empty_like)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *shape, **options: guarded.new_empty(t, *shape, **options))
-    yield guarded
+    buffers: list[tuple[torch.Tensor, int]] = []
+    allocate = torch.empty
+
+    def empty(*shape, dtype=None, device=None, **options):
+        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if options or 0 in shape:
+            return allocate(*shape, dtype=dtype, device=device, **options)
+        numel = torch.Size(shape).numel()
+        buffer = allocate(numel + 2 * PAD, dtype=dtype, device=device).fill_(poison(dtype))
+        buffers.append((buffer, numel))
+        return buffer[PAD : PAD + numel].view(shape)
+
+    def new_empty(t, *shape, dtype=None, device=None, **options):
+        return empty(*shape, dtype=dtype or t.dtype, device=device or t.device, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty_like", lambda t, **options: new_empty(t, *t.shape, **options))
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    yield
     monkeypatch.undo()
-    guarded.check()
+    for buffer, numel in buffers:
+        for guard in (buffer[:PAD], buffer[PAD + numel :]):
+            untouched = guard.isnan() if guard.is_floating_point() else guard == poison(guard.dtype)
+            assert untouched.all(), f"a kernel wrote outside its {numel} elements of {buffer.dtype}"
 
 
 @pytest.fixture(autouse=True)

@@ -5,42 +5,31 @@ import torch
 
 from moe_dualpipe.kernels.permute import gather, gather_sum, permute, unpermute
 from moe_dualpipe.kernels.routing import expert_order
-from tests.support.kernels import DEVICE, DTYPES, check, error
+from tests.support.kernels import DEVICE, DTYPES, check, error, run
 
 pytestmark = pytest.mark.usefixtures("guards")
 
-SIZES = [(1, 1, 1), (7, 33, 2), (61, 128, 3), (20, 2500, 2)]  # rows, columns, choices
+SIZES = [(1, 1, 1), (7, 33, 2), (61, 128, 3), (5, 2500, 2)]  # rows, columns, choices
+# Of the rows, and of the routing weights, if there are any.
+PATHS = [(dtype, weight_dtype) for dtype in DTYPES for weight_dtype in dict.fromkeys((None, torch.float32, dtype))]
 
 
-def order_of(rows, choices):
+@pytest.mark.parametrize("rows,columns,choices", SIZES)
+@pytest.mark.parametrize("dtype,weight_dtype", PATHS)
+def test_permute_and_unpermute_and_their_gradients(rows, columns, choices, dtype, weight_dtype):
+    """Weights and gradients may have any layout."""
     ids = torch.randint(-1, 4, (rows, choices), device=DEVICE)
-    return expert_order(ids, 4, int((ids >= 0).sum()), kernels="reference")
-
-
-@pytest.mark.parametrize("rows,columns,choices", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_permute_and_its_backward(rows, columns, choices, dtype):
-    order = order_of(rows, choices)
-    x = torch.randn(rows, columns, device=DEVICE).to(dtype).requires_grad_()
-    y = permute(x, order, "triton")
-    assert torch.equal(y, x[order.gather_idx_M])
-    dy = torch.randn(y.shape, device=DEVICE).to(dtype)
-    (grad,) = torch.autograd.grad(y, x, dy)
-    assert torch.equal(grad, gather_sum(dy, order.positions_NK, kernels="reference"))  # both add in the order of k
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("rows,columns,choices", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unpermute_and_its_backward(rows, columns, choices, dtype, weighted):
-    order = order_of(rows, choices)
-    values = torch.randn(len(order.gather_idx_M), columns, device=DEVICE).to(dtype)
-    weights = torch.rand(rows, choices, device=DEVICE)
-    dy = torch.randn(rows, columns, device=DEVICE).to(dtype)
-    function = lambda a, w, kernels: (unpermute(a, order, w if weighted else None, kernels), dy)  # noqa: E731
+    order = expert_order(ids, 4, int((ids >= 0).sum()), kernels="reference")
+    x, dy = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((rows, columns), (columns, rows)))
+    values, weights = 3 * x[order.gather_idx_M], torch.rand(choices, rows, device=DEVICE).T.to(weight_dtype or dtype)
+    permuted = run(lambda x, kernels: (permute(x, order, kernels), values), None, "triton", x)
+    # Bit-identical: both add in the order of k.
+    expected = [x[order.gather_idx_M], gather_sum(values, order.positions_NK, kernels="reference")]
+    assert all(map(torch.equal, permuted, expected))
+    function = lambda a, w, kernels: (unpermute(a, order, w if weight_dtype else None, kernels), dy.T)  # noqa: E731
     exact, reference, ours = check(function, None, dtype, values, weights)[:3]
     assert torch.equal(ours[1], reference[1])  # bit-identical, because each element is one product, rounded once
-    if weighted:  # products are widened before they are summed
+    if weight_dtype == torch.float32:  # products are widened before they are summed
         assert ours[2].dtype == torch.float32 and error(reference[2], exact[2]) < 1e-5
 
 
@@ -55,14 +44,3 @@ def test_slices_of_wider_rows_are_read_and_written_in_place():
     positions = torch.tensor([[2, -1], [0, 5]], device=DEVICE)
     y = gather_sum(message[:, 8:24], positions, kernels="triton")
     assert torch.equal(y, torch.stack([message[2, 8:24], message[0, 8:24] + message[5, 8:24]]))
-
-
-def test_weights_and_gradients_may_have_any_layout():
-    order, results = order_of(9, 3), []
-    x, weights = torch.randn(9, 5, device=DEVICE), torch.rand(3, 9, device=DEVICE).T.half()
-    for kernels in ("reference", "triton"):
-        leaves = [t.detach().requires_grad_() for t in (x, weights)]
-        rows = permute(leaves[0], order, kernels)
-        (unpermute(rows, order, leaves[1], kernels).sum() + rows.sum()).backward()  # the gradient of a sum is expanded
-        results.append([rows, *(leaf.grad for leaf in leaves)])
-    torch.testing.assert_close(*results)

@@ -1,4 +1,4 @@
-"""Rows are pushed to the windows of virtual ranks, received in order or summed, and nothing else is read or written.
+"""Rows are pushed to the windows of virtual ranks and received in order, and nothing else is read or written.
 
 All ranks are in one process: each operation runs on all of them, before any waits for it.
 """
@@ -15,17 +15,10 @@ from moe_dualpipe.expert_parallel.sends import count_sends
 from moe_dualpipe.kernels.gpu import signals
 from moe_dualpipe.kernels.gpu.push import push
 from moe_dualpipe.kernels.gpu.receive import receive_rows, receive_sums
-from moe_dualpipe.kernels.permute import gather_sum
 from tests.support.kernels import DEVICE
 from tests.support.virtual_ranks import SLOTS, UNTOUCHED, VirtualRanks, operation
 
 K = 3
-
-
-def find_sends(ids_TK, per_rank, ranks):
-    """Tokens of the sent rows, their ids, positions of the rows of each token, and where those of each rank start."""
-    counts_R2, finder = count_sends(ids_TK, per_rank * ranks, ranks, "auto")
-    return *finder.find(), functional.pad(counts_R2[:, 0].cumsum(0), (1, 0)).int()
 
 
 @pytest.mark.parametrize("kind", ["random", "one rank", "no expert"])
@@ -40,7 +33,9 @@ def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_s
     if kind != "random":
         ids.fill_(4 if kind == "one rank" else -1)
     for windows, x, own, given in zip(group.each, xs, weights, ids, strict=True):
-        tokens_M, ids_MK, _, offsets = find_sends(given, per_rank, ranks)
+        counts_R2, finder = count_sends(given, per_rank * ranks, ranks, "auto")
+        tokens_M, ids_MK, _ = finder.find()
+        offsets = functional.pad(counts_R2[:, 0].cumsum(0), (1, 0)).int()
         push(windows, operation(0), x, tokens_M, offsets, own.clone(), ids_MK)
     for rank, windows in enumerate(group.each):
         chosen = ids // per_rank == rank
@@ -63,42 +58,9 @@ def test_rows_weights_and_ids_arrive_sorted_by_rank_and_token(kind, words, num_s
     assert not any(windows.state[0] for windows in group.each)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_are_summed_in_the_order_of_ranks(dtype):
-    """Slots are used again, and the second operation does not see the rows of the first."""
-    tokens, ranks, width = 5, 3, 24
-    group = VirtualRanks(ranks, tokens, width, 2)
-    for number in range(SLOTS + 1):
-        ids = torch.randint(-1, ranks, (tokens, K), device=DEVICE)
-        tokens_M, _, slots_TC, offsets = find_sends(ids, 1, ranks)
-        rows = torch.randn(len(tokens_M), width, device=DEVICE).to(dtype)
-        grads = torch.randn(len(tokens_M), K, device=DEVICE)
-        starts = offsets.tolist()
-        y, grads_TK = rows.new_empty(tokens, width), grads.new_empty(tokens, K)
-        for rank, windows in enumerate(group.each):
-            to_first = torch.tensor([0] + [starts[rank + 1] - starts[rank]] * ranks, dtype=torch.int32, device=DEVICE)
-            own = slice(starts[rank], starts[rank + 1])
-            push(windows, operation(number), rows[own].clone(), None, to_first, grads[own].clone())
-        receive_sums(group.each[0], operation(number), y, slots_TC, offsets, grads_TK)
-        for windows in group.each[1:]:
-            unused = torch.empty(ranks + 1, dtype=torch.int32, device=DEVICE)
-            receive_rows(windows, operation(number), rows.new_empty(ranks * tokens, width), unused)
-        assert torch.equal(y, gather_sum(rows, slots_TC))
-        assert torch.equal(grads_TK, gather_sum(grads, slots_TC))
-    assert not any(windows.state[0] for windows in group.each)
-    assert group.each[0].state[signals.EPOCHS :].tolist() == [2, 1]
-
-
 def pushed(group, rank, number, layout=1, tokens=2):
     offsets = torch.tensor([0] + [tokens] * 3, dtype=torch.int32, device=DEVICE)  # all to rank 0
     push(group.each[rank], operation(number, layout), torch.ones(tokens, 4, device=DEVICE), None, offsets)
-
-
-def received(group, number, capacity):
-    x, offsets = torch.zeros(capacity, 4, device=DEVICE), torch.full((4,), 5, dtype=torch.int32, device=DEVICE)
-    receive_rows(group.each[0], operation(number), x, offsets)
-    if group.each[0].state[0]:  # also of the operation that fails
-        assert x.isnan().all() and (offsets == 0).all()
 
 
 @pytest.mark.parametrize("failure", [signals.NOT_SENT, signals.NOT_FREED, signals.OTHER_LAYOUT, signals.OVER_CAPACITY])
@@ -106,18 +68,21 @@ def test_a_failure_is_reported_once_and_stops_all_later_operations(failure):
     """Rank 1 leaves something out, and rank 0 has a limit."""
     group = VirtualRanks(3, 3, 4, 2)
     group.each[0] = replace(group.each[0], timeout=0.001)
+    x = torch.zeros(6 - (failure == signals.OVER_CAPACITY), 4, device=DEVICE)
+    offsets = torch.full((4,), 5, dtype=torch.int32, device=DEVICE)
     for number in range(1 + SLOTS * (failure == signals.NOT_FREED)):
         for rank in range(3):
             if (rank, failure) != (1, signals.NOT_SENT) and (rank == 0 or number < SLOTS):
                 pushed(group, rank, number, 2 if (rank, failure) == (1, signals.OTHER_LAYOUT) else 1)
         if number < SLOTS:
-            received(group, number, 6 - (failure == signals.OVER_CAPACITY))
+            receive_rows(group.each[0], operation(number), x, offsets)
     found = {
         signals.NOT_SENT: [1, 0, 1, 0], signals.NOT_FREED: [1, 2, 1, 0], signals.OTHER_LAYOUT: [1, 0, 1, 2],
         signals.OVER_CAPACITY: [0, 0, 1, 6],
     }[failure]  # fmt: skip
     windows, memory = group.each[0], group.memory.clone()
     assert windows.state[:5].tolist() == [failure, *found]
+    assert failure == signals.NOT_FREED or (x.isnan().all() and (offsets == 0).all())
     pushed(group, 0, 1, tokens=1)
     for dtype in (torch.float32, torch.float16):  # what is received now is NaN in any dtype, and has no experts
         x, y = (torch.zeros(rows, 8, dtype=dtype, device=DEVICE) for rows in (9, 5))

@@ -117,7 +117,7 @@ def test_ids_are_valid_for_nan_and_inf_logits(kernels, broken, groups):
 
 ORDERS = {
     "random": lambda: torch.randint(0, 5, (61, 3)),
-    "some invalid": lambda: torch.randint(-1, 5, (150, 2)),
+    "some invalid": lambda: torch.randint(-1, 5, (130, 3)),  # 7 blocks
     "one expert": lambda: torch.full((129, 1), 3),
     "all invalid": lambda: torch.full((4, 2), -1),
     "no rows": lambda: torch.empty(0, 2, dtype=torch.int64),
@@ -132,8 +132,10 @@ def assert_equal_orders(ours, expected):
 
 
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_expert_order_equals_the_reference(make, dtype):
+@pytest.mark.parametrize("dtype,programs", [(torch.int64, 1), (torch.int32, 2), (torch.int64, sorting.MAX_PROGRAMS)])
+def test_expert_order_equals_the_reference(make, dtype, programs, monkeypatch):
+    """Few programs sort several blocks each."""
+    monkeypatch.setattr(sorting, "MAX_PROGRAMS", programs)
     ids = make().to(DEVICE, dtype)
     valid = int((ids >= 0).sum())
     expected = expert_order(ids, 5, valid, kernels="reference")
@@ -145,13 +147,6 @@ def test_expert_order_equals_the_reference(make, dtype):
     assert sorted(whole[0].choice_idx_M.tolist()) == [*range(ids.numel())]
     for order in whole:
         assert_equal_orders(order.trimmed(), expected)
-
-
-@pytest.mark.parametrize("programs", [1, 2, 3])
-def test_a_program_sorts_several_blocks(programs, monkeypatch):
-    monkeypatch.setattr(sorting, "MAX_PROGRAMS", programs)
-    ids = torch.randint(-1, 5, (130, 3), device=DEVICE)  # 7 blocks
-    assert_equal_orders(*(expert_order(ids, 5, ids.numel(), kernels=kernels) for kernels in ("triton", "reference")))
 
 
 @pytest.mark.parametrize("valid", [0, 40, 130])

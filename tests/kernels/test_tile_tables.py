@@ -1,7 +1,6 @@
 """Tables of tile sizes: the shipped one, the user's, and lookups in both."""
 
 import dataclasses
-import warnings
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ def user_table(tmp_path, monkeypatch):
     configs.clear_caches()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.usefixtures("user_table")
 @pytest.mark.parametrize("arch,family", [
     ("sm_86", "sm_80"), ("sm_87", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120"),
@@ -32,15 +32,12 @@ def user_table(tmp_path, monkeypatch):
     *((name, name) for name in ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "interpreter")),
 ])  # fmt: skip
 def test_a_known_gpu_uses_the_tiles_of_its_family(arch, family):
-    shipped = configs.load_table(SHIPPED)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        entries = [e for e in shipped if e.arch == family]
-        fp8 = {("fp8", 1), ("any", 1)} if family not in ("sm_80", "gfx942") else set()
-        others = {(name, size) for name in KERNEL_NAMES if name != "fp8" for size in (2, 4)}
-        assert {(e.kernel, e.dtype_bytes) for e in entries} == others | fp8
-        for e in entries:
-            assert configs.lookup(e.kernel, arch, e.dtype_bytes, e.n, e.k, e.rows) == e.config
+    entries = [e for e in configs.load_table(SHIPPED) if e.arch == family]
+    fp8 = {("fp8", 1), ("any", 1)} if family not in ("sm_80", "gfx942") else set()
+    others = {(name, size) for name in KERNEL_NAMES if name != "fp8" for size in (2, 4)}
+    assert {(e.kernel, e.dtype_bytes) for e in entries} == others | fp8
+    for e in entries:
+        assert configs.lookup(e.kernel, arch, e.dtype_bytes, e.n, e.k, e.rows) == e.config
 
 
 def test_the_shipped_tiles_fit_in_the_shared_memory_of_every_gpu_of_the_family():
@@ -68,6 +65,7 @@ def test_an_unknown_gpu_uses_the_nearest_family_that_fits_and_warns_once(arch, s
     families.family_of.cache_clear()
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(user_table):
     config = dataclasses.replace(A, tma=True, group_m=3, maxnreg=96, per_sm=2)
     entries = (
@@ -78,9 +76,7 @@ def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(user_table)
     configs.clear_caches()
     configs.save_table(user_table, entries, gpu="a test", date="today")
     assert configs.load_table(user_table) == entries and '"gpu": "a test"' in user_table.read_text()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a tuned GPU needs no family
-        assert configs.lookup("wgrad", "sm_130", 2, 64, 64) == config
+    assert configs.lookup("wgrad", "sm_130", 2, 64, 64) == config  # a tuned GPU needs no family
     assert [configs.lookup("up", "sm_90", 2, n, 2048) for n in (512, 768, 2048)] == [A, A, B]
     assert configs.lookup("down", "sm_90", 2, 512, 2048) == shipped  # the user's entry has another element size
 

@@ -1,7 +1,6 @@
 """Patches of Triton's interpreter for the tests of kernels: TMA reductions, rounding, speed, and checks of accesses."""
 
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,26 +23,14 @@ def add_tma_reductions(monkeypatch):
     monkeypatch.setattr(Builder, "create_descriptor_reduce", _descriptor_add, raising=False)
 
 
-def record_writes(monkeypatch):
-    """Return a counter of writes by address, which stores and TMA reductions update."""
-    store, writes = Builder.create_masked_store, Counter()
-
-    def recorded(builder, pointers, value, mask, *options):
-        inside = np.asarray(mask.data)
-        writes.update(np.broadcast_to(pointers.data, inside.shape)[inside].tolist())
-        return store(builder, pointers, value, mask, *options)
-
-    monkeypatch.setattr(Builder, "create_masked_store", recorded)
-    return writes
-
-
 def check_accesses(monkeypatch):
     """Let a kernel fail that reads or writes outside its arguments, also if the value would change no result.
 
-    `addresses`, of one-sided transfers, gives access to the memory of all ranks.
+    `addresses`, of one-sided transfers, gives access to the memory of all ranks. A product writes each element once, so
+    no order of its programs changes a result, and a row tile does not touch the next expert.
     """
     prepare = interpreter.GridExecutor._init_args_hst
-    memory = SimpleNamespace(starts=np.zeros(0, np.uint64), ends=np.zeros(0, np.uint64), kernel="")
+    memory = SimpleNamespace(starts=np.zeros(0, np.uint64), ends=np.zeros(0, np.uint64), kernel="", written=None)
 
     def arguments(executor, given, named):
         on_host = prepare(executor, given, named)
@@ -63,7 +50,7 @@ def check_accesses(monkeypatch):
                 start, end = merged[-1][0], max(end, merged.pop()[1])
             merged.append((start, end))
         memory.starts, memory.ends = np.array(merged, dtype=np.uint64).reshape(-1, 2).T
-        memory.kernel = executor.fn.__name__
+        memory.kernel, memory.written = executor.fn.__name__, set() if "PRECISION" in values else None
         return on_host
 
     def checked(name, mask_at):
@@ -78,6 +65,10 @@ def check_accesses(monkeypatch):
             area = np.searchsorted(memory.starts, addresses, "right")
             inside = (area > 0) & (addresses + np.uint64(size) <= memory.ends[area - 1])
             assert inside.all(), f"{memory.kernel}: {name} outside of its arguments"
+            if name == "create_masked_store" and memory.written is not None:
+                before = len(memory.written)
+                memory.written.update(addresses.tolist())
+                assert len(memory.written) == before + addresses.size, f"{memory.kernel}: an element is written twice"
             return method(builder, *values, **named)
 
         monkeypatch.setattr(Builder, name, call)
@@ -134,17 +125,6 @@ def compute_fp8(monkeypatch):
 def from_fp8(numbers: np.ndarray) -> np.ndarray:
     """Bytes that hold numbers in e4m3, in fp32."""
     return torch.from_numpy(np.ascontiguousarray(numbers)).view(torch.float8_e4m3fn).float().numpy()
-
-
-def allocate_nan(monkeypatch):
-    """Fill the memory of `Tensor.new_empty` with NaN, or the largest integer."""
-    empty = torch.Tensor.new_empty
-
-    def poisoned(t, *shape, **options):
-        rows = empty(t, *shape, **options)
-        return rows.fill_(torch.nan) if rows.is_floating_point() else rows.fill_(torch.iinfo(rows.dtype).max)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
 def prepare_rank(monkeypatch):

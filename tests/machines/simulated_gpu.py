@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -256,10 +257,7 @@ class _HostReads(TorchFunctionMode):
 
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dictionaries."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for value in values for tensor in tensors(value)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _missing(access: Access, other: Access) -> str:

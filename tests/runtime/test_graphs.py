@@ -1,4 +1,4 @@
-"""A micro-batch as a CUDA graph: training has the bits of eager execution, through a graph that a CPU emulates.
+"""A micro-batch as a CUDA graph: training has the bits of eager execution. A CPU emulates the graph.
 
 Plain-torch experts of these sizes are one operator without a host sync, torch's grouped product.
 """
@@ -17,6 +17,7 @@ from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.machines import emulated_graph
+from tests.support.kernels import DEVICE
 
 SIZES = {
     "hidden_size": 16, "num_layers": 3, "num_dense_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -28,11 +29,12 @@ MICRO_BATCHES, STEPS = 3, 3
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    """Emulate graphs, and route as on a GPU: without a count of choices, and without numpy."""
-    monkeypatch.setattr(graphs, "capture", emulated_graph.capture)
-    monkeypatch.setattr(local_backend, "count_choices", lambda *_: None)
-    monkeypatch.setattr(routing, "_stable_sort", lambda keys, _: keys.sort(stable=True))
-    with join_world("cpu"):
+    """On a CPU, emulate graphs, and route as on a GPU: without a count of choices, and without numpy."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(graphs, "capture", emulated_graph.capture)
+        monkeypatch.setattr(local_backend, "count_choices", lambda *_: None)
+        monkeypatch.setattr(routing, "_stable_sort", lambda keys, _: keys.sort(stable=True))
+    with join_world(DEVICE):
         yield
 
 
@@ -45,7 +47,7 @@ def train(cuda_graphs, steps=STEPS, options=None, skipped=(), dtype=torch.float3
     config = ModelConfig(**(SIZES | sizes))
     options = options or StageOptions(seed=1)
     schedule = build("dualpipev", 1, MICRO_BATCHES)
-    pipeline = Pipeline(config, schedule, (1, 7), dtype=dtype, options=options, cuda_graphs=cuda_graphs)
+    pipeline = Pipeline(config, schedule, (1, 7), DEVICE, dtype, options=options, cuda_graphs=cuda_graphs)
     next(iter(pipeline.stages.values())).embedding.weight.requires_grad_("tied_embeddings" in sizes)
     optimizer, pipeline.balance.rate = pipeline.optimizer(OptimizerConfig()), 0.1
     parameters = [p for stage in pipeline.stages.values() for p in stage.parameters()]

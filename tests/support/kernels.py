@@ -81,27 +81,3 @@ def check(function, config, dtype, *tensors):
         assert_as_good_as(ours, reference, exact, dtype, f"result {i}")
         assert ours.dtype == reference.dtype and all(torch.equal(ours, other) for other in again)
     return results
-
-
-class _Recorded:
-    """Wraps a kernel and records the number of programs of each launch."""
-
-    def __init__(self, kernel, programs):
-        self.kernel, self.programs = kernel, programs
-
-    def __getitem__(self, grid):
-        self.programs.append(grid[0])
-        return self.kernel[grid]
-
-
-def record_programs(monkeypatch):
-    """Return a list that receives the number of programs of each launch of a product."""
-    from moe_dualpipe.kernels.gpu import gemm, swiglu, wgrad
-
-    programs = []
-    for module, name in (
-        (gemm, "rows_times_weights_kernel"), (swiglu, "swiglu_up_kernel"), (swiglu, "swiglu_down_backward_kernel"),
-        (wgrad, "weight_gradients_kernel"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, _Recorded(getattr(module, name), programs))
-    return programs

@@ -18,7 +18,6 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from moe_dualpipe.expert_parallel.symmetric.one_sided import OneSided
-from moe_dualpipe.kernels.gpu.signals import first_window
 from tests.machines.interpreter import call_directly
 from tests.machines.one_sided.events import Access, Atomic, Barrier, Event, HazardError, Launch, Recording
 
@@ -171,19 +170,11 @@ def _line() -> str:
 
 
 def _word_name(eps: list[OneSided], word: int) -> str:
-    """As in kernels/gpu/signals.py."""
-    windows, size = eps[0].windows, len(eps[0].own)
-    slots, first = windows.slots, first_window(windows.slots)
+    """Of the memory or the state of a rank (kernels/gpu/signals.py)."""
+    name, size = "memory", len(eps[0].own)
     if word >= size * len(eps):
-        rank, index = divmod(word - size * len(eps), len(windows.state))
-        return f"state[{index}] of rank {rank}"
-    rank, index = divmod(word, size)
-    writer, index = divmod(index, windows.region_words)
-    if index >= first:
-        slot, row = divmod((index - first) // windows.row_words, windows.max_tokens)
-        return f"windows[{slot}, {writer}, {row}] of rank {rank}"
-    name, slot = ("full", "free", "headers", "headers")[index // slots], index % slots
-    return f"{name}[{slot if index < 2 * slots else index // 2 - slots}, {writer}] of rank {rank}"
+        name, size, word = "state", len(eps[0].windows.state), word - size * len(eps)
+    return f"{name}[{word % size}] of rank {word // size}"
 
 
 def _recording(recorder: _Recorder) -> Recording:
