@@ -51,6 +51,7 @@ class Console:
         """dense, experts, trained: numbers of parameters. state_mb: optimizer state of the fullest rank in MB."""
         run, config, layout = self.run, self.config, self.run.layout
         active = dense + experts * config.model.experts_per_token / config.model.num_experts
+        compute, fp8 = config.compute, config.compute.fp8.replace("+", " and ")
         frozen, why = round(dense + experts) - round(trained), run.choice.changed.partition(": use")[0]
         lines = [
             *([f"using another layout, because {why}"] if why else []),
@@ -59,7 +60,8 @@ class Console:
             f"{run.choice.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {run.device.type} "
             f"in {str(run.dtype).removeprefix('torch.')}{', Triton kernels' if run.kernels == 'triton' else ''}"
-            f"{', torch.compile' if run.compiled else ''}{', CUDA graphs' if config.compute.cuda_graphs else ''}",
+            f"{f', {fp8} in FP8 ({compute.fp8_recipe})' if fp8 != 'off' else ''}"
+            f"{', torch.compile' if run.compiled else ''}{', CUDA graphs' if compute.cuda_graphs else ''}",
             *([run.machines] if run.machines else []),
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]
