@@ -89,7 +89,7 @@ def read_header(path: Path) -> tuple[FileStatus | None, dict[str, TensorEntry]]:
         return None, _entries(Path(sparse.name), path, start, entry.size)
 
 
-def _entries(local: Path, path: Path, first: bytes, size: int) -> dict[str, TensorEntry]:
+def _entries(local: Path, path: Path, first: bytes | bytearray, size: int) -> dict[str, TensorEntry]:
     """The tensors of `path`, whose header is in the file `local`. first: its first bytes. Raises ValueError."""
     if first == _GIT_LFS:
         raise ValueError("it is a Git LFS pointer in place of the file: run git lfs pull")

@@ -164,8 +164,8 @@ def _problem_of(path: Path) -> str:
 def _read_text(file: DataFile) -> str:
     """The text of a UTF-8 file. Raises NotTextError, with the line number."""
     content = file.read(0, min(_START, file.size))
-    if b"\0" not in content:
-        content += file.read(len(content), file.size - len(content))
+    if b"\0" not in content and len(content) < file.size:
+        content = file.read(0, file.size)
     if (zero := content.find(b"\0")) >= 0:
         raise NotTextError(f"zero byte in line {1 + content.count(NEWLINE, 0, zero)}")
     try:

@@ -62,10 +62,10 @@ class DataFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def read(self, first: int, size: int) -> bytes:
+    def read(self, first: int, size: int) -> bytearray:
         """Return exactly `size` bytes from offset `first`. Raises ValueError if they cannot be read."""
         self.read_into(first, memoryview(buffer := bytearray(size)))
-        return bytes(buffer)
+        return buffer
 
     def stream(self) -> BinaryIO:
         """The content from its start, for libraries that read a stream. One at a time, and only while this is open."""

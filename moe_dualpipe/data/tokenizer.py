@@ -201,7 +201,7 @@ def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json. Raises ValueError if it is missing or not a tokenizer."""
     with DataFile(path) as file:
-        return tokenizer_from_json(file.read(0, file.size), printable(path))
+        return tokenizer_from_json(bytes(file.read(0, file.size)), printable(path))
 
 
 def find_tokenizer(folder: Path) -> Tokenizer:
