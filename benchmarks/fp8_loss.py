@@ -3,7 +3,7 @@
     python -m benchmarks.fp8_loss                              tiny, 3 seeds, 600 steps of 1,024 tokens
     python -m benchmarks.fp8_loss --preset small --seeds 1     another size
 
-The runs of a seed differ in nothing but the rounding. "no scales" is what the recipes avoid: numbers are rounded to
+The runs of a seed differ in nothing but the rounding. "no scales" is what the recipes avoid: rows are rounded to
 e4m3 as they are, and small gradients become 0.
 """
 
@@ -43,7 +43,7 @@ class Options:
 
 
 class NoScales(Fp8Recipe):
-    """Rounds to e4m3 without scaling."""
+    """Rounds rows without scaling."""
 
     def quantize_rows(self, x_RC: Tensor) -> Fp8Matrix:
         rounded = x_RC.detach().float().clamp(-448, 448).to(DTYPE)
@@ -92,7 +92,7 @@ def main() -> None:
     options = tyro.cli(OmitArgPrefixes[Options], description=Options.__doc__)
     tokens = options.batch_size * options.seq_len
     print(f"{options.preset}, {options.seeds} seeds, {options.steps} steps of {tokens:,} tokens\n")
-    columns = "experts | training loss, last tenth | seeds | to bf16 | validation loss | seeds | to bf16"
+    columns = "experts | training loss, last tenth | seeds | against bf16 | validation loss | seeds | against bf16"
     print(table(columns, rows(options)))
 
 

@@ -143,6 +143,7 @@ def experts(
         if fault and kernels == "triton":
             raise ValueError(f'FP8 {fault}, or kernels="reference"')
         triton = not fault and use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK)
+        weights_NK = None if weights_NK is None else aligned("weights", weights_NK.contiguous())
         return fp8_experts(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, fp8, triton)
     if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
         return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, compiled)

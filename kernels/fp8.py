@@ -1,4 +1,4 @@
-"""FP8: matrices in 8 bits (e4m3), with a scale for each block of numbers, as DeepSeek-V3 trains its experts.
+"""FP8: matrices in 8 bits (e4m3), with a scale for each block of numbers, after DeepSeek-V3.
 
     scale = max |x| of a block / 448            448 is the largest number in e4m3
     stored = x / scale, rounded to e4m3         so x is about stored * scale
@@ -103,9 +103,10 @@ class Fp8Recipe:
     def quantize_weights(self, w_EOI: Tensor) -> Fp8Matrix:
         """The weights of all experts for a product that sums over I; pass `w_EOI.mT` for one that sums over O."""
         rounded = partial(quantize, w_EOI, self.weight_rows, self.block, self.power_of_two)
-        if _kept is None:
+        given = w_EOI if w_EOI._base is None else w_EOI._base
+        if _kept is None or not given.is_leaf:  # what was computed from weights is not seen again
             return rounded()
-        key = self, w_EOI.data_ptr(), w_EOI.shape, w_EOI.stride()
+        key = self, w_EOI.data_ptr(), w_EOI.shape, w_EOI.stride(), w_EOI.dtype
         if key not in _kept:
             _kept[key] = w_EOI, rounded()  # with the weights, so that no others get their address
         return _kept[key][1]
@@ -126,13 +127,16 @@ _kept: dict[Any, tuple[Tensor, Fp8Matrix]] | None = None
 
 @contextmanager
 def weights_unchanged() -> Iterator[None]:
-    """Inside, weights do not change, so each is rounded once: the micro-batches of a step share the result."""
+    """Inside, weights do not change, so each is rounded once per layout: the micro-batches of a step share the result.
+
+    In-place changes inside would go unnoticed.
+    """
     global _kept
-    _kept = {}
+    before, _kept = _kept, {}
     try:
         yield
     finally:
-        _kept = None
+        _kept = before
 
 
 RECIPES = {"ue8m0": Fp8Recipe(), "fp32": Fp8Recipe(power_of_two=False), "mxfp8": Fp8Recipe(32, 1)}

@@ -4,7 +4,8 @@
     backward  dh = down^T(dy8[gather_idx]);   dz, dw = backward of SwiGLU;   dx = sum over k of up^T(dz8)[positions]
               d down = dy[gather_idx]^T (w h);   d up = dz^T x8[gather_idx]       (can be deferred)
 
-An 8 marks what is rounded to 8 bits (fp8.py). Weights are rounded, too; z, dz and the results are in the model's dtype.
+An 8 marks what is rounded to 8 bits (fp8.py), and w are the routing weights. Expert weights are rounded, too; z, dz and
+the results are in the model's dtype.
 Backward needs x in 8 bits with its scales, and z. A weight gradient sums over rows, so 8-bit operands would need blocks
 along another dimension, and its errors would add up in the weights, step after step: it multiplies numbers in the
 model's dtype.

@@ -1,11 +1,12 @@
 """FP8 in Triton: round rows to e4m3, multiply rows and weights that are stored so (fp8.py), and SwiGLU between.
 
-    y[m] = sum over blocks b of 128 columns:  scale_a[m, b] scale_w[e, n / 128, b] (a8[m, b] . w8[e, n, b])
+    y[m] = sum over blocks b of 128 columns:  scale_a[m, b] scale_w[e, n // 128, b] (a8[m, b] . w8[e, n, b])
 
 The tensor cores of Hopper add up products of 8-bit numbers with 14 bits only. So the sum of each block is added to an
-fp32 accumulator, as in DeepGEMM: their error then does not grow with the length of a sum. For MX, with a scale for each
-32 numbers of a row and of a weight, the tensor cores of Blackwell multiply by the scales themselves. All weights are
-read along the dimension that is summed over; for input gradients, they are rounded and stored once more, transposed.
+fp32 accumulator, as in DeepGEMM: the error of 14 bits does not grow with the length of a sum. For MX, with a scale for
+each 32 numbers of a row and of a weight, the tensor cores of Blackwell multiply by the scales themselves. All weights
+are read along the dimension that is summed over; for input gradients, they are rounded and stored once more,
+transposed.
 
 M rows in expert-major order, E experts, N columns of a product, K length of the sum, B blocks of K.
 """
@@ -35,7 +36,7 @@ ROWS = 16  # of a block that one program rounds
 def block_scale(x, POWER_OF_TWO: tl.constexpr):
     """The scale of each row of a block: as `quantize` computes it."""
     largest = tl.max(tl.abs(x), 1)
-    scale = tl.maximum(largest / LARGEST, 1.1754943508222875e-38)
+    scale = tl.maximum(tl.div_rn(largest, LARGEST), 1.1754943508222875e-38)  # `/` is not exact on a GPU
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True)
         bits = tl.where((bits & 0x7FFFFF) != 0, (bits & 0x7F800000) + 0x800000, bits)
@@ -58,7 +59,7 @@ def quantize_rows_kernel(
     inside = (m < num_rows)[:, None] & (c < C)[None, :]
     block = tl.load(x + m[:, None] * STRIDE_X + c[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = block_scale(block, POWER_OF_TWO)
-    tl.store(stored + m[:, None] * C + c[None, :], (block / scale[:, None]).to(tl.float8e4nv), mask=inside)
+    tl.store(stored + m[:, None] * C + c[None, :], tl.div_rn(block, scale[:, None]).to(tl.float8e4nv), mask=inside)
     tl.store(scales + m * B + b, scale, mask=m < num_rows)
 
 
@@ -97,7 +98,7 @@ def fp8_rows_times_weights_kernel(
     GATHER: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(BLOCK_K == BLOCK and BLOCK % BLOCK_N == 0, "a tile of weights has one scale")
+    tl.static_assert(BLOCK_K == BLOCK and BLOCK % BLOCK_N == 0, "a tile of weights is inside a block, or MX")
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     BLOCKS_N: tl.constexpr = N if MX else (N + BLOCK - 1) // BLOCK
@@ -166,7 +167,7 @@ def swiglu_round_kernel(
     up = tl.load(pointers + F, mask=inside, other=0.0).to(tl.float32)
     h = gate * tl.sigmoid(gate) * up * routing_weight(weights, choice, m, num_rows, WEIGHTED, ROWS)[:, None]
     scale = block_scale(h, POWER_OF_TWO)
-    rounded = (h / scale[:, None]).to(tl.float8e4nv)
+    rounded = tl.div_rn(h, scale[:, None]).to(tl.float8e4nv)
     tl.store(stored + m.to(tl.int64)[:, None] * F + f[None, :], rounded, mask=inside)
     tl.store(scales + m.to(tl.int64) * B + b, scale, mask=m < num_rows)
 

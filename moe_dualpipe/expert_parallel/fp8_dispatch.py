@@ -1,9 +1,9 @@
 """Dispatch in 8 bits: rows travel as e4m3 with their scales, and are read back on arrival. Results return as they are.
 
-This wrapper of any backend rounds what dispatch sends: the tokens in forward, and the gradients of the experts' outputs
-in backward. A row of D bf16 numbers becomes a message of D bytes, and one for each scale, which is a power of two
-(UE8M0); messages are filled up to multiples of 16 bytes. Rounding a row that was read back changes nothing (fp8.py), so
-experts in FP8 compute the same from it as from the row before dispatch.
+This wrapper of any backend but DeepEP rounds what dispatch sends: the tokens in forward, and the gradients of the
+experts' outputs in backward. A row of D bf16 numbers becomes a message of D bytes, and one for each scale, which is a
+power of two (UE8M0); messages are filled up to multiples of 16 bytes. Rounding a row that was read back changes nothing
+(fp8.py), so experts in FP8 compute the same from it as from the row before dispatch.
 
 T tokens, D model dim, K experts per token, N received rows, B blocks of a row.
 """
@@ -17,7 +17,7 @@ from .exchange import ALIGNMENT, AsyncResult
 from .protocol import Combined, ExpertParallel, Pending, Received, Route
 
 CARRIER = torch.float16
-"""The dtype of messages. Nothing computes with them, but the kernels of Symmetric move no bytes."""
+"""The dtype of messages. Nothing computes with them, but the kernels of Symmetric cannot move uint8."""
 
 
 class Fp8Dispatch:

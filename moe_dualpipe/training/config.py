@@ -86,7 +86,7 @@ class ComputeConfig:
     """experts: the products of the experts multiply 8-bit numbers, except for weight gradients.
     experts+dispatch: rows are also sent to the experts in 8 bits."""
     fp8_recipe: Literal["ue8m0", "fp32", "mxfp8"] = "ue8m0"
-    """Scales for 128 numbers, as powers of two or in fp32; or the format MX, with powers of two for 32 numbers."""
+    """ue8m0, fp32: scales for 128 numbers, as powers of two or in fp32. mxfp8: powers of two for 32 numbers."""
     cuda_graphs: bool = False
     """Launch each micro-batch as one CUDA graph. For small models on one GPU, which are limited by launch overhead."""
     recompute: Recompute = "none"

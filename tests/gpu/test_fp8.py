@@ -80,10 +80,10 @@ def test_experts_and_their_gradients_are_those_of_plain_torch(name, inside):
     ids[0], ids[4, 1] = -1, -1
     order = expert_order(ids, E, int((ids >= 0).sum()), kernels="reference")
     tensors = [torch.randn(shape, device=DEVICE) for shape in ((N, D), (E, 2 * F, D), (E, D, F))]
-    tensors, dy = [*tensors, torch.rand(N, K, device=DEVICE)], torch.randn(N, D, device=DEVICE)
+    tensors, dy = [*tensors, torch.rand(K, N, device=DEVICE).T], torch.randn(N, D, device=DEVICE)
     results = []
     for kernels in ("reference", "triton"):
-        leaves = [t.clone().requires_grad_() for t in tensors]
+        leaves = [t.detach().requires_grad_() for t in tensors]  # weights in another layout
         x, gate_up, down, weights = leaves
         y = experts(x, gate_up, down, order, weights, weight_inside=inside, fp8=RECIPES[name], kernels=kernels)
         results.append([y, *torch.autograd.grad(y, leaves, dy)])

@@ -169,7 +169,9 @@ def test_while_weights_do_not_change_each_is_rounded_once(monkeypatch):
     with fp8.weights_unchanged():
         w = torch.ones(1, 2, 3)
         assert recipe.quantize_weights(w) is recipe.quantize_weights(w) is not recipe.quantize_weights(w.clone())
-    w += 1
+        cast = w.requires_grad_().double()
+        assert recipe.quantize_weights(cast) is not recipe.quantize_weights(cast), "each micro-batch casts anew"
+    w = w.detach() + 1
     assert recipe.quantize_weights(w).read().eq(2).all()
     assert all(map(torch.equal, first, second))
 
