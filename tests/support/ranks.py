@@ -4,7 +4,9 @@ Processes are forked from a server that has already imported torch, so a launch 
 fails, the test fails with the traceback of that rank. Ranks that do not finish in time are killed.
 """
 
+import gc
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ _PRELOAD = [
     "moe_dualpipe.tools.checks.nonfinite", "moe_dualpipe.tools.profiler.profiled_steps",
 ]  # fmt: skip
 _context.set_forkserver_preload(_PRELOAD)
+os.register_at_fork(after_in_child=gc.freeze)  # or each process would go through, and copy, all objects of the server
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
