@@ -2,6 +2,7 @@
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,11 +28,6 @@ def own_loop_config() -> TrainConfig:
     return change(settings("nowhere", steps=3, model=preset("tiny")), out=None, optim=OptimizerConfig(warmup_steps=5))
 
 
-class Log:
-    def __init__(self, found):
-        self.log = found.append
-
-
 def weights(stages) -> dict[str, torch.Tensor]:
     return {name: tensor for stage in stages.values() for name, tensor in stage.state_dict().items()}
 
@@ -49,7 +45,7 @@ def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_
     capfd.readouterr()
     for _ in range(2):  # in one process
         found = []
-        trainer = train(parse_arguments(CPU), log=[Log(found)], verbose=False)
+        trainer = train(parse_arguments(CPU), log=[SimpleNamespace(log=found.append)], verbose=False)
         assert not dist.is_initialized()
         for kind in ("loss", "grad_norm", "lr"):
             assert losses(found, kind) == losses(expected, kind)

@@ -1,6 +1,7 @@
 """Weights and batches that a program passes to `train`: the same bits as from a checkpoint and from text."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,17 +21,11 @@ from tests.support.runs import SHALLOW, TEXT, change, losses, settings
 WITHOUT_TEXT = ("nowhere",)  # no text is read when batches are given
 
 
-class Log:
-    def __init__(self):
-        self.records = []
-        self.log = self.records.append
-
-
 def run(config, **given):
     """The records of a run without a folder, and its trainer."""
-    log = Log()
-    trainer = train(change(config, out=None), log=[log], verbose=False, **given)
-    return log.records, trainer
+    found = []
+    log = SimpleNamespace(log=found.append)
+    return found, train(change(config, out=None), log=[log], verbose=False, **given)
 
 
 def parameters_of(trainer):

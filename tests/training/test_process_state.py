@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,16 +17,10 @@ MODEL = dataclasses.replace(SHALLOW, router_bias=True, z_loss=0.01)  # the loads
 NUMBERS = ("loss", "grad_norm", "validation_loss", "expert_load_max_over_mean", "z_loss")
 
 
-class Log:
-    def __init__(self):
-        self.records = []
-        self.log = self.records.append
-
-
 def numbers(config, *callbacks):
-    log = Log()
-    train(config, callbacks, [log], verbose=False)
-    return {kind: losses(log.records, kind) for kind in NUMBERS}
+    found = []
+    train(config, callbacks, [SimpleNamespace(log=found.append)], verbose=False)
+    return {kind: losses(found, kind) for kind in NUMBERS}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, losses, records
 
 RUN = [
-    *map(str, SMALL), "--batch-size", "24", "--seq-len", "16", "--sample-tokens", "0",
+    *map(str, SMALL), "--batch-size", "12", "--seq-len", "16", "--sample-tokens", "0",
     "--device", "cpu", "--steps", "5", "--set", "metrics.eval_sequences=1",
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, SHALLOW, change, losses, settings, train_each, without_clocks
 
 MUON = OptimizerConfig("muon", lr=0.05, warmup_steps=0)
-RUN = {"steps": 4, "seq_len": 16, "eval_sequences": 4, "save_every": 2}
+RUN = {"steps": 3, "seq_len": 16, "eval_sequences": 4, "save_every": 2}
 TIED = dataclasses.replace(
     MODEL, num_layers=3, tied_embeddings=True, shared_gate=True, qkv_bias=True, num_dense_layers=0, dense_layers=(0,),
     router_bias=True, sequence_loss=0.02, z_loss=0.003,
@@ -56,7 +56,7 @@ def test_a_feature_resumes_bit_for_bit_and_is_the_same_in_every_layout(tmp_path,
     changes = [{"resume": half}, *savings, {"pp": 1, "ep": 2}, {"schedule": "1f1b", "resume": half}]
     configs = [first, *(change(first, out=str(tmp_path / str(i)), **one) for i, one in enumerate(changes))]
     whole, rest, *runs = run_ranks(2, train_each, configs)[0]
-    assert [*losses(whole)] == [1, 2, 3, 4]
+    assert [*losses(whole)] == [1, 2, 3]
     assert without_clocks(rest)[1:] == without_clocks(whole)[3:]
     for run, one in zip(runs, savings, strict=False):
         assert without_clocks(run) == without_clocks(whole), one

@@ -17,7 +17,7 @@ GROUPS = dataclasses.replace(
     MODEL, num_experts=8, experts_per_token=3, router_bias=True, router_score="sigmoid", expert_groups=4, top_groups=2,
     z_loss=0.01,
 )  # fmt: skip
-RUN = {"model": GROUPS, "steps": 3, "seq_len": 16, "batch_size": 8, "document_mask": True, "bias_rate": 0.05}
+RUN = {"model": GROUPS, "steps": 2, "seq_len": 16, "batch_size": 8, "document_mask": True, "bias_rate": 0.05}
 OTHER = {"pp": 1, "ep": 2, "micro_batch_size": 2, "recompute": "attention"}
 
 
@@ -89,7 +89,7 @@ def test_generate_records_what_the_router_chooses_for_the_text(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("changes,problem", [
-    ({"steps": 4}, "routes has no routes of sample 24 in layer 1"),
+    ({"steps": 3}, "routes has no routes of sample 16 in layer 1"),
     ({"replay_routes": "nowhere/routes"}, "cannot read routes from nowhere/routes: No such file"),
     ({"replay_routes": "{}"}, "has no routes: name a folder that record_routes wrote"),
     ({"seq_len": 12}, r"the routes of layer 1 are \[16, 3\] with experts up to 7, not \[at most 12, 3\] with experts"),

@@ -25,9 +25,10 @@ DAMAGED = [
     (b'"name": "a", "ts": "soon", "dur": 5}', False), (b'"name": "a", "ts": 2, "dur": -5}', False),
     (b'"name": "a", "ts": 1e300, "dur": 5}', False),
 ]  # fmt: skip
-CUT = [
+UNREADABLE = [
     (b'"name": "a", "ts": 40, "du', False), (b'"name": "a', False),
     (b'"name": "a", "ts": 40, "dur": 5, "args": {"grid": [1,', False),
+    (b'"name": "a", "ts": NaN, "dur": 5}', False), (b'"name": "a", "ts": 2, "dur": inf}', False),
 ]  # fmt: skip
 HEADER = b'"distributedInfo": {"rank": 3}, "host_name": "h"'
 
@@ -46,7 +47,7 @@ def spans(trace):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.sampled_from([None, None, *DAMAGED, *CUT]), max_size=12),
+    st.lists(st.sampled_from([None, None, *DAMAGED, *UNREADABLE]), max_size=12),
     st.sampled_from([None, *DAMAGED]), st.integers(0, 3),
 )  # fmt: skip
 def test_only_what_is_damaged_is_lost(tmp_path_factory, first, last, form):
