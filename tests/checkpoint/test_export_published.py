@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from moe_dualpipe.checkpoint import find_checkpoint, load_model
+from moe_dualpipe.checkpoint import atomic_folder, find_checkpoint, load_model
 from moe_dualpipe.checkpoint.huggingface import find_architecture, from_pretrained, save_pretrained
 from moe_dualpipe.cli import main
 from moe_dualpipe.data import find_tokenizer
@@ -94,7 +94,7 @@ def test_transformers_loads_the_tokenizer_of_a_run(kind, request, tmp_path):
     assert theirs.decode([0xC3, 65]) == tokenizer.decode([0xC3, 65])
 
 
-def test_the_files_of_a_published_model_stay_as_they_are(bpe_run, tmp_path):
+def test_the_files_of_a_published_model_stay_as_they_are_and_its_config_is_written_last(bpe_run, tmp_path, monkeypatch):
     save(random_model("olmoe"), tmp_path / "saved")
     texts = {
         "tokenizer.json": (find_checkpoint(str(bpe_run)) / "tokenizer.json").read_text(),
@@ -107,7 +107,12 @@ def test_the_files_of_a_published_model_stay_as_they_are(bpe_run, tmp_path):
     config |= {"eos_token_id": 5, "max_position_embeddings": 1234}
     del config["pad_token_id"]
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    written, write = [], atomic_folder.write_synced
+    monkeypatch.setattr(
+        atomic_folder, "write_synced", lambda file, *data: (written.append(file.name), write(file, *data))
+    )
     save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "again")
+    assert {*texts} < {*written} and written[-1] == "config.json"
     assert {name: (tmp_path / "again" / name).read_text("utf-8") for name in texts} == texts
     again = json.loads((tmp_path / "again" / "config.json").read_text())
     assert again["eos_token_id"] == 5 and again["max_position_embeddings"] == 1234 and "pad_token_id" not in again
