@@ -3,6 +3,7 @@
 import os
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,21 @@ from moe_dualpipe.training import (
     TrainConfig,
 )
 from moe_dualpipe.training.options import parse_arguments
-from tests.support.programs import run_example
 from tests.support.ranks import run_ranks
-from tests.support.runs import SMALL, TEXT, change, command, losses, records, settings, train_and_listen
+from tests.support.runs import ROOT, SMALL, TEXT, change, command, losses, records, settings, train_and_listen
 
 CPU = ("--device", "cpu", "--steps", "3", *map(str, SMALL))
-OWN_LOOP = {"STEPS, SEQ_LEN, SIZE, MICRO_BATCHES": "3, 32, 1, 4", "SOURCE": repr(TEXT)}
+OWN_LOOP = ROOT / "examples" / "own_loop.py"
+
+
+def run_own_loop():
+    """Run the example, on this text and with few steps. Returns its globals."""
+    text, variables = OWN_LOOP.read_text(), {"__name__": "__main__"}
+    for left, right in (("STEPS, SEQ_LEN, SIZE, MICRO_BATCHES", "3, 32, 1, 4"), ("SOURCE", repr(TEXT))):
+        text, replaced = re.subn(rf"^{left} = .*$", f"{left} = {right}", text, flags=re.MULTILINE)
+        assert replaced == 1, left
+    exec(compile(text, OWN_LOOP, "exec"), variables)
+    return variables
 
 
 def own_loop_config() -> TrainConfig:
@@ -68,7 +78,7 @@ def use_own_group(_rank, config):
     assert dist.group.WORLD is group
     reached = trainer.progress.step
     assert len(trainer.sample("class ", 7)) == 7
-    own = run_example("own_loop.py", **OWN_LOOP)
+    own: Any = run_own_loop()
     assert dist.group.WORLD is group
     with_loop = train(own_loop_config(), verbose=False)
     assert_equal_weights(own["pipeline"].stages, with_loop.stages)
