@@ -23,7 +23,7 @@ from .huggingface import CONFIG_FILE, PublishedModel, from_pretrained
 from .load import differences, find_checkpoint
 from .weights import PREFIX, OwnLayer, PartialLoad, SavedModel, global_weights, group_names
 
-_WHY_MISSING = "a frozen weight must stay frozen, and custom experts may need the same --ep (docs/experts.md)"
+_WHY_MISSING = "a frozen weight must stay frozen, and custom experts may need the same --ep (docs/custom_layers.md)"
 WeightsFolder = SavedModel | PublishedModel
 
 

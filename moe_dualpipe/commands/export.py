@@ -23,7 +23,7 @@ class Export:
     run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
     """Folder or URL of a run (its newest checkpoint is used) or of a checkpoint."""
     out: Annotated[str, arg(metavar="PATH")]
-    """Folder to write, or a URL (docs/storage.md); it must not exist."""
+    """Folder to write, or a URL (docs/checkpoints.md); it must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the weights. None: that of the published model from which the run started, or float32."""
     max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"

@@ -127,7 +127,7 @@ class CheckpointConfig:
     """Where a run is saved, and what it starts from."""
 
     out: str | None = None
-    """Folder for checkpoints and metrics, or a URL (docs/storage.md).
+    """Folder for checkpoints and metrics, or a URL (docs/checkpoints.md).
     None: the folder of the resumed run, or a new folder runs/<preset>[-2, -3 ...]."""
     resume: str | None = None
     """Resume from the newest checkpoint of this run, or from this checkpoint. A folder or a URL.

@@ -29,7 +29,7 @@ class Url:
             raise ValueError(f"{quoted(self.text)} names no bucket or folder: write, for example, s3://bucket/run")
         if ":" in match[2].partition("/")[0] and "@" in match[2]:
             raise ValueError(
-                f"{quoted(self.text)} holds a password: remove it, and set it in the environment (docs/storage.md)"
+                f"{quoted(self.text)} holds a password: remove it, and set it in the environment (docs/checkpoints.md)"
             )
         object.__setattr__(self, "text", f"{match[1]}://{match[2].strip('/')}")
 

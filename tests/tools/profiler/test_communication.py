@@ -1,15 +1,11 @@
 """Which kernels and copies are communication: every library with names of its own, and names that are near them."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from moe_dualpipe.tools.profiler.communication import LIBRARIES, NAMES, Names, function_name
 from moe_dualpipe.tools.profiler.trace import DeviceEvent
-
-PAGE = Path(__file__).parents[3] / "docs" / "profiling.md"
-LINK = "https://github.com/{}/{}/blob/HEAD/{}"
 
 
 def kind_of(name, category="kernel", names=NAMES):
@@ -123,23 +119,3 @@ def test_copies(name, category, kind):
 def test_copies_between_amd_gpus_can_be_named():
     assert kind_of("Memcpy DtoD (Device -> Device)", "gpu_memcpy", Names(comm="Memcpy DtoD")) == "comm"
     assert kind_of("CopyDeviceToDevice", "gpu_memcpy", Names(comm="CopyDeviceToDevice")) == "comm"
-
-
-def table():
-    """The table of libraries on the page."""
-    rows = ["| kernels of | names such as | defined in |", "|---|---|---|"]
-    for library in LIBRARIES:
-        links = []
-        for source in library.sources:
-            owner, repository, path = (*source.split("/", 2), "")[:3]
-            local = (PAGE.parents[1] / source).exists()
-            link = LINK.format(owner, repository, path)
-            text = f"`{source}`" if local else f"[{repository}: {Path(path).name}]({link})"
-            links.append(text)
-        names = ", ".join(f"`{name}`" for name in library.examples)
-        rows.append(f"| {library.name} | {names} | {', '.join(links)} |")
-    return "\n".join(rows)
-
-
-def test_the_page_has_the_table():
-    assert table() in PAGE.read_text(), f"docs/profiling.md must contain:\n{table()}"
