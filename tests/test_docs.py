@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT.parent / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 PAGES = [page for page in PAGES if page.exists()]
+LESSON = (ROOT / "docs" / "learn_dualpipe.md").read_text()
+PREDICTED = "1f1b", "interleaved_overlap --vpp 2", "dualpipev"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN = [
     (page.name, *match)
@@ -93,11 +96,55 @@ def test_a_command_and_its_options_exist(page, line, monkeypatch):
 @pytest.mark.parametrize("name,arguments,printed", RUN, ids=lambda text: text[:60].replace("\n", " "))
 def test_a_command_prints_what_is_written_below_it(name, arguments, printed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "order.csv").write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")  # the invalid schedule of the pages
+    for file, text in re.findall(r"`(\w+\.csv)`:\n\n```\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL):
+        (tmp_path / file).write_text(text)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     cli.main(arguments.split())
     out, err = capsys.readouterr()
     assert out + err == printed, f"in {name}"
+
+
+def texts(picture: Path) -> list[str]:
+    return re.findall(r">([^<]+)</text>", picture.read_text())
+
+
+@pytest.mark.parametrize("picture", sorted(ROOT.glob("docs/images/schedules/*.svg")), ids=lambda path: path.stem)
+def test_a_picture_of_a_schedule_is_what_the_command_draws(picture, tmp_path):
+    """The texts of a figure: sizes, step time, bubble, memory, and the number in every box."""
+    pytest.importorskip("matplotlib")
+    size = "--pp 2 --micro-batches 4" if "2_ranks" in picture.name else "--pp 4 --micro-batches 8"
+    name = picture.stem.removesuffix("_2_ranks")
+    half = "--cost.F 0.5 --cost.B 1 " if re.match("interleaved|zbv|dualpipev", name) else ""  # eight stages, not four
+    command = f"schedule show {name} {size} {half}--until 33 --out "
+    for shown in re.findall(rf"moe-dualpipe (.*)docs/images/schedules/{picture.name}", LESSON):
+        assert shown == command
+    cli.main([*command.split(), str(tmp_path / picture.name)])
+    assert texts(tmp_path / picture.name) == texts(picture)
+
+
+def test_the_numbers_of_the_lesson(capsys):
+    """Those that no single command prints: schedules side by side, and predictions of the planner."""
+    for row in re.findall(r"^\| (\w+) \|(( [\d.]+ \|){4})$", LESSON, re.MULTILINE):
+        found = [next(e for e in compare(4, 8, Costs(FB=pair)) if e.name == row[0]) for pair in (3, 2)]
+        memory = (
+            found[0].in_model_stages(getattr(found[0].timeline, kind)) for kind in ("peak_activations", "parameters")
+        )
+        numbers = [*(entry.timeline.makespan for entry in found), *map(max, memory)]
+        assert row[1] == "".join(f" {number:g} |" for number in numbers)
+    rows = re.findall(r"^\| `(--model .*?)` \|(.*)$", LESSON, re.MULTILINE)
+    for options, numbers in rows:
+        steps = [estimate(f"{options} --schedule {name}", capsys)["step_time_s"] for name in PREDICTED]
+        assert numbers == "".join(f" {step:.3g} |" for step in steps)
+    small, long = rows[3][0], rows[4][0]
+    alone = estimate(re.sub("--pp 4", "--pp 1 --micro-batch-size 8", small), capsys)
+    assert f"takes {alone['step_time_s']:.3g} s" in LESSON
+    one, dual = (estimate(f"{long} --schedule {name}", capsys)["peak_memory_gb"] for name in ("1f1b", "dualpipev"))
+    assert f"from {one:.0f} to {dual:.0f} GB" in " ".join(LESSON.split())
+
+
+def estimate(options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    assert cli.main(["plan", "estimate", *options.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_python_on_the_front_page_prints_what_is_written_below_it(capsys):
