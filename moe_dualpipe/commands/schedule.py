@@ -17,7 +17,7 @@ from ..schedule import (
     Timeline,
     build,
     fill,
-    least_time,
+    least_times,
     placement_of,
     simulate,
 )
@@ -114,9 +114,9 @@ class FillSchedule(ShowSchedule):
         cost = self.cost if self.costs is None else _measured(self.costs)
         filled = fill(schedule, cost)
         before, after = simulate(schedule, cost), simulate(filled, cost)
-        least = least_time(schedule.placement, schedule.num_micro_batches, cost, Memory.of(schedule))
+        leasts = least_times(schedule.placement, schedule.num_micro_batches, cost, Memory.of(schedule))
         both = before, after
-        entries = (ComparedSchedule(one.schedule.name, schedule.num_ranks, one, least=least) for one in both)
+        entries = (ComparedSchedule(one.schedule.name, schedule.num_ranks, one, leasts=leasts) for one in both)
         print("\n\n".join([*(timeline_text(one, columns) for one in both), comparison_table(tuple(entries))]))
         if self.out is not None:
             self._save(after, self.out)
