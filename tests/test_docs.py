@@ -15,8 +15,8 @@ import pytest
 from moe_dualpipe import cli
 from moe_dualpipe.checkpoint.huggingface import ARCHITECTURES
 from moe_dualpipe.checkpoint.huggingface.architectures import ALIASES
-from moe_dualpipe.schedule import Costs, build, simulate
-from moe_dualpipe.schedule.compare import compare
+from moe_dualpipe.schedule import NAMES, Costs
+from moe_dualpipe.schedule.compare import compare, compared
 from moe_dualpipe.tools.drawing.captions import format_number
 from moe_dualpipe.training.options import parse_arguments
 
@@ -155,25 +155,28 @@ def test_python_on_the_front_page_prints_what_is_written_below_it(capsys):
         assert capsys.readouterr().out == printed
 
 
-def steps(comm, pair, num_chunks):
-    """The step time of every schedule on 8 ranks."""
-    entries = compare(8, 32, Costs(2, 5, 2, pair, comm), num_chunks)
-    return {e.name: format_number(e.timeline.makespan) for e in entries if e.num_ranks == 8 and e.timeline}
-
-
-def test_the_tables_that_no_single_command_prints():
+def test_the_tables_of_schedules():
+    """The formulas are those of the simulator, and the step times are those of `compare`."""
     document = (ROOT / "docs" / "schedules.md").read_text()
-    for comm in (0, 0.25):
-        vpp = [steps(comm, 7, chunks)["interleaved_1f1b"] for chunks in (2, 4, 8)]
-        plain, gaining = steps(comm, 7, 2), steps(comm, 6, 2)
-        pairs = [times[name] for name in ("dualpipe", "dualpipev") for times in (plain, gaining)]
-        assert " | ".join([f"| comm = {comm:g}", *vpp, plain["zb1p"], plain["zbv"], *pairs]) + " |" in document
-    for micro_batches in (16, 32, 64, 128):
-        row = [f"| {micro_batches}"]
-        for name in ("chimera", "dualpipe", "1f1b"):
-            timeline = simulate(build(name, 8, micro_batches), Costs(1, 2, 1, 3))
-            row.append(f"{timeline.makespan:g}, {timeline.bubble[0]:g} ({timeline.bubble_share:.1%})")
-        assert " | ".join(row) + " |" in document
+    times = [
+        compare(8, 16, Costs(2, 5, 2, 7)),
+        compare(8, 16, Costs(2, 5, 2, 6)),
+        compare(8, 64, Costs(2, 5, 2, 6, 0.25)),
+    ]
+    rows = re.findall(r"^\| \[?`(\w+)`(?:\]\(.*?\))? \| `(.*)` \|", document, re.MULTILINE)
+    assert [name for name, _ in rows] == [*NAMES]
+    for index, (name, cells) in enumerate(rows):
+        steps = " | ".join(format_number(entries[index].timeline.makespan) for entries in times)
+        assert f"| `{name}` | {steps} |" in document
+        for p, M in ((4, 8), (6, 18)):
+            entry = compared(name, p, p, M, Costs(3, 5, 2, 8))
+            assert entry.timeline
+            memory = (entry.timeline.peak_activations, entry.timeline.peak_deferred, entry.timeline.parameters)
+            found = [entry.timeline.bubble[-1 if name == "dualpipev" else p // 2]]
+            found += [max(entry.in_model_stages(counts)) for counts in memory]
+            formulas = [re.sub(r"(\d(?=[pFBWm])|\)(?=\())", r"\1*", cell) for cell in cells.split("` | `")]
+            values = {"p": p, "M": M, "F": 3, "B": 5, "W": 2, "FB": 8, "max": max}
+            assert [eval(re.sub(r"\)max", ")*max", formula), values) for formula in formulas] == found, name
 
 
 def test_the_table_of_published_models_has_every_architecture():
