@@ -3,6 +3,7 @@
 # make docs    build the documentation in build/site
 # make soak    run the long tests, then attack runs and files at random, for about 25 minutes
 # make mutants   plant bugs one at a time, and print those that no test of their room notices; about 2 hours
+# make play    docs/play.html as a folder that opens without a server or a network, in build/play (needs npm)
 # make codegen   compile the kernels for GPUs, without one, with both versions of Triton
 
 SHELL := /bin/bash
@@ -15,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: venv dev train test pytest soak mutants lint bench codegen docs clean
+.PHONY: venv dev train test pytest soak mutants lint bench codegen docs play clean
 
 venv: $(INSTALLED)  # what training needs
 
@@ -68,6 +69,11 @@ codegen: dev
 
 docs: dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+play: dev
+	mkdir -p build/pyodide
+	cd build/pyodide && npm pack --silent pyodide@$$(sed -n 's|.*/pyodide/v\([0-9.]*\)/.*|\1|p' ../../docs/play.html) && tar xzf *.tgz
+	$(BIN)/python docs/site_hooks.py build/play build/pyodide/package
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

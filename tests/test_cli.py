@@ -87,6 +87,7 @@ def test_check_validates_transfers(capsys, tmp_path):
         ("show zbv --pp 2 --micro-batches 4 --out fig.pdf", "cannot write 'fig.pdf': use one of .svg, .png"),
         ("show zbv --pp 2 --micro-batches 4 --out /nowhere/at/all.svg", "the folder '/nowhere/at' does not exist"),
         ("show zbv --pp 2 --micro-batches 4 --width 10", "--width must be at least 40: got 10"),
+        ("show gpipe --pp 4 --micro-batches 8 --until 32 --out a.svg", "--until must be at least 33: got 32.0"),
         ("show vpp", "unknown schedule 'vpp'; did you mean 'interleaved_1f1b'?"),
         (
             "show order.csv --pp 4",

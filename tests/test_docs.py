@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -14,8 +15,8 @@ import pytest
 from moe_dualpipe import cli
 from moe_dualpipe.checkpoint.huggingface import ARCHITECTURES
 from moe_dualpipe.checkpoint.huggingface.architectures import ALIASES
-from moe_dualpipe.schedule import Costs, build, simulate
-from moe_dualpipe.schedule.compare import compare
+from moe_dualpipe.schedule import NAMES, Costs
+from moe_dualpipe.schedule.compare import compare, compared
 from moe_dualpipe.tools.drawing.captions import format_number
 from moe_dualpipe.training.options import parse_arguments
 
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT.parent / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 PAGES = [page for page in PAGES if page.exists()]
+LESSON = (ROOT / "docs" / "learn_dualpipe.md").read_text()
+PREDICTED = "1f1b", "interleaved_overlap --vpp 2", "dualpipev"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN = [
     (page.name, *match)
@@ -93,11 +96,55 @@ def test_a_command_and_its_options_exist(page, line, monkeypatch):
 @pytest.mark.parametrize("name,arguments,printed", RUN, ids=lambda text: text[:60].replace("\n", " "))
 def test_a_command_prints_what_is_written_below_it(name, arguments, printed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "order.csv").write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")  # the invalid schedule of the pages
+    for file, text in re.findall(r"`(\w+\.csv)`:\n\n```\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL):
+        (tmp_path / file).write_text(text)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     cli.main(arguments.split())
     out, err = capsys.readouterr()
     assert out + err == printed, f"in {name}"
+
+
+def texts(picture: Path) -> list[str]:
+    return re.findall(r">([^<]+)</text>", picture.read_text())
+
+
+@pytest.mark.parametrize("picture", sorted(ROOT.glob("docs/images/schedules/*.svg")), ids=lambda path: path.stem)
+def test_a_picture_of_a_schedule_is_what_the_command_draws(picture, tmp_path):
+    """The texts of a figure: sizes, step time, bubble, memory, and the number in every box."""
+    pytest.importorskip("matplotlib")
+    size = "--pp 2 --micro-batches 4" if "2_ranks" in picture.name else "--pp 4 --micro-batches 8"
+    name = picture.stem.removesuffix("_2_ranks")
+    half = "--cost.F 0.5 --cost.B 1 " if re.match("interleaved|zbv|dualpipev", name) else ""  # eight stages, not four
+    command = f"schedule show {name} {size} {half}--until 33 --out "
+    for shown in re.findall(rf"moe-dualpipe (.*)docs/images/schedules/{picture.name}", LESSON):
+        assert shown == command
+    cli.main([*command.split(), str(tmp_path / picture.name)])
+    assert texts(tmp_path / picture.name) == texts(picture)
+
+
+def test_the_numbers_of_the_lesson(capsys):
+    """Those that no single command prints: schedules side by side, and predictions of the planner."""
+    for row in re.findall(r"^\| (\w+) \|(( [\d.]+ \|){4})$", LESSON, re.MULTILINE):
+        found = [next(e for e in compare(4, 8, Costs(FB=pair)) if e.name == row[0]) for pair in (3, 2)]
+        memory = (
+            found[0].in_model_stages(getattr(found[0].timeline, kind)) for kind in ("peak_activations", "parameters")
+        )
+        numbers = [*(entry.timeline.makespan for entry in found), *map(max, memory)]
+        assert row[1] == "".join(f" {number:g} |" for number in numbers)
+    rows = re.findall(r"^\| `(--model .*?)` \|(.*)$", LESSON, re.MULTILINE)
+    for options, numbers in rows:
+        steps = [estimate(f"{options} --schedule {name}", capsys)["step_time_s"] for name in PREDICTED]
+        assert numbers == "".join(f" {step:.3g} |" for step in steps)
+    small, long = rows[3][0], rows[4][0]
+    alone = estimate(re.sub("--pp 4", "--pp 1 --micro-batch-size 8", small), capsys)
+    assert f"takes {alone['step_time_s']:.3g} s" in LESSON
+    one, dual = (estimate(f"{long} --schedule {name}", capsys)["peak_memory_gb"] for name in ("1f1b", "dualpipev"))
+    assert f"from {one:.0f} to {dual:.0f} GB" in " ".join(LESSON.split())
+
+
+def estimate(options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    assert cli.main(["plan", "estimate", *options.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_python_on_the_front_page_prints_what_is_written_below_it(capsys):
@@ -108,25 +155,28 @@ def test_python_on_the_front_page_prints_what_is_written_below_it(capsys):
         assert capsys.readouterr().out == printed
 
 
-def steps(comm, pair, num_chunks):
-    """The step time of every schedule on 8 ranks."""
-    entries = compare(8, 32, Costs(2, 5, 2, pair, comm), num_chunks)
-    return {e.name: format_number(e.timeline.makespan) for e in entries if e.num_ranks == 8 and e.timeline}
-
-
-def test_the_tables_that_no_single_command_prints():
+def test_the_tables_of_schedules():
+    """The formulas are those of the simulator, and the step times are those of `compare`."""
     document = (ROOT / "docs" / "schedules.md").read_text()
-    for comm in (0, 0.25):
-        vpp = [steps(comm, 7, chunks)["interleaved_1f1b"] for chunks in (2, 4, 8)]
-        plain, gaining = steps(comm, 7, 2), steps(comm, 6, 2)
-        pairs = [times[name] for name in ("dualpipe", "dualpipev") for times in (plain, gaining)]
-        assert " | ".join([f"| comm = {comm:g}", *vpp, plain["zb1p"], plain["zbv"], *pairs]) + " |" in document
-    for micro_batches in (16, 32, 64, 128):
-        row = [f"| {micro_batches}"]
-        for name in ("chimera", "dualpipe", "1f1b"):
-            timeline = simulate(build(name, 8, micro_batches), Costs(1, 2, 1, 3))
-            row.append(f"{timeline.makespan:g}, {timeline.bubble[0]:g} ({timeline.bubble_share:.1%})")
-        assert " | ".join(row) + " |" in document
+    times = [
+        compare(8, 16, Costs(2, 5, 2, 7)),
+        compare(8, 16, Costs(2, 5, 2, 6)),
+        compare(8, 64, Costs(2, 5, 2, 6, 0.25)),
+    ]
+    rows = re.findall(r"^\| \[?`(\w+)`(?:\]\(.*?\))? \| `(.*)` \|", document, re.MULTILINE)
+    assert [name for name, _ in rows] == [*NAMES]
+    for index, (name, cells) in enumerate(rows):
+        steps = " | ".join(format_number(entries[index].timeline.makespan) for entries in times)
+        assert f"| `{name}` | {steps} |" in document
+        for p, M in ((4, 8), (6, 18)):
+            entry = compared(name, p, p, M, Costs(3, 5, 2, 8))
+            assert entry.timeline
+            memory = (entry.timeline.peak_activations, entry.timeline.peak_deferred, entry.timeline.parameters)
+            found = [entry.timeline.bubble[-1 if name == "dualpipev" else p // 2]]
+            found += [max(entry.in_model_stages(counts)) for counts in memory]
+            formulas = [re.sub(r"(\d(?=[pFBWm])|\)(?=\())", r"\1*", cell) for cell in cells.split("` | `")]
+            values = {"p": p, "M": M, "F": 3, "B": 5, "W": 2, "FB": 8, "max": max}
+            assert [eval(re.sub(r"\)max", ")*max", formula), values) for formula in formulas] == found, name
 
 
 def test_the_table_of_published_models_has_every_architecture():

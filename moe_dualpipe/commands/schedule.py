@@ -14,9 +14,10 @@ from ..schedule import (
     Costs,
     Memory,
     Schedule,
+    Timeline,
     build,
     fill,
-    least_time,
+    least_times,
     placement_of,
     simulate,
 )
@@ -71,6 +72,8 @@ class ShowSchedule(ChosenSchedule):
     """Save to this file: a figure (.svg, .png) or the actions (.csv)."""
     width: int | None = None
     """Number of columns, at least 40. None: the width of the terminal."""
+    until: float | None = None
+    """Time at the right end of a figure. Figures with the same end have the same scale. None: the end of the step."""
 
     def run(self) -> None:
         columns = self._columns()
@@ -79,8 +82,13 @@ class ShowSchedule(ChosenSchedule):
         if self.out is None:
             print(timeline_text(timeline, columns))
             return
-        save_timeline(timeline, self.out)
+        self._save(timeline, self.out)
         print(printable(self.out))
+
+    def _save(self, timeline: Timeline, out: Path) -> None:
+        if self.until is not None:
+            check_range("--until", self.until, float(timeline.makespan))
+        save_timeline(timeline, out, self.until)
 
     def _columns(self) -> int:
         """The width of the text. Raises ValueError for an invalid --width or --out."""
@@ -106,12 +114,12 @@ class FillSchedule(ShowSchedule):
         cost = self.cost if self.costs is None else _measured(self.costs)
         filled = fill(schedule, cost)
         before, after = simulate(schedule, cost), simulate(filled, cost)
-        least = least_time(schedule.placement, schedule.num_micro_batches, cost, Memory.of(schedule))
+        leasts = least_times(schedule.placement, schedule.num_micro_batches, cost, Memory.of(schedule))
         both = before, after
-        entries = (ComparedSchedule(one.schedule.name, schedule.num_ranks, one, least=least) for one in both)
+        entries = (ComparedSchedule(one.schedule.name, schedule.num_ranks, one, leasts=leasts) for one in both)
         print("\n\n".join([*(timeline_text(one, columns) for one in both), comparison_table(tuple(entries))]))
         if self.out is not None:
-            save_timeline(after, self.out)
+            self._save(after, self.out)
             print(f"\n{printable(self.out)}")
 
 

@@ -7,7 +7,7 @@
 """
 
 from .actions import Action, Backward, Flow, Forward, Overlap, Part, Recv, Send, Step, members, parse
-from .bound import least_time
+from .bound import least_time, least_times
 from .build import (
     NAMES,
     build,
@@ -31,6 +31,6 @@ __all__ = [
     "FILL", "NAMES", "Action", "Backward", "Costs", "DeadlockError", "Flow", "Forward", "Held", "Memory", "Overlap",
     "Part", "Placement", "Recv", "Schedule", "ScheduleError", "Send", "Span", "Step", "Timeline", "add_comms", "build",
     "check_micro_batches", "check_numbers", "counterpart", "default_micro_batches", "default_schedule", "fill", "grid",
-    "least_time", "members", "parse", "placement_of", "receive_early", "simulate", "steps_from_csv", "validate",
-    "validate_transfers",
+    "least_time", "least_times", "members", "parse", "placement_of", "receive_early", "simulate", "steps_from_csv",
+    "validate", "validate_transfers",
 ]  # fmt: skip

@@ -23,6 +23,16 @@ from .simulate import Costs, at
 def least_time(placement: Placement, num_micro_batches: int, costs: Costs, memory: Memory | None = None) -> float:
     """Return a lower bound of the makespan of all schedules with this placement, in the unit of the costs.
 
+    It is the largest of `least_times`.
+    """
+    return max(least_times(placement, num_micro_batches, costs, memory))
+
+
+def least_times(
+    placement: Placement, num_micro_batches: int, costs: Costs, memory: Memory | None = None
+) -> tuple[float, ...]:
+    """Return the bound of the makespan that the work of each rank gives, and the longest way of one micro-batch.
+
     memory: None: no limit. Raises ValueError for costs or a memory of other numbers of stages or ranks.
     """
     costs.check_stages(placement.num_stages)
@@ -30,10 +40,9 @@ def least_time(placement: Placement, num_micro_batches: int, costs: Costs, memor
         memory.check(placement)
     each = num_micro_batches // len(placement.routes)
     chains = [_Chain.of(route, placement, costs) for route in placement.routes]
+    whole = max(chain.whole for chain in chains)
     ranks = range(placement.num_ranks)
-    return max(
-        *(chain.whole for chain in chains), *(_least_on(r, placement, chains, each, costs, memory) for r in ranks)
-    )
+    return tuple(max(whole, _least_on(rank, placement, chains, each, costs, memory)) for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from ..messages import plural
-from .bound import least_time
+from .bound import least_times
 from .build import NAMES, build, check_chunks, placement_of, takes_chunks
 from .filled import Memory
 from .simulate import Costs, simulate
@@ -27,7 +27,12 @@ class ComparedSchedule:
     timeline: Timeline | None
     problem: str = ""
     stage_size: Fraction = Fraction(1)  # stages of the model per stage of the schedule
-    least: float = 0  # no order of the same actions on the same ranks, within the same memory, takes less time
+    leasts: tuple[float, ...] = ()  # the bound that the work of each rank gives
+
+    @property
+    def least(self) -> float:
+        """No order of the same actions on the same ranks, within the same memory, takes less time."""
+        return max(self.leasts)
 
     def as_object(self) -> dict[str, Any]:
         """Return a JSON object. Times are in the unit of the costs, memory is in stages of the model."""
@@ -38,6 +43,7 @@ class ComparedSchedule:
             "stages": timeline.schedule.num_stages,
             "step_time": _plain(timeline.makespan),
             "least": _plain(self.least),
+            "least_of_rank": [_plain(least) for least in self.leasts],
             "bubble": [_plain(bubble) for bubble in timeline.bubble],
             "bubble_share": timeline.bubble_share,
             "peak_activations": self.in_model_stages(timeline.peak_activations),
@@ -71,18 +77,25 @@ def compare(num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: i
             "no schedule runs with fewer micro-batches than ranks: "
             f"got {num_micro_batches} for {plural(least, 'rank')}; use at least {least}"
         )
+    return tuple(
+        compared(name, num_ranks, num_stages, num_micro_batches, costs, num_chunks)
+        for num_ranks in rank_counts
+        for name in NAMES
+    )
 
-    def compared(name: str, num_ranks: int) -> ComparedSchedule:
-        try:
-            schedule = build(name, num_ranks, num_micro_batches, num_chunks if takes_chunks(name) else None)
-            divided = costs.divided(num_stages, schedule.num_stages)
-            timeline = simulate(schedule, divided)
-        except ValueError as error:
-            problem = str(error)
-            problem = problem if problem.startswith(name) else f"{name}: {problem}"
-            return ComparedSchedule(name, num_ranks, None, problem)
-        size = Fraction(num_stages, schedule.num_stages)
-        least = least_time(schedule.placement, num_micro_batches, divided, Memory.of(schedule))
-        return ComparedSchedule(name, num_ranks, timeline, stage_size=size, least=least)
 
-    return tuple(compared(name, num_ranks) for num_ranks in rank_counts for name in NAMES)
+def compared(
+    name: str, num_ranks: int, num_stages: int, num_micro_batches: int, costs: Costs, num_chunks: int = 2
+) -> ComparedSchedule:
+    """Simulate one schedule for a model of `num_stages` stages, whose costs these are. See `compare`."""
+    try:
+        schedule = build(name, num_ranks, num_micro_batches, num_chunks if takes_chunks(name) else None)
+        divided = costs.divided(num_stages, schedule.num_stages)
+        timeline = simulate(schedule, divided)
+    except ValueError as error:
+        problem = str(error)
+        problem = problem if problem.startswith(name) else f"{name}: {problem}"
+        return ComparedSchedule(name, num_ranks, None, problem)
+    size = Fraction(num_stages, schedule.num_stages)
+    leasts = least_times(schedule.placement, num_micro_batches, divided, Memory.of(schedule))
+    return ComparedSchedule(name, num_ranks, timeline, stage_size=size, leasts=leasts)

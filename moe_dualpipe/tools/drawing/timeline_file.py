@@ -9,15 +9,15 @@ from .timeline_plot import timeline_figure
 TIMELINE_SUFFIXES = (".svg", ".png", ".csv")
 
 
-def save_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Save in the format of the suffix: a figure (.svg, .png), or the schedule alone (.csv).
+def save_timeline(timeline: Timeline, path: str | Path, until: float | None = None) -> None:
+    """Save in the format of the suffix: a figure (.svg, .png) up to the time `until`, or the schedule alone (.csv).
 
     Raises ValueError for any other suffix, and ImportError for a figure if matplotlib is not installed.
     """
     path = Path(path)
     match path.suffix.lower():
         case ".svg" | ".png":
-            save_figure(timeline_figure(timeline), path)
+            save_figure(timeline_figure(timeline, until), path)
         case ".csv":
             path.write_text(timeline.schedule.to_csv())
         case _:

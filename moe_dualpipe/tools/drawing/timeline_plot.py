@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 _MOST_INCHES = 60
 
 
-def timeline_figure(timeline: Timeline) -> "Figure":
-    """Return a figure that is wide enough for the numbers in its boxes (at most 60 inches)."""
+def timeline_figure(timeline: Timeline, until: float | None = None) -> "Figure":
+    """Return a figure that is wide enough for the numbers in its boxes (at most 60 inches).
+
+    until: the time at its right end. Figures with the same `until` have the same width, and so the same scale.
+    """
     width, font_size = size_for_numbers(timeline, width=6.5, font_size=7)
-    figure = new_figure(width, 1.3 + 0.3 * timeline.schedule.num_ranks)
+    figure = new_figure(8 if until else width, 1.3 + 0.3 * timeline.schedule.num_ranks)
     axes = figure.add_subplot()
     draw_timeline(axes, timeline, font_size)
+    if until:
+        axes.set_xlim(right=float(timeline.start) + until)
     axes.set_title(f"{plain_text(timeline_title(timeline))}\n{timeline_summary(timeline)}", fontsize=9, loc="left")
     add_timeline_legend(axes, timeline)
     return figure

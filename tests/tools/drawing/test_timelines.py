@@ -47,6 +47,12 @@ def test_boxes_equal_the_actions_and_their_times(timeline):
         assert next(row, None) is None
 
 
+@timelines
+def test_figures_up_to_one_time_have_one_scale(timeline):
+    figure = timeline_figure(timeline, until=200)
+    assert figure.axes[0].get_xlim() == (0, 200) and figure.get_figwidth() == 8
+
+
 # ---- Text ----
 
 
