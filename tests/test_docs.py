@@ -188,7 +188,7 @@ def test_the_table_of_published_models_has_every_architecture():
 def test_the_tables_of_the_published_trace(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.json.gz").symlink_to(PUBLISHED)
-    assert cli.main(["profile", "analyze", "train.json.gz", "--phases"]) == 0
+    assert cli.main(["profile", "analyze", "train.json.gz"]) == 0
     assert f"```\n{capsys.readouterr().out}```" in (ROOT / "docs" / "profiling.md").read_text()
 
 

@@ -181,6 +181,7 @@ def test_the_constants_are_those_of_the_fit(points):
 def test_the_errors_in_the_documentation_are_those_of_the_score(points, group):
     lines = report(score(points, group)).splitlines()
     page = (ROOT / "docs" / "planning.md").read_text()
+    by_family = (FILES[0].parent / "README.md").read_text()
     _, _, _, mean, median, _, slow, inside = lines[-1].strip("| ").split(" | ")
     assert f"| {mean} | {median} | {inside} | {slow} |" in page
-    assert group != "new family" or all(line in page for line in lines[2:])
+    assert group != "new family" or all(line in by_family for line in lines[2:])
