@@ -139,7 +139,10 @@ def test_the_numbers_of_the_lesson(capsys):
     alone = estimate(re.sub("--pp 4", "--pp 1 --micro-batch-size 8", small), capsys)
     assert f"takes {alone['step_time_s']:.3g} s" in LESSON
     one, dual = (estimate(f"{long} --schedule {name}", capsys)["peak_memory_gb"] for name in ("1f1b", "dualpipev"))
-    assert f"from {one:.0f} to {dual:.0f} GB" in " ".join(LESSON.split())
+    assert f"{dual:.0f} instead of {one:.0f} GB" in LESSON
+    assert cli.main(["plan", "estimate", *long.split()]) == 0
+    sent = re.findall(r"of ([\d.]+) s", capsys.readouterr().out)[0]
+    assert f"They take {sent} of 273 s" in LESSON
 
 
 def estimate(options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
