@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -127,6 +128,11 @@ def test_the_tables_that_no_single_command_prints():
             timeline = simulate(build(name, 8, micro_batches), Costs(1, 2, 1, 3))
             row.append(f"{timeline.makespan:g}, {timeline.bubble[0]:g} ({timeline.bubble_share:.1%})")
         assert " | ".join(row) + " |" in document
+
+
+def test_the_reference_is_what_the_code_generates():
+    written = runpy.run_path(str(ROOT / "docs" / "write_reference.py"))["page"]()
+    assert (ROOT / "docs" / "reference.md").read_text() == written, "run PYTHONPATH=. python docs/write_reference.py"
 
 
 def test_the_table_of_published_models_has_every_architecture():
