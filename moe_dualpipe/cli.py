@@ -28,6 +28,7 @@ import tyro
 from . import __version__
 from .errors import error_text, one_line_errors, user_error
 from .messages import describe, unknown_name
+from .option_help import command_help
 from .schedule import ScheduleError
 
 COMMANDS = {
@@ -92,6 +93,9 @@ def _parse(words: list[str]) -> Any:
         module, attribute = COMMANDS[name][0].split(":")
         kind: Any = getattr(import_module(f".commands.{module}", __package__), attribute)
         options = words[len(name.split()) :]
+        if {"-h", "--help"} & {*options}:
+            print(command_help(name, kind))
+            raise SystemExit(0)
         if not hasattr(kind, "__dataclass_fields__"):  # it parses its options
             return kind(options)
         with one_line_errors():

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -180,6 +181,11 @@ def test_the_tables_of_schedules():
             formulas = [re.sub(r"(\d(?=[pFBWm])|\)(?=\())", r"\1*", cell) for cell in cells.split("` | `")]
             values = {"p": p, "M": M, "F": 3, "B": 5, "W": 2, "FB": 8, "max": max}
             assert [eval(re.sub(r"\)max", ")*max", formula), values) for formula in formulas] == found, name
+
+
+def test_the_reference_is_what_the_code_generates():
+    written = runpy.run_path(str(ROOT / "docs" / "write_reference.py"))["page"]()
+    assert (ROOT / "docs" / "reference.md").read_text() == written, "run PYTHONPATH=. python docs/write_reference.py"
 
 
 def test_the_table_of_published_models_has_every_architecture():

@@ -1,4 +1,4 @@
-"""`moe-dualpipe eval` and docs/evaluation.md: what is printed, for text in every form, and what cannot be evaluated."""
+"""`moe-dualpipe eval` and docs/training.md: what is printed, for text in every form, and what cannot be evaluated."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from moe_dualpipe.inference import stream_losses
 from tests.support.ranks import run_ranks
 from tests.support.runs import settings, train
 
-PAGE = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
 SHOWN = re.findall(r"```\n\$ moe-dualpipe (eval [^\n]*)\n(.+?)```", PAGE, re.DOTALL)
 TEXT = "".join(f"line {i} of é notes: {'do re mi fa so la'[i % 17 :]}\n" for i in range(400))
 

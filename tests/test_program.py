@@ -17,7 +17,9 @@ BIN = Path(sys.executable).parent
      "torchrun --nproc-per-node 2 --no-python moe-dualpipe train"),
     ("moe_dualpipe/cli.py", "moe-dualpipe train", "moe-dualpipe train",
      "torchrun --nproc-per-node 2 --no-python moe-dualpipe train"),
-], ids=["script", "console", "module"])  # fmt: skip
+    ("moe_dualpipe/__main__.py", "moe-dualpipe train", "moe-dualpipe train",
+     "torchrun --nproc-per-node 2 --no-python moe-dualpipe train"),
+], ids=["script", "console", "module", "package"])  # fmt: skip
 def test_a_run_resumes_as_it_was_started(monkeypatch, ranks, script, name, alone, launched):
     monkeypatch.setattr(sys, "argv", [script, "train"])
     monkeypatch.setenv("PATH", str(BIN))

@@ -8,13 +8,13 @@ from ..training.options import parse_arguments
 
 
 class CheckParallel:
-    """Check that losses, logits and gradients are the same in any parallel layout. Takes the options of train.py.
+    """Check that losses, logits and gradients of a model are the same in any parallel layout as in one process.
 
-    Uses the model, the seed, the sequence length, the micro-batch size and the layout, with --pp x --ep processes
-    (--pp 1 by default). Ignores data, optimizer and checkpoints. Raises ValueError for invalid options.
+    Takes the options of train.py, such as --preset small --pp 4 --ep 2 --schedule zbv, and starts --pp x --ep
+    processes (--pp 1 by default). Data, optimizer and checkpoints are ignored. `train.py --help` lists the options.
 
-    Before the options, the folder or name of a model of Hugging Face transformers: check this model as transformers
-    divides it. Only --seq-len and --seed are used.
+    If the first word is the folder or name of a model of Hugging Face transformers, this model is checked as
+    transformers divides it. Then only --seq-len and --seed are used.
     """
 
     def __init__(self, options: list[str]):

@@ -15,7 +15,8 @@ from .options import JsonOption, check_ranges
 class ShowModel(JsonOption):
     """Show the parameters and the FLOPs of a model. `plan estimate` predicts the memory of each pipeline rank."""
 
-    preset: Positional[Annotated[str, arg(metavar="PRESET", help=f"Name of the model: {', '.join(PRESETS)}.")]]
+    preset: Positional[Annotated[str, arg(metavar="PRESET")]]
+    """Name of the model: tiny, small, or another that `model list` lists."""
     seq_len: int = 4096
     """Tokens in a sequence."""
 

@@ -1,7 +1,7 @@
 """How this process was started, for messages and for commands to type again.
 
-Training starts as train.py, as another script that calls its `main`, or as `moe-dualpipe train`, whose module is
-cli.py. Each of them runs alone or under torchrun.
+Training starts as train.py, as another script that calls its `main`, or as `moe-dualpipe train`, whose modules are
+cli.py and __main__.py. Each of them runs alone or under torchrun.
 """
 
 import os
@@ -33,7 +33,8 @@ def training_command(processes: int | None) -> list[str]:
 
 
 def _is_console_script() -> bool:
-    return Path(sys.argv[0]).name in (CONSOLE_SCRIPT, "cli.py")
+    path = Path(sys.argv[0])
+    return path.name in (CONSOLE_SCRIPT, "cli.py") or path.parts[-2:] == ("moe_dualpipe", "__main__.py")
 
 
 def _executable(name: str) -> str:

@@ -101,7 +101,7 @@ class BatchConfig:
     """The training data and the size of a step."""
 
     data: tuple[str, ...] = ("stdlib",)
-    """Training data: one or more SOURCE or SOURCE=WEIGHT (docs/training.md).
+    """Training data: one or more SOURCE or SOURCE=WEIGHT (docs/data.md).
     A source is a text file, a folder, a glob, a table (.jsonl, .parquet), a .bin file of token ids, a dataset hf:NAME,
     a folder written by `moe-dualpipe data prepare`, a URL of one of these, or stdlib: Python's standard library."""
     data_field: str = "text"

@@ -22,6 +22,35 @@ from ..models.costs import train_flops_per_token
 from .sinks import Sink
 
 FILE = "metrics.jsonl"
+FIELDS = {
+    "step": "Number of the step, counted from 1.",
+    "loss": "Mean cross-entropy per token of the step.",
+    "validation_loss": "Mean cross-entropy per token of held-out text, before and after the run and between.",
+    "grad_norm": "Norm of the gradient of the whole model, before clipping.",
+    "lr": "Learning rate.",
+    "seconds": "Duration of the step.",
+    "tokens": "Tokens of all ranks.",
+    "tokens_per_s": "Tokens per second of all ranks.",
+    "mfu": "Model FLOPs utilization: model FLOPs over the peak of all devices. Only if the peak of a device is known.",
+    "peak_memory_mb": "Peak memory of the first rank so far, in MiB. The end of the run prints the maximum over ranks.",
+    "reduce_seconds": "Duration of the sums of gradients over replicas, on the first rank. Only with replicas.",
+    "reduce_exposed_seconds": "The part of reduce_seconds in which the rank only waited.",
+    "gather_seconds": "Duration of the transfers of new weights after the previous step. Only with replicas.",
+    "gather_exposed_seconds": "The part of gather_seconds in which the rank only waited.",
+    "mb_between_machines": "Megabytes that dispatch and combine sent between machines, over all ranks. Absent if none.",
+    "expert_load_max_over_mean": "Tokens of the fullest expert over the mean, in the worst layer.",
+    "dead_experts": "Fraction of experts without a token in the step.",
+    "rank_load_max_over_mean": "Load of the fullest rank of an expert group over the mean. Only if experts move.",
+    "moved_experts": "Experts that changed rank after this step.",
+    "rank_load_before": "Load of the fullest rank in the steps before experts moved.",
+    "rank_load_after": "What this load would have been with the new places.",
+    "skipped": "Steps skipped so far because the loss or gradient was not finite.",
+    "mtp_loss": "Mean loss of multi-token prediction, without its factor.",
+    "sequence_loss": "Mean sequence-wise loss of routers, without its factor.",
+    "z_loss": "Mean z-loss of routers, without its factor.",
+    "save_error": "The rank and the reason, if a checkpoint could not be saved.",
+}
+"""The fields of a record, and what they mean. A field that does not apply is absent."""
 SUMS = (
     "seconds", "tokens", "reduce_seconds", "reduce_exposed_seconds", "gather_seconds", "gather_exposed_seconds",
     "moved_experts",

@@ -5,26 +5,24 @@ A key is a field of TrainConfig with its section, such as "optim.lr". Any key ca
 preset.
 """
 
-import inspect
 import json
 import tomllib
 import typing
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn
 
-import docstring_parser
-
 from ..checkpoint.destinations import run_of
 from ..data import stores
 from ..health.program import program_name
 from ..messages import printable, quoted, typed_text, unknown_name
 from ..models import PRESETS
+from ..option_help import entry, fields_of, metavar, shown
 from ..schedule import FILL, NAMES
 from ..schedule.schedule_file import is_file_name
 from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
@@ -123,28 +121,20 @@ class Key:
     @property
     def metavar(self) -> str:
         if self.choices:
-            return "{" + ",".join(self.choices) + "}"
-        first = self.kinds[0]
-        return "..." if typing.get_origin(first) is tuple else getattr(first, "__name__", "str").upper()
+            return f"{{{','.join(self.choices)}}}"
+        return "BOOL" if self.kind is bool else metavar(self.kind)
 
 
 @cache
 def all_keys() -> dict[str, Key]:
     """The keys of TrainConfig in order, by name."""
     found = {}
-    for section, kind, default, text in _fields_of(TrainConfig):
-        inner = _fields_of(kind) if is_dataclass(kind) else [("", kind, default, text)]
+    for section, kind, default, text in fields_of(TrainConfig):
+        inner = fields_of(kind) if is_dataclass(kind) else [("", kind, default, text)]
         for name, *rest in inner:
             key = f"{section}.{name}" if name else section
             found[key] = Key(key, *rest)
     return found
-
-
-def _fields_of(section: Any) -> list[tuple[str, Any, Any, str]]:
-    """Name, type, default and docstring of each field of a dataclass."""
-    kinds, documented = typing.get_type_hints(section), docstring_parser.parse_from_object(section).params
-    texts = {one.arg_name: inspect.cleandoc(one.description or "") for one in documented}
-    return [(one.name, kinds[one.name], one.default, texts.get(one.name, "")) for one in fields(section)]
 
 
 def option_name(key: str) -> str:
@@ -339,7 +329,7 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
         key = all_keys()[name]
         if key.kind is bool:
             parser.add_argument(f"--{flag}", dest=name, action=BooleanOptionalAction, default=None)
-        elif key.metavar == "...":
+        elif typing.get_origin(key.kinds[0]) is tuple:
             parser.add_argument(f"--{flag}", dest=name, nargs="+", action="extend")
         else:
             parser.add_argument(f"--{flag}", dest=name)
@@ -400,7 +390,7 @@ _USAGE = """\
   python train.py                                  one process
   torchrun --nproc-per-node 2 train.py             two pipeline ranks, DualPipe
   torchrun --nproc-per-node 4 train.py --ep 2      experts spread over two ranks
-  python train.py runs/tiny/run.toml --steps 640   the options of a file; what is typed overrides them
+  python train.py runs/tiny/run.toml --steps 640   the options of a file, one of them changed
   python train.py --set optim.beta2=0.99           any other key
 """
 
@@ -409,23 +399,25 @@ def help_text(every_key: bool) -> str:
     """The help: what people type first, or every key with its section."""
     lines = [_USAGE.format(program=program_name())]
     if not every_key:
-        lines += [_entry(f"--{flag}", all_keys()[FLAGS[flag]], first_line=True) for flag in TYPED_FIRST]
+        lines += [_entry(f"--{flag}", all_keys()[FLAGS[flag]], most=110) for flag in TYPED_FIRST]
         return "\n".join([*lines, "", "--help-all lists the other flags, and every key of --set and of TOML files."])
     lines.append('"none" leaves a value unset. Flags of BOOL keys take no value: --fused-loss, --no-fused-loss.')
-    section = ""
-    for key in all_keys().values():
-        if (named := key.name.rpartition(".")[0]) != section:
-            section = named
-            lines += ["", f"[{section}]"]
-        flag = f" (--{_FLAG_OF[key.name]})" if key.name in _FLAG_OF else ""
-        lines.append(_entry(f"{key.name}{flag}", key))
+    for section, keys in sections().items():
+        lines += [""] + [f"[{section}]"] * bool(section)
+        lines += [
+            _entry(f"{key.name} (--{_FLAG_OF[key.name]})" if key.name in _FLAG_OF else key.name, key) for key in keys
+        ]
     return "\n".join(lines)
 
 
-def _entry(name: str, key: Key, first_line: bool = False) -> str:
-    text, shown = key.text.partition("\n")[0] if first_line else key.text, f"{name} {key.metavar}"
-    default = "" if key.default is None or key.name in ("preset", "model.dense_layers") else f" ({_shown(key.default)})"
-    if first_line:
-        lead = f"  {shown:<26} " if len(shown) < 27 else f"  {shown}\n{' ' * 29}"
-        return f"{lead}{text}{default}"
-    return f"  {shown}{default}\n" + "\n".join(f"      {line}" for line in text.split("\n"))
+def sections() -> dict[str, list[Key]]:
+    """The keys of each section in order; "" has those without one."""
+    found: dict[str, list[Key]] = {}
+    for key in all_keys().values():
+        found.setdefault(key.name.rpartition(".")[0], []).append(key)
+    return found
+
+
+def _entry(name: str, key: Key, most: int | None = None) -> str:
+    default = None if key.name == "preset" else shown(key.default) if key.kind is bool else key.default
+    return entry(name, key.metavar, key.text, default, most)

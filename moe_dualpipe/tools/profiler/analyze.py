@@ -42,11 +42,15 @@ class Phase:
     """The device events that one part of the program launched. Times are sums over events, not unions."""
 
     name: str
+    """The annotation or module."""
     times: int
     """Number of annotations or calls of modules, not counting annotations of waits. Of transfers: their number."""
     compute_us: float
+    """Computation."""
     comm_us: float
+    """Communication."""
     copy_us: float
+    """Copies."""
     exposed_comm_us: float
     """Exposed time of the communication. Unlike the other times, the length of a union."""
 
@@ -56,12 +60,15 @@ class Analysis:
     """The result for one device. Times are in microseconds."""
 
     device: str
+    """Number of the device; "cpu" for a CPU."""
     account: tuple[Entry, ...]
     """All times of the window: each moment has exactly one entry."""
     comm_us: float
+    """Time in which at least one transfer runs."""
     hidden_kernels_us: float
     """Communication beside kernels, which is what counts as hidden."""
     num_comm: int
+    """Number of transfers."""
     comm_blocks: int | None
     """Thread blocks of the largest communication kernel: an upper limit on the SMs that it uses. None: not recorded."""
     num_sms: int | None
@@ -69,7 +76,9 @@ class Analysis:
     gpu: str
     """Name of the GPU; "" if unknown."""
     num_events: int
+    """Number of device events."""
     phases: tuple[Phase, ...]
+    """The device events by the part of the program that launched them."""
     verdicts: tuple[Verdict, ...] = ()
     """Causes of lost time, filled by `analyze_files`."""
     unexplained: tuple[Total, ...] = ()
@@ -117,15 +126,16 @@ class Analysis:
 
     def as_object(self) -> dict[str, Any]:
         """A JSON object."""
-        more = {name: getattr(self, name) for name in _COMPUTED}
+        more = {name: getattr(self, name) for name in COMPUTED}
         sums, left = ([one._asdict() for one in rows] for rows in (totals(self.account), self.unexplained))
         return {**asdict(replace(self, account=(), steps=())), **more, "account": sums, "unexplained": left,
                 "steps": [step.number for step in self.steps]}  # fmt: skip
 
 
-_COMPUTED = (
+COMPUTED = (
     "window_us", "compute_us", "kernel_compute_us", "exposed_comm_us", "idle_us", "hidden_fraction",
 )  # fmt: skip
+"""Properties of an analysis that are in its JSON object, too."""
 
 
 def analyze(trace: Trace, names: Names = NAMES, phases: Phases | None = None) -> tuple[Analysis, ...]:
