@@ -8,14 +8,19 @@ from tyro.conf import Positional, arg
 from ..checkpoint import open_model
 from ..data import read_stream
 from ..inference.scoring import perplexity
+from ..inference.spread import open_spread
+from ..inference.together import ALONE
 from ..messages import check_range, printable
-from ..runtime.world import join_world
-from .options import DeviceOption, JsonOption, OwnLayerOptions, check_ranges
+from ..runtime.world import current_launch, join_world
+from .options import DeviceOption, JsonOption, OwnLayerOptions, SpreadOptions, check_ranges
 
 
 @dataclass(frozen=True)
-class Eval(OwnLayerOptions, DeviceOption, JsonOption):
-    """Evaluate a model: its perplexity on text (--data), or tasks of lm-evaluation-harness (--tasks)."""
+class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
+    """Evaluate a model: its perplexity on text (--data), or tasks of lm-evaluation-harness (--tasks).
+
+    With torchrun, the experts are spread over the processes, and each scores a part of the text.
+    """
 
     model: Positional[Annotated[str, arg(metavar="RUN")]]
     """Folder or URL of a run (its newest checkpoint is used), or of a checkpoint.
@@ -43,7 +48,7 @@ class Eval(OwnLayerOptions, DeviceOption, JsonOption):
     limit: int | None = None
     """Number of examples of each task. None: all."""
     batch_size: int = 8
-    """Number of sequences in a batch."""
+    """Number of sequences in a batch of a process."""
 
     def run(self) -> None:
         stride = self.seq_len if self.stride is None else self.stride
@@ -51,7 +56,10 @@ class Eval(OwnLayerOptions, DeviceOption, JsonOption):
         check_range("--stride", stride, 1, self.seq_len, hint="; a longer one would leave out tokens")
         if (self.data is None) == (not self.tasks):
             raise ValueError("eval needs --data, the text to evaluate, or --tasks: give one of them")
+        self.check_backend(current_launch().world_size)
         if self.data is None:
+            if current_launch().world_size > 1:
+                raise ValueError("--tasks is for one process: start without torchrun")
             from ..integrations.lm_eval import MoEDualPipe, evaluate, results_table  # needs lm_eval
 
             model = MoEDualPipe(self.model, self.seq_len, self.batch_size, self.device, self.own_layers())
@@ -59,10 +67,19 @@ class Eval(OwnLayerOptions, DeviceOption, JsonOption):
                 found = evaluate(model, self.tasks, self.include_path, self.num_fewshot, self.limit)
             self.show(found["results"], results_table(found))
             return
-        model, tokenizer = open_model(self.model, self.own_layers(), self.device)
-        tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype)
-        if self.max_tokens and len(tokens) > self.max_tokens + 1:
-            tokens = tokens[: self.max_tokens + 1]
-        with join_world(self.device):
-            found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size)
+        with join_world(self.device) as world:
+            if world.size > 1:
+                sizes = self.batch_size, self.seq_len
+                model, tokenizer, together = open_spread(
+                    self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend
+                )
+            else:
+                model, tokenizer = open_model(self.model, self.own_layers(), self.device)
+                together = ALONE
+            tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype)
+            if self.max_tokens and len(tokens) > self.max_tokens + 1:
+                tokens = tokens[: self.max_tokens + 1]
+            found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size, together)
+        if world.rank:
+            return
         self.show(asdict(found), f"{printable(self.model)}: {found}")

@@ -3,6 +3,7 @@
 Under torchrun, the experts are spread over the processes, and each process generates a part of the texts.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,15 @@ from ..data import Tokenizer
 from ..inference import Sampling, generate, printable_text
 from ..inference.generation import recorded_routes
 from ..inference.spread import open_spread
-from ..messages import check_range, typed_text
+from ..inference.together import ALONE, Together
+from ..messages import check_range, printable, typed_text
 from ..models import TransformerStage
-from ..runtime.shared_errors import gather_objects
 from ..runtime.world import current_launch, join_world
-from .options import DeviceOption, OwnLayerOptions, check_ranges
+from .options import DeviceOption, OwnLayerOptions, SpreadOptions, check_ranges
 
 
 @dataclass(frozen=True)
-class Generate(OwnLayerOptions, DeviceOption):
+class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
     """Continue a prompt with the model of a run, which may still be training.
 
     With torchrun, the experts are spread over the processes.
@@ -35,10 +36,14 @@ class Generate(OwnLayerOptions, DeviceOption):
     """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, or of a published model."""
     prompt: str = "\n"
     """Start of the text."""
+    prompts: Path | None = None
+    """File with a prompt in each line, instead of --prompt."""
     sample_tokens: int = 200
     """Maximum number of new tokens. A text ends earlier if the model ends the document."""
     num: int = 1
-    """Number of texts, generated as one batch."""
+    """Number of texts for each prompt."""
+    batch_size: int | None = None
+    """Number of texts that a process generates at a time. None: all."""
     temperature: float = 0.8
     """Sampling temperature. Lower is more predictable; 0 is greedy decoding."""
     top_k: int | None = None
@@ -56,48 +61,64 @@ class Generate(OwnLayerOptions, DeviceOption):
     """Write the experts of each token to this file (docs/training.md)."""
 
     def run(self) -> None:
-        check_ranges(self, 1, "seq_len")
+        check_ranges(self, 1, "seq_len", "batch_size")
         check_ranges(self, 1, "num", high=1000)
         check_ranges(self, 0, "sample_tokens", "copies", high=1_000_000)
         check_range("--seed", self.seed, -(2**63), 2**63 - 1)
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
+        self.check_backend(current_launch().world_size)
         if self.copies and current_launch().world_size == 1:
             raise ValueError(f"--copies {self.copies} needs several processes: start them with torchrun")
         if self.record_routes and current_launch().world_size > 1:
             raise ValueError("--record-routes is for one process: start without torchrun")
+        if self.record_routes and (self.batch_size or self.prompts):
+            raise ValueError("--record-routes needs texts of one prompt in one batch: no --batch-size, no --prompts")
+        typed = [self.prompt] if self.prompts is None else self.prompts.read_text().splitlines()
+        starts = [typed_text(prompt) for prompt in typed for _ in range(self.num)]
+        if not all(starts) or not starts:
+            what = "--prompt is empty" if self.prompts is None else f"{printable(self.prompts)} has an empty line"
+            raise ValueError(f"{what}: use at least one character for each prompt")
         with join_world(self.device) as world:  # also of one process: a layer may communicate
             if world.size > 1:
-                tokens = -(-self.num // world.size) * max(self.seq_len, len(typed_text(self.prompt).encode()))
-                model, tokenizer = open_spread(self.run_or_checkpoint, self.own_layers(), world, self.copies, tokens)
+                most = -(-len(starts) // world.size)
+                sizes = min(self.batch_size or most, most), self.seq_len
+                model, tokenizer, together = open_spread(
+                    self.run_or_checkpoint, self.own_layers(), world, *sizes, self.copies, self.ep_backend
+                )
             else:
+                together = ALONE
                 model, tokenizer = open_model(self.run_or_checkpoint, self.own_layers(), self.device)
-            texts = self._generate(model, tokenizer, sampling, world.rank, world.size)
+            texts = self._generate(model, tokenizer, sampling, starts, together)
         if world.rank:
             return
         for i, text in enumerate(texts, 1):
-            if self.num > 1:
-                print(f"--- {i} of {self.num}")
+            if len(texts) > 1:
+                print(f"--- {i} of {len(texts)}")
             print(printable_text(text))
 
     def _generate(
-        self, model: TransformerStage, tokenizer: Tokenizer, sampling: Sampling, rank: int, ranks: int
-    ) -> list[str]:
-        """All texts. Each rank generates the same number of them, so there may be more than needed."""
-        end, prompt = tokenizer.end_id, tokenizer.encode(typed_text(self.prompt))
-        if not prompt:
-            raise ValueError("--prompt is empty: use at least one character, or leave it out")
-        number = -(-self.num // ranks)
-        prompts = torch.tensor([prompt] * number, device=next(model.parameters()).device)
-        if self.record_routes and (least := len(prompt) + self.sample_tokens) > self.seq_len:
+        self, model: TransformerStage, tokenizer: Tokenizer, sampling: Sampling, starts: Sequence[str],
+        together: Together,
+    ) -> list[str]:  # fmt: skip
+        """All texts. Each rank generates a part of them."""
+        end, device = tokenizer.end_id, next(model.parameters()).device
+        prompts = [tokenizer.encode(start) for start in starts]
+        least = max(map(len, prompts)) + self.sample_tokens
+        if self.record_routes and least > self.seq_len:
             raise ValueError(f"--record-routes needs --seq-len {least} or more, for the whole text: got {self.seq_len}")
+        number = -(-len(prompts) // together.size)
+        first = together.rank * number
+        own = [torch.tensor(prompt, device=device) for prompt in prompts[first:][:number]]
         with recorded_routes(model, number) if self.record_routes else nullcontext({}) as routes:
             mine = generate(
-                model, prompts, self.sample_tokens, self.seq_len, sampling.temperature, sampling.top_k, sampling.top_p,
-                self.seed, end, (rank * number, self.num),
+                model, own, self.sample_tokens, self.seq_len, sampling.temperature, sampling.top_k, sampling.top_p,
+                self.seed, end, first, self.batch_size, together,
             ).tolist()  # fmt: skip
         if self.record_routes:
             samples_N = torch.arange(number)
             write_routes(self.record_routes, {layer: (samples_N, found) for layer, found in routes.items()})
-        of_ranks = gather_objects(mine) if ranks > 1 else [mine]
-        texts = [tokens for of_rank in of_ranks for tokens in of_rank][: self.num]
-        return [tokenizer.decode(prompt + t[: t.index(end) if end in t else None]) for t in texts]
+        texts = [tokens for of_rank in together.gather(mine) for tokens in of_rank]
+        return [
+            tokenizer.decode(prompt + text[: text.index(end) if end in text else None])
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]

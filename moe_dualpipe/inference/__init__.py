@@ -5,8 +5,9 @@ from .generation import generate, prefill, printable_text
 from .pipeline import generate_through_pipeline
 from .sampling import Sampling
 from .scoring import stream_losses, token_losses
+from .together import Together
 
 __all__ = [
-    "Sampling", "eval_mode", "generate", "generate_through_pipeline", "prefill", "printable_text", "stream_losses",
-    "token_losses",
+    "Sampling", "Together", "eval_mode", "generate", "generate_through_pipeline", "prefill", "printable_text",
+    "stream_losses", "token_losses",
 ]  # fmt: skip

@@ -1,17 +1,20 @@
 """Generation with a model in one stage: prompts in one forward, then one position at a time with a key/value cache.
 
-If experts are spread over ranks, a batch is divided into two micro-batches, for prefill and for decoding. Each hides
-the other's communication, as in DeepSeek's published inference profiles.
+Texts advance in batches. If the experts are spread over ranks, two batches take turns, and each hides the other's
+communication, as in DeepSeek's published inference profiles. When a batch ends, the next one takes its place: its
+prefill runs beside the decoding of the other.
 
 A cache cannot drop only its first positions: what it stores of a position was computed from all positions before it.
 When it holds `max_length` positions, the newer half is read again and the older half is dropped. Until then a token is
-the same as with a forward of the whole text.
+the same as with a forward of the whole text. A text does not depend on the other texts.
 
 B sequences, S positions, N tokens to generate, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,57 +22,110 @@ from torch import Tensor
 from ..messages import check_range
 from ..models import KVCache, MoE, TransformerStage
 from .eval_mode import eval_mode
-from .sampling import Sampling
+from .sampling import Sampling, generators
+from .together import Together
 
-Step = Callable[[Tensor, int], Tensor]
-"""(tokens [B, S] that follow the cached positions, number of cached positions) -> the next token of each, [B]."""
+Step = Callable[[Tensor, int, list[bool]], Tensor]
+"""(tokens [B, S] that follow the cached positions, number of cached positions, which rows need their next token) -> the
+next token of each, [B]."""
+Steps = Generator[tuple[Tensor, int, list[bool]], Any, Tensor]
+"""Yields the arguments of a `Step`, and is sent its result. Returns the new tokens, [B, N]."""
 
 
 @torch.no_grad()
-def prefill(stage: TransformerStage, x: Tensor, caches: Sequence[KVCache] = ()) -> Tensor:
+def prefill(stage: TransformerStage, x: Tensor) -> Tensor:
     """The outputs of `stage(x)` for all sequences x, [B, S] or [B, S, D], computed as two interleaved halves.
 
-    caches: one for each half, or none. A single sequence is not interleaved. With expert parallelism the order of
-    communication must be the same on all ranks: either each has at least two sequences, or each has one.
+    A single sequence is not interleaved. With expert parallelism the order of communication must be the same on all
+    ranks: either each has at least two sequences, or each has one.
     """
-    if len(x) < 2:
-        return stage(x, None, *caches[:1])
-    first, second = ([half, None, *caches[i : i + 1]] for i, half in enumerate(x.tensor_split(2)))
-    return torch.cat(stage.interleaved_forward(stage, first, stage, second))
+    return in_halves(stage, x) if len(x) > 1 else stage(x)
+
+
+def in_halves(stage: TransformerStage, x: Tensor) -> Tensor:
+    """`prefill` of any number of sequences. A half may have none."""
+    first, second = x.tensor_split(2)
+    return torch.cat(stage.interleaved_forward(stage, [first], stage, [second]))
 
 
 @torch.no_grad()
 def generate(
     model: TransformerStage, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int,
     temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0, seed: int = 0, stop: int | None = None,
-    part: tuple[int, int] | None = None,
+    first: int = 0, batch_size: int | None = None, together: Together | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the `num_tokens` tokens that follow each prompt: [B, N].
 
     model: a whole model in one stage, which runs in evaluation mode. prompts: [B, S], or B tensors [S] of any length.
     max_length: the most positions that the model attends to. temperature, top_k, top_p: see `Sampling`. stop: a token
-    that ends a sequence; the rest of the row is filled with it. part: (i, n) if these are the prompts from i on of a
-    batch of n; then the tokens are those of the whole batch. Ranks that share experts must pass the same `num_tokens`,
-    and prompts with the same minimum and maximum length.
+    that ends a sequence; the rest of the row is filled with it. first: the number of texts on lower ranks, for the
+    same random numbers on any number of ranks. batch_size: the most texts at a time; None: all. together: the ranks
+    that share the experts, each with prompts of its own, or none; `batch_size` is the same on all. None: all ranks of
+    torch.distributed if the experts are spread, otherwise this rank alone.
 
     Raises ValueError for a stage that is not a whole model, for prompts that are empty or have invalid token ids, and
     for invalid numbers.
     """
     if not (model.spec.embedding and model.spec.head):
         raise ValueError(f"generate needs a whole model, from embedding to head: got a stage with {model.spec}")
-    sampling, random = Sampling(temperature, top_k, top_p), torch.Generator().manual_seed(seed)
-    caches = KVCache(), KVCache()
-    backends = [layer.expert_parallel for layer in model.modules() if isinstance(layer, MoE)]
-    all_local = all(len(backend.local_experts) == backend.num_experts for backend in backends)
-
-    def step(new_BS: Tensor, past: int) -> Tensor:
-        for cache in caches:
-            cache.length = past
-        output = model(new_BS, cache=caches[0]) if all_local else prefill(model, new_BS, caches)
-        return sampling.draw(model.logits(output[:, -1]), random, part)
-
+    sampling, limits = Sampling(temperature, top_k, top_p), (num_tokens, max_length, model.config.vocab_size, stop)
+    check_range("batch_size", 1 if batch_size is None else batch_size, 1)
+    if together is None:
+        backends = [layer.expert_parallel for layer in model.modules() if isinstance(layer, MoE)]
+        spread = any(len(backend.local_experts) < backend.num_experts for backend in backends)
+        together = Together(in_background=spread, alone=not spread)
+    number = max(1, together.most(len(prompts)))
+    in_turn = together.micro_batches(number)
+    size = -(-min(batch_size or number, number) // in_turn)
+    # Texts of similar lengths advance together, the longest first.
+    order = sorted(range(len(prompts)), key=lambda text: -prompts[text].numel())
+    random = generators(seed, len(prompts), first)
+    batches = [
+        _Batch(texts, decoding([prompts[text] for text in texts], *limits), [random[text] for text in texts])
+        for at in range(0, number, size) if (texts := order[at : at + size]) or together.size == 1
+    ]  # fmt: skip
     with eval_mode([model]):
-        return decode(step, prompts, num_tokens, max_length, model.config.vocab_size, stop, stop_early=all_local)
+        _run(model, batches, in_turn, sampling, together)
+    found = torch.zeros(len(prompts), num_tokens, dtype=torch.int64, device=next(model.parameters()).device)
+    for batch in batches:
+        found[batch.texts] = batch.result
+    return found
+
+
+class _Batch:
+    """Texts that advance together, by their indices, and what the next forward needs."""
+
+    def __init__(self, texts: list[int], steps: Steps, random: list[torch.Generator]):
+        self.texts, self.steps, self.random, self.cache = texts, steps, random, KVCache()
+        self.result: Any = None
+        """The new tokens, once they are complete."""
+        self.advance(None)
+
+    def advance(self, next_B: Tensor | None) -> None:
+        try:
+            self.new_BS, self.cache.length, self.wanted = self.steps.send(next_B)
+        except StopIteration as stop:
+            self.result, self.cache = stop.value, KVCache()
+
+
+def _run(
+    model: TransformerStage, batches: Sequence[_Batch], in_turn: int, sampling: Sampling, together: Together
+) -> None:  # fmt: skip
+    """Run all batches to their ends, `in_turn` of them at a time, until those of all ranks have ended."""
+    waiting, running = deque(batch for batch in batches if batch.result is None), list[_Batch]()
+    none = torch.zeros(0, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    while together.most(len(waiting) + len(running)):
+        while waiting and len(running) < in_turn:
+            running.append(waiting.popleft())
+        inputs = [[batch.new_BS, None, batch.cache] for batch in running]
+        inputs += [[none]] * (in_turn - len(running))  # other ranks need the experts of this one
+        if in_turn == 2:
+            outputs = model.interleaved_forward(model, inputs[0], model, inputs[1])
+        else:
+            outputs = (model(*inputs[0]),)
+        for batch, output in zip(running, outputs, strict=False):
+            batch.advance(sampling.draw(model.logits(output[:, -1]), batch.random, batch.wanted))
+        running = [batch for batch in running if batch.result is None]
 
 
 @contextmanager
@@ -93,39 +149,50 @@ def recorded_routes(model: TransformerStage, num_texts: int) -> Iterator[dict[in
 
 
 def decode(
-    step: Step, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int,
-    stop: int | None = None, stop_early: bool = True,
+    step: Step, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int
 ) -> Tensor:  # fmt: skip
-    """Call `step` once per token; returns [B, N]. Arguments and errors are those of `generate`.
+    """Call `step` once per token; returns [B, N]. Arguments and errors are those of `generate`."""
+    steps, next_B = decoding(prompts, num_tokens, max_length, vocab_size), None
+    while True:
+        try:
+            request = steps.send(next_B)
+        except StopIteration as stop:
+            return stop.value
+        next_B = step(*request)
+
+
+def decoding(
+    prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int, stop: int | None = None
+) -> Steps:  # fmt: skip
+    """The steps of a batch. Arguments and errors are those of `generate`.
 
     All sequences advance together: while a longer prompt supplies its next token, a shorter one already gets a new one.
-    So all have the same positions, and no mask is needed. stop_early: return when all sequences have ended; True only
-    if no other rank takes part in the steps.
+    So all have the same positions, and no mask is needed. The batch ends when no sequence needs another token.
     """
-    tokens_BS, lengths_B = _token_buffer(prompts, num_tokens, max_length, vocab_size)
-    end = int(lengths_B.min())
-    start, past, ended_B = max(0, end - max_length), 0, torch.zeros_like(lengths_B, dtype=torch.bool)
-    while end < tokens_BS.shape[1]:
-        if end - start > max_length:
-            start, past = end - max(1, max_length // 2), 0
-        next_B = step(tokens_BS[:, start + past : end], past)
-        past = end - start
-        in_prompt_B = end < lengths_B
+    tokens_BS, lengths = _token_buffer(prompts, num_tokens, max_length, vocab_size)
+    lengths_B = torch.tensor(lengths, device=tokens_BS.device)
+    start, past, ended_B = 0, 0, torch.zeros_like(lengths_B, dtype=torch.bool)
+    dropped = max_length + 1 - max(1, max_length // 2)
+    for end in range(min(lengths), tokens_BS.shape[1]):
+        # It depends on `end` alone: the lengths of other prompts do not change what a text sees.
+        if (first := max(0, -(-(end - max_length) // dropped) * dropped)) != start:
+            start, past = first, 0
+        next_B = yield tokens_BS[:, start + past : end], past, [end >= length for length in lengths]
+        past, in_prompt_B = end - start, end < lengths_B
         if stop is not None:
             next_B = next_B.where(~ended_B, stop)
             ended_B |= (next_B == stop) & ~in_prompt_B
         tokens_BS[:, end] = tokens_BS[:, end].where(in_prompt_B, next_B)
-        end += 1
-        if stop is not None and stop_early and bool(ended_B.all()):
-            tokens_BS[:, end:] = stop
+        if stop is not None and bool((ended_B | (end + 1 >= lengths_B + num_tokens)).all()):
+            tokens_BS[:, end + 1 :] = stop
             break
     return tokens_BS.gather(1, lengths_B[:, None] + torch.arange(num_tokens, device=tokens_BS.device))
 
 
 def _token_buffer(
     prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """The prompts with space for new tokens, [B, longest prompt + N], and their lengths, [B]."""
+) -> tuple[Tensor, list[int]]:
+    """The prompts with space for new tokens, [B, longest prompt + N], and their lengths."""
     check_range("num_tokens", num_tokens, 0)
     check_range("max_length", max_length, 1)
     shapes = [[*prompt.shape] for prompt in prompts]
@@ -138,7 +205,7 @@ def _token_buffer(
     low, high = int(tokens_BS.min()), int(tokens_BS.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"token ids must be from 0 to {vocab_size - 1}: got {low if low < 0 else high} in a prompt")
-    return tokens_BS, torch.tensor(lengths, device=tokens_BS.device)
+    return tokens_BS, lengths
 
 
 def printable_text(text: str) -> str:

@@ -17,7 +17,7 @@ from ..runtime import Executor, TensorSpec
 from ..schedule import Forward, Placement, Schedule
 from .eval_mode import eval_mode
 from .generation import decode
-from .sampling import Sampling
+from .sampling import Sampling, generators
 
 
 def forward_schedule(placement: Placement) -> Schedule:
@@ -61,11 +61,11 @@ def generate_through_pipeline(
     sampling = sampling or Sampling()
     executor, placement, group = model.executor, model.schedule.placement, model.groups.pipeline
     schedule, last_rank = forward_schedule(placement), placement.routes[0][-1]
-    random = torch.Generator().manual_seed(seed)
+    random = generators(seed, len(prompts))
     cached = {index: _CachedStage(stage) for index, stage in executor.modules.items()}
     pipeline = Executor(cached, executor.p2p, executor.weight_grads)
 
-    def step(new_BS: Tensor, past: int) -> Tensor:
+    def step(new_BS: Tensor, past: int, wanted: list[bool]) -> Tensor:
         for stage in cached.values():
             stage.cache.length = past
         pipeline.p2p = executor.p2p.with_specs([TensorSpec((*new_BS.shape, model.model.hidden_size), model.dtype)])
@@ -74,7 +74,7 @@ def generate_through_pipeline(
         next_B = new_BS.new_empty(len(new_BS))
         if 0 in outputs:
             last: Any = executor.modules[schedule.num_stages - 1]
-            next_B = sampling.draw(last.logits(outputs[0][0][:, -1]), random)
+            next_B = sampling.draw(last.logits(outputs[0][0][:, -1]), random, wanted)
         if group is not None:
             dist.broadcast(next_B, executor.p2p.global_ranks[last_rank], group=group)
         return next_B

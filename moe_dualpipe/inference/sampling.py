@@ -7,6 +7,7 @@ probability of at least p.
 B sequences, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +35,13 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0, and at most 1: got {self.top_p}; 1 is no limit")
 
-    def draw(self, logits_BV: Tensor, random: torch.Generator, part: tuple[int, int] | None = None) -> Tensor:
-        """Draw one token for each row, [B]. `random` is on the CPU, so a seed draws the same tokens on any device.
+    def draw(
+        self, logits_BV: Tensor, random: Sequence[torch.Generator], wanted: Sequence[bool] | None = None
+    ) -> Tensor:  # fmt: skip
+        """Draw one token for each row, [B], with its own generator.
 
-        part: (i, n) if these are the rows from i on of a batch of n rows; then the tokens are those of the whole batch.
-        Rows beyond the batch get token 0.
+        Generators are on the CPU, so a seed draws the same tokens on any device. wanted: rows that are drawn; the
+        others get token 0 unless decoding is greedy.
         Raises ValueError if the logits are NaN or infinite.
         """
         if not logits_BV.amax(-1).isfinite().all():
@@ -49,15 +52,17 @@ class Sampling:
         # The most likely token becomes 0, so a temperature near 0 gives -inf for the others, and never +inf.
         scaled_BV = (fp32_BV - fp32_BV.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         probabilities_BV = filtered(scaled_BV, self.top_k, self.top_p).softmax(-1)
-        if part is None:
-            drawn_B = torch.multinomial(probabilities_BV, 1, generator=random)[:, 0]
-        else:
-            first, number = part
-            all_BV = probabilities_BV.new_ones(number, logits_BV.shape[1])
-            all_BV[first:][: len(logits_BV)] = probabilities_BV[: max(0, number - first)]
-            own_B = torch.multinomial(all_BV, 1, generator=random)[first:, 0][: len(logits_BV)]
-            drawn_B = F.pad(own_B, (0, len(logits_BV) - len(own_B)))
+        drawn_B = torch.zeros(len(logits_BV), dtype=torch.int64)
+        for row, one in enumerate(random):
+            if wanted is None or wanted[row]:
+                drawn_B[row] = torch.multinomial(probabilities_BV[row], 1, generator=one)[0]
         return drawn_B.to(logits_BV.device)
+
+
+def generators(seed: int, number: int, first: int = 0) -> list[torch.Generator]:
+    """The generators of the texts from `first` on. That of a text does not depend on how many others there are."""
+    seeds = torch.randint(2**62, (first + number,), generator=torch.Generator().manual_seed(seed))
+    return [torch.Generator().manual_seed(one) for one in seeds[first:].tolist()]
 
 
 def filtered(logits_BV: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:

@@ -10,7 +10,7 @@ from ..checkpoint import find_model, load_spread_model, start_tokenizer
 from ..checkpoint.expert_loads import LOADS_FILE, read_loads
 from ..checkpoint.weights import OwnLayer
 from ..data import Tokenizer
-from ..expert_parallel import ByChoice, choose_backend
+from ..expert_parallel import ByChoice, EpBackend, choose_backend
 from ..expert_parallel.gather import gather_objects
 from ..expert_parallel.placement import Loads, Placement, count_nodes, imbalance, place_experts
 from ..expert_parallel.shared import find_machine
@@ -21,15 +21,18 @@ from ..models.layer_class import named_parameters
 from ..runtime.groups import EXPERTS, create_group
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.world import World
+from .together import Together
 
 
 def open_spread(
-    path: str, own_layers: Mapping[str, OwnLayer], world: World, copies: int, max_tokens: int
-) -> tuple[TransformerStage, Tokenizer]:
+    path: str, own_layers: Mapping[str, OwnLayer], world: World, sequences: int, length: int, copies: int = 0,
+    ep_backend: EpBackend = "auto",
+) -> tuple[TransformerStage, Tokenizer, Together]:  # fmt: skip
     """The model at `path` on all ranks of `world`, with `copies` copies of experts in each layer. Collective.
 
     The outputs of a token's experts are added in the order of its choices, so copies do not change the sums.
-    max_tokens: the most tokens of a forward on one rank. Raises ValueError, on all ranks, for what cannot be done.
+    sequences, length: the most sequences of a rank, and tokens of a sequence. Rank 0 says on stderr how tokens are
+    sent, and how many micro-batches take turns. Raises ValueError, on all ranks, for what cannot be done.
     """
     folder, config = build_on_all_ranks(lambda: find_model(path, own_layers))
     machines = gather_objects(find_machine())
@@ -46,12 +49,16 @@ def open_spread(
     dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
     group = create_group(nccl=EXPERTS)
     choice = choose_backend(
-        "auto", slots, group, world.device, max_tokens=max_tokens * config.experts_per_token,
+        ep_backend, slots, group, world.device, max_tokens=sequences * length * config.experts_per_token,
         hidden_size=config.hidden_size, top_k=1, dtype=dtype,
     )  # fmt: skip
+    together = Together(choice.in_background, group)
+    if world.rank == 0:
+        batches = plural(together.micro_batches(sequences), "micro-batch", "es")
+        sys.stderr.write(f"{choice}; {batches} at a time\n")
     placed = dict(zip(layers, placement.experts, strict=True)) if placement else {}
     model = load_spread_model(folder, config, ByChoice(choice.backend), placed)
-    return model.to(world.device, dtype), start_tokenizer(folder, config.vocab_size)
+    return model.to(world.device, dtype), start_tokenizer(folder, config.vocab_size), together
 
 
 def _place(

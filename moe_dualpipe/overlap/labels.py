@@ -81,6 +81,11 @@ def is_for_experts(text: str) -> bool:
     return _EXPERTS.match(text) is not None
 
 
+def is_exchange(text: str) -> bool:
+    """Whether this is the label of a dispatch or a combine."""
+    return is_for_experts(text) and not text.startswith(PREPARE)
+
+
 def step_number(text: str) -> int | None:
     """12 for "step 12"; None for any other text."""
     number = text.removeprefix(STEP)

@@ -72,8 +72,10 @@ def test_generate_equals_generation_without_a_cache(attention, fused_loss):
 def test_prompts_may_have_different_lengths(attention):
     model = build_model(VARIANTS[attention]).double()
     prompts = [torch.randint(31, (length,)) for length in (5, 1, 9, 5)]
-    expected = [continued(model, prompt, 6, 15) for prompt in prompts]
-    assert generate(model, prompts, 6, 15, temperature=0).tolist() == expected
+    for window in (7, 1, 15):  # the text is longer than the first two
+        expected = [continued(model, prompt, 6, window) for prompt in prompts]
+        for size in (None, 1, 3):
+            assert generate(model, prompts, 6, window, temperature=0, batch_size=size).tolist() == expected
     stops = [row[2] for row in expected]
     for stop, row in zip(stops, expected, strict=True):
         cut = row[: row.index(stop) + 1]
@@ -157,6 +159,7 @@ REFUSED = [
       for token in (31, -1)),
     ({"num_tokens": -1}, "num_tokens must be at least 0: got -1"),
     ({"max_length": 0}, "max_length must be at least 1: got 0"),
+    ({"batch_size": 0}, "batch_size must be at least 1: got 0"),
     ({"model": TransformerStage(CONFIG, StageSpec(range(1, 3), False, False, 0.5))},
      "needs a whole model, from embedding to head: got a stage with layers 1-2"),
 ]  # fmt: skip

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_dualpipe.inference.sampling import Sampling, filtered
+from moe_dualpipe.inference.sampling import Sampling, filtered, generators
 
 
 def expected(probabilities, top_k, top_p):
@@ -42,7 +42,7 @@ def test_of_equal_tokens_the_first_are_kept():
 ])  # fmt: skip
 def test_a_temperature_near_0_and_a_single_candidate_are_greedy(sampling, decimals):
     logits = 100 * torch.randn(200, 31, dtype=torch.float64).round(decimals=decimals)
-    random = torch.Generator().manual_seed(0)
+    random = generators(0, 200)
     assert torch.equal(sampling.draw(logits, random), Sampling(0).draw(logits, random))
 
 
@@ -51,7 +51,7 @@ def test_a_temperature_near_0_and_a_single_candidate_are_greedy(sampling, decima
 )
 def test_tokens_are_drawn_with_their_probabilities(sampling):
     logits, count = torch.tensor([0.3, 1.0, -0.4, 2.0, 0.9]), 20_000
-    counts = sampling.draw(logits.expand(count, 5), torch.Generator().manual_seed(0)).bincount(minlength=5)
+    counts = sampling.draw(logits.expand(count, 5), [torch.Generator().manual_seed(0)] * count).bincount(minlength=5)
     likely = torch.tensor(
         expected((logits / sampling.temperature).softmax(-1).tolist(), sampling.top_k, sampling.top_p)
     )
@@ -59,12 +59,21 @@ def test_tokens_are_drawn_with_their_probabilities(sampling):
     torch.testing.assert_close(counts / count, likely, atol=0.012, rtol=0)
 
 
+def test_the_numbers_of_a_text_do_not_depend_on_other_texts():
+    """Text 2 of 5 draws the same tokens alone, and whether or not others draw."""
+    logits, whole, alone = torch.randn(6, 5, 23), generators(3, 5), generators(3, 1, first=2)
+    for step, row in enumerate(logits):
+        got = Sampling(1.0).draw(row, whole, [i == 2 or (step + i) % 3 == 0 for i in range(5)])
+        assert got[2] == Sampling(1.0).draw(row[2:3], alone)[0]
+    assert len({one.initial_seed() for one in [*generators(3, 5), *generators(4, 5)]}) == 10
+
+
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.5), Sampling(0.5, 2, 0.5)], ids=str)
 @pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf]])
 def test_logits_that_are_not_finite_are_an_error(sampling, logits):
     with pytest.raises(ValueError, match="the model gives logits that are not finite"):
-        sampling.draw(torch.tensor([[0.0, 1.0], logits]), torch.Generator())
-    assert sampling.draw(torch.tensor([[-math.inf, 1.0]]), torch.Generator()).tolist() == [1]  # a banned token
+        sampling.draw(torch.tensor([[0.0, 1.0], logits]), generators(0, 2))
+    assert sampling.draw(torch.tensor([[-math.inf, 1.0]]), generators(0, 1)).tolist() == [1]  # a banned token
 
 
 @pytest.mark.parametrize("wrong,message", [

@@ -35,10 +35,10 @@ TOKENS, NUMBER = 12, 3
 def spread_texts(rank, path, copies):
     """The tokens of this rank's texts, the slots in its layers, and the rows of their tables; 0: there is none."""
     world = World(rank, 2, torch.device("cpu"))
-    model, tokenizer = open_spread(path, {}, world, copies, 64)
     rows = -(-NUMBER // 2)
-    prompts = torch.tensor([tokenizer.encode("def ")] * rows)
-    texts = generate(model, prompts, TOKENS, 32, seed=5, part=(rank * rows, NUMBER)).tolist()
+    model, tokenizer, together = open_spread(path, {}, world, rows, 32, copies)
+    prompts = torch.tensor([tokenizer.encode("def ")] * NUMBER)[rank * rows :][:rows]
+    texts = generate(model, prompts, TOKENS, 32, seed=5, first=rank * rows, together=together).tolist()
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     placed = [len(layer.slots.slots_EC) if layer.slots else 0 for layer in layers]
     return texts, [len(layer.experts.down) for layer in layers], placed
@@ -92,14 +92,43 @@ def test_what_cannot_be_copied_is_refused_in_one_line(run, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_the_command_under_torchrun_prints_the_same_texts(run, capsys):
-    words = ["--num", "3", "--sample-tokens", "8", "--prompt", "def ", "--device", "cpu"]
+def test_the_commands_under_torchrun_print_what_one_process_prints(run, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("def \nclass Layer:\nx\n")
+    words = ["--num", "1", "--sample-tokens", "8", "--prompts", str(tmp_path / "prompts.txt"), "--device", "cpu"]
     arguments = ["generate", str(run / "run"), *words]
     assert main(arguments) == 0
     expected = capsys.readouterr().out
-    program = ("--nproc-per-node", 2, "-m", "--", "moe_dualpipe.cli", *arguments)  # torchrun has options like --num
-    for copies in (0, 2):
-        ended = torchrun(*program, "--copies", copies, folder=ROOT)
+    assert expected.startswith("--- 1 of 3\ndef ") and "--- 3 of 3\nx" in expected
+    program = "--nproc-per-node", 2, "-m", "--", "moe_dualpipe.cli"  # torchrun has options like --num
+    for more, micro_batches in (
+        (["--ep-backend", "all_to_all"], "2 micro-batches"), (["--copies", 2, "--batch-size", 1], "1 micro-batch"),
+    ):  # fmt: skip
+        ended = torchrun(*program, *arguments, *more, folder=ROOT)
         assert (ended.returncode, ended.stdout) == (0, expected)
-    ended = torchrun(*program, "--copies", 1, folder=ROOT)
+        assert re.findall("dispatch and combine: .*; (.*) at a time\n", ended.stderr) == [micro_batches]
+    ended = torchrun(*program, *arguments, "--copies", 1, folder=ROOT)
     assert ended.returncode == 1 and ended.stderr.count("moe-dualpipe: error: 6 experts and 1 copies cannot be") == 1
+
+    data = ["--data", str(tmp_path / "prompts.txt"), "--seq-len", "4", "--device", "cpu"]
+    arguments = ["eval", str(run / "run"), *data]
+    assert main(arguments) == 0
+    expected = capsys.readouterr().out
+    ended = torchrun(*program, *arguments, "--ep-backend", "all_to_all", folder=ROOT)
+    assert ended.returncode == 0 and ended.stderr.count("; 2 micro-batches at a time\n") == 1
+    speed = re.compile(r"[\d,]+ tokens/s")
+    assert speed.sub("", ended.stdout) == speed.sub("", expected)
+
+
+def test_options_that_need_several_processes_or_other_texts(run, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("a\n\nb\n")
+    for words, message in (
+        (["generate", "--ep-backend", "shared"], "--ep-backend shared needs several processes: start them with"),
+        (["eval", "--data", "x", "--ep-backend", "all_to_all"], "--ep-backend all_to_all needs several processes"),
+        (["generate", "--prompts", str(tmp_path / "empty.txt")], "empty.txt has an empty line: use at least one"),
+        (["generate", "--prompts", str(tmp_path / "none.txt")], "none.txt"),
+        (["generate", "--record-routes", "r", "--batch-size", "2"], "needs texts of one prompt in one batch"),
+        (["generate", "--batch-size", "0"], "--batch-size must be at least 1: got 0"),
+    ):  # fmt: skip
+        assert main([words[0], str(run / "run"), *words[1:]]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error

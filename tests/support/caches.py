@@ -22,9 +22,11 @@ def check_that_a_cached_forward_is_the_forward(model, sequences):
 @torch.no_grad()
 def continued(model, prompt, count, window, choose=torch.argmax):
     """Generate without a cache: `choose` gets the logits [V] of the last position, from a forward of the window."""
-    tokens, start = prompt.tolist(), max(0, len(prompt) - window)
-    for _ in range(count):
-        if len(tokens) - start > window:
-            start = len(tokens) - max(1, window // 2)
+    tokens, start = prompt.tolist(), 0
+    for end in range(1, len(tokens) + count):
+        if end - start > window:
+            start = end - max(1, window // 2)
+        if end < len(prompt):
+            continue
         tokens.append(int(choose(model.logits(model(torch.tensor([tokens[start:]])))[0, -1])))
     return tokens[len(prompt) :]

@@ -28,6 +28,7 @@ from .account import (
     spans_of,
     totals,
 )  # fmt: skip
+from .categories import COPY_ENGINE, category_of
 from .communication import NAMES, Names
 from .doctor.verdict import Verdict
 from .host import host_as_device
@@ -67,6 +68,8 @@ class Analysis:
     """Time in which at least one transfer runs."""
     hidden_kernels_us: float
     """Communication beside kernels, which is what counts as hidden."""
+    copy_engine_us: float
+    """Communication on copy engines, which use no SM."""
     num_comm: int
     """Number of transfers."""
     comm_blocks: int | None
@@ -149,10 +152,12 @@ def analyze(trace: Trace, names: Names = NAMES, phases: Phases | None = None) ->
 def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Names, phases: Phases) -> Analysis:
     by_kind = {"compute": [], "comm": [], "copy": []} | _group(events, names.kind_of)
     kernels, comm = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm"))
+    copies = [event for event in by_kind["comm"] if category_of(event, "comm") == COPY_ENGINE]
     divided = tuple(account(replace(trace, device_events=[*events]), names, phases))
     return Analysis(
         device=device, account=divided, comm_us=union_length(comm),
         hidden_kernels_us=union_length(intersection(comm, kernels)),
+        copy_engine_us=union_length(union(intervals_of(copies))),
         num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None, gpu=trace.gpu,
         num_events=len(events),
         comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0) or None,

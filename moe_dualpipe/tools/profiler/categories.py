@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .communication import function_name
-from .trace import DeviceEvent
+from .trace import PEER_COPY, DeviceEvent
 
-COMMUNICATION, COPY, OTHER = "communication", "copy", "other"
+COMMUNICATION, COPY_ENGINE, COPY, OTHER = "communication", "communication on a copy engine", "copy", "other"
 
 
 class Row(NamedTuple):
@@ -170,7 +170,7 @@ ROWS = (
 """In the order in which they are tried."""
 
 KERNEL_CATEGORIES = tuple(dict.fromkeys(row.category for row in ROWS))
-CATEGORIES = (*KERNEL_CATEGORIES, COMMUNICATION, COPY, OTHER)
+CATEGORIES = (*KERNEL_CATEGORIES, COMMUNICATION, COPY_ENGINE, COPY, OTHER)
 
 _ROWS = [(row, re.compile(rf"\b(?:{row.pattern})\b"), re.compile(rf"\b(?:{row.whole})\b")) for row in ROWS]
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -181,7 +181,7 @@ _LONGEST = 4000
 def category_of(event: DeviceEvent, kind: str) -> str:
     """The category of a device event, which is "compute", "comm" or "copy": one of CATEGORIES."""
     if kind == "comm":
-        return COMMUNICATION
+        return COPY_ENGINE if event.category in ("gpu_memcpy", PEER_COPY) else COMMUNICATION
     return COPY if kind == "copy" else category_of_kernel(event.name)
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ...messages import quoted
-from .trace import DeviceEvent
+from .trace import PEER_COPY, DeviceEvent
 
 Kind = Literal["compute", "comm", "copy"]
 
@@ -171,5 +171,5 @@ def _own_rule(name: str, comm: str | None, compute: str | None) -> Kind | None:
 def _kind_by_table(name: str, category: str) -> Kind:
     function = function_name(name)
     if category != "kernel" or _COPIES.search(function):
-        return "comm" if _PEER.search(name) else "copy"
+        return "comm" if category == PEER_COPY or _PEER.search(name) else "copy"
     return "comm" if _LIBRARIES.search(function) and not _COMPUTES.search(function) else "compute"

@@ -14,6 +14,10 @@ WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|
 """Names of calls in which the host waits for the device, of CUDA, HIP and SYCL."""
 
 
+PEER_COPY = "peer copy"
+"""The category of a copy to another device whose name may not say so."""
+
+
 class TraceError(ValueError):
     """The file is not a usable trace. The message is one line that names the file."""
 
@@ -46,7 +50,7 @@ class DeviceEvent(NamedTuple):
 
     name: str
     category: str
-    """The category in the file, in lower case; on a CPU, "operator" or "transfer"."""
+    """The category in the file, in lower case, or PEER_COPY; on a CPU, "operator" or "transfer"."""
     start: float
     end: float
     device: str

@@ -7,7 +7,7 @@ import pytest
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler import analyze, read_trace
-from moe_dualpipe.tools.profiler.reports.overlap import analysis_text
+from moe_dualpipe.tools.profiler.reports.overlap import account_rows, analysis_text
 from tests.support.traces import annotation, kernel, launch, write
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
@@ -42,6 +42,39 @@ def test_overlapping_events_count_once(tmp_path):
     assert (a.num_comm, a.comm_blocks) == (3, 24)
 
 
+def copy(name, start, duration, correlation=None, **arguments):
+    event = kernel(name, start, duration, stream=20, correlation=correlation, cat="gpu_memcpy")
+    return event | {"args": event["args"] | arguments}
+
+
+def test_copies_to_other_devices_are_communication_on_copy_engines(tmp_path):
+    """A dispatch copies at 10-30, of which computation hides 10; a combine at 50-65, an unnamed peer at 70-80."""
+    inside = [annotation("dispatch(F)", 0, 5), annotation("combine(F)", 6, 4), annotation("prepare dispatch(F)", 12, 4),
+              annotation("mlp(F)", 17, 8)]  # fmt: skip
+    launches = [launch(number, at) for number, at in enumerate((1, 2, 7, 13, 18, 3, 19), 1)]
+    local, down = "Memcpy DtoD (Device -> Device)", "Memcpy DtoH (Device -> Pinned)"
+    a = analysis_of(tmp_path, [
+        *inside, *launches, kernel("gemm", 0, 20, correlation=7), copy(local, 10, 10, 1), copy(local, 20, 10, 2),
+        copy("CopyDeviceToDevice", 50, 15, 3), copy(local, 70, 10, fromDevice=0, toDevice=3),
+        copy(local, 30, 5, 4), copy(local, 35, 5, 5, fromDevice=0, toDevice=0), copy(down, 40, 5, 6),
+        kernel("ncclDevKernel_SendRecv", 80, 20, stream=21, grid=(24, 1, 1)),
+    ])  # fmt: skip
+    assert (a.num_comm, a.comm_us, a.copy_engine_us) == (5, 65, 45)
+    assert (a.hidden_kernels_us, a.exposed_comm_us, a.time_of("copies")) == (10, 10 + 15 + 10 + 20, 15)
+    exposed = {entry.detail.partition(" before")[0]: entry.us for entry in a.account if "exposed" in entry.kind}
+    assert exposed == {"dispatch(F)": 10, "combine(F)": 15, local: 10, "ncclDevKernel_SendRecv": 20}
+    assert {phase.name: phase.comm_us for phase in a.phases if phase.comm_us} == {"dispatch(F)": 20, "combine(F)": 15}
+    rows = account_rows({"it": a})
+    assert ["- on copy engines, with 0 SMs", "45"] in rows and ["- hidden behind computation", "10"] in rows
+    assert analysis_text(a).endswith("15.4% of the communication is hidden (5 transfers, on up to 24 thread blocks).")
+
+
+def test_a_trace_without_copies_to_other_devices_has_no_row_for_copy_engines(tmp_path):
+    a = analysis_of(tmp_path, [kernel("gemm", 0, 20), kernel("ncclX", 10, 20, stream=8), copy("Memcpy DtoD", 40, 9)])
+    assert a.copy_engine_us == 0 and a.as_object()["copy_engine_us"] == 0
+    assert "copy engine" not in analysis_text(a) and "(1 kernel, " in analysis_text(a)
+
+
 # ---- DeepSeek's published trace ----
 
 published = pytest.mark.skipif(not PUBLISHED.exists(), reason="DeepSeek's trace is not here")
@@ -52,7 +85,7 @@ def test_the_published_trace():
     (a,) = analyze(read_trace(PUBLISHED))
     assert (a.window_us, a.compute_us, a.comm_us) == (129_012, 124_338, 113_440)
     assert (a.exposed_comm_us, a.num_comm, a.hidden_kernels_us) == (4_177, 36, 109_250)
-    assert a.hidden_fraction == pytest.approx(0.963, abs=0.0005)
+    assert a.hidden_fraction == pytest.approx(0.963, abs=0.0005) and a.copy_engine_us == 0
     per_layer = {p.name: (p.comm_us if "c" in p.name else p.compute_us) / 4000 for p in a.phases}
     assert {name: round(ms, 2) for name, ms in per_layer.items()} == {
         "attn(F)": 4.36, "mlp(B)": 5.31, "mlp(W)": 6.38, "mlp(F)": 4.60, "attn(B)": 9.34, "attn(W)": 2.39,

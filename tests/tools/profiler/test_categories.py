@@ -147,6 +147,7 @@ def test_communication_and_copies_are_told_by_their_kind():
     """The word "reduce" in a transfer's name is no reduction, and a copy that a driver runs as a kernel is a copy."""
     for name, category in {
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "communication", "Memcpy DtoD": "copy",
+        "Memcpy PtoP": "communication on a copy engine",
         "__amd_rocclr_fillBufferAligned": "copy", "void at::native::reduce_kernel<512>()": "reduction",
     }.items():  # fmt: skip
         event = DeviceEvent(name, "gpu_memcpy" if "Memcpy" in name else "kernel", 0, 1, "0", "7", None, 0)
@@ -164,4 +165,6 @@ def test_words_of_a_name(name, found):
 
 def test_each_category_of_kernels_has_a_color():
     assert {*CATEGORY_COLORS} == {*KERNEL_CATEGORIES}
-    assert {*CATEGORIES} - {*KERNEL_CATEGORIES} == {"communication", "copy", "other"}
+    assert {*CATEGORIES} - {*KERNEL_CATEGORIES} == {
+        "communication", "communication on a copy engine", "copy", "other",
+    }  # fmt: skip

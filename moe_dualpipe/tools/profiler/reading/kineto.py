@@ -14,8 +14,8 @@ from typing import Any
 
 from msgspec.json import decode
 
-from ....overlap.labels import OWN_TRANSFERS
-from ..trace import WAITS, DeviceEvent, HostEvent, Trace
+from ....overlap.labels import OWN_TRANSFERS, is_exchange
+from ..trace import PEER_COPY, WAITS, DeviceEvent, HostEvent, Trace
 from .chrome import DAMAGE, ChromeTrace, Event
 from .collectives import RecordedCollectives, whole
 
@@ -25,6 +25,7 @@ _OWN_CALLS = re.compile(f"{OWN_TRANSFERS}::")
 _STEP = re.compile(r"ProfilerStep[#*]")
 _MODULE = "nn.Module: "
 _COPIES = "gpu_memcpy", "gpu_memset"
+_ON_DEVICES = re.compile(r"\bDtoD\b|DeviceToDevice")
 _LAUNCHES = (
     "cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime",
     "privateuse1_driver",
@@ -84,7 +85,16 @@ class _Sorter:
                     handler(timed, event)
         if trace.device_events:
             trace.operators = []  # only where the CPU is the device is its work looked at
+        self._find_peer_copies()
         self._collectives.connect(trace)
+
+    def _find_peer_copies(self) -> None:
+        """Memory that other ranks share looks local, so a copy to it is "DtoD": the annotation says where it goes."""
+        for i, event in enumerate(self.trace.device_events):
+            if event.category == "gpu_memcpy" and _ON_DEVICES.search(event.name):
+                owner = self.trace.annotation_of(event)
+                if owner is not None and is_exchange(owner.name):
+                    self.trace.device_events[i] = event._replace(category=PEER_COPY)
 
     def _timed(self, event: Event) -> HostEvent | None:
         start, length = time_of(event.ts), time_of(event.dur)
@@ -117,6 +127,8 @@ class _Sorter:
     def _copy(self, category: str, timed: HostEvent, event: Event) -> None:
         arguments = self._arguments(event)
         moved = arguments.get("bytes")
+        if arguments.get("fromDevice") != arguments.get("toDevice"):
+            category = PEER_COPY
         self._device_event(category, timed, arguments, 0, moved if type(moved) is int and 0 <= moved < 2**63 else 0)
 
     def _device_event(

@@ -52,6 +52,8 @@ def account_rows(analyses: dict[str, Analysis], details: bool = False) -> list[l
                 add(f"- {printable(total.detail, 80)}", [total.us])
     if any(analysis.comm_us for analysis in analyses.values()):
         add("communication, hidden and exposed", [analysis.comm_us for analysis in analyses.values()])
+        if any(analysis.copy_engine_us for analysis in analyses.values()):
+            add("- on copy engines, with 0 SMs", [analysis.copy_engine_us for analysis in analyses.values()])
         add("- hidden behind computation", [analysis.hidden_kernels_us for analysis in analyses.values()])
     return rows
 
@@ -131,7 +133,8 @@ def hidden_sentence(analysis: Analysis) -> str:
     """Say how much communication is hidden, in how many transfers, and how many thread blocks they occupy."""
     if analysis.hidden_fraction is None:
         return "There is no communication."
-    kernels = plural(analysis.num_comm, "transfer" if analysis.device == "cpu" else "kernel")
+    is_kernel = analysis.device != "cpu" and not analysis.copy_engine_us
+    kernels = plural(analysis.num_comm, "kernel" if is_kernel else "transfer")
     blocks = f", on up to {analysis.comm_blocks} thread blocks" if analysis.comm_blocks else ""
     blocks += f" of a GPU of {analysis.num_sms} SMs" if blocks and analysis.num_sms else ""
     return f"{percent(analysis.hidden_fraction)} of the communication is hidden ({kernels}{blocks})."
