@@ -164,6 +164,7 @@ def launch_transfers(dtype: torch.dtype) -> None:
     for sent, chosen in ((None, None), (weights, ids)):
         receive.receive_rows(windows, operation, x, starts, sent, chosen)
         receive.receive_sums(windows, operation, x, ids, starts, sent)
+    signals.wait_with_one_program(windows, operation)
 
 
 def launch_fp8(dtype: torch.dtype, mx: bool, d: int = 2048, f: int = 512) -> None:

@@ -91,7 +91,7 @@ def describe(built: Built, arch: str, dtype: str, sizes: tuple[int, ...] = ()) -
         problems += promotion_problems(product_loop(_sass(kernel.asm["cubin"]))) if hopper and promoted else []
     if name in TRANSFERS and "st.global.v4" not in ptx:
         problems.append("no stores of 16 bytes")
-    problems += signal_problems(ptx) if name in {*TRANSFERS, "release"} else []
+    problems += signal_problems(ptx) if name in {*TRANSFERS, "release", "wait_for_ranks"} else []
     problems += sorted(set(re.findall(r"C75\d\d", log)))
     tma = "cp.async.bulk.tensor" in ptx
     return Compiled(name, arch, dtype, shape, tma, registers, spills, shared, matrix, tuple(problems))

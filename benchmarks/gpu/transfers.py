@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_dualpipe.expert_parallel.exchange import round_up
 from moe_dualpipe.expert_parallel.modeled.windows import mirrored_memory
-from moe_dualpipe.expert_parallel.symmetric.one_sided import plan_route
+from moe_dualpipe.expert_parallel.symmetric.one_sided import addresses_of, plan_route
 from moe_dualpipe.kernels.permute import gather_sum
 
 from .context import Context
@@ -94,9 +94,9 @@ class Transfers:
         self.offsets_in = torch.empty_like(self.plan.offsets_out)
         row_words = round_up(self.row_bytes, 16) // 4
         words = R * region_words(1, T, row_words)
-        self.own, addresses_R = mirrored_memory(words, R, context.device)
+        self.memories = mirrored_memory(words, R, context.device)
         state = new_state(1, context.device)
-        self.windows = Windows(addresses_R, state, 0, 1, T, row_words, 0, 0, 1, 10.0)
+        self.windows = Windows(addresses_of(self.memories), state, 0, 1, T, row_words, 0, 0, 1, 10.0)
 
     def copy(self) -> Tensor:
         return self.copied_SD.copy_(self.expected_SD)

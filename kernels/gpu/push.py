@@ -23,6 +23,7 @@ from .signals import (
     Operation,
     Windows,
     _time,
+    header_of,
     memories_of,
     memory_of,
     region_of,
@@ -56,9 +57,10 @@ def _wait_for_link(start, rows, latency_ns, ns_per_row):
 
 @triton.jit
 def _write_headers(addresses, rank, slot, layout, count_R, R: tl.constexpr, R_PADDED: tl.constexpr,
-                   SLOTS: tl.constexpr, REGION: tl.constexpr):  # fmt: skip
+                   WINDOW: tl.constexpr, START: tl.constexpr, STRIDE: tl.constexpr,
+                   REGION: tl.constexpr):  # fmt: skip
     r = tl.arange(0, R_PADDED)
-    header_R = region_of(memories_of(addresses, r, R), rank, REGION) + 2 * (SLOTS + slot)
+    header_R = header_of(region_of(memories_of(addresses, r, R), rank, REGION), slot, WINDOW, START, STRIDE)
     tl.store(header_R, count_R, mask=r < R)
     tl.store(header_R + 1, tl.zeros((R_PADDED,), tl.int32) + layout, mask=r < R)
 
@@ -68,7 +70,7 @@ def push_kernel(
     x, weights, ids, index, offsets, addresses, state, rank, slot, number, layout, sent, row_bytes, latency_ns,
     ns_per_row, STRIDE_X: tl.constexpr, W: tl.constexpr, WEIGHTS_AT: tl.constexpr, IDS_AT: tl.constexpr,
     K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr,
-    SLOTS: tl.constexpr, TOKENS: tl.constexpr, START: tl.constexpr, STRIDE: tl.constexpr, REGION: tl.constexpr,
+    SLOTS: tl.constexpr, WINDOW: tl.constexpr, START: tl.constexpr, STRIDE: tl.constexpr, REGION: tl.constexpr,
     LIMIT: tl.constexpr, CLOCK: tl.constexpr, PACED: tl.constexpr,
 ):  # fmt: skip
     if PACED:
@@ -81,10 +83,10 @@ def push_kernel(
     own_rows = tl.load(offsets + rank + 1) - own_first
     if wait_until_free(addresses, state, rank, slot, number, layout, R, SLOTS, REGION, LIMIT, CLOCK):
         if tl.program_id(0) == 0:
-            _write_headers(addresses, rank, slot, layout, end_R - start_R, R, R_PADDED, SLOTS, REGION)
+            _write_headers(addresses, rank, slot, layout, end_R - start_R, R, R_PADDED, WINDOW, START, STRIDE, REGION)
         for m in range(tl.program_id(0), tl.load(offsets + R), tl.num_programs(0)):
             peer = tl.sum((end_R <= m).to(tl.int32), 0)
-            place = slot.to(tl.int64) * TOKENS + m - tl.load(offsets + peer)
+            place = slot.to(tl.int64) * WINDOW + m - tl.load(offsets + peer)
             target = region_of(memory_of(addresses, peer), rank, REGION) + START + place * STRIDE
             if PACED:
                 own_before = tl.minimum(tl.maximum(m + 1 - own_first, 0), own_rows)
@@ -125,6 +127,6 @@ def push(
         words_TW, weights_TK, ids_SK, index_S, offsets, windows.addresses_R, windows.state, windows.rank,
         operation.slot, operation.number, operation.layout, *link, words_TW.stride(0), words,
         windows.weights_at, windows.ids_at, choices, next_power_of_2(choices), min(BLOCK, next_power_of_2(words)),
-        **windows.constants, PACED=pace is not None and not interpreter_enabled(),
+        SLOTS=windows.slots, **windows.constants, PACED=pace is not None and not interpreter_enabled(),
     )  # fmt: skip
     release_after(windows, operation.slot, free=False)

@@ -17,11 +17,12 @@ from torch import Tensor
 from .launch_args import next_power_of_2
 from .signals import (
     _EPOCHS,
+    _NOT_SENT,
     _OTHER_LAYOUT,
     _OVER_CAPACITY,
-    NOT_SENT,
     Operation,
     Windows,
+    header_of,
     memory_of,
     region_of,
     release_after,
@@ -31,20 +32,19 @@ from .signals import (
 
 BLOCK = 4096  # words that a program copies at a time
 BLOCK_SUM = 2048  # elements that a program sums at a time
-_NOT_SENT = tl.constexpr(NOT_SENT)
 _NAN_WORD = tl.constexpr(0x7FC07FC0)  # NaN in fp32, and twice in bf16 and in fp16
 
 
 @triton.jit
 def _wait_until_full(addresses, state, rank, slot, number, layout, R: tl.constexpr, R_PADDED: tl.constexpr,
-                     SLOTS: tl.constexpr, REGION: tl.constexpr, LIMIT: tl.constexpr,
-                     CLOCK: tl.constexpr):  # fmt: skip
+                     WINDOW: tl.constexpr, START: tl.constexpr, STRIDE: tl.constexpr, REGION: tl.constexpr,
+                     LIMIT: tl.constexpr, CLOCK: tl.constexpr):  # fmt: skip
     """Wait until all ranks have written to a slot. Returns the rows of each, and whether all of them are valid."""
     own = memory_of(addresses, rank)
     epoch = tl.load(state + _EPOCHS + slot) + 1
     ok = wait_for_all(own + slot, epoch, state, _NOT_SENT, number, layout, R, REGION, LIMIT, CLOCK)
     r = tl.arange(0, R_PADDED)
-    header_R = region_of(own, r, REGION) + 2 * (SLOTS + slot)
+    header_R = header_of(region_of(own, r, REGION), slot, WINDOW, START, STRIDE)
     count_R = tl.load(header_R, mask=(r < R) & ok, other=0)
     layout_R = tl.load(header_R + 1, mask=(r < R) & ok, other=layout)
     differs = tl.max(tl.where(layout_R != layout, r + 1, 0), 0)
@@ -58,14 +58,14 @@ def _wait_until_full(addresses, state, rank, slot, number, layout, R: tl.constex
 def receive_rows_kernel(
     x, weights, ids, offsets, addresses, state, rank, slot, number, layout, capacity, W: tl.constexpr,
     WEIGHTS_AT: tl.constexpr, IDS_AT: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    R: tl.constexpr, R_PADDED: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, START: tl.constexpr,
+    R: tl.constexpr, R_PADDED: tl.constexpr, WINDOW: tl.constexpr, START: tl.constexpr,
     STRIDE: tl.constexpr, REGION: tl.constexpr, LIMIT: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     r = tl.arange(0, R_PADDED)
     k = tl.arange(0, K_PADDED)
     count_R, ok = _wait_until_full(
-        addresses, state, rank, slot, number, layout, R, R_PADDED, SLOTS, REGION, LIMIT, CLOCK
+        addresses, state, rank, slot, number, layout, R, R_PADDED, WINDOW, START, STRIDE, REGION, LIMIT, CLOCK
     )  # fmt: skip
     end_R = tl.cumsum(count_R, 0)
     total = tl.sum(count_R, 0)
@@ -81,7 +81,7 @@ def receive_rows_kernel(
         for n in range(program, total, programs):
             peer = tl.sum(((end_R <= n) & (r < R)).to(tl.int32), 0)
             place = n - tl.sum(tl.where(r == peer, end_R - count_R, 0), 0)
-            source = region_of(windows, peer, REGION) + (slot.to(tl.int64) * TOKENS + place) * STRIDE
+            source = region_of(windows, peer, REGION) + (slot.to(tl.int64) * WINDOW + place) * STRIDE
             row = tl.zeros((), tl.int64) + n
             for first in range(0, W, BLOCK):
                 w = first + tl.arange(0, BLOCK)
@@ -127,12 +127,12 @@ def receive_rows(
 
 
 @triton.jit
-def _find_row(windows, position, offsets, end_R, slot, REGION: tl.constexpr, TOKENS: tl.constexpr,
+def _find_row(windows, position, offsets, end_R, slot, REGION: tl.constexpr, WINDOW: tl.constexpr,
               STRIDE: tl.constexpr):  # fmt: skip
     """The row of the windows for a position among the sent rows, and whether there is one."""
     m = tl.load(position)
     peer = tl.sum((end_R <= m).to(tl.int32), 0)
-    place = slot.to(tl.int64) * TOKENS + m - tl.load(offsets + peer)
+    place = slot.to(tl.int64) * WINDOW + m - tl.load(offsets + peer)
     return region_of(windows, peer, REGION) + place * STRIDE, m >= 0
 
 
@@ -140,13 +140,13 @@ def _find_row(windows, position, offsets, end_R, slot, REGION: tl.constexpr, TOK
 def receive_sums_kernel(
     y, weight_grads, slots, offsets, addresses, state, rank, slot, number, layout, num_tokens, C: tl.constexpr,
     D: tl.constexpr, WEIGHTS_AT: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    R: tl.constexpr, R_PADDED: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, START: tl.constexpr,
+    R: tl.constexpr, R_PADDED: tl.constexpr, WINDOW: tl.constexpr, START: tl.constexpr,
     STRIDE: tl.constexpr, REGION: tl.constexpr, LIMIT: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, R_PADDED)
     k = tl.arange(0, K_PADDED)
     _, ok = _wait_until_full(
-        addresses, state, rank, slot, number, layout, R, R_PADDED, SLOTS, REGION, LIMIT, CLOCK
+        addresses, state, rank, slot, number, layout, R, R_PADDED, WINDOW, START, STRIDE, REGION, LIMIT, CLOCK
     )  # fmt: skip
     end_R = tl.load(offsets + 1 + r, mask=r < R, other=0x7FFFFFFF)
     windows = memory_of(addresses, rank) + START
@@ -158,7 +158,7 @@ def receive_sums_kernel(
                 total = tl.zeros((BLOCK,), tl.float32)
                 for c in tl.static_range(C):
                     position = slots + t * C + c
-                    row, valid = _find_row(windows, position, offsets, end_R, slot, REGION, TOKENS, STRIDE)
+                    row, valid = _find_row(windows, position, offsets, end_R, slot, REGION, WINDOW, STRIDE)
                     row = row.to(tl.pointer_type(y.dtype.element_ty))
                     total += tl.load(row + d, mask=(d < D) & valid, other=0.0).to(tl.float32)
                 tl.store(y + t * D + d, total.to(y.dtype.element_ty), mask=d < D)
@@ -166,7 +166,7 @@ def receive_sums_kernel(
                 sums = tl.zeros((K_PADDED,), tl.float32)
                 for c in tl.static_range(C):
                     position = slots + t * C + c
-                    row, valid = _find_row(windows, position, offsets, end_R, slot, REGION, TOKENS, STRIDE)
+                    row, valid = _find_row(windows, position, offsets, end_R, slot, REGION, WINDOW, STRIDE)
                     row = (row + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
                     sums += tl.load(row + k, mask=(k < K) & valid, other=0.0)
                 tl.store(weight_grads + t * K + k, sums, mask=k < K)

@@ -4,8 +4,7 @@ Each rank has some memory that all ranks of a group map, in words of 32 bits:
 
     full      [slots]            full[s] = n: rank r has written its n-th message to slot s
     free      [slots]            free[s] = n: rank r has read this rank's n-th message in slot s
-    headers   [slots, 2]         number of rows and layout of each message
-    windows   [slots, T, row]    the rows that rank r wrote
+    windows   [slots, 1 + T, row]    a message of rank r: number of rows and layout, then the rows
 
 in each of R regions. Only rank r writes to region r, so no two ranks write the same word. A message is written after a
 wait for `free`, and read after a wait for `full`. `state`, in the memory of one rank, holds the number of finished
@@ -33,7 +32,9 @@ EPOCHS = 5  # in `state`: from here on, finished messages of each slot
 ALIGNMENT = 32  # words: 128 bytes
 MAX_REGISTERS = 128  # without a number, ptxas spills some so that more programs fit on a multiprocessor
 POLLS_PER_SECOND = 20_000  # of the interpreter, which has no clock
-_NOT_FREED, _OTHER_LAYOUT, _OVER_CAPACITY = (tl.constexpr(code) for code in (NOT_FREED, OTHER_LAYOUT, OVER_CAPACITY))
+_NOT_FREED, _NOT_SENT, _OTHER_LAYOUT, _OVER_CAPACITY = map(
+    tl.constexpr, (NOT_FREED, NOT_SENT, OTHER_LAYOUT, OVER_CAPACITY)
+)
 _EPOCHS = tl.constexpr(EPOCHS)
 
 
@@ -70,18 +71,25 @@ class Windows:
         """What the kernels know when they are compiled."""
         clock = not interpreter_enabled()
         return {
-            "R": self.ranks, "R_PADDED": next_power_of_2(self.ranks), "SLOTS": self.slots, "TOKENS": self.max_tokens,
-            "START": first_window(self.slots), "STRIDE": self.row_words, "REGION": self.region_words,
+            "R": self.ranks, "R_PADDED": next_power_of_2(self.ranks), "WINDOW": self.max_tokens + 1,
+            "START": first_window(self.slots) + self.row_words, "STRIDE": self.row_words, "REGION": self.region_words,
             "LIMIT": round(self.timeout * (1e9 if clock else POLLS_PER_SECOND)), "CLOCK": clock,
             "num_warps": 8, "maxnreg": MAX_REGISTERS,
         }  # fmt: skip
 
+    def messages(self, memory: Tensor) -> Tensor:
+        """The messages in a memory: [slots, R, 1 + T, row]. The first row is the header."""
+        first, size = first_window(self.slots), (self.slots, self.max_tokens + 1, self.row_words)
+        return memory.view(self.ranks, -1)[:, first : first + math.prod(size)].unflatten(1, size).transpose(0, 1)
+
+    def flags(self, memory: Tensor) -> Tensor:
+        """The words `full` in a memory: [slots, R]."""
+        return memory.view(self.ranks, -1)[:, : self.slots].T
+
     def views(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """Headers [slots, R, 2] and rows [slots, R, T, row] in the memory of this rank."""
-        regions = own.view(self.ranks, -1)
-        first, size = first_window(self.slots), (self.slots, self.max_tokens, self.row_words)
-        headers, rows = regions[:, 2 * self.slots : 4 * self.slots], regions[:, first : first + math.prod(size)]
-        return headers.unflatten(1, (self.slots, 2)).transpose(0, 1), rows.unflatten(1, size).transpose(0, 1)
+        messages = self.messages(own)
+        return messages[:, :, 0, :2], messages[:, :, 1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +103,12 @@ class Operation:
 
 def first_window(slots: int) -> int:
     """Where the windows of a region start, in words."""
-    return _round_up(4 * slots)
+    return _round_up(2 * slots)
 
 
 def region_words(slots: int, max_tokens: int, row_words: int) -> int:
     """The length of a region, in words."""
-    return _round_up(first_window(slots) + slots * max_tokens * row_words)
+    return _round_up(first_window(slots) + slots * (max_tokens + 1) * row_words)
 
 
 def _round_up(words: int) -> int:
@@ -173,6 +181,12 @@ def wait_for_all(flags, wanted, state, failure, number, layout, R: tl.constexpr,
 
 
 @triton.jit
+def header_of(region, slot, WINDOW: tl.constexpr, START: tl.constexpr, STRIDE: tl.constexpr):
+    """Number of rows and layout of a message."""
+    return region + START - STRIDE + slot.to(tl.int64) * (WINDOW * STRIDE)
+
+
+@triton.jit
 def wait_until_free(addresses, state, rank, slot, number, layout, R: tl.constexpr, SLOTS: tl.constexpr,
                     REGION: tl.constexpr, LIMIT: tl.constexpr, CLOCK: tl.constexpr):  # fmt: skip
     """Wait until all ranks have read the last message of this rank in this slot."""
@@ -210,4 +224,22 @@ def release_after(windows: Windows, slot: int, free: bool) -> None:
     release_kernel[(1,)](
         windows.addresses_R, windows.state, windows.rank, slot, windows.ranks, next_power_of_2(windows.ranks),
         windows.slots, windows.region_words, free, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "number", "layout"])
+def wait_for_ranks_kernel(addresses, state, rank, slot, number, layout, R: tl.constexpr, REGION: tl.constexpr,
+                LIMIT: tl.constexpr, CLOCK: tl.constexpr):  # fmt: skip
+    epoch = tl.load(state + _EPOCHS + slot) + 1
+    wait_for_all(
+        memory_of(addresses, rank) + slot, epoch, state, _NOT_SENT, number, layout, R, REGION, LIMIT, CLOCK
+    )  # fmt: skip
+
+
+def wait_with_one_program(windows: Windows, operation: Operation) -> None:
+    """Wait until all ranks have written a message, so that the next kernel finds it and occupies nothing until then."""
+    sizes = {name: windows.constants[name] for name in ("R", "REGION", "LIMIT", "CLOCK")}
+    wait_for_ranks_kernel[(1,)](
+        windows.addresses_R, windows.state, windows.rank, operation.slot, operation.number, operation.layout, **sizes,
+        num_warps=4,
     )  # fmt: skip

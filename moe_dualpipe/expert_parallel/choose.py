@@ -3,10 +3,12 @@
     symmetric    GPUs of one machine that can read and write each other's memory
     shared       CPU ranks of one machine
     all_to_all   everything else: torch.distributed
+    copy_engine  only on request: as symmetric, for up to 16 ranks with few tokens
     deepep       only on request: GPUs, if the package deep_ep is installed
 
-The ranks of a group exchange what they know of their machines and decide by the same facts, so they agree. Symmetric is
-tried on a small exchange first (trial.py). The modules of symmetric and deepep are imported only if they may be chosen.
+The ranks of a group exchange what they know of their machines and decide by the same facts, so they agree. Backends
+that write into the memory of other GPUs are tried first (trial.py). A module that not everyone has is imported only if
+it may be chosen.
 """
 
 from collections.abc import Sequence
@@ -27,6 +29,9 @@ from .options import EpBackend
 from .protocol import ExpertParallel
 from .shared import Shared, find_machine
 from .trial import try_backend
+
+MAX_COPIED = 16
+"""The largest number of ranks of copy_engine, which sends all of them as much as the fullest may need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class Choice:
 
     def check(self) -> None:
         """Raise the error of a transfer that failed on a GPU. Call it after its results have been read."""
-        if self.name == "symmetric":
+        if self.name in ("symmetric", "copy_engine"):
             self.backend.check()  # type: ignore[attr-defined]
 
     def take_remote_bytes(self) -> int:
@@ -105,10 +110,13 @@ def choose_backend(
             return Choice(Shared(num_experts, group, kernels, seconds), chosen, reason)
         case "deepep":
             return Choice(_load("deepep")(num_experts, group, kernels, **sizes), chosen, reason)
-        case "symmetric":
+        case "symmetric" | "copy_engine":
             sizes["dtype"] = dtype
-            build = partial(_load("symmetric"), num_experts, group, kernels, timeout=seconds, **sizes)
+            build = partial(_load(chosen), num_experts, group, kernels, timeout=seconds, **sizes)
             backend, fault = try_backend(build, all_to_all, group, device, **sizes)
+            if backend is None and chosen == "copy_engine":
+                reason = f"{reason}, with flags of a kernel: with copied ones, {fault}"
+                backend, fault = try_backend(partial(build, flags="kernel"), all_to_all, group, device, **sizes)
             if backend is not None:
                 return Choice(backend, chosen, reason)
             if name != "auto":
@@ -119,7 +127,10 @@ def choose_backend(
 
 def decide(name: str, facts: Sequence[Facts]) -> tuple[str, str]:
     """The backend for ranks with these facts, and the reason. Raises ValueError if `name` cannot be used."""
-    faults = {"symmetric": _symmetric_fault(facts), "shared": _shared_fault(facts), "deepep": _deepep_fault(facts)}
+    faults = {
+        "symmetric": _peers_fault("symmetric", facts), "shared": _shared_fault(facts), "deepep": _deepep_fault(facts),
+        "copy_engine": _copies_fault(facts) or _peers_fault("copy_engine", facts),
+    }  # fmt: skip
     if name == "auto":
         if not faults["symmetric"]:
             return "symmetric", "its GPUs access each other's memory"
@@ -157,14 +168,20 @@ def _gpu_id(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _symmetric_fault(facts: Sequence[Facts]) -> str:
+def _copies_fault(facts: Sequence[Facts]) -> str:
+    if len(facts) <= MAX_COPIED:
+        return ""
+    return f"its messages are padded, too much for more than {MAX_COPIED} ranks that share experts: got {len(facts)}"
+
+
+def _peers_fault(name: str, facts: Sequence[Facts]) -> str:
     if any(one.device_type != "cuda" for one in facts):
         return "it needs GPUs"
     if len({one.machine for one in facts}) > 1:
         return "the ranks that share experts are on several machines"
     if any(other.gpu != one.gpu and other.gpu not in one.peers for one in facts for other in facts):
         return "the GPUs cannot access each other's memory"
-    return _missing("symmetric", facts)
+    return _missing(name, facts)
 
 
 def _shared_fault(facts: Sequence[Facts]) -> str:
@@ -181,7 +198,7 @@ def _missing(name: str, facts: Sequence[Facts]) -> str:
     return next((why for one in facts for missing, why in one.missing if missing == name), "")
 
 
-_CLASSES = {"symmetric": "Symmetric", "deepep": "DeepEP"}
+_CLASSES = {"symmetric": "Symmetric", "copy_engine": "CopyEngine", "deepep": "DeepEP"}
 
 
 def _load(name: str) -> Any:

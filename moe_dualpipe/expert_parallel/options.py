@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-EpBackend = Literal["auto", "all_to_all", "symmetric", "shared", "deepep"]
+EpBackend = Literal["auto", "all_to_all", "symmetric", "copy_engine", "shared", "deepep"]
 """How ranks exchange tokens; choose.py describes them."""

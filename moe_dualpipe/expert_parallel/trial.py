@@ -16,36 +16,41 @@ from .gather import first_fault
 from .protocol import ExpertParallel
 
 TOKENS = 64
-"""The largest number of tokens of a rank in the trial."""
+"""The largest number of tokens of a rank in the first part of the trial."""
+ROUNDS = 100
+"""The number of messages in the second part. Up to 256 are different numbers in bfloat16."""
 
 
 def try_backend(
     build: Callable[[], ExpertParallel], reference: ExpertParallel, group: dist.ProcessGroup, device: torch.device, *,
     max_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype,
 ) -> tuple[ExpertParallel | None, str]:  # fmt: skip
-    """Build a backend and compare one forward and backward exchange with `reference`, bit for bit. Collective.
+    """Build a backend, compare one forward and backward exchange with `reference`, bit for bit, and look for rows that
+    are late. Collective.
 
     Returns the backend and "", or None and what is wrong with it, the same on all ranks of the group.
     """
-    backend, fault = None, ""
-    try:
-        backend = build()
-    except Exception as error:  # any error of a driver or compiler
-        fault = _first_line(error)
-    if not (fault := first_fault(fault, group)):
-        assert backend is not None
+    built: list[ExpertParallel] = []
+
+    def compare() -> str:
+        tokens = min(max_tokens, TOKENS)
+        expected, found = (
+            _exchange(ep, device, group.rank(), tokens, hidden_size, top_k, dtype) for ep in (reference, *built)
+        )
+        getattr(built[0], "check", lambda: None)()
+        return "" if all(map(torch.equal, found, expected)) else "its results differ from those of all_to_all"
+
+    def look_for_late_rows() -> str:
+        return _late_rows(built[0], device, group, max_tokens, hidden_size, dtype)
+
+    for part in (lambda: built.append(build()), compare, look_for_late_rows):
         try:
-            tokens = min(max_tokens, TOKENS)
-            expected, found = (
-                _exchange(ep, device, group.rank(), tokens, hidden_size, top_k, dtype) for ep in (reference, backend)
-            )
-            getattr(backend, "check", lambda: None)()
-            if not all(map(torch.equal, found, expected)):
-                fault = "its results differ from those of all_to_all"
-        except Exception as error:
+            fault = part() or ""
+        except Exception as error:  # any error of a driver or compiler
             fault = _first_line(error)
-        fault = first_fault(fault, group)
-    return (None, fault) if fault else (backend, "")
+        if fault := first_fault(fault, group):  # before the next part: all ranks must do it
+            return None, fault
+    return built[0], ""
 
 
 def _exchange(
@@ -63,6 +68,25 @@ def _exchange(
     dx_TD, grads_TK = ep.combine(again_ND, route, weights_NK).wait()
     assert grads_TK is not None
     return [y_TD, dx_TD, grads_TK]
+
+
+def _late_rows(
+    ep: ExpertParallel, device: torch.device, group: dist.ProcessGroup, tokens: int, hidden_size: int,
+    dtype: torch.dtype,
+) -> str:  # fmt: skip
+    """A fault if this rank finds rows of an earlier message in a later one, whose flag has overtaken it.
+
+    All ranks send all of their tokens to one of them, to each in turn. Each message is full and has its own number.
+    """
+    wrong = torch.zeros((), dtype=torch.bool, device=device)
+    for number in range(ROUNDS):
+        target = number % group.size()
+        ids_T1 = torch.full((tokens, 1), target * len(ep.local_experts), device=device)
+        x_TD = torch.full((tokens, hidden_size), number, dtype=dtype, device=device)
+        x_ND = ep.dispatch(x_TD, ep.prepare(ids_T1)).wait().x_ND
+        if target == group.rank():
+            wrong |= (x_ND[: group.size() * tokens] != number).any()
+    return "rows were read before they had arrived" if wrong else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -34,6 +34,7 @@ class ParallelConfig:
     ep_backend: EpBackend = "auto"
     """Backend for the exchange of tokens (docs/expert_parallel.md). deepep needs the package deep_ep.
     auto: symmetric for GPUs of one machine with peer access, shared for CPU ranks of one machine, else all_to_all.
+    copy_engine uses no multiprocessors, but sends whole buffers: for decoding. Training works, with more bytes.
     A resumed run may use another backend."""
     expert_sums: Literal["rank", "choice"] = "rank"
     """Order in which the outputs of a token's experts are added.

@@ -26,9 +26,17 @@ GPUS = [Facts("cuda", "one", gpu, frozenset("abc") - {gpu}) for gpu in "abc"]
 ELSEWHERE = replace(CPU, machine="another")
 NO_PEERS = replace(GPUS[2], peers=frozenset("a"))
 OTHER_MACHINE = [GPUS[0], replace(NO_PEERS, machine="another")]
-LACKING = replace(GPUS[1], missing=(("symmetric", "no module s"), ("deepep", "no d: choose --ep-backend all_to_all")))
+LACKING = replace(
+    GPUS[1],
+    missing=(
+        ("symmetric", "no module s"),
+        ("copy_engine", "no module c"),
+        ("deepep", "no d: choose --ep-backend all_to_all"),
+    ),
+)
 SEVERAL = "the ranks that share experts are on several machines"
 NO_ACCESS = "the GPUs cannot access each other's memory"
+PADDED = "its messages are padded, too much for more than 16 ranks that share experts: got 17"
 ACCESS = "its GPUs access each other's memory"
 # Of a name and the facts of each rank: the backend and the reason, or what is wrong and the way out.
 DECISIONS = [
@@ -46,6 +54,11 @@ DECISIONS = [
     ("symmetric", [CPU, CPU], "it needs GPUs; use auto or all_to_all"),
     ("symmetric", [*GPUS[:2], NO_PEERS], f"{NO_ACCESS}; use auto or all_to_all"),
     ("symmetric", [GPUS[0], LACKING], "no module s; use auto or all_to_all"),
+    ("copy_engine", GPUS, ("copy_engine", "as requested")),
+    ("copy_engine", GPUS[:1] * 16, ("copy_engine", "as requested")),
+    ("copy_engine", GPUS[:1] * 17, f"{PADDED}; use auto or all_to_all"),
+    ("copy_engine", [CPU, CPU], "it needs GPUs; use auto or all_to_all"),
+    ("copy_engine", [GPUS[0], LACKING], "no module c; use auto or all_to_all"),
     ("deepep", [CPU, CPU], "it needs GPUs; use auto or all_to_all"),
     ("deepep", [GPUS[0], LACKING], "no d: choose --ep-backend all_to_all"),
 ]
@@ -74,6 +87,24 @@ class Doubles(AllToAll):
         return Completed(Combined(y_TD, grads_TK))
 
 
+class Overtaken(AllToAll):
+    """On rank 1, one of the later messages is what came before it. With flags of a kernel, none is."""
+
+    flags = "copies"
+
+    def dispatch(self, x_TD, route, weights_TK=None):
+        received = super().dispatch(x_TD, route, weights_TK).wait()
+        if torch.distributed.get_rank() == 1 and self.flags == "copies" and (x_TD == 51).all():
+            received = received._replace(x_ND=received.x_ND - 2)
+        return Completed(received)
+
+
+def overtaken(*args, flags="copies", **_options):
+    ep = Overtaken(*args)
+    ep.flags = flags
+    return ep
+
+
 class Fails(AllToAll):
     """On rank 1, a transfer that runs on a GPU has failed."""
 
@@ -88,9 +119,10 @@ def fails_to_build(num_experts, the_group, *_arguments, **_options):
     return AllToAll(num_experts, the_group)
 
 
+LATE = "rows were read before they had arrived"
 FAULTS = {
     Doubles: "its results differ from those of all_to_all", Fails: "DistError: no answer from rank 0",
-    fails_to_build: "RuntimeError: no access",
+    fails_to_build: "RuntimeError: no access", overtaken: LATE,
 }  # fmt: skip
 DEVICE, EXPERTS = torch.device("cpu"), 4
 SIZES = {"max_tokens": 8, "hidden_size": 4, "top_k": 2, "dtype": torch.bfloat16}
@@ -139,6 +171,15 @@ def choices(_rank):
         with pytest.raises(ValueError) as error:
             chosen("symmetric", group.WORLD)
         assert str(error.value) == f"--ep-backend symmetric cannot be used: {fault}; use auto or all_to_all"
+
+    patch.setattr(choose, "decide", lambda _name, _facts: ("copy_engine", "because"))
+    patch.setattr(choose, "_load", lambda _name: overtaken)
+    choice = chosen("copy_engine", group.WORLD)
+    assert isinstance(choice.backend, Overtaken) and choice.backend.flags == "kernel"
+    assert choice.reason == f"because, with flags of a kernel: with copied ones, {LATE}"
+    patch.setattr(choose, "_load", lambda _name: lambda *a, **_options: Fails(*a))
+    with pytest.raises(ValueError, match=r"^--ep-backend copy_engine cannot be used: DistError: no answer from rank 0"):
+        chosen("copy_engine", group.WORLD)
 
 
 def test_the_chosen_backend_is_tried_on_all_ranks():

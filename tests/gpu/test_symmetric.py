@@ -1,4 +1,4 @@
-"""The backend Symmetric between processes that share one GPU. Each has its own context, and the GPU runs them in turn.
+"""The backends Symmetric and CopyEngine between processes that share one GPU, which runs their contexts in turn.
 
 A rank that does not answer is an error after 60 s, and a test whose ranks do not end fails after 100 s.
 """
@@ -6,6 +6,8 @@ A rank that does not answer is an error after 60 s, and a test whose ranks do no
 import pytest
 import torch
 
+from moe_dualpipe.expert_parallel.copy_engine import CopyEngine
+from moe_dualpipe.expert_parallel.symmetric import Symmetric
 from tests.support.kernels import DEVICE
 from tests.support.ranks import run_ranks
 from tests.support.symmetric_ranks import (
@@ -23,22 +25,25 @@ pytestmark = [
     pytest.mark.skipif(torch.version.hip is not None, reason="the kernels read NVIDIA's clock"),
 ]
 SECONDS = 100
+BACKENDS = [Symmetric, CopyEngine]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_results_are_those_of_all_to_all_bit_for_bit(ranks):
-    run_ranks(ranks, rounds, ranks, range(4), timeout=SECONDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_are_those_of_all_to_all_bit_for_bit(ranks, backend):
+    run_ranks(ranks, rounds, ranks, range(4), backend, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_layer_and_its_gradients_equal_those_of_all_to_all(ranks):
-    run_ranks(ranks, layers_agree, {}, timeout=SECONDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_and_its_gradients_equal_those_of_all_to_all(ranks, backend):
+    run_ranks(ranks, layers_agree, {}, backend, timeout=SECONDS)
 
 
-def graphs(rank):
+def graphs(rank, backend):
     """A capture fails where the host would wait."""
     prepare(pytest.MonkeyPatch())
-    ep = build(slots=2)
+    ep = build(backend, slots=2)
     layer, x = build_layer(ep, rank, {})
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -60,5 +65,6 @@ def graphs(rank):
     ep.check()
 
 
-def test_a_graph_of_a_layer_has_the_bits_of_eager_execution():
-    run_ranks(2, graphs, timeout=SECONDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_of_a_layer_has_the_bits_of_eager_execution(backend):
+    run_ranks(2, graphs, backend, timeout=SECONDS)

@@ -1,4 +1,4 @@
-"""The backend Symmetric between processes: on CPUs, which run its kernels in the interpreter, or on one GPU."""
+"""The backends Symmetric and CopyEngine between processes: on CPUs, in Triton's interpreter, or on one GPU."""
 
 import os
 
@@ -32,10 +32,10 @@ def prepare(patch):
         prepare_rank(patch)
 
 
-def build(**options):
+def build(backend=Symmetric, **options):
     """A backend with windows of NaN. Collective."""
     sizes = {"max_tokens": TOKENS, "hidden_size": WIDTH, "top_k": TOP_K, "num_sms": NUM_SMS, "slots": 4, "timeout": 60}
-    ep = Symmetric(EXPERTS, group.WORLD, memory=None if ON_GPU else SharedMemory(), **(sizes | options))
+    ep = backend(EXPERTS, group.WORLD, memory=None if ON_GPU else SharedMemory(), **(sizes | options))
     ep.windows.views(ep.own)[1].fill_(-1)  # NaN in all dtypes
     if ON_GPU:
         torch.cuda.synchronize()
@@ -57,11 +57,11 @@ class ThroughHost(AllToAll):
 # ---- transfers ----
 
 
-def rounds(rank, ranks, seeds):
+def rounds(rank, ranks, seeds, backend=Symmetric):
     """Results are those of all_to_all, bit for bit. All memory that no kernel has written is NaN."""
     prepare(pytest.MonkeyPatch())
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    ours, reference = build(), ThroughHost(EXPERTS, group.WORLD)
+    ours, reference = build(backend), ThroughHost(EXPERTS, group.WORLD)
     common, own = (torch.Generator().manual_seed(1000 * seeds[0] + i) for i in (ranks, 100 + rank))
     for seed in seeds:
         k, wide_rows, kind = (int(torch.randint(n, (), generator=common)) for n in (TOP_K, 2, 4))
@@ -106,12 +106,12 @@ def forward_and_backward(layer, x):
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-def layers_agree(rank, choices):
+def layers_agree(rank, choices, backend=Symmetric):
     """Output and gradients equal those of all_to_all; on a GPU up to rounding, because tiles depend on the rows."""
     prepare(pytest.MonkeyPatch())
     expected = forward_and_backward(*build_layer(ThroughHost(EXPERTS, group.WORLD), rank, choices))
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    ep = build(slots=2)
+    ep = build(backend, slots=2)
     for a, b in zip(forward_and_backward(*build_layer(ep, rank, choices)), expected, strict=True):
         assert error(a, b) < 1e-2 if ON_GPU else torch.equal(a, b)
     ep.check()

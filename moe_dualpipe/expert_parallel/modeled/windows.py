@@ -37,7 +37,7 @@ class LoopbackWindows(OneSided):
             timeout=1.0,
         )  # fmt: skip  # all rows are there before a kernel looks for them
         self.sent, self.previous, self.link = sent, previous, Link()
-        self._map(*mirrored_memory(self.memory_words, num_ranks, sent.device))
+        self._map(mirrored_memory(self.memory_words, num_ranks, sent.device))
 
     def fits(self, tokens: int, row_bytes: int, top_k: int) -> bool:
         return tokens <= self.max_tokens and row_bytes <= self.max_row and top_k <= self.top_k
@@ -58,7 +58,7 @@ class LoopbackWindows(OneSided):
         return Pace(num_bytes, 1e3 * self.link.latency_us, num_bytes / self.link.gb_per_s, self.sent)
 
 
-def mirrored_memory(num_words: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory of rank 0, zeros in int32, and the addresses of all ranks: of rank r, its region of this memory."""
+def mirrored_memory(num_words: int, num_ranks: int, device: torch.device) -> list[Tensor]:
+    """Memory of rank 0, zeros in int32, and of each other rank: what follows from its region of this memory on."""
     own = torch.zeros(num_words, dtype=torch.int32, device=device)
-    return own, own.data_ptr() + torch.arange(num_ranks, device=device) * (4 * num_words // num_ranks)
+    return [own[r * num_words // num_ranks :] for r in range(num_ranks)]

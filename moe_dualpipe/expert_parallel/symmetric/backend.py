@@ -42,7 +42,7 @@ class Symmetric(OneSided):
         self.memory = memory or (DeviceMemory() if torch.cuda.is_available() else SharedMemory())
         check_triton(self.memory.device)
         _check_equal(group, max_tokens=max_tokens, bytes_of_a_row=self.max_row, top_k=top_k, slots=slots)
-        self._map(*self.memory.allocate(self.memory_words, group))
+        self._map(self.memory.allocate(self.memory_words, group))
 
 
 def _check_equal(group: dist.ProcessGroup, **sizes: int) -> None:

@@ -23,8 +23,8 @@ class Memory(Protocol):
 
     device: torch.device
 
-    def allocate(self, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        """Return this rank's memory, zeros in int32, and the addresses of the memory of all ranks, [R] in int64.
+    def allocate(self, num_words: int, group: dist.ProcessGroup) -> list[Tensor]:
+        """Return the memory of each rank, zeros in int32.
 
         Collective. The memory is released when this object and the returned tensors are.
         """
@@ -37,7 +37,7 @@ class DeviceMemory:
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
-    def allocate(self, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def allocate(self, num_words: int, group: dist.ProcessGroup) -> list[Tensor]:
         import torch.distributed._symmetric_memory as symmetric
 
         own = symmetric.empty(num_words, dtype=torch.int32, device=self.device)
@@ -45,8 +45,8 @@ class DeviceMemory:
         torch.cuda.synchronize(self.device)  # other ranks may write as soon as they have mapped it
         handle = symmetric.rendezvous(own, group)
         # The handle's own table ignores where in an allocation the tensor starts.
-        self._mapped = [handle.get_remote_tensor(r, [num_words], torch.int32) for r in range(group.size())]
-        return own, torch.tensor([one.data_ptr() for one in self._mapped], device=self.device)
+        everyone = range(group.size())
+        return [own if r == group.rank() else handle.get_remote_tensor(r, [num_words], torch.int32) for r in everyone]
 
 
 class SharedMemory:
@@ -54,7 +54,7 @@ class SharedMemory:
 
     device = torch.device("cpu")
 
-    def allocate(self, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def allocate(self, num_words: int, group: dist.ProcessGroup) -> list[Tensor]:
         files = {group.rank(): create_file(4 * num_words)}
 
         def on_notice(peer: int, _notice: Notice, file: int | None) -> None:
@@ -68,7 +68,7 @@ class SharedMemory:
                 mailbox.post(peer, Notice(ALLOCATED, True, -1), files[group.rank()])
         mailbox.wait(lambda: [peer for peer in everyone if peer not in files], "it allocated memory")
         like = torch.empty(0, num_words, dtype=torch.int32)
-        self._mapped = [Segment(files[rank]).fields([like], 1)[0][0] for rank in everyone]
+        memories = [Segment(files[rank]).fields([like], 1)[0][0] for rank in everyone]
         for file in files.values():
             os.close(file)
-        return self._mapped[group.rank()], torch.tensor([one.data_ptr() for one in self._mapped])
+        return memories

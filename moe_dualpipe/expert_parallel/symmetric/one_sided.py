@@ -30,7 +30,7 @@ from .failures import COMBINE, DISPATCH, describe_failure, encode_layout
 
 if TYPE_CHECKING:
     from ...kernels.gpu.push import Pace
-    from ...kernels.gpu.signals import Operation
+    from ...kernels.gpu.signals import Operation, Windows
 
 V = TypeVar("V")
 ALIGNMENT = 16  # bytes
@@ -99,14 +99,14 @@ class OneSided:
 
         return self.num_ranks * region_words(self.slots, self.max_tokens, self._row_words)
 
-    def _map(self, own: Tensor, addresses_R: Tensor) -> None:
-        """own: the memory of this rank, zeros in int32. addresses_R: the memory of all ranks, int64."""
+    def _map(self, memories: Sequence[Tensor]) -> None:
+        """memories: the memory of each rank, zeros in int32."""
         from ...kernels.gpu.signals import Windows, new_state
 
-        self.own = own
+        self.memories, self.own = memories, (own := memories[self.rank])
         self.windows = Windows(
-            addresses_R, new_state(self.slots, own.device), self.rank, self.slots, self.max_tokens, self._row_words,
-            self._weights_at, self._ids_at, self.num_sms, self.timeout,
+            addresses_of(memories), new_state(self.slots, own.device), self.rank, self.slots, self.max_tokens,
+            self._row_words, self._weights_at, self._ids_at, self.num_sms, self.timeout,
         )  # fmt: skip
         self._record = torch.zeros(5, dtype=torch.int32, pin_memory=own.is_cuda)
         self._seen = self._record.numpy()  # read without waiting for the copies
@@ -191,8 +191,14 @@ class OneSided:
         operation = Operation(slot, self._number, encode_layout(kind, rows, weights, ids))
         self._number, self._in_flight[slot] = self._number + 1, True
         pace = self._pace([field for field in (rows, weights, ids) if field is not None])
-        self._launch(lambda: push(self.windows, operation, rows, index, offsets, weights, ids, pace))
+        self._launch(
+            lambda: self._send(operation, lambda to: push(to, operation, rows, index, offsets, weights, ids, pace))
+        )
         return operation
+
+    def _send(self, operation: "Operation", push: "Callable[[Windows], None]") -> None:
+        """Send a message: `push` writes it to the memory of all ranks."""
+        push(self.windows)
 
     def _finish(self, operation: "Operation", receive: Callable[[], V]) -> Pending[V]:
         def finish() -> V:
@@ -255,6 +261,11 @@ class OneSided:
         starts = rows.data_ptr() | (int(rows.storage_offset()) | rows.stride(0)) * rows.element_size()
         fits = rows.stride(1) == 1 and starts % ALIGNMENT == 0
         return rows if fits else rows.clone(memory_format=torch.contiguous_format)
+
+
+def addresses_of(memories: Sequence[Tensor]) -> Tensor:
+    """The address of each memory, in int64, on its device."""
+    return torch.tensor([memory.data_ptr() for memory in memories], device=memories[0].device)
 
 
 def _weights(weights: Tensor | None) -> Tensor | None:

@@ -72,7 +72,7 @@ LIBRARIES = (
             ("AllreduceLargeKernel_GlobalSync", "Kernel_local_sum_and_distribute_to_remote_ranks"),
             ("uxlfoundation/oneCCL/src/coll/algorithms/allreduce/sycl/allreduce_large_sycl.hpp",
              "uxlfoundation/oneCCL/src/coll/algorithms/allreduce/sycl/allreduce_medium_sycl.hpp")),
-    Library("moe-dualpipe", r"^(?:push|receive_rows|receive_sums|release)_kernel$",
+    Library("moe-dualpipe", r"^(?:push|receive_rows|receive_sums|release|wait_for_ranks)_kernel$",
             ("push_kernel",), ("kernels/gpu",)),
     Library(
         "any collective in the function's own name",

@@ -47,7 +47,7 @@ class Launch(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The launches of each rank, in order, and the names of cells and words.
+    """The launches of each stream, in order, and the names of cells and words. The first streams are those of ranks.
 
     Cells from `private` on are each accessed by one rank only. The other ones contain messages.
     """

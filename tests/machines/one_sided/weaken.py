@@ -1,8 +1,23 @@
 """Recordings with one fence of a kernel removed or weakened, wherever it runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from tests.machines.one_sided.events import Atomic, Barrier, Event, Launch, Recording
+import pytest
+
+from tests.machines.one_sided.events import Atomic, Barrier, Event, HazardError, Launch, Recording
+from tests.machines.one_sided.search import explore
+
+
+def check_fences(recording: Recording, hazards: Mapping[str, str]) -> None:
+    """Check that a recording is safe, and that it is not without any of its fences: `hazards` says what goes wrong."""
+    assert explore(recording) > 100
+    found = set()
+    for name, weaker in weakened(recording):
+        fence = name.rpartition(" -> ")[0]
+        with pytest.raises(HazardError, match=hazards[fence]):
+            explore(weaker)
+        found.add(fence)
+    assert found == hazards.keys()
 
 
 def weakened(recording: Recording) -> Iterator[tuple[str, Recording]]:

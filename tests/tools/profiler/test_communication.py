@@ -74,8 +74,8 @@ KERNELS = {
          "_ZTSN2at3AddE"],
     ),
     "moe-dualpipe": (
-        ["push_kernel", "receive_rows_kernel", "receive_sums_kernel", "release_kernel"],
-        ["push_kernel_v2", "my_push_kernel", "receive_kernel", "void a::release_kernel(int)"],
+        ["push_kernel", "receive_rows_kernel", "receive_sums_kernel", "release_kernel", "wait_for_ranks_kernel"],
+        ["push_kernel_v2", "my_push_kernel", "receive_kernel", "wait_kernel", "void a::release_kernel(int)"],
     ),
     "any collective in the function's own name": (
         ["void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1>(int)",

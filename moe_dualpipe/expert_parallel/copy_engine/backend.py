@@ -1,0 +1,28 @@
+"""The backend whose messages are sent by copy engines (copies.py), with a process group."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from ...kernels.backend import Kernels
+from ..symmetric import Symmetric
+from .copies import Copies, Flags
+
+
+class CopyEngine(Copies, Symmetric):
+    """Experts are divided evenly over the ranks of `group`, in order. Their GPUs can write into each other's memory.
+
+    options: those of Symmetric, as are the errors, and what ranks must do. flags: what tells a rank that a message is
+    complete: a copy, or a kernel of one program.
+
+    Each transfer sends `max_tokens` rows to each rank, whatever the routing is: with 8 choices of 256 experts, 1.5
+    times the bytes that 8 ranks need, and 8.5 times those that 64 ranks need. So it is for few ranks with few tokens,
+    as in decoding. Training works too, but sends more than it needs.
+    """
+
+    def __init__(
+        self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", *, flags: Flags = "copies",
+        **options: Any,
+    ):  # fmt: skip
+        super().__init__(num_experts, group, kernels, **options)
+        self.flags = flags
