@@ -28,6 +28,7 @@ SECTIONS = {
     "tests": ("gpu_tests", 0.35),
     "experts": ("experts", 0.62),
     "permute": ("permute", 0.65),
+    "fp8": ("fp8", 0.66),
     "routing": ("routing", 0.68),
     "transfers": ("transfers", 0.72),
     "overlap": ("overlap", 0.8),

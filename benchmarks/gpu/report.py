@@ -189,6 +189,15 @@ def permute_section(record: dict[str, Any]) -> str:
     return f"## Permute and unpermute\n\nRate: the bytes that must move, per second.\n\n{table(header, rows)}"
 
 
+def fp8_section(record: dict[str, Any]) -> str:
+    rows = [
+        [shape_name(entry["shape"]), name, format_measurement(rate) if "median" in rate else rate["status"]]
+        for entry in record["shapes"]
+        for name, rate in entry["rates"].items()
+    ]
+    return f"## FP8\n\n{table(['T, D, F, E, K', '', 'rate'], rows)}"
+
+
 def gb_cell(outcome: dict[str, Any]) -> str:
     if "median" not in outcome:
         return UNTIMED.get(outcome.get("status", ""), "-")
@@ -302,6 +311,7 @@ SECTIONS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "tests": (tests_section, "outcome"),
     "experts": (experts_section, "shapes"),
     "permute": (permute_section, "shapes"),
+    "fp8": (fp8_section, "shapes"),
     "routing": (routing_section, "sizes"),
     "transfers": (transfers_section, "copy"),
     "overlap": (overlap_section, "runs"),

@@ -6,17 +6,22 @@ M rows in expert-major order, E experts, D model dim, F expert hidden size; N co
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moe_dualpipe.kernels.experts import swiglu
+from moe_dualpipe.kernels.fp8 import Fp8Recipe
+from moe_dualpipe.kernels.fp8_experts import PlainTorch
 from moe_dualpipe.kernels.gpu.configs import TileConfig
+from moe_dualpipe.kernels.gpu.fp8 import fp8_rows_times_weights
 from moe_dualpipe.kernels.gpu.gemm import rows_times_weights
 from moe_dualpipe.kernels.gpu.swiglu import swiglu_down_backward, swiglu_up
 from moe_dualpipe.kernels.gpu.tiles import Tiling
 from moe_dualpipe.kernels.gpu.wgrad import weight_gradients
 from moe_dualpipe.kernels.grouped_gemm import grouped_mm, grouped_wgrad
+from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.routing import expert_order
 
 from .implementations import Problem
@@ -32,9 +37,12 @@ def candidate_configs(kernel: str, element: int, shared_bytes: int, tma: bool, m
     tried where shared memory allows a second block, and the epilogue needs more registers than the product.
     """
     tiles = [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128)]
+    depths = ((32, 4), (32, 5), (64, 3), (64, 4))
+    if kernel == "fp8":  # a tile of weights lies in a block of 128 x 128, which has one scale
+        tiles, depths = [tile for tile in tiles if tile[1] <= 128], ((128, 2), (128, 3), (128, 4))
     found = []
     for block_m, block_n in tiles:
-        for block_k, stages in ((32, 4), (32, 5), (64, 3), (64, 4)):
+        for block_k, stages in depths:
             for warps in (4, 8):
                 fits_registers = 64 <= block_m * block_n / (32 * warps) <= 128
                 shared = stages * (block_m + block_n) * block_k * element
@@ -56,8 +64,9 @@ def with_other_orders(config: TileConfig) -> list[TileConfig]:
 SMOKE_TILES = ((16, 16, 16), (32, 32, 16))
 
 
-def smoke_configs() -> list[TileConfig]:
-    return [TileConfig(*tile, warps=4, stages=1, group_m=8) for tile in SMOKE_TILES]
+def smoke_configs(kernel: str) -> list[TileConfig]:
+    tiles = [(m, n, 128 if kernel == "fp8" else k) for m, n, k in SMOKE_TILES]
+    return [TileConfig(*tile, warps=4, stages=1, group_m=8) for tile in tiles]
 
 
 # ---- GEMMs ----
@@ -85,6 +94,20 @@ class Gemm:
         whole = [f.sum(0) if f.ndim > e.ndim else f for f, e in zip(found, self.expected, strict=True)]
         errors = [relative_error(f, e) for f, e in zip(whole, self.expected, strict=True)]
         return max(errors) if all(error == error for error in errors) else float("nan")
+
+
+def fp8_gemms(problem: Problem, order: ExpertOrder) -> Iterator[Gemm]:
+    """Yield the products of a forward in FP8, unless the GPU cannot multiply so."""
+    shape, recipe = problem.shape, Fp8Recipe()
+    if recipe.kernels_fault(problem.x_ND.device):
+        return
+    plain, tiling, dtype = PlainTorch(order, recipe), Tiling(order.expert_offsets, shape.rows), problem.x_ND.dtype
+    x, index = recipe.quantize_rows(problem.x_ND), order.gather_idx_M
+    h = plain.swiglu(plain.multiply(x, problem.gate_up, dtype, index), None)
+    for rows, weights, of_rows in ((x, problem.gate_up, index), (h, problem.down, None)):
+        w, expected = recipe.quantize_weights(weights), plain.multiply(rows, weights, dtype, of_rows)
+        launch = partial(fp8_rows_times_weights, rows, w, tiling, dtype, of_rows)
+        yield Gemm("fp8", *weights.shape[1:], lambda launch=launch: (launch(),), (expected,))
 
 
 def gemms(problem: Problem) -> Iterator[Gemm]:
@@ -128,3 +151,4 @@ def gemms(problem: Problem) -> Iterator[Gemm]:
         lambda: (weight_gradients(dz, x, offsets, gate_up.dtype, None, index),),
         (grouped_wgrad(dz, x[index], offsets, kernels="reference"),),
     )  # fmt: skip
+    yield from fp8_gemms(problem, order)

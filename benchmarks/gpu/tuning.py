@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,12 @@ def final_times_us(gemm: Gemm, device: torch.device, finalists: Collection[TileC
 def tune_shape(shape: Shape, device: torch.device, out: Path) -> None:
     """Tune every GEMM of one layer, and write the table to `out` after each."""
     problem = make_problem(shape, device)
-    element, arch, rows = problem.x_ND.element_size(), arch_of(device), max(1, shape.rows // shape.E)
+    arch, rows = arch_of(device), max(1, shape.rows // shape.E)
     print(f"{shape} on {arch}", flush=True)
     if device.type == "cuda":
         precompile_gemms(shape)
     for gemm in gemms(problem):
+        element = element_of(gemm, problem)
         current = configs.lookup(gemm.kernel, arch, element, gemm.n, gemm.k, rows)
         tried = configs_to_try(gemm.kernel, element, device)
         found = tune_gemm(gemm, device, current, tried)
@@ -123,6 +125,11 @@ def tune_shape(shape: Shape, device: torch.device, out: Path) -> None:
         print(f"  {gemm}: {gain} of {found.tried} tried, {len(found.dropped)} dropped: {found.config}", flush=True)
 
 
+def element_of(gemm: Gemm, problem: Problem) -> int:
+    """Bytes of a number that is multiplied."""
+    return 1 if gemm.kernel == "fp8" else problem.x_ND.element_size()
+
+
 def make_problem(shape: Shape, device: torch.device) -> Problem:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16  # the interpreter computes bf16 incorrectly
     return Problem.random(shape, dtype, device)
@@ -130,7 +137,7 @@ def make_problem(shape: Shape, device: torch.device) -> Problem:
 
 def configs_to_try(kernel: str, element: int, device: torch.device) -> list[TileConfig]:
     if device.type == "cpu":
-        return smoke_configs()
+        return smoke_configs(kernel)
     nvidia = torch.version.hip is None
     hopper_or_later = nvidia and torch.cuda.get_device_capability(device)[0] >= 9
     return candidate_configs(kernel, element, shared_memory_limit(device), hopper_or_later, nvidia)
@@ -157,7 +164,7 @@ def precompile_gemms(shape: Shape) -> None:
     start = time.monotonic()
     sizes = ",".join(str(getattr(shape, name)) for name in "TDFEK")
     command = [sys.executable, "-m", "benchmarks.tune", "--shapes", sizes, "--worker"]
-    commands = [[*command, str(i), str(share), str(NUM_SHARES)] for i in range(6) for share in range(NUM_SHARES)]
+    commands = [[*command, str(i), str(share), str(NUM_SHARES)] for i in range(8) for share in range(NUM_SHARES)]
     unfinished = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 600)
     print(f"  precompiled in {time.monotonic() - start:.0f} s, {unfinished} jobs unfinished", flush=True)
 
@@ -165,10 +172,10 @@ def precompile_gemms(shape: Shape) -> None:
 def compile_share(shape: Shape, device: torch.device, number: int, share: int, num_shares: int) -> None:
     """Launch GEMM `number` once on few tokens with configurations share, share + num_shares, ..."""
     problem = make_problem(dataclasses.replace(shape, T=NUM_TOKENS), device)
-    gemm = list(gemms(problem))[number]
-    for config in configs_to_try(gemm.kernel, problem.x_ND.element_size(), device)[share::num_shares]:
-        try:
-            with override_config(gemm.kernel, config):
-                gemm.launch()
-        except Exception as failure:  # reported when it is timed
-            sys.stderr.write(f"{gemm} {config}: {error_summary(failure)}\n")
+    for gemm in islice(gemms(problem), number, number + 1):  # none of those in FP8 on an older GPU
+        for config in configs_to_try(gemm.kernel, element_of(gemm, problem), device)[share::num_shares]:
+            try:
+                with override_config(gemm.kernel, config):
+                    gemm.launch()
+            except Exception as failure:  # reported when it is timed
+                sys.stderr.write(f"{gemm} {config}: {error_summary(failure)}\n")

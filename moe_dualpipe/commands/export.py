@@ -25,7 +25,8 @@ class Export:
     out: Annotated[str, arg(metavar="PATH")]
     """Folder to write, or a URL (docs/checkpoints.md); it must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the weights. None: that of the published model from which the run started, or float32."""
+    """Dtype of the weights. None: that of the published model from which the run started, or float32;
+    for a run with experts in FP8, these in FP8, and the rest in bfloat16."""
     max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
     """Largest size of one file, such as 5GB or 512MiB."""
 

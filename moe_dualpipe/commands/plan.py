@@ -25,7 +25,7 @@ from ..tools.planner.table import (
     waterfall_table,
 )
 from ..tools.planner.transfer_times import EpBackend
-from ..tools.planner.workload import AttentionKernel, CudaGraphs, Workload, layout_of
+from ..tools.planner.workload import AttentionKernel, CudaGraphs, Fp8, Workload, layout_of
 from .options import JsonOption, check_ranges, check_together, one_of
 
 PLACEMENTS = {"moved": "moved", "copied": "moved, with 1 copy on each GPU"}
@@ -50,6 +50,8 @@ class Run(JsonOption):
     """Sequences per step, over all GPUs."""
     dtype: Precision = "bf16"
     """Precision of matrix products. With fp8 and mxfp8, attention, the router and the head stay in bf16."""
+    fp8: Fp8 = "off"
+    """compute.fp8 of train.py. experts: their products in 8 bits. experts+dispatch: also the rows that they get."""
     ep_backend: EpBackend = "deepep"
     """How tokens are sent to experts. all_to_all: once per expert. deepep, hybrid: once per GPU or NVLink domain."""
     overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -79,7 +81,7 @@ class Run(JsonOption):
         shape = read_shape(self.model)
         return Workload(
             shape if self.mtp is None else replace(shape, mtp=self.mtp), load_device(self.gpu), Layout(),
-            seq=self.seq_len, precision=self.dtype, ep_backend=self.ep_backend,
+            seq=self.seq_len, precision=self.dtype, fp8=self.fp8, ep_backend=self.ep_backend,
             overlap=self.overlap if self.overlap or self.no_overlap else None, violation=self.max_vio,
             attention=self.attention, cuda_graphs=self.cuda_graphs,
             loads=MeasuredLoads.read(find_loads(self.loads)) if self.loads else None,

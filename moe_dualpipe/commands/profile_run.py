@@ -12,7 +12,7 @@ from ..models import PRESETS
 from ..runtime.launch import Launch, device_of
 from ..tools.drawing.output import make_folder
 from ..tools.profiler.measure import measure
-from ..tools.profiler.pair import Workload
+from ..tools.profiler.pair import Fp8, Workload
 from ..tools.profiler.pictures.lanes import measurement_pictures, save_lanes
 from ..tools.profiler.reports.overlap import measurement_text
 from .options import DeviceOption, JsonOption, check_ranges, one_of
@@ -39,6 +39,8 @@ class ProfileRun(DeviceOption, JsonOption):
     """Tokens per micro-batch; in decode, sequences. None: 4096, or --seq-len if it does not divide it; decode: 128."""
     routing: Literal["balanced", "real"] = "balanced"
     """balanced: every expert gets the same number of tokens. real: what the untrained router chooses."""
+    fp8: Fp8 = "off"
+    """compute.fp8 of train.py. experts: their products in 8 bits. experts+dispatch: also the rows that they get."""
     link_gbps: float | None = None
     """Gb/s of the modeled link per direction. None: 400; on a CPU, communication takes half of the computation time."""
     link_latency_us: float = 0.0
@@ -67,7 +69,7 @@ class ProfileRun(DeviceOption, JsonOption):
         sizes = self.num_layers, self.seq_len or None, self.tokens or None
         try:
             device = device_of(self.device, launch)
-            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, device)
+            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, device, self.fp8)
             measurement = measure(workload, out, self.ep or None, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):

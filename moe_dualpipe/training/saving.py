@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..checkpoint import Saver, SaveResult, find_checkpoint
 from ..checkpoint.expert_loads import loads_file
-from ..checkpoint.huggingface import companion_files, plan_checkpoint_export
+from ..checkpoint.huggingface import companion_files, fp8_file, plan_checkpoint_export
 from ..data import stores, tokenizer_files
 from ..health.heartbeat import SAVING
 from ..messages import printable
@@ -45,6 +45,8 @@ class Saving:
         with trainer.progress.during(SAVING):
             self._note(self.saver.wait())
             files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.companions)
+            compute = trainer.config.compute
+            files |= fp8_file(None if compute.fp8 == "off" else compute.fp8_recipe)
             self.saver.start(step, trainer.state(), files | loads_file(*trainer.balance.take_loads()))
 
     def poll(self, wait: bool = False) -> None:

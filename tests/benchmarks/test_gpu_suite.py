@@ -60,7 +60,17 @@ def test_all_sections_write_results_and_wrong_implementations_are_not_timed(tmp_
     arguments = ["--out", str(tmp_path / "out"), "--smoke", "--contestants", *IMPLEMENTATIONS]
     assert gpu.main(arguments) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {"about", "ceilings", "tests", "experts", "permute", "routing", "transfers", "overlap"} <= results.keys()
+    assert {
+        "about",
+        "ceilings",
+        "tests",
+        "experts",
+        "permute",
+        "fp8",
+        "routing",
+        "transfers",
+        "overlap",
+    } <= results.keys()
     assert results["ceilings"]["dense"]["unit"] == "TFLOP/s"
     assert all("reason" not in record for record in results.values() if isinstance(record, dict))
     assert "tests collected" in results["tests"]["summary"]  # smoke mode collects the tests without running them
@@ -74,6 +84,23 @@ def test_all_sections_write_results_and_wrong_implementations_are_not_timed(tmp_
     assert (early["status"], early["reason"]) == ("failed", "RuntimeError: no such tile")
     assert (late["status"], late["reason"]) == ("failed", "RuntimeError: out of patience")
     assert not any("forward" in outcome for outcome in (wrong, late))
+
+
+@interpreted
+def test_products_in_fp8_are_timed_if_they_are_right(tmp_path, monkeypatch):
+    assert gpu.main(["--out", str(tmp_path / "out"), "--smoke", "--only", "fp8"]) == 0
+    (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["fp8"]["shapes"]
+    units = {name: rate["unit"] for name, rate in entry["rates"].items() if rate["status"] == "timed"}
+    products = dict.fromkeys(("up, with SwiGLU", "down", "up in FP8", "down in FP8"), "TFLOP/s")
+    assert units == {**products, "round x": "GB/s"}
+    assert "| down in FP8 |" in (tmp_path / "out" / "results.md").read_text()
+    from benchmarks.gpu import tuned_gemms
+
+    right = tuned_gemms.fp8_rows_times_weights
+    monkeypatch.setattr(tuned_gemms, "fp8_rows_times_weights", lambda *given: 1.1 * right(*given))
+    assert gpu.main(["--out", str(tmp_path / "wrong"), "--smoke", "--only", "fp8"]) == 0
+    (entry,) = json.loads((tmp_path / "wrong" / "results.json").read_text())["fp8"]["shapes"]
+    assert {name for name, rate in entry["rates"].items() if rate["status"] == "wrong"} == {"up in FP8", "down in FP8"}
 
 
 @interpreted

@@ -36,6 +36,7 @@ def predicted_memory(run):
     batch = MicroBatch(
         run.choice.micro_batch_size, config.batch.seq_len, element, run.layout.ep, config.compute.recompute,
         config.compute.fused_loss, plain=run.kernels == "reference",
+        fp8_block=128 if config.compute.fp8 != "off" else 0,
     )  # fmt: skip
     return peak_memory(
         config.model,
@@ -77,6 +78,13 @@ def check(tmp_path, num_ranks, *changes, model=MODEL):
 
 def test_two_ranks_use_what_is_predicted(tmp_path):
     check(tmp_path, 2, {"schedule": "dualpipe", "recompute": "attention"})
+
+
+def test_experts_in_fp8(tmp_path):
+    """Small weights and many rows, then large weights."""
+    large = dataclasses.replace(MODEL, num_layers=2, hidden_size=256, expert_size=256, num_experts=8)
+    for model in (MODEL, large):
+        check(tmp_path, 1, {"fp8": "experts"}, model=model)
 
 
 @pytest.mark.long

@@ -12,8 +12,11 @@ from typing import Any, Literal
 
 from ...data import TOKENIZER_FILE, Tokenizer
 from ...data.strict_json import parse, read_bytes, read_named, reading
+from ...kernels.fp8 import RECIPES, Fp8Recipe
 
-COMPANIONS_FILE = "published.json"
+COMPANIONS_FILE, FP8_FILE = "published.json", "fp8.json"
+BLOCK = 128
+"""Rows and columns of a block of published weights in fp8, which has one scale in fp32."""
 NAMES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
@@ -47,6 +50,18 @@ def companions_of(checkpoint: Path) -> dict[str, str]:
 def companion_files(companions: Mapping[str, str]) -> dict[str, bytes]:
     """The file that keeps `companions` in a checkpoint: file name -> content."""
     return {COMPANIONS_FILE: json.dumps(companions).encode()} if companions else {}
+
+
+def fp8_file(recipe: str | None) -> dict[str, bytes]:
+    """The file in a checkpoint that names the recipe of its experts: file name -> content. None: not in FP8."""
+    return {FP8_FILE: json.dumps({"recipe": recipe}).encode()} if recipe else {}
+
+
+def published_recipe(checkpoint: Path) -> Fp8Recipe | None:
+    """The recipe that `fp8_file` put into a checkpoint. None without one, and for other blocks than published ones."""
+    path = checkpoint / FP8_FILE
+    recipe = RECIPES.get(read_named(path, dict[str, str]).get("recipe", "")) if path.is_file() else None
+    return recipe if recipe and recipe.weight_rows == recipe.block == BLOCK else None
 
 
 def published_config(companions: Mapping[str, str]) -> dict[str, Any]:

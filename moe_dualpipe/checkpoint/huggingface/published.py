@@ -23,18 +23,16 @@ from ...models import ModelConfig, StageOptions, TransformerStage, build_model
 from ..tensor_file import TensorFolder
 from ..weights import OwnLayer, check_sizes, global_weights, group_names, with_named_layers
 from .architectures import Architecture
-from .companions import read_companions
+from .companions import BLOCK, read_companions
 from .config import architecture_of, is_interleaved, read_config
 from .tensors import EMBEDDING, HEAD, Layout, Target, published_shapes
 
 CONFIG_FILE = "config.json"
-_SCALE = "_scale_inv"
 _DERIVED = ".rotary_emb.inv_freq"  # tables of angles, which old versions of transformers saved
 _OURS = {EMBEDDING: "embedding.weight", HEAD: "head.weight"}
 _PIECE = 2**24  # numbers that are compared at a time
-BLOCK = 128
-"""Rows and columns of a block of weights in fp8, which has one scale in fp32."""
-_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+SCALE = "_scale_inv"
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 
 class PublishedModel:
@@ -136,10 +134,10 @@ class PublishedModel:
             if found.shape != shape:
                 raise ValueError(f"{what} has shape {[*found.shape]}, but by config.json it must have {[*shape]}")
             if self._fp8 and found.dtype == torch.float8_e4m3fn and len(shape) == 2:
-                scales.add(scale := f"{name}{_SCALE}")
-                stored, blocks = entries.get(scale), tuple(-(-size // BLOCK) for size in shape)
+                scales.add(scale := f"{name}{SCALE}")
+                stored, blocks = entries.get(scale), blocks_of(shape)
                 if stored is None or (stored.shape, stored.dtype) != (blocks, torch.float32):
-                    raise ValueError(f"{what}{_SCALE} must be float32 {[*blocks]}, one scale for each block")
+                    raise ValueError(f"{what}{SCALE} must be float32 {[*blocks]}, one scale for each block")
             elif not found.dtype.is_floating_point or found.dtype.itemsize == 1:
                 raise ValueError(
                     f"{what} has dtype {found.dtype}, which is not supported: only matrices may be float8_e4m3fn, with "
@@ -164,7 +162,7 @@ class PublishedModel:
         tensor = self._tensors.read(name)
         if tensor.dtype.itemsize > 1:
             return tensor
-        return Fp8Matrix(tensor, self._tensors.read(f"{name}{_SCALE}"), BLOCK, BLOCK).read(dtype)
+        return Fp8Matrix(tensor, self._tensors.read(f"{name}{SCALE}"), BLOCK, BLOCK).read(dtype)
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
@@ -177,13 +175,18 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     return read_named(path, dict[str, Any])
 
 
+def blocks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of a weight."""
+    return tuple(-(-size // BLOCK) for size in shape)
+
+
 def _is_fp8(quantization: Any) -> bool:
     """Whether matrices are in fp8, as DeepSeek publishes them. Raises ValueError for other quantizations."""
     if quantization is None:
         return False
     given = {"fmt": "e4m3", **quantization} if isinstance(quantization, Mapping) else {}
-    if any(given.get(key) != value for key, value in _FP8.items()):
-        raise ValueError(f"quantization_config {quoted(quantization, 200)} is not supported: it needs {_FP8}")
+    if any(given.get(key) != value for key, value in FP8.items()):
+        raise ValueError(f"quantization_config {quoted(quantization, 200)} is not supported: it needs {FP8}")
     return True
 
 

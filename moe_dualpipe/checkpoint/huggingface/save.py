@@ -13,7 +13,7 @@ files are on disk.
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,16 +25,26 @@ from torch import Tensor
 
 from ...data import Tokenizer, find_tokenizer
 from ...data.files import divide
+from ...kernels.fp8 import DTYPE as FP8_DTYPE
+from ...kernels.fp8 import Fp8Recipe
 from ...messages import printable, quoted
 from ...models import ModelConfig, TransformerStage
 from ..atomic_folder import write_folder
 from ..tensor_file import INDEX_FILE, SINGLE_FILE, write_tensors
 from ..weights import SavedModel, global_weights
 from .architectures import ALIASES, ARCHITECTURES
-from .companions import companions_of, encoded, published_config, special_ids, tokenizer_files
+from .companions import (
+    BLOCK,
+    companions_of,
+    encoded,
+    published_config,
+    published_recipe,
+    special_ids,
+    tokenizer_files,
+)
 from .config import find_architecture, is_interleaved, misfits, write_config
-from .published import CONFIG_FILE
-from .tensors import Layout, published_shapes
+from .published import CONFIG_FILE, FP8, SCALE, blocks_of
+from .tensors import Layout, PublishedRows, published_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(I?)B", re.ASCII)
@@ -49,7 +59,8 @@ _REPLACED = {
 class Export:
     """A planned export. read: returns a tensor of the model, by global name, in any dtype.
 
-    shapes: dtype and shape of each published tensor. files: contents of other files, by name.
+    shapes: dtype and shape of each published tensor. files: contents of other files, by name. fp8: the recipe in
+    which experts are written.
     """
 
     layout: Layout
@@ -58,6 +69,7 @@ class Export:
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     config: Mapping[str, Any]
     files: Mapping[str, bytes]
+    fp8: Fp8Recipe | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -98,11 +110,13 @@ class Export:
     def _tensors(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
         """The published tensors with these names, in the planned order."""
         for target in self.layout.targets():
-            if not any(part.name in wanted for part in target.parts):
+            if not any({part.name, f"{part.name}{SCALE}"} & wanted for part in target.parts):
                 continue
             sizes = [part.shape[0] for part in target.parts]
             for part, rows in zip(target.parts, self.read(target.name).split(sizes), strict=True):
-                if part.name in wanted:
+                if self.fp8 and target.expert:
+                    yield from self._in_fp8(part, rows, wanted)
+                elif part.name in wanted:
                     converted = as_dtype(part.name, rows, self.shapes[part.name][0])
                     yield part.name, part.to_published(converted)
         ours = {part.name: target.name for target in self.layout.targets() for part in target.parts}
@@ -113,16 +127,28 @@ class Export:
             if name in wanted:
                 yield name, torch.zeros(shape, dtype=self.dtype)
 
+    def _in_fp8(self, part: PublishedRows, rows: Tensor, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """A weight and its scales. Rounding twice gives what rounding again, after reading it, gives."""
+        assert self.fp8
+        weight = part.to_published(as_dtype(part.name, rows, torch.float32))
+        for _ in range(2):
+            matrix = self.fp8.quantize_weights(weight)
+            weight = matrix.read()
+        for name, tensor in ((part.name, matrix.stored), (f"{part.name}{SCALE}", matrix.scales)):
+            if name in wanted:
+                yield name, tensor
+
 
 def plan_export(
     model: ModelConfig, read: Callable[[str], Tensor], *, dtype: torch.dtype | None = None,
-    companions: Mapping[str, str] | None = None, tokenizer: Tokenizer | None = None,
+    companions: Mapping[str, str] | None = None, tokenizer: Tokenizer | None = None, fp8: Fp8Recipe | None = None,
 ) -> Export:  # fmt: skip
     """Plan to write a model whose tensors `read` returns.
 
     companions: the files of the model from which the run started. The architecture is that of `companions`, if it fits,
-    or the first that can express the model. dtype: None: that of `companions`, or float32. tokenizer: also write its
-    files, except those that `companions` has.
+    or the first that can express the model. dtype: None: that of `companions`, or float32, or bfloat16 with fp8.
+    tokenizer: also write its files, except those that `companions` has. fp8: write experts in 8 bits, as DeepSeek-V3
+    does, and all else in `dtype`.
 
     Raises ValueError if no published architecture can express the model.
     """
@@ -139,7 +165,7 @@ def plan_export(
     else:
         config |= special_ids(tokenizer, source)
     stored = DTYPES.get(str(source.get("torch_dtype") or source.get("dtype") or ""))
-    dtype = dtype or stored or torch.float32
+    dtype = dtype or stored or (torch.bfloat16 if fp8 else torch.float32)
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
         raise ValueError(f"an export has dtype {', '.join(DTYPES)}: got {dtype}")
@@ -151,20 +177,39 @@ def plan_export(
         name: (torch.float32 if name.endswith("e_score_correction_bias") else dtype, shape)
         for name, shape in shapes.items()
     }
+    if fp8:
+        if not fp8.weight_rows == fp8.block == BLOCK:
+            raise ValueError(f"published weights in fp8 have blocks of {BLOCK} x {BLOCK}: use the recipe ue8m0 or fp32")
+        quantized = {part.name for target in layout.targets() if target.expert for part in target.parts}
+        planned = dict(_with_scales(planned, quantized))
+        full = [
+            name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2 and name not in quantized
+        ]
+        config["quantization_config"] = {**FP8, "activation_scheme": "dynamic", "modules_to_not_convert": full}
+        config["quantization_config"] |= {"scale_fmt": "ue8m0"} if fp8.power_of_two else {}
     files = {name: text.encode() for name, text in companions.items() if name != CONFIG_FILE}
     files |= tokenizer_files(tokenizer, alone=bool(companions))
-    return Export(layout, dtype, read, planned, config, files)
+    return Export(layout, dtype, read, planned, config, files, fp8)
+
+
+def _with_scales(
+    planned: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], quantized: Set[str]
+) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    for name, (dtype, shape) in planned.items():
+        yield name, (FP8_DTYPE if name in quantized else dtype, shape)
+        if name in quantized:
+            yield f"{name}{SCALE}", (torch.float32, blocks_of(shape))
 
 
 def save_pretrained(
     model: TransformerStage, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB",
-    dtype: torch.dtype | None = None, tokenizer: Tokenizer | None = None,
+    dtype: torch.dtype | None = None, tokenizer: Tokenizer | None = None, fp8: Fp8Recipe | None = None,
 ) -> None:  # fmt: skip
     """Write a whole model into the new folder `folder`: config.json, safetensors files, and `model.companions`.
 
     dtype: of the written weights; None: that of the model. The architecture is that of the folder from which the model
     was loaded, or without one the first that can express it. tokenizer: also write its files; None: those of the folder
-    from which the model was loaded.
+    from which the model was loaded. fp8: write experts in 8 bits, with scales for blocks of 128 x 128.
 
     Raises ValueError if no published architecture can express the model, if `folder` exists, and for a weight that is
     not finite or too large for `dtype`, and OSError if a file cannot be written. After an error, the unfinished folder
@@ -179,7 +224,7 @@ def save_pretrained(
     dtype = dtype or next(model.parameters()).dtype
     plan = plan_export(
         model.config, lambda name: weights[name].detach().cpu(), dtype=dtype, companions=model.companions,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer, fp8=fp8,
     )  # fmt: skip
     plan.write(Path(folder), max_shard_size)
 
@@ -187,12 +232,14 @@ def save_pretrained(
 def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None) -> Export:
     """Plan to write the weights of a checkpoint, with its tokenizer and the files of the model that it started from.
 
+    dtype: of all weights. None: the experts of a run in FP8 are written in FP8.
+
     Raises ValueError if the checkpoint is unreadable, or if no published architecture can express its model.
     """
     saved = SavedModel(checkpoint)
     plan = plan_export(
         saved.config, saved.tensor, dtype=dtype, companions=companions_of(checkpoint),
-        tokenizer=find_tokenizer(checkpoint),
+        tokenizer=find_tokenizer(checkpoint), fp8=None if dtype else published_recipe(checkpoint),
     )  # fmt: skip
     targets = {target.name: target.shape for target in plan.layout.targets()}
     if wrong := sorted(targets.items() ^ saved.shapes.items()):

@@ -90,10 +90,14 @@ class PublishedRows:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor of this model, by its global name, and its parts in the order of its rows."""
+    """A tensor of this model, by its global name, and its parts in the order of its rows.
+
+    expert: whether it belongs to a routed expert.
+    """
 
     name: str
     parts: tuple[PublishedRows, ...]
+    expert: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -188,7 +192,7 @@ class Layout:
                     shape = tuple(sizes[letter] for letter in letters)
                     order = orders.get(letters[0])
                     parts.append(PublishedRows(theirs + part, shape, order, swapped=letters == "DJ"))
-                yield Target(ours + name.replace("*", expert), tuple(parts))
+                yield Target(ours + name.replace("*", expert), tuple(parts), "*" in name)
 
 
 @lru_cache(maxsize=16)

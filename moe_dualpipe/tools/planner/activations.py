@@ -31,6 +31,7 @@ class MicroBatch:
     fp8: inputs and output gradients of matrix products are saved in 8 bits. plain: operators of torch, as on a CPU,
     instead of GPU kernels.
     load: the choices of experts that this rank gets, relative to the mean of the ranks.
+    fp8_block: numbers of a row with one scale, in experts that save x in 8 bits. 0: experts in another precision.
     """
 
     sequences: int
@@ -45,6 +46,7 @@ class MicroBatch:
     fp8: bool = False
     plain: bool = False
     load: float = 1.0
+    fp8_block: int = 0
 
     @property
     def tokens(self) -> int:
@@ -159,7 +161,9 @@ def _experts(config: ModelConfig, batch: MicroBatch, has_input: bool) -> int:
         saved += 4 * tokens * (min(k, batch.ep) + k)  # the destinations of rows, and their places after combine
         saved += 0 if full else 4 * rows * k  # weights, unpacked from the message
     inner = 2 * config.expert_size
-    if batch.plain:  # also sorted rows, silu(gate), silu(gate) * up, and the rows before their sum
+    if batch.fp8_block:  # also rows in 8 bits with their scales
+        saved += rows * (config.hidden_size + 4 * -(-config.hidden_size // batch.fp8_block)) * (not full)
+    elif batch.plain:  # also sorted rows, silu(gate), silu(gate) * up, and the rows before their sum
         inner += 2 * (config.hidden_size + config.expert_size)
     return saved + (0 if full else inner * choices * batch.element)
 
@@ -262,9 +266,11 @@ def mlp_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
         most += full * (k * (again * hidden + 4 * inner) + hidden * (shared > 0)) - 4 * shared * (not full)
         most = max(most, 2 * shared + hidden + 4 * shared * full)
         largest = 2 * inner * hidden * config.num_experts // batch.ep
-    return max(
-        round(batch.tokens * most) * batch.element, 4 * largest * batch.plain
-    )  # kernels add to gradients in place
+    operands = 4 * largest * batch.plain  # kernels add to gradients in place
+    if batch.plain and batch.fp8_block and not config.is_dense(layer):
+        most = max(most, k * (hidden + 8 * inner))
+        operands = 3 * operands + round(8 * batch.tokens * k * inner)  # weights and rows are read back into fp32
+    return max(round(batch.tokens * most) * batch.element, operands)
 
 
 def attention_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:

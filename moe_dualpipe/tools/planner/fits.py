@@ -15,6 +15,7 @@ from itertools import product
 
 import torch
 
+from ...kernels.fp8 import RECIPES
 from ...messages import with_suggestions
 from ...models import split
 from ...models.config import RECOMPUTE
@@ -30,13 +31,14 @@ MARGIN = 0.05
 
 def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device) -> Sequence[PeakMemory]:
     """What each pipeline rank needs at the peak of a step. Raises ValueError if that is unknown."""
-    if config.freeze or {*config.model.own_layers} - {"router"} or config.compute.fp8 != "off":
-        raise ValueError("memory is known only for built-in layers, without frozen parameters and FP8")
+    if config.freeze or {*config.model.own_layers} - {"router"}:
+        raise ValueError("memory is known only for built-in layers, without frozen parameters")
     cpu, compute, layout, stages = device.type == "cpu", config.compute, choice.layout, choice.schedule.num_stages
     listed = listed_layers(config)
     batch = MicroBatch(
         choice.micro_batch_size, config.batch.seq_len, ep=layout.ep, recompute=compute.recompute,
         fused_loss=compute.fused_loss, plain=compute.kernels == "reference" or (compute.kernels == "auto" and cpu),
+        fp8_block=RECIPES[compute.fp8_recipe].block if compute.fp8 != "off" else 0,
     )  # fmt: skip
     return peak_memory(
         config.model, choice.schedule, batch, layout.dp, "fp32" if dtype.itemsize == 4 else "bf16",

@@ -29,7 +29,7 @@ class PeakMemory:
     """Bytes of a rank at its peak, by parts."""
 
     weights: int
-    """In the precision of the products; with fp8, also a copy in 8 bits."""
+    """In the precision of the products; with fp8, also a copy in 8 bits; with experts in FP8, two copies of theirs."""
     gradients: int
     """In fp32."""
     optimizer: int
@@ -59,7 +59,7 @@ def memory_of_ranks(load: Workload) -> tuple[PeakMemory, ...]:
     fullest = load.loads.fullest(load.shape, one.ep, load.experts) if load.loads else 1.0
     batch = MicroBatch(
         load.micro_batch, load.seq, ep=one.ep * load.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
-        flash=load.attention != "plain", load=fullest,
+        flash=load.attention != "plain", load=fullest, fp8_block=load.fp8_block * (load.fp8 != "off"),
     )  # fmt: skip
     schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
     stages = stages_of(load.shape, load.placement.num_stages, load.layers)
@@ -137,7 +137,7 @@ def peak_memory(
         sizes = {s: stage_bytes(like[s])._replace(sums=sums[s]) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
-            (element + batch.fp8) * total, 4 * total, state * owned, activations,
+            (element + batch.fp8) * total + 2 * experts * (batch.fp8_block > 0), 4 * total, state * owned, activations,
             temporary + message * max(links[s] for s in held),
         ))  # fmt: skip
     return tuple(ranks)

@@ -12,6 +12,7 @@ Each of these is an effect that can be left out, to see what it costs (step.py).
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from ...expert_parallel.exchange import ALIGNMENT, round_up
 from ...models.shape import Layer, Product
 from ...overlap.pair_time import LayerSeconds
 from .constants import read_constants
@@ -35,6 +36,8 @@ TENSOR_EXPOSED = 0.6
 """Share of the transfers of tensor parallelism that the products beside them do not hide."""
 CONTEXT_EXPOSED = 0.4
 """The same for keys and values that travel around the context-parallel ranks."""
+FP8_BYTES = 3
+"""Bytes moved to round a number to 8 bits where no copy is transposed: read 2, write 1."""
 SCORE_BYTES = 16
 """Bytes moved for a score without flash attention, of the whole square: written, masked, softmax, dropout, read."""
 KERNELS = {"gqa": 10, "mla": 20, "dense": 5, "experts": 30, "shared": 5}
@@ -74,10 +77,10 @@ class Clock:
         """Products of `tokens` rows, in 8 bits if the run is, but for those of the router."""
         return sum(self.product(tokens * one.flops, "bf16" if one.name in NEVER_CAST else None) for one in products)
 
-    def grouped(self, flops: float, experts: float, fused: bool) -> float:
+    def grouped(self, flops: float, experts: float, fused: bool, precision: str | None = None) -> float:
         """One product for each of `experts` experts: one by one, or if `fused` in one launch if that is faster."""
-        one_by_one = experts * self.product(flops / experts)
-        return min(self.product(flops, kind="grouped"), one_by_one) if fused else one_by_one
+        one_by_one = experts * self.product(flops / experts, precision)
+        return min(self.product(flops, precision, "grouped"), one_by_one) if fused else one_by_one
 
     def memory(self, num_bytes: float) -> float:
         return num_bytes / self.device.passes if "memory" in self.on else 0.0
@@ -130,6 +133,7 @@ def _launches(load: Workload, layer: Layer) -> tuple[int, int]:
     if load.eight_bits:  # the input of each product is rounded by a launch of its own
         attention += len(products)
         mlp += sum(one.name not in NEVER_CAST for one in inner)
+    mlp += 2 * (layer.experts > 0 and load.fp8 != "off")  # rounds rows, and SwiGLU has a launch of its own
     return attention, mlp
 
 
@@ -181,7 +185,7 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
 def _mlp(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
     """The dense MLP, or the router, the experts and the shared experts."""
     tokens, hidden, inner = load.rank_tokens, load.shape.hidden, layer.dense_size + layer.shared_size
-    products = clock.products(tokens, layer.mlp_products(hidden))
+    products = weight_gradients = clock.products(tokens, layer.mlp_products(hidden))
     every = ELEMENT * 5 * hidden + 12 * layer.experts + _activation_bytes(load, inner, hidden, layer.gated)
     moved = tokens * every
     if layer.experts:
@@ -189,14 +193,14 @@ def _mlp(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
         rows, local = divided * tokens * layer.top_k * factor, layer.experts / load.layout.ep
         padding = (rows / local + TILE / 2) / (rows / local) if "products" in clock.on else 1.0
         fused = not load.experts_one_by_one
-        routed = (
-            clock.grouped(2 * rows * one.weights / divided, local, fused) for one in layer.expert_products(hidden)
-        )
-        products += sum(routed) * padding
+        sizes = [2 * rows * one.weights / divided for one in layer.expert_products(hidden)]
+        products += padding * sum(clock.grouped(size, local, fused, load.expert_precision) for size in sizes)
+        weight_gradients += padding * sum(clock.grouped(size, local, fused, load.precision) for size in sizes)
         inner = layer.expert_size // divided
         moved += rows * (ELEMENT * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
+        moved += (load.fp8 != "off") * FP8_BYTES * (divided * tokens * hidden + rows * inner)
     memory, gaps = clock.memory(moved), clock.launches(_launches(load, layer)[1])
-    return (products + memory + gaps, products + 2 * memory + 2 * gaps), products
+    return (products + memory + gaps, products + 2 * memory + 2 * gaps), weight_gradients
 
 
 def _activation_bytes(load: Workload, inner: int, hidden: int, gated: bool) -> int:
@@ -260,7 +264,11 @@ def _expert_transfers(
     wide = ELEMENT * hidden
     narrow = hidden + hidden // 32 if load.eight_bits and load.ep_backend != "all_to_all" else wide  # with scales
     first, other = (all_to_all(device, rows, tokens, width) for width in (narrow, wide))
+    back = other
+    if load.fp8 == "experts+dispatch":  # rows with their scales, and the gradients of outputs
+        message = round_up(hidden + -(-hidden // load.fp8_block), ALIGNMENT)
+        first = back = all_to_all(device, rows, tokens, message)
     # Without fused kernels, rows are copied once more on each side of a transfer.
     copies = Clock(device, load.precision, ALL).memory(4 * tokens * (rows.near + rows.far) * wide)
     copies = copies if load.ep_backend == "all_to_all" else 0.0
-    return first + copies, other + copies, other + copies, other + copies
+    return first + copies, other + copies, back + copies, other + copies

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ...overlap.pair_time import LayerSeconds, pair_seconds
 from ...schedule import Backward, Costs, Forward, Overlap, build, simulate
 from .peak import stages_of
-from .segment_times import ALL, Clock, head_seconds, layer_factors, layer_seconds
+from .segment_times import ALL, FP8_BYTES, Clock, head_seconds, layer_factors, layer_seconds
 from .transfer_times import gather, seconds
 from .workload import ELEMENT, PAIRED, Workload
 
@@ -198,7 +198,7 @@ def _optimizer(load: Workload, on: Collection[str]) -> float:
     if "optimizer" not in on:
         return 0.0
     dense, experts = rank_parameters(load)
-    one = load.layout
+    one, rounded = load.layout, experts * (load.fp8 != "off")  # each weight for both of its products
     if load.zero:
         dense, experts = dense / (one.dp * one.cp), experts / load.expert_replicas
-    return Clock(load.device, load.precision, ALL).memory(OWNED_BYTES * (dense + experts))
+    return Clock(load.device, load.precision, ALL).memory(OWNED_BYTES * (dense + experts) + 2 * FP8_BYTES * rounded)

@@ -65,12 +65,13 @@ def describe(load: Workload) -> str:
     """The workload, on two lines."""
     one = load.layout
     overlap = f", {'with' if load.overlaps else 'no'} overlap" if one.ep > 1 else ""
+    fp8 = f", {load.fp8.replace('+', ' and ')} in FP8" if load.fp8 != "off" else ""
     stages = f", layers {','.join(map(str, load.layers))}" if load.layers else ""
     return (
         f"{load.shape.name} on {plural(one.num_ranks, 'GPU')} ({load.device.name}): {layout_text(one)}, "
         f"{load.schedule}\n"
         f"{plural(load.num_micro_batches, 'micro-batch', 'es')} of {load.micro_batch} x {load.seq} tokens, "
-        f"{load.precision}, recompute {load.recompute}{overlap}{stages}"
+        f"{load.precision}{fp8}, recompute {load.recompute}{overlap}{stages}"
     )
 
 

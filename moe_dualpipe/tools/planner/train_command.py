@@ -25,6 +25,8 @@ def train_command(load: Workload) -> str:
         f"model.mtp_layers={load.shape.mtp}": load.shape.mtp != PRESETS[load.shape.name].mtp_layers,
         "parallel.overlap=false": load.overlap is False and load.schedule in PAIRED,
         "parallel.zero=false": not load.zero,
+        f"compute.fp8={load.fp8}": load.fp8 != "off",
+        "compute.fp8_recipe=mxfp8": load.fp8 != "off" and load.expert_precision == "mxfp8",
     }
     changed = [word for word, differs in others.items() if differs]
     return " ".join(word for word in [*words, *["--set"] * bool(changed), *changed] if word)

@@ -20,6 +20,7 @@ from .transfer_times import EpBackend
 
 AttentionKernel = Literal["fastest", "flash2", "plain"]
 CudaGraphs = Literal["none", "partial", "full"]
+Fp8 = Literal["off", "experts", "experts+dispatch"]
 PAIRED = ("dualpipe", "dualpipev", "1f1b_overlap", "interleaved_overlap")
 """Schedules whose actions are pairs of a forward and a backward."""
 ELEMENT = 2
@@ -54,7 +55,8 @@ class Workload:
     are written to memory. cuda_graphs: what the CPU need not launch again for each micro-batch; partial: attention and
     the router. violation: MaxVio of the experts (routing.py); loads: measured loads instead. experts: their places on
     the ranks of an expert group; None: in order. layers: how many each stage has; empty: `stages_of`. host:
-    seconds of the CPU for a launch, instead of those fitted to published runs.
+    seconds of the CPU for a launch, instead of those fitted to published runs. fp8: as compute.fp8 of train.py; all but
+    the experts, their weight gradients, and dispatch is in `precision`.
     """
 
     shape: ModelShape
@@ -76,6 +78,7 @@ class Workload:
     experts: Experts | None = None
     layers: tuple[int, ...] = ()
     host: float | None = None
+    fp8: Fp8 = "off"
 
     @cached_property
     def num_micro_batches(self) -> int:
@@ -111,6 +114,18 @@ class Workload:
         return self.precision in ("fp8", "mxfp8")
 
     @property
+    def expert_precision(self) -> Precision:
+        """That of the experts' products, but for weight gradients in a run with `fp8`."""
+        if self.fp8 == "off":
+            return self.precision
+        return "mxfp8" if self.device.peak.get("mxfp8") else "fp8"
+
+    @property
+    def fp8_block(self) -> int:
+        """Numbers of a row with one scale, in a run with `fp8`."""
+        return 32 if self.expert_precision == "mxfp8" else 128
+
+    @property
     def experts_one_by_one(self) -> bool:
         """Whether each expert has launches of its own.
 
@@ -135,6 +150,9 @@ class Workload:
         if self.device.peak.get(self.precision) is None:
             known = ", ".join(name for name, peak in self.device.peak.items() if peak is not None)
             raise ValueError(f"{self.device.name} does not support --dtype {self.precision}: use {known}")
+        if self.fp8 != "off" and (self.eight_bits or not self.device.peak.get(self.expert_precision)):
+            why = "contradicts --dtype" if self.eight_bits else f"needs a GPU with FP8, which {self.device.name} lacks"
+            raise ValueError(f"--fp8 {self.fp8} {why}: use --fp8 off")
         if self.loads is not None:
             self.loads.check(self.shape)
         self._check_layout()

@@ -117,7 +117,7 @@ ROWS = (
         r"moe (?:fused|stage|mlp|kernel)|fused moe|fmoe|rows times weights|weight gradients kernel"
         r"|swiglu (?:up|down backward) kernel",
         ("fused_moe_kernel", "ck_moe_stage1_kernel<BF16, 128, 128>", "aiter_fused_moe_kernel_bf16",
-         "rows_times_weights_kernel", "weight_gradients_kernel", "swiglu_up_kernel"),
+         "rows_times_weights_kernel", "weight_gradients_kernel", "swiglu_up_kernel", "fp8_rows_times_weights_kernel"),
         "vllm-project/vllm vllm/model_executor/layers/fused_moe; ROCm/aiter; kernels/gpu"),
     Row("GEMM", rf"{_PRODUCT}|cijk|split ?k ?reduce",
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNN", "ampere_sgemm_128x64_nn", "aten::linear",
@@ -151,8 +151,8 @@ ROWS = (
          "cuda::swiglu_forward_with_weight_and_per_token_cast_to_fp8_with_channels_impl", "fused_dropout_kernel_vec",
          "transformer_engine::cast_transpose_fused_kernel_notaligned", "vllm::scaled_fp8_quant_kernel_strided",
          "at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel", "SubTensorOpWithScalar1d",
-         "vllm::act_and_mul_kernel"),
-        f"{_ATEN}/CUDALoops.cuh; vllm-project/vllm csrc; deepseek-ai/profile-data"),
+         "vllm::act_and_mul_kernel", "quantize_rows_kernel", "swiglu_round_kernel", "swiglu_backward_kernel"),
+        f"{_ATEN}/CUDALoops.cuh; vllm-project/vllm csrc; deepseek-ai/profile-data; kernels/gpu"),
     Row("reduction",
         r"reduce\w*|\w*sum|mean|a?max|a?min|arg ?max|arg ?min|prod|var|std|norm|scan|pool|\w*pooling|average"
         r"|offsets range",

@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from ...expert_parallel import Link, Loopback, Replay
+from ...kernels.fp8 import weights_unchanged
 from ...overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
 from .bound import possible_share, recorded_events
 from .capture import capture, synchronize
@@ -69,6 +70,7 @@ class Measurement:
                 "possible_fraction": self.possible}  # fmt: skip
 
 
+@weights_unchanged()
 def measure(
     workload: Workload, out: Path, ep: int | None = None, link: Link | None = None, replay: bool = False,
     rounds: int = 3,

@@ -13,12 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...expert_parallel import ExpertParallel
+from ...expert_parallel import ExpertParallel, Fp8Dispatch
+from ...kernels.fp8 import Fp8Recipe
 from ...messages import LARGEST, check_range, plural
 from ...models import ModelConfig, StageOptions, StageSpec, TransformerStage, filled_cache, preset
 
 Mode = Literal["train", "prefill", "decode"]
 Routing = Literal["balanced", "real"]
+Fp8 = Literal["off", "experts", "experts+dispatch"]
 CPU = torch.device("cpu")
 
 
@@ -39,11 +41,13 @@ class Workload:
     routing: Routing
     device: torch.device
     dtype: torch.dtype
+    fp8: Fp8 = "off"
 
     @classmethod
     def from_preset(
         cls, mode: Mode, name: str, layers: int = 4, seq: int | None = None, tokens: int | None = None,
         routing: Routing = "balanced", device: torch.device = CPU,
+        fp8: Fp8 = "off",
     ) -> "Workload":  # fmt: skip
         """A workload on the preset `name`. A size that is None gets the default of `profile run`.
 
@@ -58,8 +62,10 @@ class Workload:
             tokens = 128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq
         if mode != "decode" and tokens % seq:
             raise ValueError(f"--tokens {tokens} must be a multiple of --seq-len {seq}: use {-(-tokens // seq) * seq}")
+        if fp8 != "off" and (fault := Fp8Recipe().kernels_fault(device)):
+            raise ValueError(f"--fp8 {fp8} {fault.partition(':')[0]}: use --fp8 off")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return cls(mode, name, model, layers, seq, tokens, routing, device, dtype)
+        return cls(mode, name, model, layers, seq, tokens, routing, device, dtype, fp8)
 
     @property
     def num_sequences(self) -> int:
@@ -69,9 +75,10 @@ class Workload:
     def description(self) -> str:
         tokens = f"with {self.seq:,} cached tokens each" if self.mode == "decode" else f"in sequences of {self.seq:,}"
         dtype, layers = str(self.dtype).removeprefix("torch."), plural(self.layers, "layer")
+        fp8 = f", {self.fp8.replace('+', ' and ')} in FP8" if self.fp8 != "off" else ""
         return (
             f"{self.mode} on {self.device} in {dtype}: {layers} of {self.preset}, {self.tokens:,} tokens {tokens}, "
-            f"{self.routing} routing"
+            f"{self.routing} routing{fp8}"
         )
 
 
@@ -83,7 +90,10 @@ class Pair:
         router = "balanced" if workload.routing == "balanced" else workload.model.router
         config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0, dense_layers=(), router=router)
         spec = StageSpec(range(workload.layers), embedding=False, head=False, share=1.0)
-        self.stage = TransformerStage(config, spec, expert_parallel, StageOptions(seed))
+        recipe = Fp8Recipe() if workload.fp8 != "off" else None
+        if recipe and workload.fp8 == "experts+dispatch":
+            expert_parallel = Fp8Dispatch(expert_parallel, recipe)
+        self.stage = TransformerStage(config, spec, expert_parallel, StageOptions(seed, fp8=recipe))
         self.stage.to(workload.device, workload.dtype)
         length = 1 if workload.mode == "decode" else workload.seq
         shape = workload.num_sequences, length, config.hidden_size

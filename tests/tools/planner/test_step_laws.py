@@ -105,6 +105,43 @@ def test_bytes_of_dispatch_and_combine(precision, backend, sizes):
     assert (full.dispatch_f, full.combine_f) == pytest.approx(wanted) and full.mlp_f > one.mlp_f
 
 
+@pytest.mark.parametrize(("gpu", "message"), [("h100", 2048 + 16), ("b200", 2048 + 64)])
+def test_rows_to_experts_in_fp8_are_messages_of_8_bits_and_results_are_not(gpu, message):
+    """A scale for 128 numbers on Hopper, for 32 with mxfp8. Gradients of outputs travel as tokens do."""
+    device = load_device(gpu)
+    load = changed(layout={"pp": 1, "gpus": 16, "ep": 16}, device=device, ep_backend="deepep", fp8="experts+dispatch")
+    rows = rows_sent(128, 8, 16, device.domain.gpus, "deepep")
+    eight, sixteen = (all_to_all(device, rows, 4096, size) for size in (message, 4096))
+    one = layer_seconds(load, load.shape.layers[0])
+    transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
+    assert transfers == pytest.approx((eight, sixteen, eight, sixteen)) and eight < sixteen
+    assert layer_seconds(changed(load, fp8="experts"), load.shape.layers[0]).dispatch_f == pytest.approx(sixteen)
+
+
+def test_experts_in_fp8_multiply_faster_but_for_weight_gradients():
+    """Nothing else does: without memory, launches and transfers, the rest of a layer takes as long as before."""
+    on, layer = frozenset({"products"}), LOAD.shape.layers[0]
+    plain, fp8, everything = (
+        layer_seconds(changed(**options), layer, on) for options in ({}, {"fp8": "experts"}, {"precision": "fp8"})
+    )
+    same = ("attn_f", "attn_b", "attn_w", "mlp_w")
+    assert [getattr(fp8, name) for name in same] == [getattr(plain, name) for name in same]
+    saved = plain.mlp_f - fp8.mlp_f
+    assert saved > 0 and plain.mlp_b - fp8.mlp_b == pytest.approx(saved)
+    assert fp8.mlp_f == pytest.approx(everything.mlp_f)  # without shared experts, only the router is in bf16
+
+
+def test_experts_in_fp8_round_rows_in_each_micro_batch_and_weights_in_each_step():
+    """128 experts of 3 x 2,048 x 768 weights over 4 ranks, rounded for both products. Rounding moves 3 bytes."""
+    layer, on = LOAD.shape.layers[0], frozenset({"memory"})
+    plain, fp8 = (changed(fp8=fp8) for fp8 in ("off", "experts"))
+    more = layer_seconds(fp8, layer, on).mlp_f - layer_seconds(plain, layer, on).mlp_f
+    products = layer_seconds(fp8, layer, frozenset()).mlp_f - layer_seconds(plain, layer, frozenset()).mlp_f
+    assert more - products == pytest.approx(3 * 4096 * (2048 + 8 * 768) / H100.passes)
+    weights = 12 * 32 * 3 * 2048 * 768  # of a rank with a quarter of the layers
+    assert step_of(fp8).optimizer - step_of(plain).optimizer == pytest.approx(2 * 3 * weights / H100.passes)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_inputs_of_products_in_8_bits_are_read_and_written_twice(precision):
     """Llama 3: rows of 4,096, an MLP of 14,336. Rounding a number to 8 bits moves 4 bytes."""

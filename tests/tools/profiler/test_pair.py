@@ -55,6 +55,23 @@ def test_both_runs_give_equal_outputs_and_gradients(mode, sequences, routing, mo
         assert torch.equal(sequential, overlapped)
 
 
+@pytest.mark.parametrize(("mode", "saved"), [("prefill", 768 + 768), ("train", 768 + 752)])
+def test_bytes_of_rows_in_fp8(mode, saved):
+    """A row of 256 numbers: 1,024 bytes, or 256 and 2 scales in 272 bytes, which leave in two dispatches: of two
+    forwards, or of a forward and of gradients. In a forward, each row has two more fields, and 128 n bytes in all."""
+    model, sent = replace(MODEL, hidden_size=256, experts_per_token=1), {}
+    for fp8 in ("off", "experts", "experts+dispatch"):
+        backend = Loopback(8, 4)
+        pair = Pair(replace(WORKLOAD, mode=mode, model=model, fp8=fp8), backend)
+        pair.prepare()
+        before = backend.bytes_sent
+        pair.overlapped()
+        sent[fp8] = backend.bytes_sent - before
+    remote = 24 * 3 // 4  # rows of experts on other ranks, with one expert for each token
+    assert sent["off"] == sent["experts"]
+    assert sent["off"] - sent["experts+dispatch"] == WORKLOAD.layers * remote * saved
+
+
 # ---- The command ----
 
 
