@@ -77,7 +77,7 @@ class Size:
 
 
 # The shared experts of Qwen2-MoE have a gate, and its router no bias.
-_QWEN: dict[str, Any] = {"shared_gate": True, "router_bias": False}
+_QWEN: dict[str, Any] = {"shared_gate": True, "router_score": "softmax", "router_bias": False}
 SIZES = {
     "tiny": Size(dataclasses.replace(PRESETS["tiny"], **_QWEN), (2, 256), update=True),
     "small": Size(dataclasses.replace(PRESETS["small"], **_QWEN), (1, 256)),
