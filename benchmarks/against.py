@@ -1,22 +1,23 @@
 """Time a training step of this project against other programs of the same model on this CPU.
 
     python -m benchmarks.against                                        all sizes, 1 and 2 threads
-    python -m benchmarks.against --sizes tiny --only ours plain --threads 1 --rounds 15
+    python -m benchmarks.against --sizes tiny --only ours "hf grouped_mm, compiled" --threads 1 --rounds 15
 
 A step is forward and backward of one micro-batch, the norm of the gradients, clipping, and AdamW. `small` and
 `olmoe-layer` are without the update, whose state would not fit into the memory of a small machine. The programs:
 
-    ours                 the trainer of train.py, in one process
-    ours, compiled       the same with --compile on
-    plain                the plainest PyTorch program (plain.py)
-    hf eager             Hugging Face transformers: Qwen2-MoE; OLMoE for olmoe-layer
-    hf grouped_mm        the same with experts_implementation="grouped_mm"
+    ours, compiled       the trainer of train.py, in one process, with --compile on
+    ours, compiled, ...  the same with products in the library that compute.products=auto does not choose
+    ours                 without torch.compile
+    hf grouped_mm        Hugging Face transformers with its fastest experts: Qwen2-MoE; OLMoE for olmoe-layer
+    hf our experts       the same with experts_implementation="moe_dualpipe"
     hf ..., compiled     the same under torch.compile
+    plain                the plainest PyTorch program (plain.py)
 
 All start with the same weights and get the same batches. Their losses must agree in every step. They take turns, and a
-ratio compares two steps of one round. Sizes without the update are measured in pairs, a program and plain, because all
-programs at once would not fit into memory; the row of plain is that of the first pair. `matrix products` is the time
-that plain spends in matrix products and attention: no program with these products can be faster.
+ratio compares two steps of one round: above 1, "ours, compiled" is faster. Sizes without the update are measured in
+pairs, because all programs at once would not fit into memory; the first row is that of the first pair. `matrix
+products` is the time that plain spends in matrix products and attention: no program with these products can be faster.
 
 On one thread, times are CPU seconds of the process, which other programs on the machine disturb little; on more
 threads, they are wall times.
@@ -27,6 +28,7 @@ import gc
 import importlib.metadata
 import itertools
 import os
+import platform
 import statistics
 import tempfile
 import time
@@ -45,6 +47,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.checkpoint.huggingface import save_pretrained
+from moe_dualpipe.integrations.transformers import NAME, register
+from moe_dualpipe.kernels.products import Library, choose_products, use_products
 from moe_dualpipe.models import PRESETS, ModelConfig, build_model
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.world import join_world
@@ -53,12 +57,14 @@ from moe_dualpipe.training.options import Request
 from moe_dualpipe.training.preflight import Given, prepare
 from moe_dualpipe.training.step import Trainer
 
-from .common import quartiles, ratios, table, take_turns
+from .common import full_range, ratios, table, take_turns
 from .plain import plain_loss
 
-PLAIN, PRODUCTS = "plain", "matrix products"
+AUTO = choose_products("auto", "cpu")
+OTHER: Library = "mkl" if AUTO == "onednn" else "onednn"
+OURS, PRODUCTS = "ours, compiled", "matrix products"
 OPTIM = training.OptimizerConfig(lr=1e-3, schedule="wsd", warmup_steps=0)  # the learning rate is constant
-COLUMNS = "size | threads | program | ms | quartiles | tokens/s | time / plain | quartiles"
+COLUMNS = f"size | threads | program | ms | range | tokens/s | time / {OURS} | range"
 _ATEN = torch.ops.aten
 _TIMED = {
     _ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default,
@@ -77,7 +83,7 @@ class Size:
 
 
 # The shared experts of Qwen2-MoE have a gate, and its router no bias.
-_QWEN: dict[str, Any] = {"shared_gate": True, "router_bias": False}
+_QWEN: dict[str, Any] = {"shared_gate": True, "router_score": "softmax", "router_bias": False}
 SIZES = {
     "tiny": Size(dataclasses.replace(PRESETS["tiny"], **_QWEN), (2, 256), update=True),
     "small": Size(dataclasses.replace(PRESETS["small"], **_QWEN), (1, 256)),
@@ -92,7 +98,7 @@ class Options:
     sizes: tuple[str, ...] = tuple(SIZES)
     """Names of sizes."""
     only: tuple[str, ...] = ()
-    """Programs to run, besides plain. (): all."""
+    """Programs to run, besides ours, compiled. (): all."""
     threads: tuple[int, ...] = (1, 2)
     """Numbers of threads."""
     rounds: int = 7
@@ -147,6 +153,7 @@ def plain(size: Size, start: Start) -> Step:
 def hugging_face(size: Size, start: Start, experts: str, compiled: bool) -> Step:
     from transformers import AutoModelForCausalLM
 
+    register()
     model = AutoModelForCausalLM.from_pretrained(start.folder, experts_implementation=experts).train()
     run = torch.compile(model) if compiled else model
 
@@ -175,22 +182,23 @@ def _trained(size: Size, parameters: list[Tensor], loss_of: Callable[..., Tensor
 
 
 PROGRAMS: dict[str, Callable[[Size, Start], Step]] = {
-    PLAIN: plain,
+    OURS: partial(ours, compiled=True),
+    f"{OURS}, {OTHER}": partial(ours, compiled=True),
     "ours": partial(ours, compiled=False),
-    "hf eager": partial(hugging_face, experts="eager", compiled=False),
     "hf grouped_mm": partial(hugging_face, experts="grouped_mm", compiled=False),
-    "ours, compiled": partial(ours, compiled=True),
-    "hf eager, compiled": partial(hugging_face, experts="eager", compiled=True),
     "hf grouped_mm, compiled": partial(hugging_face, experts="grouped_mm", compiled=True),
+    "hf our experts": partial(hugging_face, experts=NAME, compiled=False),
+    "hf our experts, compiled": partial(hugging_face, experts=NAME, compiled=True),
+    "plain": plain,
     PRODUCTS: plain,
 }
 """How to build each program."""
 
 
 def groups(size: Size, only: tuple[str, ...] = ()) -> list[list[str]]:
-    """The programs to build at a time. Each group starts with plain."""
-    others = [name for name in PROGRAMS if name != PLAIN and (not only or name in (*only, PRODUCTS))]
-    return [[PLAIN, *others]] if size.update else [[PLAIN, name] for name in others]
+    """The programs to build at a time. Each group starts with ours, compiled."""
+    others = [name for name in PROGRAMS if name != OURS and (not only or name in only)]
+    return [[OURS, *others]] if size.update else [[OURS, name] for name in others]
 
 
 class ProductTime(TorchDispatchMode):
@@ -232,19 +240,20 @@ def built(size: Size, names: Sequence[str]) -> Iterator[dict[str, Step]]:
 
 def measure(size: Size, steps: dict[str, Step], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     """Seconds of each program by round, without two warm-up rounds. Raises AssertionError if losses differ."""
-    generator, losses = torch.Generator().manual_seed(0), {}
+    generator, losses, first = torch.Generator().manual_seed(0), {}, next(iter(steps))
     batch: list[Tensor] = []
 
     def timed(name: str) -> float:
-        if name == PLAIN:  # the first of a round
+        if name == first:
             tokens = torch.randint(size.model.vocab_size, (size.batch[0], size.batch[1] + 1), generator=generator)
             batch[:] = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        use_products(OTHER if name.endswith(OTHER) else AUTO)
         products = ProductTime(clock)
         start = clock()
         with products if name == PRODUCTS else nullcontext():
             losses[name] = steps[name](*batch)
         seconds = clock() - start
-        assert abs(losses[name] / losses[PLAIN] - 1) < 1e-4, losses
+        assert abs(losses[name] / losses[first] - 1) < 1e-4, losses
         return products.seconds if name == PRODUCTS else seconds
 
     return take_turns(rounds, {name: partial(timed, name) for name in steps}, warm_up=2)
@@ -252,11 +261,11 @@ def measure(size: Size, steps: dict[str, Step], rounds: int, clock: Callable[[],
 
 def rows(name: str, threads: int, size: Size, seconds: dict[str, list[float]]) -> list[list[str]]:
     """One row per program."""
-    tokens, found = size.batch[0] * size.batch[1], []
+    tokens, first, found = size.batch[0] * size.batch[1], next(iter(seconds.values())), []
     for program, values in seconds.items():
-        cells = quartiles([1e3 * value for value in values], ".4g")
-        rate = f"{tokens / statistics.median(values):,.0f}"
-        found.append([name, str(threads), program, *cells, rate, *quartiles(ratios(values, seconds[PLAIN]), ".2f")])
+        ms, relative = [1e3 * value for value in values], ratios(values, first)
+        cells = f"{statistics.median(ms):.4g}", full_range(ms, ".4g"), f"{tokens / statistics.median(values):,.0f}"
+        found.append([name, str(threads), program, *cells, f"{statistics.median(relative):.2f}", full_range(relative)])
     return found
 
 
@@ -268,9 +277,15 @@ def compare(name: str, threads: int, options: Options) -> Iterator[list[str]]:
         torch.manual_seed(0)
         with built(size, names) as steps:
             found = rows(name, threads, size, measure(size, steps, options.rounds, clock))
-        yield from found[number > 0 :]  # plain only once
+        yield from found[number > 0 :]  # ours, compiled, only once
         del steps
         gc.collect()  # frees the memory for the next group
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 def main() -> None:
@@ -279,7 +294,7 @@ def main() -> None:
         if name not in PROGRAMS:
             raise SystemExit(f"unknown program {name!r}; choose from: {'; '.join(PROGRAMS)}")
     versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
-    print(f"{os.cpu_count()} cores; fp32; {versions}; {options.rounds} rounds")
+    print(f"{cpu_name()}, {os.cpu_count()} cores; fp32; {versions}; products in {AUTO}; {options.rounds} rounds")
     for name in options.sizes:
         for threads in options.threads:
             torch.set_num_threads(threads)

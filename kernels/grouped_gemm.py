@@ -9,8 +9,9 @@ the rows in expert-major order they are one grouped product:
 `grouped_linear` is the differentiable layer. `grouped_mm` (forward and input gradient) and `grouped_wgrad` (weight
 gradient) are its products. As in `linear`, a split backward can defer the weight gradient.
 
-The plain-torch version uses `torch.nn.functional.grouped_mm` where possible (on CUDA in bf16 it needs no host sync) and
-a loop over experts otherwise. The Triton kernels are in gpu/gemm.py and gpu/wgrad.py.
+The plain-torch version uses `torch.nn.functional.grouped_mm` where possible (on CUDA in bf16 it needs no host sync). It
+loops over experts otherwise, and for products in oneDNN (products.py). The Triton kernels are in gpu/gemm.py and
+gpu/wgrad.py.
 
 M rows, I input width, O output width, E experts.
 """
@@ -26,7 +27,12 @@ from torch.nn import functional as F
 
 from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .linear import apply_autocast, compute_or_defer, grad_dtype
+from .products import ROWS, in_onednn, times_transposed, transposed_times
 from .weight_grads import WeightGrads
+
+WGRAD_ROWS = 128
+"""oneDNN computes the weight gradients of experts with this many rows. It has no product that writes into a slice of a
+stack, and to copy the result there takes as long as MKL's product of about 50 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +126,24 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
 
     a [M, I] and b [E, I, O] give [M, O]. a [I, M] and b [M, O] give [E, I, O], which is zero for experts without rows.
     """
-    if a.dtype in (torch.bfloat16, torch.float16, torch.float32) and _fits_grouped_mm(a) and _fits_grouped_mm(b):
+    grouped = a.dtype in (torch.bfloat16, torch.float16, torch.float32) and not in_onednn(a)
+    if grouped and _fits_grouped_mm(a) and _fits_grouped_mm(b):
         return F.grouped_mm(a, b, offs=ends_E)
     ends = ends_E.tolist()
-    ranges = list(zip([0, *ends], ends, strict=False))
+    y = a.new_empty(len(a), b.shape[2]) if b.ndim == 3 else a.new_empty(len(ends), len(a), b.shape[1])
+    for e, (start, end) in enumerate(pairwise([0, *ends])):
+        if b.ndim == 3:
+            # oneDNN multiplies some rows of the next or the last experts, too.
+            rows = -(-(end - start) // ROWS) * ROWS if in_onednn(a) else end - start
+            first = max(0, min(start, len(a) - rows))
+            y[start:end] = times_transposed(a[first : first + rows], b[e].T)[start - first : end - first]
+        elif in_onednn(a) and end - start >= WGRAD_ROWS:
+            y[e] = transposed_times(a[:, start:end].T, b[start:end])
+        else:
+            y[e].addmm_(a[:, start:end], b[start:end], beta=0)
     if b.ndim == 3:
-        unused = a.new_zeros(len(a) - ends[-1], b.shape[2])
-        return torch.cat([*(a[start:end] @ b[e] for e, (start, end) in enumerate(ranges)), unused])
-    return torch.stack([a[:, start:end] @ b[start:end] for start, end in ranges])
+        y[ends[-1] :] = 0
+    return y
 
 
 def _fits_grouped_mm(t: Tensor) -> bool:

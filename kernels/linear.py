@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .products import is_onednn_product, times_transposed, transposed_times
 from .weight_grads import WeightGrads, accumulate, has_hooks
 
 
@@ -28,9 +29,9 @@ class _LinearFunction(torch.autograd.Function):
         ctx.weight_grads = weight_grads
         ctx.x_dtype = x.dtype
         if not fp32:
-            return F.linear(x, weight)
+            return times_transposed(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(at_least_fp32(x), at_least_fp32(weight))
+            return times_transposed(at_least_fp32(x), at_least_fp32(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -38,11 +39,11 @@ class _LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
 
         def weight_grad() -> Tensor:
-            product = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
+            product = transposed_times(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]).to(grad.dtype))
             return product if grad.dtype == ctx.x_dtype else product.to(grad_dtype(ctx.parameter))
 
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype) if wants_x else None
+        grad_x = times_transposed(grad, weight.to(grad.dtype).T).to(ctx.x_dtype) if wants_x else None
         grad_weight = compute_or_defer(ctx.weight_grads, ctx.parameter, weight_grad) if wants_weight else None
         return grad_x, grad_weight, None, None
 
@@ -88,7 +89,7 @@ def linear(x: Tensor, weight: Tensor, weight_grads: WeightGrads | None = None, f
     """
     if not fp32:
         x, weight = apply_autocast(x, weight)
-        if weight_grads is None or not weight_grads.can_defer:
+        if (weight_grads is None or not weight_grads.can_defer) and not is_onednn_product(x, len(weight)):
             return F.linear(x, weight)
     return _LinearFunction.apply(x, weight, weight_grads, fp32)  # type: ignore[return-value]
 

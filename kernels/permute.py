@@ -55,14 +55,18 @@ def gather_sum(
         return sum_rows(check_contiguous_rows("rows", rows_MD), positions_NK, weights_NK)
     dtype = rows_MD.dtype
     rows_MD = rows_MD.to(torch.promote_types(rows_MD.dtype, torch.float32))
-    # Reading the positions would be a host sync on a GPU.
-    if positions_NK.is_cuda or (positions_NK < 0).any():
-        valid_NK = positions_NK >= 0
+    weights_NK = None if weights_NK is None else weights_NK.to(rows_MD.dtype)
+    valid_NK, offsets_N = positions_NK >= 0, None
+    if positions_NK.is_cuda:  # counting the valid positions would be a host sync
         weights_NK = None if weights_NK is None else torch.where(valid_NK, weights_NK, 0)
         positions_NK = torch.where(valid_NK, positions_NK, len(rows_MD))
         rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
-    weights_NK = None if weights_NK is None else weights_NK.to(rows_MD.dtype)
-    return F.embedding_bag(positions_NK, rows_MD, mode="sum", per_sample_weights=weights_NK).to(dtype)
+    elif not valid_NK.all():
+        counts_N, index = valid_NK.sum(1, dtype=torch.int32), valid_NK.flatten().nonzero()[:, 0]
+        offsets_N = counts_N.cumsum(0, dtype=torch.int32) - counts_N
+        positions_NK = positions_NK.flatten().index_select(0, index)
+        weights_NK = None if weights_NK is None else weights_NK.flatten().index_select(0, index)
+    return F.embedding_bag(positions_NK, rows_MD, offsets_N, mode="sum", per_sample_weights=weights_NK).to(dtype)
 
 
 def _gradients(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from ..checkpoint.start_model import start_model
 from ..expert_parallel.options import EpBackend
-from ..kernels.options import Kernels
+from ..kernels.options import Kernels, Products
 from ..models import ModelConfig, preset
 from ..models.config import Recompute
 from ..runtime.learning_rate import OptimizerConfig
@@ -81,6 +81,8 @@ class ComputeConfig:
     self_test: bool = True
     """Compare the Triton kernels with plain torch on a small problem at the start, and use plain torch if they differ.
     Once for each combination of GPU, versions and model sizes. With kernels=triton, a difference is an error."""
+    products: Products = "auto"
+    """Library for products of fp32 matrices on a CPU. auto: onednn on AMD CPUs with AVX-512, else mkl."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse small operators with torch.compile. auto: on for GPUs, off for CPUs."""
     fp8: Literal["off", "experts", "experts+dispatch"] = "off"

@@ -60,6 +60,7 @@ class Console:
             f"{run.choice.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {run.device.type} "
             f"in {str(run.dtype).removeprefix('torch.')}{', Triton kernels' if run.kernels == 'triton' else ''}"
+            f"{', products in oneDNN' if run.products == 'onednn' else ''}"
             f"{f', {fp8} in FP8 ({compute.fp8_recipe})' if fp8 != 'off' else ''}"
             f"{', torch.compile' if run.compiled else ''}{', CUDA graphs' if compute.cuda_graphs else ''}",
             *([run.machines] if run.machines else []),

@@ -27,6 +27,7 @@ from ..checkpoint.atomic_folder import is_there
 from ..checkpoint.huggingface import companions_of, find_architecture, read_companions
 from ..data import BYTES, TOKENIZER_FILE, Batches, GivenBatches, TextData, UnknownTokenizer, load_data, stores
 from ..kernels.backend import Kernels
+from ..kernels.products import Library, choose_products
 from ..messages import printable
 from ..models import StageSpec, check_layers, split
 from ..runtime.launch import Launch
@@ -86,6 +87,7 @@ class Run:
     device: torch.device
     dtype: torch.dtype
     kernels: Kernels
+    products: Library
     compiled: bool
     folder: Path | None
     layers: tuple[int, ...]
@@ -162,6 +164,7 @@ def prepare(
     if config.compute.cuda_graphs:
         setup.check_cuda_graphs(config, device, kernels, launch.world_size)
     setup.check_fp8(config, device, kernels)
+    products = choose_products(config.compute.products, device.type)
     chosen = {"compile": "on" if compiled else "off", "dtype": str(dtype).removeprefix("torch.")}
     config = replace(config, compute=replace(config.compute, **chosen))
     layers = _layers(config, choice, agreed.free, dtype, device, instruments)
@@ -195,8 +198,8 @@ def prepare(
             metrics.read_records(folder)  # raises ValueError
     changed = changes(request.saved, config) if resume and request.saved else []
     return Run(
-        config, changed, choice, replace(choice.layout, rank=launch.rank), device, dtype, kernels, compiled, folder,
-        layers, split(config.model, choice.schedule.num_stages, layers), text, resume,
+        config, changed, choice, replace(choice.layout, rank=launch.rank), device, dtype, kernels, products,
+        compiled, folder, layers, split(config.model, choice.schedule.num_stages, layers), text, resume,
         None if resume else weights or given.weights, differences, first_step, restarted,
         _companions(resume or weights), from_command, instruments, agreed.store,
         _filled(config, choice, layers, dtype, device, instruments),

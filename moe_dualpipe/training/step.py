@@ -18,6 +18,7 @@ from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import eval_mode, generate_through_pipeline
 from ..kernels.fp8 import RECIPES
+from ..kernels.products import use_products
 from ..messages import check_range
 from ..models import StageOptions
 from ..models.layers import seed_of
@@ -61,6 +62,7 @@ class Trainer:
             torch.cuda.set_device(self.device)
         kernels = build_on_all_ranks(lambda: trusted_kernels(run.config, run.kernels, run.device, run.dtype))
         self.run = replace(run, kernels=kernels)
+        use_products(run.products)
         check_same_text(self.text)
         self.pipeline = self._build_pipeline()
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas

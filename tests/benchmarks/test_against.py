@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from benchmarks import against
+from moe_dualpipe.checkpoint.huggingface.config import find_architecture
 from moe_dualpipe.models import ModelConfig
 
 QWEN = ModelConfig(
@@ -17,7 +18,7 @@ OLMOE = dataclasses.replace(
     QWEN, num_dense_layers=0, num_shared_experts=0, shared_gate=False, num_kv_heads=6, qk_norm="full",
     normalize_weights=False,
 )  # fmt: skip
-PROGRAMS = [against.PLAIN, "ours", "hf eager", "hf grouped_mm", against.PRODUCTS]
+PROGRAMS = ["ours", "plain", "hf grouped_mm", "hf our experts", against.PRODUCTS]
 clock = itertools.count().__next__
 
 
@@ -33,8 +34,13 @@ def test_all_programs_have_the_same_losses_in_every_step(model, update):
     assert set(seconds["ours"]) == {1}
     assert all(value > 3 * model.num_layers for value in seconds[against.PRODUCTS])
     table = against.rows("name", 1, size, seconds)
-    assert [row[:4] for row in table[:2]] == [["name", "1", "plain", "1000"], ["name", "1", "ours", "1000"]]
+    assert [row[:4] for row in table[:2]] == [["name", "1", "ours", "1000"], ["name", "1", "plain", "1000"]]
     assert table[1][5:] == ["38", "1.00", "1.00 to 1.00"]
+
+
+def test_hugging_face_has_the_models():
+    for size in against.SIZES.values():
+        find_architecture(size.model)
 
 
 def test_a_program_with_another_loss_is_an_error():

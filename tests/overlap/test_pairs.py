@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -16,6 +16,7 @@ from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, TransformerStage, next_token_loss
 from moe_dualpipe.overlap import WeightGrads, bind
 from moe_dualpipe.overlap.engine import Engine
+from tests.support.kernels import small_products_in_onednn
 from tests.support.pairs import OVERLAPPED, assert_same, gradients, run_pair, stage, tokens
 
 BACKENDS = [
@@ -26,8 +27,15 @@ BACKENDS = [
 ]
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@pytest.fixture(params=["mkl", "onednn"])
+def library(request, monkeypatch):
+    if request.param == "onednn":
+        small_products_in_onednn(monkeypatch)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
+@pytest.mark.usefixtures("library")
 def test_overlapped_equals_sequential(data):
     draw = data.draw
     backend, queued = draw(st.sampled_from(BACKENDS)), draw(st.booleans())

@@ -16,6 +16,7 @@ import pytest
 from moe_dualpipe.models import build_model
 from moe_dualpipe.schedule import NAMES
 from tests.support import pipelines
+from tests.support.kernels import small_products_in_onednn
 from tests.support.ranks import run_ranks
 
 SMALL = replace(pipelines.CONFIG, num_layers=4, num_dense_layers=1)
@@ -26,7 +27,7 @@ MODELS = {
         SMALL, dense_layers=(2,), tied_embeddings=True, qkv_bias=True, rotary_fraction=0.5, shared_gate=True,
         yarn_factor=4.0, yarn_positions=8,
     ),
-    "mtp": replace(SMALL, mtp_layers=2, mtp_weight=0.7),
+    "mtp": replace(SMALL, mtp_layers=2, mtp_weight=0.7), "onednn": SMALL,
 }  # fmt: skip
 ANY = [*NAMES, "dualpipe+fill", "interleaved_1f1b+fill"]
 ALONE = [name for name in NAMES if name not in ("chimera", "dualpipe")]
@@ -35,6 +36,8 @@ PAIRED = ["dualpipe", "1f1b"]
 
 def of_model(rank, model, function, *args):
     pipelines.CONFIG, pipelines.MICRO_BATCHES = MODELS[model], 8 if model == "plain" else 4
+    if model == "onednn":
+        small_products_in_onednn(pytest.MonkeyPatch())
     return function(rank, *args)
 
 
@@ -49,12 +52,13 @@ def results_and_holders(rank, names, pp, fused_loss):
 
 @pytest.mark.parametrize("model,pp,names,fused_loss", [
     ("plain", 1, ALONE, False), ("plain", 1, ALONE, True), ("plain", 4, ANY, False), ("uneven", 2, ANY, True),
+    ("onednn", 2, ["dualpipe"], True),
     *((model, 1, ["dualpipev"], True) for model in ("tied", "mtp")),
     *((model, 2, [*PAIRED, "dualpipev", "zb1p", "interleaved_1f1b"], False) for model in ("tied", "mtp")),
     *((model, 2, PAIRED, True) for model in ("tied", "mtp")),
     *((model, 4, ["chimera", "1f1b"], False) for model in ("tied", "mtp")),
 ])  # fmt: skip
-@pytest.mark.quick("uneven-2-names3-True", "tied-2-names8-True", "mtp-2-names9-True")
+@pytest.mark.quick("uneven-2-names3-True", "tied-2-names9-True", "mtp-2-names10-True")
 def test_a_pipeline_of_any_schedule_equals_the_single_process_model(model, pp, names, fused_loss):
     seen = run_ranks(pp, of_model, model, results_and_holders, names, pp, fused_loss)
     micro_batches = [*range(8 if model == "plain" else 4)]

@@ -5,6 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
+from moe_dualpipe.kernels import grouped_gemm, products
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 
@@ -34,6 +35,15 @@ def assert_as_good_as(ours, reference, exact, dtype, what=""):
     assert error(reference, exact) <= 4 * FLOOR[dtype], f"{what}: plain torch has an error of {error(reference, exact)}"
     allowed = max(2 * error(reference, exact), FLOOR[dtype])
     assert error(ours, exact) <= allowed, f"{what}: error {error(ours, exact):.2e}, allowed {allowed:.2e}"
+
+
+def small_products_in_onednn(monkeypatch):
+    """Let oneDNN compute all products of 4 rows or more, however small."""
+    monkeypatch.setattr(products, "_library", "onednn")
+    monkeypatch.setattr(products, "ROWS", 4)
+    monkeypatch.setattr(products, "SMALLEST", 1)
+    monkeypatch.setattr(grouped_gemm, "ROWS", 4)
+    monkeypatch.setattr(grouped_gemm, "WGRAD_ROWS", 4)
 
 
 def offsets_of(counts):

@@ -40,6 +40,7 @@ DEFAULTS = {
     "parallel.overlap": True, "parallel.wgrad": "early",
     "parallel.max_deferred": None,
     "parallel.zero": True, "compute.device": "auto", "compute.dtype": "auto", "compute.kernels": "auto",
+    "compute.products": "auto",
     "compute.self_test": True, "compute.compile": "auto", "compute.cuda_graphs": False,
     "compute.fp8": "off", "compute.fp8_recipe": "ue8m0", "compute.recompute": "none",
     "compute.fused_loss": False,

@@ -70,6 +70,7 @@ TYPED = [
     (1, "--set compute.fp8=experts --experts tests.support.special_experts:CountingExperts",
      "the expert layer 'tests.support.special_experts:CountingExperts' cannot compute in FP8: define `fp8 = None` in "),
     (1, "--set compute.cuda_graphs=true", "cuda_graphs needs a GPU, and this run is on the CPU: use compute.cuda"),
+    (1, "--set compute.products=onednn", "compute.products=onednn needs oneDNN, which this PyTorch lacks: use compute"),
     (1, "--compile on", "--compile on needs a C++ compiler, but no-such-compiler was not found: install it, or set C"),
     (1, "--profile 5 --steps 6", "--profile 5 needs 7 steps, including 2 to warm up, but the run has 6: use --steps 7"),
     (2, "--batch-size 5 --micro-batch-size 1",
@@ -92,9 +93,10 @@ TYPED = [
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Ranks of a pretended launch do not ask each other, and this machine has no GPU and no compiler."""
+    """Ranks of a pretended launch do not ask each other, and this machine has no GPU, no compiler and no oneDNN."""
     monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.chdir(ROOT)
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from moe_dualpipe.kernels.products import in_onednn
 from moe_dualpipe.models import build_model
 from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.training.loop import train_loop
@@ -72,21 +73,23 @@ def test_replicas_that_differ_stop_the_run_at_the_next_check(tmp_path):
 
 
 def introductions(rank, configs):
-    return [introduction(rank, config) for config in configs]
+    return [(introduction(rank, config), in_onednn(torch.ones(1))) for config in configs]
 
 
-def test_parameters_are_counted_once(tmp_path):
+def test_parameters_are_counted_once_and_the_library_of_products_is_used_and_named(tmp_path):
     """Also if two ranks hold the embedding, as with MTP."""
-    layouts = [{"model": MTP, "schedule": "1f1b"}, {"ep": 2}, {"pp": 1}]
+    layouts = [{"model": MTP, "schedule": "1f1b"}, {"pp": 1, "products": "onednn"}, {"ep": 2, "products": "mkl"}]
     configs = [settings(tmp_path / str(i), **changes) for i, changes in enumerate(layouts)]
     printed, nothing = run_ranks(2, introductions, configs)
-    for text, config in zip(printed, configs, strict=True):
+    for (text, onednn), config in zip(printed, configs, strict=True):
         sizes = {name: p.numel() for name, p in build_model(config.model).named_parameters()}
         total = sum(sizes.values())
         idle = sum(size for name, size in sizes.items() if ".experts." in name) / 2  # two of four experts a token
         assert f"{total / 1e6:.2f} M parameters, {(total - idle) / 1e6:.2f} M active" in text
         assert (", experts over 2, on cpu in float32\n" in text) == (config.parallel.ep == 2)
-    assert nothing == [""] * 3
+        assert onednn == ("float32, products in oneDNN\n" in text)
+        assert config.compute.products in ("auto", "onednn" if onednn else "mkl")
+    assert [text for text, _ in nothing] == [""] * 3
 
 
 SMALL = {"seq_len": 8, "eval_sequences": 2}
