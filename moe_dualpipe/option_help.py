@@ -89,17 +89,19 @@ def _sentences(text: str, most: int) -> str:
 def command_help(name: str, command: type) -> str:
     """The help of a command: what it does, what it takes, and its options."""
     arguments, options = _entries(command)
-    names = " ".join(line.split("  ")[1] for line in arguments)
-    usage = f"usage: moe-dualpipe {name} {names} [OPTIONS]".replace("  ", " ")
+    words = [name, *(one.split("  ")[1] for one in arguments), *["[OPTIONS]"][: len(options)]]
+    usage = f"usage: moe-dualpipe {' '.join(words)}"
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = [line for one in paragraphs for line in ["", *textwrap.wrap(one, 100, break_on_hyphens=False)]]
     return "\n".join([usage, *text, *[""][: len(arguments)], *arguments, *[""][: len(options)], *options])
 
 
 def _entries(section: Any, prefix: str = "") -> tuple[list[str], list[str]]:
-    """The entries of the positional arguments, and of the options."""
+    """The entries of the positional arguments, and of the options: required ones, its own, those that it inherits."""
     arguments, options, groups = [], [], []
-    for name, kind, default, text in fields_of(section, annotated=True) if is_dataclass(section) else ():
+    own = inspect.get_annotations(section)
+    found = fields_of(section, annotated=True) if is_dataclass(section) else []
+    for name, kind, default, text in sorted(found, key=lambda one: (one[2] is not MISSING, one[0] not in own)):
         marks = [str(one) for one in getattr(kind, "__metadata__", ())]
         inner = typing.get_args(kind)[0] if marks else kind
         flag = f"--{prefix}{name.replace('_', '-')}"

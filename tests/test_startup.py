@@ -10,6 +10,7 @@ import pytest
 
 from moe_dualpipe import __version__
 from moe_dualpipe.cli import COMMANDS, main
+from moe_dualpipe.option_help import entry, shown
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -61,6 +62,19 @@ def test_help_fits_a_screen_and_has_a_text_for_every_option(capsys, monkeypatch,
     entries = re.findall(r"^  (?:--\w|[A-Z]{2}).*\n(?: {29}.*\n)*", text, re.MULTILINE)
     assert all(re.search(r"[A-Za-z]+ [a-z(0-9]", entry) for entry in entries)
     assert entries or command in ("model list", "check parallel")
+
+
+def test_defaults_are_shown_as_they_are_typed():
+    assert [shown(one) for one in ("a b", "", "x", 0.5, True, ("p", "q r"))] == [
+        '"a b"',
+        '""',
+        "x",
+        "0.5",
+        "true",
+        'p "q r"',
+    ]
+    assert entry("--x", "INT", "Text. None: no limit.").split("  ")[-1] == "Text. Default: no limit."
+    assert entry("--x", "{a,b}", "Text.", "a").endswith("Text. (default a)")
 
 
 def test_help_names_exactly_the_options_that_are_parsed(capsys):
