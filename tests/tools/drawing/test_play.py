@@ -91,12 +91,14 @@ class Browser:
 
     def __init__(self, url: str, width: int, folder: Path):
         (read, self.write), (self.read, write) = os.pipe(), os.pipe()
-        options = f"--headless=new --no-sandbox --disable-gpu --user-data-dir={folder} --window-size={width},1000"
+        options = f"--headless=new --no-sandbox --disable-gpu --user-data-dir={folder}"
         command = f"exec {CHROMIUM} {options} --remote-debugging-pipe 3<&{read} 4>&{write}"
         self.process = subprocess.Popen(["bash", "-c", command], pass_fds=(read, write), stderr=subprocess.DEVNULL)
         self.numbers, self.rest, self.session = count(1), b"", None
-        target = self.call("Target.createTarget", url=url)["targetId"]
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=False)
+        self.call("Page.navigate", url=url)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self.numbers)
@@ -139,7 +141,7 @@ def test_in_a_browser_a_key_on_a_slider_redraws_with_the_numbers_of_compare(widt
             browser.get(expression)
             for expression in ("document.body.innerText", "command.textContent", "location.hash")
         )
-        assert browser.get("document.documentElement.scrollWidth") <= browser.get("innerWidth")
+        assert browser.get("document.documentElement.scrollWidth") <= browser.get("innerWidth") == width
     finally:
         browser.process.terminate()
         browser.process.wait()
