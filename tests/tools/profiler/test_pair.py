@@ -102,6 +102,24 @@ def test_run_writes_a_report_recordings_and_pictures(tmp_path, capsys):
     assert [path.name for path in trace_paths([tmp_path])] == ["overlapped.json.gz", "sequential.json.gz"]
 
 
+@pytest.mark.parametrize("mode,tokens", [("prefill", "in sequences of 16"), ("decode", "with 16 cached tokens each")])
+def test_two_forwards_have_an_account_of_both_orders(tmp_path, capsys, mode, tokens):
+    link = ["--link-gbps", "0.1", "--link-latency-us", "50"]
+    assert main([*SMALL, *link, "--mode", mode, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{mode} on cpu in float32: 2 layers of tiny, 32 tokens {tokens}, balanced routing; ")
+    assert "| sequential, us | overlapped, us |" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    for run in ("sequential", "overlapped"):
+        analysis = report[run]
+        assert analysis["num_comm"] == 2 * 2 * 3  # micro-batches, layers; sizes, dispatch, combine
+        assert {"attn(F)", "dispatch(F)", "mlp(F)", "combine(F)"} <= {phase["name"] for phase in analysis["phases"]}
+        assert sum(row["us"] for row in analysis["account"]) == pytest.approx(analysis["window_us"])
+    reached, possible = report["overlapped"]["hidden_fraction"], report["possible_fraction"]
+    assert 0 < reached <= possible + 1e-6
+    assert f"hidden communication: {possible:.1%} possible, reached {reached:.1%} overlapped, " in out
+
+
 @pytest.mark.parametrize("options,problem", [
     (["--preset", "huge"], "unknown preset 'huge'; choose from: tiny, small, olmoe-1b-7b"),
     (["--ep", "3"], "8 experts cannot be divided evenly over 3 ranks"),
