@@ -1,7 +1,7 @@
 """Does a model learn in FP8? Train it with each recipe from the same weights on the same data, and compare the losses.
 
-    python -m benchmarks.fp8_loss                              tiny, 3 seeds, 600 steps of 1,024 tokens
-    python -m benchmarks.fp8_loss --preset small --seeds 1     another size
+    python -m benchmarks.fp8_loss --figure losses.png          tiny, 3 seeds, 600 steps of 1,024 tokens
+    python -m benchmarks.fp8_loss --model 30m --cases ue8m0 --seeds 1 --steps 150
 
 The runs of a seed differ in nothing but the rounding. "no scales" is what the recipes avoid: rows are rounded to
 e4m3 as they are, and small gradients become 0.
@@ -9,7 +9,9 @@ e4m3 as they are, and small gradients become 0.
 
 import statistics
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,25 +23,56 @@ from benchmarks.common import full_range, table
 from moe_dualpipe import training
 from moe_dualpipe.kernels.fp8 import DTYPE, RECIPES, Fp8Matrix, Fp8Recipe
 from moe_dualpipe.models import PRESETS
+from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
 
 CASES: dict[str, tuple[Any, Any]] = {
     "bf16": ("off", "ue8m0"), **{name: ("experts", name) for name in RECIPES},
     "ue8m0 + dispatch": ("experts+dispatch", "ue8m0"), "no scales": ("experts", "ue8m0"),
 }  # fmt: skip
 """compute.fp8 and compute.fp8_recipe."""
+MODELS = {
+    "30m": replace(
+        PRESETS["tiny"], hidden_size=384, num_layers=6, num_heads=6, head_dim=64, dense_size=1536, expert_size=256,
+        num_experts=16,
+    ),
+    **PRESETS,
+}  # fmt: skip
+POINTS = 24
+"""Points of a curve: each is the mean loss of so many steps."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Compare the losses of FP8 recipes with those of bf16."""
 
-    preset: str = "tiny"
-    """Size of the model."""
+    model: str = "tiny"
+    """A preset, or 30m: tiny with a width of 384, 6 blocks, and 16 experts of width 256; 29.5 M parameters."""
+    cases: tuple[str, ...] = tuple(CASES)
+    """What to train, beside bf16."""
     steps: int = 600
     seeds: int = 3
     batch_size: int = 8
     """Sequences per step."""
     seq_len: int = 128
+    figure: Path | None = None
+    """Also draw the losses of all steps, as PNG or SVG."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The training loss of each step, and the validation loss after the last."""
+
+    training: list[float]
+    validation: float
+
+    @property
+    def final(self) -> tuple[float, float]:
+        """The mean training loss of the last tenth of the steps, and the validation loss."""
+        return statistics.fmean(self.training[-max(len(self.training) // 10, 1) :]), self.validation
+
+    def curve(self) -> list[float]:
+        size = -(-len(self.training) // POINTS)
+        return [statistics.fmean(self.training[i : i + size]) for i in range(0, len(self.training), size)]
 
 
 class NoScales(Fp8Recipe):
@@ -50,11 +83,10 @@ class NoScales(Fp8Recipe):
         return Fp8Matrix(rounded, x_RC.new_ones(len(x_RC), 1).float(), 1, x_RC.shape[1])
 
 
-def losses(case: str, seed: int, options: Options) -> tuple[float, float]:
-    """The mean training loss of the last tenth of the steps, and the validation loss after the last."""
+def train(case: str, seed: int, options: Options) -> Losses:
     fp8, recipe = CASES[case]
     config = training.TrainConfig(
-        model=PRESETS[options.preset], seed=seed, steps=options.steps,
+        model=MODELS[options.model], seed=seed, steps=options.steps,
         batch=training.BatchConfig(batch_size=options.batch_size, micro_batch_size=4, seq_len=options.seq_len),
         compute=training.ComputeConfig(device="cpu", dtype="bfloat16", fp8=fp8, fp8_recipe=recipe),
         sample=training.SampleConfig(sample_tokens=0),
@@ -68,32 +100,59 @@ def losses(case: str, seed: int, options: Options) -> tuple[float, float]:
 
     with mock.patch.dict(RECIPES, {"ue8m0": NoScales()} if case == "no scales" else {}):
         training.train(config, log=[Sink()], verbose=False)
-    result = statistics.fmean(found["loss"][-options.steps // 10 :]), found["validation_loss"][-1]
-    print(f"{case}, seed {seed}: {result[0]:.4f}, {result[1]:.4f}", file=sys.stderr)
-    return result
+    losses = Losses(found["loss"], found["validation_loss"][-1])
+    print(f"{case}, seed {seed}: {losses.final[0]:.4f}, {losses.final[1]:.4f}", file=sys.stderr)
+    return losses
 
 
-def rows(options: Options) -> list[list[str]]:
+def rows(found: Mapping[str, Sequence[Losses]]) -> list[list[str]]:
     """One row per case: losses, and their relative difference from bf16 with the same seed."""
-    found = {case: [losses(case, seed, options) for seed in range(options.seeds)] for case in CASES}
     lines = []
-    for case, values in found.items():
+    for case, seeds in found.items():
         cells = [case]
         for i in range(2):
-            own = [pair[i] for pair in values]
-            apart = [100 * (a / b[i] - 1) for a, b in zip(own, found["bf16"], strict=True)]
+            own = [losses.final[i] for losses in seeds]
+            apart = percent(own, [losses.final[i] for losses in found["bf16"]])
             cells += [f"{statistics.fmean(own):.4f}", full_range(own, ".4f")]
             cells += ["-" if case == "bf16" else f"{statistics.fmean(apart):+.2f}% ({full_range(apart, '+.2f')})"]
         lines.append(cells)
     return lines
 
 
+def percent(own: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [100 * (a / b - 1) for a, b in zip(own, others, strict=True)]
+
+
+def draw(found: Mapping[str, Sequence[Losses]], path: Path) -> None:
+    """The loss of bf16, and what the other cases differ from it: means over the seeds, with their range as a band."""
+    figure = new_figure(9, 3.4)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+    for case, seeds in found.items():
+        curves = [losses.curve() for losses in seeds]
+        if case != "bf16":
+            curves = [percent(own, plain.curve()) for own, plain in zip(curves, found["bf16"], strict=True)]
+        axes, points = left if case == "bf16" else right, [*zip(*curves, strict=True)]
+        ends = [100 * (i + 1) / len(points) for i in range(len(points))]
+        axes.plot(ends, [statistics.fmean(at) for at in points], label=case)
+        axes.fill_between(ends, [*map(min, points)], [*map(max, points)], alpha=0.15)
+    left.set(title="bf16", xlabel="% of the steps", ylabel="training loss, nats per byte")
+    right.set(title="experts in FP8", xlabel="% of the steps", ylabel="change of the loss, %")
+    right.legend(fontsize=8)
+    save_figure(figure, path)
+
+
 def main() -> None:
     options = tyro.cli(OmitArgPrefixes[Options], description=Options.__doc__)
+    if unknown := {options.model} - MODELS.keys() | {*options.cases} - CASES.keys():
+        sys.exit(f"{min(unknown)!r} is unknown: models are {', '.join(MODELS)}; cases are {', '.join(CASES)}")
     tokens = options.batch_size * options.seq_len
-    print(f"{options.preset}, {options.seeds} seeds, {options.steps} steps of {tokens:,} tokens\n")
+    print(f"{options.model}, {options.seeds} seeds, {options.steps} steps of {tokens:,} tokens\n")
+    cases = dict.fromkeys(("bf16", *options.cases))
+    found = {case: [train(case, seed, options) for seed in range(options.seeds)] for case in cases}
     columns = "experts | training loss, last tenth | seeds | against bf16 | validation loss | seeds | against bf16"
-    print(table(columns, rows(options)))
+    print(table(columns, rows(found)))
+    if options.figure:
+        draw(found, options.figure)
 
 
 if __name__ == "__main__":

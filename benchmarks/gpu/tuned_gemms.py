@@ -106,8 +106,8 @@ def fp8_gemms(problem: Problem, order: ExpertOrder) -> Iterator[Gemm]:
     h = plain.swiglu(plain.multiply(x, problem.gate_up, dtype, index), None)
     for rows, weights, of_rows in ((x, problem.gate_up, index), (h, problem.down, None)):
         w, expected = recipe.quantize_weights(weights), plain.multiply(rows, weights, dtype, of_rows)
-        launch = partial(fp8_rows_times_weights, rows, w, tiling, dtype, of_rows)
-        yield Gemm("fp8", *weights.shape[1:], lambda launch=launch: (launch(),), (expected,))
+        (n, k), launch = weights.shape[1:], partial(fp8_rows_times_weights, rows, w, tiling, dtype, of_rows)
+        yield Gemm("fp8", n, k, lambda launch=launch: (launch(),), (expected,))
 
 
 def gemms(problem: Problem) -> Iterator[Gemm]:
