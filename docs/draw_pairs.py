@@ -1,6 +1,6 @@
 """Draw docs/images/pairs/*.png: two layers of a pair of micro-batches in training, prefill and decoding.
 
-    python docs/draw_pairs.py
+    PYTHONPATH=. python docs/draw_pairs.py
 
 The engine runs a small model and tells the order in which it queues work. Two clocks, one for computation and one for
 the link, place the boxes: a transfer starts when its data exists and the link is free.
