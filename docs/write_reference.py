@@ -1,4 +1,4 @@
-"""Write docs/reference.md: the options of train.py and the keys of JSON files, from the docstrings in the code.
+"""Write docs/reference.md: the options of train.py, keys of JSON files, and what the profiler knows, from the code.
 
 PYTHONPATH=. python docs/write_reference.py
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from moe_dualpipe.option_help import fields_of, shown
 from moe_dualpipe.tools.profiler.analyze import COMPUTED, Analysis, Phase
+from moe_dualpipe.tools.profiler.communication import LIBRARIES
+from moe_dualpipe.tools.profiler.doctor.verdict import CAUSES
 from moe_dualpipe.training.metrics import FIELDS
 from moe_dualpipe.training.options import FLAGS, Key, sections
 
@@ -31,6 +33,10 @@ def escape(cell: str) -> str:
     return cell if cell.startswith("`") else re.sub(r"([|*_<\\])", r"\\\1", cell)
 
 
+def code(text: str) -> str:
+    return f"`{text}`"
+
+
 def table(titles: str, rows: Iterable[tuple[str, ...]]) -> str:
     names = titles.split(" | ")
     lines = [names, ["---"] * len(names), *([escape(cell) for cell in row] for row in rows)]
@@ -41,7 +47,7 @@ def option_row(key: Key) -> tuple[str, ...]:
     flag = next((f"`--{flag}`" for flag, name in FLAGS.items() if name == key.name), "")
     default = "none" if key.default is None else shown(key.default) if key.default != () else ""
     values = f" One of: {', '.join(key.choices)}." if key.choices else ""
-    return f"`{key.name}`", flag, f"`{default}`" if default else "", key.text + values
+    return code(key.name), flag, f"`{default}`" if default else "", key.text + values
 
 
 def page() -> str:
@@ -53,7 +59,7 @@ def page() -> str:
         ]
     parts += [
         "## Fields of metrics.jsonl\n",
-        table("field | meaning", ((f"`{name}`", text) for name, text in FIELDS.items())),
+        table("field | meaning", ((code(name), text) for name, text in FIELDS.items())),
     ]
     parts += [
         "## Keys of profile analyze --json\n",
@@ -64,7 +70,19 @@ def page() -> str:
         ("key", [*((name, text) for name, _, _, text in fields_of(Analysis)), *computed]),
         ("key of a phase", [(name, text) for name, _, _, text in fields_of(Phase)]),
     ):
-        parts.append(table(f"{title} | meaning", ((f"`{name}`", text) for name, text in found)))
+        parts.append(table(f"{title} | meaning", ((code(name), text) for name, text in found)))
+    parts += [
+        "## Causes of lost time\n",
+        "What `profile analyze` may name, and what it then advises. After a slash: a variant.\n",
+        table("cause | what happens | what to change", ((code(name), *texts) for name, texts in CAUSES.items())),
+        "## Kernels that communicate\n",
+        "The names that `profile analyze` knows, and the files that define them.\n",
+        table(
+            "kernels of | names such as | defined in",
+            ((library.name, *(", ".join(map(code, texts)) for texts in (library.examples, library.sources)))
+             for library in LIBRARIES),
+        ),
+    ]  # fmt: skip
     return "\n".join(parts)
 
 
