@@ -78,4 +78,4 @@ def test_the_first_program_of_the_page_runs(capsys):
     variables = {}
     exec(fewer.replace("< 3.5", "< 99"), variables)
     assert re.fullmatch(r"step 1: loss \d\.\d\d\n", capsys.readouterr().out)
-    assert len(variables["text"]) == 20
+    assert 5 <= len(variables["text"]) <= 20  # 20 bytes; a character has up to 4

@@ -12,7 +12,8 @@ from ..inference.spread import open_spread
 from ..inference.together import ALONE
 from ..messages import check_range, printable
 from ..runtime.world import current_launch, join_world
-from .options import DeviceOption, JsonOption, OwnLayerOptions, SpreadOptions, check_ranges
+from .options import DeviceOption, JsonOption, OwnLayerOptions, check_ranges
+from .spread_options import SpreadOptions
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from ..inference.together import ALONE, Together
 from ..messages import check_range, printable, typed_text
 from ..models import TransformerStage
 from ..runtime.world import current_launch, join_world
-from .options import DeviceOption, OwnLayerOptions, SpreadOptions, check_ranges
+from .options import DeviceOption, OwnLayerOptions, check_ranges
+from .spread_options import SpreadOptions
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 from tyro.conf import arg
 
 from ..data import strict_json
-from ..expert_parallel.options import EpBackend
 from ..messages import LARGEST, check_range, nearest, with_suggestions, without_suggestions
 
 _T = TypeVar("_T")
@@ -30,20 +29,6 @@ class JsonOption:
     def show(self, value: Any, text: str) -> None:
         """Print `value` as JSON with --json, otherwise `text`."""
         print(strict_json.write(value, indent=1) if self.json else text, flush=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpreadOptions:
-    """With torchrun, the experts are spread over the processes."""
-
-    ep_backend: EpBackend = "auto"
-    """With torchrun: how the processes exchange tokens. With one that works in the background, such as all_to_all,
-    batches of two or more sequences run as two micro-batches, each hiding the other's communication."""
-
-    def check_backend(self, processes: int) -> None:
-        """Raise ValueError for a choice that has no meaning for one process."""
-        if processes == 1 and self.ep_backend != "auto":
-            raise ValueError(f"--ep-backend {self.ep_backend} needs several processes: start them with torchrun")
 
 
 @dataclass(frozen=True, kw_only=True)
