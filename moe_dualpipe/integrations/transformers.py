@@ -44,7 +44,9 @@ def register(name: str = NAME, kernels: Kernels = "auto") -> str:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise ImportError("experts_implementation needs transformers 5: pip install 'transformers>=5'") from error
-    ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, kernels=validate_kernels(kernels)))
+    # torch.compile cannot trace torch's grouped product in fp32. It compiles the rest of the model.
+    forward = torch.compiler.disable(experts_forward)
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(forward, kernels=validate_kernels(kernels)))
     return name
 
 

@@ -70,6 +70,11 @@ def test_logits_and_gradients_in_plain_torch(config):
     assert_equal_to_eager(config, register(), torch.float64, 1e-13)
 
 
+def test_a_model_under_torch_compile_has_the_same_logits():
+    made, ids = model(CONFIGS[0], register()), torch.randint(0, SIZES["vocab_size"], (1, 4), device=DEVICE)
+    torch.testing.assert_close(torch.compile(made, backend="eager")(ids).logits, made(ids).logits)
+
+
 def test_ids_of_other_ranks_contribute_nothing():
     """In transformers' expert parallelism, a rank gets the id `num_experts` for experts of other ranks."""
     config = CONFIGS[0].__class__(**CONFIGS[0].to_dict(), experts_implementation="eager")
