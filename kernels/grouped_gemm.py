@@ -140,7 +140,7 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
         elif in_onednn(a) and end - start >= WGRAD_ROWS:
             y[e] = transposed_times(a[:, start:end].T, b[start:end])
         else:
-            y[e].addmm_(a[:, start:end], b[start:end], beta=0)
+            y[e] = a[:, start:end] @ b[start:end]
     if b.ndim == 3:
         y[ends[-1] :] = 0
     return y

@@ -79,7 +79,7 @@ def test_defaults_are_shown_as_they_are_typed():
 
 def test_help_names_exactly_the_options_that_are_parsed(capsys):
     options = {*re.findall(r"--[a-z][\w.-]*", help_of(capsys, ["schedule", "show"]))}
-    assert options == {"--pp", "--micro-batches", "--num-chunks", "--out", "--width"} | {
+    assert options == {"--pp", "--micro-batches", "--num-chunks", "--until", "--out", "--width"} | {
         f"--cost.{name}" for name in ("F", "B", "W", "FB", "comm")
     }
 

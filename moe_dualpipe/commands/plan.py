@@ -51,7 +51,7 @@ class Run(JsonOption):
     dtype: Precision = "bf16"
     """Precision of matrix products. With fp8 and mxfp8, attention, the router and the head stay in bf16."""
     fp8: Fp8 = "off"
-    """compute.fp8 of train.py. experts: their products in 8 bits. experts+dispatch: also the rows that they get."""
+    """As compute.fp8 of train.py: products of experts in 8 bits, and their dispatch."""
     ep_backend: EpBackend = "deepep"
     """How tokens are sent to experts. all_to_all: once per expert. deepep, hybrid: once per GPU or NVLink domain."""
     overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -63,7 +63,7 @@ class Run(JsonOption):
     loads: Annotated[str | None, tyro.conf.arg(metavar="RUN|FILE")] = None
     """Measured loads of experts, instead of --max-vio: a run, a checkpoint, or a JSON file with "loads"."""
     mtp: int | None = None
-    """Multi-token prediction (MTP) modules. None: as many as the model has."""
+    """Multi-token prediction (MTP) modules. None: those of the model."""
     attention: AttentionKernel = "fastest"
     """fastest: as in the device's file. flash2: FlashAttention-2, as in PyTorch. plain: scores are stored."""
     cuda_graphs: CudaGraphs = "none"
