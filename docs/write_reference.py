@@ -62,8 +62,8 @@ def page() -> str:
         table("field | meaning", ((code(name), text) for name, text in FIELDS.items())),
     ]
     parts += [
-        "## Keys of profile analyze --json\n",
-        "An object for one device, or a list of them. Times are in microseconds.\n",
+        "## Keys of a report in JSON\n",
+        "What `profile analyze --json` prints: an object for one device, or a list of them. Times are in microseconds.\n",
     ]
     computed = [(name, getattr(Analysis, name).__doc__) for name in COMPUTED]
     for title, found in (
