@@ -110,7 +110,7 @@ class _Rank:
         self._tell(f"facts/{self.rank}", asdict(self.own))
 
     def _open_store(self, opens: bool) -> dist.Store:
-        """The store at MASTER_ADDR:MASTER_PORT. opens: it does not exist yet: torchrun has not opened it."""
+        """The store at MASTER_ADDR:MASTER_PORT. opens: create it, because torchrun has not."""
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not host or not port.isdecimal():
             raise ValueError("MASTER_ADDR and MASTER_PORT must be set, as torchrun does: they say where ranks meet")

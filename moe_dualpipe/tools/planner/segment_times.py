@@ -66,7 +66,7 @@ class Clock:
     on: Collection[str]
 
     def product(self, flops: float, precision: str | None = None, kind: str = "product") -> float:
-        """A launch of a kind in KINDS, an effect of its own for attention."""
+        """A launch of a kind in KINDS. Attention is a separate effect."""
         precision = precision or self.precision
         share = 1.0
         if flops and ("attention" if kind.startswith("attention") else "products") in self.on:
@@ -74,11 +74,11 @@ class Clock:
         return flops / ((self.device.peak[precision] or 0.0) * share)
 
     def products(self, tokens: float, products: Iterable[Product]) -> float:
-        """Products of `tokens` rows, in 8 bits if the run is, but for those of the router."""
+        """Products of `tokens` rows, in 8 bits if the run is, except those of the router."""
         return sum(self.product(tokens * one.flops, "bf16" if one.name in NEVER_CAST else None) for one in products)
 
     def grouped(self, flops: float, experts: float, fused: bool, precision: str | None = None) -> float:
-        """One product for each of `experts` experts: one by one, or if `fused` in one launch if that is faster."""
+        """One product for each of `experts` experts: launched one by one or, if `fused` and faster, in one launch."""
         one_by_one = experts * self.product(flops / experts, precision)
         return min(self.product(flops, precision, "grouped"), one_by_one) if fused else one_by_one
 
