@@ -131,7 +131,8 @@ def _solve(points: Sequence[Point], host: float) -> tuple[tuple[float, dict[str,
 def _left_out(
     points: Sequence[Point], key: Callable[[Point], tuple[str, ...]], host: float | None = None
 ) -> Iterator[tuple[Point, dict[str, Any]]]:
-    """Each point, with the constants of a fit to the points of all other groups. host: given, so without intervals."""
+    """Each point, with the constants of a fit to the points of all other groups. host: use this one, and fit no
+    intervals."""
     for left in sorted({key(point) for point in points}):
         others = [point for point in points if key(point) != left]
         if others:

@@ -226,7 +226,7 @@ class GivenBatches:
         return inputs_NS[first : first + count], labels_NS[first : first + count]
 
     def whole(self, step: int) -> "tuple[Tensor, Tensor]":
-        """All sequences of a step. Calls `batches` once, also if a step is run again.
+        """All sequences of a step. Calls `batches` once, even if a step is run again.
 
         Raises ValueError for a batch of another shape, with ids outside the vocabulary, or without any label.
         """

@@ -72,7 +72,7 @@ def relative(gpu_loads: Loads) -> list[list[float]]:
 
 
 def imbalance(gpu_loads: Loads) -> list[float]:
-    """The largest load of each layer divided by the mean. 1 is balanced; also for a layer without load."""
+    """The largest load of each layer divided by the mean. 1 is balanced, or a layer without load."""
     return [*map(max, relative(gpu_loads))]
 
 

@@ -80,7 +80,7 @@ def _entry(found: Mapping[str, Any]) -> Entry:
 
 
 def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
-    """What is directly below a folder, by name; {} if it is empty. Raises StorageError, also for a missing bucket."""
+    """What is directly below a folder, by name; {} if it is empty. Raises StorageError, even for a missing bucket."""
     found = call(url, lambda store, path: store.list_with_delimiter(path), patience)
     entries = [*map(_entry, found["objects"])]
     entries += [Entry(path.strip("/").rpartition("/")[2], 0, "", is_folder=True) for path in found["common_prefixes"]]

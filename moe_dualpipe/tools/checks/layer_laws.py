@@ -58,7 +58,7 @@ _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def is_built(subject: Subject) -> str:
-    """The layer can be built; experts also for ranks that hold fewer of them."""
+    """The layer can be built; for experts, even by ranks that hold fewer of them."""
     number = subject.config.num_experts
     for size in (1, max(number // 2, 1), number):
         subject.like(experts=range(size)).build(0)

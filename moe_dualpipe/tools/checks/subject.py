@@ -118,7 +118,7 @@ class Subject(ABC):
         """All valid shapes of other inputs: the rows, and the length."""
 
     def parts(self) -> Iterator[tuple[str, Any]]:
-        """Parts of `draw(1)` to change: a name, and an index of what may then change in the result."""
+        """Parts of `draw(1)` to change: their names, and an index of the results that may then change."""
         case = self.draw(1)
         for row in (0, len(case.x) // 2, len(case.x) - 1):
             yield self.row_name(case, [row]), row
@@ -130,7 +130,7 @@ class Subject(ABC):
             return prepare(self.make(seed), seed, self.device)
 
     def draw(self, seed: int) -> Case:
-        """An input, which differs between seeds, also in the rows of each expert. All have the same shape."""
+        """An input, which differs between seeds, as do the rows of each expert. All have the same shape."""
         counts = self.counts()
         first = (seed - 1) % len(counts)
         return Case(self.random(seed, sum(counts), *self.length), (*counts[first:], *counts[:first]))
@@ -196,7 +196,8 @@ class Subject(ABC):
 
     @cached_property
     def modes(self) -> tuple[bool, ...]:
-        """Training mode or not, for inputs of other shapes: random numbers and statistics then differ in training."""
+        """The modes in which inputs of other shapes can be compared: not training if it draws numbers or averages
+        buffers."""
         first, second = (self.outputs(self.draw(1), seed=seed)[0] for seed in (1, 2))
         return (True, False) if torch.equal(first, second) and not self.averaged else (False,)
 

@@ -188,7 +188,8 @@ class _Rank:
         return None, self._hear("plan", 2 * self.timeout + 2 * _MARGIN)
 
     def _measure(self, plan: dict[str, Any], found: dict[tuple[int, int], float], steps: Steps) -> None:
-        """Create the process group, and measure. found: gets the speeds, also of links before one that fails."""
+        """Create the process group, and measure. found: gets the speeds, including those of links before one that
+        fails."""
         cuda = plan["device"] == "cuda"
         device = torch.device("cuda", self.launch.local_rank) if cuda else torch.device("cpu")
         steps.start("creating the process group")

@@ -274,7 +274,7 @@ def mlp_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
 
 
 def attention_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
-    """Bytes that a block needs at the peak of the backward of its attention, when its MLP has been freed."""
+    """Bytes that a block needs at the peak of its attention's backward, after its MLP has been freed."""
     heads = config.num_heads
     if config.attention == "mla":
         gradients = heads * (2 * (config.head_dim + config.rope_dim) + config.value_dim)

@@ -29,7 +29,8 @@ class PeakMemory:
     """Bytes of a rank at its peak, by parts."""
 
     weights: int
-    """In the precision of the products; with fp8, also a copy in 8 bits; with experts in FP8, two copies of their weights."""
+    """In the precision of the products. With fp8, also an 8-bit copy; with experts in FP8, two copies of their
+    weights."""
     gradients: int
     """In fp32."""
     optimizer: int

@@ -49,7 +49,7 @@ EXPERT_LAUNCH = 0.2
 """CPU time of one expert's product relative to that of an operator: Transformer Engine launches the products of all
 experts in a loop in C++ (nvte_multi_tensor_gemm), and Python only calls that loop."""
 NEVER_CAST = ("router", "shared_gate")
-"""Products in 16 bits, also in a run with 8."""
+"""Products in 16 bits, even in a run with 8."""
 NARROW_HEADS = 0.5
 """Exponent of the head width / 128 in the speed of attention. A score costs one exponential at any width, and a
 multiprocessor computes 16 of them per cycle: in heads of 128, half as long as the products take, in heads of 64, as

@@ -74,7 +74,7 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
     sums, exposed_sums = _gradients(load, stages) if "gradients" in on else (0.0, 0.0)
     transfers = share * sum(s.transfers for s in stages)
     exposed, idle = max(0.0, busy - compute), max(0.0, _pipeline_seconds(load, stages, on) - busy)
-    if load.layout.pp == 1:  # a rank waits for nobody: the first and last transfers have nothing beside them
+    if load.layout.pp == 1:  # no rank waits: only the first and last transfers have nothing beside them
         waits = exposed + idle
         exposed = min(waits, transfers)
         idle = waits - exposed
