@@ -4,7 +4,8 @@
     python -m benchmarks.against --sizes tiny --only ours "hf grouped_mm, compiled" --threads 1 --rounds 15
 
 A step is forward and backward of one micro-batch, the norm of the gradients, clipping, and AdamW. `small` and
-`olmoe-layer` are without the update, whose state would not fit into the memory of a small machine. The programs:
+`olmoe-layer` are measured without the update, whose state would not fit into the memory of a small machine. The
+programs:
 
     ours, compiled       the trainer of train.py, in one process, with --compile on
     ours, compiled, ...  the same with products in the library that compute.products=auto does not choose
@@ -164,7 +165,7 @@ def hugging_face(size: Size, start: Start, experts: str, compiled: bool) -> Step
 
 
 def _trained(size: Size, parameters: list[Tensor], loss_of: Callable[..., Tensor]) -> Step:
-    """One training step as one writes it without a framework."""
+    """One training step, written without a framework."""
     matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), fused=True)

@@ -3,7 +3,7 @@
     python -m benchmarks.fp8_loss --figure losses.png          tiny, 3 seeds, 600 steps of 1,024 tokens
     python -m benchmarks.fp8_loss --model 30m --cases ue8m0 --seeds 1 --steps 150
 
-The runs of a seed differ in nothing but the rounding. "no scales" is what the recipes avoid: rows are rounded to
+The runs of a seed differ only in the rounding. "no scales" is what the recipes avoid: rows are rounded to
 e4m3 as they are, and small gradients become 0.
 """
 
@@ -38,7 +38,7 @@ MODELS = {
     **PRESETS,
 }  # fmt: skip
 POINTS = 24
-"""Points of a curve: each is the mean loss of so many steps."""
+"""Points of a curve. Each is the mean loss of several steps."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def percent(own: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def draw(found: Mapping[str, Sequence[Losses]], path: Path) -> None:
-    """The loss of bf16, and what the other cases differ from it: means over the seeds, with their range as a band."""
+    """Draw the loss of bf16, and the differences of other cases from it: means over the seeds, with ranges as bands."""
     figure = new_figure(9, 3.4)
     left, right = figure.subplots(1, 2, width_ratios=(2, 3))
     for case, seeds in found.items():

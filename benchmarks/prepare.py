@@ -4,7 +4,7 @@
     python -m benchmarks.prepare
 
 Both read the sources of Python's standard library, a document per row in FILES files, and encode them with the same
-tokenizer and one thread per process. `datasets` starts from an Arrow file in its cache, whose making is not timed;
+tokenizer and one thread per process. `datasets` starts from an Arrow file in its cache, whose creation is not timed;
 `map` writes the ids into another one. To train, the ids must also be put into one file; that is timed separately. Ours
 writes two files, without and with the held-out text, and starts its processes within the measured time.
 """

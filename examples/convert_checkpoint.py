@@ -38,7 +38,7 @@ def read_export(folder: Path) -> Old:
 
 
 def read_old(checkpoint: Path) -> Old:
-    """Raises ValueError for a checkpoint that is damaged."""
+    """Read an old checkpoint. Raises ValueError if it is damaged."""
     manifest = read_manifest(checkpoint)
     if ".metadata" not in manifest.files:
         raise ValueError("no earlier version wrote it")
@@ -56,7 +56,8 @@ def read_old(checkpoint: Path) -> Old:
 
 
 def convert(old: Path, new: Path) -> Path:
-    """Write the newest intact checkpoint or the weights of `old` into the run `new`. Raises ValueError without any."""
+    """Write the newest intact checkpoint or the weights of `old` into the run `new`. Raises ValueError if neither
+    exists."""
     reasons = []
     exported = (old / "config.json").exists()
     for checkpoint in [old] if exported or (old / RUN_FILE).exists() else list_checkpoints(old / "checkpoints"):

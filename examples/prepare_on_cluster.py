@@ -20,7 +20,7 @@ TASKS, WORKERS = 8, 2
 
 
 class WriteShards(PipelineStep):
-    """Write the shards of a task, but those that are finished."""
+    """Write the unfinished shards of a task."""
 
     def __init__(self, out: str, tokenizer: str, sources: list[str]):
         super().__init__()

@@ -37,7 +37,7 @@ def train_on_this_worker():
 if __name__ == "__main__":
     TorchTrainer(
         train_on_this_worker,
-        # CPU tensors need gloo, also between GPUs.
+        # CPU tensors need gloo, even between GPUs.
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if GPUS else "gloo"),
         scaling_config=ScalingConfig(num_workers=WORKERS, use_gpu=GPUS),
         run_config=RunConfig(name="moe-dualpipe", failure_config=FailureConfig(max_failures=RESTARTS)),

@@ -1,4 +1,4 @@
-"""The store through which torchrun's agents meet, on a machine that does not train: any other can then be lost.
+"""The store through which torchrun's agents meet, on a machine that does not train, so that any other can be lost.
 
 python examples/rendezvous_store.py 29400            on store-host
 torchrun --rdzv-backend c10d --rdzv-endpoint store-host:29400 ...            on each machine that trains

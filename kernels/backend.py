@@ -15,7 +15,7 @@ from .options import Kernels, has_triton, validate_kernels
 ALIGNMENT = 16  # bytes: of wide loads and TMA, and what Triton compiles a kernel for
 
 _SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
-_copied: set[str] = set()  # names of the tensors that the user was told of
+_copied: set[str] = set()  # names of the tensors that the user was warned about
 
 
 def use_triton(kernels: Kernels, *tensors: Tensor | None) -> bool:

@@ -104,11 +104,11 @@ class Fp8Recipe:
         """The weights of all experts for a product that sums over I; pass `w_EOI.mT` for one that sums over O."""
         rounded = partial(quantize, w_EOI, self.weight_rows, self.block, self.power_of_two)
         given = w_EOI if w_EOI._base is None else w_EOI._base
-        if _kept is None or not given.is_leaf:  # what was computed from weights is not seen again
+        if _kept is None or not given.is_leaf:  # a tensor computed from weights is used only once
             return rounded()
         key = self, w_EOI.data_ptr(), w_EOI.shape, w_EOI.stride(), w_EOI.dtype
         if key not in _kept:
-            _kept[key] = w_EOI, rounded()  # with the weights, so that no others get their address
+            _kept[key] = w_EOI, rounded()  # holds the weights, so that no others get their address
         return _kept[key][1]
 
     def kernels_fault(self, device: torch.device) -> str:

@@ -32,7 +32,7 @@ from .weight_grads import WeightGrads
 
 WGRAD_ROWS = 128
 """oneDNN computes the weight gradients of experts with this many rows. It has no product that writes into a slice of a
-stack, and to copy the result there takes as long as MKL's product of about 50 rows."""
+stack, and copying the result there takes as long as MKL's product of about 50 rows."""
 
 
 @dataclass(frozen=True, slots=True)

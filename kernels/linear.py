@@ -84,7 +84,7 @@ def linear(x: Tensor, weight: Tensor, weight_grads: WeightGrads | None = None, f
     """Return x W^T.
 
     x: [..., D_in]; weight: [D_out, D_in]; returns [..., D_out]. weight_grads: defers the weight gradient during a split
-    backward; None: never deferred. fp32: compute and return in fp32 (fp64 for fp64 tensors), also under autocast. On a
+    backward; None: never deferred. fp32: compute and return in fp32 (fp64 for fp64 tensors), even under autocast. On a
     GPU, that is TF32 only if the program allows it (`torch.backends.cuda.matmul.allow_tf32`, False by default).
     """
     if not fp32:

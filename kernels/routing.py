@@ -85,7 +85,7 @@ def route(
     2412.19437), or its best score, as in V2 (arXiv 2405.04434).
     normalize, scale: the weights are the chosen scores, divided by their sum over k if `normalize`, times `scale`.
     kernels: see backend.py. compiled: fuse with torch.compile (fuse.py), where Triton is not used.
-    replay_TK: ids [T, K] in int64 to take instead of the best, also of other groups; tokens whose first is -1 choose.
+    replay_TK: ids [T, K] in int64 to take instead of the best, even from other groups; tokens whose first is -1 choose.
     Raises ValueError for invalid options or shapes.
 
     Example: logits [[0, 2, 1]], k=2, sigmoid: ids [[1, 2]], weights [[0.8808, 0.7311]] / 1.6119 = [[0.546, 0.454]].

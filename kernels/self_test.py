@@ -1,6 +1,6 @@
 """Compare the Triton kernels with plain torch on a small problem, before a run trusts them on its GPU.
 
-The compiler may be newer than this project, or the GPU unknown to it, and wrong code comes without a message: Triton
+The compiler may be newer than this project, or the GPU unknown to it, and wrong code gives no error: Triton
 3.7.1 has computed wrong input gradients on a B300 (Liger-Kernel, pull request 1294). So routing and experts run forward
 and backward once, with the widths of the model. A result is wrong if its distance from float64 is more than four times
 that of plain torch. This takes milliseconds beside the compilation of the kernels, which the run needs anyway. A file

@@ -31,7 +31,7 @@ def shape_of(config: ModelConfig, name: str = "model") -> ModelShape:
 
 
 def flops_shape(config: ModelConfig) -> ModelShape:
-    """As `shape_of`, but only FLOPs count, and those of your own layers are right."""
+    """Like `shape_of`, but only its FLOPs are valid, including those of your own layers."""
     if not {*config.own_layers} - {"router"}:
         return shape_of(config)
     none = Attention("gqa", 0, 0, 0, 0)

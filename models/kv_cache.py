@@ -13,7 +13,7 @@ class KVCache:
     `length` is the number of past positions. The stage increases it after a forward, so that all layers of a forward
     see the same past. Reduce it to drop the latest positions, or set it to 0 to start other sequences.
 
-    New positions are written in place. Memory grows by `STEP` positions, so token by token only one forward in `STEP`
+    New positions are written in place. Memory grows by `STEP` positions, so when decoding, only one forward in `STEP`
     copies the past. One new position needs no mask. Several new positions after a past need a mask [S, L], which the
     fastest kernels do not support.
     """

@@ -122,7 +122,7 @@ class MoE(Segmented):
         self.slots = find_slots(experts, self.expert_parallel.local_experts, self.load_E.device)
 
     def count(self, ids_TK: Tensor, losses_L: Tensor | None = None) -> None:
-        """Add a batch to the load and the losses. Call it once per batch, also if routing is recomputed in backward."""
+        """Add a batch to the load and the losses. Call it once per batch, even if routing is recomputed in backward."""
         ids = ids_TK.flatten()
         self.load_E.scatter_add_(0, ids.clamp(min=0), (ids >= 0).long())  # -1 chooses no expert
         if losses_L is not None:

@@ -9,7 +9,7 @@ divided by a factor, so that their angles stay within those of the short context
     llama3    keeps fast frequencies, and interpolates over the rotations in between (arXiv 2407.21783).
     linear    divides all frequencies (arXiv 2306.15595).
     dynamic   increases theta with the length of the sequence, once it is longer than the short context. So the first
-              positions of a long sequence are rotated otherwise than those of a short one. With a cache, keys stay
+              positions of a long sequence are rotated differently from those of a short one. With a cache, keys stay
               as they were rotated, as in transformers.
 
 S positions, C rotated channels.

@@ -35,8 +35,8 @@ class RouterLayer(nn.Module):
     global ids of the K experts of each token, from 0 to num_experts - 1, each at most once. -1 means no expert, so a
     token may have fewer than K experts, or none. K is at least 1, and need not be `config.experts_per_token`.
     weights_TK: the factors of the experts' outputs, finite, in fp32 or fp64. Gradients flow through the weights only.
-    The weight of an id -1 has no effect on the output, and its gradient is 0. It must be finite nevertheless: in the
-    backward of the router, 0 times infinity is NaN.
+    The weight of an id -1 has no effect on the output, and its gradient is 0. It must still be finite: in the backward
+    of the router, 0 times infinity is NaN.
 
     All ranks have replicas of a router, with equal weights. Its decisions must depend only on `x`, the weights and
     buffers. A token's choice should not depend on other tokens: in generation, later ones do not exist yet.

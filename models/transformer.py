@@ -1,7 +1,7 @@
 """The model as pipeline stages: the embedding in the first, the head in the last, blocks divided by partition.py.
 
 The last stage returns logits. With `fused_loss` or `mtp_layers` it returns normalized hidden states [B, S, D] instead,
-and the criterion applies the head: a chunk at a time (kernels/cross_entropy.py), or also for multi-token prediction
+and the criterion applies the head: a chunk at a time (kernels/cross_entropy.py), or for multi-token prediction as well
 (mtp.py). The methods `loss` and `logits` take the output of the last stage in either case.
 
 Parameter names (`layers.3.attention.qkv.weight`) and initial weights do not depend on the split: a stage has the same

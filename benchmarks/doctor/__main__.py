@@ -4,7 +4,7 @@
     python -m benchmarks.doctor --only wait-at-once  one fault
 
 Runs with a fault and without it take turns. Each is recorded. From a recording with the fault alone, the profiler must
-name the fault and predict by how much the run gets shorter without it. A slow rank needs two processes, which this
+name the fault and predict how much shorter the run is without it. A slow rank needs two processes, which this
 program starts itself. Predicted and measured gains are the medians and the ranges of the rounds. Their ratio is the
 median of the ratios by round, because a random fault is not the same in each.
 """

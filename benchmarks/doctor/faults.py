@@ -70,7 +70,7 @@ class Links(Loopback):
     """The transfers of the forward and of the backward are in a group of ranks each.
 
     timers: the link of the forward, and that of the backward. waits: a dispatch of the forward waits
-    at once. slow_every: one of so many transfers takes four times as long; 0: none.
+    at once. slow_every: one in this many transfers takes four times as long; 0: none.
     """
 
     def __init__(self, timers: Sequence[LinkTimer], waits: bool, slow_every: int):

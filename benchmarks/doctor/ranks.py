@@ -14,7 +14,7 @@ from moe_dualpipe.tools.profiler.pair import Pair
 from .faults import PacedEngine, overlapped, workload
 
 EXTRA = 0.1
-"""Seconds that the slow rank sleeps more in each mlp(F)."""
+"""Extra seconds that the slow rank sleeps in each mlp(F)."""
 START = 0.7
 """Seconds until both profilers have started."""
 

@@ -7,7 +7,8 @@ it on over NVLink. Experts are chosen uniformly. The slower link limits the tran
 (dispatch) or sums them (combine), at the bandwidth of its memory; a program may hide part of this behind the transfer.
 Latencies are not counted.
 
-Rates are logical, as DeepEP's: all rows that are sent, also those that stay on the rank or node, over the whole time.
+Rates are logical, as DeepEP's: all rows that are sent, including those that stay on the rank or node, over the whole
+time.
 """
 
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Setting:
 
     @property
     def sent_rows(self) -> float:
-        """Rows per token, also those that stay where they are."""
+        """Rows per token, including those that stay where they are."""
         return self.rows_per_token(self.nodes if self.rows_per_node else self.ranks)
 
     def seconds(self) -> tuple[float, float, float]:

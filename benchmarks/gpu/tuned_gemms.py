@@ -97,7 +97,7 @@ class Gemm:
 
 
 def fp8_gemms(problem: Problem, order: ExpertOrder) -> Iterator[Gemm]:
-    """Yield the products of a forward in FP8, unless the GPU cannot multiply so."""
+    """Yield the products of a forward in FP8, if the GPU can multiply in FP8."""
     shape, recipe = problem.shape, Fp8Recipe()
     if recipe.kernels_fault(problem.x_ND.device):
         return

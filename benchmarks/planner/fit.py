@@ -1,9 +1,9 @@
 """Fit the planner's constants to published runs, and measure the error on runs that took no part in the fit.
 
 Each configuration has one vote, however often it was published. The causes of the difference (constants.py) are fitted
-together by ridge regression of log(measured / predicted), with Huber's weights, so that single runs which went wrong
-count little. A family of models counts as the square root of its configurations. The seconds that a CPU takes for a
-launch are the candidate with which they fit best.
+together by ridge regression of log(measured / predicted), with Huber's weights, so that outliers count little. A family
+of models counts as the square root of its configurations. The seconds that a CPU takes for a launch are the candidate
+with which they fit best.
 """
 
 import math
@@ -23,7 +23,7 @@ from .rows import Row
 HOSTS = (4e-5, 5e-5, 6e-5, 7e-5, 8e-5, 9e-5)
 """Candidates for the seconds of a CPU for a launch."""
 RIDGE = 0.6
-"""How much a cause is drawn toward 0: as by so many votes."""
+"""How strongly a cause is shrunk toward 0: like this many votes for 0."""
 HUBER = 0.08
 """Residuals beyond this count less. Results that were published twice for a configuration differ by 6% (median)."""
 FAMILY_RIDGE, FAMILY_MOST = 3.0, 0.5
@@ -131,7 +131,8 @@ def _solve(points: Sequence[Point], host: float) -> tuple[tuple[float, dict[str,
 def _left_out(
     points: Sequence[Point], key: Callable[[Point], tuple[str, ...]], host: float | None = None
 ) -> Iterator[tuple[Point, dict[str, Any]]]:
-    """Each point, with the constants of a fit to the points of all other groups. host: given, so without intervals."""
+    """Each point, with the constants of a fit to the points of all other groups. host: use this one, and fit no
+    intervals."""
     for left in sorted({key(point) for point in points}):
         others = [point for point in points if key(point) != left]
         if others:

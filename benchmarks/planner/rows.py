@@ -205,7 +205,7 @@ def _overlap(notes: str) -> bool:
 
 
 def _violation(record: dict[str, Any], notes: str) -> float:
-    """Training runs route as they do; benchmarks force balance."""
+    """MaxVio of the run: real training is uneven, and benchmarks force balance."""
     real = "natural" in notes or "real routing" in notes or record["group"] in ("deepseek", "megascale-moe")
     return VIOLATION if real else 0.0
 

@@ -1,8 +1,8 @@
-"""FP8 in Triton: round rows to e4m3, multiply rows and weights that are stored so (fp8.py), and SwiGLU between.
+"""FP8 in Triton: round rows to e4m3, multiply rows and weights in this format (fp8.py), and SwiGLU between products.
 
     y[m] = sum over blocks b of 128 columns:  scale_a[m, b] scale_w[e, n // 128, b] (a8[m, b] . w8[e, n, b])
 
-The tensor cores of Hopper add up products of 8-bit numbers with 14 bits only. So the sum of each block is added to an
+The tensor cores of Hopper add up products of 8-bit numbers with only 14 bits. So the sum of each block is added to an
 fp32 accumulator, as in DeepGEMM: the error of 14 bits does not grow with the length of a sum. For MX, with a scale for
 each 32 numbers of a row and of a weight, the tensor cores of Blackwell multiply by the scales themselves. All weights
 are read along the dimension that is summed over; for input gradients, they are rounded and stored once more,

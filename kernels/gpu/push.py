@@ -49,7 +49,7 @@ class Pace:
 
 @triton.jit
 def _wait_for_link(start, rows, latency_ns, ns_per_row):
-    """Wait until a transfer that started at `start` has carried so many rows."""
+    """Wait until a transfer that started at `start` has carried this many rows."""
     end = start + (latency_ns + rows * ns_per_row).to(tl.int64)
     while _time() < end:
         pass
@@ -112,7 +112,7 @@ def push(
     windows: Windows, operation: Operation, x_TD: Tensor, index_S: Tensor | None, offsets: Tensor,
     weights_TK: Tensor | None = None, ids_SK: Tensor | None = None, pace: Pace | None = None,
 ) -> None:  # fmt: skip
-    """For each rank r, write rows x[index[m]], m = offsets[r], ..., offsets[r + 1] - 1, to its window, in this order.
+    """For each rank r, write the rows x[index[m]] with offsets[r] <= m < offsets[r + 1] to its window, in this order.
 
     x_TD: rows of whole 16 bytes with contiguous elements, at addresses that are multiples of 16. index_S: None: all
     rows, in order. offsets: [R + 1] in int32. weights_TK: fp32, contiguous, sent with the rows. ids_SK: int32,

@@ -22,9 +22,9 @@ from ..runtime.shared_errors import Result
 from .tensor_file import Announce
 
 LAST_FILE = "config.json"
-"""What a folder of weights is recognized by, so it is written last."""
+"""The file by which a folder of weights is recognized, so it is written last."""
 UPLOAD = stores.Patience(300.0)
-"""How long an upload is repeated while a store cannot be reached."""
+"""How long an upload is retried while a store cannot be reached."""
 
 
 def announce_nothing(_operation: str) -> None:
@@ -43,9 +43,9 @@ def write_folder(
     replace: `final` may exist, and nobody else writes it; else it must not, and is locked. remnants: a glob of the
     hidden folders of killed writers. patience: for uploads.
 
-    Raises ValueError if there is something at `final`, and what `write` raises; of several ranks, a ValueError or
-    OSError on all, which says which ranks failed. After an error, nothing is left of the folder on this machine. If
-    the process is killed, a hidden folder remains until the next call.
+    Raises ValueError if there is something at `final`, and any error of `write`; with several ranks, a ValueError or
+    OSError on all of them that says which ranks failed. After an error, nothing of the folder remains on this machine.
+    If the process is killed, a hidden folder remains until the next call.
     """
     rank, url = dist.get_rank(group) if dist.is_initialized() else 0, stores.url_of(final)
     local = hidden(final, "unfinished" if url is None else f"rank-{rank}")
@@ -122,7 +122,7 @@ def hidden(folder: Path, suffix: str) -> Path:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether there is something at `folder`; on a store, a model that is complete."""
+    """Whether there is something at `folder`; on a store, a complete model."""
     return stores.exists(folder if stores.url_of(folder) is None else folder / LAST_FILE)
 
 

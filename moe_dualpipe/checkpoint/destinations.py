@@ -42,7 +42,7 @@ def _step_folders(url: stores.Url) -> list[str]:
 def remove_old(newest: Path, keep: int, announce: Announce = announce_nothing) -> None:
     """Remove the checkpoints before `newest`, except the last `keep - 1`, as far as possible; 0 keeps all.
 
-    Later ones belong to another run. On a store, also removes what is left of checkpoints that were never complete.
+    Later ones belong to another run. On a store, also removes the files of checkpoints that were never completed.
     """
     announce("removing old checkpoints")
     with suppress(OSError):
@@ -72,7 +72,7 @@ class RunUploads:
         self._sent: dict[Path, tuple[int, int]] = {}
 
     def send(self, announce: Announce = announce_nothing) -> None:
-        """Raises StorageError. Does nothing for a local run."""
+        """Upload new and changed files; nothing for a local run. Raises StorageError."""
         url = stores.url_of(self._run)
         if url is None or Launch.from_environment().local_rank:
             return

@@ -5,7 +5,7 @@ A file in safetensors has, for each layer N with routes:
     layers.N.experts    int16 [samples, positions, K], best first; -1 in the first of a position: not known
     layers.N.samples    int64 [samples], the number of the sample in each row
 
-In training, sample n is the n-th sequence since step 1, from 0: step s has those from (s - 1) x batch size on. In
+In training, sample n is the n-th sequence since step 1, from 0: step s starts with sample (s - 1) x batch size. In
 `generate`, samples are the texts. A folder has any number of files, whose rows belong together.
 
 N samples, S positions, K experts per token.

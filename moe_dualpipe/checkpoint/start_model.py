@@ -10,8 +10,8 @@ from ..models.config import BUILT_IN, options_field
 def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
     """The model of a run, a checkpoint or a published model, without its custom layers, which options must name.
 
-    Returns None without such a path, and if it cannot be read: planning the run then
-    raises the error. Raises StorageError if a store cannot be read.
+    Returns None without such a path, and if it cannot be read: then planning the run raises the error. Raises
+    StorageError if a store cannot be read.
     """
     if not (resume or weights):
         return None

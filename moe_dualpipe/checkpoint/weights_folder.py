@@ -28,7 +28,7 @@ WeightsFolder = SavedModel | PublishedModel
 
 
 def find_weights(path: str) -> Path:
-    """The folder of a published model at `path`, or the checkpoint that `find_checkpoint` finds there, or its error."""
+    """The folder of a published model at `path`, or the checkpoint found there. Errors: as in `find_checkpoint`."""
     folder = stores.local_path(path)
     stores.open_folder(folder)
     if is_published(folder):

@@ -35,7 +35,7 @@ QUOTE = "quote a glob, as in 'notes/*.md', to make it one source"
 class Source:
     """One entry of --data: its training and held-out token streams, and its sampling weight.
 
-    description: what else to say of it.
+    description: more about it, for messages.
     """
 
     name: str
@@ -175,7 +175,7 @@ def _size(sources: Sequence[Source]) -> str:
     return f"{plural(tokens, 'token')}, {held_out:,} held out"
 
 
-# ---- Of a program, in place of text ----
+# ---- Batches from a program instead of text ----
 
 Batches = Callable[[int], "tuple[Tensor, Tensor]"]
 """(number of steps before this one) -> inputs and labels of the whole step, each [B, S]. The same on all ranks."""
@@ -226,7 +226,7 @@ class GivenBatches:
         return inputs_NS[first : first + count], labels_NS[first : first + count]
 
     def whole(self, step: int) -> "tuple[Tensor, Tensor]":
-        """All sequences of a step. Calls `batches` once, also if a step is run again.
+        """All sequences of a step. Calls `batches` once, even if a step is run again.
 
         Raises ValueError for a batch of another shape, with ids outside the vocabulary, or without any label.
         """

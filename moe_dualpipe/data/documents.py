@@ -68,7 +68,7 @@ class Documents:
         return cls(name, kept, field, tuple(f"{printable(path)} ({reason})" for path, reason in reasons))
 
     def __iter__(self) -> Iterator[str]:
-        """Raises ValueError, with file and number, for an invalid row, and if a file is damaged or has changed."""
+        """Raises ValueError, with file and row, for an invalid row, and if a file is damaged or has changed."""
         for path, status in self.files.items():
             yield from read_document(path, status, self.field)
 
@@ -125,7 +125,7 @@ def _find_files(source: str, name: str) -> tuple[dict[Path, FileStatus], dict[Pa
 
 
 def _paths(source: str) -> Iterator[Path]:
-    """The file that a source names, or what is below a folder or matches a glob, folders too.
+    """The file that a source names, or what is below a folder or matches a glob, including folders.
 
     Hidden files and folders are left out, unless the glob names hidden ones.
     """

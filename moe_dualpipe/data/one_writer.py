@@ -4,8 +4,8 @@ The lock is `flock` on a file. The kernel releases it when the process dies. It 
 is mounted with locks. Object stores have no locks: there, it holds for the processes of one machine. If two machines
 write the same checkpoint, its files do not match its checksums, and it is skipped.
 
-The filelock library, on which torch depends, neither says who holds a lock nor frees it while a child of a killed
-process goes on.
+The filelock library, on which torch depends, does not say who holds a lock, and does not free it while a child of a
+killed process is running.
 """
 
 import errno
@@ -21,7 +21,7 @@ from ..messages import printable
 
 LOCK_FILE = ".lock"
 GRACE = 2.0
-"""Seconds that a lock is waited for: a process that was just killed may still be ending."""
+"""Seconds to wait for a lock: a process that was just killed may still be ending."""
 LOST = 120.0
 """Seconds after which a file server has released the locks of a machine that was lost."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -55,7 +55,7 @@ def only_writer(folder: Path, lock_file: Path, wait: float | None = None) -> Ite
         yield
     finally:
         lock_file.unlink(missing_ok=True)
-        with suppress(OSError):  # a folder in which nothing was written goes, too
+        with suppress(OSError):  # also remove a folder in which nothing was written
             for parent in made:
                 parent.rmdir()
         os.close(held.pop())

@@ -1,4 +1,4 @@
-"""Call a function in worker processes. They end when this process ends, also if it is killed.
+"""Call a function in worker processes. They end when this process ends, even if it is killed.
 
 Workers are new programs (`spawn`), because a fork would inherit the threads of the tokenizer library and of torch.
 """

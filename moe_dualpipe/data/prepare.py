@@ -10,8 +10,8 @@ tokenizer and the field. It is written under another name and renamed when it is
 finished and up to date. Any number of processes on any machines may write shards into the same folder: each skips
 those that exist.
 
-A table has a row for each document: its hash, tokens and bytes. So it is decided when shards are joined which documents
-are held out.
+A table has a row for each document: its hash, tokens and bytes. So which documents are held out is decided when shards
+are joined.
 """
 
 import dataclasses
@@ -197,7 +197,7 @@ def prepare_data(
 
     tokenizer: "bpe" (trained on the text, at most `vocab_size` tokens), "bytes", or the path of a tokenizer.json.
     workers: processes that encode, with one thread each. One file of rows is encoded by one process, and by more
-    threads if there are less files than workers.
+    threads if there are fewer files than workers.
     show: a bar on standard error if that is a terminal.
 
     Raises ValueError if a source is not text or `out` is not a new folder, and ChildProcessError if a worker is killed.
@@ -220,7 +220,7 @@ def prepare_data(
 def open_shards(
     sources: list[str], out: Path, tokenizer: Tokenizer, field: str = "text"
 ) -> tuple[ShardWriter, list[Shard]]:
-    """For programs whose workers write the shards of `out` on other machines: what writes them, and the shards.
+    """For programs whose workers write the shards of `out` on other machines: a writer, and the shards.
 
     Each worker calls `write` for some of the shards. Then `prepare_data` with the same arguments joins them. Raises
     ValueError if a source is not text, or if `out` cannot be written.

@@ -1,6 +1,6 @@
 """Read and write strict JSON. The files that are read may come from anyone.
 
-msgspec reads it: unlike Python's json, it refuses NaN and infinities. Here, each error is a ValueError with one line of
+msgspec reads it: unlike Python's json, it refuses NaN and infinities. Here, each error is a ValueError with a one-line
 message. Numbers that are not finite are written as null, because other parsers reject NaN.
 """
 

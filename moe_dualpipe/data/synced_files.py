@@ -1,4 +1,4 @@
-"""Write files so that they are on the disk, also after a loss of power."""
+"""Write files so that they survive a loss of power."""
 
 import os
 import uuid

@@ -3,7 +3,7 @@
 `name.bin` is a flat array of little-endian integers, as in nanoGPT (uint16 by default). It does not say how to read it,
 so `prepare_data` writes a sidecar file, `name.bin.json`: dtype, counts, tokenizer, and a checksum of every chunk. Files
 up to SCAN_LIMIT are checked completely before a run. For larger files this would take too long, so their sequences are
-only checked when they are drawn (batches.py). Neither way can train on an id outside the vocabulary.
+only checked when they are drawn (batches.py). Either way, a run never trains on an id outside the vocabulary.
 """
 
 import os

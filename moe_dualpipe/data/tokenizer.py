@@ -219,7 +219,7 @@ def _byte_level_json() -> dict[str, Any]:
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     names = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
-    names[ByteTokenizer.end_id] = END  # also the unknown token, which the name of a zero byte then is
+    names[ByteTokenizer.end_id] = END  # also for unknown tokens, which include the name of a zero byte
     end = {"id": ByteTokenizer.end_id, "content": END, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     return {

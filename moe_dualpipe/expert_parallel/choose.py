@@ -60,7 +60,7 @@ class Choice:
     def in_background(self) -> bool:
         """Whether transfers go on while this process computes, so that overlap can hide them.
 
-        The copies of Shared are work of the same core: on two cores, steps without overlap were 3% faster.
+        The copies of Shared run on the same core: on two cores, steps without overlap were 3% faster.
         """
         return self.name not in ("none", "shared")
 

@@ -1,4 +1,4 @@
-"""Dispatch in 8 bits: rows travel as e4m3 with their scales, and are read back on arrival. Results return as they are.
+"""Dispatch in 8 bits: rows travel as e4m3 with their scales, and are read back on arrival. Results return unrounded.
 
 This wrapper of any backend but DeepEP rounds what dispatch sends: the tokens in forward, and the gradients of the
 experts' outputs in backward. A row of D bf16 numbers becomes a message of D bytes, and one for each scale, which is a

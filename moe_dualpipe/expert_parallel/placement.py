@@ -1,7 +1,7 @@
 """Where to place experts, and which to copy, so that all GPUs have about the same load.
 
 The algorithm is that of DeepSeek's load balancer (github.com/deepseek-ai/EPLB, MIT license; DeepSeek-V3, arXiv
-2412.19437, section 3.4), for each layer by itself:
+2412.19437, section 3.4), for each layer separately:
 
     1. A slot is room for one expert on a GPU. Each expert gets one; each slot that remains gets a copy of the expert
        whose copies have the most load.
@@ -72,7 +72,7 @@ def relative(gpu_loads: Loads) -> list[list[float]]:
 
 
 def imbalance(gpu_loads: Loads) -> list[float]:
-    """The largest load of each layer divided by the mean. 1 is balanced; also for a layer without load."""
+    """The largest load of each layer divided by the mean. 1 is balanced, or a layer without load."""
     return [*map(max, relative(gpu_loads))]
 
 

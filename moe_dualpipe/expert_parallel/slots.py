@@ -2,8 +2,8 @@
 
 A slot is room for one expert, and the ranks have consecutive slots, the same number each. A backend knows only slots.
 So the ids that a router has chosen are replaced by slots before `prepare`. The tokens of an expert with several copies
-are divided among them by their index. A rank that holds one of them uses its own. If all ranks have about as many
-tokens for the expert, the copies get equal shares nevertheless: the other ranks divide theirs among all copies.
+are divided among them by their index. A rank that holds one of them uses its own. If all ranks have about the same
+number of tokens for the expert, the copies still get equal shares: the other ranks divide theirs among all copies.
 
 T tokens, K experts per token, E experts, C copies of the expert with most of them.
 """

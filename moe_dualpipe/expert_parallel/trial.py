@@ -74,7 +74,7 @@ def _late_rows(
     ep: ExpertParallel, device: torch.device, group: dist.ProcessGroup, tokens: int, hidden_size: int,
     dtype: torch.dtype,
 ) -> str:  # fmt: skip
-    """A fault if this rank finds rows of an earlier message in a later one, whose flag has overtaken it.
+    """A fault if this rank finds rows of an earlier message in a later one, because a flag has overtaken its rows.
 
     All ranks send all of their tokens to one of them, to each in turn. Each message is full and has its own number.
     """

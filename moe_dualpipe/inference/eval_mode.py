@@ -1,4 +1,4 @@
-"""Evaluation mode for a while: dropout is off, and running statistics do not move."""
+"""Temporary evaluation mode: dropout is off, and running statistics do not change."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside this context, the modules are in evaluation mode. Then each of their parts gets its own mode back."""
+    """Inside this context, the modules are in evaluation mode. Afterwards, each submodule gets its own mode back."""
     roots = [*modules]
     before = [(part, part.training) for root in roots for part in root.modules()]
     for root in roots:
@@ -16,6 +16,6 @@ def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for part, training in before:  # parents come first: `train` also changes the parts of a part
+        for part, training in before:  # parents come first: `train` also changes submodules
             if part.training != training:
                 part.train(training)

@@ -43,7 +43,7 @@ def prefill(stage: TransformerStage, x: Tensor) -> Tensor:
 
 
 def in_halves(stage: TransformerStage, x: Tensor) -> Tensor:
-    """`prefill` of any number of sequences. A half may have none."""
+    """`prefill` of any number of sequences. A half may be empty."""
     first, second = x.tensor_split(2)
     return torch.cat(stage.interleaved_forward(stage, [first], stage, [second]))
 

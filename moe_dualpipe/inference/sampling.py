@@ -77,7 +77,7 @@ def filtered(logits_BV: Tensor, top_k: int | None = None, top_p: float = 1.0) ->
     if top_k is not None:
         sorted_BV[:, top_k:] = -torch.inf
     if top_p < 1:
-        # The total of all more likely tokens. -1: the most likely one always stays, also if top_p rounds to 0.
+        # The total of all more likely tokens. -1: the most likely one always stays, even if top_p rounds to 0.
         total_before_BV = F.pad(sorted_BV.softmax(-1).cumsum(-1)[:, :-1], (1, 0), value=-1.0)
         sorted_BV = sorted_BV.masked_fill(total_before_BV >= top_p, -torch.inf)
     return torch.empty_like(logits_BV).scatter_(-1, order_BV, sorted_BV)

@@ -32,7 +32,7 @@ def open_spread(
 
     The outputs of a token's experts are added in the order of its choices, so copies do not change the sums.
     sequences, length: the most sequences of a rank, and tokens of a sequence. Rank 0 says on stderr how tokens are
-    sent, and how many micro-batches take turns. Raises ValueError, on all ranks, for what cannot be done.
+    sent, and how many micro-batches take turns. Raises ValueError, on all ranks, if this is impossible.
     """
     folder, config = build_on_all_ranks(lambda: find_model(path, own_layers))
     machines = gather_objects(find_machine())
@@ -64,7 +64,7 @@ def open_spread(
 def _place(
     folder: Path, config: ModelConfig, ranks: int, copies: int, nodes: int
 ) -> tuple[list[int], Loads, Placement | None]:  # fmt: skip
-    """The layers with experts, their loads and their placement. Raises ValueError for what cannot be done.
+    """The layers with experts, their loads and their placement. Raises ValueError if there is none.
 
     Without copies, experts stay in the order of their ids: the placement is None.
     """

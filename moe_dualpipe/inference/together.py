@@ -1,7 +1,7 @@
 """Ranks that share the experts of a model, each with sequences of its own: what they agree on.
 
 A dispatch needs all ranks. So they run the same number of forwards, divided into micro-batches in the same way. A rank
-that has no sequences left runs forwards of none.
+without sequences left runs empty forwards.
 
 Two micro-batches hide each other's dispatch and combine. That pays if transfers go on while a rank computes, and if
 some rank has two sequences. Otherwise there is one micro-batch, whose products are larger.

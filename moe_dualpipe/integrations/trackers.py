@@ -27,7 +27,7 @@ class TensorBoard:
         self._writer = self._open(first_step + 1)
 
     def log(self, record: dict[str, Any]) -> None:
-        writer, self._writer = self._writer or self._open(record["step"]), None  # one that has failed, fails always
+        writer, self._writer = self._writer or self._open(record["step"]), None  # after a failure, open another
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 writer.add_scalar(name, value, record["step"])

@@ -121,7 +121,7 @@ class Pipeline:
     def _build_stages(self, experts: ExpertParallel) -> dict[int, TransformerStage]:
         """The stages of this rank. Raises ValueError for layers that cannot be built."""
         stages, default = {}, torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)  # in another default dtype of the program, other weights would be drawn
+        torch.set_default_dtype(torch.float32)  # with another default dtype, other weights would be drawn
         try:
             for index in self.schedule.placement.stages[self.layout.pp_rank]:
                 stage = TransformerStage(self.model, self.specs[index], experts, self.options)
@@ -168,9 +168,9 @@ class Pipeline:
         -100 are ignored. num_labels: the number of the other labels on all data-parallel ranks; None: count them.
 
         Returns a loss for each micro-batch whose last stage is on this rank, in nats per token. A micro-batch with
-        more labels than the average counts as much more, so the mean of all losses (`mean_loss`) is the mean over all
-        labeled tokens. Their gradients, summed over micro-batches, are added to those of the parameters. Raises
-        ValueError for inputs or labels of another shape, and for a batch without any label.
+        more labels than the average counts proportionally more, so the mean of all losses (`mean_loss`) is the mean
+        over all labeled tokens. Their gradients, summed over micro-batches, are added to those of the parameters.
+        Raises ValueError for inputs or labels of another shape, and for a batch without any label.
         """
         if not self._kernels_loaded:
             self.load_kernels()
@@ -252,7 +252,7 @@ class Pipeline:
         return gradient_norm(self._gradient_sums().finish(), self.device)
 
     def _gradient_sums(self) -> GradientSums:
-        """Parameters may be frozen until the first sum."""
+        """Built at the first sum, so that parameters can be frozen before it."""
         trained = [one.only(trained=True) for one in self.replicas]
         planned = self.divided, [[*one.parameters] for one in trained]
         if self._sums is None or planned != (self._sums.shards[0].divide, self._sums.names):
@@ -295,7 +295,7 @@ class Pipeline:
 
 
 def weighted(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The criterion times a weight, which follows its arguments. With the weight 0, a loss of no labels is 0, not nan.
+    """The criterion times a weight, which follows its arguments. With weight 0, a loss without labels is 0, not nan.
 
     The auxiliary losses that are attached to the loss keep their factors.
     """

@@ -60,7 +60,7 @@ class SlotTransfer:
 
     @torch.no_grad()
     def move(self, sources: Mapping[int, Sequence[int]]) -> None:
-        """sources: for some layers, the slot [E] whose contents each slot gets. There are no gradients."""
+        """Move contents, while there are no gradients. sources: for some layers, the slot [E] that each slot copies."""
         self.optimizer.wait()
         for layer, tensors in sorted(expert_tensors(self.stages).items()):
             if layer in sources:
@@ -104,7 +104,7 @@ class SlotTransfer:
     def _transfers(
         self, slots: Sequence[Slot], source_E: Sequence[int]
     ) -> Iterator[tuple[tuple[int, list[Tensor]], tuple[int, list[Tensor]]]]:
-        """Which rank sends what, and which rank puts it where: for another rank, an empty list or one of its own."""
+        """Yield (sending rank, tensors) and (receiving rank, tensors). Only the tensors of this rank are valid."""
         for target, source in enumerate(source_E):
             if source == target:
                 continue
@@ -116,7 +116,7 @@ class SlotTransfer:
                 yield (self._peer(ranks[0], e_from), old.owned[name]), (self._peer(ranks[1], e_to), new.owned[name])
 
     def _peer(self, rank: int, place: int) -> int:
-        """The rank at another place of the expert group of `rank`, which has the place of this rank in its own."""
+        """The rank at `place` of the expert group of `rank`, which is at the place of this rank in its own group."""
         return rank + place - self.place
 
 

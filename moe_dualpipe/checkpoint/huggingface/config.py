@@ -28,7 +28,7 @@ _DERIVED = {"num_key_value_heads", "head_dim", "qk_head_dim", _SHARED_SIZE}
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """Raises ValueError for an architecture that is not supported."""
+    """The architecture that config.json names. Raises ValueError if it is not supported."""
     kind = config.get("model_type")
     name = ALIASES.get(str(kind), kind)
     if not isinstance(name, str) or name not in ARCHITECTURES:

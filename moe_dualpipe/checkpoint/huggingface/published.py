@@ -42,7 +42,7 @@ class PublishedModel:
     dtype: of the weights; bfloat16 for weights in fp8, which are expanded.
 
     Raises ValueError, in one line, if a file is invalid, if the model is not supported, and if the tensors do not fit
-    the model: the message lists what is missing and what is left over.
+    the model: the message lists missing and unexpected tensors.
     """
 
     def __init__(self, folder: Path):

@@ -128,7 +128,7 @@ class Export:
                 yield name, torch.zeros(shape, dtype=self.dtype)
 
     def _in_fp8(self, part: PublishedRows, rows: Tensor, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """A weight and its scales. Rounding twice gives what rounding again, after reading it, gives."""
+        """A weight and its scales. It is rounded twice, so that reading it and rounding again changes nothing."""
         assert self.fp8
         weight = part.to_published(as_dtype(part.name, rows, torch.float32))
         for _ in range(2):

@@ -1,7 +1,7 @@
 """Files on object stores: URLs such as s3://bucket/run, which obstore reads and writes.
 
-A local path never comes here: it keeps its code. A URL is represented by a local folder that stands for it
-(`local_copies.py`), so that all other code works with paths, and asks `url_of(path)` where the difference matters.
+Local paths do not need this package. A URL is represented by a local folder that stands for it (`local_copies.py`), so
+that all other code works with paths, and asks `url_of(path)` where the difference matters.
 """
 
 from .copies import drop, entry_of, exists, fetch, open_folder

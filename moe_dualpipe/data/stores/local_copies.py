@@ -4,7 +4,7 @@ The rest of the program works with paths. So each URL gets a local folder, and a
 path below the URL. Messages show the URLs. There are two kinds of folders:
 
     copies    what is read: filled on demand, shared by the processes of this machine, and used again by later ones
-    staged    what a run writes, before it is uploaded; kept, because a run that is restarted continues there
+    staged    what a run writes, before it is uploaded; not removed, because a restarted run continues there
 
 hf:// is only read, and has neither: huggingface_hub keeps its own copies.
 """

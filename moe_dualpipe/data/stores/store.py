@@ -27,14 +27,14 @@ _CONNECT = timedelta(seconds=10)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. total: a request is repeated for so long. call: limit of one request, with its bytes."""
+    """Limits in seconds. total: of a request with its retries. call: of one attempt, including its data."""
 
     total: float
     call: float = 60.0
 
 
 QUICK = Patience(20.0, 20.0)
-"""For what a person waits for, such as the start of a run."""
+"""For operations that a person waits for, such as the start of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _entry(found: Mapping[str, Any]) -> Entry:
 
 
 def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
-    """What is directly below a folder, by name; {} if there is nothing. Raises StorageError, also without a bucket."""
+    """What is directly below a folder, by name; {} if it is empty. Raises StorageError, even for a missing bucket."""
     found = call(url, lambda store, path: store.list_with_delimiter(path), patience)
     entries = [*map(_entry, found["objects"])]
     entries += [Entry(path.strip("/").rpartition("/")[2], 0, "", is_folder=True) for path in found["common_prefixes"]]
@@ -96,7 +96,7 @@ def info(url: Url, patience: Patience = QUICK) -> Entry | None:
 
 
 def read(url: Url, first: int = 0, stop: int | None = None, patience: Patience = QUICK, stamp: str = "") -> bytes:
-    """The bytes of a file from `first` to `stop`. stamp: of the file that it must be. Raises StorageError."""
+    """The bytes of a file from `first` to `stop`. stamp: the one that the file must have. Raises StorageError."""
     if first == stop:
         return b""
     options: dict[str, Any] = {} if stop is None else {"range": (first, stop)}

@@ -12,8 +12,8 @@ from .copies import Copies, Flags
 class CopyEngine(Copies, Symmetric):
     """Experts are divided evenly over the ranks of `group`, in order. Their GPUs can write into each other's memory.
 
-    options: those of Symmetric, as are the errors, and what ranks must do. flags: what tells a rank that a message is
-    complete: a copy, or a kernel of one program.
+    The other options, the errors and the rules for ranks are those of Symmetric. flags: what tells a rank that a
+    message is complete: a copy, or a kernel of one program.
 
     Each transfer sends `max_tokens` rows to each rank, whatever the routing is: with 8 choices of 256 experts, 1.5
     times the bytes that 8 ranks need, and 8.5 times those that 64 ranks need. So it is for few ranks with few tokens,

@@ -1,4 +1,4 @@
-"""The package deep_ep: is it there, does it have DeepEP 2's interface, and does the machine suit it."""
+"""Check that the package deep_ep is installed, has DeepEP 2's interface, and supports this machine."""
 
 import importlib
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Machine:
 
 
 def inspect_machine(group: dist.ProcessGroup) -> Machine:
-    """Raises ValueError if this process has no GPU, or if `group` has no NCCL communicator."""
+    """The machine of this process. Raises ValueError if it has no GPU, or if `group` has no NCCL communicator."""
     if not torch.cuda.is_available():
         raise ValueError(f"DeepEP needs CUDA, which is not available: run on GPUs, {OTHERWISE}")
     if "nccl" not in dist.get_backend(group):
@@ -29,7 +29,7 @@ def inspect_machine(group: dist.ProcessGroup) -> Machine:
 
 
 def load_library() -> Any:
-    """Import deep_ep. Raises ValueError, with the way out, if that fails."""
+    """Import deep_ep. Raises ValueError, which says what to do, if that fails."""
     try:
         return importlib.import_module("deep_ep")
     except ModuleNotFoundError as error:
@@ -41,7 +41,7 @@ def load_library() -> Any:
 
 
 def check_interface(library: Any, machine: Machine) -> None:
-    """Raises ValueError if the library is older than DeepEP 2, or the GPU older than Hopper."""
+    """Raise ValueError if the library is older than DeepEP 2, or the GPU older than Hopper."""
     if not hasattr(library, "ElasticBuffer"):
         version = getattr(library, "__version__", "of unknown version")
         raise ValueError(f"the installed deep_ep {version} has no ElasticBuffer: install DeepEP 2, {OTHERWISE}")
@@ -51,7 +51,7 @@ def check_interface(library: Any, machine: Machine) -> None:
 
 
 def check_determinism() -> None:
-    """Raises ValueError for the combination of torch's options that DeepEP refuses in each call."""
+    """Raise ValueError for the combination of torch's options that DeepEP refuses in each call."""
     if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
         raise ValueError(
             "DeepEP cannot run with torch.use_deterministic_algorithms(True) and "

@@ -59,6 +59,6 @@ class LoopbackWindows(OneSided):
 
 
 def mirrored_memory(num_words: int, num_ranks: int, device: torch.device) -> list[Tensor]:
-    """Memory of rank 0, zeros in int32, and of each other rank: what follows from its region of this memory on."""
+    """Memory of rank 0, zeros in int32, and of each other rank: a view of it that starts at that rank's region."""
     own = torch.zeros(num_words, dtype=torch.int32, device=device)
     return [own[r * num_words // num_ranks :] for r in range(num_ranks)]

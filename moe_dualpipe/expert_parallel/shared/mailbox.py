@@ -140,9 +140,9 @@ def _connect(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.socke
 def _accept(
     listening: socket.socket, secret: bytes, number: int, timeout: float
 ) -> Iterator[tuple[socket.socket, int]]:
-    """So many connections, each with the rank at its other end. Other programs may connect, too: they are closed.
+    """Accept `number` connections, each with the rank at its other end. Connections of other programs are closed.
 
-    None of them is waited for: it may say nothing. Raises TimeoutError.
+    A connection that sends nothing does not hold up the others. Raises TimeoutError.
     """
     end, unknown = time.monotonic() + timeout, {listening.fileno(): listening}
     poll = select.poll()
@@ -177,7 +177,7 @@ def _first_words(one: socket.socket) -> bytes:
 
 @contextmanager
 def _listener(backlog: int) -> Iterator[tuple[socket.socket, str]]:
-    """A listening socket and its address, both of which vanish at the end."""
+    """A listening socket and its address, both of which are removed at the end."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         abstract = f"\0moe-dualpipe-{secrets.token_hex(8)}"
         address = abstract if sys.platform == "linux" else f"{folder}/socket"

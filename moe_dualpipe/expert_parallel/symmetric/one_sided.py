@@ -1,4 +1,4 @@
-"""Transfers in memory that all ranks map: a sender writes rows into the receiver's memory, without a copy between.
+"""Transfers in memory that all ranks map: a sender writes rows directly into the receiver's memory.
 
     prepare   computes which rows go where; nothing is sent
     dispatch  writes the rows into the windows of their ranks, then waits for those of all ranks and copies them

@@ -1,7 +1,7 @@
 """Find the first tensor in which a run differs from the reference.
 
-Rounding grows slowly from segment to segment; a fault is a jump far above it. So all that a run computes is compared in
-the order in which the reference computes it, and the first tensor above its tolerance is described.
+Rounding grows slowly from segment to segment; a fault is a jump far above it. So everything that a run computes is
+compared, in the order in which the reference computes it, and the first tensor above its tolerance is described.
 
 A token's difference is relative to its own norm or to the root mean square of the norms in its sequence, whichever is
 larger. So rounding in a token whose gradient is almost 0 does not count.
@@ -42,7 +42,7 @@ def row_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def relative(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """|found - expected| / |expected|, or / `least` if that is larger. Infinite for other shapes and if not finite."""
+    """|found - expected| / max(|expected|, least). Infinite if shapes differ or values are not finite."""
     if found.shape != expected.shape:
         return float("inf")
     if torch.equal(found, expected):
@@ -65,7 +65,7 @@ Recorded = dict[tuple[Kind, str], dict[int, Tensor]]
 
 weights: each parameter and buffer before the first step. buffers: after a step. gradients: those of the sum over
 sequences of the mean loss of the sequence. These belong to no sequence, and have the number 0. losses, logits and
-segments, which are what segments return and the gradients of it: by sequence, [S, ...] each.
+segments, which are the outputs of segments and their gradients: by sequence, [S, ...] each.
 """
 
 

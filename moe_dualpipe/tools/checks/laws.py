@@ -3,8 +3,8 @@
 A law is a value: its name, the kinds of layers that it applies to, and a function of a subject. The function returns
 what it measured, or raises Broken, Suspect or Unchecked, with the reason in plain words.
 
-A fault often breaks several laws. So laws stand in levels, where those of a level rely on all levels above. The first
-level in which a law fails is the last one that runs.
+A fault often breaks several laws. So laws are grouped into levels, each of which relies on all levels above it. The
+first level in which a law fails is the last one that runs.
 """
 
 from collections.abc import Callable, Sequence

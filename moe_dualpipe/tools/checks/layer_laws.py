@@ -58,7 +58,7 @@ _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def is_built(subject: Subject) -> str:
-    """Experts also for ranks that hold fewer of them."""
+    """The layer can be built; for experts, even by ranks that hold fewer of them."""
     number = subject.config.num_experts
     for size in (1, max(number // 2, 1), number):
         subject.like(experts=range(size)).build(0)
@@ -90,7 +90,7 @@ def _are_finite(subject: Subject, cases: Sequence[Case], hint: str) -> str:
 
 
 def has_no_state(subject: Subject) -> str:
-    """Inputs A, A, B, A on one object, with the same random seed and averaged buffers: equal results, those of a new
+    """One object called on A, A, B, A, with the same random seed and averaged buffers, gives the results of a new
     layer.
 
     A and B have the same sizes; those of experts have other offsets.
@@ -133,7 +133,7 @@ def needs_no_host_sync(subject: Subject) -> str:
 
 
 def launches_nothing(subject: Subject) -> str:
-    """As one of two ranks, whose process group records what is launched."""
+    """The layer launches no collective: it runs as one of two ranks, whose process group records launches."""
     if dist.is_initialized():
         raise Unchecked("this process is a rank of a run: check the layer in a process of its own")
     recorder = Recorder(lambda operation: operation, serial_links=False)
@@ -167,7 +167,7 @@ def _moved(subject: Subject, case: Case, part: Any, train: bool = False) -> tupl
 
 
 def rows_are_independent(subject: Subject) -> str:
-    """If a part of the input changes, other rows stay: in eval mode and, with the same random numbers, in training."""
+    """Changing a part of the input changes no other row: in eval mode and, with equal random numbers, in training."""
     worst = 0.0
     for train in (False,) if subject.averaged else (True, False):
         for name, part in subject.parts():
@@ -266,7 +266,7 @@ def any_memory_layout(subject: Subject) -> str:
 
 
 def is_precise(subject: Subject) -> str:
-    """In bf16 and fp32, against the same layer in fp64 with the same rounded inputs and weights.
+    """Results in bf16 and fp32 are near those of the layer in fp64 with the same rounded inputs and weights.
 
     The tolerance comes from the layer in fp64: how much the rounding of its inputs and weights changes its results.
     """
@@ -294,7 +294,7 @@ def _largest_share(subject: Subject, dtype: torch.dtype, *results: Results) -> f
     counts, because rounding may change the choice of experts in a few rows.
     """
     largest, least = 0.0, subject.limit * small_gradient(results[2])
-    # One other choice of experts changes the gradients of all weights.
+    # A single different choice of experts changes the gradients of all weights.
     for label in [RESULT] if subject.adds_losses else results[0]:
         got, wanted, unrounded = (result[label] for result in results)
         if got is None or wanted is None or unrounded is None or not wanted.any():
@@ -363,7 +363,7 @@ def mask_is_respected(layer: Attention) -> str:
 def gradients_are_right(subject: Subject) -> str:
     """Directional derivatives of each expert's part of each parameter, and of the input.
 
-    Rows whose decisions, such as expert ids, differ at the two ends of a difference are left out.
+    Rows whose decisions, such as expert ids, differ between the two points of a finite difference are left out.
     """
     case = subject.draw(1)
     step, limit = (_STEP, _GRADIENT) if subject.exact else (_STEP_FP32, _GRADIENT_FP32)
@@ -559,4 +559,4 @@ LAWS: tuple[tuple[Law, ...], ...] = (
     (Law("gradients", gradients_are_right), Law("no host sync", needs_no_host_sync)),
     (Law("any ep equals ep=1", parts_equal_the_whole, ["experts"]),),
 )
-"""The laws by level: those of a level rely on all above."""
+"""The laws by level: each level relies on all levels above it."""

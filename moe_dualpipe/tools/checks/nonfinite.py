@@ -54,7 +54,7 @@ def first_nonfinite(trainer: Trainer, runs: Iterable[list[Tensor]], backward: bo
 
 def _weights(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"parameter {name}", parameter) for name, parameter in stage.named_parameters())
-    for name, buffer in stage.named_buffers():  # -inf is valid in one: a mask before a softmax
+    for name, buffer in stage.named_buffers():  # -inf is valid in a mask before a softmax
         yield f"buffer {name}", buffer.float().clamp(min=-1) if buffer.is_floating_point() else buffer
 
 

@@ -101,7 +101,7 @@ def _check(job: Job, variant: Variant, file: Path) -> Check:
 
 
 def run_whole(name: str, reference: Comparison) -> None:
-    """Raises ValueError if it cannot run."""
+    """Run the reference in one process. Raises ValueError if it cannot run."""
     done = run_task(1, record, reference)
     if isinstance(done, Failure):
         raise ValueError(f"cannot run {name} in one process: {done.message}")
@@ -110,7 +110,7 @@ def run_whole(name: str, reference: Comparison) -> None:
 def check_run(
     name: str, processes: int, compared: Comparison, if_failed: Status = "failed", why: str = ""
 ) -> Check:  # fmt: skip
-    """Run on a number of processes, and compare. if_failed, why: say so if it cannot run."""
+    """Run on a number of processes, and compare. if_failed, why: status and start of the message if it cannot run."""
     outcome = run_task(processes, find_difference, compared)
     if isinstance(outcome, Failure):
         return Check(name, if_failed, problem=f"{why}{outcome}")

@@ -136,7 +136,7 @@ class Job:
 
 
 def run_variant(job: Job, variant: Variant, trace: Trace, with_segments: bool) -> None:
-    """Run the variant on this rank, and show the trace its results. Collective over `variant.processes` ranks."""
+    """Run the variant on this rank, and pass its results to the trace. Collective over `variant.processes` ranks."""
     run = Run(job, variant, trace)
     if job.on_rank is not None:
         job.on_rank(run)
@@ -147,7 +147,7 @@ def run_variant(job: Job, variant: Variant, trace: Trace, with_segments: bool) -
 
 
 def schedule_of(job: Job, variant: Variant) -> Schedule:
-    """Raises ValueError if the variant cannot run with its schedule, or with the model's layers."""
+    """The schedule of the variant. Raises ValueError if it cannot be built, or does not fit the model's layers."""
     micro_batches = job.tokens.shape[1] // variant.dp // (variant.size or job.size)
     schedule = build(variant.schedule or "1f1b", variant.pp, micro_batches, variant.num_chunks)
     split(job.model, schedule.num_stages)
@@ -172,7 +172,7 @@ class Run:
         """The sequences of each micro-batch of this data-parallel rank."""
         self.stages, self.replicas = self.pipeline.stages, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
-        self.executor.overlap = variant.overlap  # also where a run has nothing to hide, to find faults
+        self.executor.overlap = variant.overlap  # also where there is nothing to hide, to find faults
         for stage in self.stages.values():
             prepare(stage, job.options.seed)
             without_dropout(stage)
@@ -224,7 +224,7 @@ class Run:
         self.trace.see_tokens("losses", f"step {step + 1}, losses", sequences, losses)
 
     def _see(self, kind: Kind, sets: Iterable[ReplicaSet], when: str = "") -> None:
-        """Show the trace the parameters of sets, or their gradients, by their global names."""
+        """Pass the parameters of `sets`, or their gradients, to the trace by their global names."""
         for replicas in sets:
             for name, tensor in replicas.parameters.items():
                 if kind == "gradients":

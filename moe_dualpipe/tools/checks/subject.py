@@ -50,7 +50,7 @@ DISTINCT = 3
 SIZES = (0, 1, 63, 65, 127, 128, 129, 700)
 """Numbers of rows on both sides of the sizes of blocks. Their sum is above 1,000."""
 _ALL = 7
-"""Rows of an expert that gets all."""
+"""Rows of an expert that gets all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class Case:
 class Subject(ABC):
     """A layer that `config` names, and how to use it. experts: those that an expert layer holds; None: all.
 
-    row: what a result must not depend on others of. rule: says so, with the usual mistakes. place: the name of a row,
-    from its index `row` or from its expert and its place `i` there. length: of an input, after its rows. prefix: the
-    start of parameter names that messages leave out.
+    row: the unit, such as a row or sequence, whose result must not depend on other units. rule: the message if it does,
+    with the usual mistakes. place: the name of a row, from its index `row` or from its expert and its place `i` there.
+    length: of an input, after its rows. prefix: the start of parameter names that messages leave out.
     """
 
     kind: str
@@ -118,7 +118,7 @@ class Subject(ABC):
         """All valid shapes of other inputs: the rows, and the length."""
 
     def parts(self) -> Iterator[tuple[str, Any]]:
-        """Parts of `draw(1)` to change: a name, and an index of what may then change in the result."""
+        """Parts of `draw(1)` to change: their names, and an index of the results that may then change."""
         case = self.draw(1)
         for row in (0, len(case.x) // 2, len(case.x) - 1):
             yield self.row_name(case, [row]), row
@@ -130,7 +130,7 @@ class Subject(ABC):
             return prepare(self.make(seed), seed, self.device)
 
     def draw(self, seed: int) -> Case:
-        """An input, which differs between seeds, also in the rows of each expert. All have the same shape."""
+        """An input, which differs between seeds, as do the rows of each expert. All have the same shape."""
         counts = self.counts()
         first = (seed - 1) % len(counts)
         return Case(self.random(seed, sum(counts), *self.length), (*counts[first:], *counts[:first]))
@@ -171,7 +171,7 @@ class Subject(ABC):
 
     @cached_property
     def module(self) -> Any:
-        """All laws use the same one, so that a call may change the results of later ones."""
+        """The layer that all laws share, so that state left by one call shows in later ones."""
         return self.build(0)
 
     @cached_property
@@ -196,7 +196,8 @@ class Subject(ABC):
 
     @cached_property
     def modes(self) -> tuple[bool, ...]:
-        """Training mode or not, for inputs of other shapes: random numbers and statistics then differ in training."""
+        """The modes in which inputs of other shapes can be compared: not training if it draws numbers or averages
+        buffers."""
         first, second = (self.outputs(self.draw(1), seed=seed)[0] for seed in (1, 2))
         return (True, False) if torch.equal(first, second) and not self.averaged else (False,)
 
@@ -264,7 +265,7 @@ class Subject(ABC):
     def compare(self, case: Case, found: Results, expected: Results, when: str, hint: str, limit: float = -1) -> int:
         """Raise Broken at the first difference, and return the number of compared tensors. None counts as zeros.
 
-        when: in which case; hint: the way out. limit: the largest relative difference; -1 means rounding.
+        when: in which case; hint: how to fix it. limit: the largest relative difference; -1 means rounding.
         """
         limit = self.limit if limit < 0 else limit
         least = small_gradient(expected)
@@ -431,7 +432,7 @@ class Interleaved(Local):
 
 @torch.no_grad()
 def prepare(module: M, seed: int = 0, device: str = "cpu") -> M:
-    """In fp64, with noise added to constant weights. The noise does not depend on the number of ranks."""
+    """The module in fp64, with noise added to constant weights. The noise does not depend on the number of ranks."""
     held = expert_ids(module)
     for name, parameter in module.named_parameters():
         ids = held.get(name)

@@ -27,8 +27,8 @@ class Steps:
 def run_watched(function: Callable[[Steps], Any], seconds: float) -> tuple[Any, str]:
     """Run `function(steps)` in a thread. Returns its value, or a failure: "rank 1 -> rank 3: no answer for 60 s".
 
-    Never waits for a step longer than `seconds`. A function that is given up keeps its thread: end the process with
-    os._exit.
+    Never waits for a step longer than `seconds`. The thread of a function that is given up goes on: end the process
+    with os._exit.
     """
     steps = Steps()
     result = call_in_thread(lambda: function(steps), "watched")

@@ -110,7 +110,7 @@ class _Rank:
         self._tell(f"facts/{self.rank}", asdict(self.own))
 
     def _open_store(self, opens: bool) -> dist.Store:
-        """The store at MASTER_ADDR:MASTER_PORT. opens: it does not exist yet: torchrun has not opened it."""
+        """The store at MASTER_ADDR:MASTER_PORT. opens: create it, because torchrun has not."""
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not host or not port.isdecimal():
             raise ValueError("MASTER_ADDR and MASTER_PORT must be set, as torchrun does: they say where ranks meet")
@@ -188,7 +188,8 @@ class _Rank:
         return None, self._hear("plan", 2 * self.timeout + 2 * _MARGIN)
 
     def _measure(self, plan: dict[str, Any], found: dict[tuple[int, int], float], steps: Steps) -> None:
-        """Create the process group, and measure. found: gets the speeds, also of links before one that fails."""
+        """Create the process group, and measure. found: gets the speeds, including those of links before one that
+        fails."""
         cuda = plan["device"] == "cuda"
         device = torch.device("cuda", self.launch.local_rank) if cuda else torch.device("cpu")
         steps.start("creating the process group")

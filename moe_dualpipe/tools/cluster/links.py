@@ -18,7 +18,7 @@ from .bounded_calls import Steps
 
 Pair = tuple[int, int]
 WAITING = "waiting for the other ranks"
-"""Begins the names of steps whose timeout is the failure of other ranks."""
+"""The start of the names of steps that time out because other ranks failed."""
 REPEATS = 3
 _TRIES = 2
 
@@ -92,8 +92,8 @@ class Links:
 def rounds_of(machines: Sequence[Sequence[int]]) -> list[list[Pair]]:
     """Rounds of disjoint pairs of ranks, in which each pair appears once. machines: the ranks of each.
 
-    The partner has the same place, but for some bits. The lower bits are the place in the machine, so that pairs within
-    a machine and pairs between machines never share a round: the ranks of a machine share its network card, so
+    The places of both partners differ only in some bits. The lower bits are the place in the machine, so that pairs
+    within a machine and pairs between machines never share a round: the ranks of a machine share its network card, so
     otherwise the speed of a pair would depend on its round. Between machines, each machine has one partner. Sizes are
     rounded up to powers of two.
 

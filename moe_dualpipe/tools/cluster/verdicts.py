@@ -36,7 +36,7 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, where, and the way out, in words. machines: the names of those that may be at fault.
+    """What is wrong, where, and how to fix it, in words. machines: the names of those that may be at fault.
 
     stops: links cannot be measured before it is solved.
     """
@@ -78,7 +78,7 @@ def _place(machine: Machine) -> str:
 
 
 def _differences(machines: Sequence[Machine]) -> Iterator[Problem]:
-    """Each fact of a rank that is not that of most ranks. In a tie, the first rank counts."""
+    """Facts of a rank that differ from those of most ranks. In a tie, the first rank counts."""
     ranks = [one for machine in machines for one in machine.ranks]
     for name in dict.fromkeys(name for one in ranks for name in one.alike):
         if _PRIVATE_SETTING.fullmatch(name):
@@ -98,7 +98,7 @@ def _differences(machines: Sequence[Machine]) -> Iterator[Problem]:
 def _limits(
     machine: Machine, several: bool, world_size: int, min_free: int, device: str
 ) -> Iterator[tuple[str, str, bool]]:
-    """What of a machine is below a limit: in words, the way out, and whether it stops."""
+    """What is below a limit on a machine: in words, how to fix it, and whether it stops the check."""
     one, cuda, ahead = machine.first, device == "cuda", machine.first.clock or 0.0
     # gloo has a socket to each rank of each group, and NCCL several files for each GPU.
     need = max(512 + 8 * world_size, 4096 if one.num_gpus else 0)

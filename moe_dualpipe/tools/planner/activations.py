@@ -1,4 +1,4 @@
-"""Bytes of a micro-batch on a stage: from forward to backward, from I to W of a split backward, and in a backward.
+"""Activation bytes of a micro-batch on a stage: saved for backward, deferred from I to W, and needed in a backward.
 
 Activations are most of the memory of training. They depend on the model, on what is recomputed, and on how the experts
 are spread. The formulas here add up the sizes of the tensors that layers save, so no model is built.
@@ -30,7 +30,7 @@ class MicroBatch:
     every activation. flash: attention in one kernel, which does not save its scores.
     fp8: inputs and output gradients of matrix products are saved in 8 bits. plain: operators of torch, as on a CPU,
     instead of GPU kernels.
-    load: the choices of experts that this rank gets, relative to the mean of the ranks.
+    load: the expert choices that this rank receives, divided by the mean over ranks.
     fp8_block: numbers of a row with one scale, in experts that save x in 8 bits. 0: experts in another precision.
     """
 
@@ -61,7 +61,7 @@ class MicroBatch:
 
 def rows_received(config: ModelConfig, batch: MicroBatch) -> int:
     """N: a token is sent once to each rank that holds any of its experts. With even loads, a rank receives as many rows
-    as it sends; with others, in proportion to its load, but at most one of each token.
+    as it sends; with uneven loads, in proportion to its load, but at most one row per token.
 
     Example: 2 of 4 experts on 2 ranks: both are on one rank in 2 of 6 cases, so 100 tokens make 167 rows.
     """
@@ -76,7 +76,7 @@ def choices_received(config: ModelConfig, batch: MicroBatch) -> int:
 
 
 def saved_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
-    """Bytes saved from a micro-batch's forward on a stage until its backward, with the stage's input and output.
+    """Bytes that a stage saves between a micro-batch's forward and backward, including its input and output.
 
     Custom experts and routers count like built-in ones. Modules of multi-token prediction do not count.
     """
@@ -180,7 +180,7 @@ def _normed_width(config: ModelConfig) -> int:
 def deferred_bytes(config: ModelConfig, spec: StageSpec, batch: MicroBatch) -> int:
     """Bytes saved from I to W of a split backward: the inputs and output gradients of the matrix products.
 
-    With fp8, both are in 8 bits, but for those of the head.
+    With fp8, both are in 8 bits, except those of the head.
     """
     blocks = (deferred_attention(config, batch) + deferred_mlp(config, layer, batch) for layer in spec.layers)
     return sum(blocks) + deferred_head(config, spec, batch)
@@ -214,7 +214,7 @@ def _deferred_numbers(config: ModelConfig, layer: int, batch: MicroBatch) -> int
     numbers = 2 * choices * hidden * batch.plain  # sorted inputs and output gradients
     numbers += tokens * (2 * hidden + 3 * config.num_shared_experts * config.expert_size)
     numbers += tokens * (hidden + 1) * config.shared_gate  # gradients before the gate, and of the gate
-    # A recomputed router has a separate input: not the tensor that the experts get.
+    # A recomputed router has its own input, not the tensor that the experts get.
     numbers += tokens * hidden * (batch.recompute in ("attention", "full"))
     return numbers + 2 * rows * hidden + 3 * config.expert_size * choices
 
@@ -274,7 +274,7 @@ def mlp_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
 
 
 def attention_working(config: ModelConfig, layer: int, batch: MicroBatch) -> int:
-    """Bytes that a block needs at the peak of the backward of its attention, when its MLP has been freed."""
+    """Bytes that a block needs at the peak of its attention's backward, after its MLP has been freed."""
     heads = config.num_heads
     if config.attention == "mla":
         gradients = heads * (2 * (config.head_dim + config.rope_dim) + config.value_dim)

@@ -2,7 +2,7 @@
 
 The logarithm of the ratio is a sum: a mean, and one number for each cause of the difference: the GPU, the software,
 FSDP, experts that are launched one by one, and the family of the model, which stands for its kernels of attention and
-experts. Each number is drawn toward 0, the less runs it has. `python -m benchmarks.planner fit` writes them to
+experts. The fewer runs a number has, the more it is shrunk toward 0. `python -m benchmarks.planner fit` writes them to
 constants.json.
 """
 
@@ -27,7 +27,7 @@ FAMILIES = {
 FSDP = ("automodel", "mpt", "torchtitan")
 """Software that divides the weights over replicas. They are gathered before each layer, forward and backward, by
 kernels that take multiprocessors and memory bandwidth from the products beside them. The prediction is that of ZeRO-1,
-which gathers weights once in a step; this cause is the difference."""
+which gathers weights once in a step; this cause covers the difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def causes(load: Workload, software: str | None = None) -> Iterator[str]:
         yield f"software {software}"
     if software in FSDP:
         yield "weights divided over replicas (FSDP)"
-    # Before these launches, the CPU waits for the GPU, to read how many tokens each expert has. No segment has that.
+    # Before these launches, the CPU waits for the GPU to know how many tokens each expert has. No segment counts that.
     if load.experts_one_by_one and any(layer.experts for layer in load.shape.layers):
         yield "experts launched one by one on a GPU with mxfp8"
 
@@ -70,7 +70,7 @@ def causes(load: Workload, software: str | None = None) -> Iterator[str]:
 def find_constant(
     load: Workload, software: str | None = None, known: dict[str, Any] | None = None, strict: bool = False
 ) -> Constant:
-    """The constant of a workload. strict: raise ValueError for a software that no run used."""
+    """The constant of a workload. strict: raise ValueError for software that no run used."""
     known = read_constants() if known is None else known
     names = sorted(name.removeprefix("software ") for name in known["causes"] if name.startswith("software "))
     if strict and software not in (None, *names):

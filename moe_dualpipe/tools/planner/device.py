@@ -1,6 +1,6 @@
 """GPUs as the planner sees them: peak rates, links, and the share of them that real kernels reach.
 
-A device is a file in devices/, or a file of the user's own in the same format. Data sheets state the peaks. What a
+A device is a file in devices/, or the user's own file in the same format. Data sheets state the peaks. What a
 kernel reaches depends on its size: small products do not fill the device. So each kind of kernel has a curve, FLOPs of
 one launch -> share of the peak, from published measurements; `sources` in the file says which. Between two points, the
 share is interpolated linearly in log(FLOPs); outside, it is constant.
@@ -39,7 +39,7 @@ class LinkSpec:
     """What connects the devices of a domain, or the domains."""
 
     bandwidth: Positive
-    """Bytes per second that one device sends, by the data sheet; as much is received at the same time."""
+    """Bytes per second that one device sends, by the data sheet; it receives the same at the same time."""
     share: Share
     """Share of the bandwidth that collectives reach with large messages."""
     latency: Positive
@@ -160,7 +160,7 @@ def parse_device(value: Any) -> Device:
 
 
 def _efficiency(value: Any) -> Any:
-    """With what it lacks from the device that it is like."""
+    """The efficiency in a file, where the device named by `like` supplies missing entries."""
     if not isinstance(value, dict) or "like" not in value:
         return value
     if value["like"] not in device_names():

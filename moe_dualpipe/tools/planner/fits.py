@@ -5,8 +5,8 @@ anything is allocated, without asking the others. Activations count at the lower
 that fits is not refused. With Muon, the prediction is a lower bound. With layers of your own and with frozen
 parameters, it is unknown.
 
-What to use instead changes neither the layout nor what is learned. `moe-dualpipe plan estimate` has the memory of other
-layouts.
+The suggested changes affect neither the layout nor what is learned. `moe-dualpipe plan estimate` shows the memory of
+other layouts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from .activations import MicroBatch
 from .peak import PeakMemory, peak_memory
 
 MARGIN = 0.05
-"""Predictions of activations may be that much too high (tests/training/test_measured_memory.py)."""
+"""Predictions of activations may be too high by this share (tests/training/test_measured_memory.py)."""
 
 
 def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device) -> Sequence[PeakMemory]:
@@ -60,8 +60,8 @@ def memory_line(config: TrainConfig, choice: Choice, dtype: torch.dtype, device:
 def memory_problem(
     config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device, free_bytes: int
 ) -> str:
-    """One line with the numbers and the way out if a rank needs more than `free_bytes`; "" if all fit, or if what they
-    need is unknown.
+    """One line with the numbers and what to change if a rank needs more than `free_bytes`; "" if all fit, or if their
+    needs are unknown.
 
     free_bytes: what each rank may use, the least of all ranks. On CPUs, the ranks of a machine share its memory.
     """
@@ -84,7 +84,7 @@ def memory_problem(
 
 
 def _savings(config: TrainConfig, choice: Choice) -> Iterator[tuple[str, TrainConfig, Choice]]:
-    """What saves memory on the same ranks, from little to everything: as typed, the options, and the choice."""
+    """Ways to save memory on the same ranks, smallest change first: as typed, the options, and the choice."""
     compute, save, first = config.compute, config.checkpoint, choice.micro_batch_size
     sizes, losses = dict.fromkeys((first, 1)), dict.fromkeys((compute.fused_loss, True))
     kinds, copies = RECOMPUTE[RECOMPUTE.index(compute.recompute) :], dict.fromkeys((save.save_async, False))
@@ -104,8 +104,8 @@ def _savings(config: TrainConfig, choice: Choice) -> Iterator[tuple[str, TrainCo
 def _fullest(
     config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, dict[str, int]]:
-    """The pipeline rank that needs most, and the parts of what it needs: in a step, or on a CPU to save a checkpoint,
-    which copies weights and moments."""
+    """The pipeline rank that needs the most memory, and its needs by part: in a step or, on a CPU, while saving a
+    checkpoint, which copies weights and moments."""
     needs, moments = [], 1 if config.optim.name == "muon" else 2
     for rank in step_memory(config, choice, dtype, device):
         low = {name: round((1 - MARGIN) * getattr(rank, name)) for name in ("activations", "temporary")}

@@ -2,8 +2,8 @@
 
 There are thousands. First, all are ranked by a quick estimate, which assumes that all stages take the same time. From
 the fastest on, the first way of each layout and schedule that fits into memory is simulated with the actual cost of
-each stage, until there are SIMULATED of them. For the fastest of these, it is also tried how many layers each stage
-should have (uneven.py).
+each stage, until there are SIMULATED of them. For the fastest of these, other numbers of layers per stage are also
+tried (uneven.py).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from .uneven import best_layers
 from .workload import Workload, layout_of, layout_text
 
 SIMULATED = 40
-"""Candidates that are simulated and returned, at most."""
+"""The most candidates that are simulated and returned."""
 UNEVEN = 5
 """Candidates for which other numbers of layers are tried."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")

@@ -29,7 +29,8 @@ class PeakMemory:
     """Bytes of a rank at its peak, by parts."""
 
     weights: int
-    """In the precision of the products; with fp8, also a copy in 8 bits; with experts in FP8, two copies of theirs."""
+    """In the precision of the products. With fp8, also an 8-bit copy; with experts in FP8, two copies of their
+    weights."""
     gradients: int
     """In fp32."""
     optimizer: int
@@ -68,8 +69,8 @@ def memory_of_ranks(load: Workload) -> tuple[PeakMemory, ...]:
 
 @lru_cache(maxsize=512)
 def full_schedule(name: str, pp: int, num_micro_batches: int, chunks: int | None = None) -> Schedule:
-    """A schedule of at most so many micro-batches, with the peak memory of that many: once the pipeline is full, a
-    rank holds no more. gpipe holds them all.
+    """A schedule of at most this many micro-batches with the same peak memory: once the pipeline is full, a rank holds
+    no more. gpipe holds them all.
     """
     if name == "gpipe":
         return build(name, pp, num_micro_batches)

@@ -99,7 +99,7 @@ class Estimate:
         return memory_of(self.load)
 
     def memory_advice(self) -> str:
-        """Empty if the run surely fits into a GPU. Otherwise, the least recomputation with which it does."""
+        """Empty if the run certainly fits into a GPU. Otherwise, the least recomputation with which it fits."""
         load, limit, total = self.load, self.load.device.memory_gb * 1e9, self.memory.total
         if total * (1 + MEMORY_ERROR) <= limit:
             return ""
@@ -121,7 +121,7 @@ class Estimate:
         return replace(self, constant=replace(self.constant, factor=factor, low=low, high=high))
 
     def differences(self, slower: bool) -> list[tuple[str, float]]:
-        """What would make this run slower, or faster, with the seconds of a step, the most first."""
+        """Changes that would make this run slower, or faster, and the seconds they add to a step, largest first."""
         before, found = find_constant(self.load).factor, []
         for what, change in CHANGES.items():
             load = replace(self.load, **change)

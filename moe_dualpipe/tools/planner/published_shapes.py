@@ -39,7 +39,7 @@ _KEYS = {
     "every": "decoder_sparse_step interleave_moe_layer_step moe_layer_interval",
     "first_dense": "first_k_dense_replace moe_layer_start_index num_dense_layers",
 }
-"""The names of each size in configurations. The first that is there counts."""
+"""The names of each size in configurations. The first one present counts."""
 
 _UNGATED = {
     "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2",
@@ -54,7 +54,7 @@ _TIED = {
 }  # fmt: skip
 """Architectures whose embeddings are tied unless the configuration says otherwise."""
 _WINDOW_PATTERN = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}
-"""Every how many layers one attends to all positions, unless the configuration says so."""
+"""One layer in this many attends to all positions, unless the configuration says otherwise."""
 _UNKNOWN_LAYERS = {
     "hybrid_override_pattern": "Mamba layers", "mamba_d_state": "Mamba layers", "ssm_cfg": "Mamba layers",
     "rwkv_version": "RWKV layers", "is_encoder_decoder": "an encoder", "linear_num_value_heads": "linear attention",
@@ -189,7 +189,7 @@ def _expert_layers(keys: Mapping[str, Any], num_layers: int) -> set[int]:
 
 def _expert_sizes(keys: Mapping[str, Any]) -> dict[str, int]:
     size, experts, top_k = (_size(keys, name) for name in ("expert_size", "experts", "top_k"))
-    every = str(keys.get("model_type")).startswith("llama4")  # has one, without saying so
+    every = str(keys.get("model_type")).startswith("llama4")  # has one shared expert that no key mentions
     shared = _size(keys, "shared_size", 0) or _size(keys, "shared", 1 if every else 0) * size
     if not 1 <= top_k <= experts:
         raise ValueError(f"a token must use 1 to {experts} experts: got {top_k}")

@@ -1,10 +1,11 @@
 """How unevenly the experts of a layer are loaded, and what that costs a plan.
 
-All ranks of an expert group wait for the fullest of each layer, in each step anew. So what counts is the mean of its
-loads. A file with loads has their sum over steps, whose maximum is smaller, and the mean of the largest load of an
-expert. Steps differ from their mean as a log-normal distribution does. Its width is bisected until the largest expert
-is as full as measured. Without a file, the experts are alike, and the largest has 1 + MaxVio times the mean (the
-maximal violation of arXiv 2408.15664). The rest is drawn: always the same draws, so results can be compared.
+In each layer of each step, all ranks of an expert group wait for the fullest one. So what counts is the mean of its
+load over steps. A file with loads has their sum over steps, whose maximum is smaller, and the mean over steps of the
+largest load of an expert. The loads of a step are modeled as log-normal around their mean, with a width, found by
+bisection, at which the largest load is as measured. Without a file, the experts are alike, and the largest load is 1 +
+MaxVio times the mean (the maximal violation of arXiv 2408.15664). Random draws are always the same, so results can be
+compared.
 
 The memory is that of the rank that gets the most over all layers and steps.
 
@@ -44,7 +45,7 @@ class MeasuredLoads:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError for a file without loads."""
+        """Read the loads of a run. Raises ValueError for a file without loads."""
         layers, loads, maxima = read_loads(path)
         try:
             check_loads(loads)
@@ -91,7 +92,7 @@ class MeasuredLoads:
     def _rows(self, shape: ModelShape) -> list[int | None]:
         """For each layer of the model, its row here; None without experts.
 
-        Loads without numbers of layers, or with other numbers, belong to the layers with experts in their order.
+        Loads without layer numbers, or with other ones, belong to the layers with experts, in order.
         """
         layers = _routed(shape)
         row_of = {layer: row for row, layer in enumerate(self.layers)}
@@ -108,7 +109,7 @@ def _routed(shape: ModelShape) -> list[int]:
 def fullest(load_E: tuple[float, ...], highest: float, slots_S: tuple[int, ...], ep: int) -> float:
     """The load of the fullest of `ep` ranks, divided by the mean, as a mean over steps.
 
-    highest: the same of the fullest expert. slots_S: the expert in each slot; ranks have consecutive slots.
+    highest: the same for the fullest expert. slots_S: the expert in each slot; ranks have consecutive slots.
     """
     load_NE = _steps(load_E, highest)
     share_S = 1 / np.bincount(slots_S)[[*slots_S]]

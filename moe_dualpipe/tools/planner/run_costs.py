@@ -22,7 +22,7 @@ from .workload import Workload
 def layers_of_run(
     config: TrainConfig, schedule: Schedule, layout: Layout, dtype: torch.dtype, device: torch.device, free: int | None
 ) -> tuple[int, ...]:
-    """The numbers of layers for `parallel.layers=auto`. free: bytes that each rank may use. Empty: as usual."""
+    """The numbers of layers for `parallel.layers=auto`; empty: the usual ones. free: bytes that each rank may use."""
     load = _workload(config, schedule, layout, dtype, device)
     return best_layers(load, float("inf") if free is None else free) if load else ()
 

@@ -49,7 +49,7 @@ EXPERT_LAUNCH = 0.2
 """CPU time of one expert's product relative to that of an operator: Transformer Engine launches the products of all
 experts in a loop in C++ (nvte_multi_tensor_gemm), and Python only calls that loop."""
 NEVER_CAST = ("router", "shared_gate")
-"""Products in 16 bits, also in a run with 8."""
+"""Products in 16 bits, even in a run with 8."""
 NARROW_HEADS = 0.5
 """Exponent of the head width / 128 in the speed of attention. A score costs one exponential at any width, and a
 multiprocessor computes 16 of them per cycle: in heads of 128, half as long as the products take, in heads of 64, as
@@ -66,7 +66,7 @@ class Clock:
     on: Collection[str]
 
     def product(self, flops: float, precision: str | None = None, kind: str = "product") -> float:
-        """A launch of a kind in KINDS, an effect of its own for attention."""
+        """A launch of a kind in KINDS. Attention is a separate effect."""
         precision = precision or self.precision
         share = 1.0
         if flops and ("attention" if kind.startswith("attention") else "products") in self.on:
@@ -74,11 +74,11 @@ class Clock:
         return flops / ((self.device.peak[precision] or 0.0) * share)
 
     def products(self, tokens: float, products: Iterable[Product]) -> float:
-        """Products of `tokens` rows, in 8 bits if the run is, but for those of the router."""
+        """Products of `tokens` rows, in 8 bits if the run is, except those of the router."""
         return sum(self.product(tokens * one.flops, "bf16" if one.name in NEVER_CAST else None) for one in products)
 
     def grouped(self, flops: float, experts: float, fused: bool, precision: str | None = None) -> float:
-        """One product for each of `experts` experts: one by one, or if `fused` in one launch if that is faster."""
+        """One product for each of `experts` experts: launched one by one or, if `fused` and faster, in one launch."""
         one_by_one = experts * self.product(flops / experts, precision)
         return min(self.product(flops, precision, "grouped"), one_by_one) if fused else one_by_one
 

@@ -13,7 +13,7 @@ from .workload import ELEMENT, PAIRED, Workload
 TRANSFER_SHARE = {"all_to_all": 20, "deepep": 20, "hybrid": 8}
 """Multiprocessors that transfers of experts occupy."""
 OVERLAP = 0.7
-"""Share of what overlap could hide at best that it hides: 16 H100, Qwen3-30B, 41.25 -> 31.31 s over NCCL and 24.71 ->
+"""Share of the hideable time that overlap hides: 16 H100, Qwen3-30B, 41.25 -> 31.31 s over NCCL and 24.71 ->
 20.99 s over HybridEP (NVIDIA-NeMo/Megatron-Bridge@067f987df, skills/nemo-mbridge-perf-expert-parallel-overlap)."""
 LEAST = 1e-9
 """Seconds of a stage without layers: a cost must be positive."""
@@ -74,7 +74,7 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
     sums, exposed_sums = _gradients(load, stages) if "gradients" in on else (0.0, 0.0)
     transfers = share * sum(s.transfers for s in stages)
     exposed, idle = max(0.0, busy - compute), max(0.0, _pipeline_seconds(load, stages, on) - busy)
-    if load.layout.pp == 1:  # a rank waits for nobody: the first and last transfers have nothing beside them
+    if load.layout.pp == 1:  # no rank waits: only the first and last transfers have nothing beside them
         waits = exposed + idle
         exposed = min(waits, transfers)
         idle = waits - exposed

@@ -92,7 +92,7 @@ def _digits(total: float, least: int) -> int:
 
 
 def routing_report(found: Estimate) -> str:
-    """How uneven the loads of the experts are taken to be, and the step with other places and numbers of ranks."""
+    """How uneven the loads of the experts are assumed to be, and the step with other places and numbers of ranks."""
     load = found.load
     if load.layout.ep == 1:
         return "Routing: no expert is on another GPU."

@@ -10,7 +10,7 @@ def train_command(load: Workload) -> str:
     if lacks := missing(load):
         return f"train.py cannot run it: {', '.join(lacks)}"
     one = load.layout
-    # Machines have up to 8 GPUs; those of domains that span machines have 4.
+    # Machines have up to 8 GPUs, or 4 where a domain spans machines.
     most = min(8 if (load.device.domain.gpus or 1) <= 8 else 4, load.device.domain.gpus or 1)
     each = next(number for number in range(most, 0, -1) if one.num_ranks % number == 0)
     where = f"--nnodes {one.num_ranks // each} " * (one.num_ranks > each) + f"--nproc-per-node {each}"

@@ -37,7 +37,7 @@ def rows_sent(
     """How many rows each token makes with `ep` ranks, `domain` of them in a fast domain.
 
     all_to_all: one row for each choice. deepep, hybrid: one row for each domain, forwarded to each rank there that
-    holds any of the token's experts. Choices are even and independent, but for groups: the experts of a token are in
+    holds any of the token's experts. Choices are even and independent, except for groups: the experts of a token are in
     `top_groups` of `groups` groups of consecutive experts, which limits the domains that it is sent to.
 
     Example: 8 of 64 experts, 16 ranks, 8 in a domain: all_to_all sends 4 rows to the other domain, deepep 0.996.

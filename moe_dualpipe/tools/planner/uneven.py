@@ -1,7 +1,7 @@
-"""How many layers each stage should have: the embedding, the head and dense layers take other times than the rest.
+"""How many layers each stage should have: the embedding, the head and dense layers differ in time from the rest.
 
 Dynamic programming over the seconds of each layer after overlap finds the division whose slowest stage is fastest. If a
-rank then needs too much memory, its larger stage gets a layer less, and the others are divided again.
+rank then needs too much memory, its larger stage gets one layer fewer, and the others are divided again.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .workload import Workload
 def best_layers(load: Workload, memory: float) -> tuple[int, ...]:
     """The number of layers of each stage with the least predicted step. Empty if the usual division is as fast.
 
-    memory: bytes that a rank may need. The usual division is not kept if it needs more.
+    memory: bytes that a rank may need. The usual division is not used if it needs more.
     """
     costs, placement = layer_costs(load), load.placement
     most = [len(costs)] * placement.num_stages

@@ -28,8 +28,8 @@ ELEMENT = 2
 
 
 def layout_of(gpus: int, tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, cp: int = 1) -> Layout:
-    """The layout of so many GPUs, the rest of which are replicas. vpp: stages of a pipeline rank; 1: the schedule's own
-    number. Raises ValueError for a number of GPUs that cannot be divided so."""
+    """The layout of `gpus` GPUs, with gpus / (tp x pp x cp) replicas. vpp: stages of a pipeline rank; 1: the schedule's
+    own number. Raises ValueError for a number of GPUs that cannot be divided this way."""
     model = tp * pp * cp
     if gpus % model:
         raise ValueError(f"--gpus {gpus} is not a multiple of tp x pp x cp = {tp} x {pp} x {cp} = {model}")
@@ -55,8 +55,8 @@ class Workload:
     are written to memory. cuda_graphs: what the CPU need not launch again for each micro-batch; partial: attention and
     the router. violation: MaxVio of the experts (routing.py); loads: measured loads instead. experts: their places on
     the ranks of an expert group; None: in order. layers: how many each stage has; empty: `stages_of`. host:
-    seconds of the CPU for a launch, instead of those fitted to published runs. fp8: as compute.fp8 of train.py; all but
-    the experts, their weight gradients, and dispatch is in `precision`.
+    seconds of the CPU for a launch, instead of those fitted to published runs. fp8: as compute.fp8 of train.py; what it
+    does not round to 8 bits is in `precision`.
     """
 
     shape: ModelShape
@@ -115,7 +115,7 @@ class Workload:
 
     @property
     def expert_precision(self) -> Precision:
-        """That of the experts' products, but for weight gradients in a run with `fp8`."""
+        """The precision of the experts' products, except weight gradients in a run with `fp8`."""
         if self.fp8 == "off":
             return self.precision
         return "mxfp8" if self.device.peak.get("mxfp8") else "fp8"
