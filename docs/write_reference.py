@@ -63,7 +63,7 @@ def page() -> str:
     ]
     parts += [
         "## Keys of a report in JSON\n",
-        "What `profile analyze --json` prints: an object for one device, or a list of them. Times are in microseconds.\n",
+        "What `profile analyze --json` prints: an object for one device, or a list of them. Times in microseconds.\n",
     ]
     computed = [(name, getattr(Analysis, name).__doc__) for name in COMPUTED]
     for title, found in (
