@@ -114,11 +114,11 @@ class Law:
         except ValueError as error:
             check_message(error, 2500)
             return "refused"
-        changed = json.loads(text) if "twice" not in what else {}
+        changed = json.loads(text)  # of a repeated key, the last value counts, here as in transformers
         if (theirs := their_logits(self.theirs, with_fractions(changed))) is not None:
             assert (ours - theirs).abs().max() < 1e-9 * theirs.abs().max(), what
         else:  # transformers insists on a type: the value must mean "off", as before, or a default
-            off = what.endswith((" = null", " = 0", " = false", " = []", " = {}", " removed"))
+            off = what.endswith((" = null", " = 0", " = false", " = []", " = {}", " removed", " twice"))
             unused = path in NO_EFFECT or path not in self.config
             unused |= path == "sliding_window" and changed.get("use_sliding_window") is False
             assert same and (off or unused), what

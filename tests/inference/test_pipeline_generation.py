@@ -66,7 +66,7 @@ def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
         ({}, ["--top-k", "-1"], "top_k must be at least 1: got -1"),
         ({}, ["--sample-tokens", "-1"], "--sample-tokens must be at least 0: got -1"),
         ({"experts": "antigravity:Class"}, [],
-         "has custom experts, 'antigravity:Class': if you trust this code, use --experts antigravity:Class"),
+         "has custom experts 'antigravity:Class': if you trust this code, use --experts antigravity:Class"),
         ({"sides": 3}, [], "cannot build the model of"),
     ):  # fmt: skip
         (saved / "run.json").write_bytes(dataclasses.replace(manifest, model={**manifest.model, **model}).encode())
