@@ -143,9 +143,8 @@ def _finish(trainer: Trainer, console: Console, saving: Saving, before: float | 
         after = _validate(trainer, console, config.steps) if trainer.run.first_step < config.steps else before
     if trainer.run.first_step < config.steps:
         saving.start(config.steps)
-    console.say(
-        f"peak memory: {trainer.largest(peak_memory_mb(trainer.device)):,.0f} MB of the whole process, on the fullest rank"
-    )
+    peak = trainer.largest(peak_memory_mb(trainer.device))
+    console.say(f"peak memory: {peak:,.0f} MB of the whole process, on the fullest rank")
     if trainer.device.type == "cuda":
         console.say(trainer.pipeline.gpu_choices())
     trainer.agree_to_stop()  # a rank may have been asked to during the validation
