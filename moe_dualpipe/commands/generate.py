@@ -15,6 +15,7 @@ from tyro.conf import Positional, arg
 from ..checkpoint import open_model
 from ..checkpoint.routes import write_routes
 from ..data import Tokenizer
+from ..data.strict_json import reading
 from ..inference import Sampling, generate, printable_text
 from ..inference.generation import recorded_routes
 from ..inference.spread import open_spread
@@ -74,9 +75,9 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
             raise ValueError("--record-routes is for one process: start without torchrun")
         if self.record_routes and (self.batch_size or self.prompts):
             raise ValueError("--record-routes needs texts of one prompt in one batch: no --batch-size, no --prompts")
-        typed = [self.prompt] if self.prompts is None else self.prompts.read_text().splitlines()
+        typed = [self.prompt] if self.prompts is None else _lines(self.prompts)
         starts = [typed_text(prompt) for prompt in typed for _ in range(self.num)]
-        if not all(starts) or not starts:
+        if not all(starts):
             what = "--prompt is empty" if self.prompts is None else f"{printable(self.prompts)} has an empty line"
             raise ValueError(f"{what}: use at least one character for each prompt")
         with join_world(self.device) as world:  # also of one process: a layer may communicate
@@ -123,3 +124,9 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
             tokenizer.decode(prompt + text[: text.index(end) if end in text else None])
             for prompt, text in zip(prompts, texts, strict=True)
         ]
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a text file. Unlike `splitlines`, form feeds and U+2028 do not end a line."""
+    with reading(path):
+        return path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")

@@ -25,13 +25,10 @@ from ..kernels.backend import Kernels
 from .all_to_all import AllToAll
 from .gather import gather_objects
 from .local import Local
-from .options import EpBackend
+from .options import MAX_COPIED, EpBackend
 from .protocol import ExpertParallel
 from .shared import Shared, find_machine
 from .trial import try_backend
-
-MAX_COPIED = 16
-"""The largest number of ranks of copy_engine, which sends all of them as much as the fullest may need."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,9 @@ def generate(
         spread = any(len(backend.local_experts) < backend.num_experts for backend in backends)
         together = Together(in_background=spread, alone=not spread)
     number = max(1, together.most(len(prompts)))
-    in_turn = together.micro_batches(number)
-    size = -(-min(batch_size or number, number) // in_turn)
+    at_once = min(batch_size or number, number)
+    in_turn = together.micro_batches(at_once)
+    size = at_once // in_turn if at_once < number else -(-at_once // in_turn)
     # Texts of similar lengths advance together, the longest first.
     order = sorted(range(len(prompts)), key=lambda text: -prompts[text].numel())
     random = generators(seed, len(prompts), first)

@@ -6,6 +6,8 @@ preset.
 """
 
 import json
+import os
+import sys
 import tomllib
 import typing
 from argparse import ArgumentParser, BooleanOptionalAction
@@ -335,8 +337,11 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
             parser.add_argument(f"--{flag}", dest=name)
     given, unknown = parser.parse_known_args(arguments)
     if given.h or given.help or given.help_all:
-        if not quiet:
-            print(help_text(every_key=given.help_all))
+        try:
+            if not quiet:
+                print(help_text(every_key=given.help_all), flush=True)
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe; Python would flush again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
     if unknown:
         raise OptionError(_unknown("option", unknown[0].partition("=")[0], _typed_options()))

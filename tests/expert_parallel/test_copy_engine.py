@@ -5,6 +5,7 @@ Processes that share memory take the part of GPUs. The check of orders uses what
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,11 @@ def test_results_are_those_of_all_to_all_bit_for_bit(ranks, flags, seeds):
 
 def test_a_layer_and_its_gradients_equal_those_of_all_to_all():
     run_ranks(2, layers_agree, {}, CopyEngine)
+
+
+def test_more_ranks_than_padded_messages_are_good_for_are_refused():
+    with pytest.raises(ValueError, match=r"^CopyEngine is for at most 16 ranks: got 17; use Symmetric$"):
+        CopyEngine(34, SimpleNamespace(size=lambda: 17))  # type: ignore[arg-type]
 
 
 # ---- graphs: ranks of one process ----

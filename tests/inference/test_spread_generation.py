@@ -119,13 +119,23 @@ def test_the_commands_under_torchrun_print_what_one_process_prints(run, tmp_path
     assert speed.sub("", ended.stdout) == speed.sub("", expected)
 
 
+def test_only_a_newline_ends_a_prompt(run, tmp_path, capsys):
+    """A file from Windows, with its byte order mark; a form feed and U+2028 are part of a prompt."""
+    (tmp_path / "prompts.txt").write_bytes("\ufeffa\fb\r\nc\u2028d\n".encode())
+    words = ["--prompts", str(tmp_path / "prompts.txt"), "--sample-tokens", "0", "--device", "cpu"]
+    assert main(["generate", str(run / "run"), *words]) == 0
+    assert capsys.readouterr().out == "--- 1 of 2\na\ufffdb\n--- 2 of 2\nc\ufffdd\n"
+
+
 def test_options_that_need_several_processes_or_other_texts(run, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("a\n\nb\n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\n")
     for words, message in (
         (["generate", "--ep-backend", "shared"], "--ep-backend shared needs several processes: start them with"),
         (["eval", "--data", "x", "--ep-backend", "all_to_all"], "--ep-backend all_to_all needs several processes"),
         (["generate", "--prompts", str(tmp_path / "empty.txt")], "empty.txt has an empty line: use at least one"),
-        (["generate", "--prompts", str(tmp_path / "none.txt")], "none.txt"),
+        (["generate", "--prompts", str(tmp_path / "none.txt")], f"cannot read {tmp_path / 'none.txt'}: No such file"),
+        (["generate", "--prompts", str(tmp_path / "bytes.txt")], "bytes.txt: 'utf-8' codec can't decode"),
         (["generate", "--record-routes", "r", "--batch-size", "2"], "needs texts of one prompt in one batch"),
         (["generate", "--batch-size", "0"], "--batch-size must be at least 1: got 0"),
     ):  # fmt: skip

@@ -17,8 +17,10 @@ CONFIG = ModelConfig(
     dense_size=24, expert_size=12, num_experts=8, experts_per_token=2, init_std=0.3,
 )  # fmt: skip
 LENGTHS = 5, 3, 9, 4, 2, 7, 1
-SHARES = [0, 7, 7], [0, 5, 7], [0, 1, 7]
-"""Where the prompts of the ranks start and end: all on the first rank, 5 and 2, 1 and 6."""
+CASES = (
+    ([0, 7, 7], None, True), ([0, 5, 7], 4, True), ([0, 5, 7], 3, True), ([0, 5, 7], 1, True), ([0, 1, 7], 2, False),
+)  # fmt: skip
+"""Where the prompts of the ranks start and end, the most texts at a time, and whether transfers go on meanwhile."""
 
 
 def spread_and_whole(config=CONFIG):
@@ -49,7 +51,7 @@ def generates_the_texts_of_one_process(rank):
         stop = int(expected[2, 3]) if stopped else None
         if stopped:
             expected = generate(whole, prompts, 5, length, temperature, seed=4, stop=stop)
-        for shares, size, in_background in zip(SHARES, (None, 3, 2), (True, True, False), strict=True):
+        for shares, size, in_background in CASES:
             first, end = shares[rank : rank + 2]
             pairs.clear()
             found = generate(
@@ -57,8 +59,9 @@ def generates_the_texts_of_one_process(rank):
                 together=Together(in_background, group.WORLD),
             )  # fmt: skip
             assert torch.equal(found, expected[first:end]), (temperature, length, stop, shares)
-            assert bool(pairs) == in_background
-            if (size, rank, stopped) == (3, 0, False):  # the prefill of one batch runs beside the decoding of another
+            assert bool(pairs) == (in_background and size != 1)
+            assert all(rows0 + rows1 <= (size or 7) for (rows0, _), (rows1, _) in pairs)
+            if (size, rank, stopped) == (4, 0, False):  # the prefill of one batch runs beside the decoding of another
                 assert ([2, 1], [1, 2]) in pairs
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...kernels.backend import Kernels
+from ..options import MAX_COPIED
 from ..symmetric import Symmetric
 from .copies import Copies, Flags
 
@@ -16,13 +17,15 @@ class CopyEngine(Copies, Symmetric):
     message is complete: a copy, or a kernel of one program.
 
     Each transfer sends `max_tokens` rows to each rank, whatever the routing is: with 8 choices of 256 experts, 1.5
-    times the bytes that 8 ranks need, and 8.5 times those that 64 ranks need. So it is for few ranks with few tokens,
-    as in decoding. Training works too, but sends more than it needs.
+    times the bytes that 8 ranks need, and 8.5 times those that 64 ranks need. So it is for at most 16 ranks with few
+    tokens, as in decoding. Training works too, but sends more than it needs.
     """
 
     def __init__(
         self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", *, flags: Flags = "copies",
         **options: Any,
     ):  # fmt: skip
+        if group.size() > MAX_COPIED:
+            raise ValueError(f"CopyEngine is for at most {MAX_COPIED} ranks: got {group.size()}; use Symmetric")
         super().__init__(num_experts, group, kernels, **options)
         self.flags = flags

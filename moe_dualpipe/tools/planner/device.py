@@ -88,6 +88,8 @@ class Device:
     efficiency: Efficiency
     launch: Positive
     """Seconds from one short kernel to the next."""
+    fp8_kernels: bool = True
+    """Whether compute.fp8 of train.py can run on it. It needs Hopper or a later GPU of NVIDIA."""
     cpu: str = "x86"
     """The CPU beside a GPU, a key of the launch seconds in constants.json."""
     aliases: tuple[str, ...] = ()

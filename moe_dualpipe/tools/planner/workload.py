@@ -150,8 +150,10 @@ class Workload:
         if self.device.peak.get(self.precision) is None:
             known = ", ".join(name for name, peak in self.device.peak.items() if peak is not None)
             raise ValueError(f"{self.device.name} does not support --dtype {self.precision}: use {known}")
-        if self.fp8 != "off" and (self.eight_bits or not self.device.peak.get(self.expert_precision)):
-            why = "contradicts --dtype" if self.eight_bits else f"needs a GPU with FP8, which {self.device.name} lacks"
+        usable = self.device.fp8_kernels and self.device.peak.get(self.expert_precision)
+        if self.fp8 != "off" and (self.eight_bits or not usable):
+            name = self.device.name
+            why = "contradicts --dtype" if self.eight_bits else f"needs NVIDIA's Hopper or a later GPU, unlike {name}"
             raise ValueError(f"--fp8 {self.fp8} {why}: use --fp8 off")
         if self.loads is not None:
             self.loads.check(self.shape)

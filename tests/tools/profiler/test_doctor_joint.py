@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_dualpipe.tools.profiler import read_trace
-from moe_dualpipe.tools.profiler.doctor.causes.transfers import slowdown_of
+from moe_dualpipe.tools.profiler.doctor.causes.transfers import of_slowdown, slowdown_of
 from moe_dualpipe.tools.profiler.doctor.ranks import JointGraph, meetings_of
 from moe_dualpipe.tools.profiler.files import analyze_devices
 from moe_dualpipe.tools.profiler.ranks import compare_traces
@@ -110,3 +110,15 @@ def test_a_slowdown_within_the_spread_of_the_durations_is_uncertain(alone, besid
     events = [kernel("gemm", 200 * i, us) for i, us in enumerate((*alone, *beside))]
     found = slowdown_of(case_of(write(tmp_path / "t.json", events)), False, np.array([0.0] * 4 + [*beside]))
     assert (found and 1 / (1 - found.k)) == (ratio and pytest.approx(ratio, rel=0.01))
+
+
+@pytest.mark.parametrize(("name", "category", "advised"), [
+    ("ncclDevKernel_AllReduce", "kernel", True), ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", False),
+])  # fmt: skip
+def test_copy_engines_are_advised_only_if_transfers_do_not_use_them(name, category, advised, tmp_path):
+    """A backend that copies has kernels, too. How long each event ran beside transfers is given."""
+    kernels = [kernel("gemm", 200 * i, 150 if i > 3 else 100) for i in range(8)]
+    events = [*kernels, kernel(name, 1600, 80, stream=9, cat=category), kernel("push_kernel", 1700, 20, stream=9)]
+    case = case_of(write(tmp_path / "t.json", events))
+    found = slowdown_of(case, False, np.array([0.0] * 4 + [150.0] * 4 + [0.0] * 2))
+    assert found and ("or copy engines" in of_slowdown(case, found).verdict.remedy) == advised

@@ -58,9 +58,15 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "starved-transfer": (
         "Transfers are slower beside computation than alone.",
         "Give communication more SMs, or a higher stream priority."),
+    "starved-transfer/copy engines": (
+        "Transfers on copy engines are slower beside computation than alone.",
+        "Send less: copies and kernels share the bandwidth of memory."),
     "starved-computation": (
         "Kernels are slower beside communication than alone.",
         "Use fewer SMs for communication (NCCL_MAX_CTAS, or the number of SMs of DeepEP), or copy engines."),
+    "starved-computation/copy engines": (
+        "Kernels are slower beside transfers on copy engines than alone.",
+        "Send less: copies and kernels share the bandwidth of memory."),
     "exposed-pipeline": (
         "Computation waits for sends and receives of the pipeline.",
         "Post receives one micro-batch ahead, do not wait for sends, or use more micro-batches."),

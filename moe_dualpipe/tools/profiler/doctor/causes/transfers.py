@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .....messages import plural
+from ...categories import COPY_ENGINE, category_of
 from ...intervals import length_before, union
 from ..case import Case, Finding
 from ..ranks import Joined
@@ -247,4 +248,8 @@ def of_slowdown(case: Case, slowdown: Slowdown) -> Finding:
     )
     events, end = np.arange(len(excess)), case.view.end
     change = shorter(case.nodes.event, excess)
-    return case.finding(slowdown.kind, events, end - excess, end, evidence, change, costs=excess)
+    copied = [category_of(event, "comm") == COPY_ENGINE for event in case.view.events]
+    # By time: a backend that copies also has kernels, which pack messages.
+    by_copies = 2 * case.own_us[case.is_comm & copied].sum() > case.own_us[case.is_comm].sum()
+    key = slowdown.kind + "/copy engines" * bool(by_copies)
+    return case.finding(key, events, end - excess, end, evidence, change, costs=excess)
