@@ -157,7 +157,10 @@ def _number(config: Mapping[str, Any], key: str, default: Any = None) -> int:
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
     """Whether a rotation pairs channels (2i, 2i + 1), in an architecture that supports both orders."""
-    return bool(config.get("rope_interleave", True))  # of any type, as in transformers
+    value = config.get("rope_interleave", True)
+    if not isinstance(value, bool | None):  # transformers does not load it, either
+        raise ValueError(f"rope_interleave must be true or false: got {quoted(value, 60)}")
+    return bool(value)
 
 
 def _refuse_windows(config: Mapping[str, Any], architecture: Architecture) -> None:
