@@ -75,6 +75,8 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
             raise ValueError("--record-routes is for one process: start without torchrun")
         if self.record_routes and (self.batch_size or self.prompts):
             raise ValueError("--record-routes needs texts of one prompt in one batch: no --batch-size, no --prompts")
+        if self.prompts and self.prompt != Generate.prompt:
+            raise ValueError("--prompts stands for --prompt: use one of them")
         typed = [self.prompt] if self.prompts is None else _lines(self.prompts)
         starts = [typed_text(prompt) for prompt in typed for _ in range(self.num)]
         if not all(starts):

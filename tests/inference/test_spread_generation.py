@@ -137,6 +137,7 @@ def test_options_that_need_several_processes_or_other_texts(run, tmp_path, capsy
         (["generate", "--prompts", str(tmp_path / "none.txt")], f"cannot read {tmp_path / 'none.txt'}: No such file"),
         (["generate", "--prompts", str(tmp_path / "bytes.txt")], "bytes.txt: 'utf-8' codec can't decode"),
         (["generate", "--record-routes", "r", "--batch-size", "2"], "needs texts of one prompt in one batch"),
+        (["generate", "--prompt", "a", "--prompts", "file"], "--prompts stands for --prompt: use one of them"),
         (["generate", "--batch-size", "0"], "--batch-size must be at least 1: got 0"),
     ):  # fmt: skip
         assert main([words[0], str(run / "run"), *words[1:]]) == 2
