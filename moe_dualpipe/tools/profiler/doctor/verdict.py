@@ -80,13 +80,13 @@ CAUSES: Mapping[str, tuple[str, str]] = {
         "Computation waits for weights or gradients that are gathered or scattered.",
         "Prefetch the next layer's weights (FSDP: forward_prefetch, backward_prefetch), or shard over fewer ranks."),
     "nothing-to-overlap/experts": (
-        "There is no independent computation to run beside the transfers of experts.",
+        "No independent computation can run beside the transfers of experts.",
         "Interleave a second micro-batch (DualPipe, two-batch overlap), or send less."),
     "nothing-to-overlap/interleaved": (
         "The computation beside the transfers of experts is too short.",
         "Move work beside them, such as weight gradients or shared experts, send less, or use a faster link."),
     "nothing-to-overlap": (
-        "There is no independent computation to run beside the transfers.",
+        "No independent computation can run beside the transfers.",
         "Send less, or start the transfers in parts, each as soon as its input is ready."),
 }  # fmt: skip
 """The title and the remedy of each kind of verdict, and of its variants after a slash."""
