@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 Kernels = Literal["auto", "triton", "reference"]
 """The implementation of an operator; backend.py chooses by it."""
+Fp8 = Literal["off", "experts", "experts+dispatch"]
 Products = Literal["auto", "mkl", "onednn"]
 """The library that multiplies fp32 matrices on a CPU; products.py chooses by it."""
 _KERNELS: tuple[str, ...] = get_args(Kernels)

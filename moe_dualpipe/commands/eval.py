@@ -5,11 +5,9 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from ..checkpoint import open_model
 from ..data import read_stream
 from ..inference.scoring import perplexity
 from ..inference.spread import open_spread
-from ..inference.together import ALONE
 from ..messages import check_range, printable
 from ..runtime.world import current_launch, join_world
 from .options import DeviceOption, JsonOption, OwnLayerOptions, check_ranges
@@ -69,14 +67,10 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
             self.show(found["results"], results_table(found))
             return
         with join_world(self.device) as world:
-            if world.size > 1:
-                sizes = self.batch_size, self.seq_len
-                model, tokenizer, together = open_spread(
-                    self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend
-                )
-            else:
-                model, tokenizer = open_model(self.model, self.own_layers(), self.device)
-                together = ALONE
+            sizes = self.batch_size, self.seq_len
+            model, tokenizer, together = open_spread(
+                self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend
+            )
             tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype)
             if self.max_tokens and len(tokens) > self.max_tokens + 1:
                 tokens = tokens[: self.max_tokens + 1]

@@ -12,14 +12,13 @@ from typing import Annotated
 import torch
 from tyro.conf import Positional, arg
 
-from ..checkpoint import open_model
 from ..checkpoint.routes import write_routes
 from ..data import Tokenizer
 from ..data.strict_json import reading
 from ..inference import Sampling, generate, printable_text
 from ..inference.generation import recorded_routes
 from ..inference.spread import open_spread
-from ..inference.together import ALONE, Together
+from ..inference.together import Together
 from ..messages import check_range, printable, typed_text
 from ..models import TransformerStage
 from ..runtime.world import current_launch, join_world
@@ -83,15 +82,11 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
             what = "--prompt is empty" if self.prompts is None else f"{printable(self.prompts)} has an empty line"
             raise ValueError(f"{what}: use at least one character for each prompt")
         with join_world(self.device) as world:  # also of one process: a layer may communicate
-            if world.size > 1:
-                most = -(-len(starts) // world.size)
-                sizes = min(self.batch_size or most, most), self.seq_len
-                model, tokenizer, together = open_spread(
-                    self.run_or_checkpoint, self.own_layers(), world, *sizes, self.copies, self.ep_backend
-                )
-            else:
-                together = ALONE
-                model, tokenizer = open_model(self.run_or_checkpoint, self.own_layers(), self.device)
+            most = -(-len(starts) // world.size)
+            sizes = min(self.batch_size or most, most), self.seq_len
+            model, tokenizer, together = open_spread(
+                self.run_or_checkpoint, self.own_layers(), world, *sizes, self.copies, self.ep_backend
+            )
             texts = self._generate(model, tokenizer, sampling, starts, together)
         if world.rank:
             return

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ..checkpoint.expert_loads import find_loads
+from ..kernels.options import Fp8
 from ..messages import check_range
 from ..models.config import Recompute
 from ..runtime.layout import Layout
@@ -25,7 +26,7 @@ from ..tools.planner.table import (
     waterfall_table,
 )
 from ..tools.planner.transfer_times import EpBackend
-from ..tools.planner.workload import AttentionKernel, CudaGraphs, Fp8, Workload, layout_of
+from ..tools.planner.workload import AttentionKernel, CudaGraphs, Workload, layout_of
 from .options import JsonOption, check_ranges, check_together, one_of
 
 PLACEMENTS = {"moved": "moved", "copied": "moved, with 1 copy on each GPU"}

@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 
 from ..data import strict_json
 from ..expert_parallel import Link
+from ..kernels.options import Fp8
 from ..messages import printable
 from ..models import PRESETS
 from ..runtime.launch import Launch, device_of
 from ..tools.drawing.output import make_folder
 from ..tools.profiler.measure import measure
-from ..tools.profiler.pair import Fp8, Workload
+from ..tools.profiler.pair import Workload
 from ..tools.profiler.pictures.lanes import measurement_pictures, save_lanes
 from ..tools.profiler.reports.overlap import measurement_text
 from .options import DeviceOption, JsonOption, check_ranges, one_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import find_model, load_spread_model, start_tokenizer
+from ..checkpoint import find_model, load_spread_model, open_model, start_tokenizer
 from ..checkpoint.expert_loads import LOADS_FILE, read_loads
 from ..checkpoint.weights import OwnLayer
 from ..data import Tokenizer
@@ -21,7 +21,7 @@ from ..models.layer_class import named_parameters
 from ..runtime.groups import EXPERTS, create_group
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.world import World
-from .together import Together
+from .together import ALONE, Together
 
 
 def open_spread(
@@ -30,10 +30,14 @@ def open_spread(
 ) -> tuple[TransformerStage, Tokenizer, Together]:  # fmt: skip
     """The model at `path` on all ranks of `world`, with `copies` copies of experts in each layer. Collective.
 
+    One rank alone has the whole model, as from `open_model`, and says nothing.
+
     The outputs of a token's experts are added in the order of its choices, so copies do not change the sums.
     sequences, length: the most sequences of a rank, and tokens of a sequence. Rank 0 says on stderr how tokens are
     sent, and how many micro-batches take turns. Raises ValueError, on all ranks, if this is impossible.
     """
+    if world.size == 1:
+        return *open_model(path, own_layers, "cpu" if world.device.type == "cpu" else "cuda"), ALONE
     folder, config = build_on_all_ranks(lambda: find_model(path, own_layers))
     machines = gather_objects(find_machine())
     layers, loads, placement = build_on_all_ranks(

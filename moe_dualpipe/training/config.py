@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from ..checkpoint.start_model import start_model
 from ..expert_parallel.options import EpBackend
-from ..kernels.options import Kernels, Products
+from ..kernels.options import Fp8, Kernels, Products
 from ..models import ModelConfig, preset
 from ..models.config import Recompute
 from ..runtime.learning_rate import OptimizerConfig
@@ -85,7 +85,7 @@ class ComputeConfig:
     """Library for products of fp32 matrices on a CPU. auto: onednn on AMD CPUs with AVX-512, else mkl."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Fuse small operators with torch.compile. auto: on for GPUs, off for CPUs."""
-    fp8: Literal["off", "experts", "experts+dispatch"] = "off"
+    fp8: Fp8 = "off"
     """experts: the products of the experts multiply 8-bit numbers, except for weight gradients.
     experts+dispatch: rows are also sent to the experts in 8 bits."""
     fp8_recipe: Literal["ue8m0", "fp32", "mxfp8"] = "ue8m0"

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from ...expert_parallel.placement import Placement as Experts
+from ...kernels.options import Fp8
 from ...messages import plural
 from ...models.config import Recompute
 from ...models.shape import ModelShape
@@ -20,7 +21,6 @@ from .transfer_times import EpBackend
 
 AttentionKernel = Literal["fastest", "flash2", "plain"]
 CudaGraphs = Literal["none", "partial", "full"]
-Fp8 = Literal["off", "experts", "experts+dispatch"]
 PAIRED = ("dualpipe", "dualpipev", "1f1b_overlap", "interleaved_overlap")
 """Schedules whose actions are pairs of a forward and a backward."""
 ELEMENT = 2

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ...expert_parallel import ExpertParallel, Fp8Dispatch
 from ...kernels.fp8 import Fp8Recipe
+from ...kernels.options import Fp8
 from ...messages import LARGEST, check_range, plural
 from ...models import ModelConfig, StageOptions, StageSpec, TransformerStage, filled_cache, preset
 
 Mode = Literal["train", "prefill", "decode"]
 Routing = Literal["balanced", "real"]
-Fp8 = Literal["off", "experts", "experts+dispatch"]
 CPU = torch.device("cpu")
 
 
