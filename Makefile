@@ -1,7 +1,7 @@
 # make train   train a small model on this machine       make test   lint and tests
 # make bench   measure                                    make lint   ruff and pyright
 # make docs    build the documentation in build/site
-# make soak    run the long tests, then attack runs and files at random, for about 25 minutes
+# make soak    run the long tests, and attack runs and files at random
 # make mutants   plant bugs one at a time, and print those that no test of their room notices; about 2 hours
 # make play    docs/play.html as a folder that opens without a server or a network, in build/play (needs npm)
 # make codegen   compile the kernels for GPUs, without one, with both versions of Triton
@@ -43,7 +43,6 @@ pytest: dev
 
 soak: dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 mutants: dev
 	$(BIN)/python -m tests.mutants

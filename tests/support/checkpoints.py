@@ -6,7 +6,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from moe_dualpipe.checkpoint import load_checkpoint, save_checkpoint, tensor_file
+from moe_dualpipe.checkpoint import (
+    TensorFolder,
+    find_checkpoint,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    tensor_file,
+)  # fmt: skip
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
 from moe_dualpipe.models import ModelConfig
 
@@ -25,6 +32,15 @@ def write_tensors_of(folder, tensors, model, **options):
     tensor_file.write_tensors(folder / "rank-0-0.safetensors", tensors)
     files = {path.name: FileChecksum.of_file(path) for path in folder.iterdir()}
     (folder / "run.json").write_bytes(Manifest(3, dataclasses.asdict(model) | options, files).encode())
+
+
+def tensors_of(place):
+    """All tensors of a checkpoint, or of the newest one of a run, by name. place: its folder or URL."""
+    checkpoint = find_checkpoint(str(place))
+    saved = TensorFolder(checkpoint, read_manifest(checkpoint)).entries
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items()}
+    load_checkpoint(checkpoint, tensors)
+    return tensors
 
 
 def state_of(rank, step):

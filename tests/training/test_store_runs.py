@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from moe_dualpipe.checkpoint import TensorFolder, find_checkpoint, list_checkpoints, load_checkpoint, read_manifest
+from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints
 from moe_dualpipe.data.stores import Url, local_path, read, url_of
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import read_records
 from moe_dualpipe.training.setup import run_folder
+from tests.support.checkpoints import tensors_of
 from tests.support.object_store import access, in_environment
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, losses, make_trainer, settings
@@ -19,14 +20,6 @@ def train(rank, config, stop=None):
     """Like `runs.train`, also for a URL. stop: after this step."""
     callback = lambda trainer, record: record["step"] == stop and trainer.request_stop()  # noqa: E731
     train_loop(make_trainer(rank, config), callbacks=[callback])
-
-
-def state_of(checkpoint):
-    """All tensors of a checkpoint."""
-    saved = TensorFolder(checkpoint, read_manifest(checkpoint)).entries
-    state = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items()}
-    load_checkpoint(checkpoint, state)
-    return state
 
 
 def equal_states(one, other):
@@ -45,7 +38,7 @@ def on_a_store(rank, folder):
     (folder / "copy").mkdir()
     (folder / "copy" / "metrics.jsonl").write_bytes(read(Url(url) / "metrics.jsonl"))
     found, expected = find_checkpoint(url), find_checkpoint(str(folder / "local"))
-    return names, equal_states(state_of(found), state_of(expected)), (found / "run.json").read_bytes()
+    return names, equal_states(tensors_of(found), tensors_of(expected)), (found / "run.json").read_bytes()
 
 
 def test_a_resumed_run_on_a_store_equals_one_in_a_folder(s3, tmp_path):

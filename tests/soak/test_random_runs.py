@@ -2,10 +2,10 @@
 
 import contextlib
 import dataclasses
-import io
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from moe_dualpipe.models import ModelConfig
@@ -14,18 +14,12 @@ from moe_dualpipe.schedule.build import NAMES
 from moe_dualpipe.training.checks import check_options
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from moe_dualpipe.training.layout_choice import choose
+from tests.support.checkpoints import tensors_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, losses, records, settings, train
 
-from .failing_runs import tensors_of
-
 STEPS = 3
 LOSS, NORM = 2e-6, 2e-5  # relative; other layouts sum in another order
-
-
-def train_quietly(rank: int, config: TrainConfig) -> list[dict[str, float]]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return train(rank, config)
 
 
 def random_model(rng: random.Random) -> ModelConfig:
@@ -76,37 +70,38 @@ def close(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
-def random_run(rng: random.Random, folder: Path) -> None:
-    config, processes = valid_config(rng, folder / "run")
+@pytest.mark.parametrize("rng", range(30), indirect=True)
+def test_losses_do_not_depend_on_overlap_layout_or_interruption(rng: random.Random, tmp_path: Path) -> None:
+    config, processes = valid_config(rng, tmp_path / "run")
     dp = processes // (config.parallel.pp or 1)
-    run_ranks(processes, train_quietly, config)
-    first = records(folder / "run")
+    run_ranks(processes, train, config)
+    first = records(tmp_path / "run")
     expected = losses(first)
 
     # Without overlap, and with another division of the optimizer state: bit-equal.
-    other = change(config, out=str(folder / "other"), overlap=False, zero=not config.parallel.zero)
-    run_ranks(processes, train_quietly, other)
-    assert losses(records(folder / "other")) == expected, f"without overlap: {config}"
-    tensors, others = (tensors_of(folder / run / f"checkpoints/step-{STEPS:06d}") for run in ("run", "other"))
+    other = change(config, out=str(tmp_path / "other"), overlap=False, zero=not config.parallel.zero)
+    run_ranks(processes, train, other)
+    assert losses(records(tmp_path / "other")) == expected, f"without overlap: {config}"
+    tensors, others = (tensors_of(tmp_path / run / f"checkpoints/step-{STEPS:06d}") for run in ("run", "other"))
     differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])]
     assert not differing, f"differ without overlap: {differing}, {config}"
 
     # Without pipeline and expert parallelism, on the same data: equal up to rounding.
     plain = change(
-        config, out=str(folder / "plain"), pp=1, ep=1, schedule="1f1b", num_chunks=None, recompute="none",
+        config, out=str(tmp_path / "plain"), pp=1, ep=1, schedule="1f1b", num_chunks=None, recompute="none",
         max_deferred=None, steps=1,
     )  # fmt: skip
-    run_ranks(dp, train_quietly, plain)
-    one = records(folder / "plain")
+    run_ranks(dp, train, plain)
+    one = records(tmp_path / "plain")
     for kind, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
         a, b = losses(first, kind)[1], losses(one, kind)[1]
         assert close(a, b, tolerance), f"{kind} of step 1: {a}, without parallelism {b}: {config}"
 
     # Resumed on the same ranks: bit-equal. On others: the next loss is equal up to rounding.
-    second = str(folder / "run" / "checkpoints" / "step-000002")
-    run_ranks(processes, train_quietly, change(config, out=str(folder / "resumed"), resume=second))
-    assert losses(records(folder / "resumed"))[STEPS] == expected[STEPS], f"resumed: {config}"
-    moved = change(plain, out=str(folder / "moved"), resume=second, steps=STEPS)
-    run_ranks(dp, train_quietly, moved)
-    a, b = expected[STEPS], losses(records(folder / "moved"))[STEPS]
+    second = str(tmp_path / "run" / "checkpoints" / "step-000002")
+    run_ranks(processes, train, change(config, out=str(tmp_path / "resumed"), resume=second))
+    assert losses(records(tmp_path / "resumed"))[STEPS] == expected[STEPS], f"resumed: {config}"
+    moved = change(plain, out=str(tmp_path / "moved"), resume=second, steps=STEPS)
+    run_ranks(dp, train, moved)
+    a, b = expected[STEPS], losses(records(tmp_path / "moved"))[STEPS]
     assert close(a, b, LOSS), f"loss of step {STEPS}: {a}, resumed without parallelism {b}: {config}"

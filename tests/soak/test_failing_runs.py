@@ -14,16 +14,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
-from moe_dualpipe.checkpoint import TensorFolder, find_checkpoint, list_checkpoints, load_checkpoint, read_manifest
+from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints
 from moe_dualpipe.health.signals import STOP_SIGNALS
 from moe_dualpipe.training.config import ParallelConfig, TrainConfig
 from moe_dualpipe.training.metrics import read_records
+from tests.support.checkpoints import tensors_of
 from tests.support.killed_runs import Processes, newest
 from tests.support.runs import ROOT, SMALL, change, losses, settings
-
-from .attack import UnableError
 
 STEPS = 12
 LAYOUTS = ({"pp": 2}, {"pp": 1}, {"pp": 1, "ep": 2})  # DualPipe, data parallel, expert parallel
@@ -54,14 +54,6 @@ def uninterrupted(layout: ParallelConfig) -> tuple[dict[int, float], dict[str, t
 def result_of(config: TrainConfig) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
     """Losses and the last checkpoint."""
     return losses(read_records(Path(config.checkpoint.out))), tensors_of(newest(config.checkpoint.out))
-
-
-def tensors_of(checkpoint: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    saved = TensorFolder(Path(checkpoint), read_manifest(Path(checkpoint))).entries
-    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items()}
-    load_checkpoint(Path(checkpoint), tensors)
-    return tensors
 
 
 def resumed(config: TrainConfig) -> TrainConfig:
@@ -100,13 +92,14 @@ def check_named(run: Processes, rank: int) -> None:
     assert is_done(run.config) if code == 0 else code == 1 and any(text in output for text in named), (code, output)
 
 
-def kill(rng: random.Random, folder: Path) -> None:
-    """Kill a rank up to three times: at any moment, or soon after a checkpoint begins to be written."""
-    config = small_run(rng, folder / "run")
+@pytest.mark.parametrize("rng", range(40), indirect=True)
+def test_a_killed_rank_is_named_and_the_resumed_run_is_bit_equal(rng: random.Random, tmp_path: Path) -> None:
+    """Up to three times, at any moment, or soon after a checkpoint begins to be written."""
+    config = small_run(rng, tmp_path / "run")
     for _ in range(3):
         rank, in_save = rng.randrange(2), rng.random() < 0.5
         with Processes(2, resumed(config)) as run:
-            while in_save and not [*folder.glob("run/checkpoints/.step-*")] and run.processes[0].is_alive():
+            while in_save and not [*tmp_path.glob("run/checkpoints/.step-*")] and run.processes[0].is_alive():
                 time.sleep(0.001)
             time.sleep(rng.expovariate(100) if in_save else rng.uniform(0, 3))
             if run.processes[rank].is_alive():
@@ -117,9 +110,11 @@ def kill(rng: random.Random, folder: Path) -> None:
     finish(config)
 
 
-def stop(rng: random.Random, folder: Path) -> None:
-    """Ask one or both ranks to stop at a random moment."""
-    config = small_run(rng, folder / "run")
+@pytest.mark.parametrize("rng", range(20), indirect=True)
+def test_a_signal_to_any_rank_leaves_a_checkpoint_and_the_resumed_run_is_bit_equal(
+    rng: random.Random, tmp_path: Path
+) -> None:
+    config = small_run(rng, tmp_path / "run")
     with Processes(2, config) as run:
         run.wait_for_steps(1)
         time.sleep(rng.uniform(0, 0.4))
@@ -133,9 +128,9 @@ def stop(rng: random.Random, folder: Path) -> None:
     finish(config)
 
 
-def freeze(rng: random.Random, folder: Path) -> None:
-    """Freeze a rank for ever. The other one names it within a few seconds."""
-    config = small_run(rng, folder / "run")
+@pytest.mark.parametrize("rng", range(8), indirect=True)
+def test_a_rank_that_is_frozen_for_ever_is_named_by_the_other(rng: random.Random, tmp_path: Path) -> None:
+    config = small_run(rng, tmp_path / "run")
     with Processes(2, config, patience=2.0) as run:
         run.wait_for_steps(rng.randrange(1, 6))
         rank = rng.randrange(2)
@@ -150,16 +145,17 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
-        raise UnableError("needs root, to mount a file system")
+        pytest.skip("needs root, to mount a file system")
     try:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def full_disk(rng: random.Random, folder: Path) -> None:
-    """The disk has room for some checkpoints. The last one decides the exit code."""
-    disk = folder / "run"
+@pytest.mark.parametrize("rng", range(12), indirect=True)
+def test_a_disk_with_room_for_some_checkpoints(rng: random.Random, tmp_path: Path) -> None:
+    """Training goes on, no checkpoint is broken, and the last one decides the exit code."""
+    disk = tmp_path / "run"
     config = small_run(rng, disk)
     with small_disk(disk, rng.randrange(8, 12 * CHECKPOINT_KB)):
         with Processes(2, config) as run:
@@ -172,15 +168,16 @@ def full_disk(rng: random.Random, folder: Path) -> None:
             do(resumed(config))
 
 
-def few_descriptors(rng: random.Random, folder: Path) -> None:
-    """Train with a random limit of open files, with which Python itself can start."""
-    options = map(str, (*SMALL, "--sample-tokens", 0, "--device", "cpu", "--out", folder / "run", "--steps", 3))
+@pytest.mark.parametrize("rng", range(12), indirect=True)
+def test_too_few_file_descriptors_are_named_without_a_traceback(rng: random.Random, tmp_path: Path) -> None:
+    """Random limits of open files, with which Python itself can start."""
+    options = map(str, (*SMALL, "--sample-tokens", 0, "--device", "cpu", "--out", tmp_path / "run", "--steps", 3))
     ended = subprocess.run(
         ["prlimit", f"--nofile={rng.randrange(8, 40)}", sys.executable, "train.py", *options], cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert "Traceback" not in ended.stderr, ended.stderr
     if ended.returncode == 0:
-        assert find_checkpoint(str(folder / "run")).name == "step-000003"
+        assert find_checkpoint(str(tmp_path / "run")).name == "step-000003"
     else:
         assert "no free file descriptor" in ended.stderr or "Too many open files" in ended.stderr, ended.stderr

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint
 from moe_dualpipe.data import load_data, prepare_data
+from tests.support.checkpoints import tensors_of
 from tests.support.killed_runs import newest
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, TEXT, settings
+from tests.support.runs import MODEL, TEXT, settings, train
 from tests.support.texts import corrupt
-
-from .failing_runs import tensors_of
-from .random_runs import train_quietly
 
 SECONDS = 10  # that an answer may take
 PLAIN = dataclasses.replace(MODEL, num_shared_experts=0, num_dense_layers=0)
@@ -32,7 +31,7 @@ PLAIN = dataclasses.replace(MODEL, num_shared_experts=0, num_dense_layers=0)
 def originals() -> Path:
     """A folder with a checkpoint and prepared token ids."""
     folder = Path(tempfile.mkdtemp())
-    run_ranks(2, train_quietly, settings(folder / "run", model=PLAIN, steps=1, seq_len=16, eval_sequences=1))
+    run_ranks(2, train, settings(folder / "run", model=PLAIN, steps=1, seq_len=16, eval_sequences=1))
     shutil.move(newest(folder / "run"), folder / "checkpoint")
     prepare_data([f"{TEXT}/*.py"], folder / "tokens", "bytes", 256, "text")
     return folder
@@ -85,22 +84,24 @@ def damaged(rng: random.Random, name: str, folder: Path) -> Path:
     return copy
 
 
-def damaged_checkpoint(rng: random.Random, folder: Path) -> None:
-    checkpoint = damaged(rng, "checkpoint", folder)
+@pytest.mark.parametrize("rng", range(300), indirect=True)
+def test_a_damaged_checkpoint_is_refused_in_one_line_or_loads_unchanged(rng: random.Random, tmp_path: Path) -> None:
+    checkpoint = damaged(rng, "checkpoint", tmp_path)
     if not refused(lambda: find_checkpoint(str(checkpoint))):
         expected, loaded = tensors_of(originals() / "checkpoint"), tensors_of(checkpoint)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def damaged_tokens(rng: random.Random, folder: Path) -> None:
-    tokens, found = damaged(rng, "tokens", folder), []
+@pytest.mark.parametrize("rng", range(200), indirect=True)
+def test_damaged_token_ids_are_refused_in_one_line_or_give_the_same_batches(rng: random.Random, tmp_path: Path) -> None:
+    tokens, found = damaged(rng, "tokens", tmp_path), []
     if not refused(lambda: found.append(load_data(str(tokens), 32))):
         batches = [data.batch(0, 0, 4, 32)[0] for data in (found[0], load_data(str(originals() / "tokens"), 32))]
         assert torch.equal(*batches)
 
 
-def random_text(rng: random.Random, folder: Path) -> None:
-    """Random bytes, lines and names are refused, or are text."""
+@pytest.mark.parametrize("rng", range(200), indirect=True)
+def test_random_text_is_refused_in_one_line_or_gives_batches(rng: random.Random, tmp_path: Path) -> None:
     for i in range(rng.randrange(1, 4)):
         suffix = rng.choice([".txt", ".jsonl", ".bin", ".py", ""])
         data = rng.choice([
@@ -108,12 +109,12 @@ def random_text(rng: random.Random, folder: Path) -> None:
             b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
             b'{"text": "\\ud800"}\n', b"\xff\xfe" + "hello".encode("utf-16") * 50,
         ])  # fmt: skip
-        (folder / f"{rng.choice(['notes', 'a=2', 'b*', chr(10), chr(27) + '[31m'])}{i}{suffix}").write_bytes(data)
+        (tmp_path / f"{rng.choice(['notes', 'a=2', 'b*', chr(10), chr(27) + '[31m'])}{i}{suffix}").write_bytes(data)
     if rng.random() < 0.3:
-        (folder / "loop").symlink_to(folder)
+        (tmp_path / "loop").symlink_to(tmp_path)
     if rng.random() < 0.3:
-        os.mkfifo(folder / "pipe")
-    sources = [str(folder), f"{folder}/**", *map(str, sorted(folder.iterdir()))]
+        os.mkfifo(tmp_path / "pipe")
+    sources = [str(tmp_path), f"{tmp_path}/**", *map(str, sorted(tmp_path.iterdir()))]
     found = []
     if not refused(lambda: found.append(load_data([rng.choice(sources)], 16))):
         found[0].batch(0, 0, 2, 16)
