@@ -20,13 +20,13 @@ def check_that_a_cached_forward_is_the_forward(model, sequences):
 
 
 @torch.no_grad()
-def continued(model, prompt, count, window, choose=torch.argmax):
-    """Generate without a cache: `choose` gets the logits [V] of the last position, from a forward of the window."""
+def continued(model, prompt, count, window):
+    """Generate without a cache, from a forward of the window: always the likeliest token."""
     tokens, start = prompt.tolist(), 0
     for end in range(1, len(tokens) + count):
         if end - start > window:
             start = end - max(1, window // 2)
         if end < len(prompt):
             continue
-        tokens.append(int(choose(model.logits(model(torch.tensor([tokens[start:]])))[0, -1])))
+        tokens.append(int(model.logits(model(torch.tensor([tokens[start:]])))[0, -1].argmax()))
     return tokens[len(prompt) :]

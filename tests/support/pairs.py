@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moe_dualpipe.expert_parallel import Local, Loopback
+from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage, next_token_loss
 from moe_dualpipe.overlap import Engine
 
@@ -79,14 +79,3 @@ def run_pair(first, second, x0, x1, overlapped, queued=False, log=None):
     loss0.backward() if loss0 is not None else outputs0.backward(torch.ones_like(outputs0))
     losses = [loss.detach() for loss in (loss0, loss1) if loss is not None]
     return [outputs0.detach(), *losses, *after_pair, *gradients(first, second), x0.grad, x1.grad]
-
-
-def saved_bytes(recompute):
-    """The bytes that a forward leaves allocated."""
-    model = stage(4, 1, Loopback(8, 4), recompute=recompute)
-    for _ in range(2):
-        next_token_loss(model(tokens(1, 4, 32)), tokens(1, 4, 32)).backward()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        loss = next_token_loss(model(tokens(1, 4, 32)), tokens(1, 4, 32))
-    del loss
-    return sum(event.self_cpu_memory_usage for event in profile.key_averages())

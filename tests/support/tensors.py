@@ -1,16 +1,15 @@
-"""Statistics of the operations that torch runs, in forward and backward."""
+"""The largest tensor that torch's operations return, in forward and backward."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OperationStats(TorchDispatchMode):
-    """Records the largest number of elements that any operation returns, and the number of matrix products."""
+    """Records the largest number of elements that any operation returns."""
 
-    max_numel = num_matmuls = 0
+    max_numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_matmuls += "mm" in func.__name__
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, tuple | list) else (result,):
             if isinstance(t, torch.Tensor):
