@@ -1,13 +1,159 @@
-"""User modules written as segments, and the errors that they get."""
+"""Any program of segments has the gradients of plain autograd, and waits once for each transfer; and errors."""
+
+import weakref
+from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Completed
+from moe_dualpipe.models import next_token_loss
 from moe_dualpipe.overlap import Comm, Compute, Engine, PrepareComm, Segmented, in_layer
 from moe_dualpipe.overlap.segmented import run_on
+from tests.support.pairs import stage, tokens
 from tests.support.segments import doubled, module_of
+
+MOVES = ("move", "collective")
+
+
+class Waited:
+    """A transfer that records when it starts and when it is waited for."""
+
+    def __init__(self, log, name, *tensors):
+        self.log, self.name, self.tensors = log, name, tensors
+        log.append(name)
+
+    def wait(self):
+        self.log.append(f"{self.name} arrived")
+        return self.tensors
+
+
+class Held:
+    """What a transfer keeps for its backward, such as a route."""
+
+
+class Program(Segmented):
+    """Each step is a kind of segment and the values that it reads; value 0 is the input.
+
+    A transfer of x returns 2x, 3x and integers, of which later segments use some or none.
+    """
+
+    def __init__(self, steps, end):
+        super().__init__()
+        self.steps, self.end, self.log, self.held = steps, end, [], weakref.WeakSet()
+        self.weights = nn.Parameter(torch.rand(1 + len(steps), 3, dtype=torch.float64))
+
+    def compute(self, i, *args):
+        kind, reads = self.steps[i - 1] if i else ("scale", self.end)
+        given, values = iter(args), []
+        for read in reads:
+            values.append(next(given))
+            if read and self.steps[read - 1][0] in MOVES:
+                triple, number = next(given), next(given)
+                values.append(number if i % 2 else triple)
+        if kind == "mask":
+            return (values[0] > 0.5).double()
+        return torch.stack([value.double().sin() for value in values]).sum(0) * self.weights[i]
+
+    def there(self, x):
+        return 2 * x, 3 * x, torch.arange(3)
+
+    def back(self, i, _held, double, triple):
+        return Waited(self.log, f"{i} back", 2 * double + 3 * triple)
+
+    def segments(self, x, number):
+        values = [x]
+        for i, (kind, reads) in enumerate(self.steps, 1):
+            args = [values[read] for read in reads]
+            if kind in MOVES:
+                held = Held()
+                self.held.add(held)
+                fns = lambda x, i=i: Waited(self.log, f"{i} there", *self.there(x)), partial(self.back, i, held)
+                values.append((yield Comm("move", *fns, *args, collective=kind == "collective")))
+                del held, fns
+            else:
+                values.append((yield Compute("compute", partial(self.compute, i), *args)))
+        end = yield Compute("end", partial(self.compute, 0), *(values[read] for read in self.end))
+        return end, x, number, torch.arange(2)
+
+    def plain(self, x):
+        values = [(x,)]
+        for i, (kind, reads) in enumerate(self.steps, 1):
+            args = [t for read in reads for t in values[read]]
+            values.append(self.there(*args) if kind in MOVES else (self.compute(i, *args),))
+        return self.compute(0, *(t for read in self.end for t in values[read]))
+
+    def have_backward(self):
+        """The transfers that have one: collective ones, and those of values that need a gradient."""
+        needs = [True]
+        for kind, reads in self.steps:
+            needs.append(kind in ("compute", "collective") or (kind == "move" and needs[reads[0]]))
+        return [i for i, (kind, _) in enumerate(self.steps, 1) if kind in MOVES and needs[i]]
+
+
+def grads_of(*tensors):
+    """Their gradients, which are dropped; a transfer back gives zeros where autograd gives none."""
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+    for t in tensors:
+        t.grad = None
+    return grads
+
+
+@st.composite
+def programs(draw):
+    steps = []
+    for i in range(draw(st.integers(2, 8))):
+        kind = draw(st.sampled_from(["compute", "mask", *MOVES]))
+        single = [j for j in range(i + 1) if kind not in MOVES or j == 0 or steps[j - 1][0] not in MOVES]
+        reads = st.lists(st.sampled_from(single), min_size=1, max_size=1 if kind != "compute" else 3)
+        steps.append((kind, draw(reads)))
+    return Program(steps, draw(st.lists(st.integers(0, len(steps)), min_size=1, max_size=3)))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(programs(), programs(), st.sampled_from([None, False, True]))
+def test_any_program_has_the_gradients_of_plain_autograd_and_waits_once_for_each_transfer(one, other, queued):
+    """One after the other, or the backward of one beside the forward of the other, in the order of a CPU or a GPU."""
+    inputs = [torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    end, x, number, _ = one(inputs[0], 7)
+    after = torch.ones(3, dtype=torch.float64, requires_grad=True)  # a layer after the program
+    loss = (end * x * after).sum()
+    assert number == 7
+    if queued is None:
+        loss.backward()
+        second = other(inputs[1], 7)[0].sum()
+    else:
+        engine, criterion = Engine(torch.device("cpu"), queued), lambda end, *_: end.sum()
+        second = Program.overlapped_forward_backward(
+            other, [inputs[1], 7], criterion, None, one, loss, None, None, engine=engine
+        )[1]
+    second.backward()
+    torch.testing.assert_close(after.grad, end * x)
+    for program, x, result in ((one, inputs[0], loss), (other, inputs[1], second)):
+        ours = grads_of(x, program.weights)
+        expected = program.plain(x)
+        expected = (expected * x if program is one else expected).sum()
+        expected.backward()
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(ours, grads_of(x, program.weights))
+        assert not program.held  # although the loss still exists
+        for i, (kind, _) in enumerate(program.steps, 1):
+            names = [f"{i} there", f"{i} back"][: (kind in MOVES) + (i in program.have_backward())]
+            log = [text for text in program.log if text.startswith(f"{i} ")]
+            assert log == [text for name in names for text in (name, f"{name} arrived")]
+
+
+# ---- Errors ----
+
+
+def test_a_second_backward_is_an_error():
+    loss = next_token_loss(stage()(tokens(1)), tokens(1))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="has already run"):
+        loss.backward()
 
 
 def computes_between_yields(self, x):

@@ -11,7 +11,7 @@ from moe_dualpipe.models import StageOptions, TransformerStage, next_token_loss,
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.schedule import build
 from tests.machines.simulated_gpu import SimulatedGpu
-from tests.support.pairs import CONFIG, OVERLAPPED, gradients, stage, tokens
+from tests.support.pairs import CONFIG, OVERLAPPED, gradients, tokens
 from tests.support.simulated_ranks import LinkGroup, Mailboxes, MirrorGroup, run_threads
 
 EXPERT_RANKS, MICRO_BATCHES = 4, 6
@@ -24,22 +24,6 @@ def all_to_all() -> AllToAll:
 def loopback() -> Loopback:
     """Gives the same numbers as `all_to_all`, without a GPU."""
     return Loopback(CONFIG.num_experts, EXPERT_RANKS)
-
-
-def train(model: Any, overlapped: bool = True) -> list[torch.Tensor]:
-    """A step with two pairs of a forward and a backward, and a forward. Returns losses, gradients and weights."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), [next_token_loss(model(tokens(0)), tokens(10))]
-    for seed in (1, 2):
-        if overlapped:
-            forward = model, [tokens(seed)], next_token_loss, [tokens(seed + 10)]
-            losses.append(OVERLAPPED(*forward, model, losses[-1], None, None)[1])
-        else:
-            losses.append(next_token_loss(model(tokens(seed)), tokens(seed + 10)))
-            losses[-2].backward()
-    losses[-1].backward()
-    optimizer.step()
-    losses.append(next_token_loss(model(tokens(3)), tokens(13)))
-    return [loss.detach() for loss in losses] + gradients(model) + [p.detach() for p in model.parameters()]
 
 
 def run_actions(model: Any, actions: list[str], length: int) -> list[torch.Tensor]:
@@ -70,11 +54,6 @@ def run_actions(model: Any, actions: list[str], length: int) -> list[torch.Tenso
                 model.weight_grads.run_deferred(seed)
                 losses.append(waiting.popleft().detach())
     return losses + gradients(model)
-
-
-def train_simulated(overlapped: bool) -> list[torch.Tensor]:
-    with SimulatedGpu():
-        return train(stage(2, 0, all_to_all()), overlapped)
 
 
 Results = tuple[dict[int, torch.Tensor], list[list[Any]]]
