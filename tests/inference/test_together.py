@@ -56,7 +56,7 @@ def generates_the_texts_of_one_process(rank):
             pairs.clear()
             found = generate(
                 spread, prompts[first:end], 5, length, temperature, seed=4, stop=stop, first=first, batch_size=size,
-                together=Together(in_background, group.WORLD),
+                together=Together(in_background, group.WORLD) if size else None,
             )  # fmt: skip
             assert torch.equal(found, expected[first:end]), (temperature, length, stop, shares)
             assert bool(pairs) == (in_background and size != 1)
@@ -66,7 +66,10 @@ def generates_the_texts_of_one_process(rank):
 
 
 def test_ranks_generate_the_texts_of_one_process():
-    """With any number of prompts on a rank, also none; with texts that end early, and that outgrow the cache."""
+    """With any number of prompts on a rank, also none; with texts that end early, and that outgrow the cache.
+
+    Without a batch size, `generate` finds the ranks that share the experts by itself.
+    """
     run_ranks(2, generates_the_texts_of_one_process)
 
 

@@ -1,79 +1,60 @@
-"""Grouped-query attention against a loop, and the choice of its kernels on GPUs."""
+"""Attention with a cache, with a document mask, and in bf16; and the choice of its kernels on GPUs.
 
-import math
-from typing import Any
+That its numbers are those of transformers is in tests/checkpoint/test_published_models.py.
+"""
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend
 
-from moe_dualpipe.models import build_model
+from moe_dualpipe.models import KVCache, StageOptions, StageSpec, TransformerStage, build_model, filled_cache, split
 from moe_dualpipe.models.attention import Attention
 from moe_dualpipe.models.latent_attention import LatentAttention
 from moe_dualpipe.models.sdpa import preferred_kernels
-from tests.support.caches import check_that_a_cached_forward_is_the_forward
 from tests.support.models import CONFIG, with_choices
-from tests.support.oracles import uneven_norms
+
+LATENT = {"attention": "mla", "kv_rank": 8, "rope_dim": 4, "value_dim": 7}
 
 
-def attention_oracle(layer: Any, x_BSD: torch.Tensor) -> torch.Tensor:
-    """A loop over heads and positions. A rotation is a complex multiplication."""
-    heads, kv_heads, width, turned = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rotary.width
-    batch, length, _ = x_BSD.shape
-    projected = normalized_heads(layer, x_BSD @ layer.qkv.weight.T + layer.qkv.bias)
-    frequencies = 1e4 ** (-2 / turned * torch.arange(turned // 2, dtype=torch.float64))
-
-    def head(index):
-        return projected[:, :, index * width : (index + 1) * width]
-
-    def rotate(v):
-        pairs = torch.complex(v[..., : turned // 2], v[..., turned // 2 : turned])
-        rotated = pairs * torch.polar(torch.ones(()).double(), torch.arange(length)[:, None] * frequencies)
-        return torch.cat([rotated.real, rotated.imag, v[..., turned:]], -1)
-
-    outputs = []
-    for h in range(heads):
-        group = h // (heads // kv_heads)
-        q, k, v = rotate(head(h)), rotate(head(heads + group)), head(heads + kv_heads + group)
-        out = torch.zeros_like(v)
-        for b in range(batch):
-            for s in range(length):
-                scores = torch.stack([q[b, s] @ k[b, t] / math.sqrt(width) for t in range(s + 1)])
-                out[b, s] = sum(p * v[b, t] for t, p in enumerate(scores.softmax(0)))
-        outputs.append(out)
-    return torch.cat(outputs, -1) @ layer.out.weight.T + layer.out.bias
+def piecewise(module, x, sizes, cache):
+    with torch.no_grad():
+        return torch.cat([module(piece, cache=cache) for piece in x.split(sizes, dim=1)], dim=1)
 
 
-def normalized_heads(layer: Attention, projected_BSW: torch.Tensor) -> torch.Tensor:
-    """Queries and keys after QK-norm: the root mean square of each normalized group of channels is 1."""
-    norms = {name: p for name, p in layer.named_parameters() if "norm" in name}
-    pieces, start = [], 0
-    for name, heads in (("q_norm.weight", layer.num_heads), ("k_norm.weight", layer.num_kv_heads)) if norms else ():
-        for _ in range(heads * layer.head_dim // len(norms[name])):
-            x = projected_BSW[..., start : start + len(norms[name])]
-            pieces.append(x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * norms[name])
-            start += len(norms[name])
-    return torch.cat([*pieces, projected_BSW[..., start:]], -1)
+@pytest.mark.parametrize("room", [3, 256])  # the cache grows during the test only with 3
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("choices", [
+    {"num_kv_heads": 4}, {"num_kv_heads": 2}, {"num_heads": 6, "num_kv_heads": 1}, {"qk_norm": "head"},
+    {"qk_norm": "full"}, LATENT, LATENT | {"q_rank": 9},
+], ids=str)  # fmt: skip
+def test_a_cached_forward_equals_the_plain_forward(monkeypatch, choices, sequences, room):
+    """A prompt, then single positions, then several at once. Latent attention absorbs what it expands otherwise."""
+    monkeypatch.setattr(KVCache, "STEP", room)
+    model = build_model(with_choices(**choices)).double()
+    for norm in model.modules():
+        if isinstance(norm, nn.RMSNorm):
+            norm.weight.detach().uniform_(0.5, 2)  # so that a missing or exchanged norm changes the result
+    x, cache = torch.randint(31, (sequences, 14)), KVCache()
+    pieces = piecewise(model, x, [5, 1, 1, 4, 3], cache)
+    assert cache.length == 14
+    with torch.no_grad():
+        torch.testing.assert_close(pieces, model(x), atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.7])  # 6 or 4 of 6 channels are rotated
-@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
-@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (4, 1)])
-def test_attention_equals_a_loop(heads, kv_heads, qk_norm, fraction):
-    choices = {"num_heads": heads, "num_kv_heads": kv_heads, "qk_norm": qk_norm, "rotary_fraction": fraction}
-    layer = uneven_norms(Attention(with_choices(norm_eps=0.1, qkv_bias=True, out_bias=True, **choices)))
-    for bias in (layer.qkv.bias, layer.out.bias):
-        bias.detach().uniform_(-1, 1)
-    widths = {"none": [], "head": [6, 6], "full": [6 * heads, 6 * kv_heads]}[qk_norm]
-    assert [p.numel() for name, p in layer.named_parameters() if "norm" in name] == widths
-    x = torch.randn(2, 7, CONFIG.hidden_size, dtype=torch.float64)
-    torch.testing.assert_close(layer(x), attention_oracle(layer, x))
-
-
-@pytest.mark.parametrize("qk_norm", ["head", "full"])
-def test_a_cache_holds_normalized_keys(qk_norm):
-    model = uneven_norms(build_model(with_choices(qk_norm=qk_norm)))
-    check_that_a_cached_forward_is_the_forward(model, 2)
+@pytest.mark.parametrize("length", [0, 5, 300])
+@pytest.mark.parametrize("choices", [{}, LATENT], ids=["gqa", "mla"])
+def test_a_filled_cache_works_as_a_past(choices, length):
+    """Positions one by one behind a filled cache give what they give together, and not what they give alone."""
+    stage = TransformerStage(with_choices(**choices), StageSpec(range(1, 3), False, False, 0.5)).double()
+    x = torch.randn(3, 4, CONFIG.hidden_size, dtype=torch.float64)
+    cache = filled_cache(stage.config, stage.spec.layers, 3, length, "cpu", torch.float64)
+    assert cache.length == length
+    after_past = piecewise(stage, x, [1, 1, 2], cache)
+    assert cache.length == length + 4
+    cache.length = length
+    torch.testing.assert_close(piecewise(stage, x, [4], cache), after_past, atol=1e-12, rtol=1e-12)
+    assert torch.allclose(after_past, piecewise(stage, x, [4], KVCache())) == (length == 0)
 
 
 @pytest.mark.parametrize("kind", [Attention, LatentAttention])
@@ -92,3 +73,40 @@ def test_cudnn_comes_first_where_it_is_fastest():
     assert order is not None and order[0] == SDPBackend.CUDNN_ATTENTION
     assert len(set(order)) == 4  # what cuDNN does not support runs, too
     assert not any(map(preferred_kernels, [(8, 0), (8, 9), (12, 0)]))
+
+
+# ---- Documents ----
+
+END = 30
+LENGTHS = 5, 1, 7, 2, 4  # end tokens included; the last document is cut off
+ORDERS = [LENGTHS, (2, 7, 1, 5, 4)]
+"""The lengths of the documents in each row of a window."""
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("choices", [{}, LATENT], ids=["gqa", "mla"])
+def test_a_document_in_a_window_gives_the_same_result_as_alone(choices, stages):
+    config = with_choices(**choices)
+    plain = build_model(config, options=StageOptions(seed=3)).double()
+    pipeline = [
+        TransformerStage(config, spec, options=StageOptions(seed=3, document_end_id=END)).double()
+        for spec in split(config, stages)
+    ]
+    tokens = torch.randint(END, (2, sum(LENGTHS)))
+    for row, order in zip(tokens, ORDERS, strict=True):
+        row[torch.tensor(order).cumsum(0)[:-1] - 1] = END
+    output = (tokens,)
+    with torch.no_grad():
+        for stage in pipeline:
+            output = stage(*output)
+        alone = torch.stack([
+            torch.cat([plain(document[None])[0] for document in row.split(order)])
+            for row, order in zip(tokens, ORDERS, strict=True)
+        ])  # fmt: skip
+        torch.testing.assert_close(output, alone, atol=1e-12, rtol=1e-12)
+        assert (plain(tokens) - output).abs().max() > 0.1
+
+
+def test_mtp_refuses_a_document_mask():
+    with pytest.raises(ValueError, match="has no document mask: use no document_end_id, or mtp_layers 0"):
+        build_model(with_choices(mtp_layers=1), options=StageOptions(document_end_id=END))

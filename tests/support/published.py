@@ -54,8 +54,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 1, "mlp_only_layers": [1], "tie_word_embeddings": True,
     }),
     "qwen3_moe": ("Qwen3Moe", {
-        "num_experts": 6, "moe_intermediate_size": 7, "intermediate_size": 13, "num_key_value_heads": 1,
-        "head_dim": 10, "decoder_sparse_step": 2, "norm_topk_prob": True,
+        "num_experts": 6, "moe_intermediate_size": 7, "intermediate_size": 13,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
     }),
     "qwen3_moe yarn": ("Qwen3Moe", {
         "num_experts": 6, "moe_intermediate_size": 7, "intermediate_size": 13, "num_key_value_heads": 3,
@@ -79,7 +80,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_interleave": False, "norm_topk_prob": False,
     }),
     "olmoe biased, dynamic": ("Olmoe", {
-        "num_experts": 5, "intermediate_size": 11, "num_key_value_heads": 3, "attention_bias": True,
+        "num_experts": 5, "intermediate_size": 11, "num_key_value_heads": 1, "attention_bias": True,
         "max_position_embeddings": 11, "rope_parameters": rope("dynamic"),
     }),
     "qwen2_moe without shared experts": ("Qwen2Moe", {
@@ -96,11 +97,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "deepseek_v3 biased": ("DeepseekV3", {
         **_MLA, "q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 0, "n_group": 1, "topk_group": 1,
-        "attention_bias": True, "max_position_embeddings": 11, "rope_parameters": rope("dynamic"),
+        "attention_bias": True, "max_position_embeddings": 32, "rope_parameters": rope("dynamic"),
     }),
     "glm4_moe without shared experts": ("Glm4Moe", {
         "moe_intermediate_size": 7, "intermediate_size": 13, "num_key_value_heads": 3, "head_dim": 12,
-        "n_routed_experts": 6, "n_shared_experts": 0, "rope_parameters": rope("linear", partial_rotary_factor=0.5),
+        "n_routed_experts": 6, "n_shared_experts": 0,
+        "rope_parameters": rope("linear", partial_rotary_factor=0.5, rope_theta=500.0),
     }),
     "glm4_moe": ("Glm4Moe", {
         "moe_intermediate_size": 7, "intermediate_size": 13, "num_key_value_heads": 1, "head_dim": 8,
