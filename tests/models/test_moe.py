@@ -1,88 +1,109 @@
-"""The Mixture-of-Experts layer against a loop, and custom expert layers."""
+"""The Mixture-of-Experts layer: transfers in backward, and expert ids of -1.
 
-from math import nan
+Expert id -1 means "no expert": the result is that of any expert with weight 0, on every backend and rank count. That
+the numbers of the layer are those of transformers is in tests/checkpoint/test_published_models.py.
+"""
 
 import pytest
 import torch
-from torch import nn
 
-from moe_dualpipe.expert_parallel import Combined, Completed, Local, Loopback, Received, Route
+from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback, Replay
 from moe_dualpipe.models import MoE, StageOptions
-from tests.support.models import CONFIG, with_choices
-from tests.support.oracles import moe_oracle
+from moe_dualpipe.models.auxiliary_losses import sequence_loss
+from moe_dualpipe.models.router import Router
+from moe_dualpipe.overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
+from tests.support.routers import D, E, with_choices
+
+SECONDS = {label(kind, phase): 0.0 for kind in (DISPATCH, COMBINE) for phase in (FORWARD, BACKWARD)}
+BACKENDS = {
+    "local": lambda: Local(E),
+    "delayed": lambda: Delayed(Local(E), Link()),
+    "loopback of 2": lambda: Loopback(E, 2),
+    "replay of 4": lambda: Replay(E, 4, SECONDS, sms=1),
+}
+EXPERTS = ("swiglu", "tests.support.kernels:LinearExperts")  # by an order, and by rows
+# Tokens and choices per token; CONFIG has 3 choices.
+KINDS = {"some": (11, 3), "more choices": (7, 5), "one choice": (9, 1), "none": (5, 2), "no tokens": (0, 2)}
 
 
-@pytest.mark.parametrize("tokens,choices", [
-    (1, {}), (7, {}), (40, {}), (1, {"num_shared_experts": 0}), (7, {"experts_per_token": 1}),
-    (40, {"experts_per_token": 5}), (7, {"shared_gate": True}),
-], ids=str)  # fmt: skip
-def test_moe_equals_a_loop_with_all_gradients(tokens, choices):
-    config = with_choices(**choices)
-    layer = MoE(config, Local(config.num_experts), 0, StageOptions(seed=1)).double()
-    x = torch.randn(tokens, config.hidden_size, dtype=torch.float64, requires_grad=True)
-    outcomes = []
-    for function in (layer, lambda v: moe_oracle(layer, v)):
-        torch.manual_seed(0)
-        y = function(x)
-        y.backward(torch.randn_like(y))
-        outcomes.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
-        layer.zero_grad()
-        x.grad = None
-    for ours, expected in zip(*outcomes, strict=True):
-        expected = torch.zeros_like(ours) if expected is None else expected
-        torch.testing.assert_close(ours, expected)
+class Decided(Router):
+    """A router with given decisions."""
+
+    skips_choices = True
+
+    def choose(self, logits_TE, bias_E):
+        return self.weights_TK, self.ids_TK
+
+
+def decision(kind):
+    """x [T, D], weights [T, K] and ids [T, K], of which about a third is -1 and one token has no expert."""
+    tokens, k = KINDS[kind]
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(tokens, D, dtype=torch.float64, generator=generator)
+    weights = torch.rand(tokens, k, dtype=torch.float64, generator=generator)
+    ids = torch.randint(E, (tokens, k), generator=generator)
+    ids[torch.rand(tokens, k, generator=generator) < (2 if kind == "none" else 0.3)] = -1
+    ids[2:3] = -1
+    return x, weights, ids
+
+
+def moe(backend, experts="swiglu"):
+    config = with_choices(experts=experts, num_shared_experts=0, sequence_loss=0.0, z_loss=0.0)
+    layer = MoE(config, backend, 0, StageOptions(seed=1)).double()
+    layer.router = Decided(config)
+    return layer.double()
+
+
+def outcome(layer, x, weights, ids):
+    """The output, the gradients of x, of the weights and of the experts' parameters, and the load."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    layer.zero_grad()
+    layer.router.weights_TK, layer.router.ids_TK = weights, ids
+    y = layer(x)
+    y.backward(torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y))
+    parameters = [p.grad for p in layer.experts.parameters()]
+    return [y.detach(), x.grad, weights.grad, *parameters], layer.take_load()
+
+
+def assert_as_with_weight_zero(layer, x, weights, ids):
+    """Compare choices of -1, whose weights are NaN, with choices of any expert, whose weights are 0."""
+    skipped = ids < 0
+    ours, load = outcome(layer, x, weights.masked_fill(skipped, torch.nan), ids)
+    other_ids = torch.where(skipped, torch.arange(ids.numel()).view(ids.shape) % E, ids)
+    theirs, _ = outcome(layer, x, weights.masked_fill(skipped, 0), other_ids)
+    assert (ours[2][skipped] == 0).all()
+    theirs[2] = theirs[2].masked_fill(skipped, 0)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    assert (ours[0][skipped.all(1)] == 0).all()
+    assert load.tolist() == torch.bincount(ids[~skipped], minlength=E).tolist()
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_expert_equals_weight_zero(backend, experts):
+    layer = moe(BACKENDS[backend](), experts)
+    for kind in KINDS:
+        assert_as_with_weight_zero(layer, *decision(kind))
+
+
+def test_the_sequence_loss_counts_chosen_experts_only():
+    shares = torch.rand(2, 3, 4, dtype=torch.float64)
+    ids = torch.tensor([[[0, 1], [1, -1], [-1, -1]], [[-1, -1]] * 3])
+    frequency = torch.tensor([1, 2, 0, 0], dtype=torch.float64) * 4 / 3
+    expected = (frequency * shares[0].mean(0)).sum() / 2  # the second sequence chooses no expert
+    torch.testing.assert_close(sequence_loss(shares, ids), expected)
 
 
 @pytest.mark.parametrize("trained", ["experts", "router"])
 def test_ranks_that_share_experts_take_part_in_both_transfers_of_each_backward(trained, monkeypatch):
     """Also a rank whose tokens need no gradient: the others wait for it."""
-    log, ep = [], Loopback(5, 5)
+    log, ep = [], Loopback(E, E)
     layer = MoE(with_choices(num_shared_experts=0), ep, 0, StageOptions(seed=1)).requires_grad_(False)
     getattr(layer, trained).requires_grad_(True)
-    y = layer(torch.randn(4, CONFIG.hidden_size))
+    y = layer(torch.randn(4, D))
     with monkeypatch.context() as patch:
         patch.setattr(ep, "dispatch", lambda *args: log.append("dispatch") or Loopback.dispatch(ep, *args))
         patch.setattr(ep, "combine", lambda *args: log.append("combine") or Loopback.combine(ep, *args))
         y.square().sum().backward()
     assert log == ["dispatch", "combine"]
-
-
-class Padded(Local):
-    """Rows of NaN without experts follow the tokens, and their number is not known."""
-
-    def prepare(self, expert_ids_TK):
-        ids_NK = torch.cat([expert_ids_TK, torch.full((3, expert_ids_TK.shape[1]), -1)])
-        return Route(self.num_experts, self.kernels, ids_NK, len(ids_NK), ids_NK.numel(), exact=False, padded=True)
-
-    def dispatch(self, x_TD, route, weights_TK=None):
-        padded = (t if t is None else nn.functional.pad(t, (0, 0, 0, 3), value=nan) for t in (x_TD, weights_TK))
-        return Completed(Received(*padded))
-
-    def combine(self, y_ND, route, weight_grads_NK=None):
-        return Completed(Combined(*(t if t is None else t[:-3] for t in (y_ND, weight_grads_NK))))
-
-
-def test_custom_experts_never_see_rows_past_the_received_ones():
-    config = with_choices(experts="tests.models.test_moe:Doubling")
-    outputs = []
-    for ep in (Local(5), Padded(5)):
-        torch.manual_seed(0)
-        layer = MoE(config, ep, 0, StageOptions(seed=1))
-        x = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        layer(x).sum().backward()
-        outputs.append([layer.experts.seen, x.grad, layer.router.logits.weight.grad])
-    assert outputs[0][0] == outputs[1][0]
-    for ours, expected in zip(outputs[1][1:], outputs[0][1:], strict=True):
-        torch.testing.assert_close(ours, expected)
-
-
-class Doubling(nn.Module):
-    """Experts without parameters that record their inputs."""
-
-    def __init__(self, _config, _num_local_experts):
-        super().__init__()
-        self.seen: list[tuple[int, list[int]]] = []
-
-    def forward(self, x_MD, expert_offsets):
-        self.seen.append((len(x_MD), expert_offsets.tolist()))
-        return 2 * x_MD

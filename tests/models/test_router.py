@@ -1,4 +1,4 @@
-"""The router: choices and weights against loops, the bias that balances the load, and the losses of the router."""
+"""The router: precision, the bias that balances the load, balanced choices, and the losses of the router."""
 
 import dataclasses
 import itertools
@@ -14,39 +14,6 @@ from moe_dualpipe.models.router import Router, balanced_ids
 from tests.support.routers import CONFIG, KINDS, D, E, K, made, with_choices
 
 # ---- The decision ----
-
-
-def scores_of(logits: list[float], config: ModelConfig) -> list[float]:
-    if config.router_score == "sigmoid":
-        return [1 / (1 + math.exp(-v)) for v in logits]
-    return [math.exp(v) / sum(math.exp(w) for w in logits) for v in logits]
-
-
-def decision_of(logits: list[float], bias: list[float], config: ModelConfig) -> tuple[list[int], list[float]]:
-    """Expert ids, best first, and weights of one token."""
-    scores = scores_of(logits, config)
-    choice = [s + b for s, b in zip(scores, bias, strict=True)]
-    size = config.num_experts // config.expert_groups
-    groups = [range(g * size, (g + 1) * size) for g in range(config.expert_groups)]
-    groups.sort(key=lambda group: -sum(sorted((choice[e] for e in group), reverse=True)[:2]))
-    eligible = [e for group in groups[: config.top_groups] for e in group]
-    ids = sorted(eligible, key=lambda e: -choice[e])[: config.experts_per_token]
-    total = sum(scores[e] for e in ids) if config.normalize_weights else 1.0
-    return ids, [config.routed_scale * scores[e] / total for e in ids]
-
-
-@pytest.mark.parametrize("choices", KINDS, ids=str)
-def test_the_router_equals_a_loop(choices):
-    config = with_choices(**choices)
-    router = made(Router(config))
-    x = torch.randn(3, 9, D, dtype=torch.float64)
-    weights, ids, _ = router(x)
-    bias = [0.0] * E if router.bias_E is None else router.bias_E.tolist()
-    for t, token in enumerate(x.flatten(0, 1)):
-        logits = [sum(a * b for a, b in zip(token.tolist(), row, strict=True)) for row in router.logits.weight.tolist()]
-        expected_ids, expected = decision_of(logits, bias, config)
-        assert ids[t].tolist() == expected_ids
-        assert weights[t].tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("choices", [{}, {"router_score": "sigmoid", "expert_groups": 8, "top_groups": 4}], ids=str)
