@@ -20,10 +20,13 @@ from moe_dualpipe.expert_parallel.exchange import Exchange
 from moe_dualpipe.expert_parallel.modeled.windows import LoopbackWindows
 from moe_dualpipe.kernels.gpu import push as push_module
 from moe_dualpipe.kernels.gpu import signals
+from moe_dualpipe.models import MoE, StageOptions
 from moe_dualpipe.tools.checks.host_syncs import host_syncs
 from tests.machines.interpreter import prepare_rank
 from tests.support.exchanges import check_round
 from tests.support.expert_ids import KINDS, random_ids
+from tests.support.models import with_choices
+from tests.support.symmetric_ranks import forward_and_backward
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU, not on these tensors")
 
@@ -109,6 +112,17 @@ def test_the_host_does_not_wait():
         ep.combine(x_ND, route, weights_NK).wait()
     assert not found
     assert not route.exact and route.num_choices == ids.numel()
+
+
+@pytest.mark.usefixtures("streams")
+def test_custom_experts_never_see_rows_past_the_received_ones():
+    sizes = {"hidden_size": WIDTH, "num_experts": EXPERTS, "experts_per_token": TOP_K}
+    config, results = with_choices(experts="tests.support.kernels:LinearExperts", **sizes), []
+    for ep in (Loopback(EXPERTS, 4, LINK), WithoutStreams(EXPERTS, 4)):
+        torch.manual_seed(0)
+        layer, x = MoE(config, ep, 0, StageOptions(seed=1)), torch.randn(TOKENS, WIDTH).requires_grad_()
+        results.append(forward_and_backward(layer, x))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.usefixtures("streams")

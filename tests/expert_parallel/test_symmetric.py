@@ -19,6 +19,7 @@ def test_results_are_those_of_all_to_all_bit_for_bit(ranks, seeds):
 
 
 @needs_interpreter
+@pytest.mark.quick("ours")
 @pytest.mark.parametrize("choices", [{}, {"experts": "tests.support.kernels:LinearExperts"}], ids=["ours", "custom"])
 def test_a_layer_and_its_gradients_equal_those_of_all_to_all(choices):
     run_ranks(2, layers_agree, choices)

@@ -106,7 +106,7 @@ def forward(config, spec, recompute, fused_loss=False, ep=None):
     (LAST, OPTIONS, "attention", False),
     (LAST, {"vocab_size": 200}, "full", True),  # no logits
 ], ids=["attention", "norms", "mla", "last", "full", "options", "tied head", "fused loss"])  # fmt: skip
-@pytest.mark.quick("mla", "fused loss")
+@pytest.mark.quick("attention", "norms", "mla", "fused loss")
 def test_bytes_saved_for_backward_and_for_deferred_weight_gradients(spec, choices, recompute, fused_loss):
     config = ModelConfig(**SIZES | choices)
     batch = MicroBatch(B, S, element=4, recompute=recompute, fused_loss=fused_loss)

@@ -8,6 +8,7 @@ import torch
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, build_model
+from moe_dualpipe.models.recompute import recompute_saved
 from tests.support.own_layers import ParallelBlock
 
 PLAIN = ModelConfig(
@@ -69,3 +70,13 @@ def test_overlap_recompute_and_deferral_change_no_bit(name):
         for how in ("deferred", "in a pair"):  # the second backward is alone
             for key, gradient in trained(config, how, recompute=recompute, **options).items():
                 assert torch.equal(gradient, expected[key]), (recompute, how, key)
+
+
+@pytest.mark.parametrize("part", [lambda y: y[:1], lambda y: y.T, lambda y: y.view(2, 8)])
+def test_a_view_of_a_recomputed_tensor_is_saved_itself(part):
+    y = torch.randn(4, 4)
+    w = torch.randn_like(part(y)).requires_grad_()
+    with recompute_saved(y, y.clone):
+        out = part(y) * w
+    out.sum().backward()
+    assert torch.equal(w.grad, part(y))

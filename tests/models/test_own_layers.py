@@ -1,5 +1,6 @@
-"""Custom layers: how they are found, built, given options, and called."""
+"""Custom layers: how they are found, built, given options, and called. A mistake in one is a line with its place."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from moe_dualpipe.errors import user_error
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.inference import generate
-from moe_dualpipe.models import MoE, StageOptions, build_model
-from tests.support import own_layers
+from moe_dualpipe.models import MoE, StageOptions, build_model, next_token_loss
+from tests.support import broken_layers, own_layers
 from tests.support.models import CONFIG, with_choices
 
 HERE = "tests.support.own_layers"
-FILE = Path(own_layers.__file__)
+FILE, BROKEN = Path(own_layers.__file__), Path(broken_layers.__file__)
 TOKENS = torch.arange(12).view(2, 6) % CONFIG.vocab_size
 
 
@@ -82,13 +84,13 @@ def test_single_experts_and_functions_equal_stacked_experts(name):
     experts: Any = layer.experts
     x = torch.randn(7, CONFIG.hidden_size, dtype=torch.float64)
     swiglu = MoE(with_choices(expert_size=6), Local(5), 0).double()
-    swiglu.router, swiglu.shared = layer.router, layer.shared
+    swiglu.router, swiglu.shared = layer.router, None
     for weight in ("gate_up", "down"):
         stacked = getattr(experts, weight, None)
         if stacked is None:
             stacked = torch.stack([getattr(expert, weight).weight for expert in experts.each])
         swiglu.experts.get_parameter(weight).data = stacked
-    torch.testing.assert_close(layer(x), swiglu(x), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(layer(x), swiglu(x) + layer.shared(x), rtol=1e-10, atol=1e-12)
     layer(x).sum().backward()
     assert all(p.grad is not None for p in experts.parameters())
 
@@ -178,3 +180,52 @@ def test_a_layer_without_a_mask_refuses_to_mask_documents(choices):
     model = build_model(with_choices(**choices), options=StageOptions(document_end_id=0))
     with pytest.raises(ValueError, match="has no parameter mask_B1SS: it cannot mask documents"):
         model(TOKENS)
+
+
+# ---- Errors in a layer ----
+
+
+FP32 = "in float32 on cpu"
+
+IN_MODEL = {
+    "experts": {
+        "Product": (".forward", "experts", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (24x16 and 3x3)"),
+        "Inner": ("scaled", "experts", "KeyError: 'scale'"),
+        "Double": (".forward", "experts", f"Double must return [24, 16] {FP32}: got [24, 16] in float64 on cpu"),
+        "InBackward": ("_Fails.backward", "mlp backward", "RuntimeError: no gradient of [16]"),
+        "Reset": (".reset_expert", "experts", "AttributeError: 'Reset' object has no attribute 'down'"),
+        "function_fails": ("function_fails", "experts", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    },
+    "router": {
+        "FewTokens": (".forward", "router", "both [12, K]: got [11, 2] in float32 on cpu and [11, 2] in int64 on cpu"),
+    },
+    "attention": {
+        "AttentionFlattens": (".forward", "attention", f"must return [2, 6, 16] {FP32}: got [12, 16] {FP32}"),
+    },
+    "block": {
+        "BlockFails": (".segments", "block", "IndexError: between two segments"),
+        "ForwardOfBlock": (".forward", "block", f"must return [2, 6, 16] {FP32}: got a list of 1"),
+    },
+}  # fmt: skip
+"""For each part of the model, and each broken class: the function, the part that is named, and the message."""
+CASES = [(part, name, *expected) for part, classes in IN_MODEL.items() for name, expected in classes.items()]
+
+
+def marked_line(name):
+    """The number of the line with the comment `# name`."""
+    return next(i for i, line in enumerate(BROKEN.read_text().splitlines(), 1) if line.endswith(f"# {name}"))
+
+
+@pytest.mark.parametrize("part,name,function,where,message", CASES, ids=[case[1] for case in CASES])
+def test_an_error_in_a_layer_names_its_line(part, name, function, where, message):
+    with pytest.raises(Exception) as caught:
+        model = model_of(num_layers=2, **{part: f"tests.support.broken_layers:{name}"})
+        next_token_loss(model(TOKENS), TOKENS).backward()
+    line = user_error(caught.value)
+    layer = 0 if part in ("attention", "block") else 1
+    function = name + function if function.startswith(".") else function
+    place = re.escape(f"{BROKEN.relative_to(Path.cwd())}:{marked_line(name)} in {function}")
+    assert line is not None and re.match(rf"{place} \(layer {layer}, ((mlp|attn) forward, )?{where}\): ", line)
+    assert message in line
+    assert "\n" not in line
+    assert any(note.startswith(f"in layer {layer}") for note in caught.value.__notes__)
