@@ -20,6 +20,7 @@ from moe_dualpipe.expert_parallel.deepep.library import Machine, inspect_machine
 from tests.machines import deepep
 from tests.machines.deepep import installed
 from tests.support.exchanges import check_round
+from tests.support.expert_ids import random_ids
 from tests.support.ranks import run_ranks
 
 EXPERTS, WIDTH, TOP_K = 8, 256, 3
@@ -45,9 +46,7 @@ def inputs(rank):
     tokens = (7, 0, 30, 1)[rank]
     x = torch.randn(tokens, WIDTH, generator=generator).bfloat16()
     weights = torch.rand(tokens, TOP_K, generator=generator)
-    ids = [torch.randperm(6, generator=generator)[:TOP_K] for _ in range(tokens)]
-    ids = torch.stack(ids) if ids else torch.empty(0, TOP_K, dtype=torch.int64)
-    ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, -1, ids)
+    ids = random_ids(generator, tokens, TOP_K, "some without experts", 6)
     ids[:1] = -1  # a token without any expert
     return x, weights, ids
 

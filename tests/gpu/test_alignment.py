@@ -1,18 +1,22 @@
-"""Which variants of the kernels are compiled does not depend on addresses: every argument begins at 16 bytes.
+"""Which variants of the kernels are compiled does not depend on addresses, and no kernel leaves its arguments.
 
-The fixture of this folder checks that for each launch. Here, the tensors that callers pass begin elsewhere.
+Every argument begins at 16 bytes. The fixture of this folder checks that, and all accesses, for each launch. Here, the
+tensors that callers pass begin elsewhere, and an index is too large in each kind of access, which may change no result.
 """
 
 import pytest
 import torch
+from triton.runtime.errors import InterpreterError
 
 from moe_dualpipe.kernels import backend
 from moe_dualpipe.kernels.experts import experts
+from moe_dualpipe.kernels.gpu import permute, push, wgrad
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear, grouped_wgrad
 from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.permute import gather, gather_sum, unpermute
 from moe_dualpipe.kernels.routing import expert_order, rank_order, route
 from tests.support.kernels import DEVICE, offsets_of
+from tests.support.virtual_ranks import VirtualRanks, operation
 
 N, K, E, D, F = 5, 2, 3, 8, 16
 IDS = torch.tensor([[0, 2], [2, 0], [0, 2], [2, 0], [2, 0]], device=DEVICE)  # expert 1 has no rows
@@ -83,3 +87,24 @@ def test_tensors_may_begin_anywhere(name, monkeypatch):
     expected = results(name, lambda t: t)
     with pytest.warns(UserWarning, match=r"is copied for the Triton kernels in each call: it begins . bytes after"):
         assert all(map(torch.equal, results(name, shifted), expected))
+
+
+# ---- Bounds ----
+
+
+INDEX = torch.tensor([0, 4, 10**6, 1, 2], dtype=torch.int32)
+ROWS, OFFSETS, RANKS = torch.randn(5, 8), offsets_of([2, 3]), VirtualRanks(2, 5, 8, 1, False)
+KERNELS = {
+    "gather_rows": lambda: permute.gather_rows(ROWS, INDEX),
+    "sum_rows": lambda: permute.sum_rows(ROWS, INDEX[:, None]),
+    "weight_gradients": lambda: wgrad.weight_gradients(ROWS, ROWS, OFFSETS, torch.float32, INDEX),
+    "push": lambda: push.push(RANKS.each[0], operation(0), ROWS, INDEX, OFFSETS),
+}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU need not notice: compute-sanitizer does")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_index_that_is_too_large_is_found(kernel):
+    expected = rf"{kernel}_kernel: create_masked_(load|store) outside of its arguments"
+    with pytest.raises(InterpreterError, match=expected):
+        KERNELS[kernel]()

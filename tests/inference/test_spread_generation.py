@@ -1,4 +1,4 @@
-"""Generation with experts spread over ranks, and with copies: the texts of one process with all experts."""
+"""Generation with experts spread over ranks, with copies, and through a pipeline: the texts of one process."""
 
 import dataclasses
 import re
@@ -7,23 +7,25 @@ import shutil
 import pytest
 import torch
 
-from moe_dualpipe.checkpoint import find_checkpoint, find_model, load_spread_model, open_model
+from moe_dualpipe.checkpoint import find_checkpoint, find_model, load_spread_model, open_model, read_manifest
 from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel import Local
-from moe_dualpipe.inference import generate
+from moe_dualpipe.inference import Sampling, generate, generate_through_pipeline
 from moe_dualpipe.inference.spread import _place, open_spread
-from moe_dualpipe.models import MoE
+from moe_dualpipe.models import MoE, StageOptions, build_model
+from moe_dualpipe.pipeline import Pipeline
 from moe_dualpipe.runtime.world import World
+from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, SHALLOW, settings, torchrun, train
+from tests.support.runs import MODEL, ROOT, SHALLOW, settings, torchrun, train, train_and_listen
 
-MODEL = dataclasses.replace(SHALLOW, num_layers=3, num_experts=6, experts_per_token=2, router_bias=True)
+SPREAD = dataclasses.replace(SHALLOW, num_layers=3, num_experts=6, experts_per_token=2, router_bias=True)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spread")
-    run_ranks(1, train, settings(folder / "run", model=MODEL, steps=2, seq_len=16, eval_sequences=1))
+    run_ranks(1, train, settings(folder / "run", model=SPREAD, steps=2, seq_len=16, eval_sequences=1))
     without = shutil.copytree(find_checkpoint(str(folder / "run")), folder / "without loads")
     (without / "expert_loads.json").unlink()
     return folder
@@ -74,13 +76,13 @@ def test_what_cannot_be_copied_is_refused_in_one_line(run, tmp_path, capsys):
     (tmp_path / "expert_loads.json").write_text('{"loads": [[1, 2]]}')
     folder, config = find_model(str(checkpoint))
     for call, message in (
-        (lambda: _place(checkpoint, MODEL, 2, 1, 1),
+        (lambda: _place(checkpoint, SPREAD, 2, 1, 1),
          "6 experts and 1 copies cannot be divided evenly over 2 processes: use --copies 0 or 2, or another number of"),
-        (lambda: _place(checkpoint, MODEL, 2, 8, 1),
+        (lambda: _place(checkpoint, SPREAD, 2, 8, 1),
          "--copies 8 is too many for 2 processes: use at most 6, 1 of each expert"),
-        (lambda: _place(run / "without loads", MODEL, 2, 2, 1),
+        (lambda: _place(run / "without loads", SPREAD, 2, 2, 1),
          f"--copies needs the loads of a training run: {run / 'without loads'} has no expert_loads.json"),
-        (lambda: _place(tmp_path, MODEL, 2, 2, 1), "is for another model: this one has 6 experts"),
+        (lambda: _place(tmp_path, SPREAD, 2, 2, 1), "is for another model: this one has 6 experts"),
         (lambda: load_spread_model(folder, config, Local(8), {1: (0, 1, 2, 3, 4, 5, 0, 1), 3: (0,)}),
          "copies are placed for layers 1, 3, but its model has experts in layers 1, 2"),
     ):  # fmt: skip
@@ -143,3 +145,79 @@ def test_options_that_need_several_processes_or_other_texts(run, tmp_path, capsy
         assert main([words[0], str(run / "run"), *words[1:]]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
+
+
+# ---- Pipelines ----
+
+
+PROMPTS = [torch.tensor(list(prompt)) for prompt in (b"hello pipeline", b"hello")]
+
+
+def pipeline(ranks, name, window, fused_loss=False):
+    schedule = build(name, ranks, 2 * ranks)
+    return Pipeline(MODEL, schedule, (1, window), options=StageOptions(seed=5, fused_loss=fused_loss))
+
+
+def generates_like_the_whole_model(_rank, ranks, name, fused_loss):
+    model = build_model(MODEL, options=StageOptions(seed=5))
+    for sampling, window, prompts in (
+        (Sampling(0), 40, PROMPTS),
+        (Sampling(0.8), 40, PROMPTS[:1]),
+        (Sampling(1.5, 9, 0.9), 8, PROMPTS[:1]),  # the prompt is longer than max_length
+    ):
+        got = generate_through_pipeline(pipeline(ranks, name, window, fused_loss), prompts, 7, sampling, seed=9)
+        choices = sampling.temperature, sampling.top_k, sampling.top_p
+        assert torch.equal(got, generate(model, prompts, 7, window, *choices, seed=9))
+
+
+@pytest.mark.parametrize("fused_loss,ranks,name", [
+    (False, 1, "dualpipev"), (True, 2, "dualpipe"), (False, 2, "dualpipev"), (False, 2, "1f1b"),
+])  # fmt: skip
+@pytest.mark.quick("False-1-dualpipev", "True-2-dualpipe")
+def test_a_pipeline_generates_the_tokens_of_the_whole_model(fused_loss, ranks, name):
+    run_ranks(ranks, generates_like_the_whole_model, ranks, name, fused_loss)
+
+
+@pytest.mark.long
+def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
+    """The command prints the sample that the pipeline generated at the end of the run."""
+    changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
+    how = ["--prompt", "de\u00e9", "--sample-tokens", "30", "--top-k", "5", "--seed", "4", "--seq-len", "32"]
+    said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
+    sample = said.partition("sample:\n")[2].partition("\nsaved ")[0]
+    texts = []
+    for words in ([str(tmp_path)], [str(tmp_path / "checkpoints" / "step-000001")], [str(tmp_path), "--num", "2"]):
+        assert main(["generate", *words, *how]) == 0
+        texts.append(capsys.readouterr().out)
+    assert "".join(f"    | {line}\n" for line in texts[0][:-1].split("\n")) == f"{sample}\n"
+    assert texts[0] != texts[1]
+    first, second = texts[2].removeprefix("--- 1 of 2\n").split("--- 2 of 2\n")
+    assert first.startswith("de\u00e9") and second.startswith("de\u00e9") and first != second
+
+    saved = tmp_path / "checkpoints" / "step-000002"
+    manifest = read_manifest(saved)
+    for model, wrong, message in (
+        ({}, ["--num", "0"], "--num must be at least 1: got 0"),
+        ({}, ["--prompt", ""], "--prompt is empty"),
+        ({}, ["--top-k", "-1"], "top_k must be at least 1: got -1"),
+        ({}, ["--sample-tokens", "-1"], "--sample-tokens must be at least 0: got -1"),
+        ({"experts": "antigravity:Class"}, [],
+         "has custom experts 'antigravity:Class': if you trust this code, use --experts antigravity:Class"),
+        ({"sides": 3}, [], "cannot build the model of"),
+    ):  # fmt: skip
+        (saved / "run.json").write_bytes(dataclasses.replace(manifest, model={**manifest.model, **model}).encode())
+        assert main(["generate", str(saved), *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "nothing")]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+
+
+def test_a_text_ends_with_its_document(tmp_path, capsys, monkeypatch):
+    run_ranks(1, train, settings(tmp_path, steps=1))
+    calls = []
+    monkeypatch.setattr(
+        "moe_dualpipe.commands.generate.generate", lambda *a: calls.append(a) or torch.tensor([[72, 105, 7, 0, 0]])
+    )
+    assert main(["generate", str(tmp_path), "--prompt", ">", "--top-k", "0"]) == 0
+    assert calls[0][5] is None  # --top-k 0 is no limit, as None
+    assert capsys.readouterr().out == ">Hi\ufffd\n"
