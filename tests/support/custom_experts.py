@@ -29,24 +29,14 @@ class WithReset(Stacked):
 
 
 class Listed(nn.Module):
-    """One module per expert; experts 0 and 1 are null. Records what its constructor gets."""
+    """One module per expert; experts 0 and 1 have no weights. For tests that build it only."""
 
     def __init__(self, config, num_local_experts, *, expert_ids, layer):
         super().__init__()
-        self.ids, self.layer = expert_ids, layer
         assert len(expert_ids) == num_local_experts
-        self.each = nn.ModuleList(
-            Null() if e < 2 else nn.Linear(config.hidden_size, config.hidden_size) for e in expert_ids
-        )
-
-    def forward(self, x_MD, expert_offsets):
-        pieces = x_MD.split(expert_offsets.diff().tolist())
-        return torch.cat([expert(piece) for expert, piece in zip(self.each, pieces, strict=True)])
-
-
-class Null(nn.Module):
-    def forward(self, x):
-        return torch.zeros_like(x)
+        assert layer > 0
+        width = config.hidden_size
+        self.each = nn.ModuleList(nn.Identity() if e < 2 else nn.Linear(width, width) for e in expert_ids)
 
 
 class ListsOfStacks(nn.Module):
