@@ -30,7 +30,7 @@ def same(a, b):
 # ---- Rounding ----
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(1, 130), st.sampled_from([32, 128]), st.booleans(),
        st.integers(0, 99))  # fmt: skip
 def test_a_number_is_off_by_a_16th_or_by_the_smallest_step_of_its_block(R, C, rows, columns, power_of_two, seed):

@@ -80,8 +80,8 @@ def test_options_are_parsed_by_the_types_of_the_dataclass():
 
 @pytest.mark.parametrize("name", ["Expert", "expert_list", "ExpertList", "swiglu_function"])
 def test_single_experts_and_functions_equal_stacked_experts(name):
-    layer = MoE(with_choices(experts=f"{HERE}:{name}"), Local(5), 0).double()
-    experts: Any = layer.experts
+    layer: Any = MoE(with_choices(experts=f"{HERE}:{name}"), Local(5), 0).double()
+    experts = layer.experts
     x = torch.randn(7, CONFIG.hidden_size, dtype=torch.float64)
     swiglu = MoE(with_choices(expert_size=6), Local(5), 0).double()
     swiglu.router, swiglu.shared = layer.router, None
