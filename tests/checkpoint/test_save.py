@@ -111,10 +111,7 @@ def die_before_every_operation(run, scratch):
 
 
 def test_a_death_at_any_point_of_a_save_leaves_an_intact_checkpoint(run, tmp_path):
-    process = ranks._context.Process(target=die_before_every_operation, args=(run, tmp_path))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    assert ranks.exits_and_logs(die_before_every_operation, [(run, tmp_path)], [], timeout=120) == ([0], [])
     assert run_ranks(1, save_steps, run, [99], 1) == [["step-000099"]], "a remnant stays"
 
 

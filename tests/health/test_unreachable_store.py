@@ -13,7 +13,7 @@ from moe_dualpipe.health.watch import joining, watch_ranks
 from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
 from tests.support import ranks
-from tests.support.ranks import exits_and_logs
+from tests.support.ranks import exits_and_logs, started
 
 
 def serve(ports):
@@ -26,11 +26,8 @@ def serve(ports):
 def server():
     """The process of a store, and its port."""
     ports = ranks._context.SimpleQueue()
-    process = ranks._context.Process(target=serve, args=(ports,), daemon=True)
-    process.start()
-    yield process, ports.get()
-    process.kill()
-    process.join()
+    with started(serve, [(ports,)]) as [process]:
+        yield process, ports.get()
 
 
 PATIENCE = 1.5
