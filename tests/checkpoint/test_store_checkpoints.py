@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_not_loaded(run):
     run.put(key, data[:-1])
     assert find_checkpoint(RUN, [].append).name == "step-000005"
     for missing in ("rank-1-0.safetensors", "run.json"):
-        run.client().delete_object(Bucket=BUCKET, Key=f"{folder}/{missing}")
+        run.client.delete_object(Bucket=BUCKET, Key=f"{folder}/{missing}")
         assert loaded_step(find_checkpoint(RUN, (warnings := []).append)) == 5
         assert len(warnings) == (missing != "run.json")
 

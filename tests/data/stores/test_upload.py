@@ -51,4 +51,4 @@ def test_an_upload_that_is_refused_is_one_line_and_leaves_nothing(s3, file):
     with pytest.raises(StorageError, match=rf"^{URL}: access denied .*injected") as caught:
         upload_file(file, URL)
     assert "\n" not in str(caught.value) and info(URL) is None
-    assert "Uploads" not in s3.client().list_multipart_uploads(Bucket="bucket")
+    assert "Uploads" not in s3.client.list_multipart_uploads(Bucket="bucket")
