@@ -28,7 +28,7 @@ from moe_dualpipe.training.setup import run_folder
 from tests.support.checkpoints import loaded_step, state_of, tensors_of
 from tests.support.object_store import BUCKET, access, in_environment
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, change, losses, make_trainer, settings, train
+from tests.support.runs import MODEL, change, equal_tensors, losses, make_trainer, settings, train
 
 RUN = "s3://bucket/run"
 
@@ -180,10 +180,6 @@ def run_until(rank, config, stop=None):
     train_loop(make_trainer(rank, config), callbacks=[callback])
 
 
-def equal_states(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def on_a_store(rank, folder):
     """A run on a store, resumed in its middle and compared with a local one."""
     local, url = settings(folder / "local", steps=4, save_every=2), RUN
@@ -196,7 +192,7 @@ def on_a_store(rank, folder):
     (folder / "copy").mkdir()
     (folder / "copy" / "metrics.jsonl").write_bytes(read(Url(url) / "metrics.jsonl"))
     found, expected = find_checkpoint(url), find_checkpoint(str(folder / "local"))
-    return names, equal_states(tensors_of(found), tensors_of(expected)), (found / "run.json").read_bytes()
+    return names, equal_tensors(tensors_of(found), tensors_of(expected)), (found / "run.json").read_bytes()
 
 
 def test_a_resumed_run_on_a_store_equals_one_in_a_folder(s3, tmp_path):

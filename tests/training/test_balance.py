@@ -13,6 +13,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import (
     MODEL,
     SHALLOW,
+    equal_tensors,
     make_trainer,
     settings,
     skip_steps,
@@ -152,10 +153,6 @@ def buffers_of(trainer):
     return {name: t.clone() for name, t in trainer.buffers.state().items()}
 
 
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(t, second[name]) for name, t in first.items())
-
-
 # ---- Replicas ----
 
 
@@ -184,7 +181,7 @@ def averaged_steps(rank, config):
 
     before = buffers_of(trainer)
     trainer.validation_loss()
-    assert same(buffers_of(trainer), before)
+    assert equal_tensors(buffers_of(trainer), before)
 
     with skip_steps(trainer):
         trainer.step(2)
@@ -192,7 +189,7 @@ def averaged_steps(rank, config):
     assert skipped
     assert all(torch.equal(t, before[name]) for name, t in skipped.items())
     trainer.step(3)
-    assert not same(buffers_of(trainer), before)
+    assert not equal_tensors(buffers_of(trainer), before)
     return [name for name in before if "router" not in name]
 
 

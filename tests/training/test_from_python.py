@@ -5,7 +5,6 @@ import dataclasses
 import math
 import os
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,21 @@ from moe_dualpipe.training import (
 )
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, SHALLOW, SMALL, TEXT, change, command, losses, records, settings, train_and_listen
+from tests.support.runs import (
+    ROOT,
+    SHALLOW,
+    SMALL,
+    TEXT,
+    change,
+    command,
+    equal_tensors,
+    losses,
+    records,
+    settings,
+    train_and_listen,
+    train_in_memory,
+    weights_of,
+)
 
 CPU = ("--device", "cpu", "--steps", "3", *map(str, SMALL))
 OWN_LOOP = ROOT / "examples" / "own_loop.py"
@@ -42,24 +55,13 @@ def own_loop_config() -> TrainConfig:
     return change(settings("nowhere", steps=3, model=preset("tiny")), out=None, optim=OptimizerConfig(warmup_steps=5))
 
 
-def weights(stages) -> dict[str, torch.Tensor]:
-    return {name: tensor for stage in stages.values() for name, tensor in stage.state_dict().items()}
-
-
-def assert_equal_weights(first, second):
-    first, second = weights(first), weights(second)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_path, monkeypatch, capfd):
     main([*CPU, "--out", str(tmp_path / "run")])
     expected = records(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     capfd.readouterr()
     for _ in range(2):  # in one process
-        found = []
-        trainer = train(parse_arguments(CPU), log=[SimpleNamespace(log=found.append)], verbose=False)
+        found, trainer = train_in_memory(parse_arguments(CPU))
         assert not dist.is_initialized()
         for kind in ("loss", "grad_norm", "lr"):
             assert losses(found, kind) == losses(expected, kind)
@@ -85,7 +87,7 @@ def use_own_group(_rank, config):
     own: Any = run_own_loop()
     assert dist.group.WORLD is group
     with_loop = train(own_loop_config(), verbose=False)
-    assert_equal_weights(own["pipeline"].stages, with_loop.stages)
+    assert equal_tensors(weights_of(own["pipeline"]), weights_of(with_loop))
     return reached, own["schedule"].name
 
 
@@ -137,8 +139,7 @@ NUMBERS = ("loss", "grad_norm", "validation_loss", "expert_load_max_over_mean", 
 
 
 def numbers(config, *callbacks):
-    found = []
-    train(config, callbacks, [SimpleNamespace(log=found.append)], verbose=False)
+    found, _ = train_in_memory(config, *callbacks)
     return {kind: losses(found, kind) for kind in NUMBERS}
 
 

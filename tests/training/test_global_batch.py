@@ -1,12 +1,10 @@
 """A step is global: the same sequences, and the mean over the same labeled tokens, in every layout."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
@@ -15,14 +13,20 @@ from moe_dualpipe import Pipeline, join_world, train
 from moe_dualpipe.data import Source, TextData, load_data, prepare_data
 from moe_dualpipe.data.same_text import check_same_text
 from moe_dualpipe.models import StageOptions, build_model
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.loop import train_loop
-from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.preflight import Given, prepare
-from moe_dualpipe.training.step import Trainer
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, SHALLOW, change, losses, records, settings
+from tests.support.runs import (
+    MODEL,
+    SHALLOW,
+    change,
+    losses,
+    make_trainer,
+    note_sequences,
+    records,
+    sequences,
+    settings,
+)
 
 BASE = {"model": MODEL, "steps": 2, "seq_len": 16, "batch_size": 16, "eval_sequences": 16}
 LAYOUTS = {
@@ -52,34 +56,15 @@ def test_parts_of_a_step_are_parts_of_the_whole(sources, step, count, seed):
 
 
 def run_and_read(rank, config, given):
-    """A run of given or of text batches. Returns the sequences of each data-parallel rank, by step, and the losses."""
-    size = dist.get_world_size()
-    trainer = Trainer(prepare(Request(config), Launch(rank, rank, size, size), Given(**given) if given else Given()))
-    read, step = {}, trainer.pipeline.step
-
-    def noted(inputs_BS, labels_BS, *arguments, **options):
-        if torch.is_grad_enabled():
-            read[trainer.progress.step] = inputs_BS.tolist(), labels_BS.tolist()
-        return step(inputs_BS, labels_BS, *arguments, **options)
-
-    trainer.pipeline.step = noted  # type: ignore[method-assign]
+    """A run of given or of text batches. Returns the sequences that this rank reads, by step, and the records."""
+    trainer = make_trainer(rank, config, **given)
+    read = note_sequences(trainer)
     train_loop(trainer, verbose=False)
-    return trainer.layout.dp_rank, read, records(config.checkpoint.out)
+    return read, records(config.checkpoint.out)
 
 
 def run_each(rank, configs, given):
     return [run_and_read(rank, config, given) for config in configs]
-
-
-def sequences(ranks):
-    """What all data-parallel ranks read together: inputs and labels of each step, in order."""
-    parts = {dp_rank: read for dp_rank, read, _ in ranks}
-    for dp_rank, read, _ in ranks:
-        assert read == parts[dp_rank]  # all ranks of a pipeline read the same
-    steps = parts[0].keys()
-    return {
-        step: [list(itertools.chain(*(parts[r][step][i] for r in sorted(parts)))) for i in (0, 1)] for step in steps
-    }
 
 
 # ---- Labels that are ignored ----
@@ -122,7 +107,7 @@ def compare_all(folder, given, layouts):
         configs = [settings(folder / f"{number}-{i}", **{**BASE, **one}) for i, one in enumerate(changes)]
         runs = run_ranks(number, run_each, configs, given)
         for ranks, one in zip(zip(*runs, strict=True), changes, strict=True):
-            read, metrics = sequences(ranks), ranks[0][2]
+            read, metrics = sequences([read for read, _ in ranks]), ranks[0][1]
             found = {kind: losses(metrics, kind) for kind in ("loss", "validation_loss", "grad_norm")}
             reference = reference or (read, found)
             assert read == reference[0], (number, one)
@@ -132,12 +117,12 @@ def compare_all(folder, given, layouts):
             # A micro-batch runs through the same products in the same order; gradients are summed in another one.
             if not {*one} - {"schedule", "num_chunks", "layers"}:
                 assert found["loss"][1] == reference[1]["loss"][1], (number, one)
-    assert reference is not None and len({tuple(row) for row in reference[0][1][0]}) > 10
+    assert reference is not None and len({tuple(inputs) for inputs, _ in reference[0][1]}) > 10
     return reference[1]
 
 
 @pytest.mark.parametrize("layouts", [{1: [{}], 2: [LAYOUTS[2][0], LAYOUTS[2][-1]]}, LAYOUTS], ids=["few", "all"])
-@pytest.mark.parametrize("given", [None, GIVEN], ids=["text", "ignored"])
+@pytest.mark.parametrize("given", [{}, GIVEN], ids=["text", "ignored"])
 @pytest.mark.quick("ignored-few")
 def test_a_step_has_the_same_sequences_and_the_mean_loss_of_their_labels_in_every_layout(tmp_path, given, layouts):
     """With labels that are ignored, micro-batches without any are among them, and whole ranks with few."""

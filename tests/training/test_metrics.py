@@ -11,21 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-import moe_dualpipe
 from moe_dualpipe.cli import main
 from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.integrations.trackers import ID_FILE
 from moe_dualpipe.models import PRESETS, preset
 from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.training.config import BatchConfig, SampleConfig, TrainConfig
+from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.extensions.balance import load_statistics
 from moe_dualpipe.training.metrics import FIELDS, FILE, Metrics, merged, read_records, utilization
 from moe_dualpipe.training.preflight import _peak_flops
 from moe_dualpipe.training.sinks import TensorBoard
 from tests.support.mutations import check_message, mutations
-from tests.support.runs import SMALL, TEXT, change, losses, records, settings
+from tests.support.runs import SMALL, change, losses, records, settings, train_in_memory
 
 
 def test_load_statistics_docstring_example():
@@ -83,12 +82,8 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_none_when_read(tmp
 
 
 def test_the_fields_of_a_run_are_described():
-    class Records(list):
-        log = list.append
-
     model = replace(preset("tiny"), num_layers=2, mtp_layers=1, sequence_loss=0.1, z_loss=0.1)
-    batch, sample, found = BatchConfig(data=(TEXT,), seq_len=16), SampleConfig(sample_tokens=0), Records()
-    moe_dualpipe.train(TrainConfig(steps=1, model=model, batch=batch, sample=sample), log=[found], verbose=False)
+    found, _ = train_in_memory(change(settings("", steps=1, model=model, seq_len=16), out=None))
     keys = {key for record in found for key in record}
     assert keys <= {*FIELDS} and keys > {"loss", "validation_loss", "mtp_loss", "z_loss", "tokens_per_s", "lr"}
 

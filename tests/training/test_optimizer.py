@@ -20,7 +20,7 @@ from moe_dualpipe.runtime.zero import assign_owners
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.support.pipelines import freeze
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, SHALLOW, change, make_trainer, settings
+from tests.support.runs import MODEL, SHALLOW, change, equal_tensors, make_trainer, settings, weights_of
 
 OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
 
@@ -195,30 +195,20 @@ class FrozenStage(TransformerStage):
         freeze(self, r"\.experts\.|^embedding\.weight$")
 
 
-def parameters_of(trainer):
-    return {name: p for stage in trainer.stages.values() for name, p in stage.named_parameters()}
-
-
-def is_experts_or_embedding(name):
-    return ".experts." in name or name == "embedding.weight"
-
-
 def frozen_by_option_and_by_layer(rank, config):
     """Train three steps with `--freeze`, and with layers that freeze the same parameters; compare all bits."""
     trainer = make_trainer(rank, change(config, freeze=EXPERTS_AND_EMBEDDING))
-    before = {name: p.detach().clone() for name, p in parameters_of(trainer).items()}
+    before = {name: tensor.clone() for name, tensor in weights_of(trainer).items()}
     with mock.patch.object(pipeline_module, "TransformerStage", FrozenStage):
         other = make_trainer(rank, config)
     for step in range(3):
         records = [{**one.step(step).record, "seconds": 0, "tokens_per_s": 0} for one in (trainer, other)]
         assert all(records[0][kind] == records[1][kind] for kind in ("loss", "grad_norm"))
-    after, expected = parameters_of(trainer), parameters_of(other)
-    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    after = weights_of(trainer)
+    assert equal_tensors(after, weights_of(other))
     frozen = {name for name in after if torch.equal(after[name], before[name])}
-    assert frozen == {name for name in after if is_experts_or_embedding(name)} != set()
-    state, its_state = trainer.optimizer.tensors(), other.optimizer.tensors()
-    assert state.keys() == its_state.keys()
-    assert all(torch.equal(state[name], its_state[name]) for name in state)
+    assert frozen == {name for name in after if ".experts." in name or name == "embedding.weight"} != set()
+    assert equal_tensors(trainer.optimizer.tensors(), other.optimizer.tensors())
     trainer.check_replicas()
 
 

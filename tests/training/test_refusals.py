@@ -12,12 +12,8 @@ import torch
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import build_model
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import preflight, train
-from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.preflight import Given, prepare
 from moe_dualpipe.training.restart import Agreed
-from moe_dualpipe.training.step import Trainer
 from tests.support import special_experts
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, SHALLOW, SMALL, change, make_run, make_trainer, settings
@@ -294,7 +290,7 @@ def trainer_errors(rank, starts):
     found = []
     for config, weights in starts:
         with pytest.raises(ValueError) as error:
-            Trainer(prepare(Request(config), Launch(rank, rank, 2, 2), Given(weights)))
+            make_trainer(rank, config, weights=weights)
         found.append(str(error.value))
     return found
 
