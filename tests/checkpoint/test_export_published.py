@@ -16,7 +16,7 @@ from moe_dualpipe.models import preset
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, TEXT, change, settings, train
+from tests.support.runs import MODEL, TEXT, change, settings, train, train_each
 
 transformers = pytest.importorskip("transformers")
 PLAIN = dataclasses.replace(MODEL, num_shared_experts=0, num_dense_layers=0)
@@ -145,16 +145,11 @@ def started(folder, out, **changes):
     return dataclasses.replace(config, model=moe_dualpipe.TrainConfig(checkpoint=config.checkpoint).model)
 
 
-def train_on_ranks(_rank, *configs):
-    for config in configs:
-        moe_dualpipe.train(config, verbose=False)
-
-
 @pytest.mark.long
 def test_it_trains_on_two_ranks_resumes_and_is_exported_with_its_files(published, tmp_path):
     first = started(published, tmp_path / "run")
     later = change(first, weights=None, resume=str(tmp_path / "run"), steps=3, export=str(tmp_path / "out"))
-    run_ranks(2, train_on_ranks, first, later)
+    run_ranks(2, train_each, [first, later])
     exported = tmp_path / "out"
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (published, exported))
     assert after["max_position_embeddings"] == before["max_position_embeddings"] == 64

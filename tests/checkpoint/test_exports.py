@@ -2,17 +2,14 @@
 
 import dataclasses
 import errno
-import itertools
 import json
 import math
 import re
 import shutil
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.profiler import ProfilerActivity, profile
 
 from moe_dualpipe.checkpoint import find_checkpoint
 from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_checkpoint_export, save_pretrained
@@ -20,7 +17,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.kernels.fp8 import DTYPE, RECIPES, Fp8Matrix, quantize
 from moe_dualpipe.models import ModelConfig, build_model
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, settings, train
+from tests.support.runs import MODEL, peak_bytes, settings, train
 
 LATENT = ModelConfig(
     hidden_size=136, num_layers=2, attention="mla", num_heads=2, head_dim=12, rope_dim=6, value_dim=10, kv_rank=14,
@@ -109,11 +106,7 @@ def test_loading_needs_memory_for_the_model_and_for_one_weight(tmp_path):
         torch.manual_seed(0)
         model = build_model(dataclasses.replace(LATENT, num_experts=experts, expert_size=256))
         save_pretrained(model, tmp_path / str(experts), fp8=RECIPES["ue8m0"])
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            loaded = from_pretrained(tmp_path / str(experts), torch.bfloat16)
-        events: Any = recorded.profiler.kineto_results.events()
-        sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-        peak = max(itertools.accumulate(size for _, size in sorted(sizes, key=lambda one: one[0])))
+        peak, loaded = peak_bytes(from_pretrained, tmp_path / str(experts), torch.bfloat16)
         beyond.append(peak - sum(tensor.nbytes for tensor in loaded.state_dict().values()))
     assert 0 < beyond[1] < 1.2 * beyond[0] and beyond[1] < 20 * 256 * 136
 

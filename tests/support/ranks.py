@@ -63,6 +63,11 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
     return [values[rank] for rank in range(num_ranks)]
 
 
+def each(rank: int, function: Callable[..., Any], items: Sequence, *args: Any) -> list[Any]:
+    """For `run_ranks`: `function(rank, item, *args)` for one item after the other."""
+    return [function(rank, item, *args) for item in items]
+
+
 def run_failing_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[str]:
     """Return the traceback of `function` on each rank; "" for a rank that died without a traceback.
 

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import email
+import gc
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -16,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed.run as torch_launcher
+from torch.profiler import ProfilerActivity, profile
 
 import moe_dualpipe
 from moe_dualpipe.commands.train import instruments
@@ -154,6 +157,16 @@ def records(out):
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
 
 
+def peak_bytes(function, *arguments):
+    """The most bytes that torch's CPU allocator gave out at a time within a call, by its own record; and the result."""
+    gc.collect()  # what an earlier run has left would be freed within the call
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = function(*arguments)
+    events: Any = recorded.profiler.kineto_results.events()
+    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    return max(itertools.accumulate(size for _, size in sorted(sizes, key=lambda one: one[0]))), result
+
+
 CLOCKS = (
     "seconds", "tokens_per_s", "peak_memory_mb", "reduce_seconds", "reduce_exposed_seconds", "gather_seconds",
     "gather_exposed_seconds",
@@ -170,7 +183,7 @@ def losses(run_records, kind="loss"):
 
 
 def train_each(rank, configs):
-    return [train(rank, config) for config in configs]
+    return ranks.each(rank, train, configs)
 
 
 def introduction(rank, config):

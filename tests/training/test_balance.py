@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order
 from tests.support.own_layers import ExpertList
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each, run_ranks
 from tests.support.runs import (
     MODEL,
     SHALLOW,
@@ -52,10 +52,6 @@ def biased_steps(rank, config):
     return values, records
 
 
-def biased_steps_each(rank, configs):
-    return [biased_steps(rank, config) for config in configs]
-
-
 def biases_of(trainer):
     return {name.removeprefix("model."): t for name, t in trainer.buffers.state().items() if name.endswith("bias_E")}
 
@@ -63,7 +59,7 @@ def biases_of(trainer):
 def test_biases_follow_the_loads_of_all_ranks_in_every_layout(tmp_path):
     divisions = [{"schedule": "1f1b", "recompute": "full"}, {"ep": 2}]
     configs = [settings(tmp_path / str(i), **{**OFTEN, **changes}) for i, changes in enumerate(divisions)]
-    ranks = run_ranks(2, biased_steps_each, configs)
+    ranks = run_ranks(2, each, biased_steps, configs)
     for parts in zip(*ranks, strict=True):
         everywhere = {name for biases, _ in parts for name in biases}
         assert everywhere == {f"layers.{layer}.mlp.router.bias_E" for layer in (1, 2)}
@@ -90,10 +86,6 @@ def run_steps(rank, config):
     return steps, {name: t.float().numpy().copy() for name, t in trainer.state().items()}
 
 
-def run_each(rank, configs):
-    return [run_steps(rank, config) for config in configs]
-
-
 def without_moves(steps):
     return [{key: value for key, value in step.items() if key not in OF_MOVES} for step in without_clocks(steps)]
 
@@ -110,7 +102,7 @@ def test_moves_change_no_bit(tmp_path, ranks, optimizer, options):
     plain = settings(tmp_path / "plain", **{**SMALL, **options})
     plain = dataclasses.replace(plain, optim=dataclasses.replace(plain.optim, name=optimizer))
     moving = dataclasses.replace(plain, parallel=dataclasses.replace(plain.parallel, **MOVES))
-    seen = run_ranks(ranks, run_each, [plain, moving])
+    seen = run_ranks(ranks, each, run_steps, [plain, moving])
     assert sum(step["moved_experts"] for step in seen[0][1][0]) > 2
     for step in seen[0][1][0]:
         assert step["rank_load_after"] <= step["rank_load_before"]

@@ -15,7 +15,7 @@ from moe_dualpipe.data.same_text import check_same_text
 from moe_dualpipe.models import StageOptions, build_model
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.loop import train_loop
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each, run_ranks
 from tests.support.runs import (
     MODEL,
     SHALLOW,
@@ -63,10 +63,6 @@ def run_and_read(rank, config, given):
     return read, records(config.checkpoint.out)
 
 
-def run_each(rank, configs, given):
-    return [run_and_read(rank, config, given) for config in configs]
-
-
 # ---- Labels that are ignored ----
 
 
@@ -105,7 +101,7 @@ def compare_all(folder, given, layouts):
     reference = None
     for number, changes in layouts.items():
         configs = [settings(folder / f"{number}-{i}", **{**BASE, **one}) for i, one in enumerate(changes)]
-        runs = run_ranks(number, run_each, configs, given)
+        runs = run_ranks(number, each, run_and_read, configs, given)
         for ranks, one in zip(zip(*runs, strict=True), changes, strict=True):
             read, metrics = sequences([read for read, _ in ranks]), ranks[0][1]
             found = {kind: losses(metrics, kind) for kind in ("loss", "validation_loss", "grad_norm")}

@@ -46,13 +46,10 @@ def checkpoints(config):
     return [path.name for path in list_checkpoints(Path(config.checkpoint.out, "checkpoints"))]
 
 
-def blocks(trainer, layer):
-    return [stage.layers[str(layer)] for stage in trainer.stages.values() if str(layer) in stage.layers]
-
-
 def change_output(trainer, layer, method, changed, ranks=None):
     """On some ranks, apply `changed(output, trainer)` to the first output of a method of a block or of its MLP."""
-    for block in blocks(trainer, layer) if ranks is None or trainer.layout.rank in ranks else ():
+    stages = trainer.stages.values() if ranks is None or trainer.layout.rank in ranks else ()
+    for block in [stage.layers[str(layer)] for stage in stages if str(layer) in stage.layers]:
         owner = block if hasattr(block, method) else block.mlp
 
         def run(*inputs, original=getattr(owner, method), **options):  # noqa: B008
@@ -71,21 +68,14 @@ def nan(x, _):
 # ---- How a run is spoiled ----
 
 
-@torch.no_grad()
-def spoil_weight(trainer, part, ranks):
-    for stage in trainer.stages.values() if trainer.layout.rank in ranks else ():
-        for name, parameter in stage.named_parameters():
-            if part in name:
-                parameter.view(-1)[-1] = INF
-
-
 def spoil_after_last_step(trainer):
     train_step = trainer.step
 
     def step(number):
         record = train_step(number)
-        if number == trainer.config.steps - 1:
-            spoil_weight(trainer, "layers.3.mlp.experts.down", [1])
+        if number == trainer.config.steps - 1 and trainer.layout.rank == 1:
+            (stage,) = trainer.stages.values()
+            stage.get_parameter("layers.3.mlp.experts.down").data.view(-1)[-1] = INF
         return record
 
     trainer.step = step
