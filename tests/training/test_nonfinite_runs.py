@@ -74,8 +74,7 @@ def spoil_after_last_step(trainer):
     def step(number):
         record = train_step(number)
         if number == trainer.config.steps - 1 and trainer.layout.rank == 1:
-            (stage,) = trainer.stages.values()
-            stage.get_parameter("layers.3.mlp.experts.down").data.view(-1)[-1] = INF
+            trainer.stages[1].get_parameter("layers.3.mlp.experts.down").data.view(-1)[-1] = INF
         return record
 
     trainer.step = step
