@@ -25,15 +25,12 @@ def hold(folder, pipe):
 def test_a_killed_process_frees_the_folder_although_its_child_goes_on(tmp_path):
     folder = tmp_path / "new"
     here, there = ranks._context.Pipe()
-    process = ranks._context.Process(target=hold, args=(folder, there), daemon=True)
-    process.start()
-    child = here.recv()
-    said = f"^{folder} is being written by process {process.pid} on {os.uname().nodename}: wait until it ends, stop it"
-    for _ in range(2):  # nor does an attempt that failed free it
-        with pytest.raises(FolderInUseError, match=said), only_writer(folder, folder / LOCK_FILE, 0.0):
-            pass
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(60)
+    with ranks.started(hold, [(folder, there)]) as [process]:
+        child, host = here.recv(), os.uname().nodename
+        said = f"^{folder} is being written by process {process.pid} on {host}: wait until it ends, stop it"
+        for _ in range(2):  # nor does an attempt that failed free it
+            with pytest.raises(FolderInUseError, match=said), only_writer(folder, folder / LOCK_FILE, 0.0):
+                pass
     with only_writer(folder, folder / LOCK_FILE, 5.0):
         with pytest.raises(FolderInUseError), only_writer(folder, folder / LOCK_FILE, 0.0):
             pass

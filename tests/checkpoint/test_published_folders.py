@@ -1,14 +1,17 @@
-"""Folders of published models that are damaged or contradictory: an error of one line, never a partly loaded model."""
+"""Folders of published models: damaged or contradictory, an error of one line; with weights in FP8, the same model."""
 
+import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moe_dualpipe.checkpoint import open_model
-from moe_dualpipe.checkpoint.huggingface import from_pretrained
+from moe_dualpipe.checkpoint.huggingface import from_pretrained, save_pretrained
 from tests.support.mutations import check_message
-from tests.support.published import change_tensors, configure, random_model, save
+from tests.support.published import change_tensors, configure, random_model, save, save_with_mtp
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.{}.w2.weight"
 LACKS, SURPLUS = "lacks tensors of the model that its config.json describes: ", "config.json does not have: "
@@ -56,3 +59,95 @@ def test_a_folder_that_does_not_fit_together_is_refused(original, tmp_path, dama
 def test_a_published_model_has_no_custom_layers(original):
     with pytest.raises(ValueError, match=f"{original} has experts 'swiglu', not 'own:Experts': leave out --experts"):
         open_model(str(original), {"experts": "own:Experts"})
+
+
+# ---- Weights in fp8, as DeepSeek publishes them: one scale for each block of 128 x 128 numbers ----
+
+
+BLOCK, LARGEST = 128, 448.0
+QUANTIZATION = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+SIZES = {
+    "hidden_size": 136, "moe_intermediate_size": 131, "intermediate_size": 260, "num_hidden_layers": 2,
+    "q_lora_rank": 129, "num_attention_heads": 5, "num_key_value_heads": 5, "qk_nope_head_dim": 30,
+}  # fmt: skip
+IN_FULL = ("embed_tokens.weight", "head.weight", "gate.weight", "norm.weight", "correction_bias")
+
+
+def quantize(weight):
+    """Quantize to fp8 in plain loops: weights [rows, columns], and the scale of each block."""
+    rows, columns = weight.shape
+    scales = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
+    quantized, expanded = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    for i in range(len(scales)):
+        for j in range(scales.shape[1]):
+            block = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            scale = scales[i, j] = weight[block].abs().max().float() / LARGEST
+            quantized[block] = (weight[block].float() / scale).to(torch.float8_e4m3fn)
+            expanded[block] = quantized[block].float() * scale
+    return quantized, scales, expanded
+
+
+@pytest.fixture(scope="module")
+def original_fp8(tmp_path_factory):
+    """A folder with fp8 weights and MTP, and its tensors in fp32."""
+    folder, stored, expanded = tmp_path_factory.mktemp("fp8") / "saved", {}, {}
+    save_with_mtp(random_model("deepseek_v3", dtype=torch.bfloat16, **SIZES), folder)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if tensor.ndim == 1 or name.endswith(IN_FULL):
+            stored[name] = expanded[name] = tensor
+        else:
+            stored[name], stored[f"{name}_scale_inv"], expanded[name] = quantize(tensor)
+    save_file(stored, folder / "model.safetensors")
+    configure(folder, quantization_config=QUANTIZATION)
+    assert max(min(t.shape) for name, t in stored.items() if name.endswith("_scale_inv")) == 2
+    return folder, expanded
+
+
+@pytest.fixture
+def folder(original_fp8, tmp_path):
+    return shutil.copytree(original_fp8[0], tmp_path / "saved")
+
+
+def test_weights_in_fp8_are_expanded_and_exported_in_bf16(original_fp8, folder, tmp_path):
+    models = {dtype: from_pretrained(folder, dtype) for dtype in (None, torch.float32)}
+    assert models[None].embedding.weight.dtype == torch.bfloat16
+    save_pretrained(models[None], tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert "quantization_config" not in config and config["torch_dtype"] == "bfloat16"
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert written.keys() == original_fp8[1].keys()
+    assert all(torch.equal(tensor, original_fp8[1][name].to(tensor.dtype)) for name, tensor in written.items())
+    save_file(original_fp8[1], folder / "model.safetensors")
+    configure(folder, quantization_config=None)
+    for dtype, model in models.items():
+        expected = from_pretrained(folder, dtype or torch.bfloat16).state_dict()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, expected[name]), (dtype, name)
+
+
+NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_FAULTS: dict[str, tuple[Any, str]] = {
+    "vector": (lambda t: {NORM: t[NORM].to(E4M3)}, f"{NORM} has dtype .*e4m3fn, which is not supported"),
+    "whole numbers": (lambda t: {DOWN: t[DOWN].view(torch.int8)}, f"{DOWN} has dtype torch.int8, which"),
+    "e5m2": (lambda t: {DOWN: t[DOWN].view(E5M2)}, f"{DOWN} has dtype torch.float8_e5m2, which is not supp"),
+    "shape": (lambda _: {f"{DOWN}_scale_inv": torch.ones(3, 2)}, r"must be float32 \[2, 3\], one scale"),
+    "dtype": (lambda _: {f"{DOWN}_scale_inv": torch.ones(2, 3).bfloat16()}, "must be float32"),
+    "without a weight": (lambda _: {f"{NORM}_scale_inv": torch.ones(1)}, f"does not have: {NORM}_scale_inv"),
+    "gptq": ({"quant_method": "gptq"}, "'gptq'.* is not supported: it needs "),
+    "blocks": ({"weight_block_size": [64, 128]}, "is not supported"), "format": ({"fmt": "e5m2"}, "is not supported"),
+    "text": ("fp8", "quantization_config 'fp8' is not supported"),
+    "none": (None, "with a quantization_config of 'fp8'"),
+}  # fmt: skip
+"""A change of the tensors or of the quantization, and the message."""
+
+
+@pytest.mark.parametrize("fault", FP8_FAULTS)
+def test_invalid_fp8_and_other_quantizations_are_refused(fault, folder):
+    edit, message = FP8_FAULTS[fault]
+    if callable(edit):
+        change_tensors(folder, lambda tensors: tensors.update(edit(tensors)))  # pyright: ignore[reportCallIssue]
+    else:
+        configure(folder, quantization_config=QUANTIZATION | edit if isinstance(edit, dict) else edit)
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(folder)

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import random
-import signal
 import threading
 from pathlib import Path
 
@@ -21,9 +20,8 @@ from moe_dualpipe.checkpoint import (
 )
 from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.models import ModelConfig
-from tests.support import ranks
 from tests.support.checkpoints import FullDisk, checkpoint_names, loaded_step, save_steps, state_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, started
 
 
 def save_and_remove(rank, run, saves):
@@ -79,42 +77,23 @@ def save_until(store, rank, run, step, dies):
     os._exit(0)
 
 
-def fork(function, *args):
-    pid = os.fork()
-    if not pid:
-        try:
-            function(*args)
-        finally:
-            os._exit(1)
-    return pid
-
-
-def die_before_every_operation(run, scratch):
-    """Each attempt starts with the files that the one before it has left. Ends with a save without a death."""
-    step = 9
+def test_a_death_at_any_point_of_a_save_leaves_an_intact_checkpoint(run, tmp_path):
+    """Before each operation. Each attempt starts with the files that the one before it has left."""
     for rank in (0, 1):
         for number in range(1, 100):
-            store, dies = scratch / f"store-{rank}-{number}", (rank, number)
-            pids = [fork(save_until, store, one, run, step + 1, dies) for one in (0, 1)]
-            died = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1]) == 9
-            if died:
-                os.kill(pids[1 - rank], signal.SIGKILL)
-            os.waitpid(pids[1 - rank], 0)
-            messages = []
-            found = loaded_step(find_checkpoint(str(run), messages.append))
+            before = loaded_step(find_checkpoint(str(run)))
+            store, dies = tmp_path / f"store-{rank}-{number}", (rank, number)
+            with started(save_until, [(store, one, run, before + 1, dies) for one in (0, 1)]) as processes:
+                processes[rank].join(60)
+                if died := processes[rank].exitcode == 9:
+                    processes[1 - rank].kill()
+                processes[1 - rank].join(60)
+            found = loaded_step(find_checkpoint(str(run), (messages := []).append))
             assert not messages, "an incomplete checkpoint has the name of a complete one"
-            assert found in (step, step + 1) and (died or found == step + 1)
-            step = found
+            assert found in (before, before + 1) and (died or found == before + 1)
             if not died:
                 assert number > 5
                 break
-
-
-def test_a_death_at_any_point_of_a_save_leaves_an_intact_checkpoint(run, tmp_path):
-    process = ranks._context.Process(target=die_before_every_operation, args=(run, tmp_path))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
     assert run_ranks(1, save_steps, run, [99], 1) == [["step-000099"]], "a remnant stays"
 
 

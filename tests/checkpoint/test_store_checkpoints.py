@@ -19,13 +19,16 @@ from moe_dualpipe.checkpoint.atomic_folder import hidden
 from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_checkpoint_export
 from moe_dualpipe.cli import main
 from moe_dualpipe.data.one_writer import FolderInUseError, only_writer
-from moe_dualpipe.data.stores import Patience, Url, staged_folder
+from moe_dualpipe.data.stores import Patience, Url, local_path, read, staged_folder, url_of
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import ModelConfig
-from tests.support.checkpoints import loaded_step, state_of
+from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.metrics import read_records
+from moe_dualpipe.training.setup import run_folder
+from tests.support.checkpoints import loaded_step, state_of, tensors_of
 from tests.support.object_store import BUCKET, access, in_environment
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, settings, train
+from tests.support.runs import MODEL, change, equal_tensors, losses, make_trainer, settings, train
 
 RUN = "s3://bucket/run"
 
@@ -100,7 +103,7 @@ def test_a_damaged_checkpoint_is_not_loaded(run):
     run.put(key, data[:-1])
     assert find_checkpoint(RUN, [].append).name == "step-000005"
     for missing in ("rank-1-0.safetensors", "run.json"):
-        run.client().delete_object(Bucket=BUCKET, Key=f"{folder}/{missing}")
+        run.client.delete_object(Bucket=BUCKET, Key=f"{folder}/{missing}")
         assert loaded_step(find_checkpoint(RUN, (warnings := []).append)) == 5
         assert len(warnings) == (missing != "run.json")
 
@@ -166,3 +169,45 @@ def test_files_of_a_published_model_are_copied_while_it_is_loaded(folders, s3):
     load_weights(folder, state)
     assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in expected.items())
     assert not [*folder.glob("*.safetensors")], "copies stay after they were loaded"
+
+
+# ---- Runs whose folder is a RUN compute and keep the same as runs in a local folder ----
+
+
+def run_until(rank, config, stop=None):
+    """Like `runs.train`, also for a RUN. stop: after this step."""
+    callback = lambda trainer, record: record["step"] == stop and trainer.request_stop()  # noqa: E731
+    train_loop(make_trainer(rank, config), callbacks=[callback])
+
+
+def on_a_store(rank, folder):
+    """A run on a store, resumed in its middle and compared with a local one."""
+    local, url = settings(folder / "local", steps=4, save_every=2), RUN
+    remote = change(local, out=url, staging=str(folder / "staging"))
+    run_until(rank, local)
+    run_until(rank, remote, stop=2)
+    assert not [path for path in (folder / "staging").rglob("*") if path.name.endswith(".safetensors")]
+    run_until(rank, change(remote, out=None, resume=url, keep=1))
+    names = [path.name for path in list_checkpoints(local_path(url) / "checkpoints")]
+    (folder / "copy").mkdir()
+    (folder / "copy" / "metrics.jsonl").write_bytes(read(Url(url) / "metrics.jsonl"))
+    found, expected = find_checkpoint(url), find_checkpoint(str(folder / "local"))
+    return names, equal_tensors(tensors_of(found), tensors_of(expected)), (found / "run.json").read_bytes()
+
+
+def test_a_resumed_run_on_a_store_equals_one_in_a_folder(s3, tmp_path):
+    names, equal, manifest = run_ranks(1, in_environment, access(s3), on_a_store, tmp_path)[0]
+    assert names == ["step-000004"] and equal
+    local, remote = read_records(tmp_path / "local"), read_records(tmp_path / "copy")
+    assert losses(local) == losses(remote) and list(losses(remote)) == [1, 2, 3, 4]
+    assert losses(local, "validation_loss")[4] == losses(remote, "validation_loss")[4]
+    assert b'"step": 4' in manifest
+
+
+@pytest.mark.parametrize("resume", [RUN, f"{RUN}/checkpoints", f"{RUN}/checkpoints/step-000003"])
+@pytest.mark.usefixtures("s3")
+def test_the_folder_of_a_resumed_run_is_that_of_the_old_one(resume, tmp_path):
+    config = change(settings(tmp_path), out=None, resume=resume)
+    assert str(url_of(run_folder(config.checkpoint, config.name))) == RUN
+    other = change(config, out=str(tmp_path / "local"))
+    assert run_folder(other.checkpoint, other.name) == tmp_path / "local"

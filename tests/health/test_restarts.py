@@ -4,6 +4,7 @@ import os
 import random
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,8 +59,8 @@ def test_torchrun_restarts_a_killed_run_which_resumes_in_its_folder(tmp_path):
     assert losses(again, "validation_loss")[7] == losses(whole, "validation_loss")[7]
 
 
-def set_torchrun_environment(monkeypatch, restarts, run_id="none"):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+def set_torchrun_environment(monkeypatch, restarts):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
 
 
@@ -97,6 +98,15 @@ def test_only_a_restart_uses_the_folder_of_its_launcher(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getppid", lambda: 1)  # another launcher
     assert folder_of(new) == Path("runs/tiny-2")
     assert restart.newest_checkpoint(Path(out)) is None
+
+
+def test_a_launcher_file_is_written_or_refused_before_the_run(tmp_path, monkeypatch):
+    set_torchrun_environment(monkeypatch, 0)
+    for method in ("mkdir", "touch"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, Mock(side_effect=OSError(28, "No space left on device")))
+            with pytest.raises(ValueError, match=r"cannot write .*launchers/.*json: No space left on device"):
+                restart.mark_folder(tmp_path, 0)
 
 
 def test_a_restart_takes_the_largest_whole_step_whatever_the_clock_says(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import io
 import os
 import signal
 import time
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from moe_dualpipe.health.signals import ORDERS, STOP_SIGNALS, Stop
 from moe_dualpipe.training.loop import train_loop
 from tests.support import ranks
 from tests.support.killed_runs import Processes, newest
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, started
 from tests.support.runs import losses, make_trainer, records, settings
 
 
@@ -36,17 +36,6 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step_and_a_checkpoint(tmp
         assert f"{number.name}: stopping after this step and a checkpoint{repeat}\n" in run.output(signalled[0])
 
 
-@contextmanager
-def started(target, *arguments):
-    process = ranks._context.Process(target=target, args=arguments, daemon=True)
-    process.start()
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.join()
-
-
 def stuck_in_cpp(port, completes, log):
     os.dup2(os.open(log, os.O_WRONLY), 2)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -61,7 +50,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck_in_cpp_and_the_first_one_b
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     log = tmp_path / "log"
     log.touch()
-    with started(stuck_in_cpp, store.port, completes, log) as process:
+    with started(stuck_in_cpp, [(store.port, completes, log)]) as [process]:
         store.wait(["ready"])
         if completes:
             os.kill(process.pid, signal.SIGTERM)
@@ -86,7 +75,7 @@ def listening(connection):
 def test_announcements_may_be_repeated_and_nohup_keeps_its_meaning():
     """The kernel sends SIGXCPU every second."""
     ours, theirs = ranks._context.Pipe()
-    with started(listening, theirs) as process:
+    with started(listening, [(theirs,)]) as [process]:
         assert ours.recv()
         announcements = [number for number in STOP_SIGNALS if number not in (*ORDERS, signal.SIGHUP)]
         assert len(announcements) == 3

@@ -246,16 +246,6 @@ class Exploding(StoreStage):
             raise ArithmeticError("boom")
 
 
-def the_store_is_empty_before_and_after_a_step_even_a_failed_one():
-    x = torch.randn(2 * SIZE, WIDTH)
-    WeightGradStore.put(lambda: pytest.fail("left by an earlier step"))
-    WeightGradStore.flush()
-    DualPipeV((StoreStage(), StoreStage())).step(x, num_chunks=2, criterion=criterion, labels=(x,))
-    with pytest.raises(ArithmeticError, match="boom"):
-        DualPipeV((Exploding(), Exploding())).step(x, num_chunks=2, criterion=criterion, labels=(x,))
-    assert not WeightGradStore.enabled and WeightGradStore.cache == [] and WeightGradStore.funcs_queue.empty()
-
-
 def plain_pair(**options):
     return DualPipeV((PlainStage(), PlainStage()), **options)
 
@@ -284,7 +274,14 @@ def on_one_rank(_rank):
     for program, message in WRONG:
         with pytest.raises(ValueError, match=message):
             program()
-    the_store_is_empty_before_and_after_a_step_even_a_failed_one()
+    # The store is empty before and after a step, even a failed one.
+    x = torch.randn(2 * SIZE, WIDTH)
+    WeightGradStore.put(lambda: pytest.fail("left by an earlier step"))
+    WeightGradStore.flush()
+    DualPipeV((StoreStage(), StoreStage())).step(x, num_chunks=2, criterion=criterion, labels=(x,))
+    with pytest.raises(ArithmeticError, match="boom"):
+        DualPipeV((Exploding(), Exploding())).step(x, num_chunks=2, criterion=criterion, labels=(x,))
+    assert not WeightGradStore.enabled and WeightGradStore.cache == [] and WeightGradStore.funcs_queue.empty()
 
 
 def test_errors_of_wrong_programs_say_what_to_change_and_no_step_depends_on_an_earlier_one():

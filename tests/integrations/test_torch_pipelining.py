@@ -39,20 +39,19 @@ def batch(seed):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def plain_step(model, *seeds):
+def plain_step(model, seed):
     """Losses by micro-batch, and the gradients of their sum, in plain training."""
     losses = []
-    for seed in seeds:
-        for x, y in zip(*(t.split(SIZE) for t in batch(seed)), strict=True):
-            loss = model.loss(model(x), y)
-            loss.backward()
-            losses.append(loss.detach())
+    for x, y in zip(*(t.split(SIZE) for t in batch(seed)), strict=True):
+        loss = model.loss(model(x), y)
+        loss.backward()
+        losses.append(loss.detach())
     return losses
 
 
-def make_schedule(modules, group=None, shapes=True, scale_grads=False):
-    """torch's schedule of the two stages of this rank, `modules` by index, in pipeline `group`."""
-    last = 2 * dist.get_world_size(group) - 1
+def make_schedule(modules, shapes=True, scale_grads=False):
+    """torch's schedule of the two stages of this rank, `modules` by index."""
+    last = 2 * dist.get_world_size() - 1
     stages = []
     for index, module in modules.items():
         hidden = torch.empty(SIZE, LENGTH, CONFIG.hidden_size, requires_grad=True)
@@ -60,15 +59,15 @@ def make_schedule(modules, group=None, shapes=True, scale_grads=False):
         logits = torch.empty(SIZE, LENGTH, CONFIG.vocab_size, requires_grad=True)
         ends_in_logits = index == last and not getattr(module, "head_in_loss", False)
         known = {"input_args": hidden if index else tokens, "output_args": logits if ends_in_logits else hidden}
-        stages.append(PipelineStage(module, index, last + 1, CPU, group=group, **(known if shapes else {})))
+        stages.append(PipelineStage(module, index, last + 1, CPU, **(known if shapes else {})))
     criterion = getattr(modules.get(last), "loss", next_token_loss)
     return ScheduleDualPipeV(stages, MICRO_BATCHES, criterion, scale_grads=scale_grads)
 
 
-def make_modules(rank, pp, experts=None, fused_loss=False):
+def make_modules(rank, pp, fused_loss=False):
     specs = split(CONFIG, 2 * pp)
     return {
-        index: Counting(CONFIG, specs[index], experts, StageOptions(SEED, fused_loss=fused_loss))
+        index: Counting(CONFIG, specs[index], None, StageOptions(SEED, fused_loss=fused_loss))
         for index in (rank, 2 * pp - 1 - rank)
     }
 

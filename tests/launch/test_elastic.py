@@ -15,12 +15,11 @@ import pytest
 
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import parse_arguments
-from tests.support import namespaces
-from tests.support.machines import Machines
+from tests.support import machines
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, SMALL, losses, make_trainer, records
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(machines.why_not()), reason=machines.why_not())]
 
 NOTES_SEQUENCES = """
 import json, time
@@ -48,8 +47,8 @@ main()
 """
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
 LAUNCH = [
-    *("torchrun", "--nproc-per-node", 1, "--max-restarts", 3, "--rdzv-backend", "c10d"),
-    *("--rdzv-endpoint", f"{namespaces.address(5)}:29400", "--rdzv-conf", CONF),
+    *("torchrun", "--nnodes", "2:4", "--nproc-per-node", 1, "--max-restarts", 3, "--rdzv-backend", "c10d"),
+    *("--rdzv-endpoint", f"{machines.address(5)}:29400", "--rdzv-conf", CONF),
 ]
 OPTIONS = [
     *(*SMALL, "--set", "checkpoint.save_async=false"),
@@ -59,19 +58,18 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-class Run:
+class Run(machines.Machines):
     """An elastic run in `folder` on some machines, and the store of the rendezvous on another one."""
 
-    def __init__(self, machines, folder, nodes, script):
-        self.machines, self.folder = machines, folder
-        (folder / "train.py").write_text(script)
-        self.words = [*LAUNCH, "--nnodes", nodes]
-        machines.start(5, [sys.executable, ROOT / "examples" / "rendezvous_store.py", 29400])
+    def __init__(self, holder, folder):
+        super().__init__(holder, folder)
+        (folder / "train.py").write_text(NOTES_SEQUENCES)
+        self.start(5, [sys.executable, ROOT / "examples" / "rendezvous_store.py", 29400])
 
-    def start(self, *which):
+    def start_ranks(self, *which):
         for i in which:
-            words = [*self.words, "--local-addr", namespaces.address(i), "train.py", *OPTIONS, "--out", "run"]
-            self.machines.start(i, words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+            words = [*LAUNCH, "--local-addr", machines.address(i), "train.py", *OPTIONS, "--out", "run"]
+            self.start(i, words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
     def attempts(self):
         """The number of processes of each attempt, with the steps that it began."""
@@ -85,14 +83,8 @@ class Run:
         """Wait until this number of processes has done more steps."""
         end = time.monotonic() + 150
         while not any(now == processes and len(steps) > more for now, steps in self.attempts()[-1:]):
-            assert time.monotonic() < end, "\n".join(self.machines.log(i) for i in self.machines.processes)
+            assert time.monotonic() < end, "\n".join(self.log(i) for i in self.processes)
             time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def running(folder, nodes, script):
-    with namespaces.switch() as holder, contextlib.closing(Machines(holder, folder)) as machines:
-        yield machines, Run(machines, folder, nodes, script)
 
 
 def undisturbed(rank, arguments, steps):
@@ -112,23 +104,23 @@ def lines(text, pattern):
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another_is_added(tmp_path):
     """Three machines; without the one of rank 0; with it again; with a fourth, the new first, until it leaves."""
-    with running(tmp_path, "2:4", NOTES_SEQUENCES) as (machines, run):
-        run.start(1, 2, 3)
+    with machines.switch() as holder, contextlib.closing(Run(holder, tmp_path)) as run:
+        run.start_ranks(1, 2, 3)
         run.wait_for(3)
-        machines.lose(1)
+        run.lose(1)
         run.wait_for(2)
-        run.start(1)
+        run.start_ranks(1)
         run.wait_for(3)
-        run.start(0)
+        run.start_ranks(0)
         run.wait_for(4)
-        machines.signal(0)
-        machines.exit_code(0)
+        run.signal(0)
+        run.exit_code(0)
         run.wait_for(3)
         for i in range(1, 4):
-            machines.signal(i)
+            run.signal(i)
         for i in range(1, 4):
-            machines.exit_code(i)
-        logs = [machines.log(i) for i in range(4)]
+            run.exit_code(i)
+        logs = [run.log(i) for i in range(4)]
     found = records(tmp_path / "run")
     done = max(losses(found))
     (expected, sequences), *_ = run_ranks(

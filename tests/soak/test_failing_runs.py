@@ -1,6 +1,5 @@
 """Runs of two ranks in which a process is killed, frozen or asked to stop, or the disk fills up, at a random moment."""
 
-import contextlib
 import functools
 import os
 import random
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from moe_dualpipe.checkpoint import find_checkpoint, list_checkpoints
 from moe_dualpipe.health.signals import STOP_SIGNALS
 from moe_dualpipe.training.config import ParallelConfig, TrainConfig
 from moe_dualpipe.training.metrics import read_records
-from tests.support.checkpoints import tensors_of
+from tests.support.checkpoints import small_disk, tensors_of
 from tests.support.killed_runs import Processes, newest
 from tests.support.runs import ROOT, SMALL, change, losses, settings
 
@@ -137,19 +135,6 @@ def test_a_rank_that_is_frozen_for_ever_is_named_by_the_other(rng: random.Random
         time.sleep(rng.uniform(0, 0.1))
         run.kill(rank, signal.SIGSTOP)
         check_named(run, rank)
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
-    """A file system of this size at `folder`."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs root, to mount a file system")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("rng", range(12), indirect=True)

@@ -1,8 +1,12 @@
-"""Small checkpoints on disk: written by hand or by `save_checkpoint`, and read back."""
+"""Small checkpoints on disk: written by hand or by `save_checkpoint`, and read back; and disks that are full."""
 
 import dataclasses
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import SafetensorError
 
@@ -91,3 +95,16 @@ class FullDisk:
             save_file(tensors, path, *metadata)
 
         monkeypatch.setattr(tensor_file, "save_file", limited)
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    """A file system of this size at `folder`."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs root, to mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -1,9 +1,9 @@
 """Runs whose processes a test can kill, stop or make fail."""
 
-import json
 import os
 import signal
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,52 +35,23 @@ def ranked_run(rank, size, port, config, patience, log, sabotage):
     dist.destroy_process_group()
 
 
-class Processes:
+class Processes(ExitStack):
     """The processes of one run. The rendezvous store is in the test's process, as it is in torchrun's."""
 
     def __init__(self, size, config, patience=10.0, sabotage=None):
+        super().__init__()
         self.config = config
-        path = Path(config.checkpoint.out, "metrics.jsonl")
-        if path.exists():  # remove records of earlier attempts after their last checkpoint
-            old = [
-                line for line in path.open() if line.endswith("}\n") and json.loads(line)["step"] <= self.first_step()
-            ]
-            path.write_text("".join(old))
         self.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        folder = Path(config.checkpoint.out).parent
-        self.logs = [
-            folder / f"{Path(config.checkpoint.out).name}-rank{rank}-{self.store.port}.log" for rank in range(size)
-        ]
+        self.logs = [Path(f"{config.checkpoint.out}-rank{rank}-{self.store.port}.log") for rank in range(size)]
         arguments = [(r, size, self.store.port, config, patience, self.logs[r], sabotage) for r in range(size)]
-        self.processes = [ranks._context.Process(target=ranked_run, args=a, daemon=True) for a in arguments]
-
-    def records(self):
-        path = Path(self.config.checkpoint.out, "metrics.jsonl")
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [line for line in lines if '"loss"' in line and line.endswith("\n")]
-
-    def __enter__(self):
-        for process in self.processes:
-            process.start()
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.join()
+        self.processes = self.enter_context(ranks.started(ranked_run, arguments))
 
     def wait_for_steps(self, count):
         """Wait until `count` steps of this run are recorded."""
-        first = self.first_step()
-        end = time.monotonic() + 60
-        while not any(json.loads(line)["step"] >= first + count for line in self.records()):
+        path, end = Path(self.config.checkpoint.out, "metrics.jsonl"), time.monotonic() + 60
+        while not path.exists() or path.read_text().count('"loss"') < count:
             assert time.monotonic() < end and self.processes[0].is_alive(), self.output(0)
             time.sleep(0.002)
-
-    def first_step(self):
-        return (
-            int(Path(self.config.checkpoint.resume).name.removeprefix("step-")) if self.config.checkpoint.resume else 0
-        )
 
     def kill(self, rank, number=signal.SIGKILL):
         os.kill(self.processes[rank].pid, number)

@@ -1,18 +1,69 @@
 """Machines in network namespaces that run commands, can be lost without a word, and come back.
 
-Each has a network card, a host name and process ids of its own (`namespaces.py`).
+Each has a network card, a host name and process ids of its own; a switch joins them. Needs root, and the programs ip,
+nsenter and unshare. The namespaces end with their processes. The network that this machine has is not touched.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from . import namespaces
 from .runs import ROOT
+
+CARD = "eth0"
+
+
+def why_not() -> str:
+    """Why there can be no such machines here; "" if there can."""
+    if missing := [program for program in ("ip", "nsenter", "unshare") if shutil.which(program) is None]:
+        return f"needs {', '.join(missing)}"
+    made = ["unshare", "--net", "ip", "link", "add", "one", "type", "veth", "peer", "name", "two"]
+    done = subprocess.run(made, capture_output=True, text=True, check=False)
+    return f"no network namespaces: {done.stderr.strip()[:200]}" if done.returncode else ""
+
+
+def address(rank: int) -> str:
+    return f"10.77.0.{rank + 1}"
+
+
+def host(rank: int) -> str:
+    return f"node-{'abcdefgh'[rank]}"
+
+
+@contextmanager
+def switch() -> Iterator[int]:
+    """A namespace with a switch; yields the process that holds it."""
+    holder = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 600"], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline()
+        run_in(holder.pid, "ip link add switch type bridge", "ip link set switch up")
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def join(holder: int, rank: int, process: int) -> None:
+    """Join the machine of a process to the switch."""
+    run_in(
+        holder, f"ip link add port{rank} type veth peer name {CARD} netns {process}",
+        f"ip link set port{rank} master switch up",
+    )  # fmt: skip
+    card = f"ip address add {address(rank)}/24 dev {CARD}", f"ip link set {CARD} up"
+    run_in(process, "ip link set lo up", *card)
+
+
+def run_in(process: int, *commands: str) -> None:
+    """Run shell commands in the network namespace of a process."""
+    words = ["nsenter", "--target", str(process), "--net", "sh", "-ec", "\n".join(commands)]
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
 
 _ENTER = """
 mount --bind hosts /etc/hosts
@@ -28,7 +79,7 @@ class Machines:
     def __init__(self, holder: int, folder: Path):
         self.holder, self.folder = holder, folder
         self.processes: dict[int, subprocess.Popen] = {}
-        names = "".join(f"{namespaces.address(i)} {namespaces.host(i)}\n" for i in range(8))
+        names = "".join(f"{address(i)} {host(i)}\n" for i in range(8))
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
     def log(self, machine: int) -> str:
@@ -38,8 +89,8 @@ class Machines:
         """Start a machine that runs a command."""
         joined = self.folder / f"joined-{machine}"
         joined.unlink(missing_ok=True)
-        shell = _ENTER.format(name=namespaces.host(machine), joined=joined.name)
-        outer = os.environ | {"GLOO_SOCKET_IFNAME": namespaces.CARD, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        shell = _ENTER.format(name=host(machine), joined=joined.name)
+        outer = os.environ | {"GLOO_SOCKET_IFNAME": CARD, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         outer["PATH"] = f"{Path(sys.executable).parent}:{outer['PATH']}"
         unshare = ["unshare", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with open(self.folder / f"{machine}.log", "ab") as log:
@@ -49,12 +100,12 @@ class Machines:
             )  # fmt: skip
         self.processes[machine] = process
         _wait_for_namespace(process.pid)
-        namespaces.join(self.holder, machine, process.pid)
+        join(self.holder, machine, process.pid)
         joined.touch()
 
     def lose(self, machine: int) -> None:
         """Cut a machine off, then end its processes: no packet says so."""
-        namespaces.run_in(self.holder, f"ip link delete port{machine}")
+        run_in(self.holder, f"ip link delete port{machine}")
         self._kill(machine)
 
     def signal(self, machine: int, number: int = signal.SIGTERM) -> None:
@@ -76,7 +127,7 @@ class Machines:
 
 
 def _wait_for_namespace(process: int) -> None:
-    """Wait until `unshare` has entered its namespaces."""
+    """Wait until `unshare` has entered its"""
     end = time.monotonic() + 30
     while os.readlink(f"/proc/{process}/ns/net") == os.readlink("/proc/self/ns/net"):
         assert time.monotonic() < end

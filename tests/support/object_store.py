@@ -1,20 +1,26 @@
-"""A real S3 server in the test's process, behind a proxy that fails, waits or cuts connections on request."""
+"""A real S3 server in the test's process that fails, waits or cuts connections on request."""
 
-import http.client
+import io
+import itertools
 import logging
 import os
 import re
+import socket
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+from werkzeug.serving import make_server
+from werkzeug.wrappers import Response
 
 from moe_dualpipe import messages
 from moe_dualpipe.data.stores import copies, store
@@ -44,34 +50,60 @@ Fault = Callable[[Request], Any]
 before the request is passed on, or None. It may also wait."""
 
 
-@dataclass
 class ObjectStore:
-    """requests: all that came. fault: what is asked about each of them. bytes_read: the content that was sent back."""
+    """requests: all that came. fault: what is asked about each of them. bytes_read: the content that was sent back.
 
-    endpoint: str
-    server: str
-    requests: list[Request] = field(default_factory=list)
-    fault: Fault = lambda _: None
-    bytes_read: int = 0
-    _client: Any = None
+    A WSGI application around that of the server. The client of a test passes through it unseen.
+    """
 
+    def __init__(self, app: Any):
+        self._app, self.endpoint = app, ""
+        self.requests: list[Request] = []
+        self.reset_faults()
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
+        if "Boto3" in environ.get("HTTP_USER_AGENT", ""):
+            return self._app(environ, start_response)
+        method, path = environ["REQUEST_METHOD"], environ["RAW_URI"]
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        environ["wsgi.input"] = io.BytesIO(body)
+        deleted = re.findall("<Key>(.*?)</Key>", body.decode()) if path.endswith("?delete") else []
+        request = Request(method, path, len(body), tuple(deleted))
+        self.requests.append(request)
+        fault = self.fault(request)
+        if isinstance(fault, int):
+            error = Response(f"<Error><Code>{fault}</Code><Message>injected</Message></Error>", fault)
+            return error(environ, start_response)
+        if fault == "hang up":
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            raise ConnectionResetError
+        if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS4"):  # Google's; no signature is checked
+            environ["HTTP_AUTHORIZATION"] = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request"
+        answer = Response.from_app(self._app, environ, buffered=True)
+        data = answer.get_data()
+        if method == "HEAD":
+            return answer(environ, start_response)
+        self.bytes_read += len(data) * (method == "GET" and "?" not in path)
+        answer.content_length = len(data)
+        start_response(answer.status, answer.headers.to_wsgi_list())
+        return [data[: len(data) // 2] if fault == "cut" else data]
+
+    @cached_property
     def client(self) -> Any:
-        """A client that does not pass through the proxy."""
-        if self._client is None:
-            import boto3
+        """A client whose requests are not counted and have no faults."""
+        import boto3
 
-            self._client = boto3.client("s3", endpoint_url=self.server)
-        return self._client
+        return boto3.client("s3", endpoint_url=self.endpoint)
 
     def names(self, prefix: str = "") -> list[str]:
-        pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
         return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
     def content(self, key: str) -> bytes:
-        return self.client().get_object(Bucket=BUCKET, Key=key)["Body"].read()
+        return self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
 
     def put(self, key: str, data: bytes) -> None:
-        self.client().put_object(Bucket=BUCKET, Key=key, Body=data)
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
 
     def put_folder(self, folder: Path, key: str) -> None:
         for path in folder.rglob("*"):
@@ -83,113 +115,43 @@ class ObjectStore:
         return [request.path.rpartition("/")[2] for request in self.requests if request.method == "PUT"]
 
     def reset_faults(self) -> None:
-        self.fault, self.bytes_read = lambda _: None, 0
+        self.fault: Fault = lambda _: None
+        self.bytes_read = 0
         self.requests.clear()
 
     def reset(self) -> None:
-        self.fault = lambda _: None
-        client = self.client()
-        for name in self.names():
-            client.delete_object(Bucket=BUCKET, Key=name)
-        for one in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []):
-            client.abort_multipart_upload(Bucket=BUCKET, Key=one["Key"], UploadId=one["UploadId"])
-        forget()
+        """An empty bucket, and a process that knows nothing of it."""
         self.reset_faults()
-
-
-def _handler(served: ObjectStore, port: int) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version, wbufsize = "HTTP/1.1", -1  # a packet for each answer, not one for each header
-
-        def _pass_on(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            deleted = re.findall("<Key>(.*?)</Key>", body.decode()) if self.path.endswith("?delete") else []
-            request = Request(self.command, self.path, len(body), tuple(deleted))
-            served.requests.append(request)
-            fault = served.fault(request)
-            if fault == "hang up":
-                self.close_connection = True
-                return
-            if isinstance(fault, int):
-                head = self.command == "HEAD"
-                self._answer(
-                    fault,
-                    {},
-                    b"" if head else f"<Error><Code>{fault}</Code><Message>injected</Message></Error>".encode(),
-                )
-                return
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            headers = {k: v for k, v in self.headers.items() if k.lower() != "expect"}
-            if not self.headers.get("Authorization", "").startswith("AWS4"):  # Google's; no signature is checked
-                headers["authorization"] = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request"
-            connection.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
-            answer = connection.getresponse()
-            data, got = answer.read(), dict(answer.getheaders())
-            served.bytes_read += len(data) * (self.command == "GET" and "?" not in self.path)
-            connection.close()
-            if self.command == "HEAD":
-                self._answer(answer.status, got, b"", int(got.get("Content-Length", 0)))
-            elif fault == "cut":
-                self._answer(answer.status, got, data[: len(data) // 2], len(data))
-                self.close_connection = True
-            else:
-                self._answer(answer.status, got, data)
-
-        def _answer(self, status: int, headers: dict[str, str], data: bytes, length: int | None = None) -> None:
-            with suppress(OSError):
-                self.send_response_only(status)
-                for name, value in headers.items():
-                    if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
-                        self.send_header(name, value)
-                self.send_header("Content-Length", str(len(data) if length is None else length))
-                self.end_headers()
-                self.wfile.write(data)
-
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Handler
-
-
-class _Proxy(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def handle_error(self, *_: object) -> None:
-        pass
+        urllib.request.urlopen(f"{self.endpoint}/moto-api/reset", b"").close()
+        self.client.create_bucket(Bucket=BUCKET)
+        forget()
+        self.requests.clear()
 
 
 @contextmanager
 def object_store() -> Iterator[ObjectStore]:
     """Run a server with an empty bucket. Until the end, s3:// is this server, for this process and its children."""
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    found = ObjectStore(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, found, threaded=True, request_handler=MotoRequestHandler)
+    found.endpoint = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     tempfile.gettempdir()  # that of this process stays as it is
     forkserver.ensure_running()  # nor do later processes get the folder, which does not last
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, ACCESS | {"TMPDIR": folder}):
-        server.start()
-        _, port = server.get_host_and_port()
-        found = ObjectStore("", f"http://127.0.0.1:{port}")
-        proxy = _Proxy(("127.0.0.1", 0), _handler(found, port))
-        found.endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        found.client().create_bucket(Bucket=BUCKET)
-        try:
-            with (
-                mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": found.endpoint}),
-                mock.patch.object(stand_in, "tempfile", SimpleNamespace(gettempdir=lambda: folder)),
-            ):
-                forget()
-                yield found
-        finally:
-            forget()
-            proxy.shutdown()
-            proxy.server_close()
-            server.stop()
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(os.environ, ACCESS | {"TMPDIR": folder, "AWS_ENDPOINT_URL": found.endpoint}),
+            mock.patch.object(stand_in, "tempfile", SimpleNamespace(gettempdir=lambda: folder)),
+        ):
+            found.reset()
+            yield found
+    finally:
+        forget()
+        server.shutdown()
+        server.server_close()
 
 
 def access(served: ObjectStore) -> dict[str, str]:
@@ -214,12 +176,5 @@ def forget() -> None:
 
 def first(count: int, fault: Any, wanted: Callable[[Request], bool] = lambda _: True) -> Fault:
     """A fault for only the first `count` requests that are wanted."""
-    left = [count]
-
-    def decide(request: Request) -> Any:
-        if wanted(request) and left[0] > 0:
-            left[0] -= 1
-            return fault
-        return None
-
-    return decide
+    left = itertools.repeat(fault, count)
+    return lambda request: next(left, None) if wanted(request) else None

@@ -9,7 +9,8 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,45 @@ _context.set_forkserver_preload(_PRELOAD)
 os.register_at_fork(after_in_child=gc.freeze)  # or each process would go through, and copy, all objects of the server
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """Return `[function(rank, *args) for rank in range(num_ranks)]`, each computed in its own process."""
+@contextmanager
+def started(target: Callable[..., Any], arguments: Sequence[tuple]) -> Iterator[list[Any]]:
+    """Processes of `target(*arguments[rank])`, one for each rank. What still runs at the end is killed."""
+    processes = [_context.Process(target=target, args=args, daemon=True) for args in arguments]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def _started_ranks(num_ranks: int, function: Callable[..., Any], args: tuple) -> Iterator[tuple[list[Any], Any]]:
+    """Ranks of one process group that call `function(rank, *args)`, and the queue of their (rank, value, error)."""
     results = _context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        store = f"{folder}/store"
-        processes = [
-            _context.Process(target=_main, args=(results, store, rank, num_ranks, function, args), daemon=True)
-            for rank in range(num_ranks)
-        ]
-        for process in processes:
-            process.start()
-        collected = _Collected(num_ranks)
-        try:
-            collected.wait(results, timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        return [collected.values[rank] for rank in range(num_ranks)]
+        arguments = [(results, f"{folder}/store", rank, num_ranks, function, args) for rank in range(num_ranks)]
+        with started(_main, arguments) as processes:
+            yield processes, results
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """Return `[function(rank, *args) for rank in range(num_ranks)]`, each computed in its own process."""
+    values: dict[int, Any] = {}
+    with _started_ranks(num_ranks, function, args) as (_, results):
+        while len(values) < num_ranks:
+            missing = {*range(num_ranks)} - values.keys()
+            assert results._reader.poll(timeout), f"ranks {missing} did not finish within {timeout} s"
+            rank, values[rank], error = results.get()
+            assert error is None, f"rank {rank} failed:\n{error}"
+    return [values[rank] for rank in range(num_ranks)]
+
+
+def each(rank: int, function: Callable[..., Any], items: Sequence, *args: Any) -> list[Any]:
+    """For `run_ranks`: `function(rank, item, *args)` for one item after the other."""
+    return [function(rank, item, *args) for item in items]
 
 
 def run_failing_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[str]:
@@ -52,21 +73,11 @@ def run_failing_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, 
 
     The test fails if a rank finishes without an error or does not end in time.
     """
-    results = _context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = [(results, f"{folder}/store", rank, num_ranks, function, args) for rank in range(num_ranks)]
-        processes = [_context.Process(target=_main, args=argument, daemon=True) for argument in arguments]
-        for process in processes:
-            process.start()
-        try:
-            for rank, process in enumerate(processes):
-                process.join(timeout)
-                assert process.exitcode is not None, f"rank {rank} did not end within {timeout} s"
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        ended = dict.fromkeys(range(num_ranks), "")
+    ended = dict.fromkeys(range(num_ranks), "")
+    with _started_ranks(num_ranks, function, args) as (processes, results):
+        for rank, process in enumerate(processes):
+            process.join(timeout)
+            assert process.exitcode is not None, f"rank {rank} did not end within {timeout} s"
         while not results.empty():
             rank, _, error = results.get()
             assert error is not None, f"rank {rank} finished without an error"
@@ -82,34 +93,11 @@ def exits_and_logs(
 
     meanwhile: called with the processes when they have started. timeout: seconds to wait for each of them.
     """
-    processes = [_context.Process(target=target, args=args, daemon=True) for args in arguments]
-    for process in processes:
-        process.start()
-    try:
+    with started(target, arguments) as processes:
         meanwhile(processes)
         for process in processes:
             process.join(timeout)
         return [process.exitcode for process in processes], [log.read_text() for log in logs]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-class _Collected:
-    def __init__(self, num_ranks: int):
-        self.values: dict[int, Any] = {}
-        self.num_ranks = num_ranks
-
-    def wait(self, results: Any, timeout: float) -> None:
-        while len(self.values) < self.num_ranks:
-            if not results._reader.poll(timeout):
-                missing = [rank for rank in range(self.num_ranks) if rank not in self.values]
-                raise TimeoutError(f"ranks {missing} did not finish within {timeout} s")
-            rank, value, error = results.get()
-            if error is not None:
-                raise AssertionError(f"rank {rank} failed:\n{error}")
-            self.values[rank] = value
 
 
 def _main(results: Any, store: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple) -> None:

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import email
+import gc
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -16,7 +18,9 @@ from unittest import mock
 
 import torch
 import torch.distributed.run as torch_launcher
+from torch.profiler import ProfilerActivity, profile
 
+import moe_dualpipe
 from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
@@ -25,7 +29,7 @@ from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import Request, all_keys, parse, value_of
-from moe_dualpipe.training.preflight import Run, prepare
+from moe_dualpipe.training.preflight import Given, Run, prepare
 from moe_dualpipe.training.restart import Agreed
 from moe_dualpipe.training.step import Trainer
 from tests.support import ranks
@@ -72,18 +76,54 @@ def options(**changes) -> TrainConfig:
     return change(TrainConfig(), **changes)
 
 
-def make_run(config: TrainConfig | list[str], rank=0, world_size=1) -> Run:
-    """The checked run of a configuration, or of a command line. Without a process group, no rank asks the others."""
+def make_run(config: TrainConfig | list[str], rank=0, world_size=1, **given) -> Run:
+    """The checked run of a configuration, or of a command line. Without a process group, no rank asks the others.
+
+    given: weights, batches and validation in memory.
+    """
     request = parse(config) if isinstance(config, list) else Request(config)
     with contextlib.ExitStack() as stack:
         if world_size > 1 and not torch.distributed.is_initialized():
             stack.enter_context(mock.patch.object(preflight, "agree", lambda folder, *_: Agreed(folder)))
-        return prepare(request, Launch(rank, rank, world_size, world_size), instruments=instruments())
+        return prepare(request, Launch(rank, rank, world_size, world_size), Given(**given), instruments())
 
 
-def make_trainer(rank, config) -> Trainer:
-    run = make_run(config, rank, torch.distributed.get_world_size())
+def make_trainer(rank, config, **given) -> Trainer:
+    run = make_run(config, rank, torch.distributed.get_world_size(), **given)
     return Trainer(run, extensions=run.instruments.extensions)
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor for stage in trainer.stages.values() for name, tensor in stage.state_dict().items()}
+
+
+def equal_tensors(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def note_sequences(trainer) -> dict[int, tuple[int, list]]:
+    """By step, the data-parallel rank, and the (inputs, labels) that this rank will read."""
+    read, step = {}, trainer.pipeline.step
+
+    def noted(inputs_BS, labels_BS, *arguments, **options):
+        if torch.is_grad_enabled():
+            rows = [*zip(inputs_BS.tolist(), labels_BS.tolist(), strict=True)]
+            read[trainer.progress.step] = trainer.layout.dp_rank, rows
+        return step(inputs_BS, labels_BS, *arguments, **options)
+
+    trainer.pipeline.step = noted
+    return read
+
+
+def sequences(reads):
+    """The sequences of each step on all data-parallel ranks, in order. All ranks of a pipeline must read the same."""
+    found = {}
+    for step in reads[0]:
+        parts = {}
+        for dp_rank, rows in (read[step] for read in reads):
+            assert parts.setdefault(dp_rank, rows) == rows
+        found[step] = [row for _, rows in sorted(parts.items()) for row in rows]
+    return found
 
 
 def skip_steps(trainer) -> contextlib.AbstractContextManager[object]:
@@ -100,6 +140,12 @@ def train(rank, config):
     return records(trainer.run.folder)
 
 
+def train_in_memory(config, *callbacks, **given):
+    """The records of a run from Python that prints nothing, and its trainer."""
+    found = []
+    return found, moe_dualpipe.train(config, callbacks, [SimpleNamespace(log=found.append)], verbose=False, **given)
+
+
 def train_and_listen(rank, config):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -109,6 +155,16 @@ def train_and_listen(rank, config):
 
 def records(out):
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def peak_bytes(function, *arguments):
+    """The most bytes that torch's CPU allocator gave out at a time within a call, by its own record; and the result."""
+    gc.collect()  # what an earlier run has left would be freed within the call
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = function(*arguments)
+    events: Any = recorded.profiler.kineto_results.events()
+    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    return max(itertools.accumulate(size for _, size in sorted(sizes, key=lambda one: one[0]))), result
 
 
 CLOCKS = (
@@ -127,7 +183,7 @@ def losses(run_records, kind="loss"):
 
 
 def train_each(rank, configs):
-    return [train(rank, config) for config in configs]
+    return ranks.each(rank, train, configs)
 
 
 def introduction(rank, config):

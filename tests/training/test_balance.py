@@ -1,22 +1,25 @@
-"""Load balance in runs: biases of routers on all ranks, and experts that move without a change of any bit."""
+"""Extensions of runs: biases of routers on all ranks, experts that move without a change of any bit, and buffers."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order
 from tests.support.own_layers import ExpertList
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each, run_ranks
 from tests.support.runs import (
     MODEL,
     SHALLOW,
+    equal_tensors,
     make_trainer,
     settings,
     skip_steps,
     without_clocks,
 )
+from tests.support.special_experts import CountingExperts, DropoutExperts, RunningExperts, named
 
 BALANCED = dataclasses.replace(MODEL, num_layers=3, router_bias=True, sequence_loss=0.02, z_loss=0.003)
 OFTEN = {"model": BALANCED, "bias_rate": 0.01, "steps": 4, "seq_len": 16, "eval_sequences": 1}
@@ -49,10 +52,6 @@ def biased_steps(rank, config):
     return values, records
 
 
-def biased_steps_each(rank, configs):
-    return [biased_steps(rank, config) for config in configs]
-
-
 def biases_of(trainer):
     return {name.removeprefix("model."): t for name, t in trainer.buffers.state().items() if name.endswith("bias_E")}
 
@@ -60,7 +59,7 @@ def biases_of(trainer):
 def test_biases_follow_the_loads_of_all_ranks_in_every_layout(tmp_path):
     divisions = [{"schedule": "1f1b", "recompute": "full"}, {"ep": 2}]
     configs = [settings(tmp_path / str(i), **{**OFTEN, **changes}) for i, changes in enumerate(divisions)]
-    ranks = run_ranks(2, biased_steps_each, configs)
+    ranks = run_ranks(2, each, biased_steps, configs)
     for parts in zip(*ranks, strict=True):
         everywhere = {name for biases, _ in parts for name in biases}
         assert everywhere == {f"layers.{layer}.mlp.router.bias_E" for layer in (1, 2)}
@@ -87,10 +86,6 @@ def run_steps(rank, config):
     return steps, {name: t.float().numpy().copy() for name, t in trainer.state().items()}
 
 
-def run_each(rank, configs):
-    return [run_steps(rank, config) for config in configs]
-
-
 def without_moves(steps):
     return [{key: value for key, value in step.items() if key not in OF_MOVES} for step in without_clocks(steps)]
 
@@ -107,7 +102,7 @@ def test_moves_change_no_bit(tmp_path, ranks, optimizer, options):
     plain = settings(tmp_path / "plain", **{**SMALL, **options})
     plain = dataclasses.replace(plain, optim=dataclasses.replace(plain.optim, name=optimizer))
     moving = dataclasses.replace(plain, parallel=dataclasses.replace(plain.parallel, **MOVES))
-    seen = run_ranks(ranks, run_each, [plain, moving])
+    seen = run_ranks(ranks, each, run_steps, [plain, moving])
     assert sum(step["moved_experts"] for step in seen[0][1][0]) > 2
     for step in seen[0][1][0]:
         assert step["rank_load_after"] <= step["rank_load_before"]
@@ -135,3 +130,90 @@ def test_a_decision_counts_the_loads_since_the_last_one(tmp_path):
         ratios = imbalance(in_order(2, 8, 2).gpu_loads(both))
         assert steps[last]["rank_load_before"] == round(sum(ratios) / 2, 4) and not steps[last]["moved_experts"]
         assert "rank_load_before" not in steps[last - 1]
+
+
+# ---- Buffers of a custom layer, averaged on request; dropout is on in training, off in validation and samples ----
+
+
+RUNNING = dataclasses.replace(SHALLOW, experts=named(RunningExperts))
+COUNTING = dataclasses.replace(SHALLOW, experts=named(CountingExperts))
+SHORT = {"model": RUNNING, "seq_len": 16, "eval_sequences": 1, "steps": 2}
+MEANS = {f"layers.1.mlp.experts.mean.{expert}" for expert in range(SHALLOW.num_experts)}
+
+
+def buffers_of(trainer):
+    return {name: t.clone() for name, t in trainer.buffers.state().items()}
+
+
+# ---- Replicas ----
+
+
+def averaged_steps(rank, config):
+    """Compare averages with the buffers of all ranks; validate, and skip a step."""
+    trainer = make_trainer(rank, config)
+    group = trainer.groups.expert_replicas
+    average = trainer.buffers.average
+    compared = []
+
+    def checked_average():
+        before = buffers_of(trainer)
+        average()
+        after = buffers_of(trainer)
+        for name in sorted(name for name in before if ".mean" in name):
+            copies = [torch.empty_like(before[name]) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(copies, before[name], group=group)
+            compared.append(not torch.equal(*copies))
+            assert torch.equal(after[name], (copies[0] + copies[1]) / 2), name
+
+    trainer.buffers.average = checked_average  # type: ignore[method-assign]
+    for step in range(2):
+        trainer.step(step)
+        trainer.check_replicas()
+    assert any(compared)
+
+    before = buffers_of(trainer)
+    trainer.validation_loss()
+    assert equal_tensors(buffers_of(trainer), before)
+
+    with skip_steps(trainer):
+        trainer.step(2)
+    skipped = {name: t for name, t in buffers_of(trainer).items() if ".count" not in name}
+    assert skipped
+    assert all(torch.equal(t, before[name]) for name, t in skipped.items())
+    trainer.step(3)
+    assert not equal_tensors(buffers_of(trainer), before)
+    return [name for name in before if "router" not in name]
+
+
+def test_named_buffers_are_averaged_after_each_step(tmp_path):
+    seen = run_ranks(2, averaged_steps, settings(tmp_path, **{**SHORT, "model": COUNTING}))
+    assert {*seen[0]} == {*seen[1]} == {f"model.{name}" for name in (*MEANS, "layers.1.mlp.experts.count")}
+
+
+DROPOUT = dataclasses.replace(SHALLOW, experts=named(DropoutExperts))
+
+
+def modes(stages):
+    return [module.training for stage in stages for module in stage.modules()]
+
+
+def validate_and_sample(rank, config):
+    trainer = make_trainer(rank, config)
+    stages = [*trainer.stages.values()]
+    stages[0].get_submodule("layers.0.attention").eval()  # modes of the user stay
+    before = modes(stages)
+    assert not all(before)
+    assert trainer.validation_loss() == trainer.validation_loss()
+    assert modes(stages) == before
+    assert trainer.sample() == trainer.sample()
+    assert modes(stages) == before
+
+    random = torch.random.get_rng_state()
+    trainer.step(0)
+    assert not torch.equal(torch.random.get_rng_state(), random), "a training step has dropout"
+    seeds = [(trainer.training_losses(step), torch.initial_seed())[1] for step in (0, 1, 0)]
+    assert seeds[0] == seeds[2] != seeds[1], "each step draws dropout of its own, and the same when it is repeated"
+
+
+def test_validation_and_samples_have_no_dropout_and_restore_the_modes(tmp_path):
+    run_ranks(1, validate_and_sample, settings(tmp_path, model=DROPOUT, seq_len=16, eval_sequences=1, sample_tokens=8))

@@ -1,8 +1,10 @@
-"""Training from Python, with a loop of one's own, and with torchrun gives the same bits as train.py in one process."""
+"""Training from Python, and whatever its program does, gives the bits of train.py in one process."""
 
+import contextlib
+import dataclasses
+import math
 import os
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_dualpipe import preset, train
+from moe_dualpipe.checkpoint import list_checkpoints
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.training import (
     OptimizerConfig,
@@ -17,7 +20,21 @@ from moe_dualpipe.training import (
 )
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, SMALL, TEXT, change, command, losses, records, settings, train_and_listen
+from tests.support.runs import (
+    ROOT,
+    SHALLOW,
+    SMALL,
+    TEXT,
+    change,
+    command,
+    equal_tensors,
+    losses,
+    records,
+    settings,
+    train_and_listen,
+    train_in_memory,
+    weights_of,
+)
 
 CPU = ("--device", "cpu", "--steps", "3", *map(str, SMALL))
 OWN_LOOP = ROOT / "examples" / "own_loop.py"
@@ -38,24 +55,13 @@ def own_loop_config() -> TrainConfig:
     return change(settings("nowhere", steps=3, model=preset("tiny")), out=None, optim=OptimizerConfig(warmup_steps=5))
 
 
-def weights(stages) -> dict[str, torch.Tensor]:
-    return {name: tensor for stage in stages.values() for name, tensor in stage.state_dict().items()}
-
-
-def assert_equal_weights(first, second):
-    first, second = weights(first), weights(second)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_path, monkeypatch, capfd):
     main([*CPU, "--out", str(tmp_path / "run")])
     expected = records(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     capfd.readouterr()
     for _ in range(2):  # in one process
-        found = []
-        trainer = train(parse_arguments(CPU), log=[SimpleNamespace(log=found.append)], verbose=False)
+        found, trainer = train_in_memory(parse_arguments(CPU))
         assert not dist.is_initialized()
         for kind in ("loss", "grad_norm", "lr"):
             assert losses(found, kind) == losses(expected, kind)
@@ -81,7 +87,7 @@ def use_own_group(_rank, config):
     own: Any = run_own_loop()
     assert dist.group.WORLD is group
     with_loop = train(own_loop_config(), verbose=False)
-    assert_equal_weights(own["pipeline"].stages, with_loop.stages)
+    assert equal_tensors(weights_of(own["pipeline"]), weights_of(with_loop))
     return reached, own["schedule"].name
 
 
@@ -123,3 +129,102 @@ def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):
     config = parse_arguments(resume.split("train.py ")[1].split())
     assert f"resumed from {out}/checkpoints/step-000003, steps 4 to 6" in run_ranks(2, train_and_listen, config)[0]
     assert list(losses(records(out))) == [1, 2, 3, 4, 5, 6]
+
+
+# ---- What a program or a callback sets in the process changes no number of a run, or is one error ----
+
+
+MODEL = dataclasses.replace(SHALLOW, router_bias=True, z_loss=0.01)  # the loads move biases
+NUMBERS = ("loss", "grad_norm", "validation_loss", "expert_load_max_over_mean", "z_loss")
+
+
+def numbers(config, *callbacks):
+    found, _ = train_in_memory(config, *callbacks)
+    return {kind: losses(found, kind) for kind in NUMBERS}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    found = numbers(config_of(None))
+    assert all(0 < norm < math.inf for norm in found["grad_norm"].values()) and len(found["z_loss"]) == 3
+    return found
+
+
+def config_of(out):
+    config = settings("", model=MODEL, schedule="1f1b", steps=3, seq_len=16)
+    return change(config, out=out, save_every=out and 1)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def own_backward(trainer, _record):
+    (stage,) = trainer.stages.values()
+    tokens = torch.randint(256, (2, 8))
+    stage.loss(stage(tokens), tokens).backward()
+
+
+def gradients_off(_trainer, _record):
+    torch.set_grad_enabled(False)
+
+
+def inference(_trainer, _record):
+    torch.inference_mode().__enter__()
+
+
+def fp64(_trainer, _record):
+    torch.set_default_dtype(torch.float64)
+
+
+AROUND = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "fp64": lambda: default_dtype(torch.float64),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_the_modes_of_the_caller(expected, around):
+    with AROUND[around]():
+        assert numbers(config_of(None)) == expected
+
+
+@pytest.mark.parametrize("callback", [own_backward, gradients_off, inference, fp64])
+def test_what_a_callback_leaves(expected, callback):
+    with default_dtype(torch.get_default_dtype()):
+        assert numbers(config_of(None), callback) == expected
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def test_a_callback_in_another_working_directory(tmp_path, expected, monkeypatch):
+    """Its checkpoints are written in the background, also while the callback is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def move(_trainer, _record):
+        os.chdir(tmp_path / "elsewhere")
+
+    assert numbers(config_of("run"), move) == expected
+    assert os.getcwd() == str(tmp_path) and not [*(tmp_path / "elsewhere").iterdir()]
+    assert len(list_checkpoints(tmp_path / "run" / "checkpoints")) == 3
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("validation_loss") == 2
+
+
+@pytest.mark.parametrize("factor", [math.nan, -1.0, math.inf])
+def test_an_invalid_factor_of_the_learning_rate(factor):
+    steps = []
+
+    def set_factor(trainer, record):
+        steps.append(record["step"])
+        trainer.lr_factor = factor
+
+    with pytest.raises(ValueError, match=rf"^trainer.lr_factor must be at (least 0|most .*): got {factor}$"):
+        numbers(config_of(None), set_factor)
+    assert steps == [1]

@@ -1,35 +1,29 @@
 """Weights and batches that a program passes to `train`: the same bits as from a checkpoint and from text."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe_dualpipe import load_data, train
+from moe_dualpipe import load_data
 from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.expert_parallel.parameters import expert_ids, global_tensors
 from moe_dualpipe.models import StageOptions, build_model
-from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.preflight import Given, prepare
-from moe_dualpipe.training.step import Trainer
 from tests.support.own_layers import ExpertList
 from tests.support.ranks import run_ranks
-from tests.support.runs import SHALLOW, TEXT, change, losses, settings
+from tests.support.runs import (
+    SHALLOW,
+    TEXT,
+    change,
+    equal_tensors,
+    losses,
+    make_trainer,
+    settings,
+    train_in_memory,
+    weights_of,
+)
 
 WITHOUT_TEXT = ("nowhere",)  # no text is read when batches are given
-
-
-def run(config, **given):
-    """The records of a run without a folder, and its trainer."""
-    found = []
-    log = SimpleNamespace(log=found.append)
-    return found, train(change(config, out=None), log=[log], verbose=False, **given)
-
-
-def parameters_of(trainer):
-    return {name: tensor for stage in trainer.stages.values() for name, tensor in stage.state_dict().items()}
 
 
 def whole_batches(text, config):
@@ -45,17 +39,18 @@ def whole_batches(text, config):
 
 
 def given_batches_and_text(_rank, config):
-    expected, trainer = run(config)
+    expected, trainer = train_in_memory(config)
     text, calls = load_data(TEXT, config.batch.seq_len), []
     batches, validation = whole_batches(text, config)
     given = change(config, data=WITHOUT_TEXT)
-    found, other = run(given, batches=lambda step: (calls.append(step), batches(step))[1], validation=validation)
+    found, other = train_in_memory(
+        given, batches=lambda step: (calls.append(step), batches(step))[1], validation=validation
+    )
     for kind in ("loss", "grad_norm", "validation_loss"):
         assert losses(found, kind) == losses(expected, kind), kind
     assert calls == [*range(config.steps)]
-    after, its = parameters_of(trainer), parameters_of(other)
-    assert all(torch.equal(after[name], its[name]) for name in its)
-    without, _ = run(given, batches=batches)
+    assert equal_tensors(weights_of(trainer), weights_of(other))
+    without, _ = train_in_memory(given, batches=batches)
     assert losses(without) == losses(found)
     assert not losses(without, "validation_loss")
     return losses(found, "validation_loss")
@@ -64,19 +59,13 @@ def given_batches_and_text(_rank, config):
 @pytest.mark.parametrize("ranks,changes", [(1, {}), (2, {}), (2, {"pp": 1, "ep": 2})], ids=str)
 @pytest.mark.quick("1-{}")
 def test_given_batches_have_the_losses_of_the_same_batches_from_text(ranks, changes):
-    config = settings("nowhere", steps=3, **changes)
+    config = change(settings("nowhere", steps=3, **changes), out=None)
     assert run_ranks(ranks, given_batches_and_text, config)[0].keys() == {0, 3}  # the first rank has the records
-
-
-def given_run(rank, config, **given):
-    world_size = torch.distributed.get_world_size()
-    launch = Launch(rank, rank, world_size, world_size)
-    return prepare(Request(change(config, out=None)), launch, Given(**given), from_command=False)
 
 
 def start_from(rank, config, weights):
     """Start from the given weights; compare all that this rank holds with them."""
-    trainer = Trainer(given_run(rank, config, weights=weights))
+    trainer = make_trainer(rank, config, weights=weights)
     assert trainer.stages
     for stage in trainer.stages.values():
         ids = expert_ids(stage)
@@ -120,7 +109,7 @@ def unequal_batches(rank, config):
         return tokens_BS, torch.zeros_like(tokens_BS)
 
     with pytest.raises(ValueError) as error:
-        Trainer(given_run(rank, config, batches=batches))
+        make_trainer(rank, config, batches=batches)
     return str(error.value)
 
 

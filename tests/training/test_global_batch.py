@@ -1,27 +1,32 @@
 """A step is global: the same sequences, and the mean over the same labeled tokens, in every layout."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from moe_dualpipe import Pipeline, join_world, train
-from moe_dualpipe.data import Source, TextData
+from moe_dualpipe.data import Source, TextData, load_data, prepare_data
+from moe_dualpipe.data.same_text import check_same_text
 from moe_dualpipe.models import StageOptions, build_model
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.loop import train_loop
-from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.preflight import Given, prepare
-from moe_dualpipe.training.step import Trainer
-from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, SHALLOW, change, losses, records, settings
+from tests.support.ranks import each, run_ranks
+from tests.support.runs import (
+    MODEL,
+    SHALLOW,
+    change,
+    losses,
+    make_trainer,
+    note_sequences,
+    records,
+    sequences,
+    settings,
+)
 
 BASE = {"model": MODEL, "steps": 2, "seq_len": 16, "batch_size": 16, "eval_sequences": 16}
 LAYOUTS = {
@@ -51,34 +56,11 @@ def test_parts_of_a_step_are_parts_of_the_whole(sources, step, count, seed):
 
 
 def run_and_read(rank, config, given):
-    """A run of given or of text batches. Returns the sequences of each data-parallel rank, by step, and the losses."""
-    size = dist.get_world_size()
-    trainer = Trainer(prepare(Request(config), Launch(rank, rank, size, size), Given(**given) if given else Given()))
-    read, step = {}, trainer.pipeline.step
-
-    def noted(inputs_BS, labels_BS, *arguments, **options):
-        if torch.is_grad_enabled():
-            read[trainer.progress.step] = inputs_BS.tolist(), labels_BS.tolist()
-        return step(inputs_BS, labels_BS, *arguments, **options)
-
-    trainer.pipeline.step = noted  # type: ignore[method-assign]
+    """A run of given or of text batches. Returns the sequences that this rank reads, by step, and the records."""
+    trainer = make_trainer(rank, config, **given)
+    read = note_sequences(trainer)
     train_loop(trainer, verbose=False)
-    return trainer.layout.dp_rank, read, records(config.checkpoint.out)
-
-
-def run_each(rank, configs, given):
-    return [run_and_read(rank, config, given) for config in configs]
-
-
-def sequences(ranks):
-    """What all data-parallel ranks read together: inputs and labels of each step, in order."""
-    parts = {dp_rank: read for dp_rank, read, _ in ranks}
-    for dp_rank, read, _ in ranks:
-        assert read == parts[dp_rank]  # all ranks of a pipeline read the same
-    steps = parts[0].keys()
-    return {
-        step: [list(itertools.chain(*(parts[r][step][i] for r in sorted(parts)))) for i in (0, 1)] for step in steps
-    }
+    return read, records(config.checkpoint.out)
 
 
 # ---- Labels that are ignored ----
@@ -119,9 +101,9 @@ def compare_all(folder, given, layouts):
     reference = None
     for number, changes in layouts.items():
         configs = [settings(folder / f"{number}-{i}", **{**BASE, **one}) for i, one in enumerate(changes)]
-        runs = run_ranks(number, run_each, configs, given)
+        runs = run_ranks(number, each, run_and_read, configs, given)
         for ranks, one in zip(zip(*runs, strict=True), changes, strict=True):
-            read, metrics = sequences(ranks), ranks[0][2]
+            read, metrics = sequences([read for read, _ in ranks]), ranks[0][1]
             found = {kind: losses(metrics, kind) for kind in ("loss", "validation_loss", "grad_norm")}
             reference = reference or (read, found)
             assert read == reference[0], (number, one)
@@ -131,12 +113,12 @@ def compare_all(folder, given, layouts):
             # A micro-batch runs through the same products in the same order; gradients are summed in another one.
             if not {*one} - {"schedule", "num_chunks", "layers"}:
                 assert found["loss"][1] == reference[1]["loss"][1], (number, one)
-    assert reference is not None and len({tuple(row) for row in reference[0][1][0]}) > 10
+    assert reference is not None and len({tuple(inputs) for inputs, _ in reference[0][1]}) > 10
     return reference[1]
 
 
 @pytest.mark.parametrize("layouts", [{1: [{}], 2: [LAYOUTS[2][0], LAYOUTS[2][-1]]}, LAYOUTS], ids=["few", "all"])
-@pytest.mark.parametrize("given", [None, GIVEN], ids=["text", "ignored"])
+@pytest.mark.parametrize("given", [{}, GIVEN], ids=["text", "ignored"])
 @pytest.mark.quick("ignored-few")
 def test_a_step_has_the_same_sequences_and_the_mean_loss_of_their_labels_in_every_layout(tmp_path, given, layouts):
     """With labels that are ignored, micro-batches without any are among them, and whole ranks with few."""
@@ -166,3 +148,45 @@ def test_a_batch_without_any_label_is_an_error_with_its_step(tmp_path):
         for model, message in ((SHALLOW, "^this batch has no label"), (MTP, "^mtp_layers embeds the labels, .* -100")):
             with pytest.raises(ValueError, match=message):
                 Pipeline(model, schedule, (1, 16)).step(*(unlabeled if model is SHALLOW else uneven(0)))
+
+
+# ---- All ranks must have the same text: the first stage takes the inputs from it, the last one the labels ----
+
+
+TEXT = "".join(f"line {i}\n" for i in range(400))
+
+
+def compared(rank, cases):
+    """What each case says, in which every rank has one of its sources."""
+    said = []
+    for sources in cases:
+        try:
+            check_same_text(load_data(sources[rank], 8))
+            said.append("same")
+        except ValueError as error:
+            said.append(str(error).partition(": ")[2].partition(";")[0])
+    return said
+
+
+def test_the_text_counts_and_its_place_does_not(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_text(TEXT)
+    (tmp_path / "d").write_text(TEXT[:-1])
+    prepare_data([str(tmp_path / "a")], tmp_path / "tokens", "bytes", 1, "text")
+    tokens = np.fromfile(tmp_path / "tokens" / "train.bin", np.uint8)
+    tokens.tofile(tmp_path / "bare.bin")
+    a, b, d, bare = ([str(tmp_path / name)] for name in ("a", "b", "d", "bare.bin"))
+    twice = [f"{a[0]}=2", *d]
+    cases = [
+        [a, b, a], [a, d, d], [[*a, *d], [*d, *a], [*b, *d]],
+        [twice, [f"{b[0]}=2", *d], twice], [twice, [*b, *d], twice],
+    ]  # fmt: skip
+    one = "those of 1 rank (1) differ from those of rank 0"
+    two = "those of 2 ranks (1, 2) differ from those of rank 0"
+    assert run_ranks(3, compared, cases) == [["same", two, one, "same", one]] * 3
+    before = load_data(bare, 8, dtype="uint8")
+    assert before.fingerprint() == load_data(bare, 8, dtype="uint8").fingerprint() > 0
+    tokens[0] += 1
+    (tmp_path / "new").write_bytes(tokens.tobytes())
+    (tmp_path / "new").replace(bare[0])
+    assert load_data(bare, 8, dtype="uint8").fingerprint() != before.fingerprint()

@@ -1,33 +1,19 @@
 """Predicted peak memory against what training steps allocate: weights, optimizer state, and the peak within a step."""
 
 import dataclasses
-import gc
-import itertools
-from typing import Any
 
 import pytest
-from torch.profiler import ProfilerActivity, profile
 
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.planner import MicroBatch, peak_memory
 from tests.support.ranks import run_ranks
-from tests.support.runs import change, make_trainer, settings
+from tests.support.runs import change, make_trainer, peak_bytes, settings
 
 MODEL = ModelConfig(
     hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, dense_size=192, expert_size=64,
     num_experts=4, experts_per_token=2, init_std=0.1,
 )  # fmt: skip
 KINDS = ["none", "norms", "attention", "full"]
-
-
-def peak_of_a_step(trainer):
-    """The most bytes that torch's CPU allocator gave out at a time within a step, by its own record."""
-    gc.collect()  # what an earlier run has left would be freed within the step
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        trainer.step(1)
-    events: Any = recorded.profiler.kineto_results.events()
-    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    return max(itertools.accumulate(size for _, size in sorted(sizes, key=lambda one: one[0])))
 
 
 def predicted_memory(run):
@@ -56,7 +42,7 @@ def memory_of_a_rank(rank, configs):
         trainer = make_trainer(rank, config)
         trainer.step(0)  # allocates what stays
         weights = {id(p): p.nbytes for stage in trainer.stages.values() for p in stage.parameters()}
-        used = sum(weights.values()) + trainer.optimizer.state_bytes + peak_of_a_step(trainer)
+        used = sum(weights.values()) + trainer.optimizer.state_bytes + peak_bytes(trainer.step, 1)[0]
         predicted = predicted_memory(trainer.run)[trainer.layout.pp_rank]
         found.append((predicted.total, used))
         del trainer

@@ -5,27 +5,29 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-import moe_dualpipe
 from moe_dualpipe.cli import main
 from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.integrations.trackers import ID_FILE
 from moe_dualpipe.models import PRESETS, preset
 from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.training.config import BatchConfig, SampleConfig, TrainConfig
+from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.extensions.balance import load_statistics
 from moe_dualpipe.training.metrics import FIELDS, FILE, Metrics, merged, read_records, utilization
 from moe_dualpipe.training.preflight import _peak_flops
 from moe_dualpipe.training.sinks import TensorBoard
+from tests.support.checkpoints import small_disk
 from tests.support.mutations import check_message, mutations
-from tests.support.runs import SMALL, TEXT, change, losses, records, settings
+from tests.support.runs import SMALL, change, losses, records, settings, train_in_memory
 
 
 def test_load_statistics_docstring_example():
@@ -83,12 +85,8 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_none_when_read(tmp
 
 
 def test_the_fields_of_a_run_are_described():
-    class Records(list):
-        log = list.append
-
     model = replace(preset("tiny"), num_layers=2, mtp_layers=1, sequence_loss=0.1, z_loss=0.1)
-    batch, sample, found = BatchConfig(data=(TEXT,), seq_len=16), SampleConfig(sample_tokens=0), Records()
-    moe_dualpipe.train(TrainConfig(steps=1, model=model, batch=batch, sample=sample), log=[found], verbose=False)
+    found, _ = train_in_memory(change(settings("", steps=1, model=model, seq_len=16), out=None))
     keys = {key for record in found for key in record}
     assert keys <= {*FIELDS} and keys > {"loss", "validation_loss", "mtp_loss", "z_loss", "tokens_per_s", "lr"}
 
@@ -220,3 +218,43 @@ def test_every_sink_gets_each_record_whatever_the_others_do(tmp_path, capfd):
     warning = capfd.readouterr().err
     assert warning.startswith("\ntrain.py: warning: Broken cannot log: ") and warning.count("\n") == 2
     assert "test_metrics.py" in warning and "in Broken.log: KeyError: raise KeyError; the run continues" in warning
+
+
+# ---- A full disk: what can be written later is written later ----
+
+
+def test_records_wait_until_there_is_space(tmp_path, capfd):
+    ballast, out = tmp_path / "disk" / "ballast", tmp_path / "disk" / "run"
+    with small_disk(tmp_path / "disk", 64):
+        writer = Metrics(out)
+        writer.write(step=1)
+        with contextlib.suppress(OSError):
+            ballast.write_bytes(bytes(1 << 20))
+        for step in range(2, 500):
+            writer.write(step=step, save_error="x" * 20)
+        found = [record["step"] for record in read_records(out)]
+        assert found == [*range(1, len(found) + 1)]
+        assert 1 < len(found) < 499
+        assert (out / "metrics.jsonl").read_text().endswith("}\n"), "part of a record was left"
+        ballast.unlink()
+        writer.write(step=500)
+        writer.close()
+        assert [record["step"] for record in read_records(out)] == [*range(1, 501)]
+    problem = f"{out}/metrics.jsonl cannot be written: No space left on device; the run continues and tries again"
+    assert capfd.readouterr().err == f"\ntrain.py: warning: {problem}\n"
+
+
+def test_a_resumed_run_removes_repeated_records_as_soon_as_it_can(tmp_path, monkeypatch, capfd):
+    path = tmp_path / "metrics.jsonl"
+    old = '{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st'
+    path.write_text(old)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", Mock(side_effect=OSError(28, "No space left on device")))
+        writer = Metrics(tmp_path, first_step=1)
+        writer.write(step=2, again=True)
+        assert path.read_text() == old
+        assert list(tmp_path.iterdir()) == [path]
+    writer.write(step=3, again=True)
+    writer.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "again": true}\n{"step": 3, "again": true}\n'
+    assert capfd.readouterr().err.count("No space left on device") == 1

@@ -1,26 +1,24 @@
-"""Runs whose loss or gradients are not finite: they end with an error that names the place, and save nothing of it."""
+"""A loss or gradients that are not finite: all ranks skip the step, and the end of a run names the place."""
 
 import contextlib
 import io
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe_dualpipe.checkpoint import list_checkpoints
+from moe_dualpipe.runtime.replicas import check_equal
+from moe_dualpipe.training.extensions import Update
+from moe_dualpipe.training.extensions.skipped_steps import SkippedSteps
 from moe_dualpipe.training.loop import train_loop
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, make_trainer
-from tests.support.runs import settings as shallow_settings
+from tests.support.runs import MODEL, change, make_trainer, settings
 
 NAN, INF = float("nan"), float("inf")
 ADVICE = "resume from an earlier one with a lower --lr, or check the data"
 STOPS = f"the run stops without a checkpoint: {ADVICE}"
-
-
-def settings(out, **changes):
-    """With two layers a stage: the first of them that is not finite is named, not the one after it."""
-    return shallow_settings(out, **{"model": MODEL, **changes})
 
 
 def failing_runs(rank, runs):
@@ -48,13 +46,10 @@ def checkpoints(config):
     return [path.name for path in list_checkpoints(Path(config.checkpoint.out, "checkpoints"))]
 
 
-def blocks(trainer, layer):
-    return [stage.layers[str(layer)] for stage in trainer.stages.values() if str(layer) in stage.layers]
-
-
 def change_output(trainer, layer, method, changed, ranks=None):
     """On some ranks, apply `changed(output, trainer)` to the first output of a method of a block or of its MLP."""
-    for block in blocks(trainer, layer) if ranks is None or trainer.layout.rank in ranks else ():
+    stages = trainer.stages.values() if ranks is None or trainer.layout.rank in ranks else ()
+    for block in [stage.layers[str(layer)] for stage in stages if str(layer) in stage.layers]:
         owner = block if hasattr(block, method) else block.mlp
 
         def run(*inputs, original=getattr(owner, method), **options):  # noqa: B008
@@ -73,21 +68,13 @@ def nan(x, _):
 # ---- How a run is spoiled ----
 
 
-@torch.no_grad()
-def spoil_weight(trainer, part, ranks):
-    for stage in trainer.stages.values() if trainer.layout.rank in ranks else ():
-        for name, parameter in stage.named_parameters():
-            if part in name:
-                parameter.view(-1)[-1] = INF
-
-
 def spoil_after_last_step(trainer):
     train_step = trainer.step
 
     def step(number):
         record = train_step(number)
-        if number == trainer.config.steps - 1:
-            spoil_weight(trainer, "layers.3.mlp.experts.down", [1])
+        if number == trainer.config.steps - 1 and trainer.layout.rank == 1:
+            trainer.stages[1].get_parameter("layers.3.mlp.experts.down").data.view(-1)[-1] = INF
         return record
 
     trainer.step = step
@@ -119,18 +106,23 @@ def weight_gradient(trainer, name, value):
             parameter.register_hook(lambda grad: torch.full_like(grad, value))
 
 
-def nan_in_steps(trainer, *steps):
-    pipeline_step = trainer.pipeline.step
-    pending = set(steps)
+def poison(trainer, rank, kind, value, *steps):
+    """Once in each of `steps`, put `value` into the last loss of a rank, or into one element of one gradient."""
+    pipeline_step, pending = trainer.pipeline.step, {*steps}
 
-    def once(*batch, **options):
-        losses = pipeline_step(*batch, **options)
-        if torch.is_grad_enabled() and trainer.progress.step in pending:
-            pending.remove(trainer.progress.step)
-            losses[-1] = losses[-1] * NAN
+    def step(inputs, labels, sum_gradients=False, num_labels=None):
+        poisoned = trainer.progress.step in pending and torch.is_grad_enabled()
+        losses = pipeline_step(inputs, labels, sum_gradients and not poisoned, num_labels)
+        pending.discard(trainer.progress.step if poisoned else None)
+        if poisoned and trainer.layout.rank == rank:
+            if kind == "loss":
+                losses[-1] = torch.full_like(losses[-1], value)
+            else:
+                chosen = next(p for n, p in sorted(trainer.optimizer.parameters.items()) if kind in n)
+                chosen.grad.view(-1)[-1] = value
         return losses
 
-    trainer.pipeline.step = once
+    trainer.pipeline.step = step
 
 
 NORM = "layers.0.attention_norm.weight"
@@ -155,13 +147,22 @@ PLACES = [
     ({"pp": 1, "ep": 2, "steps": 3}, (spoil_after_last_step,),
      "the validation loss after step 3 is nan: parameter layers.3.mlp.experts.down is not finite (stage 1, rank 1); "
      f"this step is not saved: {ADVICE}", "step-000002"),
-    ({"steps": 2, "max_skipped": 9}, (nan_in_steps, 1, 2),
+    ({"steps": 2, "max_skipped": 9}, (poison, 0, "loss", NAN, 1, 2),
      f"{ALL}when the same batch was run again, all outputs and gradients were finite; {STOPS}"),
 ]  # fmt: skip
 
 
 def test_the_error_names_the_first_value_that_is_not_finite(tmp_path):
-    common = {"steps": 9, "seq_len": 16, "eval_sequences": 1, "max_skipped": 2, "save_every": 1, "keep": 1}
+    """With two layers a stage: the first of them that is not finite is named, not the one after it."""
+    common = {
+        "model": MODEL,
+        "steps": 9,
+        "seq_len": 16,
+        "eval_sequences": 1,
+        "max_skipped": 2,
+        "save_every": 1,
+        "keep": 1,
+    }
     cases = [(settings(tmp_path / str(i), **{**common, **changes}), *rest) for i, (changes, *rest) in enumerate(PLACES)]
     found = errors_of([(config, *spoil) for config, spoil, *_ in cases])
     for error, (config, spoil, expected, *newest) in zip(found, cases, strict=True):
@@ -175,7 +176,7 @@ def test_the_error_names_the_first_value_that_is_not_finite(tmp_path):
 def run_with_nan(rank, config, stop_at, *steps):
     """The checkpoints during the run, after each step. stop_at: request a stop in this step."""
     trainer = make_trainer(rank, config)
-    nan_in_steps(trainer, *steps)
+    poison(trainer, 0, "loss", NAN, *steps)
     train_step, seen = trainer.step, []
 
     def train_and_look(step):
@@ -189,13 +190,72 @@ def run_with_nan(rank, config, stop_at, *steps):
 
 
 def test_a_checkpoint_that_is_due_after_a_skipped_step_waits_for_an_update(tmp_path):
-    config = shallow_settings(tmp_path, steps=6, seq_len=16, save_every=3, save_async=False, keep=1)
+    config = settings(tmp_path, steps=6, seq_len=16, save_every=3, save_async=False, keep=1)
     seen = run_ranks(1, run_with_nan, config, 0, 2, 3)[0]
     assert seen == [[], [], [], [], ["step-000004"], ["step-000004"]]
     assert checkpoints(config) == ["step-000006"]
 
 
 def test_a_run_that_is_stopped_after_a_skipped_step_keeps_the_checkpoint_before_it(tmp_path):
-    config = shallow_settings(tmp_path, steps=6, seq_len=16, save_every=2, keep=1)
+    config = settings(tmp_path, steps=6, seq_len=16, save_every=2, keep=1)
     run_ranks(1, run_with_nan, config, 4, 4)
     assert checkpoints(config) == ["step-000004", "step-000002"]
+
+
+# ---- Skipped steps: on all ranks, whichever has the loss or gradient, and nothing changes ----
+
+
+def snapshot(trainer):
+    steps = [state["step"] for state in trainer.optimizer.adamw.state.values() if "step" in state]
+    return [t.clone() for name, t in trainer.state().items() if name != "skipped"] + [s.clone() for s in steps]
+
+
+def skipped_steps(rank, config, cases):
+    """For each case: whether the recorded loss and gradient norm of the skipped step are NaN."""
+    seen = []
+    for changes, *how in cases:
+        trainer = make_trainer(rank, change(config, **changes))
+        poison(trainer, *how, 2)
+        trainer.step(0)
+        before = snapshot(trainer)
+        record = trainer.step(1).record
+        assert record["skipped"] == 1
+        assert all(torch.equal(a, b) for a, b in zip(before, snapshot(trainer), strict=True))
+        assert trainer.step(2).record["skipped"] == 1
+        assert not any(torch.equal(a, b) for a, b in zip(before, snapshot(trainer), strict=True) if a.ndim > 1)
+        for replicas in trainer.replicas:
+            check_equal(replicas)
+        assert all(torch.isfinite(t).all() for t in snapshot(trainer))
+        seen.append((math.isnan(record["loss"]), math.isnan(record["grad_norm"])))
+    return seen
+
+
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(tmp_path):
+    cases = [
+        ({"pp": 1}, 1, "loss", NAN), ({"schedule": "dualpipe"}, 0, "head", -INF),
+        ({"pp": 1, "ep": 2}, 1, ".experts.", NAN),
+    ]  # fmt: skip
+    seen = run_ranks(2, skipped_steps, settings(tmp_path, seq_len=16), cases)
+    assert seen == [[(True, False), (False, False), (False, True)]] * 2
+
+
+def finite(skips, step, loss, norm):
+    update = Update(step - 1, loss, norm, torch.zeros(1, 2))
+    skips.before_update(update)
+    return update.finite
+
+
+def test_messages_about_skipped_steps(capfd):
+    skips, quiet = SkippedSteps(2), SkippedSteps(2, announce=False)
+    for each in (skips, quiet):
+        assert not finite(each, 3, NAN, 1.5)
+        assert finite(each, 4, 2.0, 1.0)
+        assert not finite(each, 5, 2.0, INF)
+        assert not each.too_many
+        assert not finite(each, 6, 2.0, NAN)
+        assert each.too_many
+        assert each.total == 3
+    first, second, third = capfd.readouterr().err.splitlines()
+    assert first == "train.py: step 3 is skipped: its loss is nan, its gradient norm 1.5 (1 so far)"
+    assert second == "train.py: step 5 is skipped: its loss is 2.0, its gradient norm inf (2 so far)"
+    assert third.endswith("(3 so far)")

@@ -1,22 +1,26 @@
-"""AdamW and Muon compared with torch's own optimizers; the learning rate of every step; owners of divided state."""
+"""AdamW and Muon compared with torch's own; learning rates; owners of divided state; parameters that are frozen."""
 
 import dataclasses
 import itertools
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.models import build_model, elementwise_matrices, stacked_matrices
+from moe_dualpipe.models import TransformerStage, build_model, elementwise_matrices, stacked_matrices
+from moe_dualpipe.pipeline import pipeline as pipeline_module
 from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.learning_rate import learning_rate
 from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
 from moe_dualpipe.runtime.zero import assign_owners
 from moe_dualpipe.training.config import OptimizerConfig
-from tests.support.runs import MODEL
+from tests.support.pipelines import freeze
+from tests.support.ranks import run_ranks
+from tests.support.runs import MODEL, SHALLOW, change, equal_tensors, make_trainer, settings, weights_of
 
 OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
 
@@ -173,3 +177,64 @@ def test_wsd_runs_of_any_length_are_equal_before_the_decay():
         before = [learning_rate(WSD, step, total) for step in range(total - 9)]
         assert before == [learning_rate(WSD, step, 5000) for step in range(total - 9)]
         assert learning_rate(WSD, total - 9, total) < 0.1 == learning_rate(WSD, total - 9, 5000)
+
+
+# ---- `--freeze PATTERN` gives the same run as layers that freeze their own parameters, in every layout ----
+
+
+EXPERTS_AND_EMBEDDING = ("*.experts.*", "embedding.weight")
+SMALL = {"seq_len": 16, "eval_sequences": 1, "steps": 4, "optim": OptimizerConfig(lr=0.05, warmup_steps=0)}
+MUON = OptimizerConfig("muon", lr=0.05, warmup_steps=0)
+
+
+class FrozenStage(TransformerStage):
+    """A stage whose layers freeze their parameters themselves."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        freeze(self, r"\.experts\.|^embedding\.weight$")
+
+
+def frozen_by_option_and_by_layer(rank, config):
+    """Train three steps with `--freeze`, and with layers that freeze the same parameters; compare all bits."""
+    trainer = make_trainer(rank, change(config, freeze=EXPERTS_AND_EMBEDDING))
+    before = {name: tensor.clone() for name, tensor in weights_of(trainer).items()}
+    with mock.patch.object(pipeline_module, "TransformerStage", FrozenStage):
+        other = make_trainer(rank, config)
+    for step in range(3):
+        records = [{**one.step(step).record, "seconds": 0, "tokens_per_s": 0} for one in (trainer, other)]
+        assert all(records[0][kind] == records[1][kind] for kind in ("loss", "grad_norm"))
+    after = weights_of(trainer)
+    assert equal_tensors(after, weights_of(other))
+    frozen = {name for name in after if torch.equal(after[name], before[name])}
+    assert frozen == {name for name in after if ".experts." in name or name == "embedding.weight"} != set()
+    assert equal_tensors(trainer.optimizer.tensors(), other.optimizer.tensors())
+    trainer.check_replicas()
+
+
+@pytest.mark.parametrize("ranks,changes", [
+    (1, {}),
+    (2, {}),
+    (2, {"pp": 1, "ep": 2, "dtype": "bfloat16", "optim": MUON}),
+    (2, {"pp": 1, "zero": False, "dtype": "bfloat16"}),
+    (4, {"pp": 2, "ep": 2, "batch_size": 8, "model": dataclasses.replace(SHALLOW, mtp_layers=1)}),
+], ids=lambda value: "" if isinstance(value, int) else ",".join(value))  # fmt: skip
+@pytest.mark.quick("-pp,ep,dtype,optim")
+def test_frozen_parameters_keep_all_bits_and_the_others_train_as_if_the_layer_had_frozen_them(
+    tmp_path, ranks, changes
+):  # fmt: skip
+    run_ranks(ranks, frozen_by_option_and_by_layer, settings(tmp_path, **{**SMALL, **changes}))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_freezing_after_the_optimizer_was_built_is_an_error(frozen):
+    parameters = {name: nn.Parameter(torch.ones(3, 2)) for name in ("a", "b")}
+    parameters["b"].requires_grad_(not frozen)
+    optimizer = Optimizer([ReplicaSet(parameters, None)], OptimizerConfig())
+    parameters["b"].requires_grad_(frozen)
+    for p in parameters.values():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(
+        RuntimeError, match=r"^requires_grad of b changed after the optimizer was built: set it before$"
+    ):
+        optimizer.step(0.1, 1.0)

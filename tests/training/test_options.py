@@ -220,15 +220,10 @@ FLOATS = sorted(name for name, type_ in NUMERIC.items() if type_ is float)
 INTEGERS = sorted({*NUMERIC} - {*FLOATS})
 
 
-def with_option(name, value):
-    """The default options with another value of one key."""
-    return build_config({name: value})
-
-
 def outcome(name, value):
     """The error for this value, or "": checks the options, chooses a layout, and divides the layers."""
     try:
-        config = with_option(name, value)
+        config = build_config({name: value})
         check_options(config)
         config.sample.sampling()
         split(config.model, choose(config, 1).schedule.num_stages)
@@ -275,7 +270,7 @@ def test_the_bounds_are_valid_and_numbers_outside_are_not(names, low, high):
         below, above = (low - 1, high + 1) if integer else (math.nextafter(low, -1), math.nextafter(high, math.inf))
         for value, refused in ((below, "at least"), (low, ""), (high, ""), (above, "at most")):
             try:
-                check_options(with_option(key, value))
+                check_options(build_config({key: value}))
                 error = ""
             except ValueError as caught:
                 error = str(caught)

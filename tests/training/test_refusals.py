@@ -12,12 +12,8 @@ import torch
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import build_model
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training import preflight, train
-from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.preflight import Given, prepare
 from moe_dualpipe.training.restart import Agreed
-from moe_dualpipe.training.step import Trainer
 from tests.support import special_experts
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, SHALLOW, SMALL, change, make_run, make_trainer, settings
@@ -294,7 +290,7 @@ def trainer_errors(rank, starts):
     found = []
     for config, weights in starts:
         with pytest.raises(ValueError) as error:
-            Trainer(prepare(Request(config), Launch(rank, rank, 2, 2), Given(weights)))
+            make_trainer(rank, config, weights=weights)
         found.append(str(error.value))
     return found
 
@@ -375,24 +371,14 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch, tmp_
             make_run([*graphs, *arguments.split()], 0, processes)
 
 
-LINE = r"train.py: error: tests/support/broken_layers.py:\d+ in {}: {}\n"
-
-
-def printed_error(capfd, out, name, *arguments):
+@pytest.mark.parametrize("layer,code,problem", [
+    ("Product", 1, r"Product.forward \(layer 1, mlp forward, experts\): "
+     r"RuntimeError: mat1 and mat2 shapes cannot be multiplied \(\d+x32 and 3x3\)"),
+    ("Reset", 2, r"Reset.reset_expert \(layer 1, experts\): AttributeError: 'Reset' object has no attribute 'down'"),
+])  # fmt: skip
+def test_an_error_in_a_layer_is_one_line_with_code_2_if_it_cannot_be_built(tmp_path, capfd, layer, code, problem):
     with pytest.raises(SystemExit) as ended:
-        main([*map(str, SMALL), "--out", str(out), "--experts", f"tests.support.broken_layers:{name}", *arguments])
-    return ended.value.code, re.sub(r"\r.*\r", "", capfd.readouterr().err)
-
-
-def test_an_error_in_a_layer_is_one_line_and_exits_with_code_1(tmp_path, capfd):
-    code, printed = printed_error(capfd, tmp_path, "Product")
-    problem = r"RuntimeError: mat1 and mat2 shapes cannot be multiplied \(\d+x32 and 3x3\)"
-    assert code == 1 and re.fullmatch(
-        LINE.format(r"Product.forward \(layer 1, mlp forward, experts\)", problem), printed
-    )
-
-
-def test_an_error_in_a_constructor_is_one_line_and_exits_with_code_2(tmp_path, capfd):
-    code, printed = printed_error(capfd, tmp_path, "Reset")
-    problem = "AttributeError: 'Reset' object has no attribute 'down'"
-    assert code == 2 and re.fullmatch(LINE.format(r"Reset.reset_expert \(layer 1, experts\)", problem), printed)
+        main([*map(str, SMALL), "--out", str(tmp_path), "--experts", f"tests.support.broken_layers:{layer}"])
+    printed = re.sub(r"\r.*\r", "", capfd.readouterr().err)
+    assert ended.value.code == code
+    assert re.fullmatch(rf"train.py: error: tests/support/broken_layers.py:\d+ in {problem}\n", printed)

@@ -14,15 +14,13 @@ from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.versions import other_versions
 from moe_dualpipe.training import restart
 from moe_dualpipe.training.loop import train_loop
-from moe_dualpipe.training.options import parse
-from moe_dualpipe.training.preflight import prepare
 from moe_dualpipe.training.restart import agree
 from moe_dualpipe.training.run import _open_folder
 from moe_dualpipe.training.step import Trainer
 from tests.support.checkpoints import write_manifest
 from tests.support.pretended_machines import pretend
 from tests.support.ranks import run_ranks
-from tests.support.runs import SMALL, losses, records
+from tests.support.runs import SMALL, losses, make_run, note_sequences, records, sequences
 
 RUN = [
     *map(str, SMALL), "--batch-size", "12", "--seq-len", "16", "--sample-tokens", "0",
@@ -33,25 +31,18 @@ RUN = [
 def attempt_of(rank, arguments, stop=None, restarted=False):
     """Do what train.py does, up to step `stop`. restarted: as if the launcher had begun the run before.
 
-    Returns the layout, what this rank reads of each step, (its data-parallel rank, sequences), and what it prints.
+    Returns the layout, the sequences that this rank reads in each step, and what it prints.
     """
-    size, read = dist.get_world_size(), {}
+    size = dist.get_world_size()
     launch = Launch(rank, rank, size, size)
     newest = (lambda folder: list_checkpoints(folder / "checkpoints")[0]) if restarted else lambda _: None
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(restart, "newest_checkpoint", newest)
-        run = prepare(parse(arguments), launch)
+        run = make_run(arguments, rank, size)
         _open_folder(run, launch)
         dist.barrier()
         trainer = Trainer(run)
-        step = trainer.pipeline.step
-
-        def noted(inputs_BS, *arguments, **options):
-            if torch.is_grad_enabled():
-                read[trainer.progress.step] = trainer.layout.dp_rank, inputs_BS.tolist()
-            return step(inputs_BS, *arguments, **options)
-
-        trainer.pipeline.step = noted  # type: ignore[method-assign]
+        read = note_sequences(trainer)
         train_loop(trainer, callbacks=[lambda one, record: record["step"] == stop and one.request_stop()])
     return (run.layout.pp, run.layout.dp, run.layout.ep), read, printed.getvalue()
 
@@ -59,16 +50,6 @@ def attempt_of(rank, arguments, stop=None, restarted=False):
 def whole_and_first(rank, whole, first, stop):
     """A run without a stop, and the first attempt of another, on the same ranks."""
     return attempt_of(rank, whole), attempt_of(rank, first, stop)
-
-
-def sequences(ranks):
-    """The sequences of each step on all data-parallel ranks, in order."""
-    steps = ranks[0][1].keys()
-    return {
-        step: [row for _, rows in sorted(dict(read[step] for _, read, _ in ranks).items())
-               for row in rows]
-        for step in steps
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("attempts", [
@@ -86,9 +67,9 @@ def test_a_run_goes_on_with_other_ranks_with_the_same_sequences_and_losses(tmp_p
         arguments = ["--resume", str(tmp_path / "run")] if not restarted else start
         ranks = run_ranks(processes, attempt_of, arguments, stop, restarted) if number else first
         seen.append(ranks[0][0])
-        found |= sequences(ranks)
+        found |= sequences([read for _, read, _ in ranks])
         printed.append(ranks[0][2])
-    assert found == sequences(whole) and [*found] == [*range(1, 6)]
+    assert found == sequences([read for _, read, _ in whole]) and [*found] == [*range(1, 6)]
     run, plain = losses(records(tmp_path / "run")), losses(records(tmp_path / "whole"))
     assert run == pytest.approx(plain, rel=1e-5) and [*run] == [*range(1, 6)]
     assert all(run[step] == plain[step] for step in (1, 2))
