@@ -30,7 +30,7 @@ def transfer(key, us, kind="all_reduce", peers=None):
 
 def job(program, machine=MACHINE):
     """program: of a rank, the operations of each of eight layers."""
-    return Job({r: tuple(op for i in range(8) for op in program(r, i)) for r in RANKS}, machine, {"ep": (RANKS,)})
+    return Job({r: tuple(op for i in range(8) for op in program(r, i)) for r in RANKS}, machine)
 
 
 def examined(made_up, folder, drift=0.0, launches=True):
@@ -39,14 +39,10 @@ def examined(made_up, folder, drift=0.0, launches=True):
     drift: by how much the clock of rank 1 is too fast. launches: whether they are recorded.
     """
     found, devices = [], []
-    for path in write_traces(run(made_up), folder):
+    for path in write_traces(run(made_up), folder, drift=drift):
         whole = json.loads(path.read_text())
-        for event in whole["traceEvents"] if path.name == "rank1.json" else ():
-            event |= {key: event[key] * (1 + drift) for key in ("ts", "dur") if key in event}
-        whole["host_name"] = path.name if drift else "node"  # ranks on one host share a clock
-        if not launches:
-            whole["traceEvents"] = [one for one in whole["traceEvents"] if one.get("cat") != "cuda_runtime"]
-        path.write_text(json.dumps(whole))
+        kept = [one for one in whole["traceEvents"] if launches or one.get("cat") != "cuda_runtime"]
+        path.write_text(json.dumps(whole | {"traceEvents": kept}))
         devices += analyze_devices(path, read_trace(path), pictures=False, examined=found)
     cases, comparison = [one.case for one in found], compare_traces([device.transfers for device in devices])
     return cases, meetings_of(cases, comparison.meetings), [shift or 0.0 for shift in comparison.shifts_us]

@@ -122,7 +122,7 @@ def polling(compute_us, wait, folder):
                 for key, us in (("sizes", 50), ("rows", 400))]  # fmt: skip
         ops += [Kernel(f"attention_{layer}", compute_us), Record(f"out {layer}"), sent[0], wait, sent[1]]
         ops.append(Await(f"done rows {layer}"))
-    [path] = write_traces(run(Job({0: tuple(ops)}, Machine(5, 5, 3, 9, 1, 1, 1), {"ep": ((0,),)})), folder)
+    [path] = write_traces(run(Job({0: tuple(ops)}, Machine(5, 5, 3, 9, 1, 1, 1))), folder)
     return case_of(path)
 
 
