@@ -68,7 +68,7 @@ def recorded(program, ranks, numbered=True):
     return run(Job(ops, Machine(0, 0, 0, gap_us=0, slower_beside_transfers=0, slower_beside_computation=0)))
 
 
-def collectives_of(recording):
+def collectives_of(recording) -> dict[int, list]:
     """For each rank, its collectives and when they started and ended."""
     return {
         rank: [span for span in one.device if isinstance(span.op, Collective)] for rank, one in recording.ranks.items()
