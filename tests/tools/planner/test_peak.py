@@ -26,7 +26,7 @@ from moe_dualpipe.tools.planner.activations import (
 from moe_dualpipe.tools.planner.fits import MARGIN, memory_line, memory_problem, step_memory
 from moe_dualpipe.tools.planner.peak import StageBytes, peak_of_actions, stages_of
 from moe_dualpipe.tools.planner.published_shapes import published_models
-from moe_dualpipe.training.config import CheckpointConfig, OptimizerConfig, TrainConfig
+from moe_dualpipe.training.config import BatchConfig, CheckpointConfig, OptimizerConfig, TrainConfig
 from moe_dualpipe.training.layout_choice import Choice
 
 ONE = build("1f1b", 1, 2)
@@ -207,14 +207,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FLAGS = {"micro-batch-size": int, "recompute": str}
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    seq_len: int = 96
-    batch_size: int = 48
-    micro_batch_size: int | None = None
-
-
-def config_of(batch=Batch(), compute=(), **changes) -> Any:
+def config_of(batch=BatchConfig(seq_len=96, batch_size=48), compute=(), **changes) -> Any:  # noqa: B008
     config: Any = TrainConfig(model=MODEL, checkpoint=CheckpointConfig(save_async=False))
     return dataclasses.replace(
         config, batch=batch, compute=dataclasses.replace(config.compute, **dict(compute)), **changes
@@ -266,7 +259,7 @@ def test_the_change_that_a_problem_names_fits(layout, share, device):
 
 
 def test_saving_in_the_background_copies_weights_and_moments():
-    tiny = config_of(Batch(3, 16), {"recompute": "full", "fused_loss": True})
+    tiny = config_of(BatchConfig(seq_len=3, batch_size=16), {"recompute": "full", "fused_loss": True})
     saving = dataclasses.replace(tiny, checkpoint=CheckpointConfig(save_async=True))
     run = run_of(saving, size=1)
     needs = fullest(*run)

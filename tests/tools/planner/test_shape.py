@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import statistics
 import warnings
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.planner.__main__ import OWN
-from benchmarks.planner.rows import read_rows
 from moe_dualpipe.checkpoint.huggingface import read_config
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.parameters import expert_ids
@@ -134,19 +130,8 @@ def test_gpts_equal_the_formulas_of_their_paper(name):
     assert shape.parameters / 1e9 == pytest.approx(float(name[4:].removesuffix("b")), abs=0.06)
 
 
-def test_flops_per_token_are_those_of_published_runs():
-    """FLOP/s divided by tokens/s. A row of llama3-70b contradicts the others, so the median of a model counts."""
-    ratios = defaultdict(list)
-    for row in read_rows(sorted(OWN.glob("*.json"))):
-        tflops = row.record["also"].get("model_tflops_per_gpu")
-        if tflops and row.record["group"] in ("bridge", "bridge-cards", "bridge-cards-validation"):
-            tokens = row.load.tokens / row.seconds / row.load.layout.num_ranks
-            flops = row.load.shape.train_flops(row.load.seq)
-            ratios[row.record["group"], row.load.shape.name].append(tflops * 1e12 / tokens / flops)
-    assert len(ratios) >= 6
-    for name, found in ratios.items():
-        assert statistics.median(found) == pytest.approx(1, rel=0.06), name
-    # arXiv 2505.11432, table 3: 272.9 k tokens/s on 240 H800, whose peak is 989 TFLOP/s, are 32.48% MFU.
+def test_flops_per_token_are_those_of_a_published_run():
+    """arXiv 2505.11432, table 3: 272.9 k tokens/s on 240 H800, whose peak is 989 TFLOP/s, are 32.48% MFU."""
     assert 272_900 / 240 * read_shape("megascale-352b").train_flops(8192) / 989.4e12 == pytest.approx(0.3248, rel=0.01)
 
 

@@ -49,7 +49,8 @@ def test_overlapping_events_count_once(tmp_path):
     assert a.exposed_comm_us == 20 + 8
     assert a.hidden_kernels_us == 10 + 5
     assert a.hidden_fraction == 15 / 45
-    assert (a.num_comm, a.comm_blocks) == (3, 24)
+    assert (a.num_comm, a.comm_blocks, a.copy_engine_us) == (3, 24, 0)
+    assert "copy engine" not in analysis_text(a)
 
 
 def copy(name, start, duration, correlation=None, **arguments):
@@ -77,12 +78,6 @@ def test_copies_to_other_devices_are_communication_on_copy_engines(tmp_path):
     rows = account_rows({"it": a})
     assert ["- on copy engines, with 0 SMs", "45"] in rows and ["- hidden behind computation", "10"] in rows
     assert analysis_text(a).endswith("15.4% of the communication is hidden (5 transfers, on up to 24 thread blocks).")
-
-
-def test_a_trace_without_copies_to_other_devices_has_no_row_for_copy_engines(tmp_path):
-    a = analysis_of(tmp_path, [kernel("gemm", 0, 20), kernel("ncclX", 10, 20, stream=8), copy("Memcpy DtoD", 40, 9)])
-    assert a.copy_engine_us == 0 and a.as_object()["copy_engine_us"] == 0
-    assert "copy engine" not in analysis_text(a) and "(1 kernel, " in analysis_text(a)
 
 
 # ---- DeepSeek's published trace ----

@@ -120,21 +120,20 @@ def test_kernels_of_a_library(library):
         assert kind_of(name) == "compute", name
 
 
-@pytest.mark.parametrize("name,category,kind", [
-    ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", "comm"), ("[CUDA memcpy Peer-to-Peer]", "gpu_memcpy", "copy"),
-    ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", "copy"), ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", "copy"),
-    ("CopyDeviceToDevice", "gpu_memcpy", "copy"), ("Memset (Device)", "gpu_memset", "copy"),
-    ("__amd_rocclr_copyBuffer.kd", "kernel", "copy"), ("__amd_rocclr_fillBufferAligned.kd", "kernel", "copy"),
-    ("memcpy32_post", "kernel", "copy"), ("Memcpy MtoPtoPX", "gpu_memcpy", "copy"),
+@pytest.mark.parametrize("name,category,kind,comm", [
+    *((*row, None) for row in (
+        ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", "comm"), ("[CUDA memcpy Peer-to-Peer]", "gpu_memcpy", "copy"),
+        ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", "copy"), ("Memset (Device)", "gpu_memset", "copy"),
+        ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", "copy"), ("CopyDeviceToDevice", "gpu_memcpy", "copy"),
+        ("__amd_rocclr_copyBuffer.kd", "kernel", "copy"), ("__amd_rocclr_fillBufferAligned.kd", "kernel", "copy"),
+        ("memcpy32_post", "kernel", "copy"), ("Memcpy MtoPtoPX", "gpu_memcpy", "copy"),
+    )),
+    ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", "comm", "Memcpy DtoD"),
+    ("CopyDeviceToDevice", "gpu_memcpy", "comm", "CopyDeviceToDevice"),
 ])  # fmt: skip
-def test_copies(name, category, kind):
+def test_copies(name, category, kind, comm):
     """AMD's tracer calls copies within a GPU and between GPUs the same, so they are copies, unless --comm says more."""
-    assert kind_of(name, category) == kind
-
-
-def test_copies_between_amd_gpus_can_be_named():
-    assert kind_of("Memcpy DtoD (Device -> Device)", "gpu_memcpy", Names(comm="Memcpy DtoD")) == "comm"
-    assert kind_of("CopyDeviceToDevice", "gpu_memcpy", Names(comm="CopyDeviceToDevice")) == "comm"
+    assert kind_of(name, category, Names(comm)) == kind
 
 
 # ---- The kind of a collective, from its recorded name or from that of its kernel ----
