@@ -106,10 +106,6 @@ KERNELS = {
 }  # fmt: skip
 
 
-def test_every_library_has_names():
-    assert [*KERNELS] == [library.name for library in LIBRARIES]
-
-
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 def test_kernels_of_a_library(library):
     found, near = KERNELS[library.name]
