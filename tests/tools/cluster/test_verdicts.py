@@ -175,7 +175,7 @@ def test_the_page_shows_the_report():
     """Four machines with two GPUs each. One cable, one clock and one driver differ."""
     other = {"clock": 0.002, "alike": {"driver": "535.161.08"}}
     made_up = cluster({}, other, {"clock": -0.001}, {"clock": 3600.7})
-    facts = [dataclasses.replace(one, host=f"gpu-{one.host}", alike=one.alike | {"CUDA": "12.8"}) for one in made_up]
+    facts = [dataclasses.replace(one, host=f"gpu-{one.host}", alike={**one.alike, "CUDA": "12.8"}) for one in made_up]
     measured = links(4, 2, lambda a, b: 0.13 if (a // 2, b // 2) == (2, 0) else 1)
     problems = [*find_problems(facts, 8), *find_link_problems(measured, machines_of(facts))]
     printed = cluster_report(Report(8, "cuda", facts, problems, measured))
