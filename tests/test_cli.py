@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.messages import printable, quoted, shell_word, unknown_name
 from moe_dualpipe.schedule import Costs, add_comms, build, fill, least_time, simulate
 from moe_dualpipe.training.options import parse_arguments
 
@@ -139,7 +140,7 @@ def test_an_unknown_or_missing_word_prints_one_line_and_exits_with_code_2(capsys
 
 
 def shell(arguments, redirection):
-    line = f"{sys.executable} -m moe_dualpipe.cli {arguments} {redirection}; exit ${{PIPESTATUS[0]}}"
+    line = f"{sys.executable} -m moe_dualpipe {arguments} {redirection}; exit ${{PIPESTATUS[0]}}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True)
 
@@ -160,3 +161,87 @@ def test_commands_end_without_a_traceback(arguments, redirection, code, errors):
 def test_a_prompt_typed_in_an_ascii_locale_is_text():
     typed = "d\u00e9f ".encode().decode("ascii", "surrogateescape")
     assert parse_arguments(["--prompt", typed]).sample.prompt == "d\u00e9f "
+
+
+# ---- Every option that is a number, with a number that makes no sense ----
+
+
+COMMANDS = {
+    "schedule show interleaved_1f1b": (["--pp 2", "--micro-batches 4", "--num-chunks 2"], ["--width"]),
+    "schedule check interleaved_1f1b": (
+        ["--pp 2", "--micro-batches 4", "--num-chunks 2"],
+        ["--ep", "--num-layers", "--dense-layers", "--mtp-layers"],
+    ),
+    "schedule compare": (
+        ["--stages 2", "--micro-batches 4", "--num-chunks 2"],
+        ["--cost.F", "--cost.B", "--cost.comm"],
+    ),
+    "model show tiny": ([], ["--seq-len"]),
+    "generate nowhere": (
+        [],
+        ["--sample-tokens", "--num", "--temperature", "--top-k", "--top-p", "--seq-len", "--seed"],
+    ),
+    "profile run": ([], ["--num-layers", "--ep", "--seq-len", "--tokens", "--link-gbps", "--link-latency-us"]),
+    "data prepare LICENSE --out new": ([], ["--vocab-size", "--workers"]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_number_without_sense_is_refused_in_one_line(capsys, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "LICENSE").write_text("some words " * 99)
+    required, others = COMMANDS[command]
+    for flag in [*(words.split()[0] for words in required), *others]:
+        real = flag.startswith("--cost") or flag in ("--temperature", "--top-p", "--link-gbps", "--link-latency-us")
+        for value in ("nan", "-1") if real else (str(10**30),):
+            given = [word for words in required if words.split()[0] != flag for word in words.split()]
+            code, out, error = run(capsys, *command.split(), *given, flag, value)
+            assert (code, out, error.count("\n")) == (2, "", 1) and len(error) < 300, (flag, value)
+            assert error.startswith("moe-dualpipe: error: ")
+            assert "no checkpoint" not in error and "No such file" not in error, error  # it is about the number
+
+
+# ---- Messages show text from files on one line, without characters that change a terminal ----
+
+
+CASES = {
+    "plain": "plain", "grün π 🙂": "grün π 🙂", "a\nb\r\tc": r"a\nb\r\tc", "\x1b[31mred\x07": r"\x1b[31mred\x07",
+    "a\u202eb\u2028\ufeff": r"a\u202eb\u2028\ufeff", "\udc80.txt": r"\udc80.txt", "back\\slash": "back\\slash",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_unprintable_characters_are_escaped(text):
+    assert printable(text) == CASES[text]
+    assert printable(printable(text)) == CASES[text]
+    printable(text).encode()
+
+
+def test_a_long_value_is_cut():
+    assert printable("x" * 200) == "x" * 200
+    assert printable("x" * 201) == "x" * 200 + "…"
+    assert printable([1] * 1000, limit=5) == "[1, 1…"
+
+
+def test_an_unknown_name_suggests_a_similar_one():
+    names, aliases = ("tiny", "olmoe-1b-7b", "qwen3-30b-a3b"), {"vpp": "tiny"}
+    listed = "from: tiny, olmoe-1b-7b, qwen3-30b-a3b"
+    for name, meant in {"tinny": "tiny", "TINY": "tiny", "vpp": "tiny", "qw": "qwen3-30b-a3b"}.items():
+        error = str(unknown_name("preset", name, names, aliases))
+        assert error == f"unknown preset '{name}'; did you mean '{meant}'? Choose {listed}"
+    for name in ("huge", "", "q", "\x1b" * 1000):
+        assert str(unknown_name("preset", name, names)) == f"unknown preset {quoted(name, 60)}; choose {listed}"
+
+
+@pytest.mark.parametrize("word", ["plain", "two words", "it's", "$a \\ü", ""])
+def test_a_shell_reads_the_word_that_was_quoted(word):
+    command = f"printf %s {shell_word(word)}"
+    assert command.isprintable()
+    assert subprocess.run(["bash", "-c", command], capture_output=True, check=True).stdout == os.fsencode(word)
+
+
+@pytest.mark.parametrize("name", ["a\nb\x1b[31m.csv", "\udc80\u202e.csv", "n" * 5000 + ".csv"])
+def test_errors_of_commands_are_one_short_line(name, capsys):
+    code, _, error = run(capsys, "schedule", "check", name)
+    assert code == 2 and error.startswith("moe-dualpipe: error: ") and error.endswith("\n")
+    assert error[:-1].isprintable() and len(error) < 1000

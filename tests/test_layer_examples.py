@@ -1,8 +1,9 @@
-"""The layers in examples/layers: each trains, passes its check, and does what its docstring says."""
+"""The examples and the custom layers of the documentation: each trains, passes its check, and does what it says."""
 
 import functools
 import importlib.util
 import math
+import re
 import runpy
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_dualpipe import cli
 from moe_dualpipe.models import build_model
 from moe_dualpipe.tools import checks as testing
 from tests.support.models import CONFIG, with_choices
@@ -150,3 +152,85 @@ def test_a_sliding_window_ends_after_its_positions():
     mask[..., :5, :5] = mask[..., 5:, 5:] = True
     differs = (attention(x, mask.tril()) - attention(changed, mask.tril())).abs().amax(-1)[0] > 1e-6
     assert differs.nonzero().flatten().tolist() == [4]
+
+
+# ---- docs/custom_layers.md, followed literally: its expert trains, its check passes, and its mistake is found ----
+
+
+PAGE = (ROOT / "docs" / "custom_layers.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+PYTHON = [block for language, block in BLOCKS if language == "python"]
+PRINTED = [block for language, block in BLOCKS if not language]
+MISTAKE = next(code for code in PYTHON if "rows.mean" in code).strip()
+
+
+@pytest.fixture
+def expert(tmp_path, monkeypatch):
+    """The first expert of the page, as my_experts.py in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "my_experts.py"
+    file.write_text(PYTHON[0])
+    return file
+
+
+def verdicts(report):
+    """The names of the checks and their results."""
+    return re.findall(r"^(\S.*?  +[A-Za-z]+)  ", report, re.MULTILINE)
+
+
+def check(capsys):
+    code = cli.main(["check", "experts", "my_experts.py:GELUExpert"])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("expert")
+def test_the_expert_trains_and_passes_the_check(capsys):
+    quick = [*map(str, SMALL), "--steps", "2", "--sample-tokens", "0", "--device", "cpu"]
+    cli.main(["train", *quick, "--out", "run", "--experts", "my_experts.py:GELUExpert"])
+    assert len(losses(records("run"))) == 2
+    capsys.readouterr()
+    code, report = check(capsys)
+    (page,) = (block for block in PRINTED if block.startswith("check of the expert layer"))
+    assert code == 0
+    assert verdicts(report) == verdicts(page) and len(verdicts(page)) > 11
+
+
+def test_the_mistake_of_the_page_is_found(expert, capsys):
+    lines = expert.read_text().rstrip().splitlines()
+    expert.write_text("\n".join([*lines[:-1], f"        {MISTAKE}", ""]))
+    code, report = check(capsys)
+    (page,) = (block for block in PRINTED if block.startswith("rows independent  "))
+    assert code == 1
+    assert page in report
+
+
+@pytest.mark.parametrize("name", ["GELUExperts", "gelu_experts", "PlainRouter", "WideOrNarrow", "some_null_experts"])
+def test_the_other_layers_of_the_page_are_built(name):
+    code = next(code for code in PYTHON if re.search(rf"(class|def) {name}\b", code))
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(code, names)
+    model: Any = build_model(with_choices(**{"router" if "Router" in name else "experts": names[name]}))
+    assert model.layers["1"].mlp.experts is not None
+
+
+# ---- Invalid options of the examples print one line and exit with code 2 ----
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ("own_stages.py", "each rank is a process: start them with torchrun --nproc-per-node 2 examples/own_stages.py"),
+        ("overlapped_pair.py --ranks 7", "32 experts cannot be divided evenly over 7 ranks"),
+        ("overlapped_pair.py --gb-per-s 0", "a link needs a positive bandwidth: got 0.0 GB/s"),
+        ("fused_experts.py --top-k 9", "k must be from 1 to 4, the number of eligible experts: got 9"),
+    ],
+)
+def test_an_invalid_option_of_an_example(monkeypatch, capsys, arguments, message):
+    name, *options = arguments.split()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # fused_experts.py sets it
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == f"{name}: error: {message}\n"

@@ -1,15 +1,18 @@
-"""The overview, the version and schedules need no torch, whose import takes seconds. Every command has its help."""
+"""The program as it is installed and started: its wheel, imports, help, and the command that resumes a run."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from moe_dualpipe import __version__
 from moe_dualpipe.cli import COMMANDS, main
+from moe_dualpipe.health.program import program_name, training_command
 from moe_dualpipe.option_help import entry, shown
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +87,64 @@ def test_help_names_exactly_the_options_that_are_parsed(capsys):
     }
 
 
-def test_the_package_is_a_program():
-    done = subprocess.run([sys.executable, "-m", "moe_dualpipe", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"moe-dualpipe {__version__}\n")
+# ---- How a run was started: the name in its messages, and the command that resumes it ----
+
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script,name,alone,launched", [
+    ("train.py", "train.py", "python train.py", "torchrun --nproc-per-node 2 train.py"),
+    (f"{BIN}/moe-dualpipe", "moe-dualpipe train", "moe-dualpipe train",
+     "torchrun --nproc-per-node 2 --no-python moe-dualpipe train"),
+    ("moe_dualpipe/cli.py", "moe-dualpipe train", "moe-dualpipe train",
+     "torchrun --nproc-per-node 2 --no-python moe-dualpipe train"),
+    ("moe_dualpipe/__main__.py", "moe-dualpipe train", "moe-dualpipe train",
+     "torchrun --nproc-per-node 2 --no-python moe-dualpipe train"),
+], ids=["script", "console", "module", "package"])  # fmt: skip
+def test_a_run_resumes_as_it_was_started(monkeypatch, ranks, script, name, alone, launched):
+    monkeypatch.setattr(sys, "argv", [script, "train"])
+    monkeypatch.setenv("PATH", str(BIN))
+    assert program_name() == name
+    assert training_command(ranks if ranks > 1 else None) == (alone if ranks == 1 else launched).split()
+
+
+def test_a_run_on_several_machines_resumes_on_as_many(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("PATH", str(BIN))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert training_command(4) == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "train.py"]
+
+
+# ---- A wheel gives the same package as a checkout ----
+
+
+IMPORTS = (
+    "import moe_dualpipe.kernels.linear, moe_dualpipe.models, moe_dualpipe.deepseek, moe_dualpipe.training.loop as l; "
+    "import moe_dualpipe.integrations.transformers, sys; assert 'transformers' not in sys.modules; "
+    "print(l.__file__)"
+)
+
+
+def test_a_wheel_contains_all_files_in_one_package_that_can_be_imported(tmp_path):
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = {*wheel.namelist()}
+        wheel.extractall(site := tmp_path / "site")
+    assert {top for top in (name.split("/")[0] for name in names) if not top.endswith(".dist-info")} == {"moe_dualpipe"}
+    for top in ("kernels", "models"):
+        files = [path for kind in ("*.py", "*.json") for path in (ROOT / top).rglob(kind)]
+        assert len(files) > 3
+        assert {f"moe_dualpipe/{path.relative_to(ROOT)}" for path in files} <= names
+    data = {str(path.relative_to(ROOT)) for path in (ROOT / "moe_dualpipe" / "tools" / "planner").rglob("*.json")}
+    assert "moe_dualpipe/tools/planner/devices/h100.json" in data <= names
+    assert "moe_dualpipe/py.typed" in names
+    assert any(name.endswith("LICENSE") for name in names)
+    # -P: do not put the working directory on the path, as for a user in another folder
+    code = [sys.executable, "-P", "-c", IMPORTS]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith(str(site))

@@ -2,9 +2,7 @@
 
 import pytest
 
-from benchmarks import fp8_loss
-from benchmarks.fp8_loss import CASES, MODELS, POINTS, Losses, draw, rows
-from moe_dualpipe.models.costs import shape_of
+from benchmarks.fp8_loss import CASES, POINTS, Losses, draw, rows
 
 
 def test_a_recipe_is_compared_with_bf16_of_the_same_seed():
@@ -31,14 +29,3 @@ def test_the_figure_has_a_line_and_a_band_for_each_case(tmp_path):
     draw({case: [Losses([2.0, 1.0], 1.0), Losses([3.0, 1.0], 1.0)] for case in CASES}, tmp_path / "losses.svg")
     text = (tmp_path / "losses.svg").read_text()
     assert all(f">{case}<" in text for case in CASES) and text.count("FillBetween") == len(CASES)
-
-
-def test_the_model_of_30_million_parameters_has_so_many():
-    assert shape_of(MODELS["30m"]).parameters == pytest.approx(29.5e6, rel=0.01)
-
-
-@pytest.mark.parametrize("arguments", [["--model", "31m"], ["--cases", "int8"]])
-def test_unknown_names_print_one_line(arguments, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fp8_loss", *arguments])
-    with pytest.raises(SystemExit, match=r"is unknown: models are 30m, tiny, .*; cases are bf16, ue8m0, "):
-        fp8_loss.main()

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_dualpipe.tools.profiler.communication import NAMES
+from moe_dualpipe.tools.profiler import NAMES, read_trace
 from moe_dualpipe.tools.profiler.doctor.case import Case
 from moe_dualpipe.tools.profiler.doctor.dependencies import graph_of
 from moe_dualpipe.tools.profiler.doctor.replay import Change, replay
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.doctor.view import view_of
 from moe_dualpipe.tools.profiler.files import TraceFiles, analyze_files
-from moe_dualpipe.tools.profiler.reading import read_trace
 
 from .faults import Fault, Job, Recording, run, write_traces
 

@@ -1,5 +1,7 @@
 """Faults that appear only in parallel runs, injected on each rank by the name of the variant."""
 
+import copy
+
 import torch
 import torch.distributed as dist
 
@@ -24,10 +26,8 @@ def backend(run, layer):
     layer = moe(run, layer)
     if layer is None:
         return None
-    other = object.__new__(type(layer.expert_parallel))
-    other.__dict__.update(layer.expert_parallel.__dict__)
-    layer.expert_parallel = other
-    return other
+    layer.expert_parallel = copy.copy(layer.expert_parallel)
+    return layer.expert_parallel
 
 
 def double_gradients(run):
@@ -132,6 +132,4 @@ FAULTS = {
 
 
 def inject(run):
-    fault = FAULTS.get(run.variant.name)
-    if fault is not None:
-        fault(run)
+    FAULTS.get(run.variant.name, lambda _: None)(run)

@@ -24,29 +24,39 @@ _HOST = 4000
 _ORIGIN_US = 5_000_000.0
 
 
-def write_traces(recording: Recording, folder: Path) -> list[Path]:
+def write_traces(recording: Recording, folder: Path, ahead_us: float = 0.0, drift: float = 0.0) -> list[Path]:
+    """ahead_us, drift: by how much more than that of the rank before, on the same host or else on its own, the clock of
+    a rank is ahead, and by which share too fast."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [_write(recording, rank, folder / f"rank{rank}.json") for rank in sorted(recording.ranks)]
+    ranks = sorted(recording.ranks)
+    return [_write(recording, rank, folder / f"rank{rank}.json", ahead_us, drift) for rank in ranks]
 
 
-def _write(recording: Recording, rank: int, path: Path) -> Path:
-    groups = recording.job.groups
-    names = {group: str(number) for number, group in enumerate(groups, start=1)}
+def _write(recording: Recording, rank: int, path: Path, ahead_us: float, drift: float) -> Path:
+    used = {
+        (own, op.group): op.ranks
+        for own, one in recording.ranks.items() for op, *_ in one.device if isinstance(op, Collective)
+    }  # fmt: skip
+    names = {group: str(number) for number, group in enumerate(sorted({group for _, group in used}), start=1)}
     found = recording.ranks[rank]
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": _HOST + rank, "tid": 0, "ts": 0, "args": {"name": "python"}}
     ]
     events += [_device(span, names) for span in found.device]
     events += [_host(span, rank, names) for span in found.host]
+    for event in events:
+        event |= {"ts": event["ts"] * (1 + rank * drift) + rank * ahead_us}
+        event |= {"dur": event["dur"] * (1 + rank * drift)} if "dur" in event else {}
     settings = [
         {"pg_name": names[group], "pg_desc": group, "backend_config": "cuda:nccl", "pg_size": len(ranks),
          "ranks": ranks}
-        for group in groups for ranks in [recording.job.group_of(group, rank)]
+        for (own, group), ranks in used.items() if own == rank
     ]  # fmt: skip
-    job = {"backend": "nccl", "rank": rank, "world_size": len(recording.ranks), "pg_count": len(groups),
+    job = {"backend": "nccl", "rank": rank, "world_size": len(recording.ranks), "pg_count": len(names),
            "pg_config": settings, "nccl_version": "2.27.5"}  # fmt: skip
     gpus = [{"id": 0, "name": "NVIDIA H100 80GB HBM3", "numSms": 132, "computeMajor": 9, "computeMinor": 0}]
-    whole = {"schemaVersion": 1, "deviceProperties": gpus, "distributedInfo": job, "host_name": "node0",
+    host = f"node{rank if ahead_us or drift else 0}"  # ranks on one host share a clock
+    whole = {"schemaVersion": 1, "deviceProperties": gpus, "distributedInfo": job, "host_name": host,
              "baseTimeNanoseconds": 0, "displayTimeUnit": "ms"}  # fmt: skip
     path.write_text(json.dumps({**whole, "traceEvents": events, "traceName": path.name}))
     return path
@@ -80,11 +90,12 @@ def _host(span: HostSpan, rank: int, names: dict[str, str]) -> dict[str, Any]:
 
 def _collective(op: Collective, names: dict[str, str]) -> dict[str, Any]:
     source, destination = op.peers or (None, None)
-    peers = {} if op.peers is None else {"Src Rank": source, "Dst Rank": destination}
+    known = {} if op.peers is None else {"Src Rank": source, "Dst Rank": destination}
+    known |= {} if op.sequence is None else {"Seq": op.sequence}
     return {
         "Collective name": op.kind, "In msg nelems": op.elements, "Out msg nelems": op.elements,
         "Group size": len(op.ranks), "dtype": "BFloat16", "Process Group Name": names[op.group],
-        "Process Group Description": op.group, "Process Group Ranks": str(list(op.ranks)), **peers,
+        "Process Group Description": op.group, "Process Group Ranks": str(list(op.ranks)), **known,
     }  # fmt: skip
 
 

@@ -11,11 +11,10 @@
 foreign: without annotations, as most programs are; their modules are recorded instead.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from .program import Await, Graph, Job, Kernel, Python, Record, Shares, Writer
 
-Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 PAIR = 0, 1
 """The ranks of every group."""
 
@@ -59,12 +58,12 @@ OPTIMIZER: Shares = tuple(
 )  # fmt: skip
 
 
-def _job(write: Callable[[Writer], None], ranks: int, groups: Groups, seed: int, jitter: float, foreign: bool) -> Job:
+def _job(write: Callable[[Writer], None], ranks: int, seed: int, jitter: float, foreign: bool) -> Job:
     """write: the program of one rank."""
     writers = [Writer(rank, seed, jitter, foreign) for rank in range(ranks)]
     for writer in writers:
         write(writer)
-    return Job({w.rank: tuple(w.ops) for w in writers}, groups=groups, seed=seed)
+    return Job({w.rank: tuple(w.ops) for w in writers}, seed=seed)
 
 
 def moe_training(seed: int = 0, layers: int = 6, jitter: float = 0.03) -> Job:
@@ -72,7 +71,7 @@ def moe_training(seed: int = 0, layers: int = 6, jitter: float = 0.03) -> Job:
         for step in w.steps(2):
             _moe_step(w, step, layers)
 
-    return _job(write, 2, {"expert_parallel": (PAIR,), "data_parallel": (PAIR,)}, seed, jitter, False)
+    return _job(write, 2, seed, jitter, False)
 
 
 def _moe_step(w: Writer, step: int, layers: int) -> None:
@@ -137,7 +136,7 @@ def sequential_moe(job: Job, strength: int) -> Job:
                 w.ops.append(Await(f"done {transfer} {layer} of {PAIR}"))
         w.segment("head(F)", "Linear_0", 400, WEIGHTS, 264)
 
-    return _job(write, 2, {"expert_parallel": (PAIR,)}, job.seed, 0.03, False)
+    return _job(write, 2, job.seed, 0.03, False)
 
 
 def data_parallel(
@@ -162,7 +161,7 @@ def data_parallel(
             w.ops.append(Await(f"done bucket {step}.0 of {PAIR}"))
             w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
 
-    return _job(write, 2, {"data_parallel": (PAIR,)}, seed, jitter, True)
+    return _job(write, 2, seed, jitter, True)
 
 
 def sharded(seed: int = 0, jitter: float = 0.03, transfer_us: float = 90.0, prefetch: bool = True) -> Job:
@@ -190,7 +189,7 @@ def sharded(seed: int = 0, jitter: float = 0.03, transfer_us: float = 90.0, pref
             w.ops.append(Await(f"done gradients {step}.{len(passes) - 1} of {PAIR}"))
             w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
 
-    return _job(write, 2, {"shards": (PAIR,)}, seed, jitter, True)
+    return _job(write, 2, seed, jitter, True)
 
 
 def pipeline(seed: int = 0, jitter: float = 0.03, transfer_us: float = 120.0, ahead: int = 2) -> Job:
@@ -208,7 +207,7 @@ def pipeline(seed: int = 0, jitter: float = 0.03, transfer_us: float = 120.0, ah
                 w.transfer(group, call, group, PAIR, transfer_us, f"pipe {kind}", key=f"{kind}{i}",
                            after=f"{kind}{i}", peers=(source, 1 - source))  # fmt: skip
 
-    return _job(write, 2, {f"pipeline {kind}": (PAIR,) for kind in "FB"}, seed, jitter, False)
+    return _job(write, 2, seed, jitter, False)
 
 
 def decode(seed: int = 0, jitter: float = 0.03, graphs: bool = True) -> Job:
@@ -221,7 +220,7 @@ def decode(seed: int = 0, jitter: float = 0.03, graphs: bool = True) -> Job:
             with w.range(f"decode token {token}"):
                 w.ops += [Python(60), *([Graph(kernels)] if graphs else kernels)]
 
-    return _job(write, 1, {}, seed, jitter, False)
+    return _job(write, 1, seed, jitter, False)
 
 
 def single_gpu(seed: int = 0, steps: int = 2, jitter: float = 0.03, small: str = "") -> Job:
@@ -239,7 +238,7 @@ def single_gpu(seed: int = 0, steps: int = 2, jitter: float = 0.03, small: str =
                 if not small:
                     w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
 
-    return _job(write, 1, {}, seed, jitter, True)
+    return _job(write, 1, seed, jitter, True)
 
 
 HEALTHY = {

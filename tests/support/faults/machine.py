@@ -65,7 +65,6 @@ class RankRecording:
 
 @dataclass(slots=True)
 class Recording:
-    job: Job
     ranks: dict[int, RankRecording]
 
     @property
@@ -304,7 +303,7 @@ class _Run:
                 self._advance_host(heapq.heappop(self.turns)[1])
         assert not self.running and not self.waiting, "the programs do not fit together"
         assert not any(queue for device in self.devices.values() for queue in device.queues.values())
-        return Recording(self.job, self.recordings)
+        return Recording(self.recordings)
 
 
 def run(job: Job) -> Recording:

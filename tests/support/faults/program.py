@@ -7,7 +7,7 @@ Work for the device goes to streams by name. Events order streams as in CUDA: `R
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 COMPUTE = "compute"
 
@@ -41,6 +41,8 @@ class Collective:
     """The annotation around the call; "" for none."""
     peers: tuple[int, int] | None = None
     """Source and destination of a send or a receive."""
+    sequence: int | None = None
+    """Its number in its group, if it is recorded."""
 
     @property
     def done(self) -> str:
@@ -130,19 +132,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The programs of all ranks, and their machine. groups: the ranks of each process group of each rank."""
+    """The programs of all ranks, and their machine."""
 
     programs: Mapping[int, tuple[Op, ...]]
     machine: Machine = Machine()
-    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     seed: int = 0
 
     def on(self, **changes: object) -> "Job":
         """The same job on another machine."""
         return replace(self, machine=replace(self.machine, **changes))  # type: ignore[arg-type]
-
-    def group_of(self, name: str, rank: int) -> tuple[int, ...]:
-        return next(ranks for ranks in self.groups[name] if rank in ranks)
 
 
 Shares = Sequence[tuple[str, str, float]]  # kernel, operator, share of the segment

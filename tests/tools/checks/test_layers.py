@@ -150,55 +150,28 @@ def test_layers_of_published_models_break_no_law(kind, model):
 plain, mlp, routed, attended = GELU.forward, GELU.expert, TopK.forward, WithoutCache.forward
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight):  # noqa: ARG004
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, grad):  # noqa: ARG004
-        return 2 * grad
+def doubled(weight):
+    """The weight, whose gradient becomes twice as large."""
+    return 2 * weight - weight.detach()
 
 
-class Dense(Doubled):
-    """Takes its gradient for contiguous."""
-
-    @staticmethod
-    def backward(ctx, grad):  # noqa: ARG004
-        return grad.view(-1).view(grad.shape)
-
-
-class Square(torch.autograd.Function):
-    """Squares x, and keeps it in the layer."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        layer.kept, ctx.layer = x, layer
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad * ctx.layer.kept, None
+def with_hook(y, hook):
+    """The same values. The hook gets their gradient, and may return another one."""
+    y = y.view_as(y)
+    if y.requires_grad:
+        y.register_hook(hook)
+    return y
 
 
-class Scale(torch.autograd.Function):
-    """x * weight. The gradient of the weight is deferred, and also returned."""
-
-    @staticmethod
-    def forward(ctx, x, weight, weight_grads):
-        ctx.save_for_backward(x, weight)
-        ctx.weight_grads = weight_grads
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        if ctx.weight_grads is not None and ctx.weight_grads.defers(weight):
-            ctx.weight_grads.defer(weight, lambda: (x * grad).sum(0))
-        return grad * weight, (x * grad).sum(0), None
+def squared(x, layer):
+    """x * x. Its gradient needs x, which is kept in the layer."""
+    layer.kept = x.detach()
+    return (x * x).detach() + with_hook(x, lambda grad: 2 * grad * layer.kept) - x.detach()
 
 
 class DefersTwice(nn.Module):
+    """The gradient of the weight is deferred, and also returned."""
+
     weight_grads = None
 
     def __init__(self, config):
@@ -206,7 +179,11 @@ class DefersTwice(nn.Module):
         self.weight = nn.Parameter(torch.randn(config.hidden_size))
 
     def forward(self, rows):
-        return Scale.apply(rows, self.weight, self.weight_grads)
+        return with_hook(rows * self.weight, lambda grad: self.defer((rows.detach() * grad).sum(0)))
+
+    def defer(self, grad):
+        if self.weight_grads is not None and self.weight_grads.defers(self.weight):
+            self.weight_grads.defer(self.weight, lambda: grad)
 
 
 def made(base, **tensors):
@@ -346,19 +323,20 @@ WRONG = {
     "exp overflows": (GELU, LARGE, "Inputs are 1,000 times as large", {"expert": softmax_without_maximum}),
     "row-major": (GELU, LAYOUT, "view size is not compatible",
                   {"forward": lambda s, x, o: plain(s, x.view(-1).view_as(x), o)}),
-    "dense gradient": (GELU, LAYOUT, "view size", {"forward": lambda s, x, o: Dense.apply(plain(s, x, o))}),
+    "dense gradient": (GELU, LAYOUT, "view size", {
+        "forward": lambda s, x, o: with_hook(plain(s, x, o), lambda grad: grad.view(-1).view(grad.shape))}),
     "unused": (GELU, GRADIENTS, "of expert 3 is 0 (like 1 other one): the result does not depend on it",
                {"expert": lambda s, e, r: mlp(s, e, r) * (e < 3 or s.is_part)}),
     "cut off": (GELU, GRADIENTS, "the gradient of down of expert 0 is wrong: in a random direction, finite",
                 {"expert": lambda s, e, r: F.linear(F.gelu(F.linear(r, s.up[e])), s.down[e].detach())}),
     "doubled": (GELU, GRADIENTS, "the gradient of down of expert 0 is wrong",
-                {"expert": lambda s, e, r: F.linear(F.gelu(F.linear(r, s.up[e])), Doubled.apply(s.down[e]))}),
+                {"expert": lambda s, e, r: F.linear(F.gelu(F.linear(r, s.up[e])), doubled(s.down[e]))}),
     "input cut off": (GELU, GRADIENTS, "it is None. Autograd is cut off",
                       {"forward": lambda s, x, o: plain(s, x.detach(), o)}),
     "the next expert": (TakesTheNext, DIVIDED, "over 2 ranks", {}),
     "doubled in parts": (GELU, DIVIDED, "down of expert 0 differs by 1.0e+00 (about 2 times",
                          {"expert": lambda s, e, r: F.linear(
-                             F.gelu(F.linear(r, s.up[e])), Doubled.apply(s.down[e]) if s.is_part else s.down[e])}),
+                             F.gelu(F.linear(r, s.up[e])), doubled(s.down[e]) if s.is_part else s.down[e])}),
     "bias on ranks": (GELU, DIVIDED, "bias.0 in a checkpoint is new over 2 ranks",
                       DRAWN | {"__init__": made(GELU, bias=lambda c, s: nn.Parameter(
                           torch.zeros(s.num_experts, c.hidden_size)) if s.is_part else None)}),
@@ -366,7 +344,7 @@ WRONG = {
         "__init__": made(GELU, scale=lambda c, _: 1 + torch.rand(c.hidden_size)),
         "expert": lambda s, e, r: mlp(s, e, r) * s.scale.to(r)}),
     "keeps": (GELU, FLIGHT, "keeps tensors for later in `self`", {
-        "forward": lambda s, x, o: plain(s, Square.apply(x, s), o)}),
+        "forward": lambda s, x, o: plain(s, squared(x, s), o)}),
     "defers twice": (DefersTwice, "split backward", "(about 2 times as large) if weight gradients", {}),
     "sums": (GELU, "no collectives", "first all-reduce, float64[16]", {"forward": summed_over_ranks}),
     "ignores weights": (Ordered, CHOICES, "differs by", {"scaled": lambda s, w, o: 1}),
@@ -433,13 +411,12 @@ class InFp32(GELU):
 class SkipsEmpty(nn.Module):
     def __init__(self, config, num_local_experts):
         super().__init__()
-        self.each = nn.ModuleList(own_layers.Expert(config) for _ in range(num_local_experts))
+        self.each = own_layers.expert_list(config, num_local_experts)
 
     def forward(self, x_MD, expert_offsets):
         pieces = x_MD.split(expert_offsets.diff().tolist())
-        return torch.cat(
-            [x_MD[:0], *(expert(piece) for expert, piece in zip(self.each, pieces, strict=True) if len(piece))]
-        )
+        used = [expert(piece) for expert, piece in zip(self.each, pieces, strict=True) if len(piece)]
+        return torch.cat([x_MD[:0], *used])
 
 
 @pytest.mark.parametrize("kind,layer,law,words", [

@@ -5,19 +5,22 @@ from itertools import combinations
 
 import pytest
 
-from moe_dualpipe.tools.cluster.facts import Facts, machines_of
-from moe_dualpipe.tools.cluster.links import LinkSpeed, rounds_of
-from moe_dualpipe.tools.cluster.verdicts import device_of, find_link_problems, find_problems, kinds_of
+from moe_dualpipe.tools.cluster import Facts, LinkSpeed, Report, cluster_report, find_problems
+from moe_dualpipe.tools.cluster.facts import machines_of
+from moe_dualpipe.tools.cluster.links import rounds_of
+from moe_dualpipe.tools.cluster.verdicts import device_of, find_link_problems, kinds_of
+from tests.support.runs import ROOT
 
 GB, GIB = 10**9, 2**30
 ALIKE = {
-    "Python": "3.12.3", "torch": "2.11.0", "NCCL": "2.28.9", "driver": "570.86.10", "GPUs": "2 x NVIDIA H200, 140 GiB",
+    "Python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0", "NCCL": "2.28.9",
+    "driver": "570.86.10", "GPUs": "2 x NVIDIA H200, 141 GiB",
     "InfiniBand ports": "1 x ACTIVE, 400 Gb/sec", "number of processes": "2", "NCCL_SOCKET_IFNAME": "eth0",
     "NCCL_IB_TC": "106",
 }  # fmt: skip
 GOOD = Facts(
     alike=ALIKE, num_gpus=2, gpu_files=2, gpu_used=0.01, address="10.0.0.1", shm=64 * GIB, open_files=65536,
-    local_size=2, clock=0.0, sees_mark=True, folder="/runs", free=10**12,
+    local_size=2, clock=0.0, sees_mark=True, folder="/runs", free=9 * 10**12,
 )  # fmt: skip
 
 
@@ -49,7 +52,7 @@ ONE = {
     "no driver": ({"alike": {"driver": ""}}, "driver none, but 570.86.10 on 4 other", False),
     "fewer GPUs": ({"num_gpus": 1}, "2 processes, but 1 GPU: start at most 1 with --nproc-per-node", True),
     "no CUDA": ({"num_gpus": 0, "gpu_used": None}, "2 GPUs, but torch finds none: it is built without CUDA", True),
-    "other GPU": ({"alike": {"GPUs": "2 x A100"}}, "GPUs 2 x A100, but 2 x NVIDIA H200, 140 GiB on 4 other", False),
+    "other GPU": ({"alike": {"GPUs": "2 x A100"}}, "GPUs 2 x A100, but 2 x NVIDIA H200, 141 GiB on 4 other", False),
     "used GPU": ({"gpu_used": 0.286}, "29% of the memory of GPU 0, 1 is in use: end the other program", False),
     "setting": ({"alike": {"NCCL_IB_TC": "0"}}, "NCCL_IB_TC 0, but 106 on 4 other ranks", False),
     "InfiniBand": ({"alike": {"InfiniBand ports": "1 x DOWN"}}, "InfiniBand ports 1 x DOWN, but", False),
@@ -104,9 +107,9 @@ def test_facts_travel_between_versions_of_the_project():
 
 
 def links(number, ranks=1, slow=lambda _a, _b: 1.0):
-    """All links of `number` machines: 100 GB/s within a machine, 10 between machines, times `slow` of the ranks."""
+    """All links of `number` machines: 340 GB/s within a machine, 46 between machines, times `slow` of the ranks."""
     size = number * ranks
-    usual = {True: 100 * GB, False: 10 * GB}
+    usual = {True: 340 * GB, False: 46 * GB}
     return [
         LinkSpeed(a, b, slow(a, b) * usual[a // ranks == b // ranks] * (1 + 0.01 * (a * size + b) / size**2))
         for a in range(size)
@@ -163,3 +166,17 @@ def test_each_pair_is_measured_once_within_or_between_machines(sizes):
         partners = {(home[rank], home[other]) for a, b in pairs for rank, other in ((a, b), (b, a))}
         assert len(partners) == len({machine for machine, _ in partners})
         assert len({a == b for a, b in partners}) == 1
+
+
+# ---- docs/cluster.md shows what is printed about a cluster like its example ----
+
+
+def test_the_page_shows_the_report():
+    """Four machines with two GPUs each. One cable, one clock and one driver differ."""
+    other = {"clock": 0.002, "alike": {"driver": "535.161.08"}}
+    made_up = cluster({}, other, {"clock": -0.001}, {"clock": 3600.7})
+    facts = [dataclasses.replace(one, host=f"gpu-{one.host}", alike={**one.alike, "CUDA": "12.8"}) for one in made_up]
+    measured = links(4, 2, lambda a, b: 0.13 if (a // 2, b // 2) == (2, 0) else 1)
+    problems = [*find_problems(facts, 8), *find_link_problems(measured, machines_of(facts))]
+    printed = cluster_report(Report(8, "cuda", facts, problems, measured))
+    assert f"```\n{printed}\n```" in (ROOT / "docs" / "cluster.md").read_text()

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from moe_dualpipe import cli
-from moe_dualpipe.schedule import NAMES, Overlap
+from moe_dualpipe.schedule import NAMES, Costs, Overlap
 from moe_dualpipe.schedule.compare import compared
-from moe_dualpipe.schedule.simulate import Costs
 from moe_dualpipe.tools.drawing.play import play
 from moe_dualpipe.tools.drawing.timeline_boxes import boxes
 

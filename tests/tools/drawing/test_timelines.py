@@ -1,6 +1,7 @@
 """Text and figures show every action of a timeline at its time and in its color."""
 
 import re
+import sys
 import xml.etree.ElementTree
 from collections import Counter
 from typing import Any
@@ -128,3 +129,10 @@ def test_saved_files(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     with pytest.raises(ValueError, match=r"cannot write 'a.pdf': use one of .svg, .png, .csv"):
         save_timeline(timeline, tmp_path / "a.pdf")
+
+
+def test_a_figure_without_matplotlib_says_how_to_install_it(monkeypatch, tmp_path):
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.ticker"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"figures need matplotlib: pip install 'moe-dualpipe\[viz\]'"):
+        save_timeline(simulate(build("1f1b", 2, 2), Costs()), tmp_path / "figure.svg")

@@ -1,12 +1,14 @@
-"""Device files: those of the package, the names that CUDA gives, and what is said about damaged files."""
+"""Devices and their links: files of the package, names that CUDA gives, damaged files, and transfers."""
 
 import json
+import random
 from itertools import pairwise
 
 import pytest
 import torch
 
 from moe_dualpipe.tools.planner.device import FOLDER, KINDS, device_names, load_device, peak_flops
+from moe_dualpipe.tools.planner.transfer_times import gather, rows_sent, seconds
 
 CURVES = {kind: {"bf16": [[1e9, 0.2], [1e11, 0.6]]} for kind in KINDS}
 GOOD = {
@@ -75,12 +77,6 @@ def test_peak_flops_of_the_devices_that_cuda_names(name, tflops):
     assert peak_flops(name, torch.float32) is None
 
 
-@pytest.mark.parametrize("name,said", [("h1000", "did you mean 'h100'"), ("", "from: a10, a100,.*my_gpu.json")])
-def test_unknown_names(name, said):
-    with pytest.raises(ValueError, match=f"unknown device '{name}'.*{said}"):
-        load_device(name)
-
-
 REFUSED = {
     "peak": (..., {}), "peak.bf16": ("fast", True, ...), "peak.fp8": (1e15,), "memory_gb": (0,), "name": (7,),
     "memory_bandwidth": (...,), "sms": (1.5,), "launch": (-1,), "domain.gpus": (...,), "domain.share": (1.01,),
@@ -99,3 +95,57 @@ def test_a_damaged_file_is_one_line_that_names_the_file_and_the_key(tmp_path, ke
     text = str(error.value)
     assert text.startswith(f"{path} is not a device file: ") and "\n" not in text and len(text) < 400
     assert key.removesuffix(".bf16").split(".")[-1] in text
+
+
+# ---- Transfers: bytes against counts of simulated tokens, and the slower of two links ----
+
+
+H100 = load_device("h100")
+
+
+def simulated(experts, top_k, ep, domain, backend, groups=1, top_groups=1, tokens=4000):
+    """Rows of a token that leave its rank 0, counted on random choices: within the fast domain, and beyond it."""
+    rng, each, in_group, near, far = random.Random(0), experts // ep, experts // groups, 0, 0
+    for _ in range(tokens):
+        chosen = rng.sample(range(groups), top_groups)
+        choices = [group * in_group + index for group in chosen for index in range(in_group)]
+        ranks = [expert // each for expert in rng.sample(choices, top_k)]
+        if backend == "all_to_all":
+            near += sum(0 < rank < domain for rank in ranks)
+            far += sum(rank >= domain for rank in ranks)
+        else:
+            near += len({rank for rank in ranks if rank != 0})  # also those that another domain forwards
+            far += len({rank // domain for rank in ranks} - {0})
+    return near / tokens, far / tokens
+
+
+# One group, then: a group is a domain, several domains, half a domain, a rank, and a part of a rank.
+CASES = [
+    (64, 8, 16, 8, 1, 1), (8, 2, 8, 4, 1, 1), (16, 2, 4, 2, 1, 1), (256, 8, 64, 8, 8, 4), (64, 6, 32, 4, 4, 2),
+    (64, 6, 32, 16, 4, 2), (64, 4, 16, 4, 16, 3), (64, 4, 8, 4, 32, 6), (64, 8, 8, 8, 1, 1), (64, 8, 1, 1, 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["all_to_all", "deepep"])
+@pytest.mark.parametrize("experts,top_k,ep,domain,groups,top_groups", CASES)
+def test_rows_equal_those_of_random_choices(experts, top_k, ep, domain, groups, top_groups, backend):
+    rows = rows_sent(experts, top_k, ep, domain, backend, groups, top_groups)
+    expected = simulated(experts, top_k, ep, domain, backend, groups, top_groups)
+    assert (rows.near, rows.far) == pytest.approx(expected, rel=0.05, abs=0.03)
+    if groups > 1:
+        free = rows_sent(experts, top_k, ep, domain, backend)
+        assert (rows.far < free.far) == (rows.near < free.near) == (backend == "deepep")
+
+
+def test_groups_across_domains_do_not_count():
+    assert rows_sent(96, 8, 16, 4, "deepep", 3, 1) == rows_sent(96, 8, 16, 4, "deepep")
+
+
+def test_a_group_has_a_ring_through_each_card_of_a_domain():
+    inside, beyond, far = (gather(H100, 1e9, 8, distance) for distance in (1, 2, 8))
+    assert inside == seconds(H100.domain, 1e9 * 7 / 8)
+    assert beyond == seconds(H100.network, 1e9 * 7 / 8 / 4) > seconds(H100.domain, 1e9 * 7 / 8)  # 4 in each domain
+    assert far == seconds(H100.network, 1e9 * 7 / 8) == gather(H100, 1e9, 8, 16)  # one in each
+    sent = 1e9 * 63 / 64
+    assert gather(H100, 1e9, 64, 1) == max(seconds(H100.domain, sent), seconds(H100.network, sent / 8))
+    assert gather(H100, 1e9, 1, 1) == gather(H100, 0, 8, 1) == 0

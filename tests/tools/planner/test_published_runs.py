@@ -12,9 +12,8 @@ from benchmarks.planner.fit import GROUPS, HOSTS, Point, fit, predict, score, su
 from benchmarks.planner.ratios import pairs
 from benchmarks.planner.rows import Row, read_rows, row_of
 from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.tools.planner import load_device
+from moe_dualpipe.tools.planner import load_device, read_shape
 from moe_dualpipe.tools.planner.constants import find_constant, read_constants
-from moe_dualpipe.tools.planner.published_shapes import read_shape
 from tests.support.runs import ROOT
 
 FILES = sorted(OWN.glob("*.json"))

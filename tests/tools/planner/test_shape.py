@@ -1,22 +1,22 @@
-"""Shapes of models: counts against built models and torch's counter, and against published numbers."""
+"""Shapes of models: counts against built models, torch's counter, transformers and published numbers; config.json."""
 
 import dataclasses
-import statistics
-from collections import defaultdict
+import json
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.planner.__main__ import OWN
-from benchmarks.planner.rows import read_rows
+from moe_dualpipe.checkpoint.huggingface import read_config
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.parameters import expert_ids
 from moe_dualpipe.models import PRESETS, ModelConfig, TransformerStage, build_model, next_token_loss, split
 from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.tools.planner import Attention, read_shape, shape_of
-from moe_dualpipe.tools.planner.published_shapes import published_models
+from moe_dualpipe.tools.planner.published_shapes import published_models, shape_of_config
 
 AWKWARD = ModelConfig(
     vocab_size=37, hidden_size=20, num_layers=5, num_dense_layers=1, dense_layers=(3,), num_heads=6, num_kv_heads=3,
@@ -130,17 +130,171 @@ def test_gpts_equal_the_formulas_of_their_paper(name):
     assert shape.parameters / 1e9 == pytest.approx(float(name[4:].removesuffix("b")), abs=0.06)
 
 
-def test_flops_per_token_are_those_of_published_runs():
-    """FLOP/s divided by tokens/s. A row of llama3-70b contradicts the others, so the median of a model counts."""
-    ratios = defaultdict(list)
-    for row in read_rows(sorted(OWN.glob("*.json"))):
-        tflops = row.record["also"].get("model_tflops_per_gpu")
-        if tflops and row.record["group"] in ("bridge", "bridge-cards", "bridge-cards-validation"):
-            tokens = row.load.tokens / row.seconds / row.load.layout.num_ranks
-            flops = row.load.shape.train_flops(row.load.seq)
-            ratios[row.record["group"], row.load.shape.name].append(tflops * 1e12 / tokens / flops)
-    assert len(ratios) >= 6
-    for name, found in ratios.items():
-        assert statistics.median(found) == pytest.approx(1, rel=0.06), name
-    # arXiv 2505.11432, table 3: 272.9 k tokens/s on 240 H800, whose peak is 989 TFLOP/s, are 32.48% MFU.
+def test_flops_per_token_are_those_of_a_published_run():
+    """arXiv 2505.11432, table 3: 272.9 k tokens/s on 240 H800, whose peak is 989 TFLOP/s, are 32.48% MFU."""
     assert 272_900 / 240 * read_shape("megascale-352b").train_flops(8192) / 989.4e12 == pytest.approx(0.3248, rel=0.01)
+
+
+# ---- Configurations of published models: parameters against transformers' models, forms of keys, and errors ----
+
+
+DENSE = [
+    "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3", "glm4", "gpt2", "phi", "phi3", "gemma", "gemma2",
+    "gemma3_text", "ernie4_5", "granite", "smollm3", "seed_oss", "cohere", "cohere2", "starcoder2", "falcon", "mpt",
+    "opt", "bloom", "gpt_neox", "gptj", "gpt_bigcode", "arcee", "apertus", "helium",
+    "codegen", "jais2", "nanochat", "persimmon",
+]  # fmt: skip
+EXPERTS = [
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "flex_olmo", "gpt_oss",
+    "phimoe", "ernie4_5_moe", "minimax_m2", "granitemoe", "granitemoeshared", "llama4_text", "solar_open",
+]  # fmt: skip
+SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10, "intermediate_size": 6}
+
+
+@pytest.mark.parametrize("kind", DENSE + EXPERTS)
+@pytest.mark.long
+def test_parameters_equal_those_of_transformers(kind):
+    """Of the default configuration of each architecture, which leaves out nothing that its class has a default for."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind)
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    number = sum(p.numel() for p in model.parameters())
+    keys = {**config.to_dict(), "num_nextn_predict_layers": 0}  # transformers does not build these
+    assert shape_of_config(keys, kind).parameters == pytest.approx(number, rel=0.012)  # norms and biases
+
+
+REAL = json.loads((Path(__file__).parents[2] / "support" / "published_configs.json").read_text())
+
+
+FROM_CARDS = {
+    # Billions of parameters as on the model's page on Hugging Face, and the sizes in its config.json.
+    "Llama-3.2-1B": (1.24, {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256,
+        "tie_word_embeddings": True}),
+    "gemma-2-9b": (9.24, {
+        "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
+        "sliding_window": 4096}),
+    "Phi-3.5-MoE-instruct": (41.9, {
+        "model_type": "phimoe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 6400, "vocab_size": 32064, "num_local_experts": 16,
+        "num_experts_per_tok": 2, "attention_bias": True}),
+    "Llama-4-Maverick, its text model": (400, {"model_type": "llama4", "text_config": {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "vocab_size": 202048, "num_local_experts": 128, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8192}}),
+    "Qwen2-57B-A14B": (57.4, {
+        "model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480, "num_experts": 64, "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1, "vocab_size": 151936}),
+    "Hunyuan-A13B": (80.4, {
+        "model_type": "hunyuan_v1_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "attention_head_dim": 128, "intermediate_size": 3072,
+        "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_experts": 64, "num_shared_expert": [1] * 32,
+        "vocab_size": 128167, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FROM_CARDS)
+def test_parameters_of_models_of_other_families(name):
+    billions, config = FROM_CARDS[name]
+    assert shape_of_config(config, name).parameters / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+@pytest.mark.parametrize("file,billions,named", [
+    ("OLMoE-1B-7B-0924", 6.919, "olmoe-1b-7b"), ("Qwen3-30B-A3B", 30.532, "qwen3-30b-a3b"),
+    ("Mixtral-8x7B-v0.1", 46.703, "mixtral-8x7b"), ("DeepSeek-V2-Lite", 15.706, "deepseek-v2-lite"),
+    ("DeepSeek-V3", 682.6, "deepseek-v3"), ("Qwen1.5-MoE-A2.7B", 14.316, None), ("GLM-4.5-Air", 109.3, "glm-4.5-air"),
+])  # fmt: skip
+def test_real_configurations(file, billions, named):
+    """Those of DeepSeek-V3 and GLM-4.5-Air have a module of multi-token prediction, which their models by name lack."""
+    shape = shape_of_config(REAL[file], file)
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+    if named:
+        assert shape.layers == read_shape(named).layers
+        assert dataclasses.replace(shape, mtp=0).parameters == read_shape(named).parameters
+
+
+def test_names_of_presets_published_models_and_files(tmp_path):
+    assert read_shape("qwen3-30b-a3b") == shape_of(PRESETS["qwen3-30b-a3b"], "qwen3-30b-a3b")
+    assert not {*published_models()} & {*PRESETS}
+    assert read_shape("GLM-4.5") == read_shape("glm-4.5")
+    assert all(config["source"] for config in published_models().values())
+    (tmp_path / "config.json").write_text(json.dumps(published_models()["dbrx"]))
+    (tmp_path / "other.json").write_text(json.dumps(published_models()["dbrx"]))
+    for path, name in ((tmp_path, tmp_path.name), (str(tmp_path / "other.json"), "other")):
+        assert read_shape(path) == dataclasses.replace(read_shape("dbrx"), name=name)
+
+
+CONFIG = {**SMALL, "model_type": "mine", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3}
+
+
+@pytest.mark.parametrize("keys,routed", [
+    ({}, [0, 1, 2, 3]), ({"first_k_dense_replace": 1}, [1, 2, 3]), ({"mlp_only_layers": [2]}, [0, 1, 3]),
+    ({"decoder_sparse_step": 2}, [1, 3]), ({"moe_layer_freq": [0, 1, 1, 0]}, [1, 2]), ({"moe_layers": [1]}, [1]),
+    ({"interleave_moe_layer_step": 3}, [2]),
+    ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}, [1, 2]), ({"num_experts": 1}, []),
+    ({"num_experts": 0}, []),
+], ids=str)  # fmt: skip
+def test_which_layers_have_experts(keys, routed):
+    shape = shape_of_config(CONFIG | {"num_hidden_layers": 4} | keys, "mine")
+    assert [i for i, layer in enumerate(shape.layers) if layer.experts] == routed
+    assert {(layer.experts, layer.dense_size) for layer in shape.layers} <= {(4, 0), (0, 6)}
+
+
+@pytest.mark.parametrize("keys,windows", [
+    ({}, [5, 5, 5, 5]), ({"use_sliding_window": False}, [0, 0, 0, 0]), ({"sliding_window": None}, [0, 0, 0, 0]),
+    ({"layer_types": ["sliding_attention", "full_attention"] * 2}, [5, 0, 5, 0]),
+    ({"sliding_window_pattern": 3}, [5, 5, 0, 5]), ({"model_type": "gemma2"}, [5, 0, 5, 0]),
+    ({"sliding_window": None, "attention_chunk_size": 9}, [9, 9, 9, 9]),
+], ids=str)  # fmt: skip
+def test_which_layers_have_windows(keys, windows):
+    shape = shape_of_config(CONFIG | {"num_hidden_layers": 4, "sliding_window": 5} | keys, "mine")
+    assert [layer.attention.window for layer in shape.layers] == windows
+
+
+def test_a_family_that_this_project_trains_is_read_as_for_its_weights():
+    shape = shape_of_config(REAL["DeepSeek-V3"], "mine")
+    assert shape == shape_of(read_config(REAL["DeepSeek-V3"]), "mine")
+    assert (shape.layers[-1].groups, shape.layers[-1].top_groups) == (8, 4)
+    with pytest.raises(ValueError, match="sliding_window 4096 is not supported"):
+        shape_of_config(REAL["Mixtral-8x7B-v0.1"] | {"sliding_window": 4096}, "mine")
+    with pytest.raises(ValueError, match="kv_lora_rank says that the model has latent attention"):
+        shape_of_config(CONFIG | {"kv_lora_rank": 4}, "mine")
+
+
+REFUSED = {
+    "hidden_size": (None, 0, 8.0), "num_attention_heads": (0, ["a", 2]), "num_hidden_layers": ("4", 10_001, 0),
+    "moe_intermediate_size": (0,), "num_key_value_heads": (0,), "vocab_size": (-3,), "num_experts_per_tok": (None,),
+    "layer_types": ([["a"], "b"], ["linear_attention"] * 2), "mlp_only_layers": ([{}],), "index_topk": (2048,),
+    "attention heads": ({"num_attention_heads": 4, "num_key_value_heads": 3}, {"num_attention_heads": 9}),
+    "experts": ({"num_experts_per_tok": 5}, {"model_type": "jetmoe"}),
+    "conv_L_cache": (3,), "hybrid_override_pattern": ("M-",), "kv_lora_rank": (4,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key,value", [(key, value) for key, values in REFUSED.items() for value in values], ids=str)
+def test_a_configuration_that_cannot_be_read_is_one_line_that_names_the_file_and_the_key(key, value, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG | (value if isinstance(value, dict) else {key: value})))
+    with pytest.raises(ValueError) as error:
+        read_shape(file)
+    text = str(error.value)
+    assert text.startswith(f"cannot read {file}: ") and key in text and "\n" not in text
+
+
+@pytest.mark.parametrize("name,said", [
+    ("deepsek-v3", r"unknown model 'deepsek-v3'; did you mean 'deepseek-v3'.*; or give a config\.json"),
+    ("deepseek-ai/DeepSeek-V3", r"cannot read deepseek-ai/DeepSeek-V3: .* a local folder with one \(hf download\)"),
+    (".", r"cannot read config\.json: there is no such file"), ("", "unknown model ''; choose from: tiny"),
+    ("x.json", r"cannot read x\.json: there is no such file"), ("text.json", r"text\.json: it is not JSON"),
+])  # fmt: skip
+def test_unknown_names(tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.json").write_text("model_type: llama")
+    with pytest.raises(ValueError, match=said):
+        read_shape(name)

@@ -1,29 +1,31 @@
-"""The predicted step: parts add up, effects only add time, and shortcuts equal what they replace."""
+"""The predicted step: its parts equal hand arithmetic, effects only add time, shortcuts equal what they replace."""
 
 import dataclasses
 import itertools
+import random
 
 import pytest
 
+from moe_dualpipe.overlap.pair_time import pair_seconds
 from moe_dualpipe.schedule import Costs, build, simulate
-from moe_dualpipe.tools.planner.device import load_device
+from moe_dualpipe.tools.planner import Workload, layout_of, load_device, read_shape
 from moe_dualpipe.tools.planner.peak import memory_of, stages_of
-from moe_dualpipe.tools.planner.published_shapes import read_shape
 from moe_dualpipe.tools.planner.routing import MeasuredLoads
-from moe_dualpipe.tools.planner.segment_times import EFFECTS
-from moe_dualpipe.tools.planner.step import simulate_step, step_of
-from moe_dualpipe.tools.planner.workload import Workload, layout_of
-from tests.support.planned import relaid
+from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS, TENSOR_EXPOSED, Clock, head_seconds, layer_seconds
+from moe_dualpipe.tools.planner.step import (
+    OVERLAP,
+    TRANSFER_SHARE,
+    simulate_step,
+    step_of,
+)  # fmt: skip
+from moe_dualpipe.tools.planner.transfer_times import all_to_all, gather, rows_sent
+from tests.support.planned import changed
 
 QWEN = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256, host=0.0)
 
 
-def changed(load=QWEN, layout=None, **options):
-    return dataclasses.replace(load, layout=relaid(load.layout, **(layout or {})), **options)
-
-
 def test_a_step_of_one_gpu_without_effects_is_its_flops_at_the_peak():
-    load = changed(layout={"gpus": 1, "pp": 1, "ep": 1}, global_batch=4)
+    load = changed(QWEN, layout={"gpus": 1, "pp": 1, "ep": 1}, global_batch=4)
     shape, peak = load.shape, load.device.peak["bf16"]
     assert peak is not None
     seconds = step_of(load, frozenset()).seconds
@@ -34,7 +36,7 @@ def test_a_step_of_one_gpu_without_effects_is_its_flops_at_the_peak():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "dualpipe", "dualpipev"])
 def test_each_effect_adds_time(schedule):
-    load = changed(schedule=schedule, recompute="full", violation=0.4, overlap=False)
+    load = changed(QWEN, schedule=schedule, recompute="full", violation=0.4, overlap=False)
     load = changed(load, {"tp": 2}, host=1e-3)
     on, before = frozenset(), 0.0
     for effect in ("", *EFFECTS):
@@ -48,9 +50,9 @@ def test_each_effect_adds_time(schedule):
 
 WORKLOADS = {
     "tensor, context and expert parallelism": changed(
-        layout={"gpus": 64, "tp": 2, "cp": 2, "ep": 4}, schedule="zb1p", precision="fp8", ep_backend="deepep",
+        QWEN, layout={"gpus": 64, "tp": 2, "cp": 2, "ep": 4}, schedule="zb1p", precision="fp8", ep_backend="deepep",
         recompute="attention", violation=0.35),
-    "dualpipe": changed(schedule="dualpipe", recompute="norms", host=7e-5),
+    "dualpipe": changed(QWEN, schedule="dualpipe", recompute="norms", host=7e-5),
     "no experts": Workload(
         read_shape("llama3-8b"), load_device("b200"), layout_of(64, tp=4), global_batch=256, zero=False,
         precision="mxfp8", attention="plain", recompute="full", host=0.0),
@@ -93,7 +95,7 @@ def test_predictions_change_only_on_purpose(name):
 
 def test_overlap_never_costs_time_and_hides_transfers():
     for layout, backend in itertools.product(({}, {"pp": 1}, {"ep": 32, "pp": 1}), ("all_to_all", "deepep")):
-        load = changed(layout=layout, ep_backend=backend)
+        load = changed(QWEN, layout=layout, ep_backend=backend)
         alone, overlapped = step_of(changed(load, overlap=False)), step_of(changed(load, overlap=True))
         assert overlapped.seconds < alone.seconds and alone == step_of(load)
         pairs = changed(load, schedule="dualpipev")
@@ -106,7 +108,7 @@ SCHEDULES = ["1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev"]
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_extrapolated_step_equals_the_simulated_one(schedule):
-    load = changed(schedule=schedule, layout={"vpp": 2 if schedule == "interleaved_1f1b" else 1})
+    load = changed(QWEN, schedule=schedule, layout={"vpp": 2 if schedule == "interleaved_1f1b" else 1})
     stages = load.placement.num_stages
     costs = Costs(
         tuple(1 + 0.1 * (s % 3) for s in range(stages)), tuple(2 + 0.15 * (s % 2) for s in range(stages)),
@@ -129,3 +131,187 @@ def test_every_layer_is_on_one_stage_in_order(layers, pp, mtp):
         assert {len(stage.layers) for stage in stages[:-1]} == {layers // pp}
     elif mtp == 0:
         assert max(len(stage.layers) for stage in stages) <= -(-layers // pp) + 1
+
+
+# ---- Parts by hand arithmetic: gradients, optimizer, overlap in schedules without pairs, and the head ----
+
+
+H100 = load_device("h100")
+LOAD = Workload(read_shape("qwen3-30b-a3b"), H100, layout_of(32, 1, 4, 1, 4), global_batch=256, host=0.0)
+DENSE = Workload(read_shape("llama3-8b"), H100, layout_of(8), global_batch=64, host=0.0)
+
+
+def test_a_micro_batch_on_one_rank_is_its_layers_and_its_head():
+    """Nothing waits: a step is the sum of all segments. A module of multi-token prediction adds a block and a head."""
+    load = changed(DENSE, {"gpus": 1}, global_batch=3)
+    one = [layer_seconds(load, layer) for layer in load.shape.layers]
+    head = head_seconds(load)
+    expected = 3 * (sum(layer.seconds for layer in one) + head.seconds)
+    assert step_of(load).compute == pytest.approx(expected)
+    more = step_of(changed(load, shape=dataclasses.replace(load.shape, mtp=2))).compute
+    assert more == pytest.approx(expected + 2 * 3 * (one[-1].seconds + head.seconds))
+
+
+def test_overlap_on_one_rank_hides_its_share_of_what_the_order_allows():
+    """The forward of the first micro-batch and the backward of the last have nothing beside them: 15 pairs of 16."""
+    load = changed(LOAD, layout={"gpus": 4, "pp": 1}, global_batch=64, overlap=True)
+    layers = [layer_seconds(load, layer) for layer in load.shape.layers] + [head_seconds(load)]
+    alone = sum(layer.seconds for layer in layers)
+    gain = OVERLAP * (alone - pair_seconds(layers, layers, TRANSFER_SHARE["all_to_all"] / H100.sms))
+    plain, step = step_of(changed(load, overlap=False)), step_of(load)
+    assert plain.seconds - plain.sums - step.seconds + step.sums == pytest.approx(15 * gain) and gain > 0
+
+
+# ---- Segments ----
+
+
+@pytest.mark.parametrize("load,layout,part,rows", [
+    (DENSE, {"tp": 4}, "attn_f", 2 * TENSOR_EXPOSED), (DENSE, {"tp": 4}, "mlp_f", 2 * TENSOR_EXPOSED),
+    (LOAD, {"tp": 4, "ep": 1}, "mlp_f", 2 * 8), (LOAD, {"tp": 4}, "mlp_f", 0),
+])  # fmt: skip
+def test_tensor_parallel_ranks_gather_and_scatter_rows(load, layout, part, rows):
+    """A row of each token, of which products hide a part; of each choice, where they divide experts; and none where
+    dispatch brings the rows of whole experts."""
+    load = changed(load, layout)
+    layer = load.shape.layers[0]
+    one, without = (layer_seconds(load, layer, on) for on in (ALL, ALL - {"tensor transfers"}))
+    more = getattr(one, part) - getattr(without, part)
+    assert more == pytest.approx(rows * gather(H100, 2 * 4096 * load.shape.hidden, 4, 1))
+
+
+def test_a_narrow_head_has_as_many_exponentials_as_a_wide_one():
+    """So the same FLOPs in heads of 64 take longer than in heads of 128, but less than twice as long."""
+    layer, seconds = DENSE.shape.layers[0], []
+    wide = layer.attention
+    narrow = dataclasses.replace(wide, heads=2 * wide.heads, kv_heads=2 * wide.kv_heads, qk_dim=64, v_dim=64)
+    for attention in (wide, narrow):
+        changed_layer = dataclasses.replace(layer, attention=attention)
+        real, ideal = (layer_seconds(DENSE, changed_layer, frozenset(on)).attn_f for on in (["attention"], []))
+        seconds.append(real - ideal + 4096 * wide.score_flops(4096) / DENSE.peak)
+    assert seconds[1] == pytest.approx(2**0.5 * seconds[0])
+
+
+def test_without_a_kernel_for_all_experts_each_product_has_the_curve_of_a_small_one():
+    clock = Clock(load_device("b200"), "mxfp8", ALL)
+    one, fused = (clock.grouped(64e9, 64, fused) for fused in (False, True))
+    assert one == 64 * clock.product(1e9) > fused == clock.product(64e9, kind="grouped")
+
+
+@pytest.mark.parametrize("precision,backend,sizes", [
+    ("bf16", "all_to_all", (4096, 4096)), ("fp8", "all_to_all", (4096, 4096)), ("fp8", "deepep", (2048 + 64, 4096)),
+    ("bf16", "deepep", (4096, 4096)),
+])  # fmt: skip
+def test_bytes_of_dispatch_and_combine(precision, backend, sizes):
+    """Rows of 2,048 numbers: in 8 bits with a scale for each 32 numbers, or in 16. NCCL also copies both sides."""
+    load = changed(LOAD, layout={"pp": 1, "gpus": 16, "ep": 16}, precision=precision, ep_backend=backend)
+    layer = load.shape.layers[0]
+    rows = rows_sent(128, 8, 16, 8, backend)
+    bandwidth = H100.passes
+    copies = 4 * 4096 * (rows.near + rows.far) * 4096 / bandwidth if backend == "all_to_all" else 0
+    dispatch, combine = (all_to_all(H100, rows, 4096, size) + copies for size in sizes)
+    one = layer_seconds(load, layer)
+    transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
+    assert transfers == pytest.approx((dispatch, combine, combine, combine))
+    full = layer_seconds(load, layer, factor=1.5)  # the rank that gets the most rows
+    wanted = [all_to_all(H100, rows, 1.5 * 4096, size) + 1.5 * copies for size in sizes]
+    assert (full.dispatch_f, full.combine_f) == pytest.approx(wanted) and full.mlp_f > one.mlp_f
+
+
+@pytest.mark.parametrize(("gpu", "message"), [("h100", 2048 + 16), ("b200", 2048 + 64)])
+def test_rows_to_experts_in_fp8_are_messages_of_8_bits_and_results_are_not(gpu, message):
+    """A scale for 128 numbers on Hopper, for 32 with mxfp8. Gradients of outputs travel as tokens do."""
+    device = load_device(gpu)
+    load = changed(LOAD, {"pp": 1, "gpus": 16, "ep": 16}, device=device, ep_backend="deepep", fp8="experts+dispatch")
+    rows = rows_sent(128, 8, 16, device.domain.gpus, "deepep")
+    eight, sixteen = (all_to_all(device, rows, 4096, size) for size in (message, 4096))
+    one = layer_seconds(load, load.shape.layers[0])
+    transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
+    assert transfers == pytest.approx((eight, sixteen, eight, sixteen)) and eight < sixteen
+    assert layer_seconds(changed(load, fp8="experts"), load.shape.layers[0]).dispatch_f == pytest.approx(sixteen)
+
+
+def test_experts_in_fp8_multiply_faster_but_for_weight_gradients():
+    """Nothing else does: without memory, launches and transfers, the rest of a layer takes as long as before."""
+    on, layer = frozenset({"products"}), LOAD.shape.layers[0]
+    plain, fp8, everything = (
+        layer_seconds(changed(LOAD, **options), layer, on) for options in ({}, {"fp8": "experts"}, {"precision": "fp8"})
+    )
+    same = ("attn_f", "attn_b", "attn_w", "mlp_w")
+    assert [getattr(fp8, name) for name in same] == [getattr(plain, name) for name in same]
+    saved = plain.mlp_f - fp8.mlp_f
+    assert saved > 0 and plain.mlp_b - fp8.mlp_b == pytest.approx(saved)
+    assert fp8.mlp_f == pytest.approx(everything.mlp_f)  # without shared experts, only the router is in bf16
+
+
+def test_experts_in_fp8_round_rows_in_each_micro_batch_and_weights_in_each_step():
+    """128 experts of 3 x 2,048 x 768 weights over 4 ranks, rounded for both products. Rounding moves 3 bytes."""
+    layer, on = LOAD.shape.layers[0], frozenset({"memory"})
+    plain, fp8 = (changed(LOAD, fp8=fp8) for fp8 in ("off", "experts"))
+    more = layer_seconds(fp8, layer, on).mlp_f - layer_seconds(plain, layer, on).mlp_f
+    products = layer_seconds(fp8, layer, frozenset()).mlp_f - layer_seconds(plain, layer, frozenset()).mlp_f
+    assert more - products == pytest.approx(3 * 4096 * (2048 + 8 * 768) / H100.passes)
+    weights = 12 * 32 * 3 * 2048 * 768  # of a rank with a quarter of the layers
+    assert step_of(fp8).optimizer - step_of(plain).optimizer == pytest.approx(2 * 3 * weights / H100.passes)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_inputs_of_products_in_8_bits_are_read_and_written_twice(precision):
+    """Llama 3: rows of 4,096, an MLP of 14,336. Rounding a number to 8 bits moves 4 bytes."""
+    load = changed(DENSE, precision=precision)
+    with_memory, without = (layer_seconds(load, load.shape.layers[0], frozenset(on)) for on in ({"memory"}, ()))
+    casts = {"bf16": 0, "fp8": 4}[precision]
+    attention = 2 * (5 * 4096 + 2 * (4096 + 2 * 1024 + 4096)) + casts * (4096 + 4096)
+    mlp = 2 * (5 * 4096 + 3 * 14336) + casts * (4096 + 14336)
+    seconds_of_byte = 4096 / H100.passes
+    assert with_memory.attn_f - without.attn_f == pytest.approx(attention * seconds_of_byte)
+    assert with_memory.mlp_f - without.mlp_f == pytest.approx(mlp * seconds_of_byte)
+
+
+# ---- The pipeline ----
+
+
+def test_a_message_between_stages_has_a_row_for_each_token():
+    """One micro-batch passes the network twice: forward, and backward. Nothing else uses it here."""
+    load = changed(DENSE, {"gpus": 16, "pp": 2}, global_batch=8, schedule="gpipe")
+    slow = changed(load, device=dataclasses.replace(H100, network=dataclasses.replace(H100.network, bandwidth=1e9)))
+    message = 2 * 4096 * 4096  # bytes
+    wanted = 2 * (message / (1e9 * H100.network.share) - message / (H100.network.bandwidth * H100.network.share))
+    assert step_of(slow).seconds - step_of(load).seconds == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv", "dualpipe", "dualpipev"])
+@pytest.mark.parametrize("seed", [0, 42, 48, 56])
+def test_no_rank_does_more_work_than_there_is_time(schedule, seed):
+    """Also in long steps, which are extrapolated from short ones: the slowest rank may show late."""
+    load, choose = changed(LOAD, schedule=schedule), random.Random(seed)
+    stages, number = load.placement.num_stages, 400
+    forward, backward = ([choose.uniform(1, 4) for _ in range(stages)] for _ in range(2))
+    pairs = [choose.uniform(0.7, 1.0) * (f + b) for f, b in zip(forward, backward, strict=True)]
+    halves = [0.5 * b for b in backward]
+    costs = Costs(tuple(forward), tuple(backward), tuple(halves), tuple(pairs))
+    paired = schedule in ("dualpipe", "dualpipev")
+    work = pairs if paired else [f + b for f, b in zip(forward, backward, strict=True)]
+    share = 0.5 if schedule == "dualpipe" else 1  # half of the micro-batches run in each direction
+    least = max(sum(work[s] for s in own) for own in load.placement.stages) * number * share
+    assert simulate_step(load, number, costs) >= 0.999 * least
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("graphs,precision,each", [
+    ("none", "bf16", 12 + 30 + 6.4), ("partial", "bf16", 20 + 6.4), ("full", "bf16", 0),
+    ("none", "fp8", 14 + 30 + 12.8),
+])  # fmt: skip
+def test_a_slow_cpu_launches_every_kernel_of_a_layer_for_a_forward_and_twice_as_many_for_a_backward(
+    schedule, graphs, precision, each
+):
+    """48 layers of 10 + 2 launches for attention, 30 for experts, and 0.2 for each of 32 local experts. In 8 bits, each
+    product has another launch. Partial CUDA graphs replay attention and 10 launches of the router."""
+    load = changed(
+        LOAD, layout={"gpus": 4, "pp": 1}, global_batch=12, schedule=schedule, cuda_graphs=graphs, precision=precision
+    )
+    fast, slow = step_of(load), step_of(changed(load, host=1.0))
+    assert slow.compute + slow.exposed + slow.idle == pytest.approx(
+        3 * 48 * 3 * each if each else fast.compute + fast.exposed + fast.idle, rel=1e-3
+    )
+    halves = step_of(changed(load, {"gpus": 8, "pp": 2}, schedule="gpipe", host=1.0))
+    assert not each or halves.seconds == pytest.approx((3 + 1) * 24 * 3 * each, rel=1e-3)  # F and B are the same share

@@ -1,13 +1,23 @@
-"""Analyses of constructed traces with known results, and of DeepSeek's published trace."""
+"""Analyses of constructed traces and of DeepSeek's published trace; the report of a device; two recordings compared."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler import analyze, read_trace
+from moe_dualpipe.tools.profiler.account import COMPUTATION, COPY, IDLE, KINDS, LOST, TRANSFER, Total
+from moe_dualpipe.tools.profiler.compare import Comparison, read_recording
+from moe_dualpipe.tools.profiler.reading.paths import trace_paths
+from moe_dualpipe.tools.profiler.reports.comparison import compare_text
 from moe_dualpipe.tools.profiler.reports.overlap import account_rows, analysis_text
+from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY, verdicts_text
+from tests.support.faults import FAULTS, run, write_traces
+from tests.support.faults.jobs import moe_training
 from tests.support.traces import annotation, kernel, launch, write
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
@@ -39,7 +49,8 @@ def test_overlapping_events_count_once(tmp_path):
     assert a.exposed_comm_us == 20 + 8
     assert a.hidden_kernels_us == 10 + 5
     assert a.hidden_fraction == 15 / 45
-    assert (a.num_comm, a.comm_blocks) == (3, 24)
+    assert (a.num_comm, a.comm_blocks, a.copy_engine_us) == (3, 24, 0)
+    assert "copy engine" not in analysis_text(a)
 
 
 def copy(name, start, duration, correlation=None, **arguments):
@@ -67,12 +78,6 @@ def test_copies_to_other_devices_are_communication_on_copy_engines(tmp_path):
     rows = account_rows({"it": a})
     assert ["- on copy engines, with 0 SMs", "45"] in rows and ["- hidden behind computation", "10"] in rows
     assert analysis_text(a).endswith("15.4% of the communication is hidden (5 transfers, on up to 24 thread blocks).")
-
-
-def test_a_trace_without_copies_to_other_devices_has_no_row_for_copy_engines(tmp_path):
-    a = analysis_of(tmp_path, [kernel("gemm", 0, 20), kernel("ncclX", 10, 20, stream=8), copy("Memcpy DtoD", 40, 9)])
-    assert a.copy_engine_us == 0 and a.as_object()["copy_engine_us"] == 0
-    assert "copy engine" not in analysis_text(a) and "(1 kernel, " in analysis_text(a)
 
 
 # ---- DeepSeek's published trace ----
@@ -121,3 +126,138 @@ def test_invalid_options(tmp_path, capsys, options, problem):
     assert main(["profile", "analyze", str(path), *options]) == 2
     err = capsys.readouterr().err
     assert problem in err and err.count("\n") == 1
+
+
+# ---- The report of one device: its account adds up, causes are sentences, and what they leave is said ----
+
+
+@pytest.fixture
+def analysis(tmp_path):
+    """Computation 0-30 and 75-100, a transfer 20-50, a copy 60-65, and the next launch from 68 to 70."""
+    events = [
+        annotation("mlp(F)", 66, 10), launch(1, 68, duration=2), launch(2, 52, duration=2), kernel("gemm", 0, 30),
+        kernel("nccl", 20, 30, stream=9), kernel("Memcpy DtoH", 60, 5, correlation=2, cat="gpu_memcpy"),
+        kernel("gemm", 75, 25, correlation=1),
+    ]  # fmt: skip
+    (found,) = analyze(read_trace(write(tmp_path / "t.json", events)))
+    return found
+
+
+def test_the_rows_of_the_account_add_up_to_the_window(analysis):
+    heading, window, *rows = account_rows({"it": analysis}, details=True)
+    assert heading == ["", "it, us", "of the window"] and window == ["window", "100", "100.0%"]
+    kinds = {name: float(us) for name, us, _ in rows if name in KINDS}
+    assert sum(kinds.values()) == 100
+    assert kinds == {
+        "computation": 55, "copies": 5, "exposed communication": 20, "idle: queued": 11, "idle: launching": 4,
+        "idle: Python": 5,
+    }  # fmt: skip
+    details = [(name, float(us)) for name, us, _ in rows if name.startswith("- ") and "hidden" not in name]
+    assert sum(us for _, us in details) == 45 and ("- nccl before mlp(F)", 20) in details
+    assert rows[-2][1:] == ["30", "30.0%"] and rows[-1] == ["- hidden behind computation", "10", "10.0%"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(LOST), st.integers(1, 40)), max_size=6))
+def test_nothing_found_is_never_printed_beside_lost_time(tmp_path_factory, lost):
+    """More than 1% of the window without an explanation is printed with its three largest places."""
+    (analysis,) = analyze(read_trace(write(tmp_path_factory.mktemp("t") / "t.json", [kernel("gemm", 0, 1000)])))
+    left = tuple(sorted((Total(kind, f"place {us}", 1, float(us)) for kind, us in lost), key=lambda one: -one.us))
+    text = verdicts_text(replace(analysis, unexplained=left))
+    shown = replace(analysis, unexplained=left).as_object()["unexplained"]
+    assert shown == [{"kind": one.kind, "detail": one.detail, "times": 1, "us": one.us} for one in left]
+    if sum(one.us for one in left) < 10:
+        assert text == HEALTHY
+    else:
+        assert text.startswith("Not explained: ") and all(f"{one.kind}, {one.detail} (" in text for one in left[:3])
+
+
+# ---- Two recordings compared: the account of a step twice, whose differences add up ----
+
+
+GEMM, ATTENTION, ADD = "ampere_sgemm_128x64_nn", "flash_fwd_kernel", "vectorized_elementwise_kernel"
+STEP = [  # name, start, duration, stream: 10 us idle, 5 us of the copy, 25 of the transfer exposed, 15 hidden
+    (GEMM, 10, 40, 7), (ATTENTION, 40, 20, 7), ("ncclDevKernel_AllReduce", 45, 40, 8), ("Memcpy HtoD", 85, 5, 7),
+    (ADD, 90, 10, 7),
+]  # fmt: skip
+GPU = {"deviceProperties": [{"id": 0, "name": "H100", "numSms": 132}]}
+
+
+def record(path, steps, works=STEP, length=100, lag=0.0, named="ProfilerStep#{}", **more):
+    """Write equal steps. lag: how much later than its launch a device runs everything."""
+    events = []
+    for step in range(steps):
+        at = step * length
+        events += [annotation(named.format(step), at, length)] if named else []
+        for name, start, duration, stream in works:
+            correlation = len(events) + 1
+            category = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+            events.append(launch(correlation, at + max(start - 5, 0), duration=1))
+            events.append(kernel(name, at + start + lag, duration, stream, correlation, cat=category))
+    return write(path, events, **GPU | more)
+
+
+def compare(a, b):
+    return Comparison(*(read_recording(str(path), trace_paths([path])) for path in (a, b)))
+
+
+@pytest.mark.parametrize("lag", [0.0, 300.0])
+@pytest.mark.parametrize("named", ["ProfilerStep#{}", "step {}"])
+def test_recordings_of_different_lengths_have_the_same_steps(lag, named, tmp_path):
+    """A GEMM and attention at once: the moment belongs to the GEMM, which started first."""
+    found = compare(record(tmp_path / "a.json", 2, lag=lag, named=named), record(tmp_path / "b.json", 7))
+    assert found.by_step and (found.a.steps, found.b.steps) == (2, 7)
+    for side in (0, 1):
+        idle = sum(us[side] for (kind, _), us in found.account.items() if kind in IDLE)
+        assert idle == pytest.approx(10) and found.times_us[side] == pytest.approx(100)
+        assert {key: us[side] for key, us in found.account.items() if key[0] not in IDLE} == pytest.approx({
+            (COMPUTATION, "GEMM"): 40, (COMPUTATION, "attention"): 10, (COMPUTATION, "elementwise"): 10,
+            (TRANSFER, "ncclDevKernel_AllReduce"): 25, (COPY, "Memcpy HtoD"): 5,
+        })  # fmt: skip
+    assert found.a.hidden_fraction == found.b.hidden_fraction == 15 / 40
+    assert "A step takes the same time in A and B, within 0.5%: 100 us and 100 us." in compare_text(found)
+
+
+def test_without_steps_whole_recordings_are_compared(tmp_path):
+    a, b = record(tmp_path / "a.json", 4, named=""), record(tmp_path / "b.json", 2)
+    found = compare(a, b)
+    assert not found.by_step and found.times_us == (390, 190)  # from the first kernel to the last
+    assert "No steps are recorded in A: whole recordings are compared." in compare_text(found)
+
+
+def test_several_devices_are_averaged(tmp_path, capsys):
+    (folder := tmp_path / "ranks").mkdir()
+    slower = [(name, start, duration + 20 * (name == ADD), stream) for name, start, duration, stream in STEP]
+    record(folder / "rank0.json", 2, distributedInfo={"rank": 0, "world_size": 2})
+    record(folder / "rank1.json", 2, slower, 120, distributedInfo={"rank": 1, "world_size": 2})
+    b = record(tmp_path / "b.json", 3)
+    found = compare(folder, b)
+    assert found.difference_us == pytest.approx(-10)
+    assert found.account[COMPUTATION, "elementwise"] == pytest.approx((20, 10))
+    assert main(["profile", "compare", str(folder), str(b), "--steps", "1:", "--json"]) == 0
+    out, err = capsys.readouterr()
+    shown = json.loads(out)
+    assert shown["b"]["steps"] == 2 and f"{b}: analyzed: steps 1 to 2 of steps 0 to 2" in err
+    assert sum(row["difference_us"] for row in shown["account"]) == pytest.approx(shown["difference_us"])
+
+
+@pytest.mark.parametrize("fault", ["slow host", "slow link", "copies"])
+def test_the_difference_of_a_known_fault_adds_up(fault, tmp_path):
+    healthy = moe_training(layers=3)
+    paths = [tmp_path / "before", tmp_path / "after"]
+    for job, folder in zip((healthy, FAULTS[fault].apply(healthy, 2)), paths, strict=True):
+        write_traces(run(job), folder)
+    found = compare(*paths)
+    assert found.difference_us > 0
+    assert sum(b - a for a, b in found.account.values()) == pytest.approx(found.difference_us)
+    text = compare_text(found).splitlines()
+    rows = [row.replace(",", "").split("|") for row in text if row.startswith(("| - ", "| step"))]
+    step, *kinds = (float(row[4]) for row in rows)
+    assert sum(kinds) == pytest.approx(step, abs=len(kinds))
+    largest = next(row for row in text if "the largest differences" in row)
+    details = [float(row.replace(",", "").split("|")[4]) for row in text[text.index(largest) + 2 :] if "|" in row]
+    assert sum(details) == pytest.approx(step, abs=len(details)) and max(details, key=abs) == details[0]
+
+
+def test_a_missing_recording_is_one_line(tmp_path, capsys):
+    assert main(["profile", "compare", str(tmp_path / "a.json"), str(Path(__file__))]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

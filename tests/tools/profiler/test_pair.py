@@ -1,15 +1,16 @@
-"""The pair of chunks: equal results of both runs, balanced routing, modeled links, and the command."""
+"""`profile run`: equal results of both runs, balanced routing, modeled links, the report, and the defaults."""
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.tools.profiler import read_trace
+from moe_dualpipe.tools.profiler import measure, read_trace
 from moe_dualpipe.tools.profiler.pair import Pair, Workload
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
 
@@ -75,49 +76,39 @@ def test_bytes_of_rows_in_fp8(mode, saved):
 # ---- The command ----
 
 
-def test_run_writes_a_report_recordings_and_pictures(tmp_path, capsys):
-    assert main([*SMALL, "--link-gbps", "0.1", "--link-latency-us", "50", "--out", str(tmp_path)]) == 0
+@pytest.mark.parametrize("mode,tokens,num_comm", [
+    # two layers: dispatch and combine of a forward, and of a backward or another forward; the sizes of each forward
+    ("train", "in sequences of 16", 2 * (4 + 1)), ("prefill", "in sequences of 16", 2 * (4 + 2)),
+    ("decode", "with 16 cached tokens each", 2 * (4 + 2)),
+])  # fmt: skip
+def test_run_writes_a_report_recordings_and_pictures(tmp_path, capsys, mode, tokens, num_comm):
+    link = ["--link-gbps", "0.1", "--link-latency-us", "50"]
+    assert main([*SMALL, *link, "--mode", mode, "--out", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert err == ""
     lines = out.splitlines()
-    assert lines[0].startswith("train on cpu in float32: 2 layers of tiny, 32 tokens ")
-    assert lines[1] == "modeled link: 0.1 Gb/s, latency 50 us"
+    assert err == "" and lines[1] == "modeled link: 0.1 Gb/s, latency 50 us"
+    assert lines[0].startswith(f"{mode} on cpu in float32: 2 layers of tiny, 32 tokens {tokens}, balanced routing; ")
     files = ["overlapped.json.gz", "perfetto.json.gz", "report.json", "sequential.json.gz", "timeline.png"]
     assert lines[-1] == f"in {tmp_path}: {', '.join(files)}"
     assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert [path.name for path in trace_paths([tmp_path])] == ["overlapped.json.gz", "sequential.json.gz"]
     report = json.loads((tmp_path / "report.json").read_text())
     sequential, overlapped = report["sequential"], report["overlapped"]
     assert report["bound_us"] == max(min(sequential[key], overlapped[key]) for key in ("compute_us", "comm_us"))
     assert overlapped["window_us"] >= report["bound_us"]
-    transfers, counts = 8, 2  # four transfers and one of the counts in each of two layers
     labels = {f"{name}({kind})" for name in ("attn", "mlp", "dispatch", "combine") for kind in "FB"}
-    assert labels | {"attn(W)", "mlp(W)"} <= {phase["name"] for phase in overlapped["phases"]}
+    phases = {phase["name"] for phase in overlapped["phases"]}
+    assert mode != "train" or labels | {"attn(W)", "mlp(W)"} <= phases
     for analysis, run in ((sequential, "sequential"), (overlapped, "overlapped")):
+        assert {one for one in labels if "(F)" in one} <= {phase["name"] for phase in analysis["phases"]}
         assert analysis["trace"] == str(tmp_path / f"{run}.json.gz")
         assert read_trace(analysis["trace"]).num_events > 100
-        assert analysis["num_comm"] == transfers + counts and analysis["comm_us"] >= transfers * 50
+        assert analysis["num_comm"] == num_comm and analysis["comm_us"] >= 8 * 50
+        assert sum(row["us"] for row in analysis["account"]) == pytest.approx(analysis["window_us"])
     possible, reached = report["possible_fraction"], overlapped["hidden_fraction"]
     assert 0 < reached <= possible + 1e-6 <= 1 + 1e-6
     assert f"hidden communication: {possible:.1%} possible, reached {reached:.1%} overlapped, " in out
-    assert [path.name for path in trace_paths([tmp_path])] == ["overlapped.json.gz", "sequential.json.gz"]
-
-
-@pytest.mark.parametrize("mode,tokens", [("prefill", "in sequences of 16"), ("decode", "with 16 cached tokens each")])
-def test_two_forwards_have_an_account_of_both_orders(tmp_path, capsys, mode, tokens):
-    link = ["--link-gbps", "0.1", "--link-latency-us", "50"]
-    assert main([*SMALL, *link, "--mode", mode, "--out", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"{mode} on cpu in float32: 2 layers of tiny, 32 tokens {tokens}, balanced routing; ")
     assert "| sequential, us | overlapped, us |" in out
-    report = json.loads((tmp_path / "report.json").read_text())
-    for run in ("sequential", "overlapped"):
-        analysis = report[run]
-        assert analysis["num_comm"] == 2 * 2 * 3  # micro-batches, layers; sizes, dispatch, combine
-        assert {"attn(F)", "dispatch(F)", "mlp(F)", "combine(F)"} <= {phase["name"] for phase in analysis["phases"]}
-        assert sum(row["us"] for row in analysis["account"]) == pytest.approx(analysis["window_us"])
-    reached, possible = report["overlapped"]["hidden_fraction"], report["possible_fraction"]
-    assert 0 < reached <= possible + 1e-6
-    assert f"hidden communication: {possible:.1%} possible, reached {reached:.1%} overlapped, " in out
 
 
 @pytest.mark.parametrize("options,problem", [
@@ -140,3 +131,46 @@ def test_invalid_run_options(options, problem, capsys, tmp_path, monkeypatch):
     assert main([*SMALL, "--out", str(tmp_path), *options]) == 2
     err = capsys.readouterr().err
     assert problem in err and err.count("\n") == 1
+
+
+# ---- The link and the defaults ----
+
+
+LARGE = Workload("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)
+
+
+def test_the_default_link_depends_on_the_computation_time(monkeypatch):
+    """25 MB in half of 2 s are 25 MB per second."""
+    backend, pair = Loopback(8, 4), SimpleNamespace(workload=LARGE)
+    monkeypatch.setattr(measure, "time_computation", lambda *_: (2.0, 25_000_000))
+    words = measure.set_link(pair, backend, None, 3)  # type: ignore[arg-type]
+    assert backend.link.gb_per_s == pytest.approx(0.025) and not backend.link.latency_us
+    assert words == "modeled link: 0.2 Gb/s, latency 0 us: 25.0 MB take 0.5 of the computation time, 2,000 ms"
+    pair.workload = replace(LARGE, device=torch.device("cuda"))
+    assert measure.set_link(pair, backend, None, 3) == "modeled link: 400 Gb/s, latency 10 us"  # type: ignore[arg-type]
+    monkeypatch.setattr(measure, "time_computation", lambda *_: (2.0, 0))
+    assert measure.set_link(pair, backend, None, 3) == "modeled link: unused, there is only one rank"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("link,problem", [
+    (Link(gb_per_s=1e-6), "the link is too slow: 90.0 kB in 8 transfers would take 90 s; use a faster link"),
+    (Link(gb_per_s=1, latency_us=8e6), "in 8 transfers would take 64 s;"),
+])  # fmt: skip
+def test_a_slow_link_is_refused(monkeypatch, link, problem):
+    monkeypatch.setattr(measure, "time_computation", lambda *_: (2.0, 90_000))
+    pair = SimpleNamespace(workload=LARGE)
+    with pytest.raises(ValueError, match=problem):
+        measure.set_link(pair, Loopback(8, 4), link, 3)  # type: ignore[arg-type]
+
+
+def test_default_ranks_divide_the_experts():
+    assert [measure.default_ranks(experts) for experts in (1, 8, 64, 72, 160, 256)] == [1, 8, 64, 36, 40, 64]
+
+
+@pytest.mark.parametrize("mode,seq,tokens,expected", [
+    ("train", None, None, (1024, 4096)), ("prefill", 512, None, (512, 4096)), ("train", 3000, None, (3000, 3000)),
+    ("decode", None, None, (1024, 128)), ("decode", 100, 7, (100, 7)), ("train", 8192, None, (8192, 8192)),
+])  # fmt: skip
+def test_default_sizes(mode, seq, tokens, expected):
+    work = Workload.from_preset(mode, "tiny", 1, seq, tokens)
+    assert (work.seq, work.tokens) == expected

@@ -1,7 +1,9 @@
 """Ranks in several process groups: who meets whom, how long each waited for whom, and on which clock."""
 
 import random
+from collections import defaultdict
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -11,7 +13,9 @@ from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.matching import RankTransfers
 from moe_dualpipe.tools.profiler.pictures.lanes import trace_pictures
 from moe_dualpipe.tools.profiler.ranks import compare_traces
-from tests.support.rank_programs import Compute, Join, device_event, execute, rank_transfers, write_ranks
+from moe_dualpipe.tools.profiler.trace import DeviceEvent
+from tests.support.faults import Job, Machine, run, write_traces
+from tests.support.faults.program import Await, Collective, Kernel, Record
 from tests.support.traces import kernel, write
 
 
@@ -27,20 +31,65 @@ def groups_of(world, *strides):
     return found[::-1]
 
 
+def computing(us):
+    """us: the time on each rank."""
+    return {rank: (Kernel("gemm", each),) for rank, each in us.items()}
+
+
+def meeting(kind, group, ranks, us, number):
+    """A collective or, for "p2p", a send to the second of the ranks. It is the `number`th of its group."""
+    peers, key = ranks if kind == "p2p" else None, f"{group} {ranks} {number}"
+    kinds = ("send", "recv") if peers else [kind] * len(ranks)
+    own = {
+        rank: Collective(key, name, group, ranks, us, 1000, group, f"before {key}", peers=peers, sequence=number)
+        for rank, name in zip(ranks, kinds, strict=True)
+    }
+    return {rank: (Record(f"before {key}"), one, Await(one.done)) for rank, one in own.items()}
+
+
 def layers(world, axes, kinds, repeats=6, seed=0):
     """Each rank computes for its own random time before it joins its group on each axis in turn."""
     draw = random.Random(seed)
     program = []
-    for _ in range(repeats):
+    for number in range(repeats):
         for groups, (kind, name) in zip(axes, kinds, strict=True):
-            program.append(Compute({rank: draw.randrange(1, 200) for rank in range(world)}))
-            program += [Join(kind, name, ranks, draw.randrange(5, 60)) for ranks in groups]
+            program.append(computing({rank: draw.randrange(1, 200) for rank in range(world)}))
+            program += [meeting(kind, name, ranks, draw.randrange(5, 60), number) for ranks in groups]
     return program
 
 
-TP_DP = layers(4, groups_of(4, 2, 2), [("all_reduce", "dp"), ("all_gather", "tp")])
+def recorded(program, ranks, numbered=True):
+    """A program is a list of what ranks do in this order, and of where they meet. numbered: record sequence numbers."""
+
+    def numbered_or_not(op):
+        return op if numbered or not isinstance(op, Collective) else replace(op, sequence=None)
+
+    ops = {rank: tuple(numbered_or_not(op) for item in program for op in item.get(rank, ())) for rank in ranks}
+    return run(Job(ops, Machine(0, 0, 0, gap_us=0, slower_beside_transfers=0, slower_beside_computation=0)))
+
+
+def collectives_of(recording) -> dict[int, list]:
+    """For each rank, its collectives and when they started and ended."""
+    return {
+        rank: [span for span in one.device if isinstance(span.op, Collective)] for rank, one in recording.ranks.items()
+    }
+
+
+def true_waits(recording):
+    """How long each rank waited in collectives until the last one had joined."""
+    spans, last = collectives_of(recording), defaultdict(float)
+    for span in chain(*spans.values()):
+        last[span.op.key] = max(last[span.op.key], span.start)
+    return {rank: sum(last[span.op.key] - span.start for span in own) for rank, own in spans.items()}
+
+
+def transfers_of(recording, folder):
+    return [one.transfers for one in analyze_files(write_traces(recording, folder), pictures=False).devices]
+
+
+TP_DP = layers(4, groups_of(4, 2, 2), [("all_reduce", "dp"), ("_allgather_base", "tp")])
 PP_EP_TP = layers(8, groups_of(8, 2, 2, 2), [("p2p", "pp"), ("all_to_allv", "ep"), ("_reduce_scatter_base", "tp")])
-CHAIN = layers(3, [[(0, 2)], [(1, 2)]], [("all_reduce", "dp"), ("all_gather", "tp")])
+CHAIN = layers(3, [[(0, 2)], [(1, 2)]], [("all_reduce", "dp"), ("_allgather_base", "tp")])
 """The clock of rank 1 is known through rank 2."""
 
 
@@ -60,25 +109,24 @@ def waited(ranks):
 @pytest.mark.parametrize("offset", [0.0, 3e6])
 def test_waits_are_in_the_account_with_the_rank_that_was_late(program, world, numbered, offset, tmp_path):
     """On one host and on one each, whose clocks are seconds apart. The first and the last rank share no group."""
-    done = execute(program, world, numbered)
-    files = analyze_files(write_ranks(done, tmp_path, offset=offset), pictures=False)
-    first = [min(event.start for event in done.events[rank]) for rank in range(world)]
+    recording = recorded(program, range(world), numbered)
+    files, waits = analyze_files(write_traces(recording, tmp_path, offset), pictures=False), true_waits(recording)
+    first = [min(span.start for span in recording.ranks[rank].device) for rank in range(world)]
     for rank, (device, shift) in enumerate(zip(files.devices, files.comparison.shifts_us, strict=True)):
         assert shift == pytest.approx(first[rank] - first[0], abs=1e-2)
-        assert device.analysis.time_of(WAITING) == pytest.approx(done.waited[rank], abs=0.05)
-        sent = sum(event.end - event.start for event in done.comm(rank))
-        assert device.analysis.time_of(TRANSFER) == pytest.approx(sent - done.waited[rank], abs=0.1)
+        assert device.analysis.time_of(WAITING) == pytest.approx(waits[rank], abs=0.05)
+        spans = collectives_of(recording)[rank]
+        sent = sum(span.end - span.start for span in spans)
+        assert device.analysis.time_of(TRANSFER) == pytest.approx(sent - waits[rank], abs=0.1)
         assert device.analysis.exposed_comm_us == pytest.approx(sent, abs=0.1)
         late = {entry.detail.partition(", ")[0] for entry in device.analysis.account if entry.kind == WAITING}
-        groups = [item.ranks for item in program if isinstance(item, Join) and rank in item.ranks]
-        assert late <= {f"rank {one}" for ranks in groups for one in ranks if one != rank}
-    assert files.comparison.sentences == [] and len({*done.waited.values()}) == world
+        assert late <= {f"rank {one}" for span in spans for one in span.op.ranks if one != rank}
+    assert files.comparison.sentences == [] and len({*waits.values()}) == world
 
 
-def test_recordings_that_begin_at_different_collectives():
+def test_recordings_that_begin_at_different_collectives(tmp_path):
     """Sequence numbers tell which collectives are the same."""
-    done, late = execute(TP_DP, 4), (0, 3, 5, 1)
-    whole = [rank_transfers(done, rank) for rank in range(4)]
+    whole, late = transfers_of(recorded(TP_DP, range(4)), tmp_path), (0, 3, 5, 1)
     cut = [replace(own, transfers=own.transfers[since:]) for own, since in zip(whole, late, strict=True)]
     compared, every = compare_traces(cut), compare_traces(whole).meetings
     same = [m for m in every if all(e in cut[i].transfers for i, e in zip(m.members, m.events, strict=True))]
@@ -87,12 +135,11 @@ def test_recordings_that_begin_at_different_collectives():
 
 
 @pytest.mark.parametrize("cut", [slice(None, -1), slice(None, -4)], ids=str)
-def test_unequal_counts_without_numbers_are_compared_in_order(cut):
+def test_unequal_counts_without_numbers_are_compared_in_order(cut, tmp_path):
     """The last collectives of one rank are missing: the others are those that numbers would have told."""
-    done = execute(TP_DP, 4, numbered=False)
-    whole = [rank_transfers(done, rank) for rank in range(4)]
-    tp = [event for event in whole[0].transfers if event.collective.group == "tp"]
-    kept = [event for event in whole[0].transfers if event.collective.group == "dp" or event in tp[cut]]
+    whole = transfers_of(recorded(TP_DP, range(4), numbered=False), tmp_path)
+    tp = [event for event in whole[0].transfers if event.collective.description == "tp"]
+    kept = [event for event in whole[0].transfers if event.collective.description == "dp" or event in tp[cut]]
     compared = compare_traces([replace(whole[0], transfers=kept), *whole[1:]])
     assert compared.sentences == [
         f"Not compared: tp of ranks 0, 1: rank 0 and rank 1 recorded different collectives, without numbers "
@@ -102,18 +149,16 @@ def test_unequal_counts_without_numbers_are_compared_in_order(cut):
     assert sorted(m.events for m in compared.meetings) == sorted(same)
 
 
-def test_sends_meet_receives_by_their_order():
+def test_sends_meet_receives_by_their_order(tmp_path):
     """The peer is a global rank. Rank 1 receives from rank 0 and sends to rank 3; each rank has its own numbers."""
-    program = [Compute({0: 30, 1: 5, 3: 7})]
-    for _ in range(4):
-        program += [Join("p2p", "pp", (0, 1), 10), Compute({1: 20}), Join("p2p", "pp", (1, 3), 10)]
-    done = execute(program, 4, numbered=False)
-    ranks = []
-    for rank in (0, 1, 3):
-        own = rank_transfers(done, rank)
+    program = [computing({0: 30, 1: 5, 3: 7})]
+    for i in range(4):
+        program += [meeting("p2p", "pp", (0, 1), 10, i), computing({1: 20}), meeting("p2p", "pp", (1, 3), 10, i)]
+    recording, ranks = recorded(program, (0, 1, 3), numbered=False), []
+    for own in transfers_of(recording, tmp_path):
         numbered = [e._replace(collective=e.collective._replace(sequence=n)) for n, e in enumerate(own.transfers)]
         ranks.append(replace(own, transfers=numbered))
-    assert waited(ranks) == [done.waited[rank] for rank in (0, 1, 3)]
+    assert waited(ranks) == pytest.approx([*true_waits(recording).values()], abs=0.05)
     fewer = compare_traces([*ranks[:2], replace(ranks[2], transfers=ranks[2].transfers[1:])])
     assert fewer.problems == [
         "1 -> 3: rank 1 and rank 3 recorded different collectives, without numbers (3 of them are compared in their "
@@ -124,8 +169,10 @@ def test_sends_meet_receives_by_their_order():
 
 def test_collectives_that_do_not_overlap_cannot_be_compared():
     """Of 10 collectives, one may not overlap, because clocks are not exact. gloo's sends and broadcasts never meet."""
-    first = [device_event("ncclA", 100 * i, 100 * i + 10, "20") for i in range(10)]
-    sends = [device_event(name, 2, 90, "20") for name in ("gloo:send", "gloo:recvAnySource", "gloo:broadcast")]
+    first = [DeviceEvent("ncclA", "kernel", 100 * i, 100 * i + 10, "0", "20", None, 1) for i in range(10)]
+    sends = [
+        first[0]._replace(name=name, start=2, end=90) for name in ("gloo:send", "gloo:recvAnySource", "gloo:broadcast")
+    ]
     for apart, found in ((0, 10), (1, 10), (2, 0)):
         second = [work._replace(start=work.start + 11, end=work.end + 11) for work in first[:apart]] + first[apart:]
         for host in ("a", ""):
@@ -140,13 +187,13 @@ def test_collectives_that_do_not_overlap_cannot_be_compared():
 
 def test_ranks_without_a_trace_are_said(tmp_path):
     """The others are compared among themselves."""
-    paths = write_ranks(execute(TP_DP, 4), tmp_path, [3, 0, 1])
-    found = analyze_files(paths, pictures=False)
+    first, second, _, last = write_traces(recorded(TP_DP, range(4)), tmp_path)
+    found = analyze_files([last, first, second], pictures=False)
     assert found.names == ["rank 0", "rank 1", "rank 3"]
     missing = "1 of 4 ranks have no trace here (rank 2): waits for them count as communication."
     assert found.comparison.sentences == [missing] and found.as_objects()[2]["problems"] == [missing]
     assert {m.group.ranks for m in found.comparison.meetings} == {(0, 1), (1, 3)}
-    assert analyze_files(paths[:1]).comparison.sentences == []  # a single trace is compared with nothing
+    assert analyze_files([last]).comparison.sentences == []  # a single trace is compared with nothing
 
 
 def files(tmp_path, offset=0, base=0, hosts=("a", "a"), numbers=(0, 1)):

@@ -4,9 +4,7 @@ import re
 
 import pytest
 
-from moe_dualpipe.schedule import Costs, build, simulate
-from moe_dualpipe.schedule.actions import Backward, Part
-from moe_dualpipe.schedule.walk import Span
+from moe_dualpipe.schedule import Backward, Costs, Part, Span, build, simulate
 from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, measured_costs, step_breakdowns
 from moe_dualpipe.tools.profiler.steps import recorded_steps

@@ -1,17 +1,22 @@
-"""Damaged Chrome traces: only what is damaged is lost, and the user is told of it."""
+"""Damaged Chrome traces: only what is damaged is lost, and the user is told of it. Which files are read."""
 
 import gzip
 import json
 import random
+from itertools import islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.data import strict_json
 from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.files import analyze_files
-from tests.support.mutations import check_message
+from moe_dualpipe.tools.profiler.reading.paths import trace_paths
+from moe_dualpipe.tools.profiler.reports.overlap import traces_text
+from tests.support.mutations import VALUES, check_message, mutations
 from tests.support.traces import annotation, kernel, launch, operator, write
 
 START = '{"ph": "X", "cat": "kernel", "pid": 0, "tid": 7, '
@@ -144,3 +149,74 @@ def test_launches_without_kernels_are_not_a_cpu(tmp_path, name):
     work = [operator("aten::mm", 0, 10), launch(1, 3, name=name), launch(2, 5, name=name), annotation("F0", 0, 9)]
     with pytest.raises(TraceError, match="no device work was recorded, only 2 launches of it"):
         analyze_files([write(tmp_path / "a.json", work)])
+
+
+# ---- Every wrong value at every place of a trace: an error of one line, or a report and valid JSON ----
+
+
+EVENTS = [
+    annotation("mlp(F)", 0, 20), launch(1, 5), kernel("gemm", 10, 30, correlation=1), operator("aten::mm", 6, 3),
+    kernel("ncclDevKernel", 20, 40, stream=8, correlation=2), launch(2, 8),
+]  # fmt: skip
+TRACE = {
+    "distributedInfo": {"rank": 1}, "deviceProperties": [{"numSms": 132}], "baseTimeNanoseconds": 5_000,
+    "host_name": "a", "traceEvents": EVENTS,
+}  # fmt: skip
+
+
+def test_every_wrong_value_in_a_trace_is_refused_or_analyzed(tmp_path):
+    path, analyzed = tmp_path / "trace.json", 0
+    for _, text in islice(mutations(TRACE, VALUES), 0, None, 13):
+        path.write_text(text)
+        try:
+            found = analyze_files([path])
+        except TraceError as error:
+            check_message(error)
+            assert str(error).startswith(f"{path}: ")
+            continue
+        analyzed += 1
+        report = traces_text(found, phases=True)
+        assert all(line.isprintable() and len(line) < 1000 for line in report.splitlines())
+        strict_json.parse(strict_json.write(objects := found.as_objects()))
+        json.dumps(objects, allow_nan=False)  # without replacing anything
+    assert analyzed > 40
+
+
+# ---- Folders and patterns become lists of traces ----
+
+
+def test_traces_of_a_folder_are_sorted_by_the_numbers_in_their_names(tmp_path):
+    """No reports, hidden files or files for Perfetto. Of a folder, one folder after the other, as of two runs."""
+    for name in ("rank10.json", "rank2.json", "last.json"):
+        write(tmp_path / name, [kernel("gemm", 0, 1)])
+    (tmp_path / "rank4.sqlite").touch()
+    (tmp_path / "report.json").write_text(json.dumps({"schedule": [1, 2]}))
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "._rank2.json").write_bytes(b"\x00\x05\x16\x07")
+    assert main(["profile", "analyze", str(tmp_path / "rank2.json"), "--out", str(tmp_path / "view.json")]) == 0
+    expected = ["last.json", "rank2.json", "rank4.sqlite", "rank10.json"]
+    assert [path.name for path in trace_paths([tmp_path])] == expected
+    assert [path.name for path in trace_paths([tmp_path / "rank*.json"])] == ["rank2.json", "rank10.json"]
+    first = tmp_path / "rank10.json"
+    assert trace_paths([first, tmp_path])[0] == first and len(trace_paths([first, tmp_path])) == 4
+    for run in ("r10", "r9"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        write(tmp_path / "runs" / run / "trace.json", [kernel("gemm", 0, 1)])
+    assert [path.parent.name for path in trace_paths([tmp_path / "runs"])] == ["r9", "r10"]
+
+
+@pytest.mark.parametrize("name,problem", [
+    ("", "no trace in this folder"), ("*.json", "no trace matches this pattern"), ("a.tar.gz", "an archive: unpack it"),
+    ("a.nsys-rep", "export it with `nsys export --type sqlite`"), ("view.json.gz", "name the recordings that it shows"),
+])  # fmt: skip
+def test_what_is_not_read_is_refused(tmp_path, name, problem):
+    trace = write(tmp_path / "trace.bin", [kernel("gemm", 0, 1)])
+    if name == "view.json.gz":
+        assert main(["profile", "analyze", str(trace), "--out", str(tmp_path / name)]) == 0
+    elif name.startswith("a."):
+        (tmp_path / name).write_bytes(b"\x1f\x8b")
+    with pytest.raises(TraceError, match=problem) as refused:
+        [read_trace(path) for path in trace_paths([tmp_path / name])]
+    check_message(refused.value)
+    assert str(refused.value).startswith(f"{tmp_path / name}: ")
+    assert trace_paths([Path("missing.json")]) == [Path("missing.json")]
