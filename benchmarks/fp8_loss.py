@@ -137,7 +137,7 @@ def draw(found: Mapping[str, Sequence[Losses]], path: Path) -> None:
         axes.plot(ends, [statistics.fmean(at) for at in points], label=case)
         axes.fill_between(ends, [*map(min, points)], [*map(max, points)], alpha=0.15)
     left.set(title="bf16", xlabel="% of the steps", ylabel="training loss, nats per byte")
-    right.set(title="others", xlabel="% of the steps", ylabel="change of the loss, %")
+    right.set(title="relative to bf16", xlabel="% of the steps", ylabel="change of the loss, %")
     right.legend(fontsize=8)
     save_figure(figure, path)
 
