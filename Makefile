@@ -55,7 +55,6 @@ lint: dev
 bench: dev
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.overlap
-	$(BIN)/python -m benchmarks.schedule_growth
 	$(BIN)/python -m benchmarks.against
 
 OLDER := .venv/triton-3.6.0

@@ -28,8 +28,9 @@ from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
 CASES: dict[str, tuple[Any, Any]] = {
     "bf16": ("off", "ue8m0"), **{name: ("experts", name) for name in RECIPES},
     "ue8m0 + dispatch": ("experts+dispatch", "ue8m0"), "no scales": ("experts", "ue8m0"),
+    "float32": ("off", "ue8m0"),
 }  # fmt: skip
-"""compute.fp8 and compute.fp8_recipe."""
+"""compute.fp8 and compute.fp8_recipe. What is not in FP8 is in bf16; with float32, all is in fp32."""
 MODELS = {
     "30m": replace(
         PRESETS["tiny"], hidden_size=384, num_layers=6, num_heads=6, head_dim=64, dense_size=1536, expert_size=256,
@@ -84,11 +85,11 @@ class NoScales(Fp8Recipe):
 
 
 def train(case: str, seed: int, options: Options) -> Losses:
-    fp8, recipe = CASES[case]
+    (fp8, recipe), dtype = CASES[case], "float32" if case == "float32" else "bfloat16"
     config = training.TrainConfig(
         model=MODELS[options.model], seed=seed, steps=options.steps,
         batch=training.BatchConfig(batch_size=options.batch_size, micro_batch_size=4, seq_len=options.seq_len),
-        compute=training.ComputeConfig(device="cpu", dtype="bfloat16", fp8=fp8, fp8_recipe=recipe),
+        compute=training.ComputeConfig(device="cpu", dtype=dtype, fp8=fp8, fp8_recipe=recipe),
         sample=training.SampleConfig(sample_tokens=0),
     )  # fmt: skip
     found = {"loss": [], "validation_loss": []}
@@ -136,7 +137,7 @@ def draw(found: Mapping[str, Sequence[Losses]], path: Path) -> None:
         axes.plot(ends, [statistics.fmean(at) for at in points], label=case)
         axes.fill_between(ends, [*map(min, points)], [*map(max, points)], alpha=0.15)
     left.set(title="bf16", xlabel="% of the steps", ylabel="training loss, nats per byte")
-    right.set(title="experts in FP8", xlabel="% of the steps", ylabel="change of the loss, %")
+    right.set(title="relative to bf16", xlabel="% of the steps", ylabel="change of the loss, %")
     right.legend(fontsize=8)
     save_figure(figure, path)
 

@@ -10,7 +10,6 @@ some rank has two sequences. Otherwise there is one micro-batch, whose products 
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ..expert_parallel.gather import gather_objects
@@ -43,11 +42,7 @@ class Together:
 
     def most(self, number: int) -> int:
         """The largest number of any rank. Collective."""
-        if self.size == 1:
-            return number
-        numbers = torch.tensor(number)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
-        return int(numbers)
+        return max(self.gather(number))  # not all_reduce: a group may have NCCL alone, which takes no numbers of a CPU
 
     def gather(self, mine: Value) -> list[Value]:
         """The values of all ranks. Collective."""
