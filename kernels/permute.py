@@ -62,10 +62,10 @@ def gather_sum(
         positions_NK = torch.where(valid_NK, positions_NK, len(rows_MD))
         rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
     elif not valid_NK.all():
-        counts_N, index = valid_NK.sum(1, dtype=torch.int32), valid_NK.flatten().nonzero()[:, 0]
+        counts_N = valid_NK.sum(1, dtype=torch.int32)
         offsets_N = counts_N.cumsum(0, dtype=torch.int32) - counts_N
-        positions_NK = positions_NK.flatten().index_select(0, index)
-        weights_NK = None if weights_NK is None else weights_NK.flatten().index_select(0, index)
+        positions_NK = positions_NK.masked_select(valid_NK)
+        weights_NK = None if weights_NK is None else weights_NK.masked_select(valid_NK)
     return F.embedding_bag(positions_NK, rows_MD, offsets_N, mode="sum", per_sample_weights=weights_NK).to(dtype)
 
 

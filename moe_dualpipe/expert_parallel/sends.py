@@ -91,7 +91,7 @@ class _Marked:
     def find(self) -> Sends:
         num_ranks, (tokens, top_k) = len(self.sent_RT), self.ids_TK.shape
         rank_S, token_S = self.sent_RT.nonzero()
-        ids_SK = self.ids_TK[token_S] - (rank_S * self.experts_per_rank)[:, None]
+        ids_SK = self.ids_TK.take(token_S, 0) - (rank_S * self.experts_per_rank)[:, None]
         ids_SK[(ids_SK < 0) | (ids_SK >= self.experts_per_rank)] = -1
         slots_RT = np.full((num_ranks, tokens), -1, dtype=np.int32)
         slots_RT[self.sent_RT] = np.arange(len(token_S), dtype=np.int32)
@@ -101,9 +101,15 @@ class _Marked:
 
 def _mark_tokens(expert_ids_TK: Tensor, experts_per_rank: int, num_ranks: int) -> tuple[Tensor, _Marked]:
     ids_TK = expert_ids_TK.numpy()
-    ranks_TK = ids_TK // experts_per_rank  # -1, of no expert, marks the last row
-    sent_RT = np.zeros((num_ranks + 1, len(ids_TK)), dtype=bool)
-    sent_RT[ranks_TK, np.arange(len(ids_TK))[:, None]] = True
+    sent_RT, ranks_TK = sent_tokens(ids_TK, experts_per_rank, num_ranks)
     choices_R = np.bincount(ranks_TK.ravel() + 1, minlength=num_ranks + 1)[1:]
-    counts_R2 = np.stack([sent_RT[:-1].sum(1), choices_R], axis=1)
-    return torch.from_numpy(counts_R2), _Marked(ids_TK, experts_per_rank, sent_RT[:-1])
+    counts_R2 = np.stack([sent_RT.sum(1), choices_R], axis=1)
+    return torch.from_numpy(counts_R2), _Marked(ids_TK, experts_per_rank, sent_RT)
+
+
+def sent_tokens(ids_TK: np.ndarray, experts_per_rank: int, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each token is sent to each rank, [R, T], and the rank of each choice; -1 for no expert."""
+    ranks_TK = ids_TK // experts_per_rank
+    sent_RT = np.zeros((num_ranks + 1, len(ids_TK)), dtype=bool)
+    sent_RT[ranks_TK, np.arange(len(ids_TK))[:, None]] = True  # -1 marks the last row
+    return sent_RT[:-1], ranks_TK

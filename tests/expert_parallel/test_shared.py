@@ -15,7 +15,7 @@ from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Shared
 from moe_dualpipe.expert_parallel.shared import mailbox
-from moe_dualpipe.expert_parallel.shared.backend import FREED, SLOTS
+from moe_dualpipe.expert_parallel.shared.backend import SLOTS
 from moe_dualpipe.expert_parallel.shared.memory import MIN_BYTES
 from tests.support.exchanges import check_round
 from tests.support.expert_ids import KINDS, random_ids
@@ -73,27 +73,70 @@ def transfers_in_flight(rank):
             assert x_ND[:, -1].tolist() == [i] * (rows // 2) + [10 + i] * (rows // 2)
 
 
-def test_a_sender_does_not_wait_for_the_receiver_until_all_slots_are_full():
+def test_a_sender_does_not_wait_for_the_receiver():
     run_ranks(2, transfers_in_flight)
+
+
+def send_no_rows(rank):
+    """All tokens go to rank 0, and the second time a row is larger than the slot."""
+    ep = Shared(EXPERTS, group.WORLD)
+    for width in (3, MIN_BYTES):
+        route = ep.prepare(torch.zeros(2, 1, dtype=torch.int64))
+        x_ND = ep.dispatch(torch.full((2, width), 1.0), route).wait().x_ND
+        assert x_ND.shape == (0 if rank else 4, width)
+        assert (ep.combine(x_ND, route).wait().y_TD == 1).all()
+
+
+def test_a_message_may_have_no_rows():
+    run_ranks(2, send_no_rows)
 
 
 def reuse_slots_at_once(rank):
     """A sender may write into a slot again as soon as it is told that it is free: here, it does at that moment."""
-    ep = Shared(EXPERTS, group.WORLD)
-    post, link = ep._mailbox.post, ep._links[1 - rank]
+    ep, peer, freed = Shared(EXPERTS, group.WORLD), 1 - rank, 0
+    post, link = ep._mailbox.post, ep._links[peer]
 
     def overwrite_and_post(peer, notice, file=None):
-        if notice.kind == FREED:
-            link.read[notice.slot]._memory[:] = bytes(link.read[notice.slot].bytes)
+        nonlocal freed
+        for slot in (slot for slot in link.read if notice.freed >> slot & 1):
+            link.read[slot]._memory[:] = bytes(link.read[slot].bytes)
+            freed += 1
         post(peer, notice, file)
 
     ep._mailbox.post = overwrite_and_post
-    x_ND = ep.dispatch(torch.full((6, 3), 1.0 + rank), simple_route(ep)).wait().x_ND
-    assert x_ND.unique().tolist() == [1.0, 2.0]
+
+    def dispatch(number):
+        return number, ep.dispatch(torch.full((6, 3), 10.0 * number + rank + 1), simple_route(ep))
+
+    late = dispatch(0)
+    for number in range(1, 30):
+        last = dispatch(number)
+        # Now and then the first transfer waits while later ones, whose notices follow its own, are received.
+        for sent, pending in (last, late) if number % 5 == 0 else (last,):
+            assert pending.wait().x_ND.unique().tolist() == [10.0 * sent + 1, 10.0 * sent + 2]
+        late = dispatch(number + 1000) if number % 5 == 0 else late
+    assert freed > 20 and len(link.written) < 2 * SLOTS
 
 
-def test_a_slot_is_freed_after_its_rows_have_been_copied():
+def test_a_slot_is_free_after_its_rows_have_been_copied():
     run_ranks(2, reuse_slots_at_once)
+
+
+def wait_in_another_order(rank, seed):
+    """Each rank waits for its transfers in an order of its own, so it has read others of its peer's messages."""
+    ep, ranks = Shared(EXPERTS, group.WORLD), group.WORLD.size()
+    choose, pending = torch.Generator().manual_seed(10 * seed + rank), {}
+    for number in range(60):
+        pending[number] = ep.dispatch(torch.full((8, 3), 10.0 * number + rank), ep.prepare(torch.arange(8)[:, None]))
+        while len(pending) == SLOTS or (pending and torch.rand((), generator=choose) < 0.5):
+            oldest = [*pending][int(torch.randint(len(pending), (), generator=choose))]
+            rows = pending.pop(oldest).wait().x_ND[:, 0].tolist()
+            assert rows == sorted([10.0 * oldest + r for r in range(ranks)] * (8 // ranks))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slot_is_always_free(seed):
+    run_ranks(4, wait_in_another_order, seed)
 
 
 # ---- failures ----

@@ -5,63 +5,84 @@
     combine   sends back one row per received row; the source sums them over ranks
 
 The sender knows the sizes and the receiver learns them with the data, so there is no exchange of sizes beforehand. Each
-sender has several slots for each receiver. It waits only if all of them are full, and the receiver frees a slot as soon
-as it has copied the rows. A message that is too large for its slot gets a larger one.
+sender has several slots for each receiver. Every notice of a transfer also says which slots its sender has read. At
+most SLOTS transfers of a rank are in flight. So when it starts one, it has heard of one of its peer's last SLOTS, and
+before that one the peer had read all but SLOTS - 1 messages: of 2 SLOTS slots, one is free, and a sender never waits. A
+message that is too large for its slot gets a larger one.
 """
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.backend import Kernels, validate_kernels
-from ...kernels.permute import gather, gather_sum
+from ...kernels.routing import count_choices
 from ...overlap.annotation import annotation
 from ...overlap.labels import SHARED
 from ..exchange import AsyncResult
 from ..protocol import Combined, Pending, Received, Route
-from ..sends import count_sends
+from ..sends import sent_tokens
 from .mailbox import Mailbox, Notice
-from .memory import Segment, create_file, field_bytes
+from .memory import Layout, Segment, create_file, num_bytes, num_rows
 
 V = TypeVar("V")
 SLOTS = 4
 """Transfers in flight: two per lane of an overlapped pair."""
-FREED, DISPATCH, COMBINE = range(3)
-_OPERATIONS = "", "dispatch", "combine"
+DISPATCH, COMBINE = range(2)
+_OPERATIONS = "dispatch", "combine"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
-    """State of a route. sent_S, slots_TC, ids_SK: as in exchange.py and sends.py.
+    """State of a route. ids_TK: the expert ids; None once sent. tokens_R: the tokens to each rank.
 
-    rows_out, choices_out: to each rank. rows_in: from each rank, known when the first dispatch has been waited for.
+    rows_out: to each rank. rows_in: from each rank, known when the first dispatch has been waited for.
+    positions_S, offsets_T: the rows of each token among those that are returned, in the order of ranks, and where the
+    rows of a token start.
     """
 
-    sent_S: Tensor
-    slots_TC: Tensor
+    ids_TK: Tensor | None
+    tokens_R: Sequence[Tensor]
     rows_out: list[int]
-    choices_out: list[int]
-    ids_SK: Tensor | None
+    positions_S: Tensor
+    offsets_T: Tensor
     rows_in: list[int] | None = None
 
 
 @dataclass(slots=True)
 class _Link:
-    """The memory shared with one peer: the slots that this rank writes, those of them that are free, those it reads.
+    """The memory shared with one peer: the slots that this rank writes, and those that it reads.
 
+    free: a bit for each slot that this rank may write. freed: a bit for each that it has read since its last notice.
     arrived: the notices of operations that have not been waited for, by number.
     """
 
     written: dict[int, Segment] = field(default_factory=dict)
-    free: list[int] = field(default_factory=lambda: [*range(SLOTS)])
     read: dict[int, Segment] = field(default_factory=dict)
+    free: int = (1 << 2 * SLOTS) - 1
+    freed: int = 0
     arrived: dict[int, Notice] = field(default_factory=dict)
+
+    def write(self, parts: "Sequence[_Part]", rows: int, layout: Layout) -> tuple[int, int | None]:
+        """Write a message. Returns its slot, and the file descriptor of the slot's memory if that is new."""
+        assert self.free, "all slots are full"
+        bit, file = self.free & -self.free, None  # the lowest one: the fewer are used, the more are in a cache
+        self.free, slot = self.free ^ bit, bit.bit_length() - 1
+        room = max(1, rows)
+        if slot not in self.written or num_rows(self.written[slot].bytes, layout) < room:
+            file = create_file(num_bytes(room, layout))
+            self.written[slot] = Segment(file)
+        for part, out in zip(parts, self.written[slot].fields(layout), strict=True):
+            part.write(out[:rows])
+        return slot, file
 
 
 class _Part(NamedTuple):
@@ -70,8 +91,11 @@ class _Part(NamedTuple):
     rows: Tensor
     index: Tensor | None
 
-    def write(self, out: Tensor, kernels: Kernels) -> None:
-        out.copy_(self.rows) if self.index is None else gather(self.rows, self.index, out, kernels)
+    def read(self) -> Tensor:
+        return self.rows if self.index is None else self.rows.index_select(0, self.index)
+
+    def write(self, out: Tensor) -> None:
+        out.copy_(self.rows) if self.index is None else torch.index_select(self.rows, 0, self.index, out=out)
 
 
 class Shared:
@@ -97,100 +121,85 @@ class Shared:
         self._mailbox = Mailbox(group, timeout, self._on_notice)
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
-        counts_R2, finder = count_sends(expert_ids_TK, self.num_experts, self.num_ranks, self.kernels)
-        tokens_M, ids_MK, slots_TC = finder.find()
-        rows_out, choices_out = counts_R2.T.tolist()
-        sent = sum(rows_out)
-        plan = _Plan(tokens_M[:sent], slots_TC, rows_out, choices_out, ids_MK[:sent])
+        count_choices(expert_ids_TK, self.num_experts)  # checks the ids
+        sent_RT, _ = sent_tokens(expert_ids_TK.numpy(), self.experts_per_rank, self.num_ranks)
+        rank_S, token_S = sent_RT.nonzero()
+        rows_out = np.bincount(rank_S, minlength=self.num_ranks).tolist()
+        rows_T = np.bincount(token_S, minlength=len(expert_ids_TK))
+        arrays = token_S, token_S.argsort(kind="stable"), rows_T.cumsum() - rows_T
+        tokens_S, positions_S, offsets_T = map(torch.from_numpy, arrays)
+        plan = _Plan(expert_ids_TK, tokens_S.split_with_sizes(rows_out), rows_out, positions_S, offsets_T)
         return Route(self.experts_per_rank, self.kernels, backend_state=plan)
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
         plan: _Plan = route.backend_state
-        ids_SK = plan.ids_SK
-        fields = [x_TD.detach()] if weights_TK is None else [x_TD.detach(), weights_TK.detach()]
-        index_R = plan.sent_S.split(plan.rows_out)
-        parts = [[_Part(one, index) for one in fields] for index in index_R]
-        if ids_SK is not None:
-            fields.append(ids_SK)
-            for mine, ids in zip(parts, ids_SK.split(plan.rows_out), strict=True):
-                mine.append(_Part(ids, None))
-            route.backend_state = replace(plan, ids_SK=None)
+        ids_TK, plan.ids_TK = plan.ids_TK, None
+        fields = [one.detach() for one in (x_TD, weights_TK, ids_TK) if one is not None]
+        parts = [[_Part(one, tokens) for one in fields] for tokens in plan.tokens_R]
 
-        def finish(rows: list[Tensor], rows_in: list[int], choices: int) -> Received:
-            x_ND, *more = rows
-            if ids_SK is not None:
-                route.local_ids_NK = more.pop()
-                route.num_rows, route.num_choices = sum(rows_in), choices
-                route.backend_state = replace(route.backend_state, rows_in=rows_in)
-            return Received(x_ND, more[0] if more else None)
+        def finish(rows: list[Tensor], rows_in: list[int]) -> Received:
+            if ids_TK is not None:
+                ids_NK = rows.pop()
+                own_NK = (ids_NK >= self.local_experts.start) & (ids_NK < self.local_experts.stop)
+                route.local_ids_NK = torch.where(own_NK, ids_NK - self.local_experts.start, -1)
+                route.num_rows, route.num_choices, plan.rows_in = len(ids_NK), int(own_NK.sum()), rows_in
+            x_ND, *weights = rows
+            return Received(x_ND, weights[0] if weights else None)
 
-        return self._exchange(DISPATCH, fields, parts, plan.rows_out, plan.choices_out, finish)
+        return self._exchange(DISPATCH, parts, plan.rows_out, finish)
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
         plan: _Plan = route.backend_state
         if plan.rows_in is None:
             raise RuntimeError("the rows of a route are not known yet: wait for its first dispatch")
-        fields = [y_ND.detach()] if weight_grads_NK is None else [y_ND.detach(), weight_grads_NK.detach()]
-        parts = [[_Part(t, None) for t in own] for own in zip(*(t.split(plan.rows_in) for t in fields), strict=True)]
+        fields = [one.detach() for one in (y_ND, weight_grads_NK) if one is not None]
+        by_field = [[_Part(rows, None) for rows in one.split_with_sizes(plan.rows_in)] for one in fields]
 
-        def finish(rows: list[Tensor], _rows_in: list[int], _choices: int) -> Combined:
+        def finish(rows: list[Tensor], _: list[int]) -> Combined:
             # The expert of a choice is on one rank. The other ranks return a zero gradient for its routing weight.
-            y_TD, *more = (gather_sum(one, plan.slots_TC, kernels=self.kernels) for one in rows)
+            y_TD, *more = (_sum_bags(one, plan.positions_S, plan.offsets_T) for one in rows)
             return Combined(y_TD, more[0] if more else None)
 
-        return self._exchange(COMBINE, fields, parts, plan.rows_in, [0] * self.num_ranks, finish)
+        return self._exchange(COMBINE, [*zip(*by_field, strict=True)], plan.rows_in, finish)
 
     # ---- Transfers ----
 
     def _exchange(
-        self, kind: int, fields: Sequence[Tensor], parts: Sequence[Sequence[_Part]], rows_out: list[int],
-        choices_out: list[int], finish: Callable[[list[Tensor], list[int], int], V],
+        self, kind: int, parts: Sequence[Sequence[_Part]], rows_out: list[int],
+        finish: Callable[[list[Tensor], list[int]], V],
     ) -> Pending[V]:  # fmt: skip
-        """Start to send parts[r] to rank r. `finish` gets the received rows, their number per rank, and the choices."""
+        """Start to send parts[r] to rank r. `finish` gets the received rows, and their number per rank."""
         if self._in_flight == SLOTS:
             raise RuntimeError(f"{SLOTS} transfers are in flight: wait for one of them before you start another")
-        number, layout = self._number, _layout(fields)
+        number, own = self._number, parts[self.rank]
         self._number, self._in_flight = number + 1, self._in_flight + 1
-        with _recorded("send"):
-            for peer in self._links:
-                notice = Notice(kind, False, -1, number, rows_out[peer], choices_out[peer], layout)
-                self._send(peer, parts[peer], notice)
+        layout = tuple((part.rows.shape[1], part.rows.dtype) for part in own)
+        checksum = _checksum(layout)
+        with annotation(f"{SHARED}::send"), annotation(f"{SHARED}:send"):
+            for peer, link in self._links.items():
+                rows = rows_out[peer]
+                slot, file = link.write(parts[peer], rows, layout)
+                notice = Notice(kind, file is not None, slot, number, rows, checksum, link.freed)
+                self._mailbox.post(peer, notice, file)
+                link.freed = 0
+                if file is not None:
+                    os.close(file)
 
-        def receive() -> tuple[list[Tensor], list[int], int]:
-            arrived = self._arrived(kind, number, layout)
-            own = Notice(kind, False, -1, number, rows_out[self.rank], choices_out[self.rank], layout)
-            notices = [arrived.get(source, own) for source in range(self.num_ranks)]
-            rows_in = [notice.rows for notice in notices]
-            rows = [one.new_empty(sum(rows_in), one.shape[1]) for one in fields]
-            for source, outs in enumerate(zip(*(one.split(rows_in) for one in rows), strict=True)):
-                self._copy(source, notices[source], parts[self.rank], outs)
-            self._in_flight -= 1
-            return rows, rows_in, sum(notice.choices for notice in notices)
+        def receive() -> V:
+            with annotation(f"{SHARED}::receive"), annotation(f"{SHARED}:receive"):
+                messages = [[part.read() for part in own]] * self.num_ranks
+                rows_in = [*rows_out]
+                arrived = self._arrived(kind, number, checksum)
+                for peer, notice in arrived.items():
+                    messages[peer] = [one[: notice.rows] for one in self._links[peer].read[notice.slot].fields(layout)]
+                    rows_in[peer] = notice.rows
+                received = [torch.cat(each) for each in zip(*messages, strict=True)]
+                for peer, notice in arrived.items():
+                    self._links[peer].freed |= 1 << notice.slot
+                self._in_flight -= 1
+            return finish(received, rows_in)
 
-        def receive_and_finish() -> V:
-            with _recorded("receive"):
-                received = receive()
-            return finish(*received)
-
-        return AsyncResult([], receive_and_finish)
-
-    def _send(self, peer: int, parts: Sequence[_Part], notice: Notice) -> None:
-        if not notice.rows:
-            self._mailbox.post(peer, notice)
-            return
-        link, file = self._links[peer], None
-        self._mailbox.wait(lambda: [] if link.free else [peer], f"it freed a slot for {_name(notice)}")
-        slot = link.free.pop()  # the one that was freed last, which may still be in a cache
-        fields = [part.rows for part in parts]
-        needed = sum(field_bytes(one, notice.rows) for one in fields)
-        if slot not in link.written or link.written[slot].bytes < needed:
-            file = create_file(needed)
-            link.written[slot] = Segment(file)
-        for part, out in zip(parts, link.written[slot].fields(fields, notice.rows), strict=True):
-            part.write(out, self.kernels)
-        self._mailbox.post(peer, notice._replace(slot=slot, has_file=file is not None), file)
-        if file is not None:
-            os.close(file)
+        return AsyncResult([], receive)
 
     def _arrived(self, kind: int, number: int, layout: int) -> dict[int, Notice]:
         """Wait for an operation of all peers. Returns the notice of each."""
@@ -207,37 +216,21 @@ class Shared:
                 )
         return notices
 
-    def _copy(self, source: int, notice: Notice, own: Sequence[_Part], outs: Sequence[Tensor]) -> None:
-        """Copy the rows from `source`, and free its slot."""
-        if source == self.rank:
-            for part, out in zip(own, outs, strict=True):
-                part.write(out, self.kernels)
-        elif notice.rows:
-            for rows, out in zip(self._links[source].read[notice.slot].fields(outs, notice.rows), outs, strict=True):
-                out.copy_(rows)
-            self._mailbox.post(source, Notice(FREED, False, notice.slot))
-
     def _on_notice(self, peer: int, notice: Notice, file: int | None) -> None:
         link = self._links[peer]
-        if notice.kind == FREED:
-            link.free.append(notice.slot)
-            return
+        link.free |= notice.freed
         if file is not None:
             link.read[notice.slot] = Segment(file)
             os.close(file)
         link.arrived[notice.number] = notice
 
 
-@contextmanager
-def _recorded(name: str) -> Iterator[None]:
-    """Annotate a transfer, for the profiler."""
-    with annotation(f"{SHARED}::{name}"), annotation(f"{SHARED}:{name}"):
-        yield
+def _sum_bags(rows_SD: Tensor, positions_S: Tensor, offsets_T: Tensor) -> Tensor:
+    """Sum the rows of each token in fp32 or wider, and round once."""
+    wide_SD = rows_SD.to(torch.promote_types(rows_SD.dtype, torch.float32))
+    return torch.embedding_bag(wide_SD, positions_S, offsets_T)[0].to(rows_SD.dtype)
 
 
-def _layout(fields: Sequence[Tensor]) -> int:
-    return zlib.crc32(repr([(t.shape[1], t.dtype) for t in fields]).encode())
-
-
-def _name(notice: Notice) -> str:
-    return f"{_OPERATIONS[notice.kind]} (operation {notice.number})"
+@lru_cache(maxsize=256)
+def _checksum(layout: Layout) -> int:
+    return zlib.crc32(repr(layout).encode())

@@ -29,9 +29,10 @@ _HELLO = struct.Struct(f"=I{_SECRET}s")
 
 
 class Notice(NamedTuple):
-    """kind: what happened to `slot`, or to no slot if that is -1. has_file: a file descriptor comes with the notice.
+    """kind: what happened to `slot`. has_file: a file descriptor follows the notice.
 
-    number: of the operation. rows, choices: sizes of its message. layout: a checksum of the widths and dtypes.
+    number: of the operation. rows: of its message. layout: a checksum of the widths and dtypes. freed: a bit for each
+    slot of the receiver that the sender of the notice has read.
     """
 
     kind: int
@@ -39,11 +40,11 @@ class Notice(NamedTuple):
     slot: int
     number: int = 0
     rows: int = 0
-    choices: int = 0
     layout: int = 0
+    freed: int = 0
 
 
-_FORMAT = struct.Struct("=B?hQQQI")
+_FORMAT = struct.Struct("=B?BQQIB")
 OnNotice = Callable[[int, Notice, int | None], None]
 
 
@@ -69,7 +70,6 @@ class Mailbox:
         self.names, self.timeout, self._on_notice = dist.get_process_group_ranks(group), timeout, on_notice
         self._sockets = _connect(group, timeout)
         self._peers = {one.fileno(): peer for peer, one in self._sockets.items()}
-        self._partial = {peer: (b"", []) for peer in self._sockets}
         self._ended: set[int] = set()
         self._poll = select.poll()
         for number in self._peers:
@@ -78,10 +78,9 @@ class Mailbox:
     def post(self, peer: int, notice: Notice, file: int | None = None) -> None:
         """Send a notice. A peer that has ended is reported when it is waited for."""
         try:
-            data = _FORMAT.pack(*notice)
-            sent = socket.send_fds(self._sockets[peer], [data], [] if file is None else [file])
-            if sent < len(data):
-                self._sockets[peer].sendall(data[sent:])
+            self._sockets[peer].sendall(_FORMAT.pack(*notice))
+            if file is not None:
+                socket.send_fds(self._sockets[peer], [b" "], [file])
         except (BrokenPipeError, ConnectionResetError):
             pass
 
@@ -99,19 +98,15 @@ class Mailbox:
                 self._receive(self._peers[number])
 
     def _receive(self, peer: int) -> None:
-        data, files = self._partial[peer]
+        one = self._sockets[peer]
         try:
-            more, new_files, *_ = socket.recv_fds(self._sockets[peer], _FORMAT.size - len(data), 1)
-        except ConnectionResetError:
-            more, new_files = b"", []
-        data, files = data + more, files + new_files
-        self._partial[peer] = data, files
-        if not more:
+            notice = Notice(*_FORMAT.unpack(one.recv(_FORMAT.size, socket.MSG_WAITALL)))
+            file = socket.recv_fds(one, 1, 1)[1][0] if notice.has_file else None
+        except (ConnectionResetError, struct.error, IndexError):  # the notice or its file has not arrived
             self._ended.add(peer)
-            self._poll.unregister(self._sockets[peer])
-        elif len(data) == _FORMAT.size:
-            self._partial[peer] = b"", []
-            self._on_notice(peer, Notice(*_FORMAT.unpack(data)), files[0] if files else None)
+            self._poll.unregister(one)
+        else:
+            self._on_notice(peer, notice, file)
 
     def _who(self, peers: Sequence[int] | set[int]) -> str:
         names = sorted(self.names[peer] for peer in peers)

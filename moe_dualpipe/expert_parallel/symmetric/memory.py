@@ -65,10 +65,9 @@ class SharedMemory:
         everyone = range(group.size())
         for peer in everyone:
             if peer != group.rank():
-                mailbox.post(peer, Notice(ALLOCATED, True, -1), files[group.rank()])
+                mailbox.post(peer, Notice(ALLOCATED, True, 0), files[group.rank()])
         mailbox.wait(lambda: [peer for peer in everyone if peer not in files], "it allocated memory")
-        like = torch.empty(0, num_words, dtype=torch.int32)
-        memories = [Segment(files[rank]).fields([like], 1)[0][0] for rank in everyone]
+        memories = [Segment(files[rank]).fields(((num_words, torch.int32),))[0][0] for rank in everyone]
         for file in files.values():
             os.close(file)
         return memories
