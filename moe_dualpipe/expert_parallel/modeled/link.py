@@ -5,6 +5,7 @@ LINK_TRANSFER, the call that starts it LINK_CALL, and a wait for it LINK_WAIT (o
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,10 +45,16 @@ class Link:
 
 
 class LinkTimer:
-    """Runs the transfers of a link one after another. `busy_seconds` is their total duration so far."""
+    """Runs the transfers of a link one after another. `busy_seconds` is their total duration so far.
 
-    def __init__(self) -> None:
+    now, sleep: its clock, in seconds.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self.busy_seconds = 0.0
+        self._now, self._sleep = now, sleep
         self._thread: ThreadPoolExecutor | None = None
         self._free_at = 0.0
 
@@ -63,17 +70,16 @@ class LinkTimer:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="link")
         with record_function(with_group(LINK_CALL, group)):
             self.busy_seconds += seconds
-            self._free_at = max(self._free_at, time.perf_counter()) + seconds
-            done = self._thread.submit(_sleep_until, self._free_at, with_group(LINK_TRANSFER, group))
+            self._free_at = max(self._free_at, self._now()) + seconds
+            done = self._thread.submit(self._sleep_until, self._free_at, with_group(LINK_TRANSFER, group))
         return AsyncResult([], partial(_wait, done))
+
+    def _sleep_until(self, moment: float, text: str) -> None:
+        with record_function(text):
+            while (left := moment - self._now()) > 0:
+                self._sleep(left)
 
 
 def _wait(done: Future[None]) -> None:
     with annotation(LINK_WAIT):
         done.result()
-
-
-def _sleep_until(moment: float, text: str) -> None:
-    with record_function(text):
-        while (left := moment - time.perf_counter()) > 0:
-            time.sleep(left)
