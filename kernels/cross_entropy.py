@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .backend import forbid_double_backward
 from .linear import apply_autocast
-from .products import in_onednn, times_transposed, transposed_times
+from .products import chosen_library
 from .weight_grads import WeightGrads
 
 IGNORED = -100  # label of a token to ignore, as in torch
@@ -61,7 +62,8 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
 
 def _logits(x_CD: Tensor, w_VD: Tensor) -> Tensor:
     """Logits in fp32 or wider, in a new tensor that the caller may overwrite."""
-    return times_transposed(x_CD, w_VD).to(torch.promote_types(x_CD.dtype, torch.float32))
+    with chosen_library(x_CD, len(w_VD)):
+        return F.linear(x_CD, w_VD).to(torch.promote_types(x_CD.dtype, torch.float32))
 
 
 def _lse_and_label_logit(x_CD: Tensor, w_VD: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,12 +84,13 @@ def _gradients(
     for start in range(0, len(x_TD), chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         grad_CV = _grad_logits(x_TD[rows], w_VD, labels_T[rows, None], lse_T[rows, None], scale_T[rows, None])
-        if grad_x_TD is not None:
-            grad_x_TD[rows] = times_transposed(grad_CV, w_VD.T)
-        if grad_w_VD is not None and grad_w_VD.dtype == grad_CV.dtype and not in_onednn(x_TD):
-            grad_w_VD.addmm_(grad_CV.T, x_TD[rows])
-        elif grad_w_VD is not None:
-            grad_w_VD += transposed_times(grad_CV, x_TD[rows])  # rounded to the dtype of x once per chunk
+        with chosen_library(grad_CV, w_VD.shape[1]):
+            if grad_x_TD is not None:
+                torch.mm(grad_CV, w_VD, out=grad_x_TD[rows])
+            if grad_w_VD is not None and grad_w_VD.dtype == grad_CV.dtype:
+                grad_w_VD.addmm_(grad_CV.T, x_TD[rows])
+            elif grad_w_VD is not None:
+                grad_w_VD += grad_CV.T @ x_TD[rows]  # rounded to the dtype of x once per chunk
         del grad_CV  # free it before the next chunk is allocated
     return grad_x_TD, grad_w_VD
 

@@ -27,12 +27,8 @@ from torch.nn import functional as F
 
 from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .linear import apply_autocast, compute_or_defer, grad_dtype
-from .products import ROWS, in_onednn, times_transposed, transposed_times
+from .products import chosen_library, in_onednn, rows_step
 from .weight_grads import WeightGrads
-
-WGRAD_ROWS = 128
-"""oneDNN computes the weight gradients of experts with this many rows. It has no product that writes into a slice of a
-stack, and copying the result there takes as long as MKL's product of about 50 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +126,42 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     if grouped and _fits_grouped_mm(a) and _fits_grouped_mm(b):
         return F.grouped_mm(a, b, offs=ends_E)
     ends = ends_E.tolist()
+    if in_onednn(a) and not torch.is_grad_enabled():
+        return _grouped_mm_onednn(a, b, ends)
     y = a.new_empty(len(a), b.shape[2]) if b.ndim == 3 else a.new_empty(len(ends), len(a), b.shape[1])
     for e, (start, end) in enumerate(pairwise([0, *ends])):
         if b.ndim == 3:
-            # oneDNN multiplies some rows of the next or the last experts, too.
-            rows = -(-(end - start) // ROWS) * ROWS if in_onednn(a) else end - start
-            first = max(0, min(start, len(a) - rows))
-            y[start:end] = times_transposed(a[first : first + rows], b[e].T)[start - first : end - first]
-        elif in_onednn(a) and end - start >= WGRAD_ROWS:
-            y[e] = transposed_times(a[:, start:end].T, b[start:end])
+            y[start:end] = a[start:end] @ b[e]
         else:
             y[e] = a[:, start:end] @ b[start:end]
     if b.ndim == 3:
         y[ends[-1] :] = 0
     return y
+
+
+def _grouped_mm_onednn(a: Tensor, b: Tensor, ends: list[int]) -> Tensor:
+    """`_grouped_mm_reference` with numbers of rows that few shapes have (`rows_step`)."""
+    experts = [(start, end, rows_step(end - start)) for start, end in pairwise([0, *ends])]
+    if b.ndim == 2:
+        y_EIO = a.new_empty(len(ends), len(a), b.shape[1])
+        for y_IO, (start, end, step) in zip(y_EIO, experts, strict=True):
+            whole = end - (end - start) % step
+            with chosen_library(b[start:whole], len(a)):
+                torch.mm(a[:, start:whole], b[start:whole], out=y_IO)
+            if whole < end:
+                y_IO.addmm_(a[:, whole:end], b[whole:end])
+        return y_EIO
+    y_MO = a.new_empty(len(a), b.shape[2])
+    for w_IO, (start, end, step) in zip(b, experts, strict=True):
+        rows = end - start + (start - end) % step
+        first = max(0, min(start, len(a) - rows))
+        with chosen_library(a[first : first + rows], w_IO.shape[1]):
+            if first == start:  # rows from `end` on are those of later experts, which write them again
+                torch.mm(a[start : start + rows], w_IO, out=y_MO[start : start + rows])
+            else:
+                y_MO[start:end] = (a[first:] @ w_IO)[start - first : end - first]
+    y_MO[ends[-1] :] = 0
+    return y_MO
 
 
 def _fits_grouped_mm(t: Tensor) -> bool:

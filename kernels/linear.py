@@ -10,13 +10,14 @@ D_in, D_out: input and output width; ...: any leading dimensions.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .products import is_onednn_product, times_transposed, transposed_times
+from .products import chosen_library, is_onednn_product
 from .weight_grads import WeightGrads, accumulate, has_hooks
 
 
@@ -28,10 +29,10 @@ class _LinearFunction(torch.autograd.Function):
         ctx.parameter = weight
         ctx.weight_grads = weight_grads
         ctx.x_dtype = x.dtype
-        if not fp32:
-            return times_transposed(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
-            return times_transposed(at_least_fp32(x), at_least_fp32(weight))
+        with torch.autocast(x.device.type, enabled=False) if fp32 else nullcontext():
+            x, weight = (at_least_fp32(x), at_least_fp32(weight)) if fp32 else (x, weight)
+            with chosen_library(x, len(weight)):
+                return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -39,11 +40,13 @@ class _LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
 
         def weight_grad() -> Tensor:
-            product = transposed_times(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]).to(grad.dtype))
+            with chosen_library(x, grad.shape[-1]):
+                product = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
             return product if grad.dtype == ctx.x_dtype else product.to(grad_dtype(ctx.parameter))
 
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        grad_x = times_transposed(grad, weight.to(grad.dtype).T).to(ctx.x_dtype) if wants_x else None
+        with chosen_library(grad, weight.shape[-1]):
+            grad_x = F.linear(grad, weight.to(grad.dtype).T).to(ctx.x_dtype) if wants_x else None
         grad_weight = compute_or_defer(ctx.weight_grads, ctx.parameter, weight_grad) if wants_weight else None
         return grad_x, grad_weight, None, None
 

@@ -1,51 +1,81 @@
 """Products of fp32 matrices on a CPU: in the library that torch calls (MKL on x86), or in oneDNN.
 
 Torch is built with both. MKL chooses code by the vendor of the CPU, and uses AVX-512 on Intel alone. oneDNN goes by the
-instructions that the CPU has. No public function of torch multiplies dense fp32 matrices in oneDNN, so this calls the
-operator that torch.compile puts into frozen models.
+instructions that the CPU has. Torch calls it for fp32 matrices if `torch.backends.mkldnn.matmul.fp32_precision` permits
+it to round them to bf16. Without AMX it does not round, which `choose_products` checks. The permission is given for one
+product at a time, because attention is slower in oneDNN.
 
 The library follows from CPU, dtype, sizes and options, never from a measurement, so every run has the same bits. For
-each new shape oneDNN generates code, which takes longer than a small product. So experts get multiples of 32 rows,
-which few shapes cover. In 16 bits torch always uses oneDNN, and in fp64 never.
+each new shape oneDNN generates code, which takes longer than a small product. So the numbers of rows of experts are
+rounded (`rows_step`). In 16 bits torch always uses oneDNN, and in fp64 never.
 
 M rows, I input width, O output width.
 """
 
 import functools
 import platform
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .options import Products
 
 Library = Literal["mkl", "onednn"]
 
-ROWS = 32
-SMALLEST = 2**21
-"""Multiply-adds of the smallest product in oneDNN. A call takes about 20 us longer than MKL's."""
+SMALLEST = 2**20
+"""Multiply-adds of the smallest product in oneDNN. A call takes about 12 us longer than MKL's."""
+
+_SETTING = torch.backends.mkldnn.matmul
+_in_use = threading.RLock()  # the setting is that of all threads
 
 
 def choose_products(products: Products, kind: str) -> Library:
-    """The library for `products` on a device of this kind, cpu or cuda. Raises ValueError if oneDNN is not there."""
-    built = torch.backends.mkldnn.is_available()
-    if products == "onednn" and kind != "cpu":
-        raise ValueError("compute.products=onednn needs a CPU, and this run is on a GPU: use compute.products=auto")
-    if products == "onednn" and not built:
-        raise ValueError("compute.products=onednn needs oneDNN, which this PyTorch lacks: use compute.products=auto")
+    """The library for `products` on a device of this kind, cpu or cuda.
+
+    Raises ValueError if oneDNN is not there, or would not compute in fp32.
+    """
+    built, precise = torch.backends.mkldnn.is_available(), torch.backends.cpu.get_cpu_capability() == "AVX512"
+    precise = built and precise and _onednn_is_precise()
+    if products == "onednn":
+        instead = "use compute.products=auto"
+        if kind != "cpu":
+            raise ValueError(f"compute.products=onednn needs a CPU, and this run is on a GPU: {instead}")
+        if not built:
+            raise ValueError(f"compute.products=onednn needs oneDNN, which this PyTorch lacks: {instead}")
+        if not precise:
+            raise ValueError(f"compute.products=onednn needs a CPU with AVX-512 and without AMX: {instead}")
     if products != "auto":
         return products
-    slow = torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd()
-    return "onednn" if kind == "cpu" and built and slow else "mkl"
+    return "onednn" if kind == "cpu" and precise and torch.backends.mkl.is_available() and _is_amd() else "mkl"
 
 
 @functools.cache
 def _is_amd() -> bool:
     cpuinfo = Path("/proc/cpuinfo")
     return "AuthenticAMD" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
+
+
+@functools.cache
+def _onednn_is_precise() -> bool:
+    """Whether oneDNN keeps all 24 bits of fp32 numbers. With AMX, it rounds them to the 8 bits of bf16."""
+    x = torch.full((64, 64), 1 + 2**-23)
+    with _onednn():
+        return torch.equal(x @ torch.eye(64), x)
+
+
+@contextmanager
+def _onednn() -> Iterator[None]:
+    with _in_use:
+        before, _SETTING.fp32_precision = _SETTING.fp32_precision, "bf16"
+        try:
+            yield
+        finally:
+            _SETTING.fp32_precision = before
 
 
 _library: Library = choose_products("auto", "cpu")
@@ -67,23 +97,14 @@ def is_onednn_product(x: Tensor, outputs: int) -> bool:
     return in_onednn(x) and x.numel() * outputs >= SMALLEST
 
 
-def times_transposed(x: Tensor, w_OI: Tensor) -> Tensor:
-    """Return x W^T, [..., O] from [..., I]. While autograd records, never in oneDNN, which it cannot differentiate."""
-    if torch.is_grad_enabled() or not is_onednn_product(x, len(w_OI)):
-        return F.linear(x, w_OI)
-    return _onednn(x.reshape(-1, x.shape[-1]), w_OI).view(*x.shape[:-1], len(w_OI))
+def rows_step(rows: int) -> int:
+    """A multiple of this number of rows is close to `rows`: at most an eighth, or 7 rows, away.
+
+    There are at most 8 such multiples between a power of two and the next.
+    """
+    return max(8, 1 << max(rows.bit_length() - 4, 0))
 
 
-def transposed_times(dy_MO: Tensor, x_MI: Tensor) -> Tensor:
-    """Return dy^T x, [O, I], a sum over the rows. While autograd records, never in oneDNN."""
-    whole = len(x_MI) // ROWS * ROWS
-    if torch.is_grad_enabled() or not is_onednn_product(x_MI[:whole], dy_MO.shape[1]):
-        return dy_MO.T @ x_MI
-    y_OI = _onednn(dy_MO[:whole].T, x_MI[:whole].T)
-    return y_OI if whole == len(x_MI) else y_OI.addmm_(dy_MO[whole:].T, x_MI[whole:])
-
-
-def _onednn(x_MI: Tensor, w_OI: Tensor) -> Tensor:
-    if not (w_OI.is_contiguous() or w_OI.T.is_contiguous()):
-        w_OI = w_OI.contiguous()  # for rows with gaps, oneDNN has only a loop that is 100 times as slow
-    return torch.ops.mkldnn._linear_pointwise(x_MI, w_OI, None, "none", [], "")
+def chosen_library(x: Tensor, outputs: int) -> AbstractContextManager[None]:
+    """In this context, the chosen library multiplies x [..., I] by weights of `outputs` rows."""
+    return _onednn() if is_onednn_product(x, outputs) else nullcontext()

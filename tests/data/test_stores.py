@@ -83,7 +83,8 @@ def test_files_are_written_listed_read_in_part_and_removed(s3, monkeypatch):
         check_a_store(url)
 
 
-def test_parts_cover_what_is_read_and_no_more(s3, monkeypatch):
+@pytest.mark.usefixtures("s3")
+def test_parts_cover_what_is_read_and_no_more(monkeypatch):
     monkeypatch.setattr(store, "PART", 3)
     write(FOLDER / "a.txt", b"0123456789ab")
     assert [*store.read_parts(FOLDER / "a.txt", 1, 9)] == [b"123", b"456", b"78"]

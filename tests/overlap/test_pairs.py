@@ -16,7 +16,7 @@ from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, TransformerStage, next_token_loss
 from moe_dualpipe.overlap import WeightGrads, bind
 from moe_dualpipe.overlap.engine import Engine
-from tests.support.kernels import small_products_in_onednn
+from tests.support.kernels import needs_onednn, small_products_in_onednn
 from tests.support.pairs import OVERLAPPED, assert_same, gradients, run_pair, stage, tokens
 
 BACKENDS = [
@@ -27,7 +27,7 @@ BACKENDS = [
 ]
 
 
-@pytest.fixture(params=["mkl", "onednn"])
+@pytest.fixture(params=["mkl", pytest.param("onednn", marks=needs_onednn)])
 def library(request, monkeypatch):
     if request.param == "onednn":
         small_products_in_onednn(monkeypatch)

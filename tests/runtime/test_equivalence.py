@@ -16,7 +16,7 @@ import pytest
 from moe_dualpipe.models import build_model
 from moe_dualpipe.schedule import NAMES
 from tests.support import pipelines
-from tests.support.kernels import small_products_in_onednn
+from tests.support.kernels import needs_onednn, small_products_in_onednn
 from tests.support.ranks import run_ranks
 
 SMALL = replace(pipelines.CONFIG, num_layers=4, num_dense_layers=1)
@@ -52,7 +52,7 @@ def results_and_holders(rank, names, pp, fused_loss):
 
 @pytest.mark.parametrize("model,pp,names,fused_loss", [
     ("plain", 1, ALONE, False), ("plain", 1, ALONE, True), ("plain", 4, ANY, False), ("uneven", 2, ANY, True),
-    ("onednn", 2, ["dualpipe"], True),
+    pytest.param("onednn", 2, ["dualpipe"], True, marks=needs_onednn),
     *((model, 1, ["dualpipev"], True) for model in ("tied", "mtp")),
     *((model, 2, [*PAIRED, "dualpipev", "zb1p", "interleaved_1f1b"], False) for model in ("tied", "mtp")),
     *((model, 2, PAIRED, True) for model in ("tied", "mtp")),

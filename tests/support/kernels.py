@@ -2,10 +2,11 @@
 
 import contextlib
 
+import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.kernels import grouped_gemm, products
+from moe_dualpipe.kernels import products
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 
@@ -37,13 +38,15 @@ def assert_as_good_as(ours, reference, exact, dtype, what=""):
     assert error(ours, exact) <= allowed, f"{what}: error {error(ours, exact):.2e}, allowed {allowed:.2e}"
 
 
+ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+ONEDNN = ONEDNN and products._onednn_is_precise()
+needs_onednn = pytest.mark.skipif(not ONEDNN, reason="needs a CPU with AVX-512 and without AMX")
+
+
 def small_products_in_onednn(monkeypatch):
-    """Let oneDNN compute all products of 4 rows or more, however small."""
+    """Let oneDNN compute all products of more than 4,096 multiply-adds, the smallest for which torch calls it."""
     monkeypatch.setattr(products, "_library", "onednn")
-    monkeypatch.setattr(products, "ROWS", 4)
     monkeypatch.setattr(products, "SMALLEST", 1)
-    monkeypatch.setattr(grouped_gemm, "ROWS", 4)
-    monkeypatch.setattr(grouped_gemm, "WGRAD_ROWS", 4)
 
 
 def offsets_of(counts):
