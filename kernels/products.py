@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ Library = Literal["mkl", "onednn"]
 SMALLEST = 2**20
 """Multiply-adds of the smallest product in oneDNN. A call takes about 12 us longer than MKL's."""
 
-_SETTING = torch.backends.mkldnn.matmul
+_SETTING: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 _in_use = threading.RLock()  # the setting is that of all threads
 
 

@@ -265,7 +265,7 @@ def test_one_thread_at_a_time_permits_torch_to_call_onednn():
 
     def enter():
         with products._onednn():
-            seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+            seen.append(products._SETTING.fp32_precision)
 
     other = threading.Thread(target=enter)
     with products._onednn():
@@ -273,7 +273,7 @@ def test_one_thread_at_a_time_permits_torch_to_call_onednn():
         other.join(0.05)
         assert not seen
     other.join()
-    assert [*seen, torch.backends.mkldnn.matmul.fp32_precision] == ["bf16", "none"]
+    assert [*seen, products._SETTING.fp32_precision] == ["bf16", "none"]
 
 
 def test_experts_of_any_load_need_few_shapes_in_onednn(monkeypatch):
