@@ -7,8 +7,9 @@ A step is forward and backward of one micro-batch, the norm of the gradients, cl
 `olmoe-layer` are measured without the update, whose state would not fit into the memory of a small machine. The
 programs:
 
-    ours, compiled       the trainer of train.py, in one process, with --compile on
+    ours, compiled       the trainer of train.py, in one process, with --compile whole
     ours, compiled, ...  the same with products in the library that compute.products=auto does not choose
+    ours, parts          with --compile on
     ours                 without torch.compile
     hf grouped_mm        Hugging Face transformers with its fastest experts: Qwen2-MoE; OLMoE for olmoe-layer
     hf our experts       the same with experts_implementation="moe_dualpipe"
@@ -39,7 +40,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -122,13 +123,13 @@ class Start:
     folder: Path
 
 
-def ours(size: Size, start: Start, compiled: bool) -> Step:
+def ours(size: Size, start: Start, compile: Literal["whole", "on", "off"]) -> Step:
     no_tokens = torch.zeros(size.batch, dtype=torch.long)
     batches = {0: (no_tokens, no_tokens)}
     config = training.TrainConfig(
         model=size.model, steps=10**9, optim=OPTIM, parallel=training.ParallelConfig(schedule="1f1b"),
         batch=training.BatchConfig(batch_size=size.batch[0], micro_batch_size=size.batch[0], seq_len=size.batch[1]),
-        compute=training.ComputeConfig(device="cpu", compile="on" if compiled else "off"),
+        compute=training.ComputeConfig(device="cpu", compile=compile),
     )  # fmt: skip
     trainer = Trainer(
         prepare(
@@ -186,9 +187,10 @@ def _trained(size: Size, parameters: list[Tensor], loss_of: Callable[..., Tensor
 
 
 PROGRAMS: dict[str, Callable[[Size, Start], Step]] = {
-    OURS: partial(ours, compiled=True),
-    f"{OURS}, {OTHER}": partial(ours, compiled=True),
-    "ours": partial(ours, compiled=False),
+    OURS: partial(ours, compile="whole"),
+    f"{OURS}, {OTHER}": partial(ours, compile="whole"),
+    "ours, parts": partial(ours, compile="on"),
+    "ours": partial(ours, compile="off"),
     "hf grouped_mm": partial(hugging_face, experts="grouped_mm", compiled=False),
     "hf grouped_mm, compiled": partial(hugging_face, experts="grouped_mm", compiled=True),
     "hf our experts": partial(hugging_face, experts=NAME, compiled=False),
@@ -233,7 +235,7 @@ def built(size: Size, names: Sequence[str]) -> Iterator[dict[str, Step]]:
         tokens_BS = torch.zeros(size.batch, dtype=torch.long)
         for name in names:
             try:
-                if "compiled" in name:
+                if "compiled" in name or name == "ours, parts":
                     PROGRAMS[name](size, start)(tokens_BS, tokens_BS)
                     gc.collect()  # frees the weights of this first build
                 steps[name] = PROGRAMS[name](size, start)

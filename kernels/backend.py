@@ -66,7 +66,7 @@ def aligned(name: str, x: Tensor) -> Tensor:
     For another address, Triton would compile a slower variant of the kernel: in the middle of a run, or while a CUDA
     graph is captured, where it fails.
     """
-    if x.data_ptr() % ALIGNMENT == 0:
+    if torch.compiler.is_compiling() or x.data_ptr() % ALIGNMENT == 0:
         return x
     if name not in _copied:
         _copied.add(name)

@@ -10,7 +10,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +41,33 @@ def _compiled(fn: F, rows_vary: bool) -> F:
 def copy_compiled(x: Tensor) -> Tensor:
     """`x`; in a compiled function, a copy. It may not be a view of an input: torch would not fuse its backward."""
     return x.clone() if torch.compiler.is_compiling() else x
+
+
+def opaque(like: Callable[..., Any]) -> Callable[[F], F]:
+    """A decorator for a function whose Python code depends on the values of tensors: torch.compile does not trace it.
+
+    The function takes tensors and numbers, and returns new tensors. like: returns empty tensors of their shapes.
+    """
+
+    def decorate(fn: F) -> F:
+        operator = torch.library.custom_op(f"moe_dualpipe::{fn.__name__.strip('_')}", fn, mutates_args=())
+        operator.register_fake(like)
+        return _unless_compiling(fn, operator)
+
+    return decorate
+
+
+def cached_tensors(fn: F) -> F:
+    """Cache the last results of a function that returns tensors. While torch.compile traces, tensors have no values."""
+    return _unless_compiling(lru_cache(maxsize=8)(fn), fn)
+
+
+def _unless_compiling(usual: Any, compiling: Any) -> Any:
+    @wraps(usual)
+    def call(*arguments: Any) -> Any:
+        return (compiling if torch.compiler.is_compiling() else usual)(*arguments)
+
+    return call
 
 
 def missing_for_compile() -> str | None:

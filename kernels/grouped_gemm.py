@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
+from .fuse import opaque
 from .linear import apply_autocast, compute_or_defer, grad_dtype
 from .products import chosen_library, in_onednn, rows_step
 from .weight_grads import WeightGrads
@@ -117,6 +118,11 @@ def _grouped_wgrad(
     return weight_gradients(dy_MO, x_MI, offsets, dtype, add_to=add_to, num_sms=num_sms)
 
 
+def _like_grouped_mm(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    return a.new_empty(len(a), b.shape[2]) if b.ndim == 3 else a.new_empty(len(ends_E), len(a), b.shape[1])
+
+
+@opaque(_like_grouped_mm)
 def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     """One product per expert e, over the rows from ends_E[e - 1] to ends_E[e].
 
@@ -128,7 +134,7 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     ends = ends_E.tolist()
     if in_onednn(a) and not torch.is_grad_enabled():
         return _grouped_mm_onednn(a, b, ends)
-    y = a.new_empty(len(a), b.shape[2]) if b.ndim == 3 else a.new_empty(len(ends), len(a), b.shape[1])
+    y = _like_grouped_mm(a, b, ends_E)
     for e, (start, end) in enumerate(pairwise([0, *ends])):
         if b.ndim == 3:
             y[start:end] = a[start:end] @ b[e]
@@ -231,7 +237,7 @@ def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> N
     if expert_offsets.shape != (num_experts + 1,) or expert_offsets.dtype != torch.int32:
         got = f"{[*expert_offsets.shape]} in {expert_offsets.dtype}"
         raise ValueError(f"{num_experts} experts need {num_experts + 1} offsets in int32: got {got}")
-    if expert_offsets.is_cuda:  # reading the values would be a host sync
+    if expert_offsets.is_cuda or torch.compiler.is_compiling():  # reading the values would be a host sync
         return
     offsets = expert_offsets.tolist()
     first, last = offsets[0], offsets[-1]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .products import chosen_library, is_onednn_product
+from .products import is_onednn_product, product
 from .weight_grads import WeightGrads, accumulate, has_hooks
 
 
@@ -30,9 +30,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.weight_grads = weight_grads
         ctx.x_dtype = x.dtype
         with torch.autocast(x.device.type, enabled=False) if fp32 else nullcontext():
-            x, weight = (at_least_fp32(x), at_least_fp32(weight)) if fp32 else (x, weight)
-            with chosen_library(x, len(weight)):
-                return F.linear(x, weight)
+            return _times_transposed(*((at_least_fp32(x), at_least_fp32(weight)) if fp32 else (x, weight)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -40,15 +38,19 @@ class _LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
 
         def weight_grad() -> Tensor:
-            with chosen_library(x, grad.shape[-1]):
-                product = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
-            return product if grad.dtype == ctx.x_dtype else product.to(grad_dtype(ctx.parameter))
+            dw = product(grad.reshape(-1, grad.shape[-1]).T, x.reshape(-1, x.shape[-1]).to(grad.dtype))
+            return dw if grad.dtype == ctx.x_dtype else dw.to(grad_dtype(ctx.parameter))
 
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        with chosen_library(grad, weight.shape[-1]):
-            grad_x = F.linear(grad, weight.to(grad.dtype).T).to(ctx.x_dtype) if wants_x else None
+        grad_x = _times_transposed(grad, weight.to(grad.dtype).T).to(ctx.x_dtype) if wants_x else None
         grad_weight = compute_or_defer(ctx.weight_grads, ctx.parameter, weight_grad) if wants_weight else None
         return grad_x, grad_weight, None, None
+
+
+def _times_transposed(x: Tensor, w_OI: Tensor) -> Tensor:
+    if not is_onednn_product(x, len(w_OI)):
+        return F.linear(x, w_OI)
+    return product(x.reshape(-1, x.shape[-1]), w_OI.T).view(*x.shape[:-1], len(w_OI))
 
 
 def compute_or_defer(

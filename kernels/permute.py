@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .backend import Kernels, aligned, check_contiguous_rows, forbid_double_backward, use_triton
+from .fuse import opaque
 from .order import ExpertOrder
 
 
@@ -53,6 +54,11 @@ def gather_sum(
         weights_NK = None if weights_NK is None else aligned("weights", weights_NK.contiguous())
         positions_NK = aligned("positions", positions_NK.contiguous())
         return sum_rows(check_contiguous_rows("rows", rows_MD), positions_NK, weights_NK)
+    return _gather_sum(rows_MD, positions_NK, weights_NK)
+
+
+@opaque(lambda rows_MD, positions_NK, _: rows_MD.new_empty(len(positions_NK), rows_MD.shape[1]))
+def _gather_sum(rows_MD: Tensor, positions_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
     dtype = rows_MD.dtype
     rows_MD = rows_MD.to(torch.promote_types(rows_MD.dtype, torch.float32))
     weights_NK = None if weights_NK is None else weights_NK.to(rows_MD.dtype)

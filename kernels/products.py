@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .fuse import opaque
 from .options import Products
 
 Library = Literal["mkl", "onednn"]
@@ -108,3 +109,10 @@ def rows_step(rows: int) -> int:
 def chosen_library(x: Tensor, outputs: int) -> AbstractContextManager[None]:
     """In this context, the chosen library multiplies x [..., I] by weights of `outputs` rows."""
     return _onednn() if is_onednn_product(x, outputs) else nullcontext()
+
+
+@opaque(lambda a_MI, b_IO: a_MI.new_empty(len(a_MI), b_IO.shape[1]))
+def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
+    """Return a b, [M, O]."""
+    with chosen_library(a_MI, b_IO.shape[1]):
+        return a_MI @ b_IO

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .backend import aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
-from .fuse import fuse
+from .fuse import fuse, opaque
 from .options import GroupScore, Kernels, RoutingOptions, Score
 from .order import ExpertOrder
 
@@ -137,7 +137,7 @@ def expert_order(
         heights = tile_heights(arch_of(expert_ids_NK.device))
         ids_NK = aligned("expert ids", expert_ids_NK.contiguous())
         return order_by_expert(ids_NK, num_experts, num_choices, lowest=lowest, heights=heights)
-    return _sort_by_key(expert_ids_NK, expert_ids_NK >= 0, num_experts, num_choices)
+    return ExpertOrder(*_sort_by_key(expert_ids_NK, expert_ids_NK >= 0, num_experts, num_choices))
 
 
 def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: Kernels = "auto") -> ExpertOrder:
@@ -158,11 +158,22 @@ def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: K
         return order_by_expert(ids_TK, num_ranks, max_choices, experts_per_rank, once=True)
     ranks_TK = ids_TK // experts_per_rank
     repeated_TK = (ranks_TK[:, :, None] == ranks_TK[:, None, :]).tril(-1).any(-1)
-    return _sort_by_key(ranks_TK, (ids_TK >= 0) & ~repeated_TK, num_ranks, max_choices)
+    return ExpertOrder(*_sort_by_key(ranks_TK, (ids_TK >= 0) & ~repeated_TK, num_ranks, max_choices))
 
 
-def _sort_by_key(keys_NK: Tensor, valid_NK: Tensor, num_keys: int, max_choices: int) -> ExpertOrder:
-    """The order of the first max_choices choices, with `valid_NK` first."""
+def _like_order(
+    keys_NK: Tensor, _: Tensor, num_keys: int, max_choices: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    shapes = (max_choices,), (max_choices,), keys_NK.shape, (num_keys + 1,)
+    first, second, third, fourth = (keys_NK.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return first, second, third, fourth
+
+
+@opaque(_like_order)
+def _sort_by_key(
+    keys_NK: Tensor, valid_NK: Tensor, num_keys: int, max_choices: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The tensors of the order of the first max_choices choices, with `valid_NK` first."""
     # Invalid choices sort after all keys.
     keys_M, choice_idx_M = _stable_sort(torch.where(valid_NK, keys_NK, num_keys).flatten(), num_keys)
     keys_M, choice_idx_M = keys_M[:max_choices], choice_idx_M[:max_choices]
@@ -173,7 +184,7 @@ def _sort_by_key(keys_NK: Tensor, valid_NK: Tensor, num_keys: int, max_choices: 
     first_keys = torch.arange(num_keys + 1, dtype=keys_M.dtype, device=keys_M.device)
     offsets = torch.searchsorted(keys_M, first_keys, out_int32=True)
     choice_idx_M = choice_idx_M.int()
-    return ExpertOrder(choice_idx_M // max(keys_NK.shape[1], 1), choice_idx_M, positions_NK, offsets)
+    return choice_idx_M // max(keys_NK.shape[1], 1), choice_idx_M, positions_NK, offsets
 
 
 def _stable_sort(keys: Tensor, largest: int) -> tuple[Tensor, Tensor]:
@@ -188,13 +199,14 @@ def _stable_sort(keys: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 
 
 def count_choices(ids_TK: Tensor, num_experts: int) -> int | None:
-    """The number of choices that are not -1, which means "no expert". None on a GPU, where counting is a host sync.
+    """The number of choices that are not -1, which means "no expert".
 
-    Raises ValueError for ids below -1 and for ids of num_experts or more; not on a GPU.
+    None on a GPU, where counting is a host sync, and while torch.compile traces. Raises ValueError for ids below -1 and
+    for ids of num_experts or more; not where it returns None.
 
     Example: ids [[0, 2], [-1, 1]] and 3 experts -> 3.
     """
-    if ids_TK.device.type != "cpu":
+    if ids_TK.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     if not ids_TK.numel():
         return 0

@@ -17,11 +17,11 @@ S positions, C rotated channels.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from moe_dualpipe.kernels.fuse import cached_tensors
 from moe_dualpipe.kernels.linear import at_least_fp32
 
 from .config import ModelConfig
@@ -86,7 +86,7 @@ class Rotary:
         return growth(config, 1.0)
 
 
-@lru_cache(maxsize=8)  # all layers of a model use the same table, step after step
+@cached_tensors  # all layers of a model use the same table, step after step
 @torch.inference_mode(False)  # a table that is first used in inference is used in training later
 def _table(rotary: Rotary, length: int, start: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     positions_S = torch.arange(start, start + length, device=device, dtype=dtype)

@@ -9,12 +9,12 @@ T tokens, S positions of a sequence, D model dim, E experts, K experts per token
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.kernels.backend import Kernels
+from moe_dualpipe.kernels.fuse import cached_tensors
 from moe_dualpipe.kernels.routing import route
 
 from .auxiliary_losses import attach, loss_factors, router_losses
@@ -149,7 +149,7 @@ class BalancedRouter(Router):
         return super().choose(logits_TE.masked_fill(others_TE, -torch.inf), None)
 
 
-@lru_cache(maxsize=8)  # without it, the host would wait for a copy to the GPU in every layer
+@cached_tensors  # without it, the host would wait for a copy to the GPU in every layer
 def balanced_ids(config: ModelConfig, num_tokens: int, device: torch.device) -> Tensor:
     """Expert ids [T, K], round-robin: over E tokens each expert is chosen K times.
 

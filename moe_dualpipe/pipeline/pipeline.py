@@ -32,6 +32,7 @@ from ..models import (
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.background import Background
+from ..runtime.compiled import CompiledMicroBatch
 from ..runtime.graphs import MicroBatchGraph
 from ..runtime.groups import EXPERTS, build_groups, product_sms
 from ..runtime.layout import Layout, check_ep, divisors
@@ -39,6 +40,7 @@ from ..runtime.learning_rate import OptimizerConfig
 from ..runtime.optimizer import Optimizer
 from ..runtime.replicas import gradient_norm, replica_sets
 from ..runtime.shared_errors import build_on_all_ranks
+from ..runtime.stage import Criterion
 from ..runtime.stage_sums import GradientSums, StageOrder
 from ..runtime.warm_up import load_kernels
 from ..runtime.zero import Shards
@@ -61,8 +63,8 @@ class Pipeline:
     late_weights: in overlapped pairs, compute mlp(W) after mlp(F) (overlap/engine.py).
     sum_by_choice: add up the outputs of a token's experts in the order of its choices (expert_parallel/by_choice.py).
     fp8_dispatch: experts in FP8 also get their rows in 8 bits (expert_parallel/fp8_dispatch.py).
-    cuda_graphs: run each micro-batch of a training step as a CUDA graph, without the schedule; only for what
-    `check_cuda_graphs` (training/setup.py) allows. It may be changed later.
+    cuda_graphs, compile_whole: run each micro-batch of a training step as a CUDA graph, or on a CPU as one compiled
+    function, without the schedule; only for what `check_whole` (training/setup.py) allows. `whole` = None ends this.
 
     divided: whether `sum_gradients` gives each rank only the sums of the tensors that it owns. `optimizer` sets it.
 
@@ -75,7 +77,7 @@ class Pipeline:
         options: StageOptions | None = None, overlap: bool = True, max_deferred: int | None = None,
         timeout: float | None = None, on_action: Callable[[Action | None], None] | None = None,
         cuda_graphs: bool = False, sum_by_choice: bool = False, late_weights: bool = False,
-        layers: Sequence[int] = (), fp8_dispatch: bool = False,
+        layers: Sequence[int] = (), fp8_dispatch: bool = False, compile_whole: bool = False,
     ):  # fmt: skip
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
         self.specs = split(model, schedule.num_stages, layers)
@@ -113,8 +115,7 @@ class Pipeline:
         self.background, self.divided = Background(self.device), False
         self.order = StageOrder.of(schedule, self.stages)
         self._sums: GradientSums | None = None
-        self.cuda_graphs = cuda_graphs
-        self._graph: MicroBatchGraph | None = None
+        self.whole = self._graph if cuda_graphs else self._compiled if compile_whole else None
         self.balance = Balance(model, self.stages, rate=0.0)
         self._kernels_loaded = self.device.type != "cuda"  # a CPU loads none
 
@@ -190,10 +191,12 @@ class Pipeline:
         criterion = weighted(self.stages[last].loss) if last in self.stages else None
         sums = self._gradient_sums() if sum_gradients else None
         on_gradients = sums.complete if sums else None
-        if self.cuda_graphs and torch.is_grad_enabled():
+        if self.whole is not None and torch.is_grad_enabled():
             if any(weight != 1 for weight in weights):
-                raise ValueError("cuda_graphs needs as many labels in each micro-batch: got labels of -100")
-            losses = [self._replay(inputs[m][0], labels[m][0]) for m in inputs]
+                raise ValueError(
+                    "cuda_graphs and --compile whole need as many labels in each micro-batch: got labels of -100"
+                )
+            losses = [self.whole(inputs[m][0], labels[m][0]) for m in inputs]
         else:
             with weights_unchanged() if self.options.fp8 else nullcontext():
                 result = self.executor.step(schedule, inputs, labels, criterion, on_gradients=on_gradients)
@@ -223,12 +226,20 @@ class Pipeline:
             raise ValueError("mtp_layers embeds the labels, which must be token ids: got -100; use mtp_layers 0")
         return [count * self.num_micro_batches / num_labels for count in counts]
 
-    def _replay(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        """Run a micro-batch as a CUDA graph, which the first one captures. Returns its loss."""
-        if self._graph is None:
-            stages = [self.stages[index] for index in sorted(self.stages)]
-            self._graph = MicroBatchGraph(stages, self.executor.weight_grads, stages[-1].loss, tokens_BS)
-        return self._graph(tokens_BS, labels_BS)
+    def _graph(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Run the first micro-batch, captured as a CUDA graph, which runs the later ones. Returns its loss."""
+        stages, criterion = self._whole_model()
+        self.whole = MicroBatchGraph(stages, self.executor.weight_grads, criterion, tokens_BS)
+        return self.whole(tokens_BS, labels_BS)
+
+    def _compiled(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Run the first micro-batch as a compiled function, which runs the later ones. Returns its loss."""
+        self.whole = CompiledMicroBatch(*self._whole_model())
+        return self.whole(tokens_BS, labels_BS)
+
+    def _whole_model(self) -> tuple[list[TransformerStage], Criterion]:
+        stages = [self.stages[index] for index in sorted(self.stages)]
+        return stages, stages[-1].loss
 
     def load_kernels(self) -> None:
         """Load the kernels of all stages, before any transfer between stages (runtime/warm_up.py). Collective."""

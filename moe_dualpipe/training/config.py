@@ -83,8 +83,9 @@ class ComputeConfig:
     Once for each combination of GPU, versions and model sizes. With kernels=triton, a difference is an error."""
     products: Products = "auto"
     """Library for products of fp32 matrices on a CPU. auto: onednn on AMD CPUs with AVX-512, else mkl."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Fuse small operators with torch.compile. auto: on for GPUs, off for CPUs."""
+    compile: Literal["auto", "on", "off", "whole"] = "auto"
+    """on: fuse small operators with torch.compile. whole: compile each micro-batch as one function, for small models in
+    one process on a CPU, which are limited by Python. auto: on for GPUs, off for CPUs."""
     fp8: Fp8 = "off"
     """experts: the products of the experts multiply 8-bit numbers, except for weight gradients.
     experts+dispatch: rows are also sent to the experts in 8 bits."""

@@ -19,6 +19,8 @@ from .metrics import Metrics, merged
 from .preflight import Run
 from .sinks import Sink
 
+COMPILED = {"off": "", "on": ", torch.compile", "whole": ", torch.compile of whole micro-batches"}
+
 
 class RunFailed(SystemExit):
     """Ends a run. The command exits with code 1; for a run from Python, `train` raises RuntimeError with `text`."""
@@ -62,7 +64,7 @@ class Console:
             f"in {str(run.dtype).removeprefix('torch.')}{', Triton kernels' if run.kernels == 'triton' else ''}"
             f"{', products in oneDNN' if run.products == 'onednn' else ''}"
             f"{f', {fp8} in FP8 ({compute.fp8_recipe})' if fp8 != 'off' else ''}"
-            f"{', torch.compile' if run.compiled else ''}{', CUDA graphs' if compute.cuda_graphs else ''}",
+            f"{COMPILED[run.compiled]}{', CUDA graphs' if compute.cuda_graphs else ''}",
             *([run.machines] if run.machines else []),
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class Run:
     dtype: torch.dtype
     kernels: Kernels
     products: Library
-    compiled: bool
+    compiled: Literal["on", "off", "whole"]
     folder: Path | None
     layers: tuple[int, ...]
     """The number of layers of each stage; empty: about the same FLOPs in each."""
@@ -161,11 +161,10 @@ def prepare(
     dtype = setup.choose_dtype(config.compute, device.type)
     config, choice = _choose(request, launch, agreed, device, dtype, instruments)
     compiled = setup.choose_compiled(config.compute.compile, device.type)
-    if config.compute.cuda_graphs:
-        setup.check_cuda_graphs(config, device, kernels, launch.world_size)
+    setup.check_whole(config, device, kernels, launch.world_size)
     setup.check_fp8(config, device, kernels)
     products = choose_products(config.compute.products, device.type)
-    chosen = {"compile": "on" if compiled else "off", "dtype": str(dtype).removeprefix("torch.")}
+    chosen = {"compile": compiled, "dtype": str(dtype).removeprefix("torch.")}
     config = replace(config, compute=replace(config.compute, **chosen))
     layers = _layers(config, choice, agreed.free, dtype, device, instruments)
     resume = agreed.resume or (find_checkpoint(options.resume) if options.resume else None)

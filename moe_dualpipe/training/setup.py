@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -60,35 +61,53 @@ def trusted_kernels(config: TrainConfig, kernels: Kernels, device: torch.device,
     return "reference"
 
 
-def choose_compiled(choice: str, kind: str) -> bool:
-    """Whether to fuse operators with torch.compile. run.toml has the answer, so a resumed run does the same."""
+def choose_compiled(choice: str, kind: str) -> Literal["on", "off", "whole"]:
+    """What to compile with torch.compile. run.toml has the answer, so a resumed run does the same."""
     if choice == "off" or (choice == "auto" and kind == "cpu"):
-        return False
+        return "off"
     missing = missing_for_compile()
-    if missing and choice == "on":
-        raise ValueError(f"--compile on needs {missing}, or use --compile off")
-    return missing is None
+    if missing and choice != "auto":
+        raise ValueError(f"--compile {choice} needs {missing}, or use --compile off")
+    return "off" if missing else "whole" if choice == "whole" else "on"
 
 
-def check_cuda_graphs(config: TrainConfig, device: torch.device, kernels: Kernels, processes: int) -> None:
-    """Raise ValueError for a run that cuda_graphs cannot capture, or that keeps state in Python."""
-    model, losses = config.model, [*loss_factors(config.model)]
-    refused = (
-        (device.type != "cuda", "needs a GPU, and this run is on the CPU: use compute.cuda_graphs=false"),
-        (processes > 1, f"is for one process: got {processes}; use compute.cuda_graphs=false"),
+def check_whole(config: TrainConfig, device: torch.device, kernels: Kernels, processes: int) -> None:
+    """Raise ValueError for a run whose micro-batches cannot be one CUDA graph, or one compiled function.
+
+    Such a run has no schedule, and no state in Python.
+    """
+    compute, model, losses = config.compute, config.model, [*loss_factors(config.model)]
+    whole, instead = "cuda_graphs", "compute.cuda_graphs=false"
+    own = (
+        (device.type != "cuda", f"needs a GPU, and this run is on the CPU: use {instead}"),
         (kernels != "triton", f"needs kernels without host syncs: got --kernels {kernels}; use --kernels triton"),
-        (model.own_layers, f"cannot capture your own {', '.join(model.own_layers)}: use compute.cuda_graphs=false"),
-        (losses, f"cannot count {' and '.join(losses)}: use factors of 0, or compute.cuda_graphs=false"),
-        (model.mtp_layers, "cannot count the MTP loss: use model.mtp_layers=0, or compute.cuda_graphs=false"),
+    )
+    if compute.compile == "whole":
+        whole, instead = "--compile whole", "--compile on"
+        own = (
+            (compute.cuda_graphs, f"is for CPUs: use {instead}"),
+            (device.type != "cpu", f"needs a CPU, and this run is on a GPU: use {instead}"),
+            (kernels == "triton", f"cannot trace Triton kernels: use --kernels reference, or {instead}"),
+            (compute.recompute != "none", f"saves what torch.compile chooses: use --recompute none, or {instead}"),
+            (compute.fp8 != "off", f"cannot trace products in FP8: use compute.fp8=off, or {instead}"),
+        )
+    elif not compute.cuda_graphs:
+        return
+    refused = (
+        *own,
+        (processes > 1, f"is for one process: got {processes}; use {instead}"),
+        (model.own_layers, f"cannot capture your own {', '.join(model.own_layers)}: use {instead}"),
+        (losses, f"cannot count {' and '.join(losses)}: use factors of 0, or {instead}"),
+        (model.mtp_layers, f"cannot count the MTP loss: use model.mtp_layers=0, or {instead}"),
         (
             config.batch.record_routes or config.batch.replay_routes,
             "cannot look up routes: record and replay without it",
         ),
-        (config.metrics.profile, "runs no schedule to profile: use --profile 0, or compute.cuda_graphs=false"),
+        (config.metrics.profile, f"runs no schedule to profile: use --profile 0, or {instead}"),
     )
     for applies, reason in refused:
         if applies:
-            raise ValueError(f"cuda_graphs {reason}")
+            raise ValueError(f"{whole} {reason}")
 
 
 def check_fp8(config: TrainConfig, device: torch.device, kernels: Kernels) -> None:

@@ -93,7 +93,7 @@ class Trainer:
         recipe = RECIPES[compute.fp8_recipe] if compute.fp8 != "off" else None
         options = StageOptions(
             config.seed, compute.recompute, run.kernels, compute.fused_loss, end_id, self._with_routes,
-            compiled=run.compiled, fp8=recipe,
+            compiled=run.compiled == "on", fp8=recipe,
         )  # fmt: skip
         return Pipeline(
             config.model, self.schedule, (run.choice.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
@@ -101,7 +101,7 @@ class Trainer:
             max_deferred=parallel.max_deferred, timeout=config.health.timeout, on_action=self.progress.note,
             cuda_graphs=compute.cuda_graphs, sum_by_choice=parallel.expert_sums == "choice",
             late_weights=parallel.wgrad == "late", layers=run.layers,
-            fp8_dispatch=compute.fp8 == "experts+dispatch",
+            fp8_dispatch=compute.fp8 == "experts+dispatch", compile_whole=run.compiled == "whole",
         )  # fmt: skip
 
     def _load(self) -> PartialLoad | None:

@@ -25,7 +25,7 @@ def first_nonfinite(trainer: Trainer, runs: Iterable[list[Tensor]], backward: bo
     runs: an iterator that runs one batch per element, and yields this rank's losses. backward: whether it also runs
     the backward pass. This changes gradients and expert loads, so training cannot continue afterwards. Collective.
     """
-    trainer.pipeline.cuda_graphs = False  # a replay runs no segments
+    trainer.pipeline.whole = None  # it runs no segments
     search = _Search(trainer)
     search.check_stages((_WEIGHTS, 1), _weights, "{} is not finite")
     if found := search.result():

@@ -1,0 +1,80 @@
+"""One micro-batch as one function that torch.compile compiles: forward, loss and backward.
+
+A small model on a CPU waits for Python, which needs longer for the segments and their tape than some of their operators
+take. This is the CUDA graph (graphs.py) of a CPU: layers run in Python only while torch.compile traces them, so a model
+must keep its state in buffers. Decorated with `opaque` (kernels/fuse.py), an operator remains a call into Python.
+
+Segments run one after another, as written, with their own functions of autograd, so results differ from those of a
+schedule only by the rounding of operators that torch.compile fuses.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..overlap.segment import Comm, CommResult, Segments, wait_for_inputs
+from .stage import Criterion, as_tuple
+
+
+class CompiledMicroBatch:
+    """Forward, loss and backward of a micro-batch through all stages of a model, which are on this rank.
+
+    modules: the stages in their order. criterion: `criterion(*outputs, labels)` returns the loss.
+    """
+
+    def __init__(self, modules: Sequence[Any], criterion: Criterion) -> None:
+        self.model = _InOrder(modules, criterion)
+        traced = torch._dynamo.nonstrict_trace(self._run)
+
+        def run(*inputs: Any) -> Tensor:
+            return traced(*inputs)
+
+        run.__code__ = run.__code__.replace()  # torch.compile finds compiled code by this object: no model may share it
+        self.compiled = torch.compile(run, fullgraph=True, dynamic=False)
+
+    def __call__(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch to those of the parameters, and return its loss."""
+        parameters = dict(self.model.named_parameters())
+        grads = [(parameter, parameter.grad) for parameter in parameters.values()]
+        for parameter, _ in grads:  # torch.compile would compile again for a parameter with a gradient
+            parameter.grad = None
+        loss = self.compiled(parameters | dict(self.model.named_buffers()), tokens_BS, labels_BS)
+        for parameter, grad in grads:
+            parameter.grad = grad
+        loss.backward()
+        return loss.detach()
+
+    def _run(self, state: dict[str, Tensor], tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        # Stages that share an embedding share its module. With tie_weights, torch would restore it wrongly.
+        return functional_call(self.model, state, (tokens_BS, labels_BS), tie_weights=False)
+
+
+class _InOrder(nn.Module):
+    def __init__(self, modules: Sequence[Any], criterion: Criterion) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(modules)
+        self.criterion = criterion
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        outputs: Any = (tokens_BS,)
+        for stage in self.stages:
+            segments: Any = stage.segments
+            outputs = wait_for_inputs(as_tuple(_in_order(segments(*outputs))))
+        return self.criterion(*outputs, labels_BS)
+
+
+def _in_order(segments: Segments) -> Any:
+    """Run segments one after another, without a tape. Returns their result."""
+    reply = None
+    while True:
+        try:
+            segment = segments.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        reply = segment.fn(*wait_for_inputs(segment.inputs))
+        if isinstance(segment, Comm):
+            received = tuple(t for t in reply.wait() if t is not None)
+            reply = CommResult(lambda received=received: received)
