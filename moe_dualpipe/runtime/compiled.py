@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..kernels import fuse
 from ..overlap.segment import Comm, CommResult, Segments, wait_for_inputs
 from .stage import Criterion, as_tuple
 
@@ -33,7 +34,7 @@ class CompiledMicroBatch:
             return traced(*inputs)
 
         run.__code__ = run.__code__.replace()  # torch.compile finds compiled code by this object: no model may share it
-        self.compiled = torch.compile(run, fullgraph=True, dynamic=False)
+        self.compiled = torch.compile(run, fullgraph=True, dynamic=False, backend=fuse.BACKEND)
 
     def __call__(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         """Add the gradients of a micro-batch to those of the parameters, and return its loss."""

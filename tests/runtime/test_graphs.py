@@ -1,15 +1,20 @@
-"""A micro-batch as a CUDA graph: training has the bits of eager execution. A CPU emulates the graph.
+"""A micro-batch as one call: as a CUDA graph, which a CPU emulates, or as one function of torch.compile.
 
-Plain-torch experts of these sizes are one operator without a host sync, torch's grouped product.
+With a CUDA graph, training has the bits of eager execution. Plain-torch experts of these sizes are one operator without
+a host sync, torch's grouped product. A compiled function differs by rounding. Most tests of it use "aot_eager", which
+traces as for training, but generates no code.
 """
+
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 pytest.importorskip("triton")
 
 from moe_dualpipe.expert_parallel import local as local_backend
-from moe_dualpipe.kernels import routing
+from moe_dualpipe.kernels import fuse, products, routing
 from moe_dualpipe.models import ModelConfig, StageOptions
 from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime import graphs
@@ -30,6 +35,8 @@ MICRO_BATCHES, STEPS = 3, 3
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """On a CPU, emulate graphs, and route as on a GPU: without a count of choices, and without numpy."""
+    monkeypatch.setattr(fuse, "BACKEND", "aot_eager")
+    monkeypatch.setattr(products, "_library", "mkl")  # oneDNN multiplies the rows of each expert in a call of its own
     if DEVICE == "cpu":
         monkeypatch.setattr(graphs, "capture", emulated_graph.capture)
         monkeypatch.setattr(local_backend, "count_choices", lambda *_: None)
@@ -42,12 +49,15 @@ def batch(seed):
     return torch.randint(0, 32, (2, MICRO_BATCHES, 7), generator=torch.Generator().manual_seed(seed))
 
 
-def train(cuda_graphs, steps=STEPS, options=None, skipped=(), dtype=torch.float32, **sizes):
-    """Train, and return the results of each step: losses, norm, loads, router losses, gradients and weights."""
+def train(as_one, steps=STEPS, options=None, skipped=(), dtype=torch.float32, **sizes):
+    """Train, and return the results of each step: losses, norm, loads, router losses, gradients and weights.
+
+    as_one: "cuda_graphs", "compile_whole", or "" for a schedule.
+    """
     config = ModelConfig(**(SIZES | sizes))
     options = options or StageOptions(seed=1)
     schedule = build("dualpipev", 1, MICRO_BATCHES)
-    pipeline = Pipeline(config, schedule, (1, 7), DEVICE, dtype, options=options, cuda_graphs=cuda_graphs)
+    pipeline = Pipeline(config, schedule, (1, 7), DEVICE, dtype, options=options, **{as_one: True} if as_one else {})
     next(iter(pipeline.stages.values())).embedding.weight.requires_grad_("tied_embeddings" in sizes)
     optimizer, pipeline.balance.rate = pipeline.optimizer(OptimizerConfig()), 0.1
     parameters = [p for stage in pipeline.stages.values() for p in stage.parameters()]
@@ -88,11 +98,74 @@ def test_training_has_the_bits_of_eager_execution(options, sizes):
 
     The two stages of the rank run one after the other.
     """
-    ours, expected = (train(graphs, options=options, skipped=[1], **sizes) for graphs in (True, False))
+    ours, expected = (train(one, options=options, skipped=[1], **sizes) for one in ("cuda_graphs", ""))
     assert_equal(ours, expected)
 
 
 @pytest.mark.long
 def test_kernels_can_be_replayed():
     options = StageOptions(seed=1, kernels="triton")
-    assert_equal(*(train(graphs, 1, options, num_layers=2) for graphs in (True, False)))
+    assert_equal(*(train(one, 1, options, num_layers=2) for one in ("cuda_graphs", "")))
+
+
+# ---- one compiled function ----
+
+
+def assert_close(ours, expected, relative):
+    for step, (mine, others) in enumerate(zip(ours, expected, strict=True)):
+        for i, (one, other) in enumerate(zip(mine, others, strict=True)):
+            difference = torch.linalg.vector_norm(one.double() - other.double())
+            assert difference <= relative * torch.linalg.vector_norm(other.double()), f"step {step}, tensor {i}"
+
+
+COMPILED = {
+    "tied, loss in blocks": (StageOptions(seed=1, fused_loss=True), {"tied_embeddings": True}),
+    "documents, shared experts": (StageOptions(seed=1, document_end_id=3), {"num_shared_experts": 1}),
+    "latent attention": (
+        StageOptions(seed=1), {"attention": "mla", "kv_rank": 6, "rope_dim": 4, "value_dim": 5, "router": "balanced"},
+    ),
+    "groups": (StageOptions(seed=1), {"num_experts": 8, "expert_groups": 4, "top_groups": 2, "qk_norm": "head"}),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="whole micro-batches are compiled on CPUs")
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.quick("documents, shared experts")
+def test_training_as_one_compiled_function_differs_by_rounding(name):
+    """Also with skipped steps, frozen parameters, and gradients of an earlier batch. Each model is compiled once."""
+    options, sizes = COMPILED[name]
+    for scale in (1.0, 2.0):  # models of the same shapes
+        each = partial(train, options=options, skipped=[1], num_layers=2, routed_scale=scale, **sizes)
+        counters.clear()
+        ours = each("compile_whole")
+        assert counters["stats"]["unique_graphs"] == 1
+        assert_close(ours, each(""), 1e-5)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="whole micro-batches are compiled on CPUs")
+def test_gradients_of_16_bit_weights_add_up_in_fp32():
+    ours, expected = (train(one, 1, dtype=torch.bfloat16, num_layers=2) for one in ("compile_whole", ""))
+    assert [t.dtype for t in ours[0]] == [t.dtype for t in expected[0]]
+    assert_close(ours, expected, 0.1)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(DEVICE != "cpu", reason="whole micro-batches are compiled on CPUs")
+def test_generated_code_differs_by_rounding(monkeypatch):
+    monkeypatch.setattr(fuse, "BACKEND", "inductor")
+    assert_close(*(train(one, hidden_size=48, expert_size=40) for one in ("compile_whole", "")), 1e-5)
+
+
+def test_operators_that_are_not_traced_have_the_shapes_that_tracing_assumes():
+    ids_NK = torch.tensor([[1, 0], [2, -1], [0, 2]])
+    order = routing._sort_by_key(ids_NK, ids_NK >= 0, 4, 6)
+    rows, weights, ends = torch.randn(6, 8), torch.randn(3, 2), torch.tensor([1, 3, 6], dtype=torch.int32)
+    operators = torch.ops.moe_dualpipe
+    for operator, *arguments in (
+        (operators.product, rows, torch.randn(8, 5)),
+        (operators.grouped_mm_reference, rows, torch.randn(3, 8, 4), ends),
+        (operators.grouped_mm_reference, rows.T, torch.randn(6, 4), ends),
+        (operators.gather_sum, rows, order[2], weights), (operators.gather_sum, rows, order[2], None),
+        (operators.sort_by_key, ids_NK, ids_NK >= 0, 4, 6),
+    ):  # fmt: skip
+        torch.library.opcheck(operator, tuple(arguments), test_utils=("test_schema", "test_faketensor"))
