@@ -1,9 +1,10 @@
-"""How much memory this process can still allocate, on its machine or in its container, and on its GPU.
+"""How much memory this process can still allocate, on its machine or in its container, and on its GPU; what it keeps.
 
 A program that uses too much main memory gets no error: the machine swaps until it no longer responds, or the kernel
 kills a process. So the free amount must be known beforehand.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -11,6 +12,18 @@ from pathlib import Path, PurePosixPath
 import torch
 
 KB = 1024
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let the malloc of glibc keep up to 256 MiB of what is freed, and blocks of up to 32 MiB in it.
+
+    Otherwise the kernel gets it back, and fills pages with zeros in each step: 4 to 9% of the time of a small model.
+    Other C libraries have no `mallopt`; then this does nothing.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_TRIM_THRESHOLD, 256 * KB**2)
+        mallopt(_MMAP_THRESHOLD, 32 * KB**2)
 
 
 def free_main_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -28,6 +28,7 @@ from ..pipeline.freezing import freeze
 from ..pipeline.pipeline import Pipeline
 from ..runtime.groups import ranks_of
 from ..runtime.learning_rate import learning_rate
+from ..runtime.memory import keep_freed_memory
 from ..runtime.shared_errors import build_on_all_ranks
 from .extensions import Build, Extension, Update
 from .extensions.averaged_buffers import AveragedBuffers
@@ -63,6 +64,8 @@ class Trainer:
         kernels = build_on_all_ranks(lambda: trusted_kernels(run.config, run.kernels, run.device, run.dtype))
         self.run = replace(run, kernels=kernels)
         use_products(run.products)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         check_same_text(self.text)
         self.pipeline = self._build_pipeline()
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas

@@ -1,8 +1,12 @@
-"""Free main memory, from files as Linux writes them."""
+"""Free main memory, from files as Linux writes them, and freed memory that a process keeps."""
+
+import ctypes
+import resource
 
 import pytest
+import torch
 
-from moe_dualpipe.runtime.memory import free_main_memory
+from moe_dualpipe.runtime.memory import free_main_memory, keep_freed_memory
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\nSwapFree: 100 kB\nHugePages_Total: 0\n"
 KB = 1024
@@ -41,3 +45,16 @@ def test_free_memory_is_what_the_machine_has_and_the_limits_of_the_process_allow
 def test_unknown_memory(tmp_path):
     assert free(tmp_path, "0::/\n", {}, meminfo="MemTotal: 1000 kB\n") is None
     assert free_main_memory(tmp_path / "nowhere") is None
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt")
+def test_pages_of_freed_memory_are_used_again():
+    keep_freed_memory()
+    keep_freed_memory()
+    faults = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.zeros(2**20) for _ in range(40)]  # 160 MiB
+        del blocks
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert faults[-1] < 0.1 * 40 * 2**22 / resource.getpagesize()
