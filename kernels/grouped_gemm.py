@@ -150,21 +150,25 @@ def _grouped_mm_onednn(a: Tensor, b: Tensor, ends: list[int]) -> Tensor:
     experts = [(start, end, rows_step(end - start)) for start, end in pairwise([0, *ends])]
     if b.ndim == 2:
         y_EIO = a.new_empty(len(ends), len(a), b.shape[1])
-        for y_IO, (start, end, step) in zip(y_EIO, experts, strict=True):
-            whole = end - (end - start) % step
-            with chosen_library(b[start:whole], len(a)):
-                torch.mm(a[:, start:whole], b[start:whole], out=y_IO)
-            if whole < end:
-                y_IO.addmm_(a[:, whole:end], b[whole:end])
+        whole = [
+            (y_IO, start, end - (end - start) % step, end)
+            for y_IO, (start, end, step) in zip(y_EIO, experts, strict=True)
+        ]
+        with chosen_library(b[: len(b) // len(ends)], len(a)):
+            for y_IO, start, middle, _ in whole:
+                torch.mm(a[:, start:middle], b[start:middle], out=y_IO)
+        for y_IO, _, middle, end in whole:
+            if middle < end:
+                y_IO.addmm_(a[:, middle:end], b[middle:end])
         return y_EIO
     y_MO = a.new_empty(len(a), b.shape[2])
-    for w_IO, (start, end, step) in zip(b, experts, strict=True):
-        rows = end - start + (start - end) % step
-        first = max(0, min(start, len(a) - rows))
-        with chosen_library(a[first : first + rows], w_IO.shape[1]):
-            if first == start:  # rows from `end` on are those of later experts, which write them again
-                torch.mm(a[start : start + rows], w_IO, out=y_MO[start : start + rows])
+    with chosen_library(a[: len(a) // len(ends)], b.shape[2]):
+        for w_IO, (start, end, step) in zip(b, experts, strict=True):
+            stop = end + (start - end) % step
+            if stop <= len(a):  # rows from `end` on are those of later experts, which write them again
+                torch.mm(a[start:stop], w_IO, out=y_MO[start:stop])
             else:
+                first = max(0, len(a) - (stop - start))
                 y_MO[start:end] = (a[first:] @ w_IO)[start - first : end - first]
     y_MO[ends[-1] :] = 0
     return y_MO

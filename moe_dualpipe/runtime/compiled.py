@@ -23,11 +23,13 @@ from .stage import Criterion, as_tuple
 class CompiledMicroBatch:
     """Forward, loss and backward of a micro-batch through all stages of a model, which are on this rank.
 
-    modules: the stages in their order. criterion: `criterion(*outputs, labels)` returns the loss.
+    modules: the stages in their order. criterion: `criterion(*outputs, labels)` returns the loss. Parameters and
+    buffers must not be replaced afterwards.
     """
 
     def __init__(self, modules: Sequence[Any], criterion: Criterion) -> None:
         self.model = _InOrder(modules, criterion)
+        self.state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         traced = torch._dynamo.nonstrict_trace(self._run)
 
         def run(*inputs: Any) -> Tensor:
@@ -38,13 +40,12 @@ class CompiledMicroBatch:
 
     def __call__(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         """Add the gradients of a micro-batch to those of the parameters, and return its loss."""
-        parameters = dict(self.model.named_parameters())
-        grads = [(parameter, parameter.grad) for parameter in parameters.values()]
-        for parameter, _ in grads:  # torch.compile would compile again for a parameter with a gradient
-            parameter.grad = None
-        loss = self.compiled(parameters | dict(self.model.named_buffers()), tokens_BS, labels_BS)
-        for parameter, grad in grads:
-            parameter.grad = grad
+        grads = [(tensor, tensor.grad) for tensor in self.state.values() if tensor.grad is not None]
+        for tensor, _ in grads:  # torch.compile would compile again for tensors with gradients
+            tensor.grad = None
+        loss = self.compiled(self.state, tokens_BS, labels_BS)
+        for tensor, grad in grads:
+            tensor.grad = grad
         loss.backward()
         return loss.detach()
 

@@ -50,7 +50,6 @@ def test_unknown_memory(tmp_path):
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt")
 def test_pages_of_freed_memory_are_used_again():
     keep_freed_memory()
-    keep_freed_memory()
     faults = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
