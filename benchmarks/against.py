@@ -8,7 +8,7 @@ A step is forward and backward of one micro-batch, the norm of the gradients, cl
 programs:
 
     ours, compiled       the trainer of train.py, in one process, with --compile whole
-    ours, compiled, ...  the same with products in the library that compute.products=auto does not choose, if it can be
+    ours, compiled, ...  the same with products in the library that compute.products=auto does not choose, if there
     ours, parts          with --compile on
     ours                 without torch.compile
     hf grouped_mm        Hugging Face transformers with its fastest experts: Qwen2-MoE; OLMoE for olmoe-layer

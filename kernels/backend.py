@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from .fuse import is_traced
 from .options import Kernels, has_triton, validate_kernels
 
 ALIGNMENT = 16  # bytes: of wide loads and TMA, and what Triton compiles a kernel for
@@ -66,7 +67,7 @@ def aligned(name: str, x: Tensor) -> Tensor:
     For another address, Triton would compile a slower variant of the kernel: in the middle of a run, or while a CUDA
     graph is captured, where it fails.
     """
-    if torch.compiler.is_compiling() or x.data_ptr() % ALIGNMENT == 0:
+    if is_traced(x) or x.data_ptr() % ALIGNMENT == 0:
         return x
     if name not in _copied:
         _copied.add(name)

@@ -139,7 +139,7 @@ def _check(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> N
         raise ValueError(f"x, w and labels must be on one device: got {got}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1: got {chunk_tokens}")
-    if labels_T.device.type == "cpu" and not torch.compiler.is_compiling():
+    if labels_T.device.type == "cpu":
         wrong = labels_T[(labels_T != IGNORED) & ((labels_T < 0) | (labels_T >= len(w_VD)))]
         if len(wrong):
             allowed = f"from 0 to {len(w_VD) - 1}, or {IGNORED} to ignore a token"

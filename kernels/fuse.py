@@ -10,12 +10,14 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import cache, lru_cache, wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,30 +46,28 @@ def copy_compiled(x: Tensor) -> Tensor:
 
 
 def opaque(like: Callable[..., Any]) -> Callable[[F], F]:
-    """A decorator for a function whose Python code depends on the values of tensors: torch.compile does not trace it.
+    """Hide a function from torch.compile, which calls it as one operator. For what its trace cannot show.
 
-    The function takes tensors and numbers, and returns new tensors. like: returns empty tensors of their shapes.
+    The function takes annotated positional tensors and numbers, and returns new tensors. like: returns empty ones of
+    the same shapes, dtypes and strides.
     """
 
     def decorate(fn: F) -> F:
         operator = torch.library.custom_op(f"moe_dualpipe::{fn.__name__.strip('_')}", fn, mutates_args=())
         operator.register_fake(like)
-        return _unless_compiling(fn, operator)
+
+        @wraps(fn)
+        def call(*arguments: Any) -> Any:
+            return operator(*arguments) if any(map(is_traced, arguments)) else fn(*arguments)
+
+        return call  # type: ignore[return-value]
 
     return decorate
 
 
-def cached_tensors(fn: F) -> F:
-    """Cache the last results of a function that returns tensors. While torch.compile traces, tensors have no values."""
-    return _unless_compiling(lru_cache(maxsize=8)(fn), fn)
-
-
-def _unless_compiling(usual: Any, compiling: Any) -> Any:
-    @wraps(usual)
-    def call(*arguments: Any) -> Any:
-        return (compiling if torch.compiler.is_compiling() else usual)(*arguments)
-
-    return call
+def is_traced(value: Any) -> bool:
+    """Whether this is a tensor without values, with which torch.compile traces."""
+    return isinstance(value, FakeTensor | FunctionalTensor)
 
 
 def missing_for_compile() -> str | None:

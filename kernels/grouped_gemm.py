@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
-from .fuse import opaque
+from .fuse import is_traced, opaque
 from .linear import apply_autocast, compute_or_defer, grad_dtype
 from .products import chosen_library, in_onednn, rows_step
 from .weight_grads import WeightGrads
@@ -130,9 +130,9 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     """
     grouped = a.dtype in (torch.bfloat16, torch.float16, torch.float32) and not in_onednn(a)
     if grouped and _fits_grouped_mm(a) and _fits_grouped_mm(b):
-        return F.grouped_mm(a, b, offs=ends_E)
+        return F.grouped_mm(a, b, offs=ends_E).contiguous()
     ends = ends_E.tolist()
-    if in_onednn(a) and not torch.is_grad_enabled():
+    if in_onednn(a) and not torch.is_grad_enabled():  # what is written in place has no second derivative
         return _grouped_mm_onednn(a, b, ends)
     y = _like_grouped_mm(a, b, ends_E)
     for e, (start, end) in enumerate(pairwise([0, *ends])):
@@ -146,18 +146,18 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _grouped_mm_onednn(a: Tensor, b: Tensor, ends: list[int]) -> Tensor:
-    """`_grouped_mm_reference` with numbers of rows that few shapes have (`rows_step`)."""
+    """`_grouped_mm_reference` in oneDNN. Numbers of rows are rounded (`rows_step`), so that there are few shapes."""
     experts = [(start, end, rows_step(end - start)) for start, end in pairwise([0, *ends])]
     if b.ndim == 2:
         y_EIO = a.new_empty(len(ends), len(a), b.shape[1])
-        whole = [
+        parts = [
             (y_IO, start, end - (end - start) % step, end)
             for y_IO, (start, end, step) in zip(y_EIO, experts, strict=True)
         ]
         with chosen_library(b[: len(b) // len(ends)], len(a)):
-            for y_IO, start, middle, _ in whole:
+            for y_IO, start, middle, _ in parts:
                 torch.mm(a[:, start:middle], b[start:middle], out=y_IO)
-        for y_IO, _, middle, end in whole:
+        for y_IO, _, middle, end in parts:
             if middle < end:
                 y_IO.addmm_(a[:, middle:end], b[middle:end])
         return y_EIO
@@ -241,7 +241,7 @@ def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> N
     if expert_offsets.shape != (num_experts + 1,) or expert_offsets.dtype != torch.int32:
         got = f"{[*expert_offsets.shape]} in {expert_offsets.dtype}"
         raise ValueError(f"{num_experts} experts need {num_experts + 1} offsets in int32: got {got}")
-    if expert_offsets.is_cuda or torch.compiler.is_compiling():  # reading the values would be a host sync
+    if expert_offsets.is_cuda or is_traced(expert_offsets):  # reading the values would be a host sync
         return
     offsets = expert_offsets.tolist()
     first, last = offsets[0], offsets[-1]

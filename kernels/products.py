@@ -1,12 +1,12 @@
 """Products of fp32 matrices on a CPU: in the library that torch calls (MKL on x86), or in oneDNN.
 
 Torch is built with both. MKL chooses code by the vendor of the CPU, and uses AVX-512 on Intel alone. oneDNN goes by the
-instructions that the CPU has. Torch calls it for fp32 matrices if `torch.backends.mkldnn.matmul.fp32_precision` permits
-it to round them to bf16. Without AMX it does not round, which `choose_products` checks. The permission is given for one
-product at a time, because attention is slower in oneDNN.
+instructions that the CPU has. Torch calls oneDNN for fp32 matrices if `torch.backends.mkldnn.matmul.fp32_precision`
+permits rounding to bf16. Without AMX, oneDNN does not round; `choose_products` checks this. The permission is given
+around our products alone, because attention is slower in oneDNN. Meanwhile, it holds for other threads as well.
 
 The library follows from CPU, dtype, sizes and options, never from a measurement, so every run has the same bits. For
-each new shape oneDNN generates code, which takes longer than a small product. So the numbers of rows of experts are
+each new shape oneDNN generates code, which takes longer than a small product. So each expert's number of rows is
 rounded (`rows_step`). In 16 bits torch always uses oneDNN, and in fp64 never.
 
 M rows, I input width, O output width.
@@ -32,7 +32,7 @@ SMALLEST = 2**20
 """Multiply-adds of the smallest product in oneDNN. A call takes about 12 us longer than MKL's."""
 
 _SETTING: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-_in_use = threading.RLock()  # the setting is that of all threads
+_in_use = threading.RLock()  # all threads share the setting
 
 
 def choose_products(products: Products, kind: str) -> Library:
@@ -40,19 +40,19 @@ def choose_products(products: Products, kind: str) -> Library:
 
     Raises ValueError if oneDNN is not there, or would not compute in fp32.
     """
-    built, precise = torch.backends.mkldnn.is_available(), torch.backends.cpu.get_cpu_capability() == "AVX512"
-    precise = built and precise and _onednn_is_precise()
-    if products == "onednn":
-        instead = "use compute.products=auto"
-        if kind != "cpu":
-            raise ValueError(f"compute.products=onednn needs a CPU, and this run is on a GPU: {instead}")
-        if not built:
-            raise ValueError(f"compute.products=onednn needs oneDNN, which this PyTorch lacks: {instead}")
-        if not precise:
-            raise ValueError(f"compute.products=onednn needs a CPU with AVX-512 and without AMX: {instead}")
-    if products != "auto":
-        return products
-    return "onednn" if kind == "cpu" and precise and torch.backends.mkl.is_available() and _is_amd() else "mkl"
+    if products == "mkl":
+        return "mkl"
+    missing = ""
+    if kind != "cpu":
+        missing = "a CPU, and this run is on a GPU"
+    elif not torch.backends.mkldnn.is_available():
+        missing = "oneDNN, which this PyTorch lacks"
+    elif torch.backends.cpu.get_cpu_capability() != "AVX512" or not _onednn_is_precise():
+        missing = "a CPU with AVX-512, without AMX"
+    if products == "onednn" and missing:
+        raise ValueError(f"compute.products=onednn needs {missing}: use compute.products=auto")
+    faster = torch.backends.mkl.is_available() and _is_amd()
+    return "onednn" if not missing and (products == "onednn" or faster) else "mkl"
 
 
 @functools.cache
@@ -64,9 +64,9 @@ def _is_amd() -> bool:
 @functools.cache
 def _onednn_is_precise() -> bool:
     """Whether oneDNN keeps all 24 bits of fp32 numbers. With AMX, it rounds them to the 8 bits of bf16."""
-    x = torch.full((64, 64), 1 + 2**-23)
+    x, one = torch.full((64, 64), 1 + 2**-23, dtype=torch.float32, device="cpu"), torch.eye(64, device="cpu")
     with _onednn():
-        return torch.equal(x @ torch.eye(64), x)
+        return torch.equal(x @ one.float(), x)
 
 
 @contextmanager
@@ -83,13 +83,13 @@ _library: Library = choose_products("auto", "cpu")
 
 
 def use_products(library: Library) -> None:
-    """Multiply in this library from now on, in this process."""
+    """Multiply in this library from now on, in this process. What torch.compile has compiled keeps its library."""
     global _library
     _library = library
 
 
 def in_onednn(x: Tensor) -> bool:
-    """Whether oneDNN multiplies rows like `x`."""
+    """Whether oneDNN multiplies rows like `x`, if there are enough."""
     return _library == "onednn" and x.dtype == torch.float32 and x.device.type == "cpu"
 
 
@@ -99,20 +99,24 @@ def is_onednn_product(x: Tensor, outputs: int) -> bool:
 
 
 def rows_step(rows: int) -> int:
-    """A multiple of this number of rows is close to `rows`: at most an eighth, or 7 rows, away.
+    """Multiples of this number are at most an eighth of `rows`, or 7, below or above it.
 
-    There are at most 8 such multiples between a power of two and the next.
+    There are at most 8 of them between a power of two and the next.
     """
     return max(8, 1 << max(rows.bit_length() - 4, 0))
 
 
 def chosen_library(x: Tensor, outputs: int) -> AbstractContextManager[None]:
-    """In this context, the chosen library multiplies x [..., I] by weights of `outputs` rows."""
+    """The context in which to multiply x [..., I] by weights with `outputs` outputs."""
     return _onednn() if is_onednn_product(x, outputs) else nullcontext()
 
 
-@opaque(lambda a_MI, b_IO: a_MI.new_empty(len(a_MI), b_IO.shape[1]))
 def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
     """Return a b, [M, O]."""
-    with chosen_library(a_MI, b_IO.shape[1]):
+    return _product_in_onednn(a_MI, b_IO) if is_onednn_product(a_MI, b_IO.shape[1]) else a_MI @ b_IO
+
+
+@opaque(lambda a_MI, b_IO: a_MI.new_empty(len(a_MI), b_IO.shape[1]))
+def _product_in_onednn(a_MI: Tensor, b_IO: Tensor) -> Tensor:
+    with _onednn():
         return a_MI @ b_IO

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .backend import aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
-from .fuse import fuse, opaque
+from .fuse import fuse, is_traced, opaque
 from .options import GroupScore, Kernels, RoutingOptions, Score
 from .order import ExpertOrder
 
@@ -201,12 +201,12 @@ def _stable_sort(keys: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 def count_choices(ids_TK: Tensor, num_experts: int) -> int | None:
     """The number of choices that are not -1, which means "no expert".
 
-    None on a GPU, where counting is a host sync, and while torch.compile traces. Raises ValueError for ids below -1 and
-    for ids of num_experts or more; not where it returns None.
+    None, without a check, on a GPU, where counting is a host sync, and while torch.compile traces. Otherwise raises
+    ValueError for ids below -1 and for ids of num_experts or more.
 
     Example: ids [[0, 2], [-1, 1]] and 3 experts -> 3.
     """
-    if ids_TK.device.type != "cpu" or torch.compiler.is_compiling():
+    if ids_TK.device.type != "cpu" or is_traced(ids_TK):
         return None
     if not ids_TK.numel():
         return 0

@@ -17,11 +17,12 @@ S positions, C rotated channels.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from moe_dualpipe.kernels.fuse import cached_tensors
+from moe_dualpipe.kernels.fuse import is_traced
 from moe_dualpipe.kernels.linear import at_least_fp32
 
 from .config import ModelConfig
@@ -39,7 +40,8 @@ class Rotary:
 
         Each of the C/2 angles of a position appears twice. `like_S` gives the length, device and dtype.
         """
-        return _table(self, len(like_S), start, like_S.dtype, like_S.device)
+        table = _table.__wrapped__ if is_traced(like_S) else _table  # a cache is for tensors with values
+        return table(self, len(like_S), start, like_S.dtype, like_S.device)
 
     def frequencies(self, channels: Tensor, length: int) -> Tensor:
         """The angles between two positions of a sequence of `length`, for even channels."""
@@ -86,7 +88,7 @@ class Rotary:
         return growth(config, 1.0)
 
 
-@cached_tensors  # all layers of a model use the same table, step after step
+@lru_cache(maxsize=8)  # all layers of a model use the same table, step after step
 @torch.inference_mode(False)  # a table that is first used in inference is used in training later
 def _table(rotary: Rotary, length: int, start: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     positions_S = torch.arange(start, start + length, device=device, dtype=dtype)

@@ -9,12 +9,13 @@ T tokens, S positions of a sequence, D model dim, E experts, K experts per token
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.kernels.backend import Kernels
-from moe_dualpipe.kernels.fuse import cached_tensors
+from moe_dualpipe.kernels.fuse import is_traced
 from moe_dualpipe.kernels.routing import route
 
 from .auxiliary_losses import attach, loss_factors, router_losses
@@ -144,12 +145,13 @@ class BalancedRouter(Router):
     def choose(
         self, logits_TE: Tensor, bias_E: Tensor | None, replay_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ids_TK = balanced_ids(self.config, len(logits_TE), logits_TE.device)
+        ids = balanced_ids.__wrapped__ if is_traced(logits_TE) else balanced_ids  # a cache is for tensors with values
+        ids_TK = ids(self.config, len(logits_TE), logits_TE.device)
         others_TE = torch.ones_like(logits_TE, dtype=torch.bool).scatter_(1, ids_TK, False)
         return super().choose(logits_TE.masked_fill(others_TE, -torch.inf), None)
 
 
-@cached_tensors  # without it, the host would wait for a copy to the GPU in every layer
+@lru_cache(maxsize=8)  # without it, the host would wait for a copy to the GPU in every layer
 def balanced_ids(config: ModelConfig, num_tokens: int, device: torch.device) -> Tensor:
     """Expert ids [T, K], round-robin: over E tokens each expert is chosen K times.
 

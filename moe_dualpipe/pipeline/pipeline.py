@@ -64,7 +64,7 @@ class Pipeline:
     sum_by_choice: add up the outputs of a token's experts in the order of its choices (expert_parallel/by_choice.py).
     fp8_dispatch: experts in FP8 also get their rows in 8 bits (expert_parallel/fp8_dispatch.py).
     cuda_graphs, compile_whole: run each micro-batch of a training step as a CUDA graph, or on a CPU as one compiled
-    function, without the schedule; only for what `check_whole` (training/setup.py) allows. `whole` = None ends this.
+    function, without the schedule; only for what `check_whole` (training/setup.py) allows. `whole` may be set to None.
 
     divided: whether `sum_gradients` gives each rank only the sums of the tensors that it owns. `optimizer` sets it.
 
@@ -194,7 +194,7 @@ class Pipeline:
         if self.whole is not None and torch.is_grad_enabled():
             if any(weight != 1 for weight in weights):
                 raise ValueError(
-                    "cuda_graphs and --compile whole need as many labels in each micro-batch: got labels of -100"
+                    "cuda_graphs and --compile whole need equally many labels in every micro-batch: got labels of -100"
                 )
             losses = [self.whole(inputs[m][0], labels[m][0]) for m in inputs]
         else:
@@ -227,13 +227,13 @@ class Pipeline:
         return [count * self.num_micro_batches / num_labels for count in counts]
 
     def _graph(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        """Run the first micro-batch, captured as a CUDA graph, which runs the later ones. Returns its loss."""
+        """Capture a CUDA graph, for later micro-batches too, and run this one. Returns its loss."""
         stages, criterion = self._whole_model()
         self.whole = MicroBatchGraph(stages, self.executor.weight_grads, criterion, tokens_BS)
         return self.whole(tokens_BS, labels_BS)
 
     def _compiled(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        """Run the first micro-batch as a compiled function, which runs the later ones. Returns its loss."""
+        """Compile a function, for later micro-batches too, and run this one. Returns its loss."""
         self.whole = CompiledMicroBatch(*self._whole_model())
         return self.whole(tokens_BS, labels_BS)
 

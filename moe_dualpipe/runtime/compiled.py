@@ -1,11 +1,11 @@
 """One micro-batch as one function that torch.compile compiles: forward, loss and backward.
 
-A small model on a CPU waits for Python, which needs longer for the segments and their tape than some of their operators
-take. This is the CUDA graph (graphs.py) of a CPU: layers run in Python only while torch.compile traces them, so a model
-must keep its state in buffers. Decorated with `opaque` (kernels/fuse.py), an operator remains a call into Python.
+In a small model on a CPU, Python's work for segments and their tape takes longer than some operators. This is to a CPU
+what a CUDA graph (graphs.py) is to a GPU: layers run in Python only while torch.compile traces them, so a model must
+keep its state in buffers. An operator with `opaque` (kernels/fuse.py) remains a call into Python.
 
-Segments run one after another, as written, with their own functions of autograd, so results differ from those of a
-schedule only by the rounding of operators that torch.compile fuses.
+Segments run one after another, with the functions of autograd that they call, so results differ from those of a
+schedule only by rounding.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class CompiledMicroBatch:
         def run(*inputs: Any) -> Tensor:
             return traced(*inputs)
 
-        run.__code__ = run.__code__.replace()  # torch.compile finds compiled code by this object: no model may share it
+        run.__code__ = run.__code__.replace()  # by this object, torch.compile finds the code of a model
         self.compiled = torch.compile(run, fullgraph=True, dynamic=False, backend=fuse.BACKEND)
 
     def __call__(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
@@ -43,14 +43,16 @@ class CompiledMicroBatch:
         grads = [(tensor, tensor.grad) for tensor in self.state.values() if tensor.grad is not None]
         for tensor, _ in grads:  # torch.compile would compile again for tensors with gradients
             tensor.grad = None
-        loss = self.compiled(self.state, tokens_BS, labels_BS)
-        for tensor, grad in grads:
-            tensor.grad = grad
+        try:
+            loss = self.compiled(self.state, tokens_BS, labels_BS)
+        finally:
+            for tensor, grad in grads:
+                tensor.grad = grad
         loss.backward()
         return loss.detach()
 
     def _run(self, state: dict[str, Tensor], tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        # Stages that share an embedding share its module. With tie_weights, torch would restore it wrongly.
+        # Stages with one embedding share its module: torch would replace it twice, and restore a traced tensor.
         return functional_call(self.model, state, (tokens_BS, labels_BS), tie_weights=False)
 
 
@@ -69,13 +71,17 @@ class _InOrder(nn.Module):
 
 
 def _in_order(segments: Segments) -> Any:
-    """Run segments one after another, without a tape. Returns their result."""
+    """Run segments one after another, without a tape. Returns their result. Raises ValueError for other ranks' rows."""
     reply = None
     while True:
         try:
             segment = segments.send(reply)
         except StopIteration as stop:
             return stop.value
+        if isinstance(segment, Comm) and segment.collective:
+            raise ValueError(
+                "a compiled micro-batch cannot exchange rows with other ranks: autograd would not send back"
+            )
         reply = segment.fn(*wait_for_inputs(segment.inputs))
         if isinstance(segment, Comm):
             received = tuple(t for t in reply.wait() if t is not None)

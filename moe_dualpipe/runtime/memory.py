@@ -1,4 +1,4 @@
-"""How much memory this process can still allocate, on its machine or in its container, and on its GPU; what it keeps.
+"""How much memory this process can still allocate, on its machine or in its container, and on its GPU.
 
 A program that uses too much main memory gets no error: the machine swaps until it no longer responds, or the kernel
 kills a process. So the free amount must be known beforehand.
@@ -16,10 +16,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Let the malloc of glibc keep up to 256 MiB of what is freed, and blocks of up to 32 MiB in it.
+    """Let glibc's malloc keep up to 256 MiB of freed memory, also from blocks of up to 32 MiB.
 
-    Otherwise the kernel gets it back, and fills pages with zeros in each step: 4 to 9% of the time of a small model.
-    Other C libraries have no `mallopt`; then this does nothing.
+    Otherwise the operating system takes it back, and clears new pages in each step: 4 to 9% of the time of a small
+    model. With another C library, this does nothing.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_TRIM_THRESHOLD, 256 * KB**2)

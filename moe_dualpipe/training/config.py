@@ -84,8 +84,8 @@ class ComputeConfig:
     products: Products = "auto"
     """Library for products of fp32 matrices on a CPU. auto: onednn on AMD CPUs with AVX-512, else mkl."""
     compile: Literal["auto", "on", "off", "whole"] = "auto"
-    """on: fuse small operators with torch.compile. whole: compile each micro-batch as one function, for small models in
-    one process on a CPU, which are limited by Python. auto: on for GPUs, off for CPUs."""
+    """on: fuse small operators with torch.compile. whole: compile each micro-batch as one function, for small models
+    that wait for Python, in one process on a CPU. auto: on for GPUs, off for CPUs."""
     fp8: Fp8 = "off"
     """experts: the products of the experts multiply 8-bit numbers, except for weight gradients.
     experts+dispatch: rows are also sent to the experts in 8 bits."""

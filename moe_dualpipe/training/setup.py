@@ -72,9 +72,9 @@ def choose_compiled(choice: str, kind: str) -> Literal["on", "off", "whole"]:
 
 
 def check_whole(config: TrainConfig, device: torch.device, kernels: Kernels, processes: int) -> None:
-    """Raise ValueError for a run whose micro-batches cannot be one CUDA graph, or one compiled function.
+    """Raise ValueError for a run whose micro-batches cannot be one CUDA graph or compiled function.
 
-    Such a run has no schedule, and no state in Python.
+    These run no schedule, and keep no state in Python.
     """
     compute, model, losses = config.compute, config.model, [*loss_factors(config.model)]
     whole, instead = "cuda_graphs", "compute.cuda_graphs=false"
@@ -85,23 +85,24 @@ def check_whole(config: TrainConfig, device: torch.device, kernels: Kernels, pro
     if compute.compile == "whole":
         whole, instead = "--compile whole", "--compile on"
         own = (
-            (compute.cuda_graphs, f"is for CPUs: use {instead}"),
+            (compute.cuda_graphs, "and cuda_graphs exclude each other: use compute.cuda_graphs=false"),
             (device.type != "cpu", f"needs a CPU, and this run is on a GPU: use {instead}"),
             (kernels == "triton", f"cannot trace Triton kernels: use --kernels reference, or {instead}"),
             (compute.recompute != "none", f"saves what torch.compile chooses: use --recompute none, or {instead}"),
             (compute.fp8 != "off", f"cannot trace products in FP8: use compute.fp8=off, or {instead}"),
+            (compute.fused_loss, f"cannot trace the loss in blocks: use compute.fused_loss=false, or {instead}"),
         )
     elif not compute.cuda_graphs:
         return
     refused = (
         *own,
         (processes > 1, f"is for one process: got {processes}; use {instead}"),
-        (model.own_layers, f"cannot capture your own {', '.join(model.own_layers)}: use {instead}"),
+        (model.own_layers, f"cannot contain your own {', '.join(model.own_layers)}: use {instead}"),
         (losses, f"cannot count {' and '.join(losses)}: use factors of 0, or {instead}"),
         (model.mtp_layers, f"cannot count the MTP loss: use model.mtp_layers=0, or {instead}"),
         (
             config.batch.record_routes or config.batch.replay_routes,
-            "cannot look up routes: record and replay without it",
+            f"cannot look up routes: leave out record_routes and replay_routes, or use {instead}",
         ),
         (config.metrics.profile, f"runs no schedule to profile: use --profile 0, or {instead}"),
     )

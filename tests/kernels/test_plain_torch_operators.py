@@ -336,7 +336,7 @@ def test_auto_is_onednn_where_mkl_leaves_half_of_the_vectors_unused(
     elif not onednn:
         problem = "oneDNN, which this PyTorch lacks"
     elif not precise or capability == "AVX2":
-        problem = "a CPU with AVX-512 and without AMX"
+        problem = "a CPU with AVX-512, without AMX"
     else:
         assert choose_products("onednn", kind) == "onednn"
         return

@@ -14,15 +14,19 @@ from torch._dynamo.utils import counters
 pytest.importorskip("triton")
 
 from moe_dualpipe.expert_parallel import local as local_backend
+from moe_dualpipe.expert_parallel.protocol import Completed
 from moe_dualpipe.kernels import fuse, products, routing
 from moe_dualpipe.models import ModelConfig, StageOptions
+from moe_dualpipe.overlap import Comm
 from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime import graphs
+from moe_dualpipe.runtime.compiled import CompiledMicroBatch
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.machines import emulated_graph
 from tests.support.kernels import DEVICE
+from tests.support.segments import module_of
 
 SIZES = {
     "hidden_size": 16, "num_layers": 3, "num_dense_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -119,7 +123,7 @@ def assert_close(ours, expected, relative):
 
 
 COMPILED = {
-    "tied, loss in blocks": (StageOptions(seed=1, fused_loss=True), {"tied_embeddings": True}),
+    "tied": (StageOptions(seed=1), {"tied_embeddings": True}),
     "documents, shared experts": (StageOptions(seed=1, document_end_id=3), {"num_shared_experts": 1}),
     "latent attention": (
         StageOptions(seed=1), {"attention": "mla", "kv_rank": 6, "rope_dim": 4, "value_dim": 5, "router": "balanced"},
@@ -157,13 +161,20 @@ def test_generated_code_differs_by_rounding(monkeypatch):
     assert_close(ours, expected, 1e-5)
 
 
+def test_rows_of_other_ranks_are_refused():
+    """Autograd would not send their gradients back."""
+    module = module_of(lambda _, x: (yield Comm("dispatch", Completed, Completed, x, collective=True)))
+    with pytest.raises(ValueError, match="cannot exchange rows with other ranks"):
+        CompiledMicroBatch([module], lambda y, _: y.sum()).model(torch.randn(3), torch.zeros(3))
+
+
 def test_operators_that_are_not_traced_have_the_shapes_that_tracing_assumes():
     ids_NK = torch.tensor([[1, 0], [2, -1], [0, 2]])
     order = routing._sort_by_key(ids_NK, ids_NK >= 0, 4, 6)
     rows, weights, ends = torch.randn(6, 8), torch.randn(3, 2), torch.tensor([1, 3, 6], dtype=torch.int32)
     operators = torch.ops.moe_dualpipe
     for operator, *arguments in (
-        (operators.product, rows, torch.randn(8, 5)),
+        (operators.product_in_onednn, rows, torch.randn(8, 5)),
         (operators.grouped_mm_reference, rows, torch.randn(3, 8, 4), ends),
         (operators.grouped_mm_reference, rows.T, torch.randn(6, 4), ends),
         (operators.gather_sum, rows, order[2], weights), (operators.gather_sum, rows, order[2], None),

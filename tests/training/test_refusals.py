@@ -362,13 +362,36 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch, tmp_
     for processes, arguments, reason in [
         (2, "", "is for one process: got 2; use compute.cuda_graphs=false"),
         (1, "--kernels reference", "needs kernels without host syncs: got --kernels reference; use --kernels triton"),
-        (1, "--router tests.support.own_layers:PlainRouter", "cannot capture your own router: use compute.cuda_graphs"),
+        (1, "--router tests.support.own_layers:PlainRouter", "cannot contain your own router: use compute.cuda_graphs"),
         (1, "--set model.z_loss=1e-3", "cannot count z_loss: use factors of 0, or compute.cuda_graphs=false"),
         (1, "--set model.mtp_layers=1", "cannot count the MTP loss: use model.mtp_layers=0, or compute.cuda_graphs"),
         (1, "--profile 2", "runs no schedule to profile: use --profile 0, or compute.cuda_graphs=false"),
     ]:
         with pytest.raises(ValueError, match=f"^cuda_graphs {re.escape(reason)}"):
             make_run([*graphs, *arguments.split()], 0, processes)
+
+
+def test_whole_micro_batches_are_compiled_only_if_they_can_be_traced(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
+    whole = ["--compile", "whole"]
+    make_run(whole)
+    for processes, arguments, reason in [
+        (1, "--set compute.cuda_graphs=true", "and cuda_graphs exclude each other: use compute.cuda_graphs=false"),
+        (1, "--recompute norms", "saves what torch.compile chooses: use --recompute none, or --compile on"),
+        (1, "--set compute.fp8=experts", "cannot trace products in FP8: use compute.fp8=off, or --compile on"),
+        (1, "--fused-loss", "cannot trace the loss in blocks: use compute.fused_loss=false, or --compile on"),
+        (2, "", "is for one process: got 2; use --compile on"),
+        (
+            1,
+            "--experts tests.support.special_experts:CountingExperts",
+            "cannot contain your own experts: use --compile",
+        ),
+        (1, "--set model.sequence_loss=1e-3", "cannot count sequence_loss: use factors of 0, or --compile on"),
+        (1, "--set batch.record_routes=routes", "cannot look up routes: leave out record_routes and replay_routes, or"),
+    ]:
+        with pytest.raises(ValueError, match=f"^--compile whole {re.escape(reason)}"):
+            make_run([*whole, *arguments.split()], 0, processes)
 
 
 @pytest.mark.parametrize("layer,code,problem", [

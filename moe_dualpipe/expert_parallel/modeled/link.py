@@ -47,7 +47,7 @@ class Link:
 class LinkTimer:
     """Runs the transfers of a link one after another. `busy_seconds` is their total duration so far.
 
-    now, sleep: its clock, in seconds.
+    now, sleep: as in `time`, in seconds. `sleep` runs in the thread of the link.
     """
 
     def __init__(
