@@ -87,6 +87,22 @@ def test_no_expert_equals_weight_zero(backend, experts):
         assert_as_with_weight_zero(layer, *decision(kind))
 
 
+class Uncounted(Local):
+    """Does not know how many choices are valid, as on a GPU."""
+
+    def prepare(self, expert_ids_TK):
+        route = super().prepare(expert_ids_TK)
+        route.num_choices, route.exact = expert_ids_TK.numel(), False
+        return route
+
+
+def test_experts_by_rows_get_no_rows_of_no_expert():
+    """Their last offset is the number of rows, also where a GPU must be asked for it."""
+    layer = moe(Uncounted(E), EXPERTS[1])
+    for kind in KINDS:
+        assert_as_with_weight_zero(layer, *decision(kind))
+
+
 def test_the_sequence_loss_counts_chosen_experts_only():
     shares = torch.rand(2, 3, 4, dtype=torch.float64)
     ids = torch.tensor([[[0, 1], [1, -1], [-1, -1]], [[-1, -1]] * 3])
