@@ -302,6 +302,7 @@ def test_experts_of_any_load_need_few_shapes_in_onednn(monkeypatch):
         assert rows % rows_step(rows) <= max(7, rows / 8)
 
 
+@needs_onednn
 def test_second_derivatives_are_those_of_torch(monkeypatch):
     x, w, found = torch.randn(40, 18, requires_grad=True), torch.randn(15, 18, requires_grad=True), []
     for small in (False, True):
