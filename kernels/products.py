@@ -40,7 +40,8 @@ def choose_products(products: Products, kind: str) -> Library:
 
     Raises ValueError if oneDNN is not there, or would not compute in fp32.
     """
-    if products == "mkl":
+    faster = torch.backends.mkl.is_available() and _is_amd()
+    if products == "mkl" or (products == "auto" and not faster):
         return "mkl"
     missing = ""
     if kind != "cpu":
@@ -51,8 +52,7 @@ def choose_products(products: Products, kind: str) -> Library:
         missing = "a CPU with AVX-512, without AMX"
     if products == "onednn" and missing:
         raise ValueError(f"compute.products=onednn needs {missing}: use compute.products=auto")
-    faster = torch.backends.mkl.is_available() and _is_amd()
-    return "onednn" if not missing and (products == "onednn" or faster) else "mkl"
+    return "mkl" if missing else "onednn"
 
 
 @functools.cache
