@@ -10,7 +10,6 @@ D_in, D_out: input and output width; ...: any leading dimensions.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,8 +28,10 @@ class _LinearFunction(torch.autograd.Function):
         ctx.parameter = weight
         ctx.weight_grads = weight_grads
         ctx.x_dtype = x.dtype
-        with torch.autocast(x.device.type, enabled=False) if fp32 else nullcontext():
-            return _times_transposed(*((at_least_fp32(x), at_least_fp32(weight)) if fp32 else (x, weight)))
+        if not fp32:
+            return _times_transposed(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return _times_transposed(at_least_fp32(x), at_least_fp32(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -7,6 +7,7 @@ kernels are in gpu/routing.py.
 T or N rows, E experts, K choices per row, M valid choices in total, R ranks, G groups.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,9 +165,8 @@ def rank_order(ids_TK: Tensor, experts_per_rank: int, num_ranks: int, kernels: K
 def _like_order(
     keys_NK: Tensor, _: Tensor, num_keys: int, max_choices: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    shapes = (max_choices,), (max_choices,), keys_NK.shape, (num_keys + 1,)
-    first, second, third, fourth = (keys_NK.new_empty(shape, dtype=torch.int32) for shape in shapes)
-    return first, second, third, fourth
+    empty = partial(keys_NK.new_empty, dtype=torch.int32)
+    return empty(max_choices), empty(max_choices), empty(keys_NK.shape), empty(num_keys + 1)
 
 
 @opaque(_like_order)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class Run:
     dtype: torch.dtype
     kernels: Kernels
     products: Library
-    compiled: Literal["on", "off", "whole"]
+    compiled: setup.Compiled
     folder: Path | None
     layers: tuple[int, ...]
     """The number of layers of each stage; empty: about the same FLOPs in each."""

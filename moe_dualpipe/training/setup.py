@@ -20,6 +20,8 @@ from ..runtime.launch import Launch, device_of
 from . import restart
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
 
+Compiled = Literal["on", "off", "whole"]
+
 
 def choose_dtype(compute: ComputeConfig, kind: str) -> torch.dtype:
     """The type of weights and activations on a device of this kind, cpu or cuda."""
@@ -61,7 +63,7 @@ def trusted_kernels(config: TrainConfig, kernels: Kernels, device: torch.device,
     return "reference"
 
 
-def choose_compiled(choice: str, kind: str) -> Literal["on", "off", "whole"]:
+def choose_compiled(choice: str, kind: str) -> Compiled:
     """What to compile with torch.compile. run.toml has the answer, so a resumed run does the same."""
     if choice == "off" or (choice == "auto" and kind == "cpu"):
         return "off"
@@ -77,11 +79,6 @@ def check_whole(config: TrainConfig, device: torch.device, kernels: Kernels, pro
     These run no schedule, and keep no state in Python.
     """
     compute, model, losses = config.compute, config.model, [*loss_factors(config.model)]
-    whole, instead = "cuda_graphs", "compute.cuda_graphs=false"
-    own = (
-        (device.type != "cuda", f"needs a GPU, and this run is on the CPU: use {instead}"),
-        (kernels != "triton", f"needs kernels without host syncs: got --kernels {kernels}; use --kernels triton"),
-    )
     if compute.compile == "whole":
         whole, instead = "--compile whole", "--compile on"
         own = (
@@ -92,7 +89,13 @@ def check_whole(config: TrainConfig, device: torch.device, kernels: Kernels, pro
             (compute.fp8 != "off", f"cannot trace products in FP8: use compute.fp8=off, or {instead}"),
             (compute.fused_loss, f"cannot trace the loss in blocks: use compute.fused_loss=false, or {instead}"),
         )
-    elif not compute.cuda_graphs:
+    elif compute.cuda_graphs:
+        whole, instead = "cuda_graphs", "compute.cuda_graphs=false"
+        own = (
+            (device.type != "cuda", f"needs a GPU, and this run is on the CPU: use {instead}"),
+            (kernels != "triton", f"needs kernels without host syncs: got --kernels {kernels}; use --kernels triton"),
+        )
+    else:
         return
     refused = (
         *own,
