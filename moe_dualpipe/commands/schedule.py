@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from ..command_line import Mark, Positional
 from ..data.strict_json import read_named
 from ..messages import check_range, describe, plural, printable
 from ..schedule import (
@@ -36,7 +35,7 @@ MOST_RECORDED = 50_000  # layers x micro-batches x ep: about 20 minutes on one c
 
 @dataclass(frozen=True)
 class ChosenSchedule:
-    schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
+    schedule: Positional[Annotated[str, Mark("SCHEDULE")]]
     """gpipe, 1f1b, interleaved_1f1b, 1f1b_overlap, interleaved_overlap, zb1p, zbv, chimera, dualpipe, dualpipev.
     Or a CSV file with one line per rank."""
     pp: int | None = None

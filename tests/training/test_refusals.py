@@ -31,7 +31,7 @@ TYPED = [
     (1, "--set lr=1", "unknown key 'lr'; did you mean optim.lr? --help-all lists all"),
     (1, "--set batch.data_cache=x", "batch.data_cache was removed: files at a URL are copied to the local disk"),
     (1, "--set optim.beta2", "--set needs KEY=VALUE, such as optim.beta2=0.99: got 'optim.beta2'"),
-    (1, "--preset", "--preset: expected one argument"),
+    (1, "--preset", "--preset needs a value"),
     (1, "--pp 1.5", "--pp must be a whole number: got '1.5'"),
     (1, "--lr fast", "--lr must be a number: got 'fast'"),
     (1, "--set parallel.zero=maybe", "parallel.zero must be true or false: got 'maybe'"),
