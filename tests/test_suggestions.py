@@ -156,7 +156,7 @@ def test_wrong_values_of_every_option_of_a_command_are_one_line(capsys, name):
             except ValueError as error:
                 refused += 1
                 assert str(error).isprintable() and not BAD_ENGLISH.search(str(error)), (option, value)
-                assert re.match(r"--|unknown |unexpected: |missing ", str(error)), (option, value)
+                assert re.match(r"--|unknown |unexpected: |missing |cost W ", str(error)), (option, value)
     assert refused or not options
 
 
