@@ -265,7 +265,8 @@ def _built(kind: type[_T], values: Mapping[str, Any], prefix: str = "") -> _T:
     for name, annotated, *_ in fields_of(kind):
         inner, mark = unmarked(annotated)
         if is_dataclass(inner):
-            arguments[name] = _built(inner, values, prefix if mark.inline else f"{prefix}{name}.")
+            group: Any = inner
+            arguments[name] = _built(group, values, prefix if mark.inline else f"{prefix}{name}.")
         elif f"{prefix}{name}" in values:
             arguments[name] = values[f"{prefix}{name}"]
     try:

@@ -12,7 +12,6 @@ import torch
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import PRESETS, split
 from moe_dualpipe.models import config as model_config
-from moe_dualpipe.training.checks import RANGES, check_options
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.layout_choice import choose
 from moe_dualpipe.training.options import (
@@ -28,6 +27,7 @@ from moe_dualpipe.training.options import (
     to_toml,
     value_of,
 )
+from moe_dualpipe.training.rules import RANGES, check_options
 from tests.support.runs import SMALL, make_run, option_values, options, records, without_clocks
 
 # ---- Flags ----

@@ -12,7 +12,7 @@ import torch
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import build_model
-from moe_dualpipe.training import preflight, train
+from moe_dualpipe.training import resolve, train
 from moe_dualpipe.training.restart import Agreed
 from tests.support import special_experts
 from tests.support.ranks import run_ranks
@@ -90,7 +90,7 @@ TYPED = [
 @pytest.fixture
 def alone(monkeypatch):
     """Ranks of a pretended launch do not ask each other, and this machine has no GPU, no compiler and no oneDNN."""
-    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
+    monkeypatch.setattr(resolve, "agree", lambda folder, *_: Agreed(folder))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -356,7 +356,7 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch, tmp_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
-    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
+    monkeypatch.setattr(resolve, "agree", lambda folder, *_: Agreed(folder))
     graphs = ["--set", "compute.cuda_graphs=true", "model.experts_per_token=1", "--kernels", "triton"]
     make_run(graphs)
     for processes, arguments, reason in [
@@ -373,7 +373,7 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch, tmp_
 
 def test_whole_micro_batches_are_compiled_only_if_they_can_be_traced(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
+    monkeypatch.setattr(resolve, "agree", lambda folder, *_: Agreed(folder))
     whole = ["--compile", "whole"]
     make_run(whole)
     for processes, arguments, reason in [

@@ -1,7 +1,7 @@
 """Optional work of a training step. Each file has one extension, with up to four hooks.
 
 `Trainer.step` is forward and backward, the norm of the gradients, and the update. Around it, each extension is called
-in the order of `Trainer.extensions`; all calls but `state` are collective. `Instruments` (preflight.py) adds further
+in the order of `Trainer.extensions`; all calls but `state` are collective. `Instruments` (resolve.py) adds further
 ones, such as the profiler of `--profile`.
 """
 

@@ -38,7 +38,7 @@ class Routes(Extension):
         for layer, moe in self.layers.items():
             if type(moe.router).choose is not Router.choose:
                 raise ValueError(f"replay_routes needs --router topk: got {self.model.router}")
-            for step in range(self.trainer.run.first_step, steps):
+            for step in range(self.trainer.run.start.first_step, steps):
                 recorded.check(layer, self._samples(step))
             self._read(recorded, layer, self._samples(steps - 1))
         return recorded
