@@ -1,11 +1,11 @@
 """The configuration of a model, and the options with which a stage is built, as frozen values. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from moe_dualpipe.kernels.fp8 import Fp8Recipe
 from moe_dualpipe.kernels.options import GroupScore, Kernels, RoutingOptions, validate_kernels
-from moe_dualpipe.messages import LARGEST, check_range, printable
+from moe_dualpipe.messages import LARGEST, WANTED, check_range, printable
 
 from .layer_class import Factory, name_of
 from .layer_options import LayerOptions, options_text
@@ -163,6 +163,10 @@ class ModelConfig:
     """Factor of the mean MTP loss."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            kinds, value = {int: (int,), float: (int, float), bool: (bool,)}.get(field.type), getattr(self, field.name)
+            if kinds and type(value) not in kinds:
+                raise ValueError(f"{field.name} must be {WANTED[kinds[-1]]}: got {printable(repr(value), 60)}")
         for names, low, high in _RANGES:
             for name in names.split():
                 check_range(name, getattr(self, name), low, high)

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Costs", "Executor", "ModelConfig", "Numerics", "OptimizerConfig", "Parallel", "Pipeline", "TrainConfig", "Trainer", "build_model",
-    "build_schedule", "from_pretrained", "generate", "join_world", "learning_rate", "load_data", "preset",
-    "save_pretrained", "simulate", "train",
+    "Costs", "Executor", "ModelConfig", "Numerics", "OptimizerConfig", "Parallel", "Pipeline", "TrainConfig", "Trainer",
+    "build_model", "build_schedule", "from_pretrained", "generate", "join_world", "learning_rate", "load_data",
+    "preset", "save_pretrained", "simulate", "train",
 ]  # fmt: skip
 _MODULES = {
-    "Costs": "schedule", "Executor": "runtime", "ModelConfig": "models", "OptimizerConfig": "runtime.learning_rate",
-    "Numerics": "pipeline", "Parallel": "pipeline", "Pipeline": "pipeline", "TrainConfig": "training", "Trainer": "training", "build_model": "models",
-    "build_schedule": "schedule:build", "from_pretrained": "checkpoint.huggingface", "generate": "inference",
-    "join_world": "runtime", "learning_rate": "runtime.learning_rate", "load_data": "data", "preset": "models",
+    "Costs": "schedule", "Executor": "runtime", "ModelConfig": "models", "Numerics": "pipeline",
+    "OptimizerConfig": "runtime.learning_rate", "Parallel": "pipeline", "Pipeline": "pipeline",
+    "TrainConfig": "training", "Trainer": "training", "build_model": "models", "build_schedule": "schedule:build",
+    "from_pretrained": "checkpoint.huggingface", "generate": "inference", "join_world": "runtime",
+    "learning_rate": "runtime.learning_rate", "load_data": "data", "preset": "models",
     "save_pretrained": "checkpoint.huggingface", "simulate": "schedule", "train": "commands.train",
 }  # fmt: skip
 

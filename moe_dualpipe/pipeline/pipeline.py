@@ -45,7 +45,7 @@ from ..runtime.warm_up import load_kernels
 from ..runtime.zero import Shards
 from ..schedule import Action, Schedule
 from .balance import Balance
-from .settings import Numerics, Parallel
+from .settings import NOT_PARALLEL, ON_CPU, Numerics, Parallel
 
 
 class Pipeline:
@@ -63,8 +63,8 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: ModelConfig, schedule: Schedule, micro_batch: tuple[int, int], parallel: Parallel = Parallel(),
-        numerics: Numerics = Numerics(), *, on_action: Callable[[Action | None], None] | None = None,
+        self, model: ModelConfig, schedule: Schedule, micro_batch: tuple[int, int], parallel: Parallel = NOT_PARALLEL,
+        numerics: Numerics = ON_CPU, *, on_action: Callable[[Action | None], None] | None = None,
     ):  # fmt: skip
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, numerics.dtype
         self.specs = split(model, schedule.num_stages, parallel.layers)

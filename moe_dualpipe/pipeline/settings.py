@@ -8,6 +8,7 @@ import torch
 from ..expert_parallel import EpBackend
 from ..kernels.products import Library
 from ..models import StageOptions
+from ..models.config import DEFAULT_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Numerics:
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
     """Of weights and activations."""
-    options: StageOptions = StageOptions()
+    options: StageOptions = DEFAULT_OPTIONS
     """Seed, kernels, recomputation and the FP8 recipe of the stages."""
     whole: Literal["", "cuda_graph", "compiled"] = ""
     """Run each micro-batch of a training step at once, without the schedule: as a CUDA graph or, on a CPU, as one
@@ -48,3 +49,7 @@ class Numerics:
     """The library for products of fp32 matrices on a CPU."""
     fp8_dispatch: bool = False
     """Experts in FP8 also get their rows in 8 bits."""
+
+
+NOT_PARALLEL, ON_CPU = Parallel(), Numerics()
+"""The defaults: one rank for each stage and its experts, and fp32 on a CPU."""

@@ -55,6 +55,7 @@ class Console:
         """dense, experts, trained: numbers of parameters. state_mb: optimizer state of the fullest rank in MB."""
         run, config, layout, numerics = self.run, self.config, self.run.layout, self.run.numerics
         active = dense + experts * config.model.experts_per_token / config.model.num_experts
+        triton = numerics.options.kernels == "triton"
         compute, fp8 = config.compute, config.compute.fp8.replace("+", " and ")
         frozen, why = round(dense + experts) - round(trained), run.choice.changed.partition(": use")[0]
         lines = [
@@ -63,7 +64,7 @@ class Console:
             f"{f', {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen' if frozen else ''}",
             f"{run.choice.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {run.device.type} "
-            f"in {str(numerics.dtype).removeprefix('torch.')}{', Triton kernels' if numerics.options.kernels == 'triton' else ''}"
+            f"in {str(numerics.dtype).removeprefix('torch.')}{', Triton kernels' if triton else ''}"
             f"{', products in oneDNN' if numerics.products == 'onednn' else ''}"
             f"{f', {fp8} in FP8 ({compute.fp8_recipe})' if fp8 != 'off' else ''}"
             f"{COMPILED[compute.compile]}{', CUDA graphs' if compute.cuda_graphs else ''}",

@@ -1,8 +1,8 @@
 """What was asked for, and what this machine has, become one value: `Run`.
 
-`prepare` finds the facts, and `resolve` decides. The ranks agree on where a restarted run continues, on the free memory,
-and on the lock of the folder (restart.py). Everything else follows from the options, so all ranks come to the same
-result: an invalid option ends the run with one line and exit code 2, and never hangs.
+`prepare` finds the facts, and `resolve` decides. The ranks agree on where a restarted run continues, on the free
+memory, and on the lock of the folder (restart.py). Everything else follows from the options, so all ranks come to the
+same result: an invalid option ends the run with one line and exit code 2, and never hangs.
 """
 
 import itertools

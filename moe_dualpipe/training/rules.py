@@ -85,7 +85,8 @@ def check_types(config: TrainConfig) -> None:
         if is_dataclass(kind) and not isinstance(value, kind):
             raise OptionError(f"{name} must be a {kind.__name__}: got {quoted(value, 60)}")
     for key in all_keys().values():
-        key.check_type(attrgetter(key.name)(config))
+        if not key.name.startswith("model."):  # ModelConfig checks its own
+            key.check_type(attrgetter(key.name)(config))
 
 
 def option_rules(config: TrainConfig) -> Iterator[Rule]:

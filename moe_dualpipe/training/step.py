@@ -58,7 +58,7 @@ class Trainer:
         self, run: Run, progress: Progress | None = None, stop: Stop | None = None, extensions: Iterable[Build] = ()
     ):
         self.run, self.config, self.text, self.schedule = run, run.config, run.text, run.schedule
-        self.layout, self.device = run.layout, run.device
+        self.layout, self.device, self.first_step = run.layout, run.device, run.start.first_step
         self.progress, self.stop, self.stopping = progress or Progress(), stop or Stop(), False
         self.lr_factor, self.wait_for_weights, self.remote_bytes = 1.0, True, 0
         if self.device.type == "cuda":

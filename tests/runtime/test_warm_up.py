@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_dualpipe.expert_parallel.gather import gather_objects
-from moe_dualpipe.models import TransformerStage
+from moe_dualpipe.models import StageOptions, TransformerStage
 from moe_dualpipe.pipeline import Numerics, Parallel, Pipeline
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import build

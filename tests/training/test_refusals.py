@@ -221,7 +221,7 @@ GIVEN = [
     ({"eval_every": 3}, {"batches": lambda _: None}, "eval_every=3 with `batches` needs `validation`"),
     ({"out": None, "save_every": 5}, {}, "save_every=5 writes files: name a folder, CheckpointConfig(out=...)"),
     ({"out": None, "profile": 2}, {}, "profile=2 writes files: name a folder, CheckpointConfig(out=...)"),
-    ({"freeze": "head.weight"}, {}, "--freeze must be a tuple of patterns: got 'head.weight'"),
+    ({"freeze": "head.weight"}, {}, "--freeze must be a list: got 'head.weight'"),
     ({}, {"batches": lambda _: (TOKENS, TOKENS[:, 1:])}, f"{SHAPE} [4, 32], [4, 31]"),
     ({}, {"batches": lambda _: TOKENS}, f"{SHAPE} [4, 32]"),
     ({}, {"batches": lambda _: None}, f"{SHAPE} NoneType"),

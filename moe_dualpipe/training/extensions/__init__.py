@@ -7,9 +7,18 @@ ones, such as the profiler of `--profile`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from ...health.heartbeat import Progress
+from ...models import TransformerStage
+from ...pipeline import Balance, Pipeline
+from ...runtime.buffers import Buffers
+from ...runtime.layout import Layout
+from ...runtime.optimizer import Optimizer
+from ..config import TrainConfig
 
 
 @dataclass(slots=True)
@@ -51,5 +60,26 @@ class Extension:
         return state
 
 
-Build = Callable[[Any], "Extension | None"]
-"""Called with the Trainer; returns None for a run that does not need the extension."""
+class Trained(Protocol):
+    """What an extension may use of the trainer that it is built for. first_step: steps that were done before the run.
+
+    own_sequences: the sequences of a step that this data-parallel rank runs.
+    """
+
+    config: TrainConfig
+    pipeline: Pipeline
+    stages: dict[int, TransformerStage]
+    layout: Layout
+    device: torch.device
+    balance: Balance
+    buffers: Buffers
+    optimizer: Optimizer
+    progress: Progress
+    first_step: int
+
+    @property
+    def own_sequences(self) -> range: ...
+
+
+Build = Callable[[Trained], "Extension | None"]
+"""Called with the trainer; returns None for a run that does not need the extension."""
