@@ -76,6 +76,7 @@ class Trained(Protocol):
     optimizer: Optimizer
     progress: Progress
     first_step: int
+    remote_bytes: int
 
     @property
     def own_sequences(self) -> range: ...

@@ -20,7 +20,7 @@ class Timings(Extension):
     def before_update(self, update: Update) -> None:
         """The device has come so far: the loss was read."""
         trainer = self.trainer
-        if any(one.group is not None for one in trainer.replicas):
+        if any(one.group is not None for one in trainer.pipeline.replicas):
             backgrounds = trainer.pipeline.background, trainer.optimizer.gathers.background
             sums, gathers = (one.take_times() for one in backgrounds)
             self._background = {
