@@ -5,9 +5,7 @@ for any module. An overlapped pair finds this node in the graph of the loss or t
 interleaved with another chunk's forward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,21 +153,6 @@ def _intercept_gradients(module: Segmented, pairs: list[tuple[Tensor, Tensor]]) 
     return chunk.tape, reached[0] if reached else [None] * len(chunk.tape.output_slots)
 
 
-_chosen: ContextVar[Engine | None] = ContextVar("_chosen", default=None)
-
-
-@contextmanager
-def run_on(engine: Engine) -> Iterator[None]:
-    """In this context, all segments run on `engine`, and not on the engine of their device."""
-    token = _chosen.set(engine)
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
-
-
 def _engine_of(inputs: Sequence[Any]) -> Engine:
-    if (engine := _chosen.get()) is not None:
-        return engine
     devices = [i.device for i in inputs if isinstance(i, Tensor)]
     return engine_for(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))

@@ -13,7 +13,8 @@ from torch.distributed import group
 from moe_dualpipe.expert_parallel import AllToAll, ByChoice, Local, Loopback
 from moe_dualpipe.inference import Together, generate, prefill, stream_losses
 from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage, build_model, filled_cache
-from moe_dualpipe.overlap.segmented import engine_for
+from moe_dualpipe.overlap import Engine
+from tests.support.engines import run_on
 from tests.support.ranks import run_ranks
 
 CONFIG = ModelConfig(
@@ -26,9 +27,9 @@ CONFIG = ModelConfig(
 def test_prefill_equals_the_forward_of_all_sequences(sequences):
     model = build_model(CONFIG, Loopback(8, 4))
     x = torch.randint(31, (sequences, 7))
-    log = engine_for(torch.device("cpu")).log = []
-    logits = prefill(model, x)
-    engine_for(torch.device("cpu")).log = None
+    log = []
+    with run_on(Engine(torch.device("cpu"), log=log)):
+        logits = prefill(model, x)
     assert not logits.requires_grad
     assert log.count("head(F)") == (2 if sequences > 1 else 1)
     if sequences > 1:  # the transfer of one half overlaps computation of the other

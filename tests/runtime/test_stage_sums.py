@@ -10,7 +10,6 @@ from torch import nn
 
 from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.pipeline.pipeline import Pipeline
-from moe_dualpipe.pipeline.record_launches import record_launches, tiny_model
 from moe_dualpipe.runtime import zero
 from moe_dualpipe.runtime.background import Background, covered
 from moe_dualpipe.runtime.replicas import ReplicaSet, gradient_norm, sum_gradients
@@ -18,6 +17,7 @@ from moe_dualpipe.runtime.stage_sums import GradientSums, StageOrder, WeightGath
 from moe_dualpipe.runtime.zero import Shards
 from moe_dualpipe.schedule import build
 from moe_dualpipe.schedule.stage_order import last_gradients, order_of_completion
+from tests.machines.record_launches import record_launches, tiny_model
 from tests.machines.simulated_gpu import SimulatedGpu
 from tests.support.ranks import run_ranks
 from tests.support.simulated_ranks import Work, queue, replace_devices
