@@ -33,8 +33,10 @@ class Segmented(nn.Module):
     def segments(self, *inputs: Any) -> Segments:
         raise NotImplementedError(f"{type(self).__name__} must define segments()")
 
-    def forward(self, *inputs: Any) -> Any:
-        return _engine_of(inputs).run(_forward(self, inputs), FORWARD)[0]
+    def forward(self, *inputs: Any, **constants: Any) -> Any:
+        """constants: keyword arguments of `segments` that need no gradient."""
+        segments = partial(self.segments, **constants)
+        return _engine_of(inputs).run(_forward(self, inputs, segments=segments), FORWARD)[0]
 
     @classmethod
     def overlapped_forward_backward(
@@ -92,13 +94,16 @@ class _ChunkNode(torch.autograd.Function):
 
 def _forward(
     module: Segmented, inputs: Sequence[Any], criterion: Callable[..., Tensor] | None = None,
-    labels: Sequence[Any] | None = None,
+    labels: Sequence[Any] | None = None, segments: Callable[..., Segments] | None = None,
 ) -> Segments:  # fmt: skip
-    """The segments of a forward. Returns the module's outputs, connected to the autograd graph, and the loss."""
+    """The segments of a forward. Returns the module's outputs, connected to the autograd graph, and the loss.
+
+    segments: the module's generator; by default, its method.
+    """
     if module.weight_grads is None:  # layers read this attribute in the forward
         bind(module, WeightGrads())
     tape = Tape(inputs)
-    outputs, single = yield from tape.forward(module.segments)
+    outputs, single = yield from tape.forward(segments or module.segments)
     if any(tape.output_slots):
         detached = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
         outputs = _ChunkNode.apply(tape, module, detached, tape.anchor, *tape.inputs)

@@ -76,7 +76,8 @@ class RankStep:
                             self.on_action(step)
                         self.begin_stages(step)
                         with annotation(str(step)):
-                            self.compute(step)
+                            for action in (step,) if step in self.overlapped else members(step):
+                                self.compute(action)
                         self.end_stages(step)
             except Exception as error:
                 rank = dist.get_rank() if dist.is_initialized() else 0
@@ -105,29 +106,24 @@ class RankStep:
     def compute(self, action: Forward | Backward | Overlap) -> None:
         match action:
             case Forward(stage, micro_batch):
-                self.forward(self.stages[stage], micro_batch)
+                inputs = self.receive(Flow.ACTIVATION, stage, micro_batch)
+                criterion, labels = self.loss_arguments(stage, micro_batch)
+                outputs, loss = self.stages[stage].forward(micro_batch, inputs, criterion, labels)
+                self.send_activation(stage, micro_batch, outputs, loss)
             case Backward(stage, micro_batch, Part.WEIGHT):
                 self.stages[stage].backward_weights(micro_batch)
             case Backward(stage, micro_batch, part):
                 grads = self.output_grads(stage, micro_batch)
                 input_grads = self.stages[stage].backward(micro_batch, grads, split=part is Part.INPUT)
                 self.send_gradient(stage, micro_batch, input_grads)
-            case Overlap(forward, backward) if action in self.overlapped:
+            case Overlap(forward, backward):
                 first, second = self.stages[forward.stage], self.stages[backward.stage]
                 self.overlap(first, forward.micro_batch, second, backward.micro_batch)
-            case Overlap(forward, backward):
-                self.compute(forward)
-                self.compute(backward)
-
-    def forward(self, stage: Stage, micro_batch: int) -> None:
-        inputs = self.receive(Flow.ACTIVATION, stage.index, micro_batch)
-        criterion, labels = self.loss_arguments(stage, micro_batch)
-        self.send_activation(stage.index, micro_batch, *stage.forward(micro_batch, inputs, criterion, labels))
 
     def overlap(self, first: Stage, micro_batch0: int, second: Stage, micro_batch1: int) -> None:
         """Run a forward and a backward in one call of the modules' `overlapped_forward_backward`."""
         inputs0 = self.receive(Flow.ACTIVATION, first.index, micro_batch0)
-        criterion0, labels0 = self.loss_arguments(first, micro_batch0)
+        criterion0, labels0 = self.loss_arguments(first.index, micro_batch0)
         chunk1 = second.chunks[micro_batch1]
         grads1 = self.output_grads(second.index, micro_batch1)
         pairs = [(o, g) for o, g in zip(chunk1.outputs, grads1, strict=True) if o.requires_grad]
@@ -155,9 +151,9 @@ class RankStep:
             name = f"{type(first.module).__name__}.overlapped_forward_backward"
             raise RuntimeError(f"{name} must call on_input_grads once: it made {calls} calls")
 
-    def loss_arguments(self, stage: Stage, micro_batch: int) -> tuple[Criterion | None, Tensors]:
+    def loss_arguments(self, stage: int, micro_batch: int) -> tuple[Criterion | None, Tensors]:
         """The criterion and its labels on the last stage, if there is a criterion; (None, ()) otherwise."""
-        if stage.index < self.last or self.criterion is None:
+        if stage < self.last or self.criterion is None:
             return None, ()
         return self.criterion, tuple(self.labels.get(micro_batch, ()))
 

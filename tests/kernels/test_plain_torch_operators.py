@@ -363,7 +363,7 @@ def segment(_module, x):
 # The function, and the shapes of its inputs; by the autograd function that it calls, and whether it runs in Triton.
 FUNCTIONS = {
     "_LinearFunction": (lambda x, w: linear(x, w, WeightGrads()), [(5, 8), (4, 8)]),
-    "_GroupedLinearFunction": (
+    "GroupedLinearFunction": (
         lambda x, w: grouped_linear(x, w, ORDER.expert_offsets, kernels="reference"), [(5, 8), (3, 4, 8)],
     ),
     "_PermuteFunction": (lambda x: permute(x, ORDER, "reference"), [(3, 4)]),
@@ -373,7 +373,7 @@ FUNCTIONS = {
     "_ChunkNode": (lambda x: module_of(segment)(x), [(3, 4)]),
     "_DispatchFunction": (lambda x, w: sum(t.sum() for t in dispatch(x, w, EXCHANGE, EP)), [(3, 4), (3, 2)]),
     "_CombineFunction": (lambda x: combine(x, EXCHANGE, EP), [(3, 4)]),
-    "_GroupedLinearFunction triton": (
+    "GroupedLinearFunction triton": (
         lambda x, w: grouped_linear(x, w, ORDER.expert_offsets, kernels="triton"), [(5, 8), (3, 4, 8)],
     ),
     "_PermuteFunction triton": (lambda x: permute(x, ORDER, "triton"), [(3, 4)]),
