@@ -4,8 +4,8 @@
 """
 
 from .all_to_all import AllToAll
+from .backend import ChosenBackend, choose_backend
 from .by_choice import ByChoice
-from .choose import Choice, choose_backend
 from .fp8_dispatch import Fp8Dispatch
 from .local import Local
 from .modeled.link import Link
@@ -15,6 +15,6 @@ from .protocol import Combined, Completed, ExpertParallel, Pending, Received, Ro
 from .shared import Shared
 
 __all__ = [
-    "AllToAll", "ByChoice", "Choice", "Combined", "Completed", "EpBackend", "ExpertParallel", "Fp8Dispatch",
+    "AllToAll", "ByChoice", "ChosenBackend", "Combined", "Completed", "EpBackend", "ExpertParallel", "Fp8Dispatch",
     "Link", "Local", "Loopback", "Pending", "Received", "Replay", "Route", "Shared", "choose_backend",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ class AllToAll(Exchange):
         self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", remote: Sequence[int] = ()
     ):
         super().__init__(num_experts, group.size(), group.rank(), kernels)
-        self.group, self.remote, self.remote_bytes = group, remote, 0
+        self.group, self.remote = group, remote
 
     def all_to_all_counts(self, counts_R2: Tensor) -> AsyncResult[Tensor]:
         device_streams = streams.streams_of(counts_R2.device)

@@ -55,7 +55,7 @@ class Pipeline:
     parallelism). Without torch.distributed, this process is the only one.
 
     micro_batch: the shape [B, S] of the token ids of one micro-batch. ep: number of ranks that share the experts of a
-    layer. ep_backend: how they exchange tokens (expert_parallel/choose.py). options: seed, kernels, recomputation.
+    layer. ep_backend: how they exchange tokens (expert_parallel/backend.py). options: seed, kernels, recomputation.
     overlap: run the communication of one micro-batch during the computation of another, where the schedule pairs them
     and layers communicate. max_deferred: maximum number of chunks with deferred weight gradients. timeout: seconds that
     a collective operation waits. on_action: called with each action when it begins, and with None at the end of a step.
@@ -109,7 +109,7 @@ class Pipeline:
             self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout, directions=self.groups.links
         )
         # Without transfers in the background, only a custom block can have communication to hide.
-        overlap = overlap and (self.expert_parallel.in_background or "block" in model.own_layers)
+        overlap = overlap and (backend.in_background or "block" in model.own_layers)
         self.executor = Executor(self.stages, links, WeightGrads(max_deferred, late_weights), overlap, on_action)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
         self.background, self.divided = Background(self.device), False

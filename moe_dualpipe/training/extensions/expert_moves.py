@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...expert_parallel.moves import plan_moves
 from ...expert_parallel.placement import Placement, count_nodes, imbalance, in_order
-from ...expert_parallel.shared import find_machine
+from ...expert_parallel.rank_facts import find_machine
 from ...models.build_experts import expert_class
 from ...models.expert_slots import names_by_expert
 from ...models.layer_class import named_parameters
