@@ -37,7 +37,7 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ScoredWindow:
     """Positions `start` to `stop` of a text, which predict the tokens after them. The first `seen` of these tokens
     are scored in earlier windows."""
 
@@ -46,7 +46,7 @@ class Window:
     seen: int
 
 
-def windows(num_tokens: int, seq_len: int, stride: int) -> Iterator[Window]:
+def windows(num_tokens: int, seq_len: int, stride: int) -> Iterator[ScoredWindow]:
     """The windows that score all tokens of a text but the first, each once.
 
     The last window ends with the text and has the full length, if the text is that long.
@@ -56,7 +56,7 @@ def windows(num_tokens: int, seq_len: int, stride: int) -> Iterator[Window]:
     while done < last:
         start = max(0, min(start, last - seq_len))
         stop = min(start + seq_len, last)
-        yield Window(start, stop, done - start)
+        yield ScoredWindow(start, stop, done - start)
         start, done = start + stride, stop
 
 

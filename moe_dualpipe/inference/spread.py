@@ -12,7 +12,7 @@ from ..checkpoint.weights import OwnLayer
 from ..data import Tokenizer
 from ..expert_parallel import ByChoice, EpBackend, choose_backend
 from ..expert_parallel.gather import gather_objects
-from ..expert_parallel.placement import Loads, Placement, count_nodes, imbalance, place_experts
+from ..expert_parallel.placement import ExpertPlacement, Loads, count_nodes, imbalance, place_experts
 from ..expert_parallel.rank_facts import find_machine
 from ..messages import plural, printable
 from ..models import ModelConfig, TransformerStage
@@ -67,7 +67,7 @@ def open_spread(
 
 def _place(
     folder: Path, config: ModelConfig, ranks: int, copies: int, nodes: int
-) -> tuple[list[int], Loads, Placement | None]:  # fmt: skip
+) -> tuple[list[int], Loads, ExpertPlacement | None]:  # fmt: skip
     """The layers with experts, their loads and their placement. Raises ValueError if there is none.
 
     Without copies, experts stay in the order of their ids: the placement is None.

@@ -199,7 +199,7 @@ class Lane:
         else:
             self.weight_grads.run_deferred(key)
 
-    @waits_for_ranks  # also for the transfers of a backend of one's own
+    @waits_for_ranks  # also for the transfers of custom backends
     def _wait(self, transfer: Any, text: str, layer: int | None) -> Tensors:
         with self.engine.annotate(text, layer, log=False):
             return transfer.wait()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..overlap.annotation import annotation
 from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, members
 from ..schedule.stage_order import last_gradients
-from .p2p import P2P, TensorSpec, Transfer
+from .p2p import P2P, Message, TensorSpec
 from .stage import Criterion, Stage, Tensors, as_tuple
 
 SENDS_IN_FLIGHT = 2  # after this many more compute actions, wait for a send, to free its buffer
@@ -48,10 +48,10 @@ class RankStep:
     def __post_init__(self) -> None:
         self.last = self.schedule.num_stages - 1
         # Inputs (ACTIVATION) and output gradients (GRADIENT), by (stage, micro-batch).
-        self.receiving: dict[Flow, dict[tuple[int, int], Transfer]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
+        self.receiving: dict[Flow, dict[tuple[int, int], Message]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
         self.sends: deque[Send] = deque()  # not yet started, in the order of the list
         self.to_send: dict[Send, Tensors] = {}
-        self.sending: deque[tuple[int, Send, Transfer]] = deque()  # with `num_actions` at its start
+        self.sending: deque[tuple[int, Send, Message]] = deque()  # with `num_actions` at its start
         self.num_actions = 0
         self.used: set[int] = set()  # stages
         self.last_gradients = last_gradients(self.schedule.actions[self.p2p.rank])
@@ -59,7 +59,7 @@ class RankStep:
 
     def run(self, steps: tuple[Step, ...], inputs: Mapping[int, Sequence[Tensor]]) -> StepResult:
         for micro_batch, tensors in inputs.items():
-            self.receiving[Flow.ACTIVATION][0, micro_batch] = Transfer(tuple(tensors))
+            self.receiving[Flow.ACTIVATION][0, micro_batch] = Message(tuple(tensors))
         self.sends.extend(step for step in steps if isinstance(step, Send))
         for step in steps:
             try:
@@ -191,7 +191,7 @@ class RankStep:
         # In inference a stage may also return None, which is not sent.
         tensors = tuple(tensor.detach() for tensor in tensors if tensor is not None)
         if self.schedule.rank_of(neighbor, micro_batch) == self.p2p.rank:
-            self.receiving[flow][neighbor, micro_batch] = Transfer(tensors)
+            self.receiving[flow][neighbor, micro_batch] = Message(tensors)
             return
         self._check_specs(stage, flow, tensors)
         if not torch.is_grad_enabled():
@@ -212,7 +212,7 @@ class RankStep:
         _, step, transfer = self.sending.popleft()
         self.p2p.wait(transfer, step, self._peer(step))
 
-    def send(self, step: Send) -> Transfer:
+    def send(self, step: Send) -> Message:
         return self.p2p.send(self.to_send.pop(step), self._peer(step))
 
     def post_receive(self, step: Recv) -> None:

@@ -20,7 +20,7 @@ from moe_dualpipe.pipeline import Pipeline
 from moe_dualpipe.runtime import executor as executor_module
 from moe_dualpipe.runtime.background import Background
 from moe_dualpipe.runtime.groups import create_group
-from moe_dualpipe.runtime.p2p import Transfer
+from moe_dualpipe.runtime.p2p import Message
 from moe_dualpipe.runtime.rank_step import RankStep
 from moe_dualpipe.runtime.stage_sums import WeightGathers
 from moe_dualpipe.runtime.zero import Shards
@@ -139,7 +139,7 @@ class _Now:
 class _RecordedStep(RankStep):
     now: _Now = field(kw_only=True)
 
-    def send(self, step: Send) -> Transfer:
+    def send(self, step: Send) -> Message:
         with self._named(step):
             return super().send(step)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ...kernels.backend import Kernels
 from ..gather import gather_objects
 from ..rank_facts import SEVERAL_MACHINES, RankFacts, all_on, several_machines
-from .memory import DeviceMemory, Memory, SharedMemory
+from .memory import DeviceMemory, MappedMemory, SharedMemory
 from .one_sided import DirectWrites, OneSided, check_triton
 
 
@@ -34,7 +34,7 @@ class Symmetric(OneSided):
     def __init__(
         self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", *, max_tokens: int,
         hidden_size: int, top_k: int, capacity: int | None = None, num_sms: int = 20, slots: int = 2,
-        timeout: float = 600.0, memory: Memory | None = None, dtype: torch.dtype = torch.float32,
+        timeout: float = 600.0, memory: MappedMemory | None = None, dtype: torch.dtype = torch.float32,
         transport: DirectWrites | None = None,
     ):  # fmt: skip
         super().__init__(
