@@ -168,10 +168,7 @@ def test_a_prompt_typed_in_an_ascii_locale_is_text():
 
 COMMANDS = {
     "schedule show interleaved_1f1b": (["--pp 2", "--micro-batches 4", "--num-chunks 2"], ["--width"]),
-    "schedule check interleaved_1f1b": (
-        ["--pp 2", "--micro-batches 4", "--num-chunks 2"],
-        ["--ep", "--num-layers", "--dense-layers", "--mtp-layers"],
-    ),
+    "schedule check interleaved_1f1b": (["--pp 2", "--micro-batches 4", "--num-chunks 2"], []),
     "schedule compare": (
         ["--stages 2", "--micro-batches 4", "--num-chunks 2"],
         ["--cost.F", "--cost.B", "--cost.comm"],

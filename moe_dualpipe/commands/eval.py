@@ -67,13 +67,13 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
             return
         with join_world(self.device) as world:
             sizes = self.batch_size, self.seq_len
-            model, tokenizer, together = open_spread(
+            model, tokenizer, ranks = open_spread(
                 self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend
             )
             tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype)
             if self.max_tokens and len(tokens) > self.max_tokens + 1:
                 tokens = tokens[: self.max_tokens + 1]
-            found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size, together)
+            found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size, ranks)
         if world.rank:
             return
         self.show(asdict(found), f"{printable(self.model)}: {found}")

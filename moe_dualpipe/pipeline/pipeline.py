@@ -97,7 +97,7 @@ class Pipeline:
             self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout, directions=self.groups.links
         )
         # Without transfers in the background, only a custom block can have communication to hide.
-        overlap = parallel.overlap and (self.expert_parallel.in_background or "block" in model.own_layers)
+        overlap = parallel.overlap and (backend.in_background or "block" in model.own_layers)
         deferred = WeightGrads(parallel.max_deferred, parallel.wgrad == "late")
         self.executor = Executor(self.stages, links, deferred, overlap, on_action)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)

@@ -233,7 +233,7 @@ class Trainer:
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> tuple[float, bool, int]:
         """In one all-reduce: the mean loss of the step, whether a rank was asked to stop, and the bytes that dispatch
         and combine sent between machines."""
-        experts = self.pipeline.expert_parallel
+        experts = self.pipeline.expert_parallel.backend
         experts.check()
         loss = torch.stack([*losses]).double().sum().item() if losses else 0.0
         own = [loss, len(losses), self.stop.requested, experts.take_remote_bytes()]

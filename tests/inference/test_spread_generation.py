@@ -40,7 +40,7 @@ def spread_texts(rank, path, copies):
     rows = -(-NUMBER // 2)
     model, tokenizer, together = open_spread(path, {}, world, rows, 32, copies)
     prompts = torch.tensor([tokenizer.encode("def ")] * NUMBER)[rank * rows :][:rows]
-    texts = generate(model, prompts, TOKENS, 32, seed=5, first=rank * rows, together=together).tolist()
+    texts = generate(model, prompts, TOKENS, 32, seed=5, first=rank * rows, ranks=together).tolist()
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     placed = [len(layer.slots.slots_EC) if layer.slots else 0 for layer in layers]
     return texts, [len(layer.experts.down) for layer in layers], placed

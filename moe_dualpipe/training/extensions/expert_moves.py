@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...expert_parallel.moves import plan_moves
-from ...expert_parallel.placement import Placement, count_nodes, imbalance, in_order
-from ...expert_parallel.shared import find_machine
+from ...expert_parallel.placement import ExpertPlacement, count_nodes, imbalance, in_order
+from ...expert_parallel.rank_facts import find_machine
 from ...models.build_experts import expert_class
 from ...models.expert_slots import names_by_expert
 from ...models.layer_class import named_parameters
@@ -58,7 +58,7 @@ class ExpertMoves(Extension):
         parts = ((name.partition("."), tensor) for name, tensor in state.items())
         return {f"{kind}{dot}{names.get(name, name)}": tensor for (kind, dot, name), tensor in parts}
 
-    def _move(self, new: Placement) -> None:
+    def _move(self, new: ExpertPlacement) -> None:
         changed = {}
         for layer, old_S, new_S in zip(self.balance.rows, self.placement.experts, new.experts, strict=True):
             if old_S != new_S:
