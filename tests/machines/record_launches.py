@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_dualpipe.models import ModelConfig, StageOptions
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import FORWARD, letter_of
-from moe_dualpipe.pipeline import Pipeline
+from moe_dualpipe.pipeline import Numerics, Parallel, Pipeline
 from moe_dualpipe.runtime import executor as executor_module
 from moe_dualpipe.runtime.background import Background
 from moe_dualpipe.runtime.groups import create_group
