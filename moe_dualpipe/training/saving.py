@@ -26,7 +26,7 @@ class Saving:
             # Retries end before the run counts as hanging.
             patience = stores.Patience(trainer.config.health.timeout / 2)
             self.saver = Saver(
-                folder, trainer.config.model, options.keep or 0, options.save_async, trainer.progress.save.note,
+                folder, trainer.config.model, options.keep or 0, options.save_async, trainer.progress.note_save,
                 patience,
             )  # fmt: skip
 
@@ -50,7 +50,7 @@ class Saving:
             self.saver.start(step, trainer.state(), files | loads_file(*trainer.balance.take_loads()))
 
     def poll(self, wait: bool = False) -> None:
-        """Report a save that has ended. wait: also one that is running, when it has ended."""
+        """Report the last save if it has ended. wait: block until a running save has ended."""
         if self.saver:
             with self.trainer.progress.during(SAVING):
                 self._note(self.saver.wait() if wait else self.saver.poll())

@@ -10,16 +10,15 @@ import torch.distributed as dist
 from moe_dualpipe.health import deadline, watch
 from moe_dualpipe.health.deadline import Deadline
 from moe_dualpipe.health.heartbeat import SAVING, Heartbeat, Progress, pid_namespace
-from moe_dualpipe.health.waits import RankState
-from moe_dualpipe.health.watch import Failure, Watchdog
+from moe_dualpipe.health.watch import Failure, Unchanged, Watchdog
 
 SILENT, STILL = 20, 90
 """With a check every half second: a patience of 10 s, and nine tenths of a timeout of 50 s."""
-WAITING, BUSY = RankState("step 3, 1F2", waiting=True), RankState("step 3, 0F1")
+WAITING, BUSY = Heartbeat("step 3, 1F2", waiting=True, pid=1), Heartbeat("step 3, 0F1", pid=1)
 
 
 def beat(count, state=WAITING, **changes):
-    return replace(Heartbeat(count, 0, state, False, False, "", 1), **changes)
+    return replace(state, count=count, **changes)
 
 
 class Thread(Watchdog):
@@ -88,9 +87,9 @@ STUCK = "the ranks wait for each other: "
 def test_who_is_blamed_when_nothing_moves(rank_0, changed, failure):
     watchdog, beats = rank_0
     beats |= changed
-    watchdog._still = STILL
+    watchdog._still.checks = STILL
     assert watchdog._diagnose_hang() == failure
-    assert watchdog._still == (STILL if failure else STILL // 2)
+    assert watchdog._still.checks == (STILL if failure else STILL // 2)
 
 
 def saves(watchdog, checks, every):
@@ -98,10 +97,10 @@ def saves(watchdog, checks, every):
     with watchdog.progress.during(SAVING):
         for check in range(checks):
             if check % every == 0:
-                watchdog.progress.save.note(f"writing {check}")
+                watchdog.progress.note_save(f"writing {check}")
             own = watchdog._send_heartbeat(ended=False)
-            assert own.saving and not own.state.waiting  # others leave it to this rank to name itself
-            watchdog._silent = watchdog._still = 0
+            assert own.saving and not own.waiting  # others leave it to this rank to name itself
+            watchdog._silent, watchdog._still = Unchanged(), Unchanged()
             if failure := watchdog._detect():
                 return check, failure
     return None
