@@ -11,6 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+
+from .encode import EncodedDocument
+
 HELD_OUT = 20  # one document in 20 is held out
 
 
@@ -42,6 +46,11 @@ class Split:
         """The size, in whole units, of the end of a document that is held out: 0, `size`, or between them."""
         fraction = self.small.get(content_hash)
         return size * is_held_out(content_hash) if fraction is None else -int(-size * fraction // 1)
+
+    def divide(self, document: EncodedDocument) -> tuple[np.ndarray, np.ndarray]:
+        """The token ids of a document that are trained on, and those that are held out."""
+        cut = len(document.tokens_N) - self.tail(document.hash, len(document.tokens_N))
+        return document.tokens_N[:cut], document.tokens_N[cut:]
 
 
 def held_out_size(total: int, shortest: int) -> int:

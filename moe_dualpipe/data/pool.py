@@ -5,16 +5,17 @@ Workers are new programs (`spawn`), because a fork would inherit the threads of 
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_function: Callable[[Any], Any]  # that a worker calls
 
 
 def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers: int) -> Iterator[T]:
@@ -29,9 +30,9 @@ def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers
         return
     context = multiprocessing.get_context("spawn")
     theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(processes, context, _start, (function, workers // processes, theirs))
+    pool = ProcessPoolExecutor(processes, context, _start, (workers // processes, theirs))
     try:
-        yield from pool.map(_run, items)
+        yield from pool.map(partial(_call, pickle.dumps(function)), items)
     except BrokenProcessPool:
         raise ChildProcessError("a worker process was killed; if memory is short, use fewer --workers") from None
     except BaseException:
@@ -42,9 +43,7 @@ def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers
         ours.close()
 
 
-def _start(function: Callable[[Any], Any], threads: int, parent: Connection) -> None:
-    global _function
-    _function = function
+def _start(threads: int, parent: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process, too, which ends this one
     os.environ |= {"TOKENIZERS_PARALLELISM": str(threads > 1).lower(), "RAYON_NUM_THREADS": str(threads)}
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -55,5 +54,11 @@ def _end_with(parent: Connection) -> None:
     os._exit(1)
 
 
-def _run(item: Any) -> Any:
-    return _function(item)
+def _call(function: bytes, item: Any) -> Any:
+    return _unpickled(function)(item)
+
+
+@lru_cache(maxsize=1)
+def _unpickled(function: bytes) -> Callable[[Any], Any]:
+    """A worker unpickles its function once: a tokenizer takes long to build."""
+    return pickle.loads(function)

@@ -52,8 +52,7 @@ def load_data(
             train, held_out = _streams(opened[name], tokenizer, seq_len)
             source = Source(name, weight, train, held_out, "", _bytes_per_token(held_out, tokenizer, opened[name][-1]))
         else:
-            cuts = [len(d.tokens_N) - split.tail(d.hash, len(d.tokens_N)) for d in encoded[name]]
-            parts = [np.split(d.tokens_N, [cut]) for d, cut in zip(encoded[name], cuts, strict=True)]
+            parts = [split.divide(document) for document in encoded[name]]
             train, held_out = map(np.concatenate, zip(*parts, strict=True))
             what = f"; {plural(len(parts), 'document')}{texts[name].describe_skipped()}"
             source = Source(name, weight, train, held_out, what, _bytes_per_token(held_out, tokenizer))

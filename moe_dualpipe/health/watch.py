@@ -77,7 +77,7 @@ def joining(rank: int, timeout: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """What ended the run. `rank` is the rank that failed, or None if no single rank did.
 
     fault: equal for ranks of one machine that failed at the same line of the user's code; "" for other failures.
@@ -139,8 +139,8 @@ class Watchdog:
         self._failing = error
         fault = fault_of(error)
         fault = fault and f"{pid_namespace()} {fault}"
-        own = Failure(self.rank, f"failed in {self.progress}: {_first_line(error)}", fault)
-        published: list[Failure] = []
+        own = RankFailure(self.rank, f"failed in {self.progress}: {_first_line(error)}", fault)
+        published: list[RankFailure] = []
         publisher = threading.Thread(target=lambda: published.append(self._publish(self._main_store, own)), daemon=True)
         publisher.start()
         publisher.join(self._until_read)  # the store may not answer
@@ -166,7 +166,7 @@ class Watchdog:
             self._send_heartbeat(ended=True)
         except RuntimeError as error:
             if not self._closing.is_set():
-                self._exit(Failure(None, f"the launcher is gone: no connection to the rendezvous store: {error}"))
+                self._exit(RankFailure(None, f"the launcher is gone: no connection to the rendezvous store: {error}"))
 
     def _send_heartbeat(self, ended: bool) -> Heartbeat:
         progress, code = self.progress, CodePosition.of_main_thread()
@@ -182,15 +182,15 @@ class Watchdog:
         self._store.set(str(self.rank), pickle.dumps(beat))  # type: ignore[arg-type]
         return beat
 
-    def _published(self) -> Failure | None:
+    def _published(self) -> RankFailure | None:
         return pickle.loads(self._store.get(_FAILURE)) if self._store.check([_FAILURE]) else None
 
     @staticmethod
-    def _publish(store: dist.Store, failure: Failure) -> Failure:
+    def _publish(store: dist.Store, failure: RankFailure) -> RankFailure:
         """Write `failure` to the store unless it holds one already. Returns the one in the store."""
         return pickle.loads(store.compare_set(_FAILURE, "", pickle.dumps(failure)))  # type: ignore[arg-type]
 
-    def _exit(self, failure: Failure) -> None:
+    def _exit(self, failure: RankFailure) -> None:
         if failure.fault and self._failing is None:
             time.sleep(self.interval)  # this rank may come to the same line
         # Otherwise the main thread prints its error.
@@ -201,34 +201,34 @@ class Watchdog:
     def _heartbeat(self, rank: int) -> Heartbeat | None:
         return pickle.loads(self._store.get(str(rank))) if self._store.check([str(rank)]) else None
 
-    def _detect(self) -> Failure | None:
+    def _detect(self) -> RankFailure | None:
         """The failure that this check finds, if any."""
         if failure := self._check_next():
             return failure
         if self.progress.saving and self._save.checks > self.max_still:
-            return Failure(self.rank, f"hangs in a checkpoint save, {self.progress.saving}")
+            return RankFailure(self.rank, f"hangs in a checkpoint save, {self.progress.saving}")
         self._disconnected += self._lost_connection is not None
         # + 1: _check_next names a silent rank first
         if self._still.checks > self.max_still or self._disconnected > self.max_silent + 1:
             return self._diagnose_hang()
         return None
 
-    def _check_next(self) -> Failure | None:
+    def _check_next(self) -> RankFailure | None:
         """Check that the next rank is alive. If it has ended in order, watch the one after it from now on."""
         rank, beat = self._next, self._heartbeat(self._next)
         if beat is not None and beat.process_is_gone():
             beat = self._heartbeat(rank)  # its last heartbeat may be newer than the one that was read
             if beat is not None and not beat.ended:
-                return Failure(rank, f"vanished, last seen in {beat.position}: its process {beat.pid} is gone")
+                return RankFailure(rank, f"vanished, last seen in {beat.position}: its process {beat.pid} is gone")
         silent = self._silent.check(beat.count if beat is not None else 0)
         if beat is not None and beat.ended:
             self._next, self._silent = (rank + 1) % self.size, Unchanged()
         elif silent > self.max_silent:
             where = f", last seen in {beat.position}" if beat is not None else ""
-            return Failure(rank, f"vanished: no sign of life for {self.patience:g} s{where}")
+            return RankFailure(rank, f"vanished: no sign of life for {self.patience:g} s{where}")
         return None
 
-    def _diagnose_hang(self) -> Failure | None:
+    def _diagnose_hang(self) -> RankFailure | None:
         """This rank makes no progress: blame a rank that has ended, or else one that does not wait for others.
 
         None: other ranks diagnose it; or they wait for a checkpoint, which the disk of some rank still writes.
@@ -244,11 +244,11 @@ class Watchdog:
         suspects = ended or {rank: beat for rank, beat in beats.items() if not beat.waiting}
         if len(suspects) == 1:
             ((rank, beat),) = suspects.items()
-            return Failure(rank, f"{'exited' if ended else 'hangs'} in {beat.position}, and others wait for it")
+            return RankFailure(rank, f"{'exited' if ended else 'hangs'} in {beat.position}, and others wait for it")
         positions = [f"rank {rank} is in {beat.position}" for rank, beat in (suspects or beats).items()]
         why = f" ({_first_line(self._lost_connection)})" if self._lost_connection is not None else ""
         waits = "; ".join(describe_waits(read) or positions)
-        return Failure(None, f"the ranks wait for each other{why}: {waits}")
+        return RankFailure(None, f"the ranks wait for each other{why}: {waits}")
 
 
 def _attempt_id() -> int:
