@@ -100,7 +100,7 @@ def _complete(
 
 
 def hidden(folder: Path, suffix: str) -> Path:
-    """A name beside `folder` for something that is not, or no longer, complete."""
+    """A hidden path beside `folder`, such as ".run.unfinished", for what is not complete."""
     return folder.with_name(f".{folder.name}.{suffix}")
 
 

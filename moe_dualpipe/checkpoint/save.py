@@ -39,7 +39,7 @@ from .tensor_file import Announce, write_tensors
 _WAIT_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for the disks of others, however slow they are."""
 _FILE_BYTES = 256 * 2**20
-"""Bytes of a file. A larger tensor has a file of its own."""
+"""Bytes of a file. A larger tensor gets its own file."""
 
 
 class SaveError(OSError):

@@ -60,7 +60,7 @@ def group_names(names: Iterable[str]) -> str:
 
 
 class SavedModel:
-    """The model and the tensors of a checkpoint. prefix: of the tensors to read. The names are without it.
+    """The model and the tensors of a checkpoint. prefix: of the names of the tensors to read; `shapes` leaves it out.
 
     where: the path in messages. checksum: differs for checkpoints with different tensors. Raises ValueError if run.json
     cannot be read.

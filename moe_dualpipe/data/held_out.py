@@ -1,9 +1,9 @@
 """Which documents are held out for validation: a property of their content, so that copies are never on both sides.
 
 About one document in 20 is held out, by a hash of its text. Its name, its place and the other documents do not matter,
-so a document stays on its side when a source grows. A small source may have no document on one side. Then whole
-documents are too coarse: its documents, in the order of their hashes, are held out until they make up 1/20 of its text,
-and of the last one only the end. Where sources share documents, this applies in all of them.
+so a document stays on its side when a source grows. In a small source, one side might get no document. There, documents
+are held out in the order of their hashes until they make up 1/20 of the text; of the last one, only the end is held
+out. If other sources have the same documents, these are divided in the same way there.
 """
 
 from collections import Counter

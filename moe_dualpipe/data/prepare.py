@@ -182,7 +182,7 @@ def _describe(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer)
 class Prepared:
     """What `prepare_data` wrote.
 
-    sidecars: of train.bin and held_out.bin. shards, finished_before: all, and those that an earlier call had finished.
+    sidecars: of train.bin and held_out.bin. shards: their number. finished_before: those that an earlier call finished.
     """
 
     tokenizer: Tokenizer

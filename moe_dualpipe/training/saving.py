@@ -14,7 +14,7 @@ from .step import Trainer
 
 
 class Saving:
-    """Starts saves and reports their results. Without a folder, does nothing. Collective."""
+    """Starts saves and reports their results. A run without a folder saves nothing. Collective."""
 
     def __init__(self, trainer: Trainer, console: Console):
         self.trainer, self.console, self.saver = trainer, console, None
@@ -72,7 +72,7 @@ class Saving:
         return self.last.path
 
     def export(self, checkpoint: Path) -> None:
-        """Write the model of a checkpoint in Hugging Face's format, if wanted."""
+        """Write the model of a checkpoint in Hugging Face's format, if --export names a folder."""
         options = self.trainer.config.checkpoint
         if not (folder := options.export):
             return

@@ -41,7 +41,7 @@ _COPIES, _HUB = "copies", "hf://"
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
-    """The path of what a user named: itself, or the folder of copies of a URL. Reads nothing from the store.
+    """Where to read a path or URL: the path itself, or the folder of copies. Reads nothing from the store.
 
     text: a path, a URL, or a path in a staged folder. Raises ValueError if there can be no folder of copies.
     """
@@ -64,7 +64,7 @@ def staged_folder(url: Url, staging: str | None = None) -> Path:
 
 
 def output_folder(text: str, staging: str | None = None) -> Path:
-    """The folder to write what a user named: itself, or the staged folder of a URL. Raises ValueError."""
+    """Where to write a path or URL: the path itself, or the staged folder. Raises ValueError."""
     if text.startswith(_HUB):
         raise ValueError(f"{printable(text)} can only be read: write to a folder, s3://, gs:// or az://")
     return staged_folder(Url(text), staging) if is_url(text) else Path(text.removeprefix("file://"))
@@ -82,7 +82,7 @@ def url_of(path: Path) -> Url | None:
 
 @cache
 def _hub_copy(url: Url) -> Path:
-    """What huggingface_hub has downloaded of a file, a folder or a glob. Raises StorageError."""
+    """The local copy of a file, a folder or a glob, which huggingface_hub downloads. Raises StorageError."""
     try:
         from huggingface_hub import HfFileSystem, snapshot_download
 
@@ -168,7 +168,7 @@ def fetch(path: Path, crc32: int | None = None) -> Path:
 
 
 def entry_of(path: Path) -> StoredFile | None:
-    """What the store said of a file when its folder was opened, or says now; None if it is not there, or no URL."""
+    """Size and stamp of a file on a store, as listed when its folder was opened, or now. None if missing or local."""
     if (url := url_of(path)) is None:
         return None
     return _opened[path.parent].get(path.name) if path.parent in _opened else info(url)

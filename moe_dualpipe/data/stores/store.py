@@ -27,7 +27,7 @@ _CONNECT = timedelta(seconds=10)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Limits in seconds. total: of a request with its retries. call: of one attempt, including its data."""
+    """Limits in seconds. total: for a request with its retries. call: for one attempt, with its data."""
 
     total: float
     call: float = 60.0
