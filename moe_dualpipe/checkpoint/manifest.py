@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..data import stores
-from ..data.strict_json import check_regular, parse, read_bytes, reading
+from ..data.strict_json import check_regular, read_file, reading
 from ..messages import quoted
 
 RUN_FILE = "run.json"
@@ -71,7 +71,7 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 def read_manifest(folder: Path) -> Manifest:
     """Read run.json. Raises ValueError if it is missing, invalid or damaged."""
     with reading(path := folder / RUN_FILE):
-        saved = parse(read_bytes(path, follow_links=False))
+        saved = read_file(path, follow_links=False)
         if saved.pop("checksum") != _checksum(saved):
             raise ValueError("its checksum does not match")
         manifest = msgspec.convert(saved, Manifest)

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..data import DataFile
 from ..data.files import FileStatus
 from ..data.stores import drop, entry_of, exists, fetch, read, url_of
-from ..data.strict_json import parse, read_bytes, reading
+from ..data.strict_json import read_file, reading
 from ..data.synced_files import sync
 from ..messages import plural, printable, quoted
 from .manifest import Manifest, check_file_names
@@ -205,7 +205,7 @@ def _read_shards(index: Path) -> dict[str, tuple[FileStatus | None, dict[str, Te
     Its metadata is ignored: the total_size of many published checkpoints is wrong.
     """
     with reading(index):
-        listed = msgspec.convert(parse(read_bytes(index)), _Index).weight_map
+        listed = msgspec.convert(read_file(index), _Index).weight_map
         names = dict.fromkeys(listed.values())
         check_file_names(names)
         if missing := [name for name in names if not exists(index.with_name(name))]:

@@ -45,13 +45,18 @@ def read_bytes(path: Path, follow_links: bool = True) -> bytes:
     return path.read_bytes()
 
 
+def read_file(path: Path, follow_links: bool = True) -> Any:
+    """Return the value in a JSON file. Arguments and errors: as in `read_bytes`."""
+    return parse(read_bytes(path, follow_links))
+
+
 def read_named(path: Path, kind: Any = Any) -> Any:
     """Return the value in a JSON file. Raises ValueError, "cannot read PATH: ...".
 
     kind: the type that it must have; dicts become dataclasses.
     """
     with reading(path):
-        return msgspec.convert(parse(read_bytes(path)), kind)
+        return msgspec.convert(read_file(path), kind)
 
 
 @contextmanager
