@@ -73,8 +73,7 @@ def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: s
         found = file.tokenizer(tokenizer.vocab_size)
         if digest(found) != digest(tokenizer):
             raise ValueError(f"{printable(file.path)} has the tokenizer {found}, but the model has {tokenizer}")
-        if file.is_scanned:
-            file.scan(tokenizer.vocab_size)
+        file.scan_if_small(tokenizer.vocab_size)
         return file.tokens_N
     return np.concatenate([d.tokens_N for d in _encode(Documents.find(source, field), tokenizer)])
 
@@ -153,8 +152,7 @@ def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_te
 def _streams(files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> tuple[TokenStream, TokenStream]:
     """The training and held-out tokens of a source of token ids."""
     for file in files:
-        if file.is_scanned:
-            file.scan(tokenizer.vocab_size)
+        file.scan_if_small(tokenizer.vocab_size)
     if len(files) == 2:
         return files[0].tokens_N, files[1].tokens_N
     count, whole = len(files[0].tokens_N), (files[0].tokens_N.file, files[0].tokens_N.dtype)
