@@ -4,28 +4,28 @@ A checkpoint does not depend on the parallel layout of its run: any number of ra
 """
 
 from .destinations import list_checkpoints
-from .load import check_model, find_checkpoint
-from .manifest import RUN_FILE, Manifest, read_manifest, verify_checkpoint
-from .save import SaveError, Saver, SaveResult, save_checkpoint
-from .tensor_file import TensorFolder
-from .weights import PartialLoad, global_weights, load_tensors
-from .weights_folder import (
+from .load import (
+    check_model,
     check_weights,
-    find_model,
+    find_checkpoint,
     find_weights,
     is_published,
     load_checkpoint,
-    load_model,
-    load_spread_model,
+    load_tensors,
     load_weights,
-    open_model,
     open_weights,
-    start_tokenizer,
+    start_model,
 )
+from .manifest import RUN_FILE, Manifest, read_manifest, verify_checkpoint
+from .models import find_model, load_model, load_spread_model, open_model, start_tokenizer
+from .save import SaveError, Saver, SaveResult, save_checkpoint
+from .tensor_file import TensorFolder
+from .weights import PartialLoad, global_weights
 
 __all__ = [
     "RUN_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "TensorFolder", "check_model",
     "check_weights", "find_checkpoint", "find_model", "find_weights", "global_weights", "is_published",
     "list_checkpoints", "load_checkpoint", "load_model", "load_spread_model", "load_tensors", "load_weights",
-    "open_model", "open_weights", "read_manifest", "save_checkpoint", "start_tokenizer", "verify_checkpoint",
+    "open_model", "open_weights", "read_manifest", "save_checkpoint", "start_model", "start_tokenizer",
+    "verify_checkpoint",
 ]  # fmt: skip

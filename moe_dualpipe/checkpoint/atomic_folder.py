@@ -8,8 +8,8 @@ last. A file appears on a store at once and complete.
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -18,7 +18,7 @@ from ..data.one_writer import only_writer
 from ..data.synced_files import sync, write_synced
 from ..expert_parallel.gather import gather_objects
 from ..messages import printable
-from ..runtime.shared_errors import Result
+from ..runtime.shared_errors import Result, errors_on_all_ranks
 from .tensor_file import Announce
 
 LAST_FILE = "config.json"
@@ -51,73 +51,56 @@ def write_folder(
     local = hidden(final, "unfinished" if url is None else f"rank-{rank}")
     leads, writes = rank == 0, rank == 0 or url is not None
 
-    def create() -> None:
-        if leads and not replace:
-            stack.enter_context(only_writer(final, hidden(final, "lock")))
-            if is_there(final):
-                raise ValueError(f"{printable(final)} already exists: choose another folder")
-        if writes:
-            announce("creating its folder")
-            stack.callback(remove, local, announce)
-            left = final.parent.glob(remnants + (local.suffix if url else "")) if remnants else ()
-            for remnant in (local, *left):
-                remove(remnant, announce)
-            local.mkdir(parents=True)
-
-    def send() -> None:
-        if url is None:
-            return
-        for path in sorted(local.iterdir()):
-            stores.upload_file(path, url / path.name, patience, announce)
-
-    def complete() -> None:
-        for name, data in last(results).items():
-            announce(f"writing {name}")
-            if url is None:
-                write_synced(local / name, data)
-            else:
-                stores.write(url / name, data, patience)
-        if url is None:
-            announce("renaming its folder")
-            replaced = hidden(final, "removed")
-            sync(local)
-            if final.exists():  # a rename cannot replace a folder that is not empty
-                final.rename(replaced)
-            local.rename(final)
-            sync(final.parent)
-            remove(replaced, announce)
-
+    errors = partial(errors_on_all_ranks, group, partial(announce, ""))
     with ExitStack() as stack:
-        on_all_ranks(create, group, announce)
-        results = on_all_ranks(lambda: write(local), group, announce)
-        on_all_ranks(send, group, announce)
-        on_all_ranks(lambda: complete() if leads else None, group, announce)
+        with errors():
+            if leads and not replace:
+                stack.enter_context(only_writer(final, hidden(final, "lock")))
+                if is_there(final):
+                    raise ValueError(f"{printable(final)} already exists: choose another folder")
+            if writes:
+                announce("creating its folder")
+                stack.callback(remove, local, announce)
+                left = final.parent.glob(remnants + (local.suffix if url else "")) if remnants else ()
+                for remnant in (local, *left):
+                    remove(remnant, announce)
+                local.mkdir(parents=True)
+        with errors():
+            result = write(local)
+        results = gather_objects(result, group)
+        with errors():
+            if url is not None:
+                for path in sorted(local.iterdir()):
+                    stores.upload_file(path, url / path.name, patience, announce)
+        with errors():
+            if leads:
+                _complete(final, local, last(results), announce, patience)
 
 
-def on_all_ranks(
-    action: Callable[[], Result], group: dist.ProcessGroup | None = None, announce: Announce = announce_nothing
-) -> list[Result]:
-    """Run `action` and return the results of all ranks. If it raised on any, raise on all. Collective.
-
-    With one rank, raises its error; with several, a ValueError or OSError that says which of them failed, and why.
-    """
-    mine: tuple[Any, str, bool]
-    failed = None
-    try:
-        mine = action(), "", False
-    except Exception as error:
-        mine, failed = (None, str(error) or type(error).__name__, isinstance(error, ValueError)), error
-    announce("")
-    outcomes = gather_objects(mine, group)
-    if failed and len(outcomes) == 1:
-        raise failed
-    if faults := [(f"rank {rank}: {text}", invalid) for rank, (_, text, invalid) in enumerate(outcomes) if text]:
-        raise (ValueError if faults[0][1] else OSError)("; ".join(text for text, _ in faults))
-    return [result for result, _, _ in outcomes]
+def _complete(
+    final: Path, local: Path, files: Mapping[str, bytes], announce: Announce, patience: stores.Patience
+) -> None:
+    """Write the last files, and give the folder its name."""
+    url = stores.url_of(final)
+    for name, data in files.items():
+        announce(f"writing {name}")
+        if url is None:
+            write_synced(local / name, data)
+        else:
+            stores.write(url / name, data, patience)
+    if url is None:
+        announce("renaming its folder")
+        replaced = hidden(final, "removed")
+        sync(local)
+        if final.exists():  # a rename cannot replace a folder that is not empty
+            final.rename(replaced)
+        local.rename(final)
+        sync(final.parent)
+        remove(replaced, announce)
 
 
 def hidden(folder: Path, suffix: str) -> Path:
-    """A name beside `folder` for something that is not, or no longer, complete."""
+    """A hidden path beside `folder`, such as ".run.unfinished", for what is not complete."""
     return folder.with_name(f".{folder.name}.{suffix}")
 
 

@@ -42,8 +42,9 @@ def find_loads(run_or_file: str) -> Path:
 
 
 def read_loads(path: Path) -> tuple[list[int], list[list[float]], list[float]]:
-    """The numbers of the layers, from 0 if the file has none, their loads and their maxima; maxima of 1 if it has none.
-    Raises ValueError for a wrong file.
+    """The numbers of the layers, their loads and their maxima. By default, layers count from 0, and maxima are 1.
+
+    Raises ValueError for an invalid file.
     """
     found = strict_json.read_named(path, _Loads)
     layers, maxima = found.layers or [*range(len(found.loads))], found.maxima or [1.0] * len(found.loads)

@@ -1,24 +1,38 @@
-"""Find and verify checkpoints, whose tensors have names that do not depend on the parallel layout of the run.
+"""Find the weights that a run starts from, check that they fit its model, and load them.
 
-Every tensor is saved once under its global name, however many ranks hold a replica of it. A checkpoint is a folder
+Weights are in a checkpoint, in a folder in Hugging Face's format, or given from Python. All of them have the same
+names, which do not depend on the parallel layout, so each rank reads only the tensors that it holds, one at a time.
 
-    <run>/checkpoints/step-000320/    safetensors files, and run.json, which lists them (manifest.py)
-
-that gets this name only when it is complete (save.py). It may come from a stranger, so every field is checked.
+A checkpoint is a folder <run>/checkpoints/step-000320 with safetensors files, and run.json, which lists them
+(manifest.py). It may come from a stranger, so every field is checked.
 """
 
+import dataclasses
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from ..data import stores
+from ..data.strict_json import read_named
+from ..expert_parallel.gather import gather_objects
 from ..messages import printable, quoted
 from ..models import ModelConfig
+from ..models.config import BUILT_IN, options_field
 from ..runtime.launch import Launch
+from ..runtime.shared_errors import errors_on_all_ranks
 from .destinations import STEP_FOLDER, list_checkpoints
 from .huggingface.config import different_options
+from .huggingface.published import CONFIG_FILE, PublishedModel
 from .manifest import RUN_FILE, verify_checkpoint
-from .weights import SavedModel
+from .weights import PREFIX, PartialLoad, SavedModel, group_names
+
+SavedWeights = SavedModel | PublishedModel
+_WHY_MISSING = "a frozen weight must stay frozen, and custom experts may need the same --ep (docs/custom_layers.md)"
+
+# ---- Find ----
 
 
 def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Path:
@@ -62,6 +76,57 @@ def _warn(text: str) -> None:
         sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: {printable(text, 1000)}\n")
 
 
+def find_weights(path: str) -> Path:
+    """The folder of a published model at `path`, or the checkpoint found there. Errors: as in `find_checkpoint`."""
+    folder = stores.local_path(path)
+    stores.open_folder(folder)
+    if is_published(folder):
+        return folder
+    if (folder / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{printable(folder)} is neither a run nor a published model: convert what an earlier version exported "
+            "with examples/convert_checkpoint.py"
+        )
+    return find_checkpoint(path)
+
+
+def is_published(folder: Path) -> bool:
+    """Whether config.json in `folder` is that of a published model. Raises ValueError if it cannot be read."""
+    path = folder / CONFIG_FILE
+    config = read_named(path) if path.is_file() else None
+    return isinstance(config, dict) and config.get("model_type") not in (None, "moe-dualpipe")
+
+
+def open_weights(folder: Path) -> SavedWeights:
+    """Open what `find_weights` has found. Raises ValueError if it is broken."""
+    return (PublishedModel if is_published(folder) else SavedModel)(folder)
+
+
+def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
+    """The model of a run, a checkpoint or a published model, without its custom layers, which options must name.
+
+    Returns None without such a path, and if it cannot be read: then planning the run raises the error. Raises
+    StorageError if a store cannot be read.
+    """
+    if not (resume or weights):
+        return None
+    try:
+        path = stores.local_path(resume or weights or "")
+        path = [*list_checkpoints(path / "checkpoints"), *list_checkpoints(path), path][0]
+        stores.open_folder(path)
+        model = open_weights(path).config
+    except stores.StorageError:
+        raise
+    except (ValueError, OSError):
+        return None
+    for field in model.own_layers:
+        model = dataclasses.replace(model, **{field: BUILT_IN[field][0], options_field(field): ""})
+    return model
+
+
+# ---- Check the model ----
+
+
 def check_model(checkpoint: Path, model: ModelConfig) -> int:
     """Return the step of `checkpoint`. Raises ValueError if it is unreadable or holds a model other than `model`.
 
@@ -81,3 +146,106 @@ def differences(saved: ModelConfig, model: ModelConfig, but: Collection[str] = (
         for name, was, now in different_options(saved, model)
         if name not in but
     ]
+
+
+def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> list[str]:
+    """Return the options in which the model of `folder` differs from `model`, one message each.
+
+    Raises ValueError if the folder is broken, and without `partial` if it has another model. The MTP modules of a
+    published model may be left out.
+    """
+    opened = open_weights(folder)
+    without_mtp = isinstance(opened, PublishedModel) and not model.mtp_layers
+    found = differences(opened.config, model, frozenset({"mtp_layers"} if without_mtp else ()))
+    if found and not partial:
+        way_out = "--weights-partial loads the weights that both have"
+        raise ValueError(f"{printable(folder)} holds another model: {'; '.join(found)}; {way_out}")
+    return found
+
+
+# ---- Load ----
+
+
+@torch.no_grad()
+def load_state(
+    open_folder: Callable[[], SavedWeights], state: Mapping[str, Tensor], different: str, partial: bool = False
+) -> PartialLoad:
+    """Load into the tensors of `state` in place. Collective if torch.distributed is initialized.
+
+    different: the error if ranks open different folders. partial: load only what the folder has, at least one tensor.
+    Returns the names, with `partial` those of all ranks.
+
+    Raises ValueError or OSError on all ranks if on any rank a tensor is missing, has another shape, or cannot be read.
+    """
+    with errors_on_all_ranks():
+        opened = open_folder()
+        shapes = opened.shapes
+        missing = {name for name in state if name not in shapes} if partial else set()
+        found = {name: tensor for name, tensor in state.items() if name not in missing}
+        _check_shapes(opened.where, found, shapes)
+        checksum = opened.checksum
+    if len({*gather_objects(checksum)}) > 1:
+        raise ValueError(different)
+    ranks = gather_objects(({*found}, missing)) if partial else [({*found}, missing)]
+    loaded, missing = (set().union(*names) for names in zip(*ranks, strict=True))
+    result = PartialLoad(sorted(loaded), sorted(missing), sorted(shapes.keys() - loaded))
+    if partial and not loaded:
+        has, wanted = group_names(result.ignored) or "no tensors", group_names(missing)
+        raise ValueError(f"{opened.where} has no weight of the model: it has {has}; the model has {wanted}")
+    with errors_on_all_ranks():
+        opened.read(found)
+    opened.close()  # the other ranks of this machine have read the copies, too
+    return result
+
+
+def _check_shapes(
+    where: object, state: Mapping[str, Tensor], saved: Mapping[str, Sequence[int]], why: str = _WHY_MISSING
+) -> None:
+    """Raise ValueError unless `saved`, the shapes in `where`, has every tensor of `state`."""
+    if missing := sorted(set(state) - set(saved)):
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{where} has no {missing[0]}{more}: {why}")
+    for name, tensor in state.items():
+        if (shape := [*saved[name]]) != [*tensor.shape]:
+            raise ValueError(f"{where}: {name} has shape {quoted(shape, 60)}, expected {[*tensor.shape]}")
+
+
+def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
+    """Load into the tensors of `state` in place. Collective. Errors: as in `load_state`.
+
+    Names are `kind.weight`, such as exp_avg.head.weight.
+    """
+    different = f"the ranks found different checkpoints at {checkpoint}: --resume needs a shared path"
+    load_state(lambda: SavedModel(checkpoint, ""), state, different)
+
+
+def load_weights(folder: Path, state: Mapping[str, Tensor], partial: bool = False) -> PartialLoad:
+    """Load the weights in `state` in place, and read only these. Collective. Arguments and errors: as in `load_state`.
+
+    folder: from `find_weights`. In `state`, the names of weights begin with "model.".
+    """
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
+    different = f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
+    return load_state(lambda: open_weights(folder), weights, different, partial)
+
+
+@torch.no_grad()
+def load_tensors(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy `weights` into the weights of `state`, this rank's part of the model, in place. Collective.
+
+    weights: all weights of a model by global name, the same on all ranks.
+
+    Raises ValueError on all ranks if on any rank a weight is missing or has another shape, and for a weight that no
+    rank has; then no rank has copied anything.
+    """
+    own = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
+    with errors_on_all_ranks():
+        for name, given in weights.items():
+            if not isinstance(given, Tensor):
+                raise ValueError(f"`weights`: {name} is not a tensor, but {type(given).__name__}")
+        why = "it must have all weights of the model, as global_weights(model) has them"
+        _check_shapes("`weights`", own, {name: given.shape for name, given in weights.items()}, why)
+    if surplus := weights.keys() - set().union(*gather_objects({*own})):
+        raise ValueError(f"`weights` has names that the model does not have: {group_names(surplus)}")
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])

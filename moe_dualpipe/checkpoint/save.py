@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,7 +30,8 @@ from ..messages import printable
 from ..models import ModelConfig
 from ..overlap.waits import waits_for_ranks
 from ..runtime.groups import create_group
-from .atomic_folder import UPLOAD, announce_nothing, on_all_ranks, write_folder
+from ..runtime.shared_errors import errors_on_all_ranks
+from .atomic_folder import UPLOAD, announce_nothing, write_folder
 from .destinations import RunUploads, remove_old
 from .manifest import RUN_FILE, FileChecksum, Manifest
 from .tensor_file import Announce, write_tensors
@@ -37,7 +39,7 @@ from .tensor_file import Announce, write_tensors
 _WAIT_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for the disks of others, however slow they are."""
 _FILE_BYTES = 256 * 2**20
-"""Bytes of a file. A larger tensor has a file of its own."""
+"""Bytes of a file. A larger tensor gets its own file."""
 
 
 class SaveError(OSError):
@@ -165,13 +167,16 @@ def save_checkpoint(
         manifest = Manifest(step, dataclasses.asdict(model), files)
         return {**more, RUN_FILE: manifest.encode()}
 
-    more = extra or {}
+    more, errors = extra or {}, partial(errors_on_all_ranks, group, partial(announce, ""))
     try:
         if (url := stores.url_of(final)) is not None:  # a checkpoint of this step is incomplete from now on
-            on_all_ranks(lambda: None if rank else stores.delete(url / RUN_FILE, patience), group, announce)
+            with errors():
+                if rank == 0:
+                    stores.delete(url / RUN_FILE, patience)
         owners = _owners(gather_objects({name: tensor.nbytes for name, tensor in state.items()}, group))
         if uploads:
-            on_all_ranks(lambda: uploads.send(announce), group, announce)
+            with errors():
+                uploads.send(announce)
         write_folder(
             final, write, last, replace=True, remnants=".step-*", group=group, announce=announce, patience=patience
         )

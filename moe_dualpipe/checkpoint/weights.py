@@ -8,17 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..expert_parallel.gather import gather_objects
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..messages import plural, printable, quoted
 from ..models import ModelConfig
 from ..models.config import BUILT_IN
 from ..models.costs import shape_of
 from ..models.layer_class import Factory, name_of, same_layer
-from ..runtime.shared_errors import raise_on_all_ranks
 from .manifest import read_manifest
 from .tensor_file import TensorFolder
 
@@ -63,7 +60,7 @@ def group_names(names: Iterable[str]) -> str:
 
 
 class SavedModel:
-    """The model and the tensors of a checkpoint. prefix: of the tensors to read. The names are without it.
+    """The model and the tensors of a checkpoint. prefix: of the names of the tensors to read; `shapes` leaves it out.
 
     where: the path in messages. checksum: differs for checkpoints with different tensors. Raises ValueError if run.json
     cannot be read.
@@ -121,35 +118,6 @@ def global_weights(model: nn.Module) -> dict[str, Tensor]:
         for name, tensor in model.state_dict().items()
         for global_name, view in global_tensors(name, tensor, ids.get(name))
     }
-
-
-@torch.no_grad()
-def load_tensors(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copy `weights` into the weights of `state`, this rank's part of the model, in place. Collective.
-
-    weights: all weights of a model by global name, the same on all ranks.
-
-    Raises ValueError on all ranks if on any rank a weight is missing or has another shape, and for a weight that no
-    rank has; then no rank has copied anything.
-    """
-    own = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
-    faults = (_fault(name, tensor, weights.get(name)) for name, tensor in own.items())
-    raise_on_all_ranks(next(filter(None, faults), ""))
-    if surplus := weights.keys() - set().union(*gather_objects({*own})):
-        raise ValueError(f"`weights` has names that the model does not have: {group_names(surplus)}")
-    for name, tensor in own.items():
-        tensor.copy_(weights[name])
-
-
-def _fault(name: str, tensor: Tensor, given: object) -> str:
-    """What is wrong with a given weight; "" if nothing is."""
-    if given is None:
-        return f"`weights` has no {name}: it must have all weights of the model, as global_weights(model) has them"
-    if not isinstance(given, Tensor):
-        return f"`weights`: {name} is not a tensor, but {type(given).__name__}"
-    if given.shape != tensor.shape:
-        return f"`weights`: {name} has shape {[*given.shape]}, expected {[*tensor.shape]}"
-    return ""
 
 
 # ---- Model options, which are not trusted ----

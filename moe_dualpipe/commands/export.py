@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ..checkpoint import find_checkpoint
-from ..checkpoint.huggingface import DTYPES, plan_checkpoint_export
-from ..checkpoint.huggingface import Export as Plan
+from ..checkpoint.huggingface import DTYPES, ExportPlan, plan_checkpoint_export
 from ..command_line import Mark, Positional
 from ..data.stores import Url, is_url, staged_folder
 from ..messages import plural, printable
@@ -38,7 +37,7 @@ class Export:
         plan.write(out, self.max_shard_size)
 
 
-def _described(plan: Plan, max_shard_size: str) -> str:
+def _described(plan: ExportPlan, max_shard_size: str) -> str:
     architecture = plan.layout.architecture
     return (
         f"{architecture.model_type} ({architecture.class_name}): {plural(len(plan.shapes), 'tensor')}, "

@@ -60,7 +60,7 @@ class TextData:
     ) -> "tuple[Tensor, Tensor]":
         """Draw the `count` sequences of a step: inputs and labels, each [B, S] int64.
 
-        rows: the ones to read; None: all. Which sequences a step has does not depend on who reads which of them.
+        rows: the sequences to read; None: all. A step has the same sequences whichever rows a rank reads.
         """
         random = np.random.Generator(np.random.Philox(key=[seed, step << 20]))
         streams = [source.train for source in self.sources]

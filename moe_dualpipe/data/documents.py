@@ -30,7 +30,7 @@ _START = 1 << 16  # bytes; a binary file has a zero in them, and is not read to 
 
 
 class NotTextError(ValueError):
-    """Where a file is not UTF-8 without zero bytes, and why."""
+    """A file is not text, which is UTF-8 without zero bytes. The message gives the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _find_files(source: str, name: str) -> tuple[dict[Path, FileStatus], dict[Pa
 
 
 def _paths(source: str) -> Iterator[Path]:
-    """The file that a source names, or what is below a folder or matches a glob, including folders.
+    """The file that a source names, or all files and folders below a folder or matching a glob.
 
     Hidden files and folders are left out, unless the glob names hidden ones.
     """

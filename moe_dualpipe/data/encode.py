@@ -16,9 +16,10 @@ BATCH_PIECES = 32
 
 @dataclass(frozen=True, slots=True)
 class EncodedDocument:
-    """The token ids of a document, with that of its end, which counts as one byte of text.
+    """The form in which every reader gives a document: its token ids, with the end token.
 
-    hash: the first 8 bytes of BLAKE2b of its UTF-8 text, as an unsigned big-endian number.
+    hash: the first 8 bytes of BLAKE2b of its UTF-8 text, as an unsigned big-endian number. text_bytes: of the text,
+    counting the end token as one byte.
     """
 
     hash: int

@@ -21,7 +21,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """Which file it is, under any name (device, inode), and what shows that it was written to (bytes, nanoseconds)."""
+    """Identifies a file under any name (device, inode), and shows whether it was written to (size, time in ns)."""
 
     device: int
     inode: int
@@ -36,9 +36,11 @@ class FileStatus:
 class DataFile:
     """A regular file, open for reading, with the size that it had when it was opened.
 
-    It must stay as it is: `check_unchanged` finds whether it was written to. If another file takes its name, this one
-    stays open. Raises ValueError, which names the file, if it cannot be read or is not a regular file, or if it has
-    changed since its status was `expected`.
+    Nobody may write to it meanwhile, and `check_unchanged` finds out if somebody did. If another file takes its name,
+    this one stays open.
+
+    Raises ValueError, which names the file, if it cannot be read or is not a regular file, or if it has changed since
+    its status was `expected`.
     """
 
     def __init__(self, path: Path, expected: FileStatus | None = None):
@@ -68,7 +70,7 @@ class DataFile:
         return buffer
 
     def stream(self) -> BinaryIO:
-        """The content from its start, for libraries that read a stream. One at a time, and only while this is open."""
+        """A stream of the content from its start, for libraries. Use one at a time, while this file is open."""
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         return open(self._descriptor, "rb", buffering=1 << 17, closefd=False)
 

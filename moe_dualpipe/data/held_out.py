@@ -1,15 +1,19 @@
 """Which documents are held out for validation: a property of their content, so that copies are never on both sides.
 
 About one document in 20 is held out, by a hash of its text. Its name, its place and the other documents do not matter,
-so a document stays on its side when a source grows. A small source may have no document on one side. Then whole
-documents are too coarse: its documents, in the order of their hashes, are held out until they make up 1/20 of its text,
-and of the last one only the end. Where sources share documents, this applies in all of them.
+so a document stays on its side when a source grows. In a small source, one side might get no document. There, documents
+are held out in the order of their hashes until they make up 1/20 of the text; of the last one, only the end is held
+out. If other sources have the same documents, these are divided in the same way there.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+
+import numpy as np
+
+from .encode import EncodedDocument
 
 HELD_OUT = 20  # one document in 20 is held out
 
@@ -42,6 +46,11 @@ class Split:
         """The size, in whole units, of the end of a document that is held out: 0, `size`, or between them."""
         fraction = self.small.get(content_hash)
         return size * is_held_out(content_hash) if fraction is None else -int(-size * fraction // 1)
+
+    def divide(self, document: EncodedDocument) -> tuple[np.ndarray, np.ndarray]:
+        """The token ids of a document that are trained on, and those that are held out."""
+        cut = len(document.tokens_N) - self.tail(document.hash, len(document.tokens_N))
+        return document.tokens_N[:cut], document.tokens_N[cut:]
 
 
 def held_out_size(total: int, shortest: int) -> int:

@@ -35,8 +35,8 @@ class FolderInUseError(ValueError):
 def only_writer(folder: Path, lock_file: Path, wait: float | None = None) -> Iterator[None]:
     """Hold the lock of `folder` in `lock_file`. If the folder stands for a URL, it holds on this machine only.
 
-    Raises FolderInUseError if another process still has it after `wait` seconds (None: GRACE), and OSError if there can
-    be no lock.
+    Raises FolderInUseError if another process still has it after `wait` seconds (None: GRACE), and OSError if the lock
+    file cannot be created.
     """
     made = [parent for parent in lock_file.parents if not parent.exists()]
     end = time.monotonic() + (GRACE if wait is None else wait)

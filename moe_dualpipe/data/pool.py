@@ -1,20 +1,22 @@
 """Call a function in worker processes. They end when this process ends, even if it is killed.
 
-Workers are new programs (`spawn`), because a fork would inherit the threads of the tokenizer library and of torch.
+Workers are new programs (`spawn`), because a fork would inherit the threads of the tokenizer library and of torch. Each
+asks the kernel of Linux for a signal when the thread that has started it ends.
 """
 
+import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import Connection
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_function: Callable[[Any], Any]  # that a worker calls
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 
 
 def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers: int) -> Iterator[T]:
@@ -28,32 +30,32 @@ def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers
         yield from map(function, items)
         return
     context = multiprocessing.get_context("spawn")
-    theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(processes, context, _start, (function, workers // processes, theirs))
+    pool = ProcessPoolExecutor(processes, context, _start, (workers // processes, os.getpid()))
     try:
-        yield from pool.map(_run, items)
+        yield from pool.map(partial(_call, pickle.dumps(function)), items)
     except BrokenProcessPool:
         raise ChildProcessError("a worker process was killed; if memory is short, use fewer --workers") from None
     except BaseException:
-        ours.close()  # ends the workers in the middle of what they do
+        for process in [*pool._processes.values()]:  # in the middle of an item
+            process.kill()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-        ours.close()
 
 
-def _start(function: Callable[[Any], Any], threads: int, parent: Connection) -> None:
-    global _function
-    _function = function
+def _start(threads: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process, too, which ends this one
     os.environ |= {"TOKENIZERS_PARALLELISM": str(threads > 1).lower(), "RAYON_NUM_THREADS": str(threads)}
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
 
 
-def _end_with(parent: Connection) -> None:
-    parent.poll(None)  # until the other end closes
-    os._exit(1)
+def _call(function: bytes, item: Any) -> Any:
+    return _unpickled(function)(item)
 
 
-def _run(item: Any) -> Any:
-    return _function(item)
+@lru_cache(maxsize=1)
+def _unpickled(function: bytes) -> Callable[[Any], Any]:
+    """A worker unpickles its function once: a tokenizer takes long to build."""
+    return pickle.loads(function)

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from ..messages import check_range, printable
 from .documents import Documents, read_document
-from .encode import encode_documents, split_lines
+from .encode import EncodedDocument, encode_documents, split_lines
 from .files import FileStatus, divide
 from .held_out import Split
 from .one_writer import LOCK_FILE, only_writer
@@ -116,27 +116,32 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
 
     Raises ValueError if a shard is damaged, or if there is too little text.
     """
-    tables = partial(map, _read_table, paths)
-    sizes = ((content_hash, tokens) for rows in tables() for content_hash, tokens, _ in rows)
-    split, dtype = Split.of([sizes], shortest=1), dtype_for(tokenizer.vocab_size)
+    dtype = dtype_for(tokenizer.vocab_size)
+    sizes = ((content_hash, tokens) for path in paths for content_hash, tokens, _ in _read_table(path))
+    split = Split.of([sizes], shortest=1)
     documents, text_bytes = [0, 0], [0, 0]
     with (folder / FILES[0]).open("wb") as train, (folder / FILES[1]).open("wb") as held_out:
-        for path, rows in zip(paths, tables(), strict=True):
-            contents = _read(path, _TOKENS, [tokens * dtype.itemsize for _, tokens, _ in rows])
-            for content, (content_hash, tokens, size) in zip(contents, rows, strict=True):
-                tail = split.tail(content_hash, tokens)
-                cut = (tokens - tail) * dtype.itemsize
-                train.write(content[:cut])
-                held_out.write(content[cut:])
-                documents[tail > 0] += 1
-                tail_bytes = size if tail == tokens else num_bytes(tokenizer, np.frombuffer(content[cut:], dtype))
-                text_bytes[0] += size - tail_bytes
-                text_bytes[1] += tail_bytes
+        for document in (document for path in paths for document in read_shard(path, dtype)):
+            head_N, tail_N = split.divide(document)
+            train.write(head_N.data)
+            held_out.write(tail_N.data)
+            documents[len(tail_N) > 0] += 1
+            tail_bytes = num_bytes(tokenizer, tail_N) if len(head_N) else document.text_bytes
+            text_bytes[0] += document.text_bytes - tail_bytes
+            text_bytes[1] += tail_bytes
     train, held_out = (
         _describe(folder / name, count, size, tokenizer)
         for name, count, size in zip(FILES, documents, text_bytes, strict=True)
     )
     return train, held_out
+
+
+def read_shard(path: Path, dtype: np.dtype) -> Iterator[EncodedDocument]:
+    """The documents of a shard, in order. Raises ValueError if it is damaged."""
+    table = _read_table(path)
+    contents = _read(path, _TOKENS, [tokens * dtype.itemsize for _, tokens, _ in table])
+    for content, (content_hash, _, text_bytes) in zip(contents, table, strict=True):
+        yield EncodedDocument(content_hash, np.frombuffer(content, dtype), text_bytes)
 
 
 def _read_table(path: Path) -> list[list[int]]:
@@ -177,7 +182,7 @@ def _describe(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer)
 class Prepared:
     """What `prepare_data` wrote.
 
-    sidecars: of train.bin and held_out.bin. shards, finished_before: all, and those that an earlier call had finished.
+    sidecars: of train.bin and held_out.bin. shards: their number. finished_before: those that an earlier call finished.
     """
 
     tokenizer: Tokenizer

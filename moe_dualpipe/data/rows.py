@@ -33,7 +33,7 @@ def row_format(path: Path) -> str:
 
 
 class _InvalidError(Exception):
-    """What a row, or a table, has in place of a text."""
+    """A row or a table has no valid text. The message says why."""
 
 
 def read_rows(file: DataFile, field: str) -> Iterator[str]:

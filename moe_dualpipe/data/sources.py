@@ -52,8 +52,7 @@ def load_data(
             train, held_out = _streams(opened[name], tokenizer, seq_len)
             source = Source(name, weight, train, held_out, "", _bytes_per_token(held_out, tokenizer, opened[name][-1]))
         else:
-            cuts = [len(d.tokens_N) - split.tail(d.hash, len(d.tokens_N)) for d in encoded[name]]
-            parts = [np.split(d.tokens_N, [cut]) for d, cut in zip(encoded[name], cuts, strict=True)]
+            parts = [split.divide(document) for document in encoded[name]]
             train, held_out = map(np.concatenate, zip(*parts, strict=True))
             what = f"; {plural(len(parts), 'document')}{texts[name].describe_skipped()}"
             source = Source(name, weight, train, held_out, what, _bytes_per_token(held_out, tokenizer))
@@ -74,8 +73,7 @@ def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: s
         found = file.tokenizer(tokenizer.vocab_size)
         if digest(found) != digest(tokenizer):
             raise ValueError(f"{printable(file.path)} has the tokenizer {found}, but the model has {tokenizer}")
-        if file.is_scanned:
-            file.scan(tokenizer.vocab_size)
+        file.scan_if_small(tokenizer.vocab_size)
         return file.tokens_N
     return np.concatenate([d.tokens_N for d in _encode(Documents.find(source, field), tokenizer)])
 
@@ -154,8 +152,7 @@ def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_te
 def _streams(files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> tuple[TokenStream, TokenStream]:
     """The training and held-out tokens of a source of token ids."""
     for file in files:
-        if file.is_scanned:
-            file.scan(tokenizer.vocab_size)
+        file.scan_if_small(tokenizer.vocab_size)
     if len(files) == 2:
         return files[0].tokens_N, files[1].tokens_N
     count, whole = len(files[0].tokens_N), (files[0].tokens_N.file, files[0].tokens_N.dtype)

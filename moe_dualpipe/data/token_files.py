@@ -107,10 +107,10 @@ class TokenFile:
             raise ValueError(f"{name} was not encoded with {found}, {place}")
         return found
 
-    @property
-    def is_scanned(self) -> bool:
-        """Whether the file is checked completely before a run."""
-        return self.tokens_N.file.size <= SCAN_LIMIT
+    def scan_if_small(self, vocab_size: int) -> None:
+        """Check the whole file, unless it has more than SCAN_LIMIT bytes. Errors: as in `scan`."""
+        if self.tokens_N.file.size <= SCAN_LIMIT:
+            self.scan(vocab_size)
 
     def scan(self, vocab_size: int) -> None:
         """Check the whole file. Raises ValueError, with the position, for a wrong checksum or an id >= `vocab_size`."""

@@ -28,7 +28,7 @@ ENDS = (END, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>") 
 class Tokenizer(ABC):
     """Maps text to token ids and back. `end_id` ends each document, and no text encodes to it; -1 if unknown.
 
-    end_text: of this token in the tokenizer.json that other programs read.
+    end_text: the text of the end token in the tokenizer.json that other programs read.
     """
 
     vocab_size: int

@@ -1,8 +1,8 @@
 """What a rank reports about itself: the position of its main thread, whether it waits, and its process id.
 
-Reporting must not slow down the main thread, so it only assigns what it does: the step and the phase of the run here,
-the segment in the engine, and a wait for a pipeline rank in the links. Another thread reads these once a second, and
-the line of code from the main thread's Python stack.
+Reporting must not slow down the main thread. So the main thread only assigns attributes: the step and the phase of the
+run in `Progress`, the segment in the engine, and a wait for a pipeline rank in the links. The watchdog's thread reads
+them at each check, with the line of code from the main thread's Python stack, and makes a `Heartbeat` of them.
 """
 
 import os
@@ -10,8 +10,10 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,6 @@ from ..overlap.labels import PREPARE, is_for_experts, spoken, without_wait
 from ..overlap.waits import is_marked
 from ..runtime.p2p import P2P
 from ..schedule import Flow, Send
-from .waits import RankState
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = dist.distributed_c10d.__file__
@@ -30,24 +31,13 @@ SAVING = "checkpoint"
 
 
 @dataclass(slots=True)
-class SaveProgress:
-    """The disk operation of the thread that writes a checkpoint; "" means none. Only that thread changes it."""
-
-    operation: str = ""
-    count: int = 0
-
-    def note(self, operation: str) -> None:
-        """Call before each operation, and with "" before the thread waits for other ranks."""
-        self.operation = operation
-        self.count += 1
-
-
-@dataclass(slots=True)
 class Progress:
-    """What the main thread does; only the main thread writes it. `step` counts from 1; 0: before the first step.
+    """What this process does. The main thread writes it, except the operation of a save, and the watchdog reads it.
 
-    phase: the collective part of the run that it is in, such as "gradients"; "" outside of them. phases: how many began
-    or ended so far, the same on all ranks at the same place. action: what the pipeline runs. count: notes so far.
+    step: counts from 1; 0 before the first step. phase: the collective part of the run, such as "gradients"; "" outside
+    of them. phases: how many began or ended so far, the same on all ranks at the same place. action: of the pipeline.
+    count: notes so far. experts: the ranks that exchange tokens with this one.
+    saving: the disk operation of the thread that writes a checkpoint; "" if none. saves: operations so far.
     """
 
     step: int = 0
@@ -55,11 +45,11 @@ class Progress:
     phases: int = 0
     action: object = None
     count: int = 0
-    save: SaveProgress = field(default_factory=SaveProgress)
+    saving: str = ""
+    saves: int = 0
     engine: Engine | None = None
     links: P2P | None = None
     experts: tuple[int, ...] = ()
-    """The ranks that exchange tokens with this one."""
     _segments_before: int = 0
 
     def watch(self, engine: Engine, links: P2P, experts: Sequence[int]) -> None:
@@ -70,6 +60,11 @@ class Progress:
         """Call when `action` begins; None: between actions."""
         self.action = action
         self.count += 1
+
+    def note_save(self, operation: str) -> None:
+        """Call before each disk operation of a save, and with "" before its thread waits for other ranks."""
+        self.saving = operation
+        self.saves += 1
 
     def begin(self, step: int) -> None:
         """Call when a step begins."""
@@ -93,13 +88,13 @@ class Progress:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Changes when the main thread does something else, or when a save advances."""
+        """Changes when the main thread starts something else, and when a save advances."""
         engine = (self.engine.started, self.engine.running) if self.engine else ()
-        return self.count, *engine, self.links and self.links.steps.waiting, self.save.count
+        return self.count, *engine, self.links and self.links.steps.waiting, self.saves
 
     @property
     def order(self) -> tuple[int, int]:
-        """See `RankState`."""
+        """See `Heartbeat`."""
         return self.phases, self.engine.started - self._segments_before if self.engine else 0
 
     @property
@@ -112,19 +107,21 @@ class Progress:
     def __str__(self) -> str:
         step = f"step {self.step}" if self.step else "the start of the run"
         action = "" if self.action is None else str(self.action)
-        operation = self.save.operation if self.phase == SAVING else ""
+        operation = self.saving if self.phase == SAVING else ""
         return ", ".join(filter(None, [step, self.phase, operation, action, self.segment]))
 
 
 @dataclass(frozen=True, slots=True)
 class CodePosition:
-    """The line that the main thread executes, outside of torch."""
+    """The line that the main thread executes, outside of torch.
+
+    waiting: whether it waits for other ranks. Unknown, and false, on CUDA, where the host waits only for the device.
+    instruction: changes when the thread moves.
+    """
 
     text: str
     waiting: bool
-    """Whether it waits for other ranks. On CUDA this is unknown: the host waits for the device, not for ranks."""
     instruction: tuple[int, int]
-    """Changes when the thread moves."""
 
     @classmethod
     def of_main_thread(cls) -> "CodePosition":
@@ -142,23 +139,58 @@ class CodePosition:
         return cls(text, waiting, (id(frames[0].f_code), frames[0].f_lasti))
 
 
-def state_of(progress: Progress, code: CodePosition, seconds: float) -> RankState:
-    """What this rank does. seconds: time without a change of `progress.place`."""
-    transfer, peer, group = "", None, ()
-    waiting = code.waiting and not (progress.phase == SAVING and progress.save.operation)
-    running = progress.engine.running if progress.engine else None
-    if progress.links and (wait := progress.links.steps.waiting):
-        step, peer = wait
-        what = "activations" if step.flow is Flow.ACTIVATION else "gradients"
-        whose = f"sending {what} of" if isinstance(step, Send) else f"{what} for"
-        transfer = f"{whose} stage {step.stage}, micro-batch {step.micro_batch}"
-    elif progress.experts and running and is_for_experts(without_wait(running[0])):
-        transfer, group = _of_layer(without_wait(running[0]).removeprefix(PREPARE), running[1]), progress.experts
-    elif progress.phase and progress.action is None:
-        transfer = f"{progress.phase} of step {progress.step}" if progress.step else progress.phase
-    elif waiting:
-        transfer = f"a collective operation, {code.text}"
-    return RankState(f"{progress} ({code.text})", waiting, seconds, transfer, peer, group, progress.order)
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a rank reports about itself at each check.
+
+    position: the step, the action and the line of code. waiting: see `CodePosition`. seconds: time in this place.
+    transfer: describes the current transfer or collective; "" if none is known. peer: the rank at the other end of a
+    point-to-point transfer. group: the ranks that take part in a collective; empty: all.
+    order: the number of phases so far, comparable between all ranks, and the number of segments since the last phase
+    began, comparable between the ranks of a `group`.
+    count: checks so far. ended: the rank is leaving. saving: the main thread waits for a save, which made progress
+    within the timeout or waits for this rank's own disk.
+    pid_namespace: identifies the processes that can see this one; "" if unknown.
+    """
+
+    position: str
+    waiting: bool = False
+    seconds: float = 0.0
+    transfer: str = ""
+    peer: int | None = None
+    group: tuple[int, ...] = ()
+    order: tuple[int, int] = (0, 0)
+    count: int = 0
+    ended: bool = False
+    saving: bool = False
+    pid_namespace: str = ""
+    pid: int = 0
+
+    @classmethod
+    def of(cls, progress: Progress, code: CodePosition, seconds: float, **others: Any) -> "Heartbeat":
+        """The report of this process. others: the fields that neither `progress` nor `code` tells."""
+        transfer, peer, group = "", None, ()
+        waiting = code.waiting and not (progress.phase == SAVING and progress.saving)
+        running = progress.engine.running if progress.engine else None
+        if progress.links and (wait := progress.links.steps.waiting):
+            step, peer = wait
+            what = "activations" if step.flow is Flow.ACTIVATION else "gradients"
+            whose = f"sending {what} of" if isinstance(step, Send) else f"{what} for"
+            transfer = f"{whose} stage {step.stage}, micro-batch {step.micro_batch}"
+        elif progress.experts and running and is_for_experts(without_wait(running[0])):
+            transfer = _of_layer(without_wait(running[0]).removeprefix(PREPARE), running[1])
+            group = progress.experts
+        elif progress.phase and progress.action is None:
+            transfer = f"{progress.phase} of step {progress.step}" if progress.step else progress.phase
+        elif waiting:
+            transfer = f"a collective operation, {code.text}"
+        position = f"{progress} ({code.text})"
+        own = cls(position, waiting, seconds, transfer, peer, group, progress.order)
+        return replace(own, pid_namespace=pid_namespace(), pid=os.getpid(), **others)
+
+    def process_is_gone(self) -> bool:
+        """Whether the process has ended. False if this process cannot see it."""
+        return bool(self.pid_namespace) and self.pid_namespace == pid_namespace() and not _runs(self.pid)
 
 
 def _of_layer(label: str, layer: int | None) -> str:
@@ -166,27 +198,7 @@ def _of_layer(label: str, layer: int | None) -> str:
     return spoken(label) + ("" if layer is None else f" of layer {layer}")
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """One sign of life. `pid_namespace` identifies the processes that can see this one; "" if unknown.
-
-    count: checks so far. since: the check at which the rank began what it does now. saving: the main thread waits for a
-    save, which made progress within the timeout or waits for this rank's own disk.
-    """
-
-    count: int
-    since: int
-    state: RankState
-    saving: bool
-    ended: bool
-    pid_namespace: str
-    pid: int
-
-    def process_is_gone(self) -> bool:
-        """Whether the process has ended. False if this process cannot see it."""
-        return bool(self.pid_namespace) and self.pid_namespace == pid_namespace() and not _runs(self.pid)
-
-
+@cache
 def pid_namespace() -> str:
     """A text that two processes share if they see each other's process ids. Linux only; elsewhere ""."""
     try:

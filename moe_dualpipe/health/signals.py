@@ -22,11 +22,11 @@ STOP_SIGNALS = (*ORDERS, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.S
 
 
 class Stop:
-    """Whether this process was asked to stop. announce: print a message when it is."""
+    """Whether a signal has requested that this process stop. announce: print a message for each signal."""
 
     requested = False
     completes = ""
-    """What is completed after a signal. While it is "", as before training, a signal ends the process at once."""
+    """What the process completes after a signal, for its message. While it is "", a signal ends the process at once."""
 
     def __init__(self, announce: bool = True):
         self.announce = announce

@@ -12,7 +12,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..errors import error_text, fault_of, in_context, out_of_files
 from .deadline import Deadline
-from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace, state_of
+from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace
 from .program import program_name
 from .report import end_process, report_error
 from .waits import describe_waits
@@ -77,7 +77,7 @@ def joining(rank: int, timeout: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """What ended the run. `rank` is the rank that failed, or None if no single rank did.
 
     fault: equal for ranks of one machine that failed at the same line of the user's code; "" for other failures.
@@ -86,6 +86,20 @@ class Failure:
     rank: int | None
     text: str
     fault: str = ""
+
+
+class Unchanged:
+    """Counts the checks in which a value stayed the same."""
+
+    def __init__(self) -> None:
+        self.value: object = None
+        self.checks = 0
+
+    def check(self, value: object) -> int:
+        """Call once in each check. Returns the number of checks since the value changed."""
+        self.checks = self.checks + 1 if value == self.value else 0
+        self.value = value
+        return self.checks
 
 
 class Watchdog:
@@ -98,12 +112,11 @@ class Watchdog:
         self._until_read = 2 * self.interval  # a store on this machine must live until the others have read the failure
         # Time is counted in checks, so the time during which a machine was suspended does not count.
         self.max_silent, self.max_still = patience / self.interval, 0.9 * timeout / self.interval
-        self._checks = self._silent = self._still = self._save_still = self._disconnected = self._last_save = 0
-        self._next, self._last_count, self._last_position = (self.rank + 1) % self.size, -1, (0, 0, 0)
-        self._place, self._since = progress.place, 0
+        self._checks = self._disconnected = 0
+        self._still, self._place, self._save, self._silent = Unchanged(), Unchanged(), Unchanged(), Unchanged()
+        self._next = (self.rank + 1) % self.size
         self._failing: BaseException | None = None
         self._lost_connection: BaseException | None = None
-        self._pid_namespace = pid_namespace()
         # One client per thread. Not the default client: it blocks while a process group is created.
         clients = [dist.distributed_c10d._get_default_store().clone() for _ in range(2)]  # type: ignore[attr-defined]
         self._main_store, self._store = (dist.PrefixStore(prefix, client) for client in clients)
@@ -126,8 +139,8 @@ class Watchdog:
         self._failing = error
         fault = fault_of(error)
         fault = fault and f"{pid_namespace()} {fault}"
-        own = Failure(self.rank, f"failed in {self.progress}: {_first_line(error)}", fault)
-        published: list[Failure] = []
+        own = RankFailure(self.rank, f"failed in {self.progress}: {_first_line(error)}", fault)
+        published: list[RankFailure] = []
         publisher = threading.Thread(target=lambda: published.append(self._publish(self._main_store, own)), daemon=True)
         publisher.start()
         publisher.join(self._until_read)  # the store may not answer
@@ -153,37 +166,31 @@ class Watchdog:
             self._send_heartbeat(ended=True)
         except RuntimeError as error:
             if not self._closing.is_set():
-                self._exit(Failure(None, f"the launcher is gone: no connection to the rendezvous store: {error}"))
+                self._exit(RankFailure(None, f"the launcher is gone: no connection to the rendezvous store: {error}"))
 
     def _send_heartbeat(self, ended: bool) -> Heartbeat:
-        code = CodePosition.of_main_thread()
-        position = (self.progress.count, *code.instruction)
-        self._still = self._still + 1 if position == self._last_position else 0
-        self._checks, self._last_position = self._checks + 1, position
-        if (place := self.progress.place) != self._place:
-            self._place, self._since = place, self._checks
-        save = self.progress.save
-        self._save_still = self._save_still + 1 if save.count == self._last_save else 0
-        self._last_save = save.count
-        state = state_of(self.progress, code, (self._checks - self._since) * self.interval)
-        if self._lost_connection is not None:
-            state = replace(state, waiting=True)
+        progress, code = self.progress, CodePosition.of_main_thread()
+        self._checks += 1
+        self._still.check((progress.count, *code.instruction))
+        seconds = self._place.check(progress.place) * self.interval
         # A rank whose own disk hangs still counts as saving: it names itself, and the others leave that to it.
-        moving = self._save_still <= self.max_still or bool(save.operation)
-        saving = self.progress.phase == SAVING and moving
-        beat = Heartbeat(self._checks, self._since, state, saving, ended, self._pid_namespace, os.getpid())
+        moving = self._save.check(progress.saves) <= self.max_still or bool(progress.saving)
+        saving = progress.phase == SAVING and moving
+        beat = Heartbeat.of(progress, code, seconds, count=self._checks, ended=ended, saving=saving)
+        if self._lost_connection is not None:
+            beat = replace(beat, waiting=True)
         self._store.set(str(self.rank), pickle.dumps(beat))  # type: ignore[arg-type]
         return beat
 
-    def _published(self) -> Failure | None:
+    def _published(self) -> RankFailure | None:
         return pickle.loads(self._store.get(_FAILURE)) if self._store.check([_FAILURE]) else None
 
     @staticmethod
-    def _publish(store: dist.Store, failure: Failure) -> Failure:
+    def _publish(store: dist.Store, failure: RankFailure) -> RankFailure:
         """Write `failure` to the store unless it holds one already. Returns the one in the store."""
         return pickle.loads(store.compare_set(_FAILURE, "", pickle.dumps(failure)))  # type: ignore[arg-type]
 
-    def _exit(self, failure: Failure) -> None:
+    def _exit(self, failure: RankFailure) -> None:
         if failure.fault and self._failing is None:
             time.sleep(self.interval)  # this rank may come to the same line
         # Otherwise the main thread prints its error.
@@ -194,36 +201,34 @@ class Watchdog:
     def _heartbeat(self, rank: int) -> Heartbeat | None:
         return pickle.loads(self._store.get(str(rank))) if self._store.check([str(rank)]) else None
 
-    def _detect(self) -> Failure | None:
+    def _detect(self) -> RankFailure | None:
         """The failure that this check finds, if any."""
         if failure := self._check_next():
             return failure
-        if self.progress.save.operation and self._save_still > self.max_still:
-            return Failure(self.rank, f"hangs in a checkpoint save, {self.progress.save.operation}")
+        if self.progress.saving and self._save.checks > self.max_still:
+            return RankFailure(self.rank, f"hangs in a checkpoint save, {self.progress.saving}")
         self._disconnected += self._lost_connection is not None
         # + 1: _check_next names a silent rank first
-        if self._still > self.max_still or self._disconnected > self.max_silent + 1:
+        if self._still.checks > self.max_still or self._disconnected > self.max_silent + 1:
             return self._diagnose_hang()
         return None
 
-    def _check_next(self) -> Failure | None:
+    def _check_next(self) -> RankFailure | None:
         """Check that the next rank is alive. If it has ended in order, watch the one after it from now on."""
         rank, beat = self._next, self._heartbeat(self._next)
         if beat is not None and beat.process_is_gone():
             beat = self._heartbeat(rank)  # its last heartbeat may be newer than the one that was read
             if beat is not None and not beat.ended:
-                return Failure(rank, f"vanished, last seen in {beat.state.position}: its process {beat.pid} is gone")
-        count = beat.count if beat is not None else 0
-        self._silent = self._silent + 1 if count == self._last_count else 0
-        self._last_count = count
+                return RankFailure(rank, f"vanished, last seen in {beat.position}: its process {beat.pid} is gone")
+        silent = self._silent.check(beat.count if beat is not None else 0)
         if beat is not None and beat.ended:
-            self._next, self._last_count = (rank + 1) % self.size, -1
-        elif self._silent > self.max_silent:
-            where = f", last seen in {beat.state.position}" if beat is not None else ""
-            return Failure(rank, f"vanished: no sign of life for {self.patience:g} s{where}")
+            self._next, self._silent = (rank + 1) % self.size, Unchanged()
+        elif silent > self.max_silent:
+            where = f", last seen in {beat.position}" if beat is not None else ""
+            return RankFailure(rank, f"vanished: no sign of life for {self.patience:g} s{where}")
         return None
 
-    def _diagnose_hang(self) -> Failure | None:
+    def _diagnose_hang(self) -> RankFailure | None:
         """This rank makes no progress: blame a rank that has ended, or else one that does not wait for others.
 
         None: other ranks diagnose it; or they wait for a checkpoint, which the disk of some rank still writes.
@@ -233,25 +238,17 @@ class Watchdog:
         read = {rank: self._heartbeat(rank) for rank in range(self.size)}
         beats = {rank: beat for rank, beat in read.items() if beat is not None}
         if any(beat.saving for beat in beats.values()) and self._lost_connection is None:
-            self._still //= 2  # look again later
+            self._still.checks //= 2  # look again later
             return None
         ended = {rank: beat for rank, beat in beats.items() if beat.ended}
-        suspects = ended or {rank: beat for rank, beat in beats.items() if not beat.state.waiting}
+        suspects = ended or {rank: beat for rank, beat in beats.items() if not beat.waiting}
         if len(suspects) == 1:
             ((rank, beat),) = suspects.items()
-            return Failure(rank, f"{'exited' if ended else 'hangs'} in {beat.state.position}, and others wait for it")
-        positions = [f"rank {rank} is in {beat.state.position}" for rank, beat in (suspects or beats).items()]
+            return RankFailure(rank, f"{'exited' if ended else 'hangs'} in {beat.position}, and others wait for it")
+        positions = [f"rank {rank} is in {beat.position}" for rank, beat in (suspects or beats).items()]
         why = f" ({_first_line(self._lost_connection)})" if self._lost_connection is not None else ""
-        waits = "; ".join(_describe_stall(read) or positions)
-        return Failure(None, f"the ranks wait for each other{why}: {waits}")
-
-
-def _describe_stall(beats: Mapping[int, Heartbeat | None]) -> list[str]:
-    """Who waits for whom. beats: the last heartbeat of each rank, or None."""
-    states = {rank: beat.state for rank, beat in beats.items() if beat is not None}
-    gone = {rank: "no sign of life" for rank in beats if rank not in states}
-    ended = {rank: f"has ended in {beat.state.position}" for rank, beat in beats.items() if beat and beat.ended}
-    return describe_waits(states, gone | ended)
+        waits = "; ".join(describe_waits(read) or positions)
+        return RankFailure(None, f"the ranks wait for each other{why}: {waits}")
 
 
 def _attempt_id() -> int:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from ..errors import user_error
 from ..expert_parallel.gather import first_fault, gather_objects
 
@@ -22,15 +24,33 @@ def raise_on_all_ranks(fault: str) -> None:
 
 
 @contextmanager
-def errors_on_all_ranks() -> Iterator[None]:
-    """If any rank raises an error in this context, raise it on all ranks when all have left it. Collective."""
-    fault: Exception | None = None
+def errors_on_all_ranks(
+    group: dist.ProcessGroup | None = None, before_waiting: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """If any rank raises an error in this context, raise it on all ranks when all have left it. Collective.
+
+    With several ranks, raises a ValueError or OSError that says which ranks failed, and why. before_waiting: called
+    before this rank waits for the others.
+    """
+    failed: Exception | None = None
     try:
         yield
-    except (ValueError, OSError) as error:
-        fault = error
-    if faults := [found for found in gather_objects(fault) if found]:
-        raise faults[0]
+    except Exception as error:
+        failed = error
+    before_waiting()
+    mine = None if failed is None else (str(failed) or type(failed).__name__, isinstance(failed, ValueError))
+    outcomes = gather_objects(mine, group)
+    if failed and len(outcomes) == 1:
+        raise failed
+    failures = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome}
+    if not failures:
+        return
+    text, is_invalid = next(iter(failures.values()))
+    if len(failures) == len(outcomes) and len({*failures.values()}) == 1:
+        message = f"all ranks: {text}"
+    else:
+        message = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in failures.items())
+    raise ValueError(message) if is_invalid else OSError(message)
 
 
 def build_on_all_ranks(build: Callable[[], Result]) -> Result:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from ..checkpoint.start_model import start_model
+from ..checkpoint.load import start_model
 from ..expert_parallel.options import EpBackend
 from ..kernels.options import Fp8, Kernels, Products
 from ..models import ModelConfig, preset

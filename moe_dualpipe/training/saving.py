@@ -14,7 +14,7 @@ from .step import Trainer
 
 
 class Saving:
-    """Starts saves and reports their results. Without a folder, does nothing. Collective."""
+    """Starts saves and reports their results. A run without a folder saves nothing. Collective."""
 
     def __init__(self, trainer: Trainer, console: Console):
         self.trainer, self.console, self.saver = trainer, console, None
@@ -26,7 +26,7 @@ class Saving:
             # Retries end before the run counts as hanging.
             patience = stores.Patience(trainer.config.health.timeout / 2)
             self.saver = Saver(
-                folder, trainer.config.model, options.keep or 0, options.save_async, trainer.progress.save.note,
+                folder, trainer.config.model, options.keep or 0, options.save_async, trainer.progress.note_save,
                 patience,
             )  # fmt: skip
 
@@ -50,7 +50,7 @@ class Saving:
             self.saver.start(step, trainer.state(), files | loads_file(*trainer.balance.take_loads()))
 
     def poll(self, wait: bool = False) -> None:
-        """Report a save that has ended. wait: also one that is running, when it has ended."""
+        """Report the last save if it has ended. wait: block until a running save has ended."""
         if self.saver:
             with self.trainer.progress.during(SAVING):
                 self._note(self.saver.wait() if wait else self.saver.poll())
@@ -72,7 +72,7 @@ class Saving:
         return self.last.path
 
     def export(self, checkpoint: Path) -> None:
-        """Write the model of a checkpoint in Hugging Face's format, if wanted."""
+        """Write the model of a checkpoint in Hugging Face's format, if --export names a folder."""
         options = self.trainer.config.checkpoint
         if not (folder := options.export):
             return

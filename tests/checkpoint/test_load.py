@@ -25,8 +25,8 @@ from moe_dualpipe.checkpoint import (
     read_manifest,
     verify_checkpoint,
 )
+from moe_dualpipe.checkpoint.load import start_model
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
-from moe_dualpipe.checkpoint.start_model import start_model
 from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.data import strict_json
 from moe_dualpipe.models import ModelConfig, build_model

@@ -123,7 +123,7 @@ def save_in_each_way(rank, run):
         failing.start(4, state_of(rank, 4))
         assert not failing.busy
         failing.close()
-    return err.getvalue().count("could not be written: rank 0: [Errno 28] No space left on device")
+    return err.getvalue().count("could not be written: all ranks: [Errno 28] No space left on device")
 
 
 def test_a_save_holds_the_state_at_start_and_close_finishes_it(tmp_path):

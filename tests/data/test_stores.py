@@ -21,7 +21,6 @@ from moe_dualpipe.data.stores import (
     Patience,
     StorageError,
     Url,
-    copies,
     delete,
     delete_folder,
     drop,
@@ -30,6 +29,7 @@ from moe_dualpipe.data.stores import (
     info,
     is_url,
     list_folder,
+    local_copies,
     local_path,
     open_folder,
     output_folder,
@@ -351,7 +351,7 @@ def test_a_full_disk_is_one_line_that_says_where_the_copies_are(s3, monkeypatch)
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copies, "read_parts", full)
+    monkeypatch.setattr(local_copies, "read_parts", full)
     with pytest.raises(ValueError, match=r"^--data s3://bucket/fresh cannot be copied: No space .*TMPDIR"):
         load("s3://bucket/fresh")
 

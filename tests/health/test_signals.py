@@ -104,7 +104,7 @@ def stop_in(rank, config, method):
     setattr(trainer, method, stopping)
     with redirect_stdout(io.StringIO()) as printed:
         train_loop(trainer)
-    assert trainer.progress.save.count > 4 and trainer.progress.save.operation == ""  # the saves of a run are watched
+    assert trainer.progress.saves > 4 and trainer.progress.saving == ""  # the saves of a run are watched
     return printed.getvalue()
 
 

@@ -10,18 +10,18 @@ import torch
 from moe_dualpipe.checkpoint.save import Saver
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.expert_parallel.shared.mailbox import Mailbox
-from moe_dualpipe.health.heartbeat import SAVING, CodePosition, Progress, state_of
-from moe_dualpipe.health.waits import RankState, describe_waits
+from moe_dualpipe.health.heartbeat import SAVING, CodePosition, Heartbeat, Progress
+from moe_dualpipe.health.waits import describe_waits
 from moe_dualpipe.overlap import Comm, Engine
 from moe_dualpipe.runtime import P2P
 from moe_dualpipe.runtime.p2p import Message
 from moe_dualpipe.schedule import Flow, Recv, Send, parse
 
-BUSY = RankState("step 3, 1F2 (own.py:5 in forward)", seconds=30.6, order=(9, 40))
+BUSY = Heartbeat("step 3, 1F2 (own.py:5 in forward)", seconds=30.6, order=(9, 40))
 
 
 def waiting(transfer, order, group=(), peer=None):
-    return RankState("step 3", True, 31.2, transfer, peer, group, order)
+    return Heartbeat("step 3", True, 31.2, transfer, peer, group, order)
 
 
 IN_STEP = "in step 3, 1F2 (own.py:5 in forward) for 31 s"
@@ -30,7 +30,7 @@ COMBINE = waiting("combine backward of layer 1", (9, 44), group=(0, 1))
 GRADIENTS = waiting("gradients of step 3", (10, 0))
 RECEIVING = waiting("activations for stage 2, micro-batch 3", (9, 7), peer=1)
 SAVED = waiting("checkpoint of step 3", (10, 0))
-WRITING = RankState("step 3, checkpoint, step 3: writing rank-1-0.safetensors", seconds=2.0, order=(10, 0))
+WRITING = Heartbeat("step 3, checkpoint, step 3: writing rank-1-0.safetensors", seconds=2.0, order=(10, 0))
 LEFT_OUT = "rank 0 waits in combine backward of layer 1 (for 31 s); rank 1 went on without it"
 
 
@@ -52,12 +52,16 @@ LEFT_OUT = "rank 0 waits in combine backward of layer 1 (for 31 s); rank 1 went 
     # In one phase, ranks wait for the one that does not, however many segments they ran in it.
     ({0: SAVED, 1: WRITING, 2: replace(SAVED, order=(10, 7))},
      ["ranks 0, 2 wait for rank 1: checkpoint of step 3 (for 31 s)", f"rank 1: in {WRITING.position} for 2 s"]),
+    # Ranks that have ended, or do not answer, are waited for.
+    ({0: GRADIENTS, 1: None, 2: replace(BUSY, ended=True)},
+     ["rank 0 waits for ranks 1, 2: gradients of step 3 (for 31 s)", "rank 1: no sign of life",
+      f"rank 2: has ended in {BUSY.position}"]),
     # Busy ranks do not wait.
     ({0: BUSY, 1: BUSY}, []),
     ({0: replace(BUSY, transfer="optimizer of step 3"), 1: BUSY}, []),
 ])  # fmt: skip
 def test_who_waits_for_whom(states, lines):
-    assert describe_waits(states, {}) == lines
+    assert describe_waits(states) == lines
 
 
 # ---- What a rank says ----
@@ -73,7 +77,7 @@ def running(action=None, experts=(0, 1)):
 
 
 def said(progress, waits=True):
-    return state_of(progress, CodePosition("wait.py:1 in wait", waits, (0, 0)), 2.0)
+    return Heartbeat.of(progress, CodePosition("wait.py:1 in wait", waits, (0, 0)), 2.0)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +102,9 @@ def test_a_rank_whose_own_disk_hangs_in_a_save_does_not_wait_for_others():
     progress, *_ = running()
     with progress.during(SAVING):
         assert said(progress).waiting and said(progress).transfer == "checkpoint of step 3"
-        progress.save.note("step 3: writing rank-0-0.safetensors")
+        progress.note_save("step 3: writing rank-0-0.safetensors")
         assert not said(progress).waiting and "writing rank-0-0" in said(progress).position
-        progress.save.note("")
+        progress.note_save("")
         assert said(progress).waiting
 
 
@@ -137,7 +141,7 @@ def test_a_wait_for_a_pipeline_rank_names_its_global_rank(step, text):
             seen.append(said(progress))
             return ("data",)
 
-    seen: list[RankState] = []
+    seen: list[Heartbeat] = []
     assert links.wait(Message(), step, 1) == ("data",)
     assert (seen[0].transfer, seen[0].peer) == (text, 6)
     assert said(progress).peer is None

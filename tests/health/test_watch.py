@@ -10,16 +10,15 @@ import torch.distributed as dist
 from moe_dualpipe.health import deadline, watch
 from moe_dualpipe.health.deadline import Deadline
 from moe_dualpipe.health.heartbeat import SAVING, Heartbeat, Progress, pid_namespace
-from moe_dualpipe.health.waits import RankState
-from moe_dualpipe.health.watch import Failure, Watchdog
+from moe_dualpipe.health.watch import RankFailure, Unchanged, Watchdog
 
 SILENT, STILL = 20, 90
 """With a check every half second: a patience of 10 s, and nine tenths of a timeout of 50 s."""
-WAITING, BUSY = RankState("step 3, 1F2", waiting=True), RankState("step 3, 0F1")
+WAITING, BUSY = Heartbeat("step 3, 1F2", waiting=True, pid=1), Heartbeat("step 3, 0F1", pid=1)
 
 
 def beat(count, state=WAITING, **changes):
-    return replace(Heartbeat(count, 0, state, False, False, "", 1), **changes)
+    return replace(state, count=count, **changes)
 
 
 class Thread(Watchdog):
@@ -49,7 +48,7 @@ def test_a_rank_is_dead_after_its_patience_of_consecutive_silent_checks(rank_0):
     for check in range(10 * SILENT):  # one heartbeat arrives late
         beats[1] = beat(check - check % SILENT, BUSY)
         assert watchdog._detect() is None
-    assert [watchdog._detect() for _ in range(2)][-1] == Failure(
+    assert [watchdog._detect() for _ in range(2)][-1] == RankFailure(
         1, "vanished: no sign of life for 10 s, last seen in step 3, 0F1"
     )
 
@@ -62,7 +61,7 @@ def test_after_a_rank_has_ended_the_next_one_gets_the_whole_patience(rank_0):
     beats[1] = replace(beats[1], ended=True)
     for _ in range(SILENT + 2):
         assert watchdog._detect() is None
-    assert watchdog._detect() == Failure(2, "vanished: no sign of life for 10 s, last seen in step 3, 1F2")
+    assert watchdog._detect() == RankFailure(2, "vanished: no sign of life for 10 s, last seen in step 3, 1F2")
 
 
 def test_a_process_that_is_gone_has_vanished_unless_it_ended_between_two_reads(rank_0):
@@ -72,25 +71,27 @@ def test_a_process_that_is_gone_has_vanished_unless_it_ended_between_two_reads(r
     watchdog._heartbeat = lambda _: next(read)
     assert watchdog._detect() is None and watchdog._next == 2
     watchdog._heartbeat, beats[2] = beats.get, gone
-    assert watchdog._detect() == Failure(2, f"vanished, last seen in step 3, 0F1: its process {gone.pid} is gone")
+    assert watchdog._detect() == RankFailure(2, f"vanished, last seen in step 3, 0F1: its process {gone.pid} is gone")
 
 
 STUCK = "the ranks wait for each other: "
 
 
 @pytest.mark.parametrize("changed,failure", [
-    ({2: beat(9, BUSY)}, Failure(2, "hangs in step 3, 0F1, and others wait for it")),
-    ({1: beat(9, BUSY), 2: beat(9, WAITING, ended=True)}, Failure(2, "exited in step 3, 1F2, and others wait for it")),
-    ({1: beat(9, BUSY), 2: beat(9, BUSY)}, Failure(None, f"{STUCK}rank 1 is in step 3, 0F1; rank 2 is in step 3, 0F1")),
-    ({}, Failure(None, STUCK + "; ".join(f"rank {rank} is in step 3, 1F2" for rank in range(4)))),
+    ({2: beat(9, BUSY)}, RankFailure(2, "hangs in step 3, 0F1, and others wait for it")),
+    ({1: beat(9, BUSY), 2: beat(9, WAITING, ended=True)},
+     RankFailure(2, "exited in step 3, 1F2, and others wait for it")),
+    ({1: beat(9, BUSY), 2: beat(9, BUSY)},
+     RankFailure(None, f"{STUCK}rank 1 is in step 3, 0F1; rank 2 is in step 3, 0F1")),
+    ({}, RankFailure(None, STUCK + "; ".join(f"rank {rank} is in step 3, 1F2" for rank in range(4)))),
     ({3: beat(9, WAITING, saving=True)}, None),  # the disk of a rank still writes
 ], ids=["busy", "ended", "two", "none", "saving"])  # fmt: skip
 def test_who_is_blamed_when_nothing_moves(rank_0, changed, failure):
     watchdog, beats = rank_0
     beats |= changed
-    watchdog._still = STILL
+    watchdog._still.checks = STILL
     assert watchdog._diagnose_hang() == failure
-    assert watchdog._still == (STILL if failure else STILL // 2)
+    assert watchdog._still.checks == (STILL if failure else STILL // 2)
 
 
 def saves(watchdog, checks, every):
@@ -98,10 +99,10 @@ def saves(watchdog, checks, every):
     with watchdog.progress.during(SAVING):
         for check in range(checks):
             if check % every == 0:
-                watchdog.progress.save.note(f"writing {check}")
+                watchdog.progress.note_save(f"writing {check}")
             own = watchdog._send_heartbeat(ended=False)
-            assert own.saving and not own.state.waiting  # others leave it to this rank to name itself
-            watchdog._silent = watchdog._still = 0
+            assert own.saving and not own.waiting  # others leave it to this rank to name itself
+            watchdog._silent, watchdog._still = Unchanged(), Unchanged()
             if failure := watchdog._detect():
                 return check, failure
     return None
@@ -111,7 +112,7 @@ def test_a_disk_that_hangs_in_a_save_is_named_by_its_own_rank_and_a_slow_one_is_
     watchdog, _ = rank_0
     assert saves(watchdog, 5 * STILL, every=STILL) is None
     assert saves(watchdog, 5 * STILL, every=9 * STILL) == (
-        STILL + 1, Failure(0, "hangs in a checkpoint save, writing 0")
+        STILL + 1, RankFailure(0, "hangs in a checkpoint save, writing 0")
     )  # fmt: skip
 
 

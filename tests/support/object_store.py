@@ -23,8 +23,8 @@ from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
 from moe_dualpipe import messages
-from moe_dualpipe.data.stores import copies, store
 from moe_dualpipe.data.stores import local_copies as stand_in
+from moe_dualpipe.data.stores import store
 
 BUCKET = "bucket"
 ACCESS = {
@@ -170,7 +170,7 @@ def forget() -> None:
     """What this process knows of stores. The next call connects anew, with the access that the environment gives."""
     store._store.cache_clear()
     stand_in._STANDS_FOR.clear()
-    copies._opened.clear()
+    stand_in._opened.clear()
     messages._SHOWN_AS.clear()
 
 

@@ -8,10 +8,10 @@ from .architectures import ARCHITECTURES
 from .companions import companion_files, companions_of, fp8_file, read_companions
 from .config import find_architecture, read_config, write_config
 from .published import CONFIG_FILE, PublishedModel, from_pretrained
-from .save import DTYPES, Export, plan_checkpoint_export, save_pretrained
+from .save import DTYPES, ExportPlan, plan_checkpoint_export, save_pretrained
 
 __all__ = [
-    "ARCHITECTURES", "CONFIG_FILE", "DTYPES", "Export", "PublishedModel", "companion_files", "companions_of",
+    "ARCHITECTURES", "CONFIG_FILE", "DTYPES", "ExportPlan", "PublishedModel", "companion_files", "companions_of",
     "find_architecture", "fp8_file", "from_pretrained", "plan_checkpoint_export", "read_companions", "read_config",
     "save_pretrained", "write_config",
 ]  # fmt: skip

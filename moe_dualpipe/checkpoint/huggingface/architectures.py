@@ -15,7 +15,7 @@ REQUIRED = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class JsonKey:
     """A key of config.json, the option of `ModelConfig` with the same meaning, and its default in transformers.
 
     also: another name of the key, which other versions of transformers write. null: whether null means the default.
@@ -41,7 +41,7 @@ class Architecture:
     model_type: str
     class_name: str
     options: Mapping[str, Any]
-    keys: tuple[Key, ...]
+    keys: tuple[JsonKey, ...]
     fixed: Mapping[str, Any]
     lists_dense: bool = False
     """Whether any layers may be dense (mlp_only_layers, decoder_sparse_step)."""
@@ -61,46 +61,47 @@ class Architecture:
 
 
 _COMMON = (
-    Key("vocab_size", "vocab_size"), Key("hidden_size", "hidden_size"), Key("num_hidden_layers", "num_layers"),
-    Key("num_attention_heads", "num_heads"), Key("num_experts_per_tok", "experts_per_token"),
-    Key("initializer_range", "init_std", 0.02), Key("tie_word_embeddings", "tied_embeddings", False),
+    JsonKey("vocab_size", "vocab_size"), JsonKey("hidden_size", "hidden_size"),
+    JsonKey("num_hidden_layers", "num_layers"),
+    JsonKey("num_attention_heads", "num_heads"), JsonKey("num_experts_per_tok", "experts_per_token"),
+    JsonKey("initializer_range", "init_std", 0.02), JsonKey("tie_word_embeddings", "tied_embeddings", False),
 )  # fmt: skip
-_EXPERTS = Key("num_experts", "num_experts", also="num_local_experts")
-_ROUTED = Key("n_routed_experts", "num_experts", also="num_local_experts")
-_NORMALIZE = Key("norm_topk_prob", "normalize_weights", False)
-_SIZES = Key("moe_intermediate_size", "expert_size"), Key("intermediate_size", "dense_size")
-_EPSILON_6, _EPSILON_5 = (Key("rms_norm_eps", "norm_eps", default) for default in (1e-6, 1e-5))
+_EXPERTS = JsonKey("num_experts", "num_experts", also="num_local_experts")
+_ROUTED = JsonKey("n_routed_experts", "num_experts", also="num_local_experts")
+_NORMALIZE = JsonKey("norm_topk_prob", "normalize_weights", False)
+_SIZES = JsonKey("moe_intermediate_size", "expert_size"), JsonKey("intermediate_size", "dense_size")
+_EPSILON_6, _EPSILON_5 = (JsonKey("rms_norm_eps", "norm_eps", default) for default in (1e-6, 1e-5))
 _LATENT = (
-    Key("qk_nope_head_dim", "head_dim"), Key("qk_rope_head_dim", "rope_dim"), Key("v_head_dim", "value_dim"),
-    Key("kv_lora_rank", "kv_rank"),
+    JsonKey("qk_nope_head_dim", "head_dim"), JsonKey("qk_rope_head_dim", "rope_dim"),
+    JsonKey("v_head_dim", "value_dim"), JsonKey("kv_lora_rank", "kv_rank"),
 )  # fmt: skip
 _MLA = {"attention": "mla", "router_dtype": "float32"}
-_BIASES = Key("attention_bias", "qkv_bias", False), Key("attention_bias", "out_bias", False)
+_BIASES = JsonKey("attention_bias", "qkv_bias", False), JsonKey("attention_bias", "out_bias", False)
 _FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "is_causal": True}
 _DEEPSEEK = {**_FIXED, "moe_layer_freq": 1}
-_FIRST_DENSE = Key("first_k_dense_replace", "num_dense_layers", 0, null=True)
-_SHARED = Key("n_shared_experts", "num_shared_experts")
-_MTP = Key("num_nextn_predict_layers", "mtp_layers", 0, null=True)
-_Q_RANK = Key("q_lora_rank", "q_rank", 0, null=True)
+_FIRST_DENSE = JsonKey("first_k_dense_replace", "num_dense_layers", 0, null=True)
+_SHARED = JsonKey("n_shared_experts", "num_shared_experts")
+_MTP = JsonKey("num_nextn_predict_layers", "mtp_layers", 0, null=True)
+_Q_RANK = JsonKey("q_lora_rank", "q_rank", 0, null=True)
 _SIGMOID = {"router_score": "sigmoid", "router_bias": True, "router_dtype": "float32", "group_score": "best_two"}
 
 _ALL = (
     Architecture(
         "mixtral", "MixtralForCausalLM", {"num_shared_experts": 0, "num_dense_layers": 0},
-        (*_COMMON, _EPSILON_5, Key("num_local_experts", "num_experts", also="num_experts"),
-         Key("intermediate_size", "expert_size")),
+        (*_COMMON, _EPSILON_5, JsonKey("num_local_experts", "num_experts", also="num_experts"),
+         JsonKey("intermediate_size", "expert_size")),
         {**_FIXED, "sliding_window": None, "router_jitter_noise": 0.0}, mlp="block_sparse_moe",
         matrices=("w1", "w3", "w2"), rope_theta=1e6,
     ),
     Architecture(
         "olmoe", "OlmoeForCausalLM", {"num_shared_experts": 0, "num_dense_layers": 0, "qk_norm": "full"},
-        (*_COMMON, *_BIASES, _EPSILON_5, _NORMALIZE, _EXPERTS, Key("intermediate_size", "expert_size")),
+        (*_COMMON, *_BIASES, _EPSILON_5, _NORMALIZE, _EXPERTS, JsonKey("intermediate_size", "expert_size")),
         {**_FIXED, "clip_qkv": None},
     ),
     Architecture(
         "qwen2_moe", "Qwen2MoeForCausalLM", {},
         (*_COMMON, *_SIZES, _EPSILON_6, _NORMALIZE, _EXPERTS,
-         Key("qkv_bias", "qkv_bias", True)),
+         JsonKey("qkv_bias", "qkv_bias", True)),
         {**_FIXED, "use_sliding_window": False}, lists_dense=True, shared="sized", shared_name="shared_expert",
     ),
     Architecture(
@@ -111,8 +112,8 @@ _ALL = (
     Architecture(
         "deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, "normalize_weights": False},
         (*_COMMON, *_BIASES, *_SIZES, *_LATENT, _Q_RANK, _EPSILON_6, _FIRST_DENSE, _SHARED,
-         Key("n_routed_experts", "num_experts", also="num_experts"),
-         Key("routed_scaling_factor", "routed_scale", 1.0)),
+         JsonKey("n_routed_experts", "num_experts", also="num_experts"),
+         JsonKey("routed_scaling_factor", "routed_scale", 1.0)),
         # transformers ignores norm_topk_prob, but DeepSeek's own code does not: they agree only on False.
         # And it ignores rope_interleave: rotations are always interleaved.
         {**_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False, "rope_interleave": True},
@@ -121,17 +122,17 @@ _ALL = (
     Architecture(
         "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, **_SIGMOID},
         (*_COMMON, *_BIASES, *_SIZES, *_LATENT, _Q_RANK, _EPSILON_6, _FIRST_DENSE, _SHARED, _MTP, _ROUTED,
-         Key("norm_topk_prob", "normalize_weights", True), Key("routed_scaling_factor", "routed_scale", 2.5),
-         Key("n_group", "expert_groups"), Key("topk_group", "top_groups")),
+         JsonKey("norm_topk_prob", "normalize_weights", True), JsonKey("routed_scaling_factor", "routed_scale", 2.5),
+         JsonKey("n_group", "expert_groups"), JsonKey("topk_group", "top_groups")),
         {**_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}, shared="counted", interleaved=True,
     ),
     Architecture(
         "glm4_moe", "Glm4MoeForCausalLM", _SIGMOID,
         (*_COMMON, *_SIZES, _EPSILON_5, _FIRST_DENSE, _SHARED, _MTP, _ROUTED,
-         Key("norm_topk_prob", "normalize_weights", True), Key("routed_scaling_factor", "routed_scale", 1.0),
-         Key("n_group", "expert_groups", 1), Key("topk_group", "top_groups", 1),
-         Key("attention_bias", "qkv_bias", False), Key("partial_rotary_factor", "rotary_fraction", 0.5),
-         Key("use_qk_norm", "qk_norm", False, values=((False, "none"), (True, "head")))),
+         JsonKey("norm_topk_prob", "normalize_weights", True), JsonKey("routed_scaling_factor", "routed_scale", 1.0),
+         JsonKey("n_group", "expert_groups", 1), JsonKey("topk_group", "top_groups", 1),
+         JsonKey("attention_bias", "qkv_bias", False), JsonKey("partial_rotary_factor", "rotary_fraction", 0.5),
+         JsonKey("use_qk_norm", "qk_norm", False, values=((False, "none"), (True, "head")))),
         _FIXED, shared="counted",
     ),
 )  # fmt: skip

@@ -40,7 +40,7 @@ def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
 
 
 def companions_of(checkpoint: Path) -> dict[str, str]:
-    """The texts that `companion_files` put into a checkpoint, by file name; {} without any. Raises ValueError."""
+    """The texts that `companion_files` put into a checkpoint, by file name; {} if there are none. Raises ValueError."""
     path = checkpoint / COMPANIONS_FILE
     if not path.is_file():
         return {}
@@ -58,7 +58,7 @@ def fp8_file(recipe: str | None) -> dict[str, bytes]:
 
 
 def published_recipe(checkpoint: Path) -> Fp8Recipe | None:
-    """The recipe that `fp8_file` put into a checkpoint. None without one, and for other blocks than published ones."""
+    """The recipe that `fp8_file` put into a checkpoint. None if it has none, or one with blocks of another size."""
     path = checkpoint / FP8_FILE
     recipe = RECIPES.get(read_named(path, dict[str, str]).get("recipe", "")) if path.is_file() else None
     return recipe if recipe and recipe.weight_rows == recipe.block == BLOCK else None

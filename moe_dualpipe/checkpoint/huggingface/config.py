@@ -13,7 +13,7 @@ from ...models import ModelConfig
 from ...models.config import BUILT_IN
 from ...models.layer_class import same_layer
 from ..weights import check_types
-from .architectures import ALIASES, ARCHITECTURES, REQUIRED, Architecture, Key
+from .architectures import ALIASES, ARCHITECTURES, REQUIRED, Architecture, JsonKey
 
 _ONLY = {
     "gqa": {"num_kv_heads", "qk_norm", "rotary_fraction"},
@@ -71,7 +71,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def _value(config: Mapping[str, Any], key: Key) -> Any:
+def _value(config: Mapping[str, Any], key: JsonKey) -> Any:
     """The option that a key of config.json means."""
     value = config.get(key.key, config.get(key.also, key.default) if key.also else key.default)
     if key.also in config and config.get(key.also) != value:

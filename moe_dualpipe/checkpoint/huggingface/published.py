@@ -25,7 +25,7 @@ from ..weights import OwnLayer, check_sizes, global_weights, group_names, with_n
 from .architectures import Architecture
 from .companions import BLOCK, read_companions
 from .config import architecture_of, is_interleaved, read_config
-from .tensors import EMBEDDING, HEAD, Layout, Target, published_shapes
+from .tensors import EMBEDDING, HEAD, Target, TensorLayout, published_shapes
 
 CONFIG_FILE = "config.json"
 _DERIVED = ".rotary_emb.inv_freq"  # tables of angles, which old versions of transformers saved
@@ -110,13 +110,13 @@ class PublishedModel:
                 f"{printable(self.folder)}: {name} differs from {original}, but this model has one tensor for both"
             )
 
-    def _layout(self, config: ModelConfig) -> Layout:
+    def _layout(self, config: ModelConfig) -> TensorLayout:
         """The layout of this folder, without MTP if its tensors are missing: transformers does not write them."""
         names = self._tensors.entries.keys()
         if config.mtp_blocks and f"model.layers.{config.num_layers}.eh_proj.weight" not in names:
             config = dataclasses.replace(config, mtp_layers=0)
         interleaved = self.architecture.interleaved and is_interleaved(self.source)
-        return Layout(config, self.architecture, interleaved)
+        return TensorLayout(config, self.architecture, interleaved)
 
     def _check(self) -> None:
         """Raise ValueError unless the tensors of the folder are those of the model."""

@@ -44,7 +44,7 @@ from .companions import (
 )
 from .config import find_architecture, is_interleaved, misfits, write_config
 from .published import CONFIG_FILE, FP8, SCALE, blocks_of
-from .tensors import Layout, PublishedRows, published_shapes
+from .tensors import PublishedRows, TensorLayout, published_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(I?)B", re.ASCII)
@@ -56,14 +56,14 @@ _REPLACED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class ExportPlan:
     """A planned export. read: returns a tensor of the model, by global name, in any dtype.
 
     shapes: dtype and shape of each published tensor. files: contents of other files, by name. fp8: the recipe in
     which experts are written.
     """
 
-    layout: Layout
+    layout: TensorLayout
     dtype: torch.dtype
     read: Callable[[str], Tensor]
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -142,7 +142,7 @@ class Export:
 def plan_export(
     model: ModelConfig, read: Callable[[str], Tensor], *, dtype: torch.dtype | None = None,
     companions: Mapping[str, str] | None = None, tokenizer: Tokenizer | None = None, fp8: Fp8Recipe | None = None,
-) -> Export:  # fmt: skip
+) -> ExportPlan:  # fmt: skip
     """Plan to write a model whose tensors `read` returns.
 
     companions: the files of the model from which the run started. The architecture is that of `companions`, if it fits,
@@ -170,7 +170,7 @@ def plan_export(
     if dtype not in names:
         raise ValueError(f"an export has dtype {', '.join(DTYPES)}: got {dtype}")
     config["torch_dtype"] = names[dtype]
-    layout = Layout(model, found, found.interleaved and is_interleaved(config))
+    layout = TensorLayout(model, found, found.interleaved and is_interleaved(config))
     shapes = published_shapes(layout)
     shapes |= {name: shapes[original] for name, original in layout.copies().items()} | layout.unused()
     planned = {
@@ -189,7 +189,7 @@ def plan_export(
         config["quantization_config"] |= {"scale_fmt": "ue8m0"} if fp8.power_of_two else {}
     files = {name: text.encode() for name, text in companions.items() if name != CONFIG_FILE}
     files |= tokenizer_files(tokenizer, alone=bool(companions))
-    return Export(layout, dtype, read, planned, config, files, fp8)
+    return ExportPlan(layout, dtype, read, planned, config, files, fp8)
 
 
 def _with_scales(
@@ -229,7 +229,7 @@ def save_pretrained(
     plan.write(Path(folder), max_shard_size)
 
 
-def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None) -> Export:
+def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None) -> ExportPlan:
     """Plan to write the weights of a checkpoint, with its tokenizer and the files of the model that it started from.
 
     dtype: of all weights. None: the experts of a run in FP8 are written in FP8.

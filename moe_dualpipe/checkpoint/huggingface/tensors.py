@@ -106,7 +106,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """The published tensors of one model. interleaved: rotations pair channels (2i, 2i + 1)."""
 
     model: ModelConfig
@@ -210,6 +210,6 @@ def _swap_halves(matrix: Tensor) -> Tensor:
     return matrix.roll(matrix.shape[1] // 2, dims=1)
 
 
-def published_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+def published_shapes(layout: TensorLayout) -> dict[str, tuple[int, ...]]:
     """The names and shapes of all published tensors, in the order in which they are written."""
     return {part.name: part.shape for target in layout.targets() for part in target.parts}

@@ -4,13 +4,41 @@ Local paths do not need this package. A URL is represented by a local folder tha
 that all other code works with paths, and asks `url_of(path)` where the difference matters.
 """
 
-from .copies import drop, entry_of, exists, fetch, open_folder
-from .local_copies import local_path, output_folder, staged_folder, url_of
-from .store import QUICK, Entry, Patience, delete, delete_folder, info, list_folder, read, upload_file, write
+from .local_copies import (
+    drop,
+    entry_of,
+    exists,
+    fetch,
+    local_path,
+    open_folder,
+    output_folder,
+    staged_folder,
+    url_of,
+)
+from .store import QUICK, Patience, StoredFile, delete, delete_folder, info, list_folder, read, upload_file, write
 from .urls import StorageError, Url, is_url
 
 __all__ = [
-    "QUICK", "Entry", "Patience", "StorageError", "Url", "delete",
-    "delete_folder", "drop", "entry_of", "exists", "fetch", "info", "is_url", "list_folder", "local_path",
-    "open_folder", "output_folder", "read", "staged_folder", "upload_file", "url_of", "write",
+    "QUICK",
+    "Patience",
+    "StorageError",
+    "StoredFile",
+    "Url",
+    "delete",
+    "delete_folder",
+    "drop",
+    "entry_of",
+    "exists",
+    "fetch",
+    "info",
+    "is_url",
+    "list_folder",
+    "local_path",
+    "open_folder",
+    "output_folder",
+    "read",
+    "staged_folder",
+    "upload_file",
+    "url_of",
+    "write",
 ]  # fmt: skip

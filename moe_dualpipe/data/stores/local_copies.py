@@ -1,32 +1,47 @@
-"""Local folders that stand for URLs.
+"""Local folders that stand for URLs, and the copies of files in them.
 
 The rest of the program works with paths. So each URL gets a local folder, and a path in this folder stands for the same
 path below the URL. Messages show the URLs. There are two kinds of folders:
 
-    copies    what is read: filled on demand, shared by the processes of this machine, and used again by later ones
-    staged    what a run writes, before it is uploaded; not removed, because a restarted run continues there
+    copies    files to read: copied on demand, shared by the processes of this machine, and used again by later ones
+    staged    files that a run writes, before they are uploaded; kept, because a restarted run continues there
 
 hf:// is only read, and has neither: huggingface_hub keeps its own copies.
+
+The small files of a folder are copied when it is opened, as the code that reads them expects; large files are copied
+when they are needed. The first process of a machine copies, and the others wait. A copy is used until the file on the
+store changes. The caches of fsspec, on which torch depends, copy whole files, too. But two processes may write into one
+copy, and no checksum is compared.
 """
 
 import hashlib
 import os
 import stat
 import tempfile
+import zlib
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...messages import printable, show_as
+from ..one_writer import open_locked
+from ..synced_files import sync
+from .store import StoredFile, info, list_folder, read_parts
 from .urls import StorageError, Url, is_url, storage_error
 
 _STANDS_FOR: dict[Path, Url] = {}
+_opened: dict[Path, dict[str, StoredFile]] = {}
+"""The files of each folder that was opened, by name."""
+SMALL = 64 * 2**20
+"""The largest file that is copied when its folder is opened."""
+_LARGE_SUFFIXES = (".safetensors", ".bin", ".metadata")
 _COPIES, _HUB = "copies", "hf://"
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
-    """The path of what a user named: itself, or the folder of copies of a URL. Reads nothing from the store.
+    """Where to read a path or URL: the path itself, or the folder of copies. Reads nothing from the store.
 
     text: a path, a URL, or a path in a staged folder. Raises ValueError if there can be no folder of copies.
     """
@@ -49,7 +64,7 @@ def staged_folder(url: Url, staging: str | None = None) -> Path:
 
 
 def output_folder(text: str, staging: str | None = None) -> Path:
-    """The folder to write what a user named: itself, or the staged folder of a URL. Raises ValueError."""
+    """Where to write a path or URL: the path itself, or the staged folder. Raises ValueError."""
     if text.startswith(_HUB):
         raise ValueError(f"{printable(text)} can only be read: write to a folder, s3://, gs:// or az://")
     return staged_folder(Url(text), staging) if is_url(text) else Path(text.removeprefix("file://"))
@@ -67,7 +82,7 @@ def url_of(path: Path) -> Url | None:
 
 @cache
 def _hub_copy(url: Url) -> Path:
-    """What huggingface_hub has downloaded of a file, a folder or a glob. Raises StorageError."""
+    """The local copy of a file, a folder or a glob, which huggingface_hub downloads. Raises StorageError."""
     try:
         from huggingface_hub import HfFileSystem, snapshot_download
 
@@ -117,3 +132,78 @@ def base_folder(staging: str | None) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ValueError(f"{printable(folder)} is not a private folder of this user: set TMPDIR to another folder")
     return folder
+
+
+# ---- Copies ----
+
+
+def open_folder(folder: Path, whole: bool = False) -> list[str]:
+    """Copy the small files of a folder, or all, and note the sizes of all. Returns their names; [] for a local folder.
+
+    Raises StorageError, and OSError for a full disk.
+    """
+    if (url := url_of(folder)) is None:
+        return []
+    listed = list_folder(url).items()
+    entries = {name: entry for name, entry in listed if not entry.is_folder and name not in (".", "..")}
+    _opened[folder] = entries
+    drop(folder, {path.name for path in folder.glob("[!.]*") if path.is_file()} - entries.keys())
+    for name, entry in entries.items():
+        if whole or (entry.size <= SMALL and not name.endswith(_LARGE_SUFFIXES)):
+            _copy(folder / name, url / name, entry, None)
+    return [*entries]
+
+
+def fetch(path: Path, crc32: int | None = None) -> Path:
+    """Copy the file that `path` stands for, unless the copy is there. Returns `path`; ordinary paths are unchanged.
+
+    crc32: the checksum that it must have. Raises StorageError, and ValueError for another checksum.
+    """
+    if (url := url_of(path)) is None:
+        return path
+    if (entry := entry_of(path)) is None:
+        raise StorageError(f"{url}: there is no such file")
+    _copy(path, url, entry, crc32)
+    return path
+
+
+def entry_of(path: Path) -> StoredFile | None:
+    """Size and stamp of a file on a store, as listed when its folder was opened, or now. None if missing or local."""
+    if (url := url_of(path)) is None:
+        return None
+    return _opened[path.parent].get(path.name) if path.parent in _opened else info(url)
+
+
+def drop(folder: Path, names: Iterable[str]) -> None:
+    """Remove copies, to free the space. Does nothing for an ordinary folder."""
+    for path in (folder / name for name in names if url_of(folder) is not None):
+        path.unlink(missing_ok=True)
+        _stamp_file(path).unlink(missing_ok=True)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file, or a link, on this machine or on the store. Raises StorageError."""
+    return os.path.lexists(path) if url_of(path) is None else entry_of(path) is not None
+
+
+def _stamp_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.stamp")
+
+
+def _copy(path: Path, url: Url, entry: StoredFile, crc32: int | None) -> None:
+    stamp, found = _stamp_file(path), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(open_locked(path.with_name(f".{path.name}.lock"))):
+        if path.exists() and stamp.exists() and stamp.read_text() == entry.stamp:
+            return
+        partial = path.with_name(f".{path.name}.part")
+        with partial.open("wb") as file:
+            for data in read_parts(url, 0, entry.size, stamp=entry.stamp):
+                file.write(data)
+                found = zlib.crc32(data, found)
+        if crc32 not in (None, found):
+            raise ValueError(f"{url} does not match its checksum")
+        sync(partial)
+        stamp.unlink(missing_ok=True)
+        partial.replace(path)
+        stamp.write_text(entry.stamp)

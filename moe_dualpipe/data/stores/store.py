@@ -27,7 +27,7 @@ _CONNECT = timedelta(seconds=10)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Limits in seconds. total: of a request with its retries. call: of one attempt, including its data."""
+    """Limits in seconds. total: for a request with its retries. call: for one attempt, with its data."""
 
     total: float
     call: float = 60.0
@@ -38,7 +38,7 @@ QUICK = Patience(20.0, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredFile:
     """A file or folder on a store. stamp: differs after the file was written again."""
 
     name: str
@@ -74,20 +74,22 @@ def _store(scheme: str, bucket: str, patience: Patience) -> Any:
     )  # fmt: skip
 
 
-def _entry(found: Mapping[str, Any]) -> Entry:
+def _entry(found: Mapping[str, Any]) -> StoredFile:
     stamp = found.get("e_tag") or str(found.get("last_modified"))
-    return Entry(found["path"].rpartition("/")[2], found["size"], stamp)
+    return StoredFile(found["path"].rpartition("/")[2], found["size"], stamp)
 
 
-def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, Entry]:
+def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, StoredFile]:
     """What is directly below a folder, by name; {} if it is empty. Raises StorageError, even for a missing bucket."""
     found = call(url, lambda store, path: store.list_with_delimiter(path), patience)
     entries = [*map(_entry, found["objects"])]
-    entries += [Entry(path.strip("/").rpartition("/")[2], 0, "", is_folder=True) for path in found["common_prefixes"]]
+    entries += [
+        StoredFile(path.strip("/").rpartition("/")[2], 0, "", is_folder=True) for path in found["common_prefixes"]
+    ]
     return {entry.name: entry for entry in entries}
 
 
-def info(url: Url, patience: Patience = QUICK) -> Entry | None:
+def info(url: Url, patience: Patience = QUICK) -> StoredFile | None:
     """A file; None if there is none. Raises StorageError."""
     try:
         return _entry(call(url, lambda store, path: store.head(path), patience))

@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 def call_in_thread(function: Callable[[], Result], name: str) -> "Future[Result]":
-    """Call `function` in a thread of its own, so that the caller can give up on it, and receives signals."""
+    """Call `function` in a daemon thread, so that the caller can stop waiting, and receives signals."""
     result: Future[Result] = Future()
     threading.Thread(target=_settle, args=(result, function), daemon=True, name=name).start()
     return result

@@ -77,7 +77,7 @@ class MissingError(StorageError):
 
 
 def storage_error(url: Url, error: Exception) -> StorageError | None:
-    """The error to raise for one of a library; None for one that is not about the store."""
+    """Convert an error of a library into a StorageError; None if it is not about the store."""
     if isinstance(error, StorageError):
         return error
     if isinstance(error, ImportError):
@@ -99,7 +99,7 @@ def storage_error(url: Url, error: Exception) -> StorageError | None:
 
 
 def _reason(text: str) -> str:
-    """What obstore says: the request, how often it was repeated, and the answer without its XML."""
+    """The reason in a message of obstore: the request, the number of retries, and the answer without its XML."""
     text = text.partition("\n\nDebug source")[0].rpartition("Error performing ")[2]
     text = re.sub(r", max_retries: .*?(?= +- )", "", text)
     message = re.search(r"<Message>(.*?)</Message>", text)

@@ -1,0 +1,93 @@
+"""Build whole models, or the parts of one, with the weights of a checkpoint or of a published model."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ..data import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, find_tokenizer
+from ..expert_parallel import ExpertParallel
+from ..models import ModelConfig, MoE, TransformerStage, build_model
+from ..models.expert_slots import names_by_expert
+from ..runtime.launch import choose_device, count_gpus
+from .huggingface.published import from_pretrained
+from .load import find_weights, is_published, load_state, load_weights, open_weights
+from .weights import PREFIX, OwnLayer, SavedModel, global_weights
+
+
+def load_model(
+    folder: Path, experts: OwnLayer = None, router: OwnLayer = None, attention: OwnLayer = None, block: OwnLayer = None
+) -> TransformerStage:
+    """Build the whole model of a checkpoint, in fp32.
+
+    experts, router, attention, block: custom layers of this model. A checkpoint never decides which class is imported,
+    so they must be named. Raises ValueError if the checkpoint is broken or has other layers.
+    """
+    saved = SavedModel(folder)
+    named = {"experts": experts, "router": router, "attention": attention, "block": block}
+    model = build_model(saved.config_with(named))
+    load_state(lambda: saved, global_weights(model), "")
+    return model
+
+
+def open_model(
+    path: str, own_layers: Mapping[str, OwnLayer] | None = None, device: Literal["auto", "cpu", "cuda"] = "cpu"
+) -> tuple[TransformerStage, Tokenizer]:
+    """Load a model with its tokenizer, on a device, for inference.
+
+    path: the folder, or URL, of a run (its newest checkpoint is used), of a checkpoint, or of a published model in
+    Hugging Face's format.
+    own_layers: the model's own layers, as for `load_model`. device: cpu (in fp32), cuda (in bf16), or auto: cuda if
+    there is a GPU.
+
+    Raises ValueError for a folder without a model, for one that is broken, and for wrong `own_layers`.
+    """
+    chosen = torch.device(choose_device(device, count_gpus(), 1))
+    folder, config = find_model(path, own_layers)
+    dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
+    model = from_pretrained(folder, dtype) if is_published(folder) else load_model(folder, **(own_layers or {}))
+    return model.to(chosen, dtype), start_tokenizer(folder, config.vocab_size)
+
+
+def find_model(path: str, own_layers: Mapping[str, OwnLayer] | None = None) -> tuple[Path, ModelConfig]:
+    """The folder or checkpoint with a model, and its options. Arguments and errors are those of `open_model`."""
+    opened = open_weights(find_weights(path))
+    return opened.where, opened.config_with(own_layers or {})
+
+
+def load_spread_model(
+    folder: Path, config: ModelConfig, expert_parallel: ExpertParallel, experts: Mapping[int, Sequence[int]]
+) -> TransformerStage:
+    """Build a model in fp32 whose experts are spread over ranks. Reads only this rank's weights. Collective.
+
+    folder, config: from `find_model`. expert_parallel: a backend for all slots. experts: the expert in each slot, for
+    the layers in which they are not in the order of their ids.
+
+    Raises ValueError, on all ranks, for a folder that is broken or has other weights.
+    """
+    model = build_model(config, expert_parallel)
+    layers = {moe.layer: moe for moe in model.modules() if isinstance(moe, MoE)}
+    if experts and experts.keys() != layers.keys():
+        placed, have = (", ".join(map(str, sorted(found))) for found in (experts, layers))
+        raise ValueError(f"{folder}: copies are placed for layers {placed}, but its model has experts in layers {have}")
+    in_order = [*range(config.num_experts)]
+    weights = global_weights(model)
+    named = names_by_expert([model], {layer: experts.get(layer, in_order) for layer in layers})
+    name_of_slot = {slot_name: name for slot_name, name, _ in named}
+    names = {slot_name: name_of_slot.get(slot_name, slot_name) for slot_name in weights}
+    state = {PREFIX + names[slot_name]: tensor for slot_name, tensor in weights.items()}
+    load_weights(folder, state)
+    with torch.no_grad():
+        for slot_name, tensor in weights.items():  # of several copies of an expert on this rank, one has been loaded
+            tensor.copy_(state[PREFIX + names[slot_name]])
+    for layer, slots in experts.items():
+        layers[layer].place(slots)
+    return model
+
+
+def start_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of the model in a folder or checkpoint. Unknown for a published model without tokenizer.json."""
+    if is_published(folder) and not (folder / TOKENIZER_FILE).is_file():
+        return UnknownTokenizer(vocab_size)
+    return find_tokenizer(folder)
