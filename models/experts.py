@@ -66,8 +66,6 @@ class ExpertLayer(nn.Module):
     """The rows of each matrix in a parameter that stacks matrices, for optimizers: {"gate_up": (F, F)} (layers.py)."""
     elementwise: Sequence[str] = ()
     """Parameters that Muon leaves to AdamW (layers.py)."""
-    averaged_buffers: Sequence[str] = ()
-    """Buffers to average over the replicas of the layer after each step."""
     local_experts: range
     """Set by the model: the global ids of the experts."""
 

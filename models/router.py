@@ -50,8 +50,6 @@ class RouterLayer(nn.Module):
 
     elementwise: Sequence[str] = ()
     """Parameters that Muon leaves to AdamW (layers.py)."""
-    averaged_buffers: Sequence[str] = ()
-    """Buffers to average over the replicas of the layer after each step."""
     skips_choices: bool = True
     """Whether ids may be -1. Set it to False if they never are: this saves a host sync in each layer."""
 

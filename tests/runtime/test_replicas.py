@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_dualpipe.runtime import replicas
-from moe_dualpipe.runtime.buffers import Buffers
-from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, sum_gradients
 from tests.support.ranks import run_ranks
 
@@ -70,28 +68,3 @@ def test_buckets_have_the_tensors_in_order_one_dtype_and_a_bounded_size(monkeypa
     found = [*replicas.buckets(tensors)]
     assert [id(t) for bucket in found for t in bucket] == [*map(id, tensors)]
     assert [len(bucket) for bucket in found] == [2, 1, 1, 2, 1]
-
-
-class Statistics(nn.Module):
-    averaged_buffers = ("seen",)
-
-    def __init__(self, rank):
-        super().__init__()
-        values = torch.randn(200, generator=torch.Generator().manual_seed(rank))
-        self.register_buffer("seen", values.bfloat16())
-
-
-def averaged(rank):
-    layer = Statistics(rank)
-    buffers = Buffers([layer], Groups(dense=dist.group.WORLD))
-    before = buffers.copies()
-    buffers.average()
-    found = layer.get_buffer("seen").tolist()
-    buffers.restore(before)
-    assert torch.equal(layer.get_buffer("seen"), Statistics(rank).get_buffer("seen"))
-    return found
-
-
-def test_a_mean_in_16_bits_is_that_of_fp32_rounded_once():
-    own = [Statistics(rank).get_buffer("seen") for rank in range(3)]
-    assert run_ranks(3, averaged) == [torch.stack(own).double().mean(0).bfloat16().tolist()] * 3

@@ -23,6 +23,7 @@ from ...models.kv_cache import KVCache
 from ...models.moe import MoE
 from ...models.per_expert import PerExpert
 from ...pipeline.recording_group import Recorder, recording_world
+from ...runtime.buffers import WAY_OUT
 from ...schedule.launches import CommLaunch
 from .first_difference import row_errors
 from .host_syncs import host_syncs
@@ -90,12 +91,17 @@ def _are_finite(subject: Subject, cases: Sequence[Case], hint: str) -> str:
 
 
 def has_no_state(subject: Subject) -> str:
-    """One object called on A, A, B, A, with the same random seed and averaged buffers, gives the results of a new
-    layer.
+    """Calls on A, A, B, A with the same random seed give the results of a new layer, and change no buffer.
 
     A and B have the same sizes; those of experts have other offsets.
     """
     a, b = subject.draw(1), subject.draw(2)
+    before = copy.deepcopy(subject.module.state_dict())
+    for train in (True, False):
+        subject.outputs(a, train)
+        for name, tensor in subject.module.state_dict().items():
+            if torch.is_tensor(tensor) and not torch.equal(tensor, before[name]):
+                raise Broken(f"forward changes {name.removeprefix(subject.prefix)}: {WAY_OUT}")
     hint = "Forward must not keep state in `self`, such as a counter, read torch.empty, or change `x.data`"
     hint_b = (
         "Forward keeps state in `self`, such as a cache, sizes or a running mean. A pipeline alternates between "
@@ -144,8 +150,8 @@ def launches_nothing(subject: Subject) -> str:
     if launches:
         raise Broken(
             f"the layer launches {plural(len(launches), 'collective')} of all ranks, first {launches[0]}. Other ranks "
-            "run other layers and micro-batches at this time, so a run would hang or mix up tensors. Average buffers "
-            "with `averaged_buffers`, and add losses with `attach`"
+            "run other layers and micro-batches at this time, so a run would hang or mix up tensors. Add losses with "
+            "`attach`"
         )
     return "none"
 
@@ -169,7 +175,7 @@ def _moved(subject: Subject, case: Case, part: Any, train: bool = False) -> tupl
 def rows_are_independent(subject: Subject) -> str:
     """Changing a part of the input changes no other row: in eval mode and, with equal random numbers, in training."""
     worst = 0.0
-    for train in (False,) if subject.averaged else (True, False):
+    for train in (True, False):
         for name, part in subject.parts():
             row, error = _moved(subject, subject.draw(1), part, train)
             worst = max(worst, error)

@@ -175,12 +175,6 @@ class Subject(ABC):
         return self.build(0)
 
     @cached_property
-    def averaged(self) -> frozenset[str]:
-        """The names of the buffers that training may change, because it averages them over replicas."""
-        layers = ((prefix and f"{prefix}.", layer) for prefix, layer in self.module.named_modules())
-        return frozenset(prefix + name for prefix, layer in layers for name in getattr(layer, "averaged_buffers", ()))
-
-    @cached_property
     def exact(self) -> bool:
         """Whether the layer computes in fp64: its second difference over a small step has no rounding of fp32."""
         x = self.draw(1)
@@ -196,35 +190,30 @@ class Subject(ABC):
 
     @cached_property
     def modes(self) -> tuple[bool, ...]:
-        """The modes in which inputs of other shapes can be compared: not training if it draws numbers or averages
-        buffers."""
+        """The modes in which inputs of other shapes can be compared: not training if it draws random numbers."""
         first, second = (self.outputs(self.draw(1), seed=seed)[0] for seed in (1, 2))
-        return (True, False) if torch.equal(first, second) and not self.averaged else (False,)
+        return (True, False) if torch.equal(first, second) else (False,)
 
     def random(self, seed: int, *shape: int) -> Tensor:
         return random_like(torch.empty(*shape, self.config.hidden_size, dtype=torch.float64, device=self.device), seed)
 
-    def run(self, module: Any, case: Case, train: bool | None, seed: int, how: Callable[..., Outputs]) -> Outputs:
-        """A call with a fixed seed. Averaged buffers have their values from before, if they may change."""
-        train = not self.averaged if train is None else train
-        kept = {name: t.clone() for name, t in module.state_dict().items() if train and name in self.averaged}
+    def run(self, module: Any, case: Case, train: bool, seed: int, how: Callable[..., Outputs]) -> Outputs:
+        """A call with a fixed seed."""
         with torch.random.fork_rng(devices=[]):
             (torch.default_generator.manual_seed if self.device == "cpu" else torch.manual_seed)(seed)
             try:
-                outputs = how(module.train(train), case)
+                return how(module.train(train), case)
             except Exception as error:
                 error.add_note(f"with {self.describe(case)}")
                 raise
-        module.load_state_dict(kept, strict=False)
-        return outputs
 
     @torch.no_grad()
-    def outputs(self, case: Case, train: bool | None = None, seed: int = 0, module: Any = None) -> Outputs:
-        """The outputs, without gradients. train: None means training mode, unless it averages buffers."""
+    def outputs(self, case: Case, train: bool = True, seed: int = 0, module: Any = None) -> Outputs:
+        """The outputs, without gradients."""
         return self.run(module or self.module, case, train, seed, self.call)
 
     def results(
-        self, case: Case, train: bool | None = None, module: Any = None, v: Tensor | None = None,
+        self, case: Case, train: bool = True, module: Any = None, v: Tensor | None = None,
         how: Callable[..., Outputs] | None = None, backward: Callable[[Tensor, Tensor], None] = torch.autograd.backward,
     ) -> Results:  # fmt: skip
         """The result and all gradients of sum(v * result). v: None means a random direction.
