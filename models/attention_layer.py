@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .custom_layers import named_parameters
 from .kv_cache import KVCache
-from .layer_class import named_parameters
-from .own_calls import call_layer
+from .layer_calls import call_layer
 
 
 class AttentionLayer(nn.Module):
@@ -27,7 +27,7 @@ class AttentionLayer(nn.Module):
     projection usually have the standard deviation `config.residual_std`, others `config.init_std`.
 
     The constructor receives, if it has parameters of these names: `layer`, the number of the block, from 0; `options`,
-    annotated with a dataclass (layer_options.py).
+    annotated with a dataclass (custom_layers.py).
 
     `forward` receives, if it has parameters of these names:
 

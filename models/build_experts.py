@@ -14,8 +14,8 @@ from moe_dualpipe.expert_parallel.parameters import entries, expert_ids, global_
 from moe_dualpipe.messages import plural
 
 from .config import ModelConfig
+from .custom_layers import LayerClass, custom_source, find_layer, mark_custom
 from .experts import SwiGLUExperts
-from .layer_class import LayerClass, find_layer, mark_as_own, own_source
 from .layers import seeded
 from .per_expert import PerExpert
 
@@ -78,7 +78,7 @@ class ExpertBuilder:
                 with seeded(self.seed, self._seed_name(expert)):
                     reset(i)
         except Exception as error:
-            in_context(error, f"layer {self.layer}, experts", own_source(experts))
+            in_context(error, f"layer {self.layer}, experts", custom_source(experts))
             raise
         return experts
 
@@ -118,7 +118,7 @@ class ExpertBuilder:
                 )
             experts = PerExpert(experts)
         if isinstance(experts, PerExpert):
-            mark_as_own(experts, found.make)
+            mark_custom(experts, found.make)
         setattr(experts, "local_experts", ids)  # noqa: B010 - nn.Module declares no such attribute
         return experts
 

@@ -10,8 +10,7 @@ from moe_dualpipe.kernels.fp8 import Fp8Recipe
 from moe_dualpipe.kernels.options import GroupScore, Kernels, RoutingOptions, validate_kernels
 from moe_dualpipe.messages import LARGEST, check_range, printable
 
-from .layer_class import Factory, name_of
-from .layer_options import LayerOptions, options_text
+from .custom_layers import Factory, LayerOptions, name_of, options_text
 
 Recompute = Literal["none", "norms", "attention", "full"]
 """What a block recomputes in backward instead of saving it; recompute.py describes each."""
@@ -34,7 +33,7 @@ _NAME = PrimitiveConstructorSpec[Any](
 LayerName = Annotated[str | Factory, _NAME]
 """A layer by its name, or in Python as a class or function (layer_class.py)."""
 OwnOptions = Annotated[LayerOptions, _WORDS]
-"""Options of a custom layer (layer_options.py)."""
+"""Options of a custom layer (custom_layers.py)."""
 
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "experts": ("swiglu",), "router": ("topk", "balanced"), "attention": ("gqa", "mla"), "block": ("prenorm",),

@@ -32,7 +32,7 @@ class ExpertLayer(nn.Module):
 
     The constructor receives, if it has parameters of these names: `expert_ids`, the global ids of the rank's experts, a
     range; `layer`, the number of the block, from 0 (blocks of multi-token prediction follow the last layer); `options`,
-    annotated with a dataclass (layer_options.py).
+    annotated with a dataclass (custom_layers.py).
 
     You may also give one expert instead of a layer: a class or function with the arguments (config), and optionally
     `expert_id`, `layer` and `options`, that returns an nn.Module from rows to rows; or a function that returns an

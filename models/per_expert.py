@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .custom_layers import mark_custom
 from .experts import ExpertLayer
-from .layer_class import mark_as_own
-from .own_calls import checked_output
+from .layer_calls import checked_output
 
 Size = int | str
 """An integer, or the name of a field of `ModelConfig`, such as "hidden_size"."""
@@ -59,7 +59,7 @@ def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]
             return FunctionExperts(function, config, num_local_experts, sizes)
 
         del build.__wrapped__  # inspect.signature must see the arguments of `build`
-        mark_as_own(build, function)
+        mark_custom(build, function)
         return build
 
     return decorate

@@ -27,7 +27,7 @@ _CALLS: dict[Any, str] = {
     torch.allclose: "allclose()", Tensor.allclose: "allclose()",
 }  # fmt: skip
 _LIBRARIES = "torch", "warnings", "contextlib", "functools"
-_DO_NOT_WAIT = "moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.", "moe_dualpipe.models.own_calls"
+_DO_NOT_WAIT = "moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.", "moe_dualpipe.models.layer_calls"
 
 
 class _Intercept(TorchFunctionMode):

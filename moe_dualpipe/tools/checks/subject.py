@@ -28,8 +28,8 @@ from ...models.block import block_class, block_parts
 from ...models.build_experts import ExpertBuilder
 from ...models.config import ModelConfig, StageOptions
 from ...models.kv_cache import KVCache
+from ...models.layer_calls import call_layer, call_router
 from ...models.layers import seed_of, seeded
-from ...models.own_calls import call_layer, call_router
 from ...models.recompute import add_up
 from ...models.router import build_router
 from ...overlap import Compute, Segmented, Segments

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_dualpipe.errors import CodeLine, LayerError, in_context, without_frames
 
-from .layer_class import own_source
+from .custom_layers import custom_source
 
 
 def call_layer(part: str, layer: nn.Module, x: Tensor, *others: Any, **context: Any) -> Tensor:
@@ -32,7 +32,7 @@ def call_router(router: nn.Module, x: Tensor, num_experts: int, *replay_TK: Tens
     Raises ValueError if the decision of a user's router breaks the contract of `RouterLayer`.
     """
     decision = _call("router", router, x, *replay_TK)
-    if own_source(router) is not None:
+    if custom_source(router) is not None:
         _check_decision(router, x, decision, num_experts)
     return decision
 
@@ -52,7 +52,7 @@ def _call(part: str, layer: nn.Module, *arguments: Any, **context: Any) -> Any:
     try:
         return layer(*arguments, **context)
     except Exception as error:
-        in_context(error, part, own_source(layer))
+        in_context(error, part, custom_source(layer))
         raise
 
 
@@ -85,14 +85,14 @@ def _check_decision(router: nn.Module, x: Tensor, decision: Any, num_experts: in
 
 def _wrong_output(part: str, layer: nn.Module, wanted: str, got: str) -> Exception:
     """The error names the definition of the layer, because none of its lines has failed."""
-    line = CodeLine.of(own_source(layer))
+    line = CodeLine.of(custom_source(layer))
     error = LayerError(f"{_name(layer)} must return {wanted}: got {got}", line)
     in_context(error, part)
     return without_frames(error)
 
 
 def _name(layer: nn.Module) -> str:
-    return getattr(own_source(layer), "__name__", type(layer).__name__)
+    return getattr(custom_source(layer), "__name__", type(layer).__name__)
 
 
 def _described(value: Any) -> str:

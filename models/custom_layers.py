@@ -1,4 +1,4 @@
-"""Find the classes of the layers of a model: built in, in a module, in a file, or passed as objects.
+"""Find the classes of a model's layers, and pass them options.
 
 A configuration names its layers with strings, so that it can be saved, compared, and sent to other processes:
 
@@ -11,23 +11,40 @@ If Python code passes the class or function itself, it gets such a name, under w
 A constructor receives the arguments of its contract by position, such as `config`. Others, such as `layer`, are passed
 by name, and only to a constructor with a parameter of that name. `**kwargs` does not receive them: constructors often
 pass these on to a parent class that does not expect them.
+
+A layer may have options, the fields of a dataclass:
+
+    @dataclass
+    class LoRAOptions:
+        rank: int = 8
+
+    class LoRAExperts(nn.Module):
+        def __init__(self, config, num_local_experts, options: LoRAOptions): ...
+
+    train.py --experts lora.py:LoRAExperts --set model.expert_options.rank=16
+    ModelConfig(experts=LoRAExperts, expert_options=LoRAOptions(rank=16))
+
+A configuration stores options as text, "rank=16", so that they can be saved and compared without the class.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin, get_type_hints
+
+import msgspec
 
 from moe_dualpipe.errors import CodeLine, describe_user_error, user_error
 from moe_dualpipe.messages import describe, printable
-
-from .layer_options import parse_options
 
 Factory = Callable[..., Any]
 """A class of layers, or a function that returns a layer."""
@@ -67,7 +84,7 @@ class LayerClass:
         if not isinstance(layer, nn.Module):
             what = f"the {self.kind} {self.name!r} must be an nn.Module: got {type(layer).__name__}"
             raise ValueError(at_definition(self.make, what))
-        mark_as_own(layer, self.make)
+        mark_custom(layer, self.make)
         return layer
 
 
@@ -201,20 +218,100 @@ def _import_file(path: str) -> ModuleType:
     return module
 
 
-def mark_as_own(layer: Any, source: Any) -> None:
+def mark_custom(layer: Any, source: Any) -> None:
     """Note that the module `layer` was made by `source`, a user's class or function."""
     setattr(layer, _SOURCE, getattr(source, _SOURCE, source))
 
 
-def own_source(layer: Any) -> Any:
+def custom_source(layer: Any) -> Any:
     """The user's class or function that made a module; None for a built-in layer."""
     return getattr(layer, _SOURCE, None)
 
 
-_SOURCE = "own_source"
+_SOURCE = "custom_source"
 
 
 def at_definition(found: Factory, message: str) -> str:
     """`message`, prefixed with the file and line that define the function, or the constructor of the class."""
     line = CodeLine.of(found.__init__ if isinstance(found, type) and "__init__" in vars(found) else found)
     return f"{line}: {message}" if line is not None else message
+
+
+# ---- options ----
+
+
+LayerOptions = str | Mapping[str, Any] | Any
+"""Options as text, as a mapping, or as an instance of a dataclass."""
+
+
+def options_text(options: LayerOptions) -> str:
+    """The options as words `key=value`. Raises ValueError for other text, and for objects other than dataclasses.
+
+    Example: {"rank": 8, "widths": [64, 128]} -> "rank=8 widths=64,128".
+    """
+    if isinstance(options, str):
+        words = _words(options)
+        for word in words:
+            if not word.partition("=")[0].isidentifier() or "=" not in word:
+                raise ValueError(f"an option of a layer must be key=value: got {printable(word, 60)!r}")
+        return shlex.join(words)
+    if dataclasses.is_dataclass(options) and not isinstance(options, type):
+        options = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"options of a layer must be a mapping or a dataclass: got {type(options).__name__}")
+    lists = {name: ",".join(map(str, value)) for name, value in options.items() if isinstance(value, tuple | list)}
+    return shlex.join(f"{name}={value}" for name, value in {**options, **lists}.items())
+
+
+@lru_cache(maxsize=256)  # a model has many layers
+def parse_options(make: Factory, text: str) -> Any:
+    """Return `text` as an instance of the dataclass that annotates the parameter `options` of `make`.
+
+    Raises ValueError for options that the dataclass lacks, missing ones, and values of another type.
+    """
+    kind = _options_class(make)
+    types, values = get_type_hints(kind), dict[str, Any]()
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for word in _words(text):
+        name, _, value = word.partition("=")
+        if name not in fields:
+            known = f"choose from: {', '.join(fields)}" if fields else "it has no options"
+            raise ValueError(f"{kind.__name__} has no option {name!r}; {known}")
+        values[name] = _typed(name, value, types[name])
+    for name, field in fields.items():
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{kind.__name__} needs a value for {name}")
+    return kind(**values)
+
+
+_TYPES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _typed(name: str, text: str, kind: Any) -> Any:
+    """The value of an option. A list is written with commas."""
+    value: Any = text.split(",") if get_origin(kind) in (tuple, list) else text
+    if text == "None":
+        value = None
+    try:
+        return msgspec.convert(value, kind, strict=False, dec_hook=lambda of, part: of(part))
+    except msgspec.ValidationError:
+        wanted = _TYPES.get(kind, printable(getattr(kind, "__name__", kind) if get_origin(kind) is None else kind))
+        raise ValueError(f"{name} must be {wanted}: got {printable(text, 60)!r}") from None
+
+
+def _options_class(make: Factory) -> Any:
+    function = make.__init__ if isinstance(make, type) else inspect.unwrap(make)
+    try:
+        kind = get_type_hints(function).get("options")
+    except NameError as error:
+        raise ValueError(f"cannot resolve the annotations of {make.__name__}: {error}") from None
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise ValueError(f"{make.__name__} must annotate its parameter `options` with a dataclass: got {kind}")
+    return kind
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"cannot split the options {printable(text, 60)!r} into words: {error}") from None
