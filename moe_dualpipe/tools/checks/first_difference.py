@@ -10,13 +10,10 @@ S positions, V vocabulary, K experts per token.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...overlap.labels import COMBINE, DISPATCH, PREPARE
@@ -192,40 +189,6 @@ class StageObserver:
 
 
 # ---- the verdict ----
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A run to compare with the reference, or the reference itself. It can be sent to other processes.
-
-    run: gives a trace what this rank computes; segments only if its second argument is true. file: what the reference
-    recorded.
-    """
-
-    run: Callable[[Trace, bool], None]
-    tolerance: Tolerance
-    file: Path
-
-
-def record(reference: Comparison) -> None:
-    trace = Trace()
-    reference.run(trace, True)
-    torch.save(trace.recorded, reference.file)
-
-
-def find_difference(compared: Comparison) -> tuple[str, str]:
-    """What was measured, and the first difference above the tolerance; "" if there is none. Collective."""
-    expected = torch.load(compared.file, weights_only=False, mmap=True)
-
-    def run(with_segments: bool) -> tuple[str, str]:
-        trace = Trace(expected, compared.tolerance)
-        compared.run(trace, with_segments)
-        traces: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(traces, (trace.largest, trace.compared, trace.first))
-        return verdict(traces, expected, compared.tolerance)
-
-    measured, problem = run(False)
-    return measured, problem and (run(True)[1] or problem)
 
 
 def verdict(traces: Sequence[Any], expected: Recorded, tolerance: Tolerance) -> tuple[str, str]:

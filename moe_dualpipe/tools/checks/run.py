@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import lcm
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ...expert_parallel.gather import gather_objects
 from ...expert_parallel.parameters import global_tensors
 from ...models import ModelConfig, StageOptions, split
 from ...models.config import Recompute
@@ -27,7 +29,7 @@ from ...runtime.buffers import Buffers
 from ...runtime.replicas import ReplicaSet
 from ...schedule import NAMES, Forward, Schedule, build, members
 from ...training.config import ParallelConfig
-from .first_difference import Kind, StageObserver, Tolerance, Trace
+from .first_difference import Kind, StageObserver, Tolerance, Trace, verdict
 from .subject import prepare, without_dropout
 
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.
@@ -125,7 +127,7 @@ _BIAS_RATE = 0.02  # enough to change choices in one step
 class Job:
     """What all variants run. tokens: [steps, N, S + 1]. size: sequences per micro-batch of the reference.
 
-    on_rank: called on every rank before the first step, for tests that inject faults. It is sent to other processes.
+    on_rank: called on every rank before the first step. Tests use it to inject faults.
     """
 
     model: ModelConfig
@@ -135,14 +137,41 @@ class Job:
     on_rank: "Callable[[Run], None] | None" = None
 
 
-def run_variant(job: Job, variant: Variant, trace: Trace, with_segments: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A variant to compare with the reference, or the reference itself. It can be sent to other processes.
+
+    file: the trace of the reference.
+    """
+
+    job: Job
+    variant: Variant
+    file: Path
+
+
+def record_reference(reference: Comparison) -> None:
+    trace = Trace()
+    run_variant(reference.job, reference.variant, trace)
+    torch.save(trace.recorded, reference.file)
+
+
+def find_difference(compared: Comparison) -> tuple[str, str]:
+    """The largest differences, and the first one above the tolerance; "" if there is none. Collective."""
+    expected = torch.load(compared.file, weights_only=False, mmap=True)
+    trace = Trace(expected, compared.variant.tolerance)
+    run_variant(compared.job, compared.variant, trace)
+    traces = gather_objects((trace.largest, trace.compared, trace.first))
+    return verdict(traces, expected, compared.variant.tolerance)
+
+
+def run_variant(job: Job, variant: Variant, trace: Trace) -> None:
     """Run the variant on this rank, and pass its results to the trace. Collective over `variant.processes` ranks."""
     run = Run(job, variant, trace)
     if job.on_rank is not None:
         job.on_rank(run)
-    with ExitStack() as contexts:
-        for index, stage in run.stages.items() if with_segments else ():
-            contexts.enter_context(probe(stage, StageObserver(trace, run.forwards(index), variant.ep)))
+    with ExitStack() as probes:
+        for index, stage in run.stages.items():
+            probes.enter_context(probe(stage, StageObserver(trace, run.forwards(index), variant.ep)))
         run.steps()
 
 
