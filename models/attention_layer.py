@@ -1,4 +1,4 @@
-"""The contract of attention: what a custom attention class must and may define.
+"""The contract of attention layers, and their call.
 
 B sequences, S positions, D model dim. With a cache, S counts the new positions, and L all positions.
 """
@@ -39,7 +39,7 @@ class AttentionLayer(nn.Module):
 
     `models.layers.Linear` defers its weight gradients; other modules compute them together with the input gradients.
 
-    The static methods return costs. For your own attention, only `score_flops`, `kv_cache_shape` and, in one case,
+    The static methods return costs. Of custom attention, only `score_flops`, `kv_cache_shape` and, in one case,
     `weight_flops` are used.
     """
 

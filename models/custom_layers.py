@@ -54,9 +54,9 @@ _OBJECTS: dict[str, Factory] = {}
 
 @dataclass(frozen=True, slots=True)
 class LayerClass:
-    """A class or function that builds layers. kind: what messages call it, such as "router". options: its own options.
+    """A class or function that builds layers, and its options. kind: its name in messages, such as "router".
 
-    arguments: the positional arguments that it takes, such as ("config",).
+    arguments: its positional arguments, such as ("config",).
     """
 
     kind: str
@@ -66,9 +66,9 @@ class LayerClass:
     options: str
 
     def build(self, *arguments: Any, **optional: Any) -> Any:
-        """Build a layer. The constructor gets those of the `optional` arguments that it has parameters for.
+        """Build a layer. The constructor receives the `optional` arguments for which it has parameters.
 
-        Raises ValueError if a user's constructor raises, exits, or returns something other than an nn.Module.
+        Raises ValueError if a custom constructor raises, exits, or returns something other than an nn.Module.
         """
         from torch import nn
 
@@ -118,9 +118,9 @@ def find_layer(
 ) -> LayerClass:  # fmt: skip
     """Find the class or function called `name`.
 
-    forms: lists of positional arguments; the first that the constructor accepts is used. optional: arguments that are
-    passed only to a constructor with a parameter of that name. Raises ValueError if the class does not exist, accepts
-    none of the forms, or does not have these `options`.
+    forms: lists of positional arguments; the first one that the constructor accepts is used. optional: arguments that
+    only constructors with a parameter of this name receive. Raises ValueError if the class does not exist, accepts none
+    of the forms, or lacks one of these `options`.
     """
     found = built_in.get(name) or _OBJECTS.get(name) or _imported(kind, name)
     if not callable(found):
@@ -219,12 +219,12 @@ def _import_file(path: str) -> ModuleType:
 
 
 def mark_custom(layer: Any, source: Any) -> None:
-    """Note that the module `layer` was made by `source`, a user's class or function."""
+    """Mark a module as a custom layer that `source`, a class or function, has built."""
     setattr(layer, _SOURCE, getattr(source, _SOURCE, source))
 
 
 def custom_source(layer: Any) -> Any:
-    """The user's class or function that made a module; None for a built-in layer."""
+    """The class or function that has built a custom layer; None for a built-in layer."""
     return getattr(layer, _SOURCE, None)
 
 

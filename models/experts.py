@@ -1,4 +1,4 @@
-"""The expert layer: many small MLPs over rows that are grouped by expert. Your own class can replace it.
+"""The expert layer: many small MLPs over rows that are grouped by expert. A custom class can replace it.
 
 N rows received, M rows in expert-major order, K choices per row, D model dim, F inner width, E local experts. An
 expert, or all of them, may have no rows.

@@ -1,7 +1,7 @@
-"""Expert layers from one module per expert, or from a function of the rows and weights of one expert.
+"""Expert layers made of one module per expert, or of a function of the rows and weights of one expert.
 
-Both loop over the experts, so the host must know how many rows each has: on a GPU, this is one host sync per layer. A
-layer that uses `grouped_linear` (kernels/grouped_gemm.py) computes all experts at once, without a host sync.
+Both loop over the experts, so the host must know the number of rows of each: on a GPU, one host sync per layer. A layer
+with `grouped_linear` (kernels/grouped_gemm.py) computes all experts at once, without a host sync.
 
 M rows in expert-major order, D model dim, E experts of this rank.
 """

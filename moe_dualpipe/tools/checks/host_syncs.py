@@ -1,6 +1,7 @@
 """Find host syncs: operations of a layer that make the host wait for the GPU.
 
-On CUDA, torch reports them (`torch.cuda.set_sync_debug_mode`). On a CPU, calls that would wait on a GPU are intercepted.
+On CUDA, torch reports them (`torch.cuda.set_sync_debug_mode`). On a CPU, calls that would wait for a GPU are found by
+name.
 """
 
 import sys
