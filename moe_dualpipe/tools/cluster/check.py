@@ -49,7 +49,7 @@ MESSAGES = 6
 """Messages that measure a direction of a link. Another one comes first, and opens the connection."""
 _MARGIN = 5.0
 """Seconds that rank 0 may need for its answer, besides the time that it waits for other ranks."""
-_NETWORK = "check the network between these ranks: firewall, NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+_WAY_OUT = "check this machine and the network between ranks: firewall, NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
 _WAITING = "waiting for the other ranks"
 _VERSIONS = ("Python", "torch", "triton", "CUDA", "NCCL", "driver", "moe-dualpipe")
 _SETTING = re.compile(r"(NCCL|GLOO|TORCH_NCCL)_\w+|CUDA_DEVICE_MAX_CONNECTIONS")
@@ -440,6 +440,7 @@ def check_cluster(
             if report is not None:
                 slow = find_slow_links(speeds, {one.rank: one.host for one in report.facts})
                 report = replace(report, problems=[*report.problems, *others, *slow], speeds=speeds)
+        start("leaving", timeout + 2 * _MARGIN)
         if report is not None:
             store.set("code", str(int(bool(report.problems))))
         code = int(store.get("code"))
@@ -512,16 +513,16 @@ def watched(where: str, timeout: float) -> Iterator[Start]:
     Yields a function to call before each step, with its name and optionally other seconds than `timeout`. Raises
     ConnectionError for an error of torch: "rank 1 on b: creating the process group: Connection refused: check ...".
     """
-    steps, left = [("starting", time.monotonic() + timeout)], threading.Event()
+    steps, left = [("starting", timeout, time.monotonic())], threading.Event()
 
     def start(name: str, seconds: float = timeout) -> None:
-        steps.append((name, time.monotonic() + seconds))
+        steps.append((name, seconds, time.monotonic()))
 
     def watch() -> None:
         while not left.wait(0.02):
-            name, end = steps[-1]
-            if time.monotonic() > end:
-                reason = f"no answer for {timeout:g} s: {_NETWORK}"
+            name, seconds, since = steps[-1]
+            if time.monotonic() > since + seconds:
+                reason = f"no answer for {seconds:g} s: {_WAY_OUT}"
                 end_process(1, f"moe-dualpipe: error: {where}: {name}: {reason}\n")
 
     threading.Thread(target=watch, daemon=True).start()
@@ -530,6 +531,6 @@ def watched(where: str, timeout: float) -> Iterator[Start]:
     except RuntimeError as error:
         # Without the place in gloo's source, its advice, and the C++ stack trace below the first line.
         reason = re.sub(r"^\[\S+:\d+\] |\. This is typically .*|\n.*", "", str(error).strip(), flags=re.DOTALL)
-        raise ConnectionError(f"{where}: {steps[-1][0]}: {printable(reason, 300)}: {_NETWORK}") from None
+        raise ConnectionError(f"{where}: {steps[-1][0]}: {printable(reason, 300)}: {_WAY_OUT}") from None
     finally:
         left.set()

@@ -256,7 +256,7 @@ def test_a_link_that_does_not_answer_ends_the_check_on_all_ranks(tmp_path):
     arguments = ["--size", "0.001", "--timeout", "5"]
     codes, texts = run_machines(range(3), 3, tmp_path, *arguments, special={1: {"stuck_to": 2}})
     assert codes == [1, 1, 1]
-    stuck = "rank 1 on b: rank 1 -> rank 2: no answer for 5 s: check the network between these ranks"
+    stuck = "rank 1 on b: rank 1 -> rank 2: no answer for 5 s: check this machine and the network between ranks"
     assert stuck in texts[1], texts
 
 
