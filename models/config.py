@@ -31,7 +31,7 @@ _NAME = PrimitiveConstructorSpec[Any](
     str_from_instance=lambda value: [value],
 )
 LayerName = Annotated[str | Factory, _NAME]
-"""A layer by its name, or in Python as a class or function (layer_class.py)."""
+"""A layer by its name, or in Python as a class or function (custom_layers.py)."""
 OwnOptions = Annotated[LayerOptions, _WORDS]
 """Options of a custom layer (custom_layers.py)."""
 
