@@ -39,9 +39,7 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_origin, get_type_hints
-
-import msgspec
+from typing import Any, get_type_hints
 
 from moe_dualpipe.errors import CodeLine, describe_user_error, user_error
 from moe_dualpipe.messages import describe, printable
@@ -269,34 +267,20 @@ def parse_options(make: Factory, text: str) -> Any:
 
     Raises ValueError for options that the dataclass lacks, missing ones, and values of another type.
     """
+    from moe_dualpipe.command_line import options_of  # imports what only commands need
+
     kind = _options_class(make)
-    types, values = get_type_hints(kind), dict[str, Any]()
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    options, values = {option.name: option for option in options_of(kind)}, dict[str, Any]()
     for word in _words(text):
         name, _, value = word.partition("=")
-        if name not in fields:
-            known = f"choose from: {', '.join(fields)}" if fields else "it has no options"
+        if name not in options:
+            known = f"choose from: {', '.join(options)}" if options else "it has no options"
             raise ValueError(f"{kind.__name__} has no option {name!r}; {known}")
-        values[name] = _typed(name, value, types[name])
-    for name, field in fields.items():
-        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{kind.__name__} needs a value for {name}")
+        values[name] = options[name].convert(value)
+    for field in dataclasses.fields(kind):
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{kind.__name__} needs a value for {field.name}")
     return kind(**values)
-
-
-_TYPES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
-
-
-def _typed(name: str, text: str, kind: Any) -> Any:
-    """The value of an option. A list is written with commas."""
-    value: Any = text.split(",") if get_origin(kind) in (tuple, list) else text
-    if text == "None":
-        value = None
-    try:
-        return msgspec.convert(value, kind, strict=False, dec_hook=lambda of, part: of(part))
-    except msgspec.ValidationError:
-        wanted = _TYPES.get(kind, printable(getattr(kind, "__name__", kind) if get_origin(kind) is None else kind))
-        raise ValueError(f"{name} must be {wanted}: got {printable(text, 60)!r}") from None
 
 
 def _options_class(make: Factory) -> Any:

@@ -14,9 +14,9 @@ import torch
 from ...messages import plural
 from ...models import StageOptions
 from ...runtime.layout import check_ep
-from ...training.checks import check_options
 from ...training.config import TrainConfig
 from ...training.layout_choice import DEFAULT_SIZE
+from ...training.rules import check_options
 from .laws import Check, Report
 from .ranks import Failure, run_task
 from .run import (

@@ -1,21 +1,19 @@
 """Persistent buffers: saved in checkpoints, and not changed by a forward (runtime/buffers.py)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...errors import without_frames
 from ...expert_parallel.gather import first_fault
 from ...runtime.buffers import WAY_OUT, Buffers
-from . import Extension, Update
+from . import Extension, Trained, Update
 
 
 class FixedBuffers(Extension):
     """Refuses a layer whose forward changes a persistent buffer, in the first step of the process."""
 
-    def __init__(self, trainer: Any):
-        self.buffers = Buffers(trainer.stages.values(), trainer.groups)
+    def __init__(self, trainer: Trained):
+        self.buffers = Buffers(trainer.stages.values(), trainer.pipeline.groups)
         self._before: dict[str, Tensor] | None = None
         self._checked = False
 
