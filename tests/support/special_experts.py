@@ -78,6 +78,8 @@ class AdapterExperts(SwiGLUExperts):
 class ScaledExperts(nn.Module):
     """Scales each expert's rows by a fixed buffer [E, D], drawn at the start. With dropout."""
 
+    scale: torch.Tensor
+
     def __init__(self, config, num_local_experts):
         super().__init__()
         width = config.hidden_size
