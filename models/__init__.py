@@ -6,13 +6,12 @@
 from .attention import filled_cache
 from .attention_layer import AttentionLayer
 from .auxiliary_losses import attach
-from .block import BlockLayer
+from .block import BlockLayer, check_layers
 from .config import RECOMPUTE, ModelConfig, StageOptions
 from .experts import ExpertLayer
 from .kv_cache import KVCache
 from .layers import elementwise_matrices, stacked_matrices
 from .moe import MoE, expert_loads
-from .own_layers import check_layers
 from .partition import StageSpec, split
 from .per_expert import expert_function
 from .presets import PRESETS, preset

@@ -18,9 +18,9 @@ from moe_dualpipe.kernels.linear import at_least_fp32
 
 from .attention_layer import AttentionLayer
 from .config import ModelConfig
+from .custom_layers import LayerClass, find_layer
 from .kv_cache import KVCache
 from .latent_attention import LatentAttention
-from .layer_class import LayerClass, find_layer
 from .layers import Linear
 from .rotary import Rotary, rotate
 from .sdpa import ScaledDotProduct

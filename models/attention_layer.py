@@ -1,4 +1,4 @@
-"""The contract of attention: what a custom attention class must and may define.
+"""The contract of attention layers, and their call.
 
 B sequences, S positions, D model dim. With a cache, S counts the new positions, and L all positions.
 """
@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .custom_layers import named_parameters
 from .kv_cache import KVCache
-from .layer_class import named_parameters
-from .own_calls import call_layer
+from .layer_calls import call_layer
 
 
 class AttentionLayer(nn.Module):
@@ -27,7 +27,7 @@ class AttentionLayer(nn.Module):
     projection usually have the standard deviation `config.residual_std`, others `config.init_std`.
 
     The constructor receives, if it has parameters of these names: `layer`, the number of the block, from 0; `options`,
-    annotated with a dataclass (layer_options.py).
+    annotated with a dataclass (custom_layers.py).
 
     `forward` receives, if it has parameters of these names:
 
@@ -39,7 +39,7 @@ class AttentionLayer(nn.Module):
 
     `models.layers.Linear` defers its weight gradients; other modules compute them together with the input gradients.
 
-    The static methods return costs. For your own attention, only `score_flops`, `kv_cache_shape` and, in one case,
+    The static methods return costs. Of custom attention, only `score_flops`, `kv_cache_shape` and, in one case,
     `weight_flops` are used.
     """
 

@@ -15,13 +15,15 @@ from moe_dualpipe.overlap.segment import CommResult
 
 from .attention import attention_class
 from .attention_layer import accepted_context, attend, with_past
+from .build_experts import expert_class
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
+from .custom_layers import LayerClass, custom_source, find_layer
 from .kv_cache import KVCache
-from .layer_class import LayerClass, find_layer, own_source
+from .layer_calls import call_layer, checked_output
 from .layers import SwiGLU
 from .moe import MoE
-from .own_calls import call_layer, checked_output
 from .recompute import add_up, normalize, normalize_again, recompute_saved
+from .router import router_class
 
 
 class BlockLayer(Segmented):
@@ -33,7 +35,7 @@ class BlockLayer(Segmented):
     layer: the number of the block, from 0. expert_parallel: pass it to `MoE(config, expert_parallel, layer,
     stage_options)`, whose `segments` or `exchange` dispatch tokens to experts. stage_options: kernels, recomputation,
     seed. If the constructor has a parameter `options`, annotated with a dataclass, it receives the options of the block
-    (layer_options.py).
+    (custom_layers.py).
 
     `segments` yields Compute and Comm (overlap/segment.py). Between them, the engine runs segments of other chunks,
     which hides the communication. A plain nn.Module with `forward(x_BSD)` works as well, as a single segment.
@@ -87,7 +89,7 @@ class Block(BlockLayer):
         """
         attend = partial(self.attend_and_route, rows_B=rows_B) if isinstance(self.mlp, MoE) else self.attend
         attend = partial(attend, cache=cache, mask_B1SS=mask_B1SS)
-        sources = [own_source(layer) for layer in (self.attention, getattr(self.mlp, "router", None))]
+        sources = [custom_source(layer) for layer in (self.attention, getattr(self.mlp, "router", None))]
         source = sources[0] or sources[1] if None in sources else None  # if both are the user's, either may have failed
         attended = yield Compute("attn", attend, *parts, recompute=self.recompute_attention, source=source)
         if not isinstance(self.mlp, MoE):
@@ -126,6 +128,12 @@ def block_class(config: ModelConfig) -> LayerClass:
     """The block that `config` names. Raises ValueError for a class that does not fit."""
     form = "config", "layer", "expert_parallel", "stage_options"
     return find_layer("block", str(config.block), {"prenorm": Block}, [form], str(config.block_options))
+
+
+def check_layers(config: ModelConfig) -> None:
+    """Raise ValueError if a class that `config` names cannot be found or called, or does not have these options."""
+    for find in (expert_class, router_class, attention_class, block_class):
+        find(config)
 
 
 def block_parts(

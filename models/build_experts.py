@@ -1,9 +1,8 @@
-"""Build the expert layer of a rank, with initial weights that do not depend on how many experts the rank holds.
+"""Build the expert layer of a rank. Initial weights do not depend on the number of experts that the rank holds.
 
-A constructor draws different numbers for an expert if it also draws those of other experts. So the weights
-of each expert are drawn with a seed of their own: by the layer's `reset_expert`, or else by the constructor of a layer
-with this expert alone, from which they are copied. Tensors that all experts share come from a layer with expert 0
-alone. Only one such layer exists at a time. A constructor that draws random numbers draws about twice as many.
+The numbers that a constructor draws for an expert depend on the experts before it. So each expert gets its own seed:
+its weights are drawn by the layer's `reset_expert`, or copied from a layer that is built with this expert alone.
+Tensors that all experts share are copied from a layer with expert 0 alone. Only one such layer exists at a time.
 """
 
 import torch
@@ -14,8 +13,8 @@ from moe_dualpipe.expert_parallel.parameters import entries, expert_ids, global_
 from moe_dualpipe.messages import plural
 
 from .config import ModelConfig
+from .custom_layers import LayerClass, custom_source, find_layer, mark_custom
 from .experts import SwiGLUExperts
-from .layer_class import LayerClass, find_layer, mark_as_own, own_source
 from .layers import seeded
 from .per_expert import PerExpert
 
@@ -27,7 +26,7 @@ _ONE_EXPERT = ("config",)
 
 
 def expert_class(config: ModelConfig) -> LayerClass:
-    """The class of expert layers or of single experts that `config` names. Raises ValueError if it does not fit."""
+    """The class of expert layers, or of single experts, that `config` names. Raises ValueError for an invalid one."""
     return find_layer(
         "expert layer", str(config.experts), {"swiglu": SwiGLUExperts}, [("config", "num_local_experts"), _ONE_EXPERT],
         str(config.expert_options), ["expert_ids", "expert_id", "layer"],
@@ -78,7 +77,7 @@ class ExpertBuilder:
                 with seeded(self.seed, self._seed_name(expert)):
                     reset(i)
         except Exception as error:
-            in_context(error, f"layer {self.layer}, experts", own_source(experts))
+            in_context(error, f"layer {self.layer}, experts", custom_source(experts))
             raise
         return experts
 
@@ -102,7 +101,7 @@ class ExpertBuilder:
                 )
 
     def _construct(self, ids: range, expert: int | None = None) -> nn.Module:
-        """A layer with the experts `ids`, drawn with the seed of one of them; None: of the layer."""
+        """A layer with the experts `ids`. The seed is that of an `expert`; None: that of the layer."""
         found, config = self.found, self.config
         with seeded(self.seed, self._seed_name(expert)):
             if found.arguments == _ONE_EXPERT:
@@ -118,7 +117,7 @@ class ExpertBuilder:
                 )
             experts = PerExpert(experts)
         if isinstance(experts, PerExpert):
-            mark_as_own(experts, found.make)
+            mark_custom(experts, found.make)
         setattr(experts, "local_experts", ids)  # noqa: B010 - nn.Module declares no such attribute
         return experts
 
@@ -126,7 +125,7 @@ class ExpertBuilder:
         return f"layers.{self.layer}.experts" + ("" if expert is None else f".{expert}")
 
     def _weights(self, experts: nn.Module, ids: range) -> tuple[Weights, dict[int, Weights]]:
-        """The weights that all experts share, and those of each expert by its id. Sets what parameters.py reads."""
+        """Shared weights, and the weights of each expert by id. Sets the attributes that parameters.py reads."""
         setattr(experts, "per_expert", self.per_expert)  # noqa: B010 - nn.Module declares no such attribute
         setattr(experts, "common", self.common)  # noqa: B010
         held = expert_ids(experts)

@@ -7,15 +7,14 @@ from moe_dualpipe.kernels.fp8 import Fp8Recipe
 from moe_dualpipe.kernels.options import GroupScore, Kernels, RoutingOptions, validate_kernels
 from moe_dualpipe.messages import LARGEST, WANTED, check_range, printable
 
-from .layer_class import Factory, name_of
-from .layer_options import LayerOptions, options_text
+from .custom_layers import Factory, LayerOptions, name_of, options_text
 
 Recompute = Literal["none", "norms", "attention", "full"]
 """What a block recomputes in backward instead of saving it; recompute.py describes each."""
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
 
 LayerName = str | Factory
-"""A layer by its name, or in Python as a class or function (layer_class.py)."""
+"""A layer by its name, or in Python as a class or function (custom_layers.py)."""
 
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "experts": ("swiglu",), "router": ("topk", "balanced"), "attention": ("gqa", "mla"), "block": ("prenorm",),

@@ -1,4 +1,4 @@
-"""The expert layer: many small MLPs over rows that are grouped by expert. Your own class can replace it.
+"""The expert layer: many small MLPs over rows that are grouped by expert. A custom class can replace it.
 
 N rows received, M rows in expert-major order, K choices per row, D model dim, F inner width, E local experts. An
 expert, or all of them, may have no rows.
@@ -32,7 +32,7 @@ class ExpertLayer(nn.Module):
 
     The constructor receives, if it has parameters of these names: `expert_ids`, the global ids of the rank's experts, a
     range; `layer`, the number of the block, from 0 (blocks of multi-token prediction follow the last layer); `options`,
-    annotated with a dataclass (layer_options.py).
+    annotated with a dataclass (custom_layers.py).
 
     You may also give one expert instead of a layer: a class or function with the arguments (config), and optionally
     `expert_id`, `layer` and `options`, that returns an nn.Module from rows to rows; or a function that returns an
@@ -66,8 +66,6 @@ class ExpertLayer(nn.Module):
     """The rows of each matrix in a parameter that stacks matrices, for optimizers: {"gate_up": (F, F)} (layers.py)."""
     elementwise: Sequence[str] = ()
     """Parameters that Muon leaves to AdamW (layers.py)."""
-    averaged_buffers: Sequence[str] = ()
-    """Buffers to average over the replicas of the layer after each step."""
     local_experts: range
     """Set by the model: the global ids of the experts."""
 

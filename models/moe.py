@@ -21,9 +21,9 @@ from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
 
 from .build_experts import ExpertBuilder
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
-from .layer_class import own_source
+from .custom_layers import custom_source
+from .layer_calls import call_layer, call_router
 from .layers import Linear, SwiGLU
-from .own_calls import call_layer, call_router
 from .recompute import RecomputeTensor, recompute_saved
 from .router import build_router
 
@@ -75,7 +75,7 @@ class MoE(Segmented):
         self.elementwise = ("shared_gate.weight",) if config.shared_gate else ()
 
     def segments(self, x: Tensor) -> Segments:
-        x_TD, *decision = yield Compute("attn", self.route, x, source=own_source(self.router))
+        x_TD, *decision = yield Compute("attn", self.route, x, source=custom_source(self.router))
         parts = yield from self.exchange(x_TD, *decision)
         return (yield Compute("add", lambda *parts: functools.reduce(torch.add, parts).view(x.shape), *parts))
 
@@ -109,7 +109,7 @@ class MoE(Segmented):
         shared = None
         if self.shared is not None:
             shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
-        run, source = partial(self.run_experts, route=route), own_source(self.experts)
+        run, source = partial(self.run_experts, route=route), custom_source(self.experts)
         out_ND = yield Compute("mlp", run, received, recompute=self.recompute, source=source)
         combined = yield Comm(COMBINE, combine, dispatch, out_ND, weights_first=True, collective=spread)
         return (combined,) if shared is None else (combined, shared)

@@ -28,7 +28,7 @@ from moe_dualpipe.overlap.labels import LOSS
 
 from .block import block_class, block_parts
 from .config import ModelConfig, StageOptions
-from .layer_class import own_source
+from .custom_layers import custom_source
 from .layers import Linear, seeded
 from .recompute import add_and_normalize
 
@@ -85,7 +85,7 @@ class MTP(Segmented):
             tokens_BS, labels_of_k_BS = labels_BS[:, k - 1 : -1], labels_BS[:, k:]
             x_BSD = yield Compute("embed", partial(module.input, embedding, tokens_BS), h_BSD)
             segments = block_parts(module.block, module.layer, (x_BSD,))
-            parts = yield from in_layer(module.layer, segments, own_source(module.block))
+            parts = yield from in_layer(module.layer, segments, custom_source(module.block))
             h_BSD, loss = yield Compute("head", partial(module.output, cross_entropy, labels_of_k_BS), *parts)
             losses.append(loss)
         return (yield Compute(LOSS, self.weighted, *losses))

@@ -1,7 +1,7 @@
-"""Expert layers from one module per expert, or from a function of the rows and weights of one expert.
+"""Expert layers made of one module per expert, or of a function of the rows and weights of one expert.
 
-Both loop over the experts, so the host must know how many rows each has: on a GPU, this is one host sync per layer. A
-layer that uses `grouped_linear` (kernels/grouped_gemm.py) computes all experts at once, without a host sync.
+Both loop over the experts, so the host must know the number of rows of each: on a GPU, one host sync per layer. A layer
+with `grouped_linear` (kernels/grouped_gemm.py) computes all experts at once, without a host sync.
 
 M rows in expert-major order, D model dim, E experts of this rank.
 """
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .custom_layers import mark_custom
 from .experts import ExpertLayer
-from .layer_class import mark_as_own
-from .own_calls import checked_output
+from .layer_calls import checked_output
 
 Size = int | str
 """An integer, or the name of a field of `ModelConfig`, such as "hidden_size"."""
@@ -59,7 +59,7 @@ def expert_function(**shapes: Sequence[Size]) -> Callable[[Callable[..., Tensor]
             return FunctionExperts(function, config, num_local_experts, sizes)
 
         del build.__wrapped__  # inspect.signature must see the arguments of `build`
-        mark_as_own(build, function)
+        mark_custom(build, function)
         return build
 
     return decorate

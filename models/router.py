@@ -20,7 +20,7 @@ from moe_dualpipe.kernels.routing import route
 
 from .auxiliary_losses import attach, loss_factors, router_losses
 from .config import ModelConfig
-from .layer_class import LayerClass, find_layer
+from .custom_layers import LayerClass, find_layer
 from .layers import Linear
 
 
@@ -43,15 +43,13 @@ class RouterLayer(nn.Module):
     buffers. A token's choice should not depend on other tokens: in generation, later ones do not exist yet.
 
     The constructor receives, if it has parameters of these names: `layer`, the number of the block, from 0; `kernels`,
-    to pass to operators of `moe_dualpipe.kernels`; `options`, annotated with a dataclass (layer_options.py).
+    to pass to operators of `moe_dualpipe.kernels`; `options`, annotated with a dataclass (custom_layers.py).
 
     To add your own loss, return `attach(weights_TK, factor * loss)` as the weights (auxiliary_losses.py).
     """
 
     elementwise: Sequence[str] = ()
     """Parameters that Muon leaves to AdamW (layers.py)."""
-    averaged_buffers: Sequence[str] = ()
-    """Buffers to average over the replicas of the layer after each step."""
     skips_choices: bool = True
     """Whether ids may be -1. Set it to False if they never are: this saves a host sync in each layer."""
 

@@ -27,8 +27,8 @@ from .attention import document_mask, document_numbers
 from .auxiliary_losses import attach
 from .block import block_class, block_parts
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
+from .custom_layers import custom_source
 from .kv_cache import KVCache
-from .layer_class import own_source
 from .layers import Linear, seeded
 from .mtp import MTP
 from .partition import StageSpec, split
@@ -101,7 +101,7 @@ class TransformerStage(Segmented):
             parts = ((yield Compute("embed", self.embedding, x)),)
         for layer, block in zip(self.spec.layers, self.layers.values(), strict=True):
             parts = yield from in_layer(
-                layer, block_parts(block, layer, parts, cache, mask_B1SS, rows_B), own_source(block)
+                layer, block_parts(block, layer, parts, cache, mask_B1SS, rows_B), custom_source(block)
             )
         output = yield Compute("head", self.finish, *parts) if self.spec.head else Compute("add", add_up, *parts)
         if cache is not None:

@@ -15,7 +15,7 @@ from ..messages import plural, printable, quoted
 from ..models import ModelConfig
 from ..models.config import BUILT_IN
 from ..models.costs import shape_of
-from ..models.layer_class import Factory, name_of, same_layer
+from ..models.custom_layers import Factory, name_of, same_layer
 from .manifest import read_manifest
 from .tensor_file import TensorFolder
 

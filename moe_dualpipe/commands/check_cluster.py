@@ -32,17 +32,15 @@ class CheckCluster(DeviceOption, JsonOption):
         check_range("--min-free", self.min_free, 0, 1e9)
         # torch would print a stack trace for each connection that fails. The report has a line instead.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        from ..tools.cluster import Options, check_cluster, cluster_report
+        from ..tools.cluster import check_cluster
 
-        size, min_free = int(self.size * 1e6), int(self.min_free * 1e9)
-        options = Options(self.out, size, self.timeout, min_free, self.device)
-        launch = Launch.from_environment()
+        launch, size, min_free = Launch.from_environment(), int(self.size * 1e6), int(self.min_free * 1e9)
         try:
-            code, report = check_cluster(options, launch)
+            code, report = check_cluster(launch, self.out, size, self.timeout, min_free, self.device)
         except ConnectionError as error:
             end_process(1, f"moe-dualpipe: error: {error}\n" if launch.local_rank == 0 else "")
         if report is not None:
-            self.show(report.to_json(), cluster_report(report))
+            self.show(report.to_json(), str(report))
         if launch.world_size > 1:
-            end_process(code)  # its threads may wait for other ranks in C++
+            end_process(code)  # a thread may be blocked by other ranks
         return code

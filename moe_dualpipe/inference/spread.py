@@ -17,7 +17,7 @@ from ..expert_parallel.rank_facts import find_machine
 from ..messages import plural, printable
 from ..models import ModelConfig, TransformerStage
 from ..models.build_experts import expert_class
-from ..models.layer_class import named_parameters
+from ..models.custom_layers import named_parameters
 from ..runtime.groups import EXPERTS, create_group
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.world import World

@@ -34,9 +34,9 @@ from ..runtime.memory import keep_freed_memory
 from ..runtime.shared_errors import build_on_all_ranks
 from .config import TrainConfig
 from .extensions import Build, Extension, Update
-from .extensions.averaged_buffers import AveragedBuffers
 from .extensions.balance import Balancing
 from .extensions.expert_moves import ExpertMoves
+from .extensions.fixed_buffers import FixedBuffers
 from .extensions.replica_checks import ReplicaChecks
 from .extensions.routes import Routes
 from .extensions.skipped_steps import SkippedSteps
@@ -81,12 +81,12 @@ class Trainer:
         *_, trained = self.count_parameters()
         if not trained:
             raise ValueError("all parameters of the model are frozen (requires_grad=False): there is nothing to train")
-        averaged = AveragedBuffers(self)
-        self.buffers = averaged.buffers
+        fixed = FixedBuffers(self)
+        self.buffers = fixed.buffers
         self.optimizer = self.pipeline.optimizer(self.config.optim, self.config.parallel.zero)
         self.skipped = SkippedSteps(self.config.health.max_skipped, announce=self.layout.rank == 0)
         self.replica_checks = ReplicaChecks(self)
-        self.extensions: list[Extension] = [self.skipped, averaged, self.replica_checks]
+        self.extensions: list[Extension] = [self.skipped, fixed, self.replica_checks]
         self.partial = self._load()
         peak = peak_flops_of(self.config, numerics)
         factor = utilization(self.config.model, self.config.batch.seq_len, dist.get_world_size(), peak)

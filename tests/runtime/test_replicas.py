@@ -1,4 +1,4 @@
-"""Checks that replicas are equal, and means of their buffers."""
+"""Checks that replicas are equal."""
 
 import contextlib
 
@@ -7,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_dualpipe.runtime.buffers import Buffers
-from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal
 from tests.support.ranks import run_ranks
 
@@ -43,28 +41,3 @@ def deviations(rank):
 
 def test_the_error_names_the_ranks_that_deviate_from_the_majority():
     run_ranks(5, deviations)
-
-
-class Statistics(nn.Module):
-    averaged_buffers = ("seen",)
-
-    def __init__(self, rank):
-        super().__init__()
-        values = torch.randn(200, generator=torch.Generator().manual_seed(rank))
-        self.register_buffer("seen", values.bfloat16())
-
-
-def averaged(rank):
-    layer = Statistics(rank)
-    buffers = Buffers([layer], Groups(dense=dist.group.WORLD))
-    before = buffers.copies()
-    buffers.average()
-    found = layer.get_buffer("seen").tolist()
-    buffers.restore(before)
-    assert torch.equal(layer.get_buffer("seen"), Statistics(rank).get_buffer("seen"))
-    return found
-
-
-def test_a_mean_in_16_bits_is_that_of_fp32_rounded_once():
-    own = [Statistics(rank).get_buffer("seen") for rank in range(3)]
-    assert run_ranks(3, averaged) == [torch.stack(own).double().mean(0).bfloat16().tolist()] * 3

@@ -1,4 +1,4 @@
-"""Expert layers with dropout, frozen weights or running statistics, to train as custom expert layers.
+"""Expert layers with dropout, frozen weights or buffers, to train as custom expert layers.
 
 M rows, D model dim, F inner width, R rank, E experts on this rank.
 """
@@ -75,62 +75,34 @@ class AdapterExperts(SwiGLUExperts):
         return super().forward(x_ND, order, weights_NK) + unpermute(adapted, order, weights_NK)
 
 
-class RunningExperts(nn.Module):
-    """Subtracts the running mean of each expert's rows [E, D], which is averaged over replicas. With dropout."""
+class ScaledExperts(nn.Module):
+    """Scales each expert's rows by a fixed buffer [E, D], drawn at the start. With dropout."""
 
-    averaged_buffers: object = ("mean",)
+    scale: torch.Tensor
 
     def __init__(self, config, num_local_experts):
         super().__init__()
         width = config.hidden_size
         self.up = nn.Parameter(torch.empty(num_local_experts, width, width))
-        self.register_buffer("mean", torch.zeros(num_local_experts, width))
+        self.register_buffer("scale", torch.ones(num_local_experts, width))
         self.register_buffer("scratch", torch.zeros(num_local_experts), persistent=False)
 
     @torch.no_grad()
     def reset_expert(self, e):
         self.up[e].normal_(std=0.2)
+        self.scale[e].normal_()
 
     def forward(self, x_MD, expert_offsets):
-        pieces = x_MD.split(expert_offsets.diff().tolist())
-        if self.training:
-            self.move([piece.detach() for piece in pieces])
-        rows_MD = torch.cat([piece - mean for piece, mean in zip(pieces, self.mean, strict=True)])
+        self.scratch = self.scratch + 1
+        rows_MD = x_MD * self.scale.repeat_interleave(expert_offsets.diff(), 0)
         return F.dropout(grouped_linear(rows_MD, self.up, expert_offsets), 0.1, self.training)
 
-    def move(self, pieces):
-        self.scratch += 1
-        means = [mean.lerp(p.mean(0), 0.3) if len(p) else mean for p, mean in zip(pieces, self.mean, strict=True)]
-        self.mean = torch.stack(means)  # a new tensor, also allowed
 
+class RunningExperts(ScaledExperts):
+    """Replaces the scale by a running one."""
 
-class CountingExperts(RunningExperts):
-    """Also counts its forwards: equal on all replicas, without averaging. All experts of a rank share the counter."""
-
-    def __init__(self, config, num_local_experts):
-        super().__init__(config, num_local_experts)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def move(self, pieces):
-        super().move(pieces)
-        self.count += 1
-
-
-class DriftingExperts(RunningExperts):
-    averaged_buffers = ()
-
-
-class MisspelledExperts(RunningExperts):
-    averaged_buffers = ("man",)
-
-
-class ScratchExperts(RunningExperts):
-    averaged_buffers = ("mean", "scratch")
-
-
-class IntegerExperts(CountingExperts):
-    averaged_buffers = ("count",)
-
-
-class TextExperts(RunningExperts):
-    averaged_buffers = "mean"
+    def forward(self, x_MD, expert_offsets):
+        y_MD = super().forward(x_MD, expert_offsets)
+        if self.training and len(x_MD):
+            self.scale = self.scale.lerp(x_MD.detach().std(0), 0.1)  # a new tensor
+        return y_MD

@@ -1,11 +1,10 @@
-"""Extensions of runs: biases of routers on all ranks, experts that move without a change of any bit, and buffers."""
+"""Extensions of runs: biases of routers on all ranks, experts that move without a change of any bit, and dropout."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order
 from tests.support.own_layers import ExpertList
@@ -13,13 +12,12 @@ from tests.support.ranks import each, run_ranks
 from tests.support.runs import (
     MODEL,
     SHALLOW,
-    equal_tensors,
     make_trainer,
     settings,
     skip_steps,
     without_clocks,
 )
-from tests.support.special_experts import CountingExperts, DropoutExperts, RunningExperts, named
+from tests.support.special_experts import DropoutExperts, named
 
 BALANCED = dataclasses.replace(MODEL, num_layers=3, router_bias=True, sequence_loss=0.02, z_loss=0.003)
 OFTEN = {"model": BALANCED, "bias_rate": 0.01, "steps": 4, "seq_len": 16, "eval_sequences": 1}
@@ -132,62 +130,7 @@ def test_a_decision_counts_the_loads_since_the_last_one(tmp_path):
         assert "rank_load_before" not in steps[last - 1]
 
 
-# ---- Buffers of a custom layer, averaged on request; dropout is on in training, off in validation and samples ----
-
-
-RUNNING = dataclasses.replace(SHALLOW, experts=named(RunningExperts))
-COUNTING = dataclasses.replace(SHALLOW, experts=named(CountingExperts))
-SHORT = {"model": RUNNING, "seq_len": 16, "eval_sequences": 1, "steps": 2}
-MEANS = {f"layers.1.mlp.experts.mean.{expert}" for expert in range(SHALLOW.num_experts)}
-
-
-def buffers_of(trainer):
-    return {name: t.clone() for name, t in trainer.buffers.state().items()}
-
-
-# ---- Replicas ----
-
-
-def averaged_steps(rank, config):
-    """Compare averages with the buffers of all ranks; validate, and skip a step."""
-    trainer = make_trainer(rank, config)
-    group = trainer.groups.expert_replicas
-    average = trainer.buffers.average
-    compared = []
-
-    def checked_average():
-        before = buffers_of(trainer)
-        average()
-        after = buffers_of(trainer)
-        for name in sorted(name for name in before if ".mean" in name):
-            copies = [torch.empty_like(before[name]) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(copies, before[name], group=group)
-            compared.append(not torch.equal(*copies))
-            assert torch.equal(after[name], (copies[0] + copies[1]) / 2), name
-
-    trainer.buffers.average = checked_average  # type: ignore[method-assign]
-    for step in range(2):
-        trainer.step(step)
-        trainer.check_replicas()
-    assert any(compared)
-
-    before = buffers_of(trainer)
-    trainer.validation_loss()
-    assert equal_tensors(buffers_of(trainer), before)
-
-    with skip_steps(trainer):
-        trainer.step(2)
-    skipped = {name: t for name, t in buffers_of(trainer).items() if ".count" not in name}
-    assert skipped
-    assert all(torch.equal(t, before[name]) for name, t in skipped.items())
-    trainer.step(3)
-    assert not equal_tensors(buffers_of(trainer), before)
-    return [name for name in before if "router" not in name]
-
-
-def test_named_buffers_are_averaged_after_each_step(tmp_path):
-    seen = run_ranks(2, averaged_steps, settings(tmp_path, **{**SHORT, "model": COUNTING}))
-    assert {*seen[0]} == {*seen[1]} == {f"model.{name}" for name in (*MEANS, "layers.1.mlp.experts.count")}
+# ---- Dropout is on in training, off in validation and samples ----
 
 
 DROPOUT = dataclasses.replace(SHALLOW, experts=named(DropoutExperts))

@@ -26,7 +26,7 @@ FEATURES = {
     "tied": {"model": TIED, "bias_rate": 0.01},
     "documents": {"document_mask": True},
     "frozen": {"model": with_experts(special_experts.LowRankExperts), "optim": MUON},
-    "buffers": {"model": with_experts(special_experts.CountingExperts)},
+    "buffers": {"model": with_experts(special_experts.ScaledExperts)},
     "lists": {"model": with_experts("tests.support.custom_experts:ListsOfStacks")},
     "shared": {"model": with_experts("tests.support.custom_experts:Stacked")},
     "bfloat16": {"dtype": "bfloat16"},

@@ -11,7 +11,7 @@ from typing import Any
 from ...messages import printable, quoted
 from ...models import ModelConfig
 from ...models.config import BUILT_IN
-from ...models.layer_class import same_layer
+from ...models.custom_layers import same_layer
 from ..weights import check_types
 from .architectures import ALIASES, ARCHITECTURES, REQUIRED, Architecture, JsonKey
 

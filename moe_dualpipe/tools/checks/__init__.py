@@ -7,7 +7,6 @@ from .laws import Check, Report
 from .layers import check_attention, check_block, check_experts, check_router
 from .parallel import check_parallel
 from .run import Variant
-from .transformers_model import check_transformers
 
 __all__ = [
     "Check",
@@ -18,5 +17,4 @@ __all__ = [
     "check_experts",
     "check_parallel",
     "check_router",
-    "check_transformers",
 ]  # fmt: skip

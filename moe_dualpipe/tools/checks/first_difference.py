@@ -1,7 +1,7 @@
-"""Find the first tensor in which a run differs from the reference.
+"""Find the first tensor that differs from the reference.
 
-Rounding grows slowly from segment to segment; a fault is a jump far above it. So everything that a run computes is
-compared, in the order in which the reference computes it, and the first tensor above its tolerance is described.
+Rounding errors grow slowly from segment to segment; a fault is a jump far above them. So every tensor of a run is
+compared, in the order in which the reference computes it, and the first one above its tolerance is described.
 
 A token's difference is relative to its own norm or to the root mean square of the norms in its sequence, whichever is
 larger. So rounding in a token whose gradient is almost 0 does not count.
@@ -10,13 +10,10 @@ S positions, V vocabulary, K experts per token.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...overlap.labels import COMBINE, DISPATCH, PREPARE
@@ -26,14 +23,14 @@ Kind = Literal["weights", "buffers", "losses", "logits", "gradients", "segments"
 _RESULTS: tuple[Kind, ...] = ("losses", "logits", "gradients", "weights", "buffers")
 _PER_TOKEN: tuple[Kind, ...] = ("losses", "logits", "segments")
 Tolerance = Mapping[Kind, float]
-"""The largest relative differences that rounding explains: of each token and each parameter. 0: bit-equal."""
+"""The largest valid relative difference of a token or a parameter, by kind. 0: bit-equal."""
 
 
 # ---- differences in numbers ----
 
 
 def row_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """For each row, the difference relative to the norm of the row or, if that is smaller, of a typical row."""
+    """The difference of each row, relative to its own norm or the norm of a typical row, whichever is larger."""
     x, y = found.double(), expected.double()
     norms = y.norm(dim=-1)
     typical = norms.square().mean().sqrt().clamp(min=1e-300)
@@ -61,19 +58,16 @@ def _token_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 Recorded = dict[tuple[Kind, str], dict[int, Tensor]]
-"""What a run computes, by kind and name, in the order of the computation. Names do not depend on the layout.
+"""The tensors of a run by kind and name, in the order of computation. Names do not depend on the layout.
 
-weights: each parameter and buffer before the first step. buffers: after a step. gradients: those of the sum over
-sequences of the mean loss of the sequence. These belong to no sequence, and have the number 0. losses, logits and
-segments, which are the outputs of segments and their gradients: by sequence, [S, ...] each.
+weights: parameters and buffers before the first step. buffers: buffers after a step. gradients: those of the sum over
+sequences of the mean loss of a sequence. These three kinds have the key 0. losses, logits and segments (outputs of
+segments and their gradients): [S, ...] for each sequence.
 """
 
 
 class Trace:
-    """Records what a run computes, or compares it with what another run has recorded.
-
-    expected: what the other run recorded; None: record.
-    """
+    """Records the tensors of a run, or compares them with `expected`, those of another run."""
 
     def __init__(self, expected: Recorded | None = None, tolerance: Tolerance | None = None):
         self.expected, self.tolerance = expected, tolerance or {}
@@ -82,12 +76,12 @@ class Trace:
         self.largest = dict.fromkeys(_RESULTS, 0.0)
         self.compared = set[tuple[Kind, str, int]]()
         self.first: tuple[int, str] = (len(self.order), "")
-        """The place of the first difference in the order of the reference, and what it is."""
+        """The index of the first difference, in the order of the reference, and its description."""
 
     def see_tokens(self, kind: Kind, name: str, sequences: Sequence[int], tensor: Tensor, ids_of: str = "") -> None:
-        """Take a tensor [B, S, ...] or [B * S, ...]. Others are ignored.
+        """Add a tensor [B, S, ...] or [B * S, ...]; tensors of other shapes are ignored.
 
-        ids_of: the name of the tensor with the expert ids of the same tokens.
+        ids_of: the name of the tensor with the expert ids of these tokens.
         """
         number = len(sequences)
         if tensor.ndim == 0 or len(tensor) % number:
@@ -97,7 +91,7 @@ class Trace:
         self.see(kind, name, dict(zip(sequences, tensor, strict=True)), ids_of)
 
     def see(self, kind: Kind, name: str, found: Mapping[int, Tensor], ids_of: str = "") -> None:
-        """Take tensors by sequence."""
+        """Add tensors by sequence."""
         found = {s: tensor.detach() for s, tensor in found.items()}
         if self.expected is None:
             self.recorded.setdefault((kind, name), {}).update({s: tensor.clone() for s, tensor in found.items()})
@@ -145,10 +139,10 @@ def _times(found: Tensor, expected: Tensor) -> str:
 
 
 class StageObserver:
-    """Gives a trace what the segments of a stage compute: their outputs, and all gradients (overlap/probe.py).
+    """Passes the outputs of a stage's segments and all gradients to a trace (overlap/probe.py).
 
-    The rows between dispatch and combine of several expert-parallel ranks belong to other ranks' tokens and are left
-    out: the output of combine shows their faults.
+    With several expert-parallel ranks, rows between dispatch and combine belong to tokens of other ranks. They are left
+    out: a fault in them shows in the output of combine.
     """
 
     def __init__(self, trace: Trace, forwards: Sequence[Sequence[int]], ep: int):
@@ -157,7 +151,7 @@ class StageObserver:
         self.segments: defaultdict[tuple[int | None, str], list[int]] = defaultdict(list)
         """By layer and name, in order."""
         self.received, self.computed = set[tuple[int, int]](), set[tuple[int, int]]()
-        """Of each micro-batch: the storages of the rows that dispatch returned, and the segments that take them."""
+        """By micro-batch: storages of received rows, and segments that compute with received rows."""
 
     def __call__(self, at: Observed, tensor: Tensor) -> None:
         if at.module:  # the stage itself has all segments
@@ -179,7 +173,7 @@ class StageObserver:
         self.trace.see_tokens("segments", f"{layer}{at.name}{which}, {kind} {at.index}", sequences, tensor, ids)
 
     def _is_received(self, at: Observed, tensor: Tensor) -> bool:
-        """Whether the rows are those that dispatch returned, or what is computed from them until combine."""
+        """Whether the rows were returned by dispatch, or computed from such rows before combine."""
         storage = at.chunk, tensor.untyped_storage().data_ptr()
         if at.name == DISPATCH and at.is_output:
             self.received.add(storage)
@@ -194,44 +188,10 @@ class StageObserver:
 # ---- the verdict ----
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A run to compare with the reference, or the reference itself. It can be sent to other processes.
-
-    run: gives a trace what this rank computes; segments only if its second argument is true. file: what the reference
-    recorded.
-    """
-
-    run: Callable[[Trace, bool], None]
-    tolerance: Tolerance
-    file: Path
-
-
-def record(reference: Comparison) -> None:
-    trace = Trace()
-    reference.run(trace, True)
-    torch.save(trace.recorded, reference.file)
-
-
-def find_difference(compared: Comparison) -> tuple[str, str]:
-    """What was measured, and the first difference above the tolerance; "" if there is none. Collective."""
-    expected = torch.load(compared.file, weights_only=False, mmap=True)
-
-    def run(with_segments: bool) -> tuple[str, str]:
-        trace = Trace(expected, compared.tolerance)
-        compared.run(trace, with_segments)
-        traces: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(traces, (trace.largest, trace.compared, trace.first))
-        return verdict(traces, expected, compared.tolerance)
-
-    measured, problem = run(False)
-    return measured, problem and (run(True)[1] or problem)
-
-
 def verdict(traces: Sequence[Any], expected: Recorded, tolerance: Tolerance) -> tuple[str, str]:
-    """A summary of all results, and the first difference; "" if all results are within the tolerance.
+    """The largest differences, and the first difference above the tolerance; "" if there is none.
 
-    traces: of each rank, its `largest`, `compared` and `first`. Together they must have all results of the reference.
+    traces: `largest`, `compared` and `first` of each rank. Together, the ranks must have all results of the reference.
     """
     largest = {kind: max(errors[kind] for errors, _, _ in traces) for kind in _RESULTS}
     measured = ", ".join(

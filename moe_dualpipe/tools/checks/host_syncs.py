@@ -1,7 +1,7 @@
 """Find host syncs: operations of a layer that make the host wait for the GPU.
 
-On CUDA, torch reports each wait (`torch.cuda.set_sync_debug_mode`). On a CPU nothing waits, so calls that would wait
-on a GPU are intercepted instead.
+On CUDA, torch reports them (`torch.cuda.set_sync_debug_mode`). On a CPU, calls that would wait for a GPU are found by
+name.
 """
 
 import sys
@@ -27,7 +27,7 @@ _CALLS: dict[Any, str] = {
     torch.allclose: "allclose()", Tensor.allclose: "allclose()",
 }  # fmt: skip
 _LIBRARIES = "torch", "warnings", "contextlib", "functools"
-_DO_NOT_WAIT = "moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.", "moe_dualpipe.models.own_calls"
+_DO_NOT_WAIT = "moe_dualpipe.tools.checks.", "moe_dualpipe.kernels.", "moe_dualpipe.models.layer_calls"
 
 
 class _Intercept(TorchFunctionMode):
@@ -43,7 +43,7 @@ class _Intercept(TorchFunctionMode):
 
 
 def _waits(func: Any, args: Any, kwargs: Any) -> str | None:
-    """A call in words if it would wait for a GPU; otherwise None."""
+    """The name of a call that would wait for a GPU; None for other calls."""
     if func in (Tensor.__getitem__, Tensor.__setitem__):
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
         masked = any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
@@ -60,7 +60,7 @@ def _waits(func: Any, args: Any, kwargs: Any) -> str | None:
 
 @contextmanager
 def host_syncs(device: str) -> Iterator[dict[str, str]]:
-    """Inside this context, collect host syncs: maps `file:line in function` to the call."""
+    """Collect the host syncs in this context: the name of each call by `file:line in function`."""
     found: dict[str, str] = {}
     if torch.device(device).type != "cuda":
         with _Intercept(partial(_add, found)):
@@ -81,10 +81,9 @@ def host_syncs(device: str) -> Iterator[dict[str, str]]:
 
 
 def _add(found: dict[str, str], call: str) -> None:
-    """Add a call by the innermost line outside of torch and the standard library.
+    """Add a call, with the innermost line outside of torch and the standard library.
 
-    Calls from this package's kernels and checks are left out: on a GPU, other kernels run, which do not wait, and
-    values are not checked.
+    Calls in this package's kernels and checks of values are left out: they do not run on a GPU.
     """
     for frame, line in traceback.walk_stack(sys._getframe()):
         name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename

@@ -23,8 +23,8 @@ Status = Literal["passed", "failed", "warning", "skipped"]
 class Check:
     """The result of one check.
 
-    name: the law, in a few words: "ep=2 equals ep=1". measured: what was compared, in numbers. problem: what is wrong
-    and where, in plain words; for a skipped check, why.
+    name: the law, such as "any ep equals ep=1". measured: what was compared, in numbers. problem: what is wrong and
+    where; of a skipped check, why it was skipped.
     """
 
     name: str
@@ -35,9 +35,9 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of all checks of one subject, in order. `str(report)` is the table that the command prints.
+    """The results of all checks, in order. `str(report)` is the table that the command prints.
 
-    not_run: the names of checks that were left out because one that they rely on failed.
+    not_run: names of checks that were not run, because a check that they rely on failed.
     """
 
     subject: str
@@ -66,7 +66,7 @@ class Report:
 
 
 class Finding(Exception):  # noqa: N818 - a result of a check
-    """The law does not hold, or could not be checked. The message says what is wrong, where, and how to fix it."""
+    """A law that does not hold, or cannot be checked. The message says what is wrong, where, and how to fix it."""
 
     status: Status = "failed"
 

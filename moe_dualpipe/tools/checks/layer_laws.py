@@ -1,7 +1,7 @@
-"""The table of laws of a layer: experts, routers, attention and blocks.
+"""The laws of custom experts, routers, attention and blocks. `LAWS` at the end is the table.
 
-Most laws are an equality: two ways to compute the same results and gradients agree. The plain way, which the others are
-compared with, runs each row (of a sequence layer: each sequence) in a call of its own, in fp64 and in one process.
+Most laws say that two ways to compute the same results and gradients agree. The reference is one call for each row, in
+fp64 and in one process; for attention and blocks, a row is a sequence.
 """
 
 import copy
@@ -26,6 +26,7 @@ from ...models.attention import document_mask
 from ...models.kv_cache import KVCache
 from ...models.moe import MoE
 from ...models.per_expert import PerExpert
+from ...runtime.buffers import WAY_OUT
 from .first_difference import row_errors
 from .host_syncs import host_syncs
 from .laws import Broken, Law, Suspect, Unchecked
@@ -51,7 +52,7 @@ _STEP_FP32, _GRADIENT_FP32 = 1e-2, 5e-2
 _DIRECTIONS = 2
 _MANY_EXPERTS = 17
 _ROUNDINGS = 4
-"""How many roundings of its inputs and weights explain the error of a layer in bf16."""
+"""A layer in bf16 may have this many times the error that rounding its inputs and weights causes."""
 _LARGE = 1000.0
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -60,7 +61,7 @@ _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def is_built(subject: Subject) -> str:
-    """The layer can be built; for experts, even by ranks that hold fewer of them."""
+    """The layer can be built; an expert layer also with some of the experts."""
     number = subject.config.num_experts
     for size in (1, max(number // 2, 1), number):
         subject.like(experts=range(size)).build(0)
@@ -68,7 +69,7 @@ def is_built(subject: Subject) -> str:
 
 
 def results_are_valid(subject: Subject) -> str:
-    """All shapes in all dtypes: results and gradients are finite, and calls of the model accept the results."""
+    """Results of all shapes in all dtypes have the right type, shape and dtype; they and their gradients are finite."""
     hint = "There may be no rows, so do not divide by their number. Weights are finite, also those of id -1"
     return _are_finite(subject, [*subject.sizes()], hint)
 
@@ -92,12 +93,17 @@ def _are_finite(subject: Subject, cases: Sequence[Case], hint: str) -> str:
 
 
 def has_no_state(subject: Subject) -> str:
-    """One object called on A, A, B, A, with the same random seed and averaged buffers, gives the results of a new
-    layer.
+    """Calls on A, A, B, A with the same random seed give the results of a new layer, and change no buffer.
 
     A and B have the same sizes; those of experts have other offsets.
     """
     a, b = subject.draw(1), subject.draw(2)
+    before = copy.deepcopy(subject.module.state_dict())
+    for train in (True, False):
+        subject.outputs(a, train)
+        for name, tensor in subject.module.state_dict().items():
+            if torch.is_tensor(tensor) and not torch.equal(tensor, before[name]):
+                raise Broken(f"forward changes {name.removeprefix(subject.prefix)}: {WAY_OUT}")
     hint = "Forward must not keep state in `self`, such as a counter, read torch.empty, or change `x.data`"
     hint_b = (
         "Forward keeps state in `self`, such as a cache, sizes or a running mean. A pipeline alternates between "
@@ -150,7 +156,7 @@ class _ListedCollectives(TorchDispatchMode):
 
 
 def launches_nothing(subject: Subject) -> str:
-    """The layer launches no collective: it runs as one of two ranks, of which the other does not exist."""
+    """The layer launches no collective. It runs as one of two ranks, of which the other does not exist."""
     if dist.is_initialized():
         raise Unchecked("this process is a rank of a run: check the layer in a process of its own")
     hook, listed = sys.excepthook, _ListedCollectives()  # torch replaces the hook
@@ -164,8 +170,8 @@ def launches_nothing(subject: Subject) -> str:
     if launches := listed.launches:
         raise Broken(
             f"the layer launches {plural(len(launches), 'collective')} of all ranks, first {launches[0]}. Other ranks "
-            "run other layers and micro-batches at this time, so a run would hang or mix up tensors. Average buffers "
-            "with `averaged_buffers`, and add losses with `attach`"
+            "run other layers and micro-batches at this time, so a run would hang or mix up tensors. Add losses with "
+            "`attach`"
         )
     return "none"
 
@@ -173,8 +179,8 @@ def launches_nothing(subject: Subject) -> str:
 # ---- rows ----
 
 
-def _moved(subject: Subject, case: Case, part: Any, train: bool = False) -> tuple[str, float]:
-    """Change a part of the input. Returns the row that changes most, apart from this part, and its change."""
+def _largest_change(subject: Subject, case: Case, part: Any, train: bool = False) -> tuple[str, float]:
+    """Change a part of the input. Returns the name and change of the row, outside this part, that changes most."""
     x = case.x.clone()
     x[part] = 3 * random_like(x[part], 3)
     (found, *others), (before, *decisions) = (subject.outputs(one, train) for one in (replace(case, x=x), case))
@@ -187,11 +193,11 @@ def _moved(subject: Subject, case: Case, part: Any, train: bool = False) -> tupl
 
 
 def rows_are_independent(subject: Subject) -> str:
-    """Changing a part of the input changes no other row: in eval mode and, with equal random numbers, in training."""
+    """If a part of the input changes, no other row changes, in training and in eval mode."""
     worst = 0.0
-    for train in (False,) if subject.averaged else (True, False):
+    for train in (True, False):
         for name, part in subject.parts():
-            row, error = _moved(subject, subject.draw(1), part, train)
+            row, error = _largest_change(subject, subject.draw(1), part, train)
             worst = max(worst, error)
             if error > subject.limit:
                 mode, finding = "training" if train else "eval", Suspect if isinstance(subject, Router) else Broken
@@ -201,8 +207,8 @@ def rows_are_independent(subject: Subject) -> str:
 
 
 def any_number_of_rows(subject: Subject) -> str:
-    """Results and all gradients are those of the rows alone, for all sizes, and with 17 experts or more."""
-    moved = (_moved(subject, subject.draw(1), part)[1] for _, part in subject.parts())
+    """For all shapes, and with 17 experts or more, results and gradients are those of one call for each row."""
+    moved = (_largest_change(subject, subject.draw(1), part)[1] for _, part in subject.parts())
     if isinstance(subject, Router) and any(error > subject.limit for error in moved):
         raise Unchecked("choices depend on other tokens of the batch")
     shapes, warning = 0, ""
@@ -210,7 +216,7 @@ def any_number_of_rows(subject: Subject) -> str:
         usual = one.results(one.draw(1), one.modes[0])
         for case in one.sizes():
             for train in one.modes if one is subject else one.modes[:1]:
-                found, alone = one.results(case, train), one.results(case, train, how=one.alone)
+                found, alone = one.results(case, train), one.results(case, train, forward=one.alone)
                 when = f"from that of each {one.row} alone, with {one.describe(case)}"
                 one.compare(case, found, alone, when, one.rule)
                 missing = [n for n, grad in found.items() if grad is None and usual[n] is not None and any(case.counts)]
@@ -232,7 +238,7 @@ def _with_many_experts(subject: Subject) -> list[Subject]:
 
 
 def choices_are_weighted(experts: Experts) -> str:
-    """With several choices per row: the weighted sum of the experts' results, and the gradients of the weights."""
+    """With several choices per row, the result is the weighted sum of the experts' results. Weights have gradients."""
     if not getattr(experts.module, "takes_order", False):
         raise Unchecked("takes_order is False: the model computes the weighted sum of the results")
     number, case = experts.config.num_experts, experts.draw(1)
@@ -253,9 +259,9 @@ def choices_are_weighted(experts: Experts) -> str:
         return (sum(w_N1 * module(case.x, order(ids_N1), torch.ones_like(w_N1)) for w_N1, ids_N1 in columns),)
 
     compared = list[Results]()
-    for how in (together, each):
+    for forward in (together, each):
         leaf.grad = None
-        results = experts.results(case, experts.modes[0], how=how)
+        results = experts.results(case, experts.modes[0], forward=forward)
         compared.append(results | {"the gradient of weights_NK": leaf.grad})
     hint = (
         "Multiply by weights_NK, whose gradient the router needs. Skip ids of -1, and what is past expert_offsets[-1]"
@@ -265,7 +271,7 @@ def choices_are_weighted(experts: Experts) -> str:
 
 
 def any_memory_layout(subject: Subject) -> str:
-    """Inputs that are not contiguous, or begin inside their memory, and the gradient of a sum, which is expanded."""
+    """Inputs may be views with any strides and offset. The gradient of the result may be expanded, as that of a sum."""
     case = subject.draw(1)
     y = subject.outputs(case)[0]
     expected = subject.results(case, v=torch.ones_like(y))
@@ -286,14 +292,14 @@ def any_memory_layout(subject: Subject) -> str:
 
 
 def is_precise(subject: Subject) -> str:
-    """Results in bf16 and fp32 are near those of the layer in fp64 with the same rounded inputs and weights.
+    """Results in bf16 and fp32 are near those in fp64, from the same rounded inputs and weights.
 
-    The tolerance comes from the layer in fp64: how much the rounding of its inputs and weights changes its results.
+    The tolerance is a multiple of the change that rounding the inputs and weights causes in fp64.
     """
     wide = wider(subject)
     *_, case, _ = wide.sizes()
     case = replace(case, x=case.rows, index=None)  # the gradient of repeated rows would be a sum in bf16
-    exact, measured = wide.results(case, False), []
+    exact, measured = wide.results(case, False), list[str]()
     for dtype in (torch.float32, torch.bfloat16) if subject.exact else (torch.bfloat16,):
         module, double = wide.build(0).to(dtype), wide.build(0).to(dtype).double()
         rounded = wide.results(case.to(dtype).to(torch.float64), False, module=double)
@@ -308,10 +314,10 @@ def is_precise(subject: Subject) -> str:
 
 
 def _largest_share(subject: Subject, dtype: torch.dtype, *results: Results) -> float:
-    """The largest error of the results in `dtype`, as a share of what rounding explains. Raises Broken above 1.
+    """The largest error of results in `dtype`, relative to the tolerance. Raises Broken above 1.
 
-    results: in `dtype`; those of the same rounded inputs and weights in fp64; those without rounding. A typical row
-    counts, because rounding may change the choice of experts in a few rows.
+    results: in `dtype`; in fp64, from the same rounded inputs and weights; in fp64, without rounding. The error of a
+    typical row counts, because rounding may change the choice of experts in a few rows.
     """
     largest, least = 0.0, subject.limit * small_gradient(results[2])
     # A single different choice of experts changes the gradients of all weights.
@@ -339,7 +345,7 @@ def _largest_share(subject: Subject, dtype: torch.dtype, *results: Results) -> f
 
 
 def cache_equals_all_at_once(layer: Attention) -> str:
-    """Text generation: three positions, then one, then two, then one at a time."""
+    """Generation with a cache, of 3, 1, 2, 1 and 1 positions, gives the results of the whole sequence."""
     case, cache, pieces = layer.draw(1), KVCache(), list[Tensor]()
     y = layer.outputs(case, False)[0]
     for piece in case.x.split([3, 1, 2, 1, 1], 1):
@@ -368,7 +374,7 @@ def mask_is_respected(layer: Attention) -> str:
     hint = "mask_B1SS is True where a position may attend to another; it is causal already"
     when = "with a mask of one document, from the result without a mask"
     layer.compare(case, {RESULT: found}, {RESULT: y}, when, hint, max(layer.limit, 1e-7))
-    name, error = _moved(layer, two, (slice(None), slice(first)))
+    name, error = _largest_change(layer, two, (slice(None), slice(first)))
     if error > layer.limit:
         raise Broken(
             f"the result of {name}, in document 2, changes by {error:.1e} if document 1 changes: the mask mask_B1SS "
@@ -381,9 +387,9 @@ def mask_is_respected(layer: Attention) -> str:
 
 
 def gradients_are_right(subject: Subject) -> str:
-    """Directional derivatives of each expert's part of each parameter, and of the input.
+    """Gradients of the input, and of each expert's part of each parameter, equal finite differences.
 
-    Rows whose decisions, such as expert ids, differ between the two points of a finite difference are left out.
+    Rows whose decisions, such as expert ids, differ between the two points of a finite difference do not count.
     """
     case = subject.draw(1)
     step, limit = (_STEP, _GRADIENT) if subject.exact else (_STEP_FP32, _GRADIENT_FP32)
@@ -420,7 +426,7 @@ def gradients_are_right(subject: Subject) -> str:
 
 
 def _slopes(subject: Subject, case: Case, tensor: Tensor, direction: Tensor, step: float) -> tuple[Tensor, Tensor]:
-    """d result / dt at t = 0, with `tensor` replaced by tensor + t * direction; and 1 for each row that counts."""
+    """The derivative of the result as `tensor` moves in `direction`; and 1 for each row that counts, 0 for others."""
     kept, ends = tensor.clone(), []
     for t in (step, -step):
         tensor.copy_(kept + t * direction)
@@ -434,7 +440,7 @@ def _slopes(subject: Subject, case: Case, tensor: Tensor, direction: Tensor, ste
 
 
 def split_equals_whole(subject: Subject) -> str:
-    """Deferred weight gradients (kernels/weight_grads.py)."""
+    """Deferred weight gradients (kernels/weight_grads.py) equal those of one backward."""
     case, deferred = subject.draw(1), WeightGrads()
 
     def backward(y: Tensor, v: Tensor) -> None:
@@ -458,9 +464,10 @@ def split_equals_whole(subject: Subject) -> str:
 
 
 def overlapped_equals_sequential(subject: Any) -> str:
-    """Two micro-batches at a time, for experts and routers in an MoE layer, give bit-equal results.
+    """Two interleaved micro-batches give the results of one after the other, bit for bit.
 
-    Both forwards run before a backward: whatever a forward leaves in the layer is wrong for one of the two.
+    Both forwards run before a backward: state that a forward leaves in the layer is wrong for one of the two. Experts
+    and routers run in an MoE layer.
     """
     inputs, module = [subject.draw(seed).x for seed in (5, 6)], subject.module
     if not isinstance(subject, Attention):
@@ -482,7 +489,7 @@ def overlapped_equals_sequential(subject: Any) -> str:
 
 
 def _two_micro_batches(subject: Subject, module: Any, inputs: list[Tensor], together: bool) -> Results:
-    """Results and gradients of two micro-batches, run as a pipeline does."""
+    """Results and gradients of two micro-batches. together: interleaved, as in a pipeline."""
     module.zero_grad()
     a, b = (x.clone().requires_grad_() for x in inputs)
     v = random_like(a, 7)
@@ -502,7 +509,7 @@ def _two_micro_batches(subject: Subject, module: Any, inputs: list[Tensor], toge
 
 
 def checkpoint_is_complete(subject: Subject) -> str:
-    """A layer with other initial weights gives the same results after it loads the state of the first."""
+    """A new layer that loads the layer's state gives the same results."""
     case, other = subject.draw(1), subject.build(1)
     other.load_state_dict(copy.deepcopy(subject.module.state_dict()))
     hint = (
@@ -514,9 +521,9 @@ def checkpoint_is_complete(subject: Subject) -> str:
 
 
 def parts_equal_the_whole(experts: Experts) -> str:
-    """The layers of two ranks, and of one rank per expert, together compute what one layer computes.
+    """Layers with a part of the experts each, on two ranks and on one rank per expert, equal one layer with all.
 
-    The gradients of what all experts share are summed over the layers. Their checkpoints have the same tensors.
+    Gradients of shared parameters are summed over ranks. Checkpoints have the same tensors.
     """
     return "; ".join(map(_divided, _with_many_experts(experts)))
 
@@ -579,4 +586,4 @@ LAWS: tuple[tuple[Law, ...], ...] = (
     (Law("gradients", gradients_are_right), Law("no host sync", needs_no_host_sync)),
     (Law("any ep equals ep=1", parts_equal_the_whole, ["experts"]),),
 )
-"""The laws by level: each level relies on all levels above it."""
+"""The laws by level. Each level relies on all levels above it."""

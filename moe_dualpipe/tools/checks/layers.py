@@ -24,8 +24,7 @@ from ...models.attention import attention_class
 from ...models.block import block_class
 from ...models.build_experts import expert_class
 from ...models.config import ModelConfig
-from ...models.layer_class import Factory, LayerClass
-from ...models.layer_options import LayerOptions
+from ...models.custom_layers import Factory, LayerClass, LayerOptions
 from ...models.router import router_class
 from .laws import Report, check_laws
 from .layer_laws import LAWS

@@ -1,13 +1,12 @@
 """`moe-dualpipe check parallel`: a token's loss, logits and gradients are the same in any parallel layout.
 
-The whole model runs in one process, one micro-batch after the other, and all that it computes is stored. Then the same
-sequences run again in every variant (run.py), in processes of this machine. If the results differ by more than rounding
-explains, the variant runs once more, and every tensor of every segment is compared, to name the first one that differs.
+The whole model runs in one process, one micro-batch after the other, and every tensor of every segment is stored. Then
+the same sequences run again in every variant (run.py), in processes of this machine. If the results differ by more than
+rounding explains, the report names the first tensor that differs.
 """
 
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,23 +17,22 @@ from ...runtime.layout import check_ep
 from ...training.config import TrainConfig
 from ...training.layout_choice import DEFAULT_SIZE
 from ...training.rules import check_options
-from .first_difference import Comparison, find_difference, record
-from .laws import Check, Report, Status
+from .laws import Check, Report
 from .ranks import Failure, run_task
 from .run import (
     REFERENCE,
     STEPS,
+    Comparison,
     Job,
     Run,
     Variant,
     default_variants,
+    find_difference,
     micro_batches_for,
+    record_reference,
     requested_variant,
-    run_variant,
     schedule_of,
 )
-
-COMPARED = ", compared with one process: relative differences, of their tolerances"
 
 
 def check_parallel(
@@ -61,8 +59,11 @@ def check_parallel(
     sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length - 1, 'token')}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.pt"
-        run_whole("the model", Comparison(partial(run_variant, job, REFERENCE), REFERENCE.tolerance, file))
-        return Report(f"{sizes}{COMPARED}", tuple(_check(job, variant, file) for variant in variants))
+        done = run_task(1, record_reference, Comparison(job, REFERENCE, file))
+        if isinstance(done, Failure):
+            raise ValueError(f"cannot run the model in one process: {done.message}")
+        title = f"{sizes}, compared with one process: relative differences, of their tolerances"
+        return Report(title, tuple(_check(Comparison(job, variant, file)) for variant in variants))
 
 
 def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable[[Run], None] | None = None) -> Job:
@@ -91,28 +92,14 @@ def check_runs(job: Job, variant: Variant) -> None:
     schedule_of(job, variant)
 
 
-def _check(job: Job, variant: Variant, file: Path) -> Check:
+def _check(compared: Comparison) -> Check:
+    variant = compared.variant
     try:
-        check_runs(job, variant)
+        check_runs(compared.job, variant)
     except ValueError as error:
         return Check(variant.name, "skipped", problem=str(error))
-    compared = Comparison(partial(run_variant, job, variant), variant.tolerance, file)
-    return check_run(variant.name, variant.processes, compared)
-
-
-def run_whole(name: str, reference: Comparison) -> None:
-    """Run the reference in one process. Raises ValueError if it cannot run."""
-    done = run_task(1, record, reference)
-    if isinstance(done, Failure):
-        raise ValueError(f"cannot run {name} in one process: {done.message}")
-
-
-def check_run(
-    name: str, processes: int, compared: Comparison, if_failed: Status = "failed", why: str = ""
-) -> Check:  # fmt: skip
-    """Run on a number of processes, and compare. if_failed, why: status and start of the message if it cannot run."""
-    outcome = run_task(processes, find_difference, compared)
+    outcome = run_task(variant.processes, find_difference, compared)
     if isinstance(outcome, Failure):
-        return Check(name, if_failed, problem=f"{why}{outcome}")
+        return Check(variant.name, "failed", problem=str(outcome))
     measured, problem = outcome[0]
-    return Check(name, "failed" if problem else "passed", measured, problem)
+    return Check(variant.name, "failed" if problem else "passed", measured, problem)

@@ -19,6 +19,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from ...errors import describe_user_error
 from ...messages import describe, plural
+from . import run
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class Failure:
         return f"rank {self.rank}: {self.message}"
 
 
+_PRELOADED = "torch._dynamo", run.__name__, __name__
+"""What the server imports once for all ranks. Python ignores names of modules that do not exist."""
+
+
 def run_task(
     num_ranks: int, function: Callable[[Any], Any], task: Any, timeout: float = 300
 ) -> list[Any] | Failure:  # fmt: skip
@@ -39,9 +44,7 @@ def run_task(
 
     timeout: in seconds. Raises ValueError if the task cannot be sent to another process.
     """
-    set_forkserver_preload(
-        ["torch", "torch.distributed", "torch._dynamo", __name__, "moe_dualpipe.training.from_options"]
-    )
+    set_forkserver_preload([*_PRELOADED])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:

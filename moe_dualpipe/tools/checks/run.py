@@ -3,7 +3,7 @@
 A variant is a way to run the same sequences, and how much it may differ from the reference: the whole model in one
 process, one micro-batch after the other, with a plain forward and backward.
 
-Two steps are needed, because router biases and the buffers of custom layers carry state from one to the next.
+Two steps are needed, because router biases carry state from one to the next.
 Everything is in float64, so that rounding does not change the choice of an expert between two almost equal scores.
 
 N sequences, S positions.
@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import lcm
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ...expert_parallel.gather import gather_objects
 from ...expert_parallel.parameters import global_tensors
 from ...models import ModelConfig, StageOptions, split
 from ...models.config import Recompute
@@ -27,12 +29,12 @@ from ...runtime.buffers import Buffers
 from ...runtime.replicas import ReplicaSet
 from ...schedule import NAMES, Forward, Schedule, build, members
 from ...training.config import ParallelConfig
-from .first_difference import Kind, StageObserver, Tolerance, Trace
+from .first_difference import Kind, StageObserver, Tolerance, Trace, verdict
 from .subject import prepare, without_dropout
 
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.
-SAME_ORDER: Tolerance = {"weights": 0, "segments": 0, "logits": 0, "losses": 0, "buffers": 1e-5, "gradients": 0}
-"""The same operations in the same order. Buffers may be averaged over ranks."""
+SAME_ORDER: Tolerance = {"weights": 0, "segments": 0, "logits": 0, "losses": 0, "buffers": 0, "gradients": 0}
+"""The same operations in the same order."""
 OTHER_ORDER: Tolerance = {**SAME_ORDER, "gradients": 4.5e-7}
 """A token's operations are the same, but gradients are added in another order."""
 OTHER_ROWS: Tolerance = {**SAME_ORDER, "segments": 1e-5, "logits": 1e-5, "losses": 1e-6, "gradients": 4.5e-6}
@@ -125,7 +127,7 @@ _BIAS_RATE = 0.02  # enough to change choices in one step
 class Job:
     """What all variants run. tokens: [steps, N, S + 1]. size: sequences per micro-batch of the reference.
 
-    on_rank: called on every rank before the first step, for tests that inject faults. It is sent to other processes.
+    on_rank: called on every rank before the first step. Tests use it to inject faults.
     """
 
     model: ModelConfig
@@ -135,14 +137,41 @@ class Job:
     on_rank: "Callable[[Run], None] | None" = None
 
 
-def run_variant(job: Job, variant: Variant, trace: Trace, with_segments: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A variant to compare with the reference, or the reference itself. It can be sent to other processes.
+
+    file: the trace of the reference.
+    """
+
+    job: Job
+    variant: Variant
+    file: Path
+
+
+def record_reference(reference: Comparison) -> None:
+    trace = Trace()
+    run_variant(reference.job, reference.variant, trace)
+    torch.save(trace.recorded, reference.file)
+
+
+def find_difference(compared: Comparison) -> tuple[str, str]:
+    """The largest differences, and the first one above the tolerance; "" if there is none. Collective."""
+    expected = torch.load(compared.file, weights_only=False, mmap=True)
+    trace = Trace(expected, compared.variant.tolerance)
+    run_variant(compared.job, compared.variant, trace)
+    traces = gather_objects((trace.largest, trace.compared, trace.first))
+    return verdict(traces, expected, compared.variant.tolerance)
+
+
+def run_variant(job: Job, variant: Variant, trace: Trace) -> None:
     """Run the variant on this rank, and pass its results to the trace. Collective over `variant.processes` ranks."""
     run = Run(job, variant, trace)
     if job.on_rank is not None:
         job.on_rank(run)
-    with ExitStack() as contexts:
-        for index, stage in run.stages.items() if with_segments else ():
-            contexts.enter_context(probe(stage, StageObserver(trace, run.forwards(index), variant.ep)))
+    with ExitStack() as probes:
+        for index, stage in run.stages.items():
+            probes.enter_context(probe(stage, StageObserver(trace, run.forwards(index), variant.ep)))
         run.steps()
 
 
@@ -190,7 +219,6 @@ class Run:
         for step in range(STEPS):
             torch.manual_seed(seed_of(self.job.options.seed, f"step {step}"))
             self._step(step)
-            self.buffers.average()
             self.pipeline.balance_experts(_BIAS_RATE)
             self._see("buffers", self.buffers.sets(), f" after step {step + 1}")
         self.pipeline.sum_gradients()

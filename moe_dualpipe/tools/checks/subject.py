@@ -1,9 +1,9 @@
-"""A layer under test: how to build and call it, and everything that a call computes, by name.
+"""A layer under test: build it, call it, and get its results and gradients by name.
 
-The four kinds are one class, with what differs: how to build and call the layer, its inputs, and their names.
+`Subject` has what all kinds of layers share. A subclass for each kind builds and calls the layer, and makes its inputs.
 
-The layer is in fp64, where finite differences are exact to nine digits. Constant weights get some noise, because zeros,
-as in a LoRA matrix, would hide wrong gradients. Random numbers, such as those of dropout, are drawn with a fixed seed.
+Layers are in fp64, where finite differences are exact to nine digits. Constant weights get some noise: zeros, as in a
+LoRA matrix, would hide wrong gradients. Random numbers, such as those of dropout, are drawn with a fixed seed.
 
 M rows in expert-major order, T tokens, K experts per token, B sequences, S positions, D model dim.
 """
@@ -28,8 +28,8 @@ from ...models.block import block_class, block_parts
 from ...models.build_experts import ExpertBuilder
 from ...models.config import ModelConfig, StageOptions
 from ...models.kv_cache import KVCache
+from ...models.layer_calls import call_layer, call_router
 from ...models.layers import seed_of, seeded
-from ...models.own_calls import call_layer, call_router
 from ...models.recompute import add_up
 from ...models.router import build_router
 from ...overlap import Compute, Segmented, Segments
@@ -43,22 +43,22 @@ Results = dict[str, Tensor | None]
 
 RESULT, INPUT = "the result", "the gradient of the input"
 EQUAL, EQUAL_FP32 = 1e-9, 1e-3
-"""The largest relative difference that rounding explains, of layers that compute in fp64, and in fp32 or less."""
+"""The largest relative differences that rounding explains: of layers that compute in fp64, and in fp32 or less."""
 _NOISE = 1e-9
 DISTINCT = 3
-"""Rows of large inputs that differ, a prime, so that blocks differ, too."""
+"""Large inputs repeat this many rows. It is a prime, so that blocks of rows differ."""
 SIZES = (0, 1, 63, 65, 127, 128, 129, 700)
-"""Numbers of rows on both sides of the sizes of blocks. Their sum is above 1,000."""
+"""Numbers of rows just below and above the block sizes of kernels. Their sum is above 1,000."""
 _ALL = 7
 """Rows of an expert that gets all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An input. Its rows (of sequence layers: its sequences) are `x[index]`: large inputs repeat a few of them.
+    """An input. Its rows are `x[index]`: large inputs repeat a few rows. Of attention and blocks, rows are sequences.
 
-    counts: the rows of each expert, in order; in other layers, all rows are in one group. cache, mask_B1SS: what
-    attention and blocks get in generation, and with --document-mask.
+    counts: the number of rows of each expert, in order; other layers have one group of rows. cache, mask_B1SS:
+    arguments of attention and blocks.
     """
 
     x: Tensor
@@ -76,11 +76,12 @@ class Case:
 
 
 class Subject(ABC):
-    """A layer that `config` names, and how to use it. experts: those that an expert layer holds; None: all.
+    """A layer that `config` names. experts: the ids that an expert layer holds; None: all.
 
-    row: the unit, such as a row or sequence, whose result must not depend on other units. rule: the message if it does,
-    with the usual mistakes. place: the name of a row, from its index `row` or from its expert and its place `i` there.
-    length: of an input, after its rows. prefix: the start of parameter names that messages leave out.
+    row: what messages call a row: a row, a token or a sequence. rule: the message if the result of a row depends on
+    other rows. place: a format of the position of a result, with its index `row`, or its `expert` and its index `i`
+    among the rows of this expert. length: the dimensions of an input between rows and model dim. prefix: the start of
+    parameter names, which messages leave out.
     """
 
     kind: str
@@ -90,60 +91,60 @@ class Subject(ABC):
     length: tuple[int, ...] = ()
     prefix = ""
     adds_losses = False
-    """Whether the backward of the result also runs that of auxiliary losses, which are not in the result."""
+    """Whether the backward of a result also runs the backward of auxiliary losses."""
 
     def __init__(self, config: ModelConfig, device: str = "cpu", experts: range | None = None):
         self.config, self.device = config, device
         self.experts = range(config.num_experts) if experts is None else experts
 
-    # ---- what differs between kinds of layers ----
+    # ---- defined by each kind ----
 
     @abstractmethod
     def make(self, seed: int) -> nn.Module:
-        """The layer with the initial weights of a seed."""
+        """The layer, with initial weights drawn with this seed."""
 
     @abstractmethod
     def call(self, module: Any, case: Case) -> Outputs:
-        """Run a module of this kind. The first output carries gradients, the others are decisions, such as expert ids.
+        """Call a module of this kind. Returns its result and then its decisions, such as expert ids, without gradients.
 
         Raises Broken for an invalid result.
         """
 
     @abstractmethod
     def counts(self) -> Sequence[int]:
-        """The rows of an ordinary input."""
+        """The number of rows of each group in a typical input."""
 
     @abstractmethod
     def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
-        """All valid shapes of other inputs: the rows, and the length."""
+        """Other valid shapes: the number of rows of each group, and the length."""
 
     def parts(self) -> Iterator[tuple[str, Any]]:
-        """Parts of `draw(1)` to change: their names, and an index of the results that may then change."""
+        """Parts of `draw(1)` to change: a name, and the index of this part. Only results of this part may change."""
         case = self.draw(1)
         for row in (0, len(case.x) // 2, len(case.x) - 1):
             yield self.row_name(case, [row]), row
 
-    # ---- what is the same ----
+    # ---- shared by all kinds ----
 
     def build(self, seed: int) -> nn.Module:
         with seeded(seed, self.kind):
             return prepare(self.make(seed), seed, self.device)
 
     def draw(self, seed: int) -> Case:
-        """An input, which differs between seeds, as do the rows of each expert. All have the same shape."""
+        """A random input. All seeds give the same shape; experts get other numbers of rows."""
         counts = self.counts()
         first = (seed - 1) % len(counts)
         return Case(self.random(seed, sum(counts), *self.length), (*counts[first:], *counts[:first]))
 
     def sizes(self) -> Iterator[Case]:
-        """Inputs of all valid shapes. Of many rows, a few differ."""
+        """Inputs of all shapes. Large ones repeat a few rows."""
         yield self.draw(1)
         for counts, length in self.shapes():
             index = torch.arange(sum(counts), device=self.device) % DISTINCT
             yield Case(self.random(4, DISTINCT, *length), tuple(counts), index)
 
     def row_name(self, case: Case, row: Sequence[int]) -> str:
-        """The name of a row of the output, from its index: counts [3, 2] and row 4 -> "row 1 of expert 1"."""
+        """Describe the index of a result. Example: counts [3, 2] and row [4] -> "row 1 of expert 1"."""
         groups = [(group, i) for group, count in enumerate(case.counts) for i in range(count)]
         group, i = groups[row[0]]
         return self.place.format(row=row, i=i, expert=self.experts.start + group)
@@ -155,11 +156,11 @@ class Subject(ABC):
         return f"{rows}{length}" + f" in {case.x.dtype}" * (case.x.dtype != torch.float64)
 
     def like(self, config: ModelConfig | None = None, experts: range | None = None) -> Any:
-        """The same layer in other sizes, or with these experts."""
+        """The same layer with another config, or with these experts."""
         return type(self)(config or self.config, self.device, experts)
 
     def alone(self, module: Any, case: Case) -> Outputs:
-        """The same results the plain way: each row (of a sequence layer: each sequence) in a call of its own."""
+        """The same results, with one call for each row."""
         rows = range(len(case.x)) if case.index is None else case.index.tolist()
         groups = [group for group, count in enumerate(case.counts) for _ in range(count)]
         outputs = dict[tuple[int, int], Outputs]()
@@ -171,18 +172,15 @@ class Subject(ABC):
 
     @cached_property
     def module(self) -> Any:
-        """The layer that all laws share, so that state left by one call shows in later ones."""
+        """The layer that all laws share: if a call leaves state in it, later results differ."""
         return self.build(0)
 
     @cached_property
-    def averaged(self) -> frozenset[str]:
-        """The names of the buffers that training may change, because it averages them over replicas."""
-        layers = ((prefix and f"{prefix}.", layer) for prefix, layer in self.module.named_modules())
-        return frozenset(prefix + name for prefix, layer in layers for name in getattr(layer, "averaged_buffers", ()))
-
-    @cached_property
     def exact(self) -> bool:
-        """Whether the layer computes in fp64: its second difference over a small step has no rounding of fp32."""
+        """Whether the layer computes in fp64.
+
+        f(x - h) - 2 f(x) + f(x + h) is almost 0 for a tiny step h. In fp32, rounding errors would remain.
+        """
         x = self.draw(1)
         step = 1e-6 * self.random(9, *x.x.shape[:-1])
         low, middle, high = (
@@ -196,47 +194,43 @@ class Subject(ABC):
 
     @cached_property
     def modes(self) -> tuple[bool, ...]:
-        """The modes in which inputs of other shapes can be compared: not training if it draws numbers or averages
-        buffers."""
+        """Training and eval mode; eval mode only if training draws random numbers, which depend on the shape."""
         first, second = (self.outputs(self.draw(1), seed=seed)[0] for seed in (1, 2))
-        return (True, False) if torch.equal(first, second) and not self.averaged else (False,)
+        return (True, False) if torch.equal(first, second) else (False,)
 
     def random(self, seed: int, *shape: int) -> Tensor:
         return random_like(torch.empty(*shape, self.config.hidden_size, dtype=torch.float64, device=self.device), seed)
 
-    def run(self, module: Any, case: Case, train: bool | None, seed: int, how: Callable[..., Outputs]) -> Outputs:
-        """A call with a fixed seed. Averaged buffers have their values from before, if they may change."""
-        train = not self.averaged if train is None else train
-        kept = {name: t.clone() for name, t in module.state_dict().items() if train and name in self.averaged}
+    def run(self, module: Any, case: Case, train: bool, seed: int, forward: Callable[..., Outputs]) -> Outputs:
+        """`forward(module, case)`, with a fixed seed of random numbers."""
         with torch.random.fork_rng(devices=[]):
             (torch.default_generator.manual_seed if self.device == "cpu" else torch.manual_seed)(seed)
             try:
-                outputs = how(module.train(train), case)
+                return forward(module.train(train), case)
             except Exception as error:
                 error.add_note(f"with {self.describe(case)}")
                 raise
-        module.load_state_dict(kept, strict=False)
-        return outputs
 
     @torch.no_grad()
-    def outputs(self, case: Case, train: bool | None = None, seed: int = 0, module: Any = None) -> Outputs:
-        """The outputs, without gradients. train: None means training mode, unless it averages buffers."""
+    def outputs(self, case: Case, train: bool = True, seed: int = 0, module: Any = None) -> Outputs:
+        """The outputs, without gradients."""
         return self.run(module or self.module, case, train, seed, self.call)
 
     def results(
-        self, case: Case, train: bool | None = None, module: Any = None, v: Tensor | None = None,
-        how: Callable[..., Outputs] | None = None, backward: Callable[[Tensor, Tensor], None] = torch.autograd.backward,
+        self, case: Case, train: bool = True, module: Any = None, v: Tensor | None = None,
+        forward: Callable[..., Outputs] | None = None,
+        backward: Callable[[Tensor, Tensor], None] = torch.autograd.backward,
     ) -> Results:  # fmt: skip
-        """The result and all gradients of sum(v * result). v: None means a random direction.
+        """The result, its decisions, and the gradients of sum(v * result). v: None means a random direction.
 
-        how: `call` or `alone`. backward: called with the result and v. Decisions are further results. Gradients of
-        attached losses are subtracted: those of a second run, in which v is 0.
+        forward: `call` or `alone`. backward: called with the result and v. Gradients of auxiliary losses are measured
+        in a second run, in which v is 0, and subtracted.
         """
         module, found = module or self.module, list[Results]()
         for factor in (1, 0) if self.adds_losses else (1,):
             module.zero_grad()
             leaf = replace(case, x=case.x.detach().requires_grad_())
-            y, *decisions = self.run(module, leaf, train, 0, how or self.call)
+            y, *decisions = self.run(module, leaf, train, 0, forward or self.call)
             if y.requires_grad:
                 own = random_like(y, 5).bfloat16().to(y) if v is None else v  # in each dtype, the same numbers
                 backward(y, own if factor else 0 * own)
@@ -249,7 +243,7 @@ class Subject(ABC):
         return {RESULT: y.detach(), **first} | {f"decision {i}": decision for i, decision in enumerate(decisions)}
 
     def weights(self, module: Any) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Each trained parameter, or the part of each expert: its name in messages, a view of it, and its gradient."""
+        """Each trained parameter, divided by expert: its name in messages, a view of it, and its gradient."""
         experts = expert_ids(module)
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
@@ -263,9 +257,10 @@ class Subject(ABC):
                 yield label.removeprefix(self.prefix), view, next(grads)[1] if grads is not None else None
 
     def compare(self, case: Case, found: Results, expected: Results, when: str, hint: str, limit: float = -1) -> int:
-        """Raise Broken at the first difference, and return the number of compared tensors. None counts as zeros.
+        """Raise Broken at the first difference. Returns the number of tensors. A gradient of None equals zeros.
 
-        when: in which case; hint: how to fix it. limit: the largest relative difference; -1 means rounding.
+        when: the end of the message, such as "if the input is transposed". hint: how to fix it. limit: the largest
+        relative difference; -1: that of rounding.
         """
         limit = self.limit if limit < 0 else limit
         least = small_gradient(expected)
@@ -312,7 +307,7 @@ class Experts(Subject):
         return [(counts, ()) for counts in ([0] * number, *all_to_one, *uneven)]
 
     def call(self, module: Any, case: Case) -> Outputs:
-        """A layer that takes an order gets one choice of weight 1 per row."""
+        """If the layer takes an order, each row has one choice, with weight 1."""
         x, counts_E = case.rows, torch.tensor(case.counts, device=case.x.device)
         if getattr(module, "takes_order", False):
             ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
@@ -344,7 +339,7 @@ class Router(Subject):
         return [([number], ()) for number in (*SIZES[1:], sum(SIZES))]
 
     def call(self, module: Any, case: Case) -> Outputs:
-        """Weights and ids. Weights of id -1 become 0: they have no effect in a model. Even numbers: two sequences."""
+        """Weights and ids. An even number of tokens is two sequences. Weights of id -1, which have no effect, are 0."""
         x_TD = case.rows
         x = x_TD if len(x_TD) % 2 else x_TD.unflatten(0, (2, -1))
         weights, ids = call_router(module, x, self.config.num_experts)[:2]
@@ -418,7 +413,7 @@ class _Runner(Segmented):
 
 
 class Interleaved(Local):
-    """A single rank whose transfers are not complete immediately, so the engine interleaves as with several ranks."""
+    """A single rank with asynchronous transfers, so that the engine interleaves as it does with several ranks."""
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Any:
         return AsyncResult([], super().dispatch(x_TD, route, weights_TK).wait)
@@ -445,11 +440,8 @@ def prepare(module: M, seed: int = 0, device: str = "cpu") -> M:
 
 
 def without_dropout(module: nn.Module) -> None:
-    """Turn dropout off: ranks and layouts draw other random numbers. Also that of the attention of transformers."""
-    layers: list[Any] = [*module.modules()]
-    for layer in layers:
-        if hasattr(layer, "attention_dropout"):
-            layer.attention_dropout = 0.0
+    """Turn dropout off: its random numbers depend on the layout."""
+    for layer in module.modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd):
             layer.p = 0.0
 
@@ -460,7 +452,7 @@ def random_like(x: Tensor, seed: int) -> Tensor:
 
 
 def small_gradient(results: Results) -> float:
-    """Errors of gradients below this norm are relative to it: of a bias of keys, for example, the exact one is 0."""
+    """Errors of gradients with a smaller norm are relative to this norm. Some gradients, as of a key bias, are 0."""
     grads = (t for label, t in results.items() if label.startswith("the gradient") and t is not None)
     return max((1e-3 * float(grad.double().norm()) for grad in grads), default=0.0) + 1e-4  # results are about 1
 
@@ -473,7 +465,7 @@ def worst_row(errors: Tensor) -> tuple[tuple[int, ...], float]:
 
 
 def wider(subject: Subject, width: int = 256) -> Subject:
-    """The same layer with longer sums: errors of fp32 and bf16 that grow with their length show."""
+    """The same layer, but wider: its longer sums show errors that grow with the number of terms."""
     config = subject.config
     factor = max(1, width // config.hidden_size)
     sizes = {name: factor * getattr(config, name) for name in ("hidden_size", "expert_size", "dense_size")}

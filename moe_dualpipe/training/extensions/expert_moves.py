@@ -13,8 +13,8 @@ from ...expert_parallel.moves import plan_moves
 from ...expert_parallel.placement import ExpertPlacement, count_nodes, imbalance, in_order
 from ...expert_parallel.rank_facts import find_machine
 from ...models.build_experts import expert_class
+from ...models.custom_layers import named_parameters
 from ...models.expert_slots import names_by_expert
-from ...models.layer_class import named_parameters
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.slot_transfer import SlotTransfer, check_alike
 from ...runtime.shared_errors import build_on_all_ranks, gather_objects

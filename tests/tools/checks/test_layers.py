@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.kernels.grouped_gemm import grouped_linear
 from moe_dualpipe.tools import checks
 from moe_dualpipe.tools.checks import Report
 from moe_dualpipe.tools.checks.layers import SMALL
@@ -57,16 +56,6 @@ class Shares(GELU):
         return super().expert(e, rows * self.scale)
 
 
-class Running(special_experts.RunningExperts):
-    """Without dropout, and it moves the mean after its use."""
-
-    def forward(self, x_MD, expert_offsets):
-        mean_ED = self.mean.repeat_interleave(expert_offsets.diff(), 0)
-        if self.training:
-            self.move([piece.detach() for piece in x_MD.split(expert_offsets.diff().tolist())])
-        return grouped_linear(x_MD - mean_ED, self.up, expert_offsets)
-
-
 class TopK(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -107,7 +96,7 @@ GROUPS = {"expert_groups": 2, "top_groups": 1}
 CORRECT = [
     ("experts", "swiglu", GROUPS, set()), ("experts", GELU, {"num_experts": 3, "hidden_size": 10}, NO_CHOICES),
     ("experts", Shares, {}, NO_CHOICES), ("experts", own_layers.swiglu_function, {}, NO_CHOICES),
-    ("experts", special_experts.DropoutExperts, {}, set()), ("experts", Running, {}, NO_CHOICES),
+    ("experts", special_experts.DropoutExperts, {}, set()), ("experts", special_experts.ScaledExperts, {}, NO_CHOICES),
     ("router", "topk", GROUPS, set()), ("router", "topk", ONE_EXPERT, set()),
     ("router", own_layers.PlainRouter, {}, set()), ("router", Skips, {}, set()), ("attention", "gqa", {}, set()),
     ("attention", "mla", {}, set()), ("attention", Scaled, {}, NO_MASK), ("block", "prenorm", MANY_EXPERTS, set()),
@@ -212,6 +201,21 @@ class Counts(GELU):
         return plain(self, x_MD, expert_offsets) / self.calls
 
 
+class RunningMean(TopK):
+    """Chooses by a mean of earlier scores."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("mean", torch.zeros(config.num_experts))
+
+    def forward(self, x):
+        scores_TE = self.scores(x.flatten(0, -2))
+        if self.training:
+            self.mean = self.mean.lerp(scores_TE.detach().mean(0).to(self.mean), 0.1)
+        ids_TK = (scores_TE - self.mean).topk(self.k).indices
+        return scores_TE.gather(1, ids_TK), ids_TK
+
+
 class StaleOffsets(GELU):
     """Computes the places of the experts once for each total, as a captured graph does."""
 
@@ -301,6 +305,7 @@ WRONG = {
     "needs a row": (NeedsARow, SHAPES, "rows per expert)", {}),
     "writes its input": (GELU, STATE, "or change `x.data`", {"forward": lambda s, x, o: plain(s, x.data.mul_(2), o)}),
     "noise": (GELU, STATE, "in eval mode, too", {"expert": lambda s, e, r: mlp(s, e, r) + torch.randn_like(r)}),
+    "a running mean": (RunningMean, STATE, "forward changes mean: replicas of the layer see other tokens", {}),
     "counts calls": (Counts, STATE, "in a second call with the same input", {}),
     "stale offsets": (StaleOffsets, STATE, "after a call with another input", {}),
     "leak in training": (LeaksInTraining, ALONE, "in training mode, the result of row", {}),

@@ -1,4 +1,4 @@
-"""Find the classes of the layers of a model: built in, in a module, in a file, or passed as objects.
+"""Find the classes of a model's layers, and pass them options.
 
 A configuration names its layers with strings, so that it can be saved, compared, and sent to other processes:
 
@@ -11,23 +11,38 @@ If Python code passes the class or function itself, it gets such a name, under w
 A constructor receives the arguments of its contract by position, such as `config`. Others, such as `layer`, are passed
 by name, and only to a constructor with a parameter of that name. `**kwargs` does not receive them: constructors often
 pass these on to a parent class that does not expect them.
+
+A layer may have options, the fields of a dataclass:
+
+    @dataclass
+    class LoRAOptions:
+        rank: int = 8
+
+    class LoRAExperts(nn.Module):
+        def __init__(self, config, num_local_experts, options: LoRAOptions): ...
+
+    train.py --experts lora.py:LoRAExperts --set model.expert_options.rank=16
+    ModelConfig(experts=LoRAExperts, expert_options=LoRAOptions(rank=16))
+
+A configuration stores options as text, "rank=16", so that they can be saved and compared without the class.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from moe_dualpipe.errors import CodeLine, describe_user_error, user_error
 from moe_dualpipe.messages import describe, printable
-
-from .layer_options import parse_options
 
 Factory = Callable[..., Any]
 """A class of layers, or a function that returns a layer."""
@@ -37,9 +52,9 @@ _OBJECTS: dict[str, Factory] = {}
 
 @dataclass(frozen=True, slots=True)
 class LayerClass:
-    """A class or function that builds layers. kind: what messages call it, such as "router". options: its own options.
+    """A class or function that builds layers, and its options. kind: its name in messages, such as "router".
 
-    arguments: the positional arguments that it takes, such as ("config",).
+    arguments: its positional arguments, such as ("config",).
     """
 
     kind: str
@@ -49,9 +64,9 @@ class LayerClass:
     options: str
 
     def build(self, *arguments: Any, **optional: Any) -> Any:
-        """Build a layer. The constructor gets those of the `optional` arguments that it has parameters for.
+        """Build a layer. The constructor receives the `optional` arguments for which it has parameters.
 
-        Raises ValueError if a user's constructor raises, exits, or returns something other than an nn.Module.
+        Raises ValueError if a custom constructor raises, exits, or returns something other than an nn.Module.
         """
         from torch import nn
 
@@ -67,7 +82,7 @@ class LayerClass:
         if not isinstance(layer, nn.Module):
             what = f"the {self.kind} {self.name!r} must be an nn.Module: got {type(layer).__name__}"
             raise ValueError(at_definition(self.make, what))
-        mark_as_own(layer, self.make)
+        mark_custom(layer, self.make)
         return layer
 
 
@@ -101,9 +116,9 @@ def find_layer(
 ) -> LayerClass:  # fmt: skip
     """Find the class or function called `name`.
 
-    forms: lists of positional arguments; the first that the constructor accepts is used. optional: arguments that are
-    passed only to a constructor with a parameter of that name. Raises ValueError if the class does not exist, accepts
-    none of the forms, or does not have these `options`.
+    forms: lists of positional arguments; the first one that the constructor accepts is used. optional: arguments that
+    only constructors with a parameter of this name receive. Raises ValueError if the class does not exist, accepts none
+    of the forms, or lacks one of these `options`.
     """
     found = built_in.get(name) or _OBJECTS.get(name) or _imported(kind, name)
     if not callable(found):
@@ -201,20 +216,86 @@ def _import_file(path: str) -> ModuleType:
     return module
 
 
-def mark_as_own(layer: Any, source: Any) -> None:
-    """Note that the module `layer` was made by `source`, a user's class or function."""
+def mark_custom(layer: Any, source: Any) -> None:
+    """Mark a module as a custom layer that `source`, a class or function, has built."""
     setattr(layer, _SOURCE, getattr(source, _SOURCE, source))
 
 
-def own_source(layer: Any) -> Any:
-    """The user's class or function that made a module; None for a built-in layer."""
+def custom_source(layer: Any) -> Any:
+    """The class or function that has built a custom layer; None for a built-in layer."""
     return getattr(layer, _SOURCE, None)
 
 
-_SOURCE = "own_source"
+_SOURCE = "custom_source"
 
 
 def at_definition(found: Factory, message: str) -> str:
     """`message`, prefixed with the file and line that define the function, or the constructor of the class."""
     line = CodeLine.of(found.__init__ if isinstance(found, type) and "__init__" in vars(found) else found)
     return f"{line}: {message}" if line is not None else message
+
+
+# ---- options ----
+
+
+LayerOptions = str | Mapping[str, Any] | Any
+"""Options as text, as a mapping, or as an instance of a dataclass."""
+
+
+def options_text(options: LayerOptions) -> str:
+    """The options as words `key=value`. Raises ValueError for other text, and for objects other than dataclasses.
+
+    Example: {"rank": 8, "widths": [64, 128]} -> "rank=8 widths=64,128".
+    """
+    if isinstance(options, str):
+        words = _words(options)
+        for word in words:
+            if not word.partition("=")[0].isidentifier() or "=" not in word:
+                raise ValueError(f"an option of a layer must be key=value: got {printable(word, 60)!r}")
+        return shlex.join(words)
+    if dataclasses.is_dataclass(options) and not isinstance(options, type):
+        options = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"options of a layer must be a mapping or a dataclass: got {type(options).__name__}")
+    lists = {name: ",".join(map(str, value)) for name, value in options.items() if isinstance(value, tuple | list)}
+    return shlex.join(f"{name}={value}" for name, value in {**options, **lists}.items())
+
+
+@lru_cache(maxsize=256)  # a model has many layers
+def parse_options(make: Factory, text: str) -> Any:
+    """Return `text` as an instance of the dataclass that annotates the parameter `options` of `make`.
+
+    Raises ValueError for options that the dataclass lacks, missing ones, and values of another type.
+    """
+    from moe_dualpipe.command_line import options_of  # imports what only commands need
+
+    kind = _options_class(make)
+    options, values = {option.name: option for option in options_of(kind)}, dict[str, Any]()
+    for word in _words(text):
+        name, _, value = word.partition("=")
+        if name not in options:
+            known = f"choose from: {', '.join(options)}" if options else "it has no options"
+            raise ValueError(f"{kind.__name__} has no option {name!r}; {known}")
+        values[name] = options[name].convert(value)
+    for field in dataclasses.fields(kind):
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{kind.__name__} needs a value for {field.name}")
+    return kind(**values)
+
+
+def _options_class(make: Factory) -> Any:
+    function = make.__init__ if isinstance(make, type) else inspect.unwrap(make)
+    try:
+        kind = get_type_hints(function).get("options")
+    except NameError as error:
+        raise ValueError(f"cannot resolve the annotations of {make.__name__}: {error}") from None
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise ValueError(f"{make.__name__} must annotate its parameter `options` with a dataclass: got {kind}")
+    return kind
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"cannot split the options {printable(text, 60)!r} into words: {error}") from None

@@ -1,8 +1,8 @@
-"""Call a layer of a model, and check what it returns. Errors name the part of the model, such as "experts".
+"""Call a layer of a model, and check its result. Errors name the part of the model, such as "experts".
 
-Without these checks, a wrong result would fail somewhere else: a wrong dtype in the next attention, an expert id out of
-range in the exchange. Shapes, dtypes and devices are checked on all devices. Values are checked only on a CPU, because
-on a GPU the host would wait for them. Decisions of built-in routers are not checked.
+Without these checks, a wrong result would fail somewhere else: a wrong dtype in the next attention, an invalid expert
+id in the exchange. Values are checked only on a CPU: on a GPU, the host would wait for them. Decisions of built-in
+routers are not checked.
 
 T tokens, D model dim, E experts, K choices.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_dualpipe.errors import CodeLine, LayerError, in_context, without_frames
 
-from .layer_class import own_source
+from .custom_layers import custom_source
 
 
 def call_layer(part: str, layer: nn.Module, x: Tensor, *others: Any, **context: Any) -> Tensor:
@@ -33,11 +33,11 @@ def call_layer(part: str, layer: nn.Module, x: Tensor, *others: Any, **context: 
 def call_router(router: nn.Module, x: Tensor, num_experts: int, *replay_TK: Tensor) -> tuple[Tensor, ...]:
     """`router(x, *replay_TK)`: weights and expert ids, both [T, K], and the losses of a router that returns them.
 
-    Raises ValueError if the decision of a user's router breaks the contract of `RouterLayer`.
+    Raises ValueError if the decision of a custom router breaks the contract of `RouterLayer`.
     """
     with _errors_in("router", router):
         decision = router(x, *replay_TK)
-    if own_source(router) is not None:
+    if custom_source(router) is not None:
         _check_decision(router, x, decision, num_experts)
     return decision
 
@@ -59,7 +59,7 @@ def _errors_in(part: str, layer: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        in_context(error, part, own_source(layer))
+        in_context(error, part, custom_source(layer))
         raise
 
 
@@ -91,15 +91,15 @@ def _check_decision(router: nn.Module, x: Tensor, decision: Any, num_experts: in
 
 
 def _wrong_output(part: str, layer: nn.Module, wanted: str, got: str) -> Exception:
-    """The error names the definition of the layer, because none of its lines has failed."""
-    line = CodeLine.of(own_source(layer))
+    """The error names the definition of the layer: no line of it has raised an exception."""
+    line = CodeLine.of(custom_source(layer))
     error = LayerError(f"{_name(layer)} must return {wanted}: got {got}", line)
     in_context(error, part)
     return without_frames(error)
 
 
 def _name(layer: nn.Module) -> str:
-    return getattr(own_source(layer), "__name__", type(layer).__name__)
+    return getattr(custom_source(layer), "__name__", type(layer).__name__)
 
 
 def _described(value: Any) -> str:
