@@ -10,16 +10,13 @@ T tokens, D model dim, K experts per token, N received rows.
 
 from torch import Tensor
 
+from .divided import WrappedBackend
 from .exchange import AsyncResult
-from .protocol import Combined, ExpertParallel, Pending, Received, Route
+from .protocol import Combined, Pending, Received, Route
 
 
-class ByChoice:
+class ByChoice(WrappedBackend):
     """The expert parallelism of `backend`, whose capacity, if it has one, must be for K rows per token."""
-
-    def __init__(self, backend: ExpertParallel):
-        self.backend = backend
-        self.num_experts, self.local_experts = backend.num_experts, backend.local_experts
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
         route = self.backend.prepare(expert_ids_TK.reshape(-1, 1))
