@@ -50,7 +50,7 @@ def measure_rank(ranks: int) -> dict[str, float]:
     from moe_dualpipe.runtime.launch import Launch
     from moe_dualpipe.training.config import BatchConfig, ParallelConfig, TrainConfig
     from moe_dualpipe.training.options import Request
-    from moe_dualpipe.training.preflight import prepare
+    from moe_dualpipe.training.resolve import prepare
     from moe_dualpipe.training.step import Trainer
     from tests.machines.recording_group import recording_world
 

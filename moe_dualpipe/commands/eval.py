@@ -3,8 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
-
+from ..command_line import Mark, Positional
 from ..data import read_stream
 from ..inference.scoring import perplexity
 from ..inference.spread import open_spread
@@ -21,7 +20,7 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
     With torchrun, the experts are spread over the processes, and each scores a part of the text.
     """
 
-    model: Positional[Annotated[str, arg(metavar="RUN")]]
+    model: Positional[Annotated[str, Mark("RUN")]]
     """Folder or URL of a run (its newest checkpoint is used), or of a checkpoint.
     Or a published model in Hugging Face's format."""
     data: str | None = None
@@ -38,7 +37,7 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
     A stride below --seq-len gives tokens more context, and takes longer."""
     max_tokens: int | None = None
     """Evaluate only the start of the text. None: all of it."""
-    tasks: Annotated[tuple[str, ...], arg(metavar="TASK [TASK ...]")] = ()
+    tasks: Annotated[tuple[str, ...], Mark("TASK [TASK ...]")] = ()
     """Names of tasks of lm-evaluation-harness, which must be installed."""
     include_path: str | None = None
     """Folder with more tasks, as YAML files."""

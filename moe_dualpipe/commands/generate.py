@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from tyro.conf import Positional, arg
 
 from ..checkpoint.routes import write_routes
+from ..command_line import Mark, Positional
 from ..data import Tokenizer
 from ..data.strict_json import reading
 from ..inference import Sampling, generate, printable_text
@@ -33,7 +33,7 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
     With torchrun, the experts are spread over the processes.
     """
 
-    run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
+    run_or_checkpoint: Positional[Annotated[str, Mark("RUN")]]
     """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, or of a published model."""
     prompt: str = "\n"
     """Start of the text."""

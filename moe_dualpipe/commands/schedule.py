@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from ..command_line import Mark, Positional
 from ..data.strict_json import read_named
 from ..messages import check_range, describe, plural, printable
 from ..schedule import (
@@ -37,7 +36,7 @@ from .options import JsonOption, check_together
 
 @dataclass(frozen=True)
 class ChosenSchedule:
-    schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
+    schedule: Positional[Annotated[str, Mark("SCHEDULE")]]
     """gpipe, 1f1b, interleaved_1f1b, 1f1b_overlap, interleaved_overlap, zb1p, zbv, chimera, dualpipe, dualpipev.
     Or a CSV file with one line per rank."""
     pp: int | None = None

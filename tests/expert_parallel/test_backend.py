@@ -16,7 +16,7 @@ from moe_dualpipe.expert_parallel.rank_facts import RankFacts
 from moe_dualpipe.expert_parallel.symmetric import Symmetric
 from moe_dualpipe.expert_parallel.trial import try_backend
 from moe_dualpipe.models import preset
-from moe_dualpipe.pipeline.pipeline import Pipeline
+from moe_dualpipe.pipeline import Parallel, Pipeline
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
@@ -144,7 +144,7 @@ def choices(_rank):
             chosen(name, ranks)
     model = replace(preset("tiny"), num_layers=2)
     for name, overlapped in (("all_to_all", True), ("shared", False)):  # only if transfers run in the background
-        pipeline = Pipeline(model, build("dualpipev", 1, 2), (1, 8), ep=2, ep_backend=name)
+        pipeline = Pipeline(model, build("dualpipev", 1, 2), (1, 8), Parallel(2, name))
         assert pipeline.executor.overlap == overlapped
     patch = pytest.MonkeyPatch()
     patch.setattr(backend, "decide", lambda _name, _facts: ("symmetric", "because"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_dualpipe.models import ModelConfig, StageOptions
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import FORWARD, letter_of
-from moe_dualpipe.pipeline import Pipeline
+from moe_dualpipe.pipeline import Numerics, Parallel, Pipeline
 from moe_dualpipe.runtime import executor as executor_module
 from moe_dualpipe.runtime.background import Background
 from moe_dualpipe.runtime.groups import create_group
@@ -63,15 +63,9 @@ def _record(
 ) -> Program:  # fmt: skip
     with recording_world(rank, num_ranks) as world:
         now = _Now(Engine(torch.device("cpu"), queued))
-        pipeline = Pipeline(
-            model,
-            schedule,
-            (1, LENGTH + model.mtp_layers),
-            ep=ep,
-            ep_backend="all_to_all",
-            options=options,
-            on_action=now.begin,
-        )
+        shape = 1, LENGTH + model.mtp_layers
+        numerics = Numerics(options=options or StageOptions())
+        pipeline = Pipeline(model, schedule, shape, Parallel(ep, "all_to_all"), numerics, on_action=now.begin)
         recorder = Recorder(now.describe, serial_links=queued)
         executor, groups = pipeline.executor, vars(pipeline.groups) | {"world": world}
         groups.pop("links")  # this world has no NCCL

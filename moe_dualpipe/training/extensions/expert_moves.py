@@ -6,8 +6,6 @@ run knows experts by their ids: the router, its bias and the loads, and the tens
 E experts, L layers with experts.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from ...models.layer_class import named_parameters
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.slot_transfer import SlotTransfer, check_alike
 from ...runtime.shared_errors import build_on_all_ranks, gather_objects
-from . import Extension, Update
+from . import Extension, Trained, Update
 
 
 class ExpertMoves(Extension):
@@ -29,7 +27,7 @@ class ExpertMoves(Extension):
     Raises ValueError, on all ranks, for expert layers whose experts cannot move.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trained):
         pipeline, self.options = trainer.pipeline, trainer.config.parallel
         self.pipeline, self.balance, self.progress = pipeline, pipeline.balance, trainer.progress
         build_on_all_ranks(self._check)
