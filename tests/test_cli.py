@@ -51,7 +51,7 @@ def test_check_validates_transfers(capsys, tmp_path):
     path = tmp_path / "lowered.csv"
     lists = add_comms(build("1f1b", 2, 2))
     path.write_text("\n".join(",".join(map(str, steps)) for steps in lists))
-    code, out, _ = run(capsys, "schedule", "check", path, "--actions-only")
+    code, out, _ = run(capsys, "schedule", "check", path)
     assert (code, out) == (0, f"{path}: valid; 2 ranks, 2 stages, 2 micro-batches, 8 actions, "
                               "8 transfers that cannot deadlock\n")  # fmt: skip
     path.write_text(
@@ -117,7 +117,7 @@ def test_an_invalid_option_prints_one_line_and_exits_with_code_2(capsys, argumen
 def test_a_file_from_a_spreadsheet_without_a_suffix(capsys, tmp_path):
     path = tmp_path / "order"
     path.write_bytes(b"\xef\xbb\xbf" + build("zbv", 2, 4).to_csv().replace("\n", "\r\n").encode())
-    assert run(capsys, "schedule", "check", path, "--ep", 1)[0] == 0
+    assert run(capsys, "schedule", "check", path)[0] == 0
     assert run(capsys, "schedule", "show", path)[1].startswith("order: 2 ranks, 4 stages, 4 micro-batches\n")
 
 

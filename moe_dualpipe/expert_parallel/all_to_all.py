@@ -16,7 +16,7 @@ from .exchange import AsyncResult, Exchange, receive_buffer, start_copy_to_host
 class AllToAll(Exchange):
     """Experts are divided evenly over the ranks of `group`, in order.
 
-    Every rank must call the same operations in the same order. Give the backend a process group of its own, because
+    Every rank must call the same operations in the same order. Give the backend a separate process group, because
     transfers in one group wait for each other. remote: ranks of the group on other machines; `remote_bytes` counts what
     this rank sends to them.
     Raises ValueError if the experts cannot be divided evenly, or if the kernels are not available.

@@ -2,7 +2,7 @@
 
 A rank that holds several experts of a token adds up their outputs and returns one row. So the order of the sum depends
 on where the experts are: (a + b) + c differs in the last bit from (a + c) + b. This wrapper of any backend treats each
-choice as a row of its own, and adds the returned rows in the order of the token's choices. Then an expert that moves to
+choice as a separate row, and adds the returned rows in the order of the token's choices. Then an expert that moves to
 another rank changes no bit. It sends K rows per token, instead of one for each rank with any of the token's experts.
 
 T tokens, D model dim, K experts per token, N received rows.
@@ -10,16 +10,13 @@ T tokens, D model dim, K experts per token, N received rows.
 
 from torch import Tensor
 
+from .divided import WrappedBackend
 from .exchange import AsyncResult
-from .protocol import Combined, ExpertParallel, Pending, Received, Route
+from .protocol import Combined, Pending, Received, Route
 
 
-class ByChoice:
+class ByChoice(WrappedBackend):
     """The expert parallelism of `backend`, whose capacity, if it has one, must be for K rows per token."""
-
-    def __init__(self, backend: ExpertParallel):
-        self.backend = backend
-        self.num_experts, self.local_experts = backend.num_experts, backend.local_experts
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
         route = self.backend.prepare(expert_ids_TK.reshape(-1, 1))

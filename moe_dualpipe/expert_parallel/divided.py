@@ -7,8 +7,10 @@ on while the process computes (`in_background`).
 from collections.abc import Sequence
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..kernels.backend import Kernels, validate_kernels
-from .protocol import ExpertParallel
+from .protocol import Combined, ExpertParallel, Pending, Route
 from .rank_facts import RankFacts
 
 
@@ -22,7 +24,6 @@ class DividedExperts(ExpertParallel):
     in_background: ClassVar[bool] = True
     """Whether transfers go on while this process computes, so that overlap can hide them."""
     remote_bytes: int = 0
-    """Bytes of rows that this rank has sent to other machines since the last `take_remote_bytes`."""
 
     def __init__(self, num_experts: int, num_ranks: int, rank: int, kernels: Kernels = "auto"):
         self.kernels: Kernels = validate_kernels(kernels)
@@ -41,5 +42,20 @@ class DividedExperts(ExpertParallel):
         """Raise the error of a transfer that failed on a GPU. Call it after its results have been read."""
 
     def take_remote_bytes(self) -> int:
+        """Bytes of rows that this rank has sent to other machines since the last call."""
         taken, self.remote_bytes = self.remote_bytes, 0
         return taken
+
+
+class WrappedBackend(ExpertParallel):
+    """The expert parallelism of `backend`. Subclasses change what is sent."""
+
+    def __init__(self, backend: ExpertParallel):
+        self.backend = backend
+        self.num_experts, self.local_experts = backend.num_experts, backend.local_experts
+
+    def prepare(self, expert_ids_TK: Tensor) -> Route:
+        return self.backend.prepare(expert_ids_TK)
+
+    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
+        return self.backend.combine(y_ND, route, weight_grads_NK)

@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.fp8 import DTYPE, Fp8Matrix, Fp8Recipe
+from .divided import WrappedBackend
 from .exchange import ALIGNMENT, AsyncResult
-from .protocol import Combined, ExpertParallel, Pending, Received, Route
+from .protocol import ExpertParallel, Pending, Received, Route
 
 CARRIER = torch.float16
 """The dtype of messages. Nothing computes with them, but the kernels of Symmetric cannot move uint8."""
 
 
-class Fp8Dispatch:
+class Fp8Dispatch(WrappedBackend):
     """The expert parallelism of `backend`, with dispatched rows rounded as `recipe` says.
 
     Raises ValueError for a recipe whose scales are not powers of two.
@@ -29,11 +30,8 @@ class Fp8Dispatch:
     def __init__(self, backend: ExpertParallel, recipe: Fp8Recipe):
         if not recipe.power_of_two:
             raise ValueError("dispatch in FP8 needs scales that are powers of two: use the recipe ue8m0 or mxfp8")
-        self.backend, self.recipe = backend, recipe
-        self.num_experts, self.local_experts = backend.num_experts, backend.local_experts
-
-    def prepare(self, expert_ids_TK: Tensor) -> Route:
-        return self.backend.prepare(expert_ids_TK)
+        super().__init__(backend)
+        self.recipe = recipe
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
         message = pack(self.recipe.quantize_rows(x_TD))
@@ -44,9 +42,6 @@ class Fp8Dispatch:
             return Received(unpack(received, x_TD.shape[1], self.recipe.block).read(x_TD.dtype), weights_NK)
 
         return AsyncResult([pending], finish)
-
-    def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
-        return self.backend.combine(y_ND, route, weight_grads_NK)
 
 
 def pack(rows: Fp8Matrix) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..overlap.engine import Engine
-from ..overlap.labels import PREPARE, is_for_experts, spoken, without_wait
+from ..overlap.labels import PREPARE, in_words, is_for_experts, without_wait
 from ..overlap.waits import is_marked
 from ..runtime.p2p import P2P
 from ..schedule import Flow, Send
@@ -195,7 +195,7 @@ class Heartbeat:
 
 def _of_layer(label: str, layer: int | None) -> str:
     """A segment or transfer in words, such as "mlp forward of layer 3"."""
-    return spoken(label) + ("" if layer is None else f" of layer {layer}")
+    return in_words(label) + ("" if layer is None else f" of layer {layer}")
 
 
 @cache

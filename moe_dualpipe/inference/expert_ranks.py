@@ -1,4 +1,4 @@
-"""Ranks that share the experts of a model, each with sequences of its own: what they agree on.
+"""Ranks that share the experts of a model, each with other sequences: the numbers of forwards and micro-batches.
 
 A dispatch needs all ranks. So they run the same number of forwards, divided into micro-batches in the same way. A rank
 without sequences left runs empty forwards.

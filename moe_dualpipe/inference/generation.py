@@ -142,7 +142,7 @@ def run_batches(
 
 @contextmanager
 def recorded_routes(model: TransformerStage, num_texts: int) -> Iterator[dict[int, Tensor]]:
-    """Collect the experts of each position that `generate` reads in this context, by layer: [B, S, K], at its end.
+    """Record the experts of each position that `generate` reads. At the end, the dict has them by layer: [B, S, K].
 
     The positions are those of the texts as long as they fit into `max_length`. The last token of a text is not read.
     """

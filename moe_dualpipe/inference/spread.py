@@ -30,7 +30,7 @@ def open_spread(
 ) -> tuple[TransformerStage, Tokenizer, ExpertRanks]:  # fmt: skip
     """The model at `path` on all ranks of `world`, with `copies` copies of experts in each layer. Collective.
 
-    One rank alone has the whole model, as from `open_model`, and says nothing.
+    With one rank, this is `open_model`, and nothing is printed.
 
     The outputs of a token's experts are added in the order of its choices, so copies do not change the sums.
     sequences, length: the most sequences of a rank, and tokens of a sequence. Rank 0 says on stderr how tokens are

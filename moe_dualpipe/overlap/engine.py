@@ -29,7 +29,7 @@ from ..kernels.weight_grads import WeightGrads
 from ..messages import quoted
 from . import streams
 from .annotation import annotation
-from .labels import PREPARE, WAIT_FOR, WEIGHTS, label, spoken
+from .labels import PREPARE, WAIT_FOR, WEIGHTS, in_words, label
 from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
 from .waits import waits_for_ranks
 
@@ -114,7 +114,7 @@ class _Annotated:
 
     def _explain(self, error: Exception | SystemExit) -> None:
         """Note where `error` happened. Raises LayerError for a SystemExit: code 0 would be a complete run."""
-        where = ("" if self.layer is None else f"layer {self.layer}, ") + spoken(self.text)
+        where = ("" if self.layer is None else f"layer {self.layer}, ") + in_words(self.text)
         if not isinstance(error, SystemExit):
             in_context(error, where, self.source)
             return

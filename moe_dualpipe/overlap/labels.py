@@ -45,7 +45,7 @@ def label(name: str, kind: str) -> str:
     return f"{name}({kind})"
 
 
-def spoken(text: str) -> str:
+def in_words(text: str) -> str:
     """A label in words, for errors: "mlp(B)" -> "mlp backward"."""
     words = {FORWARD: "forward", BACKWARD: "backward", "I": "backward", WEIGHTS: "weight gradients"}
     return _KIND.sub(lambda found: f" {words[found[1]]}", text)

@@ -27,8 +27,10 @@ from ..runtime.optimizer import Optimizer
 
 @dataclass(frozen=True, slots=True)
 class SlotContents:
-    """copied: the tensors that every rank with this slot has. owned: those that only one of the replicas has, by name;
-    empty on the others. owners: the place of that one in the group of replicas, by name."""
+    """The tensors of one slot. copied: on every rank with this slot. owned: on one of its replicas, by name.
+
+    Other ranks have no owned ones. owners: the rank of that replica in the group of replicas, by name.
+    """
 
     copied: list[Tensor] = field(default_factory=list)
     owned: dict[str, list[Tensor]] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class Running(Protocol):
         ...
 
     def interval(self) -> tuple[float, float]:
-        """Start and end in seconds on any clock. Call it after `wait`; on a GPU, when the device has come so far."""
+        """Start and end in seconds on any clock. Call it after `wait`; on a GPU, after the collectives have ended."""
         ...
 
 
@@ -73,7 +73,7 @@ class Background:
         self._ended += collectives
 
     def take_times(self) -> CollectiveTimes:
-        """The times of all that was waited for since the last call. On a GPU, it must have come so far."""
+        """The times of the collectives that were waited for since the last call. On a GPU, they must have ended."""
         exposed = sum(_seconds(start, end) for start, end in self._waits)
         running = covered([running.interval() for running in self._ended])
         self._ended, self._waits = [], []

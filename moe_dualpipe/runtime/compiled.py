@@ -35,7 +35,7 @@ class CompiledMicroBatch:
         def run(*inputs: Any) -> Tensor:
             return traced(*inputs)
 
-        run.__code__ = run.__code__.replace()  # by this object, torch.compile finds the code of a model
+        run.__code__ = run.__code__.replace()  # torch.compile caches by code object, so each model needs its own
         self.compiled = torch.compile(run, fullgraph=True, dynamic=False, backend=fuse.BACKEND)
 
     def __call__(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class MicroBatchGraph:
         return self.loss.clone()
 
     def _use_buffers(self) -> None:
-        """Let the parameters have the graph's gradients, with the value of their own: none is zero."""
+        """Let `grad` of each parameter be the graph's buffer, with the value of its present gradient; None is zero."""
         for parameter, grad in self.grads.items():
             if parameter.grad is None:
                 grad.zero_()

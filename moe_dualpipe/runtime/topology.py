@@ -10,7 +10,6 @@ Rank 0 stays rank 0.
 """
 
 import json
-import os
 import re
 import socket
 from collections import Counter
@@ -56,17 +55,17 @@ def place(
 
     store: where the ranks have met already.
     ep: ranks of an expert group. nodes_per_domain: number of machines, in the order of their names, that are joined by
-    NVLink. None: those of a block of Slurm's topology, or one. timeout: seconds to wait for other ranks.
+    NVLink. None: one. timeout: seconds to wait for other ranks.
     """
     if launch.local_world_size == launch.world_size:
         return Placed(launch, store)
     store = store or rendezvous(launch, timeout)
     own, size = f"place/{launch.rank}", launch.world_size
-    store.set(own, json.dumps([socket.gethostname(), slurm_block(os.environ), own_versions()]))
+    store.set(own, json.dumps([socket.gethostname(), own_versions()]))
     if launch.rank == 0:
         reported = [json.loads(store.get(f"place/{rank}")) for rank in range(size)]
-        problem = other_versions([(machine, versions) for machine, _, versions in reported])
-        places = find_domains([(machine, block) for machine, block, _ in reported], nodes_per_domain)
+        problem = other_versions(reported)
+        places = find_domains([machine for machine, _ in reported], nodes_per_domain or 1)
         order = [*range(size)] if problem else placement_order(places, ep)
         groups = [[places[rank] for rank in order[i : i + ep]] for i in range(0, size, ep)]
         text, span = describe(groups, order), max(len({p.machine for p in group}) for group in groups)
@@ -76,23 +75,10 @@ def place(
     return Placed(replace(launch, rank=new), store, text, span, problem)
 
 
-def slurm_block(environment: Any) -> str:
-    """The block of this machine in Slurm's topology, such as an NVL72 rack; "" if it is unknown.
-
-    Slurm sets SLURM_TOPOLOGY_ADDR to "block3.node12", and SLURM_TOPOLOGY_ADDR_PATTERN to "block.node".
-    """
-    levels = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
-    names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
-    return names[levels.index("block")] if "block" in levels and len(names) == len(levels) else ""
-
-
-def find_domains(reported: Sequence[tuple[str, str]], nodes_per_domain: int | None) -> list[RankPlace]:
-    """The place of each rank, from its machine and the block of it."""
-    machines = sorted({machine for machine, _ in reported}, key=_natural)
-    if nodes_per_domain is None:
-        return [RankPlace(machine, block or machine) for machine, block in reported]
-    domain = {machine: str(i // nodes_per_domain) for i, machine in enumerate(machines)}
-    return [RankPlace(machine, domain[machine]) for machine, _ in reported]
+def find_domains(machines: Sequence[str], nodes_per_domain: int) -> list[RankPlace]:
+    """The place of each rank, from its machine."""
+    ordered = sorted({*machines}, key=_natural)
+    return [RankPlace(machine, str(ordered.index(machine) // nodes_per_domain)) for machine in machines]
 
 
 def placement_order(places: Sequence[RankPlace], ep: int) -> list[int]:

@@ -32,7 +32,7 @@ def join_world(device: str = "auto", timeout: float | None = None) -> Iterator[W
     end. device: cpu, cuda, or auto: a GPU for each process if there are enough, else the CPU. timeout: seconds that a
     collective operation waits; None: torch's default.
 
-    Raises ValueError for a device that is not there, and for a process group that cannot use it.
+    Raises ValueError for a device that this machine lacks, and for a process group that cannot use it.
     """
     launch = current_launch()
     own = device_of(device, launch)

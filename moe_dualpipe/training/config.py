@@ -47,7 +47,7 @@ class ParallelConfig:
     nodes_per_domain: int | None = None
     """Number of machines in one NVLink domain; machines are sorted by name.
     Ranks that share experts are placed on one machine or, if they do not fit, in one domain.
-    None: the block size of Slurm's topology, or 1."""
+    None: 1. On NVL72 racks, set the number of machines in a rack: 18."""
     schedule: str = "auto"
     """Pipeline schedule (docs/schedules.md), or a CSV file. auto: dualpipe for an even number of pipeline ranks, else
     dualpipev. NAME+fill: with weight gradients where ranks wait."""

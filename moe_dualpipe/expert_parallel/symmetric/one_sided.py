@@ -81,7 +81,7 @@ class DirectWrites:
         push(self.windows, None)
 
     def receive(self, operation: "Operation") -> None:
-        """What is to be done before kernels wait for a message of all ranks."""
+        """Called before kernels wait for the messages of all ranks."""
 
 
 class OneSided(DividedExperts):
