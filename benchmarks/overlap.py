@@ -1,7 +1,7 @@
 """Measure how much communication an overlapped pair hides, and the overhead of the overlap engine.
 
-    python -m benchmarks.overlap                 all parts, about seven minutes
-    python -m benchmarks.overlap --only link     one part: link, overhead, recompute, schedulers
+    python -m benchmarks.overlap                 all parts, about five minutes
+    python -m benchmarks.overlap --only link     one part: link, overhead, recompute
 
 One process plays one rank of 16 over a modeled link (modeled/loopback.py). The computation of a pair is timed first.
 Then the bandwidth is set so that the transfers of the pair take the given multiple of that time. All cases take turns,
@@ -22,12 +22,10 @@ from typing import Any, Literal
 import torch
 import tyro
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
 
-from . import schedulers
 from .common import full_range, ratios, table, take_turns
 from .plain_model import plain_forward
 
@@ -43,7 +41,7 @@ WARM_UP = 1
 class Options:
     """Options of the benchmark."""
 
-    only: Literal["all", "link", "overhead", "recompute", "schedulers"] = "all"
+    only: Literal["all", "link", "overhead", "recompute"] = "all"
     """The part to run."""
     rounds: int = 9
     """Rounds. In each, every case runs once."""
@@ -126,7 +124,7 @@ def link_part(options: Options) -> None:
 
 
 def overhead_part(options: Options) -> None:
-    """The cost of the tape and the engine, without communication: time, and the number of operators."""
+    """The cost of the tape and the engine, without communication."""
     print("## Overhead: forward and backward of two chunks, no communication\n")
     model = build_model(MODEL, Local(MODEL.num_experts))
     x, y = two_micro_batches()
@@ -147,25 +145,7 @@ def overhead_part(options: Options) -> None:
         "overlapped": lambda: pair_step(model, y, next_token_loss(model(x), x)).backward(),
     }
     seconds = take_turns(options.rounds, {name: partial(timed, run) for name, run in cases.items()}, WARM_UP)
-    rows = compared(seconds, ".3f")
-    for row, run in zip(rows, cases.values(), strict=True):
-        with Operators() as operators:
-            timed(run)
-        row += [str(operators.number), str(operators.views)]
-    print(table(" | ms for both chunks | / plain autograd (range over rounds) | operators | views", rows))
-
-
-class Operators(TorchDispatchMode):
-    """Counts what the host queues on a GPU: 5 to 10 us for an operator, about 1 us for a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = self.views = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.views += func.is_view
-        self.number += not func.is_view
-        return func(*args, **(kwargs or {}))
+    print(table(" | ms for both chunks | / plain autograd (range over rounds)", compared(seconds, ".3f")))
 
 
 def compared(seconds: dict[str, list[float]], form: str) -> list[list[str]]:
@@ -195,19 +175,11 @@ def recompute_part(options: Options) -> None:
     print(table("recompute | MiB saved | / none | ms per pair | / none (range over rounds)", rows))
 
 
-def schedulers_part(_options: Options) -> None:
-    """Our executor against others, in separate processes."""
-    print("## Pipeline executors\n", flush=True)
-    schedulers.report(schedulers.Options())
-
-
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} cores, one thread, torch {torch.__version__}\n")
-    parts = {
-        "link": link_part, "overhead": overhead_part, "recompute": recompute_part, "schedulers": schedulers_part,
-    }  # fmt: skip
+    parts = {"link": link_part, "overhead": overhead_part, "recompute": recompute_part}
     for name, part in parts.items():
         if options.only in ("all", name):
             part(options)
