@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -37,6 +36,7 @@ class Options:
 
 def measure_rank(ranks: int) -> dict[str, float]:
     """Build a run as one rank of `ranks`, and do steps. Returns seconds, MiB, and numbers of groups."""
+    from moe_dualpipe.models import ModelConfig
     from moe_dualpipe.pipeline.recording_group import recording_world
     from moe_dualpipe.runtime.launch import Launch
     from moe_dualpipe.training.config import BatchConfig, ParallelConfig, TrainConfig
@@ -44,8 +44,11 @@ def measure_rank(ranks: int) -> dict[str, float]:
     from moe_dualpipe.training.preflight import prepare
     from moe_dualpipe.training.step import Trainer
 
+    model = ModelConfig(
+        num_layers=4, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, dense_size=16, expert_size=8
+    )  # fmt: skip
     config = TrainConfig(
-        model=small_model(), steps=STEPS, batch=BatchConfig(batch_size=2 * ranks, micro_batch_size=1, seq_len=16),
+        model=model, steps=STEPS, batch=BatchConfig(batch_size=2 * ranks, micro_batch_size=1, seq_len=16),
         parallel=ParallelConfig(pp=4, ep=8, ep_backend="all_to_all"),
     )  # fmt: skip
     launch = Launch(0, 0, ranks, 1)
@@ -66,14 +69,6 @@ def measure_rank(ranks: int) -> dict[str, float]:
         "ranks": ranks, "start": built - start, "step": min(seconds), "memory": memory / 1024, "member": member,
         "calls": new_group.call_count,
     }  # fmt: skip
-
-
-def small_model() -> Any:
-    from moe_dualpipe.models import ModelConfig
-
-    return ModelConfig(
-        num_layers=4, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, dense_size=16, expert_size=8
-    )
 
 
 def measured(ranks: int) -> dict[str, float]:

@@ -6,9 +6,8 @@ python -m benchmarks.planner fit    writes moe_dualpipe/tools/planner/constants.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 from tyro.conf import Positional
@@ -27,20 +26,10 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
+def main(command: Positional[Literal["score", "fit"]]) -> None:
     """Compare the planner with published runs."""
-
-    command: Positional[Literal["score", "fit"]]
-    rows: tuple[Path, ...] = ()
-    """Files of rows. None: those of benchmarks/published_runs."""
-
-
-def main(options: Options) -> None:
-    points = predict(read_rows(options.rows or sorted(OWN.glob("*.json"))))
-    if not points:
-        raise SystemExit("no rows that can be predicted: give files with --rows")
-    if options.command == "fit":
+    points = predict(read_rows(sorted(OWN.glob("*.json"))))
+    if command == "fit":
         FILE.write_text(json.dumps(fit(points), indent=1) + "\n")
         print(f"{len(points)} rows -> {FILE}")
         return
@@ -65,4 +54,4 @@ def report(scores: Sequence[Score]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Annotated[Options, tyro.conf.OmitArgPrefixes]))
+    tyro.cli(main)
