@@ -14,7 +14,6 @@ programs:
     hf grouped_mm        Hugging Face transformers with its fastest experts: Qwen2-MoE; OLMoE for olmoe-layer
     hf our experts       the same with experts_implementation="moe_dualpipe"
     hf ..., compiled     the same under torch.compile
-    plain                the plainest PyTorch program (plain.py)
 
 All start with the same weights and get the same batches. Their losses must agree in every step. They take turns, and a
 ratio compares two steps of one round: above 1, "ours, compiled" is faster. Sizes without the update are measured in
@@ -57,7 +56,6 @@ from moe_dualpipe.training.preflight import Given, prepare
 from moe_dualpipe.training.step import Trainer
 
 from .common import full_range, ratios, table, take_turns
-from .plain import plain_loss
 
 AUTO = choose_products("auto", "cpu")
 OTHER: Library = "mkl" if AUTO == "onednn" else "onednn"
@@ -138,11 +136,6 @@ def ours(size: Size, start: Start, compile: Literal["whole", "on", "off"], produ
     return step
 
 
-def plain(size: Size, start: Start) -> Step:
-    parameters = {name: weight.clone().requires_grad_() for name, weight in start.weights.items()}
-    return _trained(size, [*parameters.values()], lambda *batch: plain_loss(parameters, size.model, *batch))
-
-
 def hugging_face(size: Size, start: Start, experts: str, compiled: bool) -> Step:
     from transformers import AutoModelForCausalLM
 
@@ -183,7 +176,6 @@ PROGRAMS: dict[str, Callable[[Size, Start], Step]] = {
     "hf grouped_mm, compiled": partial(hugging_face, experts="grouped_mm", compiled=True),
     "hf our experts": partial(hugging_face, experts=NAME, compiled=False),
     "hf our experts, compiled": partial(hugging_face, experts=NAME, compiled=True),
-    "plain": plain,
 }
 """How to build each program."""
 

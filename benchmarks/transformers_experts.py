@@ -38,7 +38,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Problem:
+class HuggingFaceExperts:
     """The experts of one layer and their inputs."""
 
     experts: nn.Module
@@ -48,7 +48,7 @@ class Problem:
     dy_ND: Tensor
 
     @classmethod
-    def random(cls, sizes: str, dtype: torch.dtype, device: str) -> "Problem":
+    def random(cls, sizes: str, dtype: torch.dtype, device: str) -> "HuggingFaceExperts":
         from transformers import Qwen3MoeConfig, models
 
         tokens, hidden, inner, num_experts, k = map(int, sizes.split(","))
@@ -77,7 +77,7 @@ class Problem:
         return clock() - start
 
 
-def check_agreement(problem: Problem, names: list[str]) -> None:
+def check_agreement(problem: HuggingFaceExperts, names: list[str]) -> None:
     """Raise AssertionError unless all implementations agree with "eager", up to rounding."""
     expected = problem.run("eager")
     allowed = 1e-5 if problem.x_ND.dtype == torch.float32 else 3e-2
@@ -109,7 +109,7 @@ def main() -> None:
     names = [register(), "eager", "grouped_mm"]
     columns = "tokens, D, F, E, K | implementation | ms | quartiles | ours / this | quartiles"
     for sizes in options.sizes:
-        problem = Problem.random(sizes, getattr(torch, options.dtype), device)
+        problem = HuggingFaceExperts.random(sizes, getattr(torch, options.dtype), device)
         check_agreement(problem, names)
         cases = {name: partial(problem.seconds, name) for name in names}
         print(table(columns, rows(sizes, take_turns(options.rounds, cases, warm_up=1))), flush=True)

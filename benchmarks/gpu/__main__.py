@@ -128,7 +128,7 @@ def environment(context: Any) -> dict[str, Any]:
 
     from moe_dualpipe.kernels.gpu.configs import user_table_path
 
-    found = [f"{name} {_version(name)}" for name in PACKAGES if _version(name)]
+    found = [f"{one.name} {one.version}" for one in importlib.metadata.distributions() if one.name in PACKAGES]
     return {
         "device": "a CPU, with tiny shapes: timings are meaningless" if context.smoke else torch.cuda.get_device_name(),
         "cuda": torch.version.cuda, "python": platform.python_version(), "versions": ", ".join(found),
@@ -136,13 +136,6 @@ def environment(context: Any) -> dict[str, Any]:
         "kernel table": "tuned here, then the shipped table" if user_table_path().exists() else "the shipped table",
         "random data": "standard normal, exact in bf16; experts drawn uniformly without replacement",
     }  # fmt: skip
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def exit_code(results: dict[str, Any]) -> int:
