@@ -11,7 +11,7 @@ from .context import Context, Operation
 from .correctness import TOLERANCE
 from .implementations import Problem
 from .measure import single_phase
-from .shapes import GOAL_SHAPE, SHAPES, SMOKE_SHAPES, Shape
+from .shapes import MAIN_SHAPE, SHAPES, SMOKE_SHAPES, Shape
 from .tuned_gemms import Gemm, gemms
 
 NAMES = {"up": "up, with SwiGLU", "down": "down", "fp8": "in FP8"}
@@ -22,7 +22,7 @@ def run(context: Context) -> None:
     if fault := Fp8Recipe().kernels_fault(context.device):
         context.log(f"skipped: FP8 {fault.partition(':')[0]}")
         return
-    for shape in SMOKE_SHAPES if context.smoke else (GOAL_SHAPE, SHAPES[1]):
+    for shape in SMOKE_SHAPES if context.smoke else (MAIN_SHAPE, SHAPES[1]):
         measure_shape(context, shape)
 
 

@@ -18,12 +18,12 @@ from moe_dualpipe.kernels.routing import expert_order
 from .context import Context, Operation
 from .correctness import TOLERANCE
 from .measure import device_copy, fill_free_memory_with_nan, relative_error, single_phase
-from .shapes import GOAL_SHAPE, SHAPES, SMOKE_SHAPES, Shape
+from .shapes import MAIN_SHAPE, SHAPES, SMOKE_SHAPES, Shape
 
 
 def run(context: Context) -> None:
     """Add the GB/s of permute and unpermute with Triton and in plain torch, and of the copy."""
-    for shape in SMOKE_SHAPES if context.smoke else (GOAL_SHAPE, SHAPES[1]):
+    for shape in SMOKE_SHAPES if context.smoke else (MAIN_SHAPE, SHAPES[1]):
         measure_shape(context, shape)
 
 
