@@ -25,9 +25,9 @@ from torch import Tensor
 
 from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
+from tests.support.plain_model import plain_forward
 
 from .common import full_range, ratios, table, take_turns
-from .plain_model import plain_forward
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=256, num_layers=4, num_dense_layers=0, num_heads=8, num_kv_heads=8, head_dim=32,

@@ -37,12 +37,12 @@ class Options:
 def measure_rank(ranks: int) -> dict[str, float]:
     """Build a run as one rank of `ranks`, and do steps. Returns seconds, MiB, and numbers of groups."""
     from moe_dualpipe.models import ModelConfig
-    from moe_dualpipe.pipeline.recording_group import recording_world
     from moe_dualpipe.runtime.launch import Launch
     from moe_dualpipe.training.config import BatchConfig, ParallelConfig, TrainConfig
     from moe_dualpipe.training.options import Request
-    from moe_dualpipe.training.preflight import prepare
+    from moe_dualpipe.training.resolve import prepare
     from moe_dualpipe.training.step import Trainer
+    from tests.machines.recording_group import recording_world
 
     model = ModelConfig(
         num_layers=4, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, dense_size=16, expert_size=8
