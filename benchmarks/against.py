@@ -39,12 +39,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from torch import Tensor
 from torch.nn import functional as F
 
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.checkpoint.huggingface import save_pretrained
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.integrations.transformers import NAME, register
 from moe_dualpipe.kernels.products import Library, choose_products, use_products
 from moe_dualpipe.models import PRESETS, ModelConfig, build_model
@@ -85,7 +85,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Time a training step of this project against other programs of the same model on this CPU."""
 
     sizes: tuple[str, ...] = tuple(SIZES)
     """Names of sizes."""
@@ -251,7 +251,7 @@ def compare(name: str, threads: int, options: Options) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+    options = program_options(Options, "benchmarks.against")
     for name in options.only:
         if name not in PROGRAMS:
             raise SystemExit(f"unknown program {name!r}; choose from: {'; '.join(PROGRAMS)}")

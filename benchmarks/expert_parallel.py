@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor
 
 from benchmarks.common import quartiles, ratios, table, take_turns
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.expert_parallel import EpBackend, ExpertParallel, choose_backend
 from moe_dualpipe.models import ModelConfig, preset
 from moe_dualpipe.pipeline import Parallel, Pipeline
@@ -43,7 +43,7 @@ EXPERTS, TOP_K = 64, 8
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the benchmark."""
+    """The latency of a dispatch and a combine of few tokens, and on two CPU ranks, the speed of training."""
 
     tokens: tuple[int, ...] = (1, 8, 32, 128)
     """Tokens of a rank, for latencies."""
@@ -153,4 +153,4 @@ def report(seconds: dict[str, list[float]]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(program_options(Options, "benchmarks.expert_parallel"))

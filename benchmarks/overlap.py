@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import tyro
 from torch import Tensor
 
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
 from tests.support.plain_model import plain_forward
@@ -39,7 +39,7 @@ WARM_UP = 1
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the benchmark."""
+    """Measure how much communication an overlapped pair hides, and the overhead of the overlap engine."""
 
     only: Literal["all", "link", "overhead", "recompute"] = "all"
     """The part to run."""
@@ -176,7 +176,7 @@ def recompute_part(options: Options) -> None:
 
 
 def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+    options = program_options(Options, "benchmarks.overlap")
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} cores, one thread, torch {torch.__version__}\n")
     parts = {"link": link_part, "overhead": overhead_part, "recompute": recompute_part}

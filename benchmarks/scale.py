@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch.distributed as dist
-import tyro
 
 from benchmarks.common import table
+from moe_dualpipe.command_line import program_options
 
 STEPS = 5
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the benchmark."""
+    """Measure how the start of a run and the bookkeeping of a step grow with the number of ranks, up to 4,096."""
 
     worlds: tuple[int, ...] = (64, 256, 1024, 4096)
     """Numbers of ranks: multiples of 32."""
@@ -79,7 +79,7 @@ def measured(ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+    options = program_options(Options, "benchmarks.scale")
     if options.one_world:
         print(json.dumps(measure_rank(options.one_world)))
         return

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor, nn
 
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.integrations.transformers import register
 
 from .common import quartiles, ratios, table, take_turns
@@ -25,7 +25,7 @@ from .common import quartiles, ratios, table, take_turns
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes, as tokens,hidden,inner,experts,top-k, and how to measure them."""
+    """Time the experts of Hugging Face transformers with its own implementations and with this project's."""
 
     sizes: tuple[str, ...] = ("64,512,256,32,4", "512,512,256,32,4", "2048,512,256,32,4")
     """Sizes of a layer: tokens,hidden size,expert hidden size,experts,experts per token."""
@@ -99,7 +99,7 @@ def rows(sizes: str, seconds: dict[str, list[float]]) -> list[list[str]]:
 
 
 def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+    options = program_options(Options, "benchmarks.transformers_experts")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -6,13 +6,12 @@ python -m benchmarks.planner fit    writes moe_dualpipe/tools/planner/constants.
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import tyro
-from tyro.conf import Positional
+from typing import Annotated, Literal
 
 from benchmarks.common import table
+from moe_dualpipe.command_line import Mark, program_options
 from moe_dualpipe.tools.planner.constants import FILE
 
 from .fit import GROUPS, Score, fit, predict, score, summary
@@ -26,8 +25,16 @@ TITLES = {
 }
 
 
-def main(command: Positional[Literal["score", "fit"]]) -> None:
+@dataclass(frozen=True)
+class Options:
     """Compare the planner with published runs."""
+
+    command: Annotated[Literal["score", "fit"], Mark("{score,fit}", positional=True)]
+    """score: the error on runs that took no part in the fit. fit: write the constants of the planner."""
+
+
+def main() -> None:
+    command = program_options(Options, "benchmarks.planner").command
     points = predict(read_rows(sorted(OWN.glob("*.json"))))
     if command == "fit":
         FILE.write_text(json.dumps(fit(points), indent=1) + "\n")
@@ -54,4 +61,4 @@ def report(scores: Sequence[Score]) -> str:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()
