@@ -14,13 +14,10 @@ programs:
     hf grouped_mm        Hugging Face transformers with its fastest experts: Qwen2-MoE; OLMoE for olmoe-layer
     hf our experts       the same with experts_implementation="moe_dualpipe"
     hf ..., compiled     the same under torch.compile
-    plain                the plainest PyTorch program (plain.py)
 
 All start with the same weights and get the same batches. Their losses must agree in every step. They take turns, and a
 ratio compares two steps of one round: above 1, "ours, compiled" is faster. Sizes without the update are measured in
-pairs, because all programs at once would not fit into memory; the first row is that of the first pair. `matrix
-products` is the time that plain spends in matrix products and attention: no program with these products can be faster.
-Below the rows of a size stand our speed relative to Hugging Face's fastest program, and the goal for it.
+pairs, because all programs at once would not fit into memory; the first row is that of the first pair.
 
 On one thread, times are CPU seconds of the process, which other programs on the machine disturb little; on more
 threads, they are wall times.
@@ -31,25 +28,23 @@ import gc
 import importlib.metadata
 import itertools
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.checkpoint.huggingface import save_pretrained
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.integrations.transformers import NAME, register
 from moe_dualpipe.kernels.products import Library, choose_products, use_products
 from moe_dualpipe.models import PRESETS, ModelConfig, build_model
@@ -62,21 +57,12 @@ from moe_dualpipe.training.rules import Given
 from moe_dualpipe.training.step import Trainer
 
 from .common import full_range, ratios, table, take_turns
-from .plain import plain_loss
 
 AUTO = choose_products("auto", "cpu")
 OTHER: Library = "mkl" if AUTO == "onednn" else "onednn"
-OURS, PRODUCTS = "ours, compiled", "matrix products"
-GOALS = {"tiny": 1.1, "small": 1.3, "olmoe-layer": 1.3}
-"""Speed on one thread relative to Hugging Face's fastest program. On more threads, the goal is 1.1."""
+OURS = "ours, compiled"
 OPTIM = training.OptimizerConfig(lr=1e-3, schedule="wsd", warmup_steps=0)  # the learning rate is constant
 COLUMNS = f"size | threads | program | ms | range | tokens/s | time / {OURS} | range"
-_ATEN = torch.ops.aten
-_TIMED = {
-    _ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +85,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Time a training step of this project against other programs of the same model on this CPU."""
 
     sizes: tuple[str, ...] = tuple(SIZES)
     """Names of sizes."""
@@ -151,11 +137,6 @@ def ours(size: Size, start: Start, compile: Literal["whole", "on", "off"], produ
     return step
 
 
-def plain(size: Size, start: Start) -> Step:
-    parameters = {name: weight.clone().requires_grad_() for name, weight in start.weights.items()}
-    return _trained(size, [*parameters.values()], lambda *batch: plain_loss(parameters, size.model, *batch))
-
-
 def hugging_face(size: Size, start: Start, experts: str, compiled: bool) -> Step:
     from transformers import AutoModelForCausalLM
 
@@ -196,8 +177,6 @@ PROGRAMS: dict[str, Callable[[Size, Start], Step]] = {
     "hf grouped_mm, compiled": partial(hugging_face, experts="grouped_mm", compiled=True),
     "hf our experts": partial(hugging_face, experts=NAME, compiled=False),
     "hf our experts, compiled": partial(hugging_face, experts=NAME, compiled=True),
-    "plain": plain,
-    PRODUCTS: plain,
 }
 """How to build each program."""
 
@@ -206,22 +185,6 @@ def groups(size: Size, only: tuple[str, ...] = ()) -> list[list[str]]:
     """The programs to build at a time. Each group starts with ours, compiled."""
     others = [name for name in PROGRAMS if name != OURS and (not only or name in only)]
     return [[OURS, *others]] if size.update else [[OURS, name] for name in others]
-
-
-class ProductTime(TorchDispatchMode):
-    """In this context, `seconds` adds up the time of matrix products and attention, forward and backward."""
-
-    def __init__(self, clock: Callable[[], float]):
-        super().__init__()
-        self.clock, self.seconds = clock, 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _TIMED:
-            return func(*args, **(kwargs or {}))
-        start = self.clock()
-        out = func(*args, **(kwargs or {}))
-        self.seconds += self.clock() - start
-        return out
 
 
 @contextmanager
@@ -255,13 +218,11 @@ def measure(size: Size, steps: dict[str, Step], rounds: int, clock: Callable[[],
             tokens = torch.randint(size.model.vocab_size, (size.batch[0], size.batch[1] + 1), generator=generator)
             batch[:] = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         use_products(OTHER if name.endswith(OTHER) else AUTO)
-        products = ProductTime(clock)
         start = clock()
-        with products if name == PRODUCTS else nullcontext():
-            losses[name] = steps[name](*batch)
+        losses[name] = steps[name](*batch)
         seconds = clock() - start
         assert abs(losses[name] / losses[first] - 1) < 1e-4, losses
-        return products.seconds if name == PRODUCTS else seconds
+        return seconds
 
     return take_turns(rounds, {name: partial(timed, name) for name in steps}, warm_up=2)
 
@@ -289,38 +250,19 @@ def compare(name: str, threads: int, options: Options) -> Iterator[list[str]]:
         gc.collect()  # frees the memory for the next group
 
 
-def summary(found: list[list[str]]) -> str:
-    """Our speed beside that of the fastest program of Hugging Face alone, of the rows of a size; "" if none ran."""
-    others = [row for row in found if row[2].startswith("hf grouped_mm")]
-    if not others:
-        return ""
-    name, threads, program, *_, relative, span = min(others, key=lambda row: float(row[-2]))
-    goal = GOALS[name] if threads == "1" else 1.1
-    return f"\n{name}, {threads} thread(s): {relative} ({span}) times as fast as {program}; the goal is {goal}\n"
-
-
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
-
-
 def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+    options = program_options(Options, "benchmarks.against")
     for name in options.only:
         if name not in PROGRAMS:
             raise SystemExit(f"unknown program {name!r}; choose from: {'; '.join(PROGRAMS)}")
     versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
-    print(f"{cpu_name()}, {os.cpu_count()} cores; fp32; {versions}; products in {AUTO}; {options.rounds} rounds")
+    print(f"{os.cpu_count()} cores; fp32; {versions}; products in {AUTO}; {options.rounds} rounds")
     for name in options.sizes:
         for threads in options.threads:
             torch.set_num_threads(threads)
             print(table(COLUMNS, []), flush=True)
-            found = []
             for row in compare(name, threads, options):
-                found.append(row)
                 print(table(COLUMNS, [row]).splitlines()[-1], flush=True)
-            print(summary(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,13 @@
-"""Helpers that several benchmarks share: taking turns, tables, options of a small run, and clean-up after a signal."""
+"""What several benchmarks share: cases that take turns, tables, and the options of a small run."""
 
 import dataclasses
-import signal
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.schedule import default_micro_batches
 from moe_dualpipe.training import config as training
-
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 Case = TypeVar("Case")
 Result = TypeVar("Result")
@@ -59,25 +54,3 @@ def run_options(ranks: int, parallel: training.ParallelConfig, out: str, preset:
         compute=training.ComputeConfig(device="cpu"), checkpoint=training.CheckpointConfig(out=out),
         health=training.HealthConfig(timeout=60.0),
     )  # fmt: skip
-
-
-@contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Turn signals into SystemExit, so that clean-up code runs."""
-    before = [signal.signal(number, _exit) for number in SIGNALS]
-    try:
-        yield
-    finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _exit(number: int, _frame: object) -> None:
-    ignore_signals()
-    sys.exit(128 + number)
-
-
-def ignore_signals() -> None:
-    """Ignore signals until `exit_on_signals` ends, so that they cannot interrupt the clean-up."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

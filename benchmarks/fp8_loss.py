@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import tyro
 from torch import Tensor
-from tyro.conf import OmitArgPrefixes
 
 from benchmarks.common import full_range, table
 from moe_dualpipe import training
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.kernels.fp8 import DTYPE, RECIPES, Fp8Matrix, Fp8Recipe
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
@@ -143,7 +142,7 @@ def draw(found: Mapping[str, Sequence[Losses]], path: Path) -> None:
 
 
 def main() -> None:
-    options = tyro.cli(OmitArgPrefixes[Options], description=Options.__doc__)
+    options = program_options(Options, "benchmarks.fp8_loss")
     if unknown := {options.model} - MODELS.keys() | {*options.cases} - CASES.keys():
         sys.exit(f"{min(unknown)!r} is unknown: models are {', '.join(MODELS)}; cases are {', '.join(CASES)}")
     tokens = options.batch_size * options.seq_len

@@ -1,38 +1,32 @@
 """Measure how much communication an overlapped pair hides, and the overhead of the overlap engine.
 
-    python -m benchmarks.overlap                 all parts, about seven minutes
-    python -m benchmarks.overlap --only link     one part: link, overhead, recompute, schedulers, network
+    python -m benchmarks.overlap                 all parts, about five minutes
+    python -m benchmarks.overlap --only link     one part: link, overhead, recompute
 
 One process plays one rank of 16 over a modeled link (modeled/loopback.py). The computation of a pair is timed first.
 Then the bandwidth is set so that the transfers of the pair take the given multiple of that time. All cases take turns,
 round by round. Tables give medians, and the range of the ratio over the rounds.
 
-The bound is the shortest time in which the pair can run with its segments in their order and of their measured lengths
-(tools/profiler/bound.py).
+The bound of a round is the longer of two times: that of the pair over an unlimited link, and that of the transfers
+alone.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-import tyro
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
-from moe_dualpipe.overlap import Engine
-from moe_dualpipe.overlap.labels import COMBINE, DISPATCH, is_wait, without_wait
-from moe_dualpipe.tools.profiler.bound import Compute, Event, Start, Wait, least_time
 from tests.support.plain_model import plain_forward
 
-from . import network, schedulers
 from .common import full_range, ratios, table, take_turns
 
 MODEL = ModelConfig(
@@ -41,14 +35,13 @@ MODEL = ModelConfig(
 )  # fmt: skip
 RANKS, SEQUENCES, LENGTH = 16, 2, 512
 WARM_UP = 1
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the benchmark."""
+    """Measure how much communication an overlapped pair hides, and the overhead of the overlap engine."""
 
-    only: Literal["all", "link", "overhead", "recompute", "schedulers", "network"] = "all"
+    only: Literal["all", "link", "overhead", "recompute"] = "all"
     """The part to run."""
     rounds: int = 9
     """Rounds. In each, every case runs once."""
@@ -56,64 +49,10 @@ class Options:
     """Ratios of communication to computation time."""
 
 
-# ---- The bound ----
-
-
-class TracingEngine(Engine):
-    """An engine that records the duration of each segment."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.events: list[Event] = []
-        self._depth, self._since = 0, 0.0
-
-    @contextmanager
-    def annotate(self, text: str, layer: int | None, log: bool = True, source: Any = None) -> Iterator[None]:
-        self._mark()
-        self._depth += 1
-        try:
-            with super().annotate(text, layer, log, source):
-                yield
-                if is_wait(text):
-                    self.events.append(Wait(without_wait(text)))
-        finally:
-            self._mark()
-            self._depth -= 1
-            if log and text.startswith((DISPATCH, COMBINE)):
-                self.events.append(Start(text))
-
-    def _mark(self) -> None:
-        """Record the time since the last mark if it was inside a segment."""
-        now = time.perf_counter()
-        if self._depth:
-            self.events.append(Compute(now - self._since))
-        self._since = now
-
-
-def median_events(runs: list[list[Event]]) -> list[Event]:
-    """The same events, each with its median duration."""
-    events: list[Event] = []
-    for same in zip(*runs, strict=True):
-        assert len({(type(event), getattr(event, "label", None)) for event in same}) == 1, "the order is fixed"
-        first, *_ = same
-        times = [event.time for event in same if isinstance(event, Compute)]
-        events.append(Compute(statistics.median(times)) if times else first)
-    return events
-
-
-def lower_bound(events: list[Event], transfers: list[float]) -> float:
-    """The shortest seconds of the pair if transfer i takes transfers[i]."""
-    remaining = iter(transfers)
-    return least_time(e._replace(time=next(remaining)) if isinstance(e, Start) else e for e in events)
-
-
-# ---- Parts ----
-
-
-def pair_step(model: TransformerStage, x: Tensor, loss: Tensor, engine: Engine | None = None) -> Tensor:
+def pair_step(model: TransformerStage, x: Tensor, loss: Tensor) -> Tensor:
     """The forward of `x` overlapped with the backward of `loss`. Returns the loss of `x`."""
     step = TransformerStage.overlapped_forward_backward
-    result = step(model, [x], next_token_loss, [x], model, loss, None, None, engine=engine)[1]
+    result = step(model, [x], next_token_loss, [x], model, loss, None, None)[1]
     assert result is not None
     return result
 
@@ -129,6 +68,7 @@ class Pair:
         self.ep = Loopback(MODEL.num_experts, RANKS)
         self.model = build_model(MODEL, self.ep, options=StageOptions(recompute=recompute))
         self.x, self.y = two_micro_batches()
+        self.prepared_bytes = 0
 
     def sequential(self, link: Link) -> float:
         loss, start = self._forward(link), time.perf_counter()
@@ -136,27 +76,17 @@ class Pair:
         loss.backward()
         return time.perf_counter() - start
 
-    def overlapped(self, link: Link, engine: Engine | None = None) -> float:
+    def overlapped(self, link: Link) -> float:
         loss, start = self._forward(link), time.perf_counter()
-        pair_step(self.model, self.y, loss, engine)
+        pair_step(self.model, self.y, loss)
         return time.perf_counter() - start
 
     def _forward(self, link: Link) -> Tensor:
         """Run the forward whose backward is measured, over an infinitely fast link. Then set the link."""
         self.ep.link = Link()
         loss = next_token_loss(self.model(self.x), self.x)
-        self.ep.link = link
+        self.ep.link, self.prepared_bytes = link, self.ep.bytes_sent
         return loss
-
-    def transfers(self) -> list[float]:
-        """The seconds of each transfer of a pair, in order, at 1 GB/s."""
-        seconds: list[float] = []
-        transfer = self.ep.timer.transfer
-        loss = self._forward(Link(gb_per_s=1.0))
-        self.ep.timer.transfer = lambda s: (seconds.append(s), transfer(0))[1]  # type: ignore[method-assign]
-        pair_step(self.model, self.y, loss)
-        self.ep.timer.transfer = transfer  # type: ignore[method-assign]
-        return [s for s in seconds if s]  # exchanging the counts takes no time
 
 
 def ms(seconds: float) -> str:
@@ -164,46 +94,37 @@ def ms(seconds: float) -> str:
 
 
 def link_part(options: Options) -> None:
-    """Step time over the modeled link, from fast to slow."""
+    """Time over the modeled link, from fast to slow."""
     tokens = SEQUENCES * LENGTH
     print(f"## Modeled link: one of {RANKS} ranks, {MODEL.num_layers} MoE layers, {tokens} tokens per micro-batch\n")
-    pair, engine, runs, rows = Pair(), TracingEngine(), list[list[Event]](), list[list[str]]()
-
-    def free() -> float:
-        engine.events = []
-        runs.append(engine.events)
-        return pair.overlapped(Link(), engine)
-
-    transfers = pair.transfers()
+    pair, rows = Pair(), list[list[str]]()
+    free = partial(pair.overlapped, Link())
     free()
+    num_bytes = pair.ep.bytes_sent - pair.prepared_bytes
     for ratio in options.ratios:
         total = ratio * statistics.median(free() for _ in range(5))
-        durations = [total * transfer / sum(transfers) for transfer in transfers]
-        slow = Link(gb_per_s=sum(transfers) / total)
-        runs.clear()
+        slow = Link(gb_per_s=num_bytes / 1e9 / total)
         cases = {
             "free": free, "overlapped": partial(pair.overlapped, slow), "sequential": partial(pair.sequential, slow),
         }  # fmt: skip
         seconds = take_turns(options.rounds, cases, WARM_UP)
+        bounds = [max(computation, total) for computation in seconds["free"]]
         unlimited, overlapped, sequential = (statistics.median(seconds[name]) for name in cases)
-        bounds = [lower_bound(events, durations) for events in runs[WARM_UP:]]
-        bound = lower_bound(median_events(runs[WARM_UP:]), durations)
-        to_bound = full_range(ratios(seconds["overlapped"], bounds))
-        to_sequential = full_range(ratios(seconds["overlapped"], seconds["sequential"]))
-        rows.append([
-            f"{ratio} ({total / unlimited:.2f})", ms(sequential), ms(overlapped), ms(bound),
-            f"{overlapped / bound:.2f} ({to_bound})", f"{overlapped / sequential:.2f} ({to_sequential})",
-            f"{1 - max(overlapped - unlimited, 0) / total:.0%}",
-        ])  # fmt: skip
+        cells = []
+        for other in (bounds, seconds["sequential"]):
+            of_round = ratios(seconds["overlapped"], other)
+            cells.append(f"{statistics.median(of_round):.2f} ({full_range(of_round)})")
+        hidden = 1 - max(overlapped - unlimited, 0) / total
+        rows.append([f"{ratio} ({total / unlimited:.2f})", ms(sequential), ms(overlapped), *cells, f"{hidden:.0%}"])
     columns = (
-        "communication / computation: target (actual) | sequential, ms | overlapped, ms | bound, ms "
-        "| overlapped / bound (range) | overlapped / sequential (range) | hidden"
+        "communication / computation: target (actual) | sequential, ms | overlapped, ms | overlapped / bound (range) "
+        "| overlapped / sequential (range) | hidden"
     )
     print(table(columns, rows))
 
 
 def overhead_part(options: Options) -> None:
-    """The cost of the tape and the engine, without communication: time, and the number of operators."""
+    """The cost of the tape and the engine, without communication."""
     print("## Overhead: forward and backward of two chunks, no communication\n")
     model = build_model(MODEL, Local(MODEL.num_experts))
     x, y = two_micro_batches()
@@ -224,25 +145,7 @@ def overhead_part(options: Options) -> None:
         "overlapped": lambda: pair_step(model, y, next_token_loss(model(x), x)).backward(),
     }
     seconds = take_turns(options.rounds, {name: partial(timed, run) for name, run in cases.items()}, WARM_UP)
-    rows = compared(seconds, ".3f")
-    for row, run in zip(rows, cases.values(), strict=True):
-        with Operators() as operators:
-            timed(run)
-        row += [str(operators.number), str(operators.views)]
-    print(table(" | ms for both chunks | / plain autograd (range over rounds) | operators | views", rows))
-
-
-class Operators(TorchDispatchMode):
-    """Counts what the host queues on a GPU: 5 to 10 us for an operator, about 1 us for a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = self.views = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.views += func.is_view
-        self.number += not func.is_view
-        return func(*args, **(kwargs or {}))
+    print(table(" | ms for both chunks | / plain autograd (range over rounds)", compared(seconds, ".3f")))
 
 
 def compared(seconds: dict[str, list[float]], form: str) -> list[list[str]]:
@@ -272,27 +175,11 @@ def recompute_part(options: Options) -> None:
     print(table("recompute | MiB saved | / none | ms per pair | / none (range over rounds)", rows))
 
 
-def schedulers_part(_options: Options) -> None:
-    """Our executor against others, in separate processes."""
-    print("## Pipeline executors\n", flush=True)
-    schedulers.report(schedulers.Options())
-
-
-def network_part(_options: Options) -> None:
-    """Real processes over a network with a limited rate."""
-    for pp in (1, 2):
-        print(f"## Network with a limited rate, {pp} pipeline ranks\n", flush=True)
-        network.report(network.Options(pp=pp))
-
-
 def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+    options = program_options(Options, "benchmarks.overlap")
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} cores, one thread, torch {torch.__version__}\n")
-    parts = {
-        "link": link_part, "overhead": overhead_part, "recompute": recompute_part, "schedulers": schedulers_part,
-        "network": network_part,
-    }  # fmt: skip
+    parts = {"link": link_part, "overhead": overhead_part, "recompute": recompute_part}
     for name, part in parts.items():
         if options.only in ("all", name):
             part(options)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import tyro
 
 from benchmarks.common import full_range, run_options, table, take_turns
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.config import ParallelConfig
 from moe_dualpipe.training.options import Request
@@ -33,7 +33,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the benchmark."""
+    """Compare the training step time of pipeline schedules with that of one process, on this machine."""
 
     ranks: int = 2
     """Pipeline ranks."""
@@ -68,7 +68,7 @@ def one_round(options: Options, schedule: str, world_size: int, threads: int) ->
 
 
 def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+    options = program_options(Options, "benchmarks.pipeline")
     os.environ["OMP_NUM_THREADS"] = "1"
     ranks = options.ranks
     names = [name for name in options.schedules if name not in ("dualpipe", "chimera") or ranks % 2 == 0]

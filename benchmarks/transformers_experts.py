@@ -1,34 +1,31 @@
-"""Time the experts of Hugging Face transformers with each `experts_implementation`, this project's among them.
+"""Time the experts of Hugging Face transformers with this project's `experts_implementation` and two of their own.
 
     python -m benchmarks.transformers_experts
     python -m benchmarks.transformers_experts --sizes 4096,2048,768,128,8 --dtype bfloat16       (on a GPU)
 
 One layer's experts, forward and backward with all gradients, from hidden states, expert ids and routing weights. All
-implementations must agree before they are timed. Each runs once per round, in an order that is drawn anew. On a CPU the
-times are CPU seconds of the process, which other programs on the machine disturb little; on a GPU they are wall times.
-"sonicmoe" needs a GPU and its kernel, which transformers downloads; it is left out where it cannot be loaded.
+implementations must agree before they are timed. They take turns. On a CPU, times are CPU seconds of the process, which
+other programs on the machine disturb little; on a GPU they are wall times.
 """
 
 import importlib.metadata
-import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor, nn
 
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.integrations.transformers import register
 
-from .common import quartiles, ratios, table
-
-BATCHED_MM_BYTES = 2**30  # batched_mm copies the weights of every choice: leave it out above this
+from .common import quartiles, ratios, table, take_turns
 
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes, as tokens,hidden,inner,experts,top-k, and how to measure them."""
+    """Time the experts of Hugging Face transformers with its own implementations and with this project's."""
 
     sizes: tuple[str, ...] = ("64,512,256,32,4", "512,512,256,32,4", "2048,512,256,32,4")
     """Sizes of a layer: tokens,hidden size,expert hidden size,experts,experts per token."""
@@ -41,7 +38,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Problem:
+class HuggingFaceExperts:
     """The experts of one layer and their inputs."""
 
     experts: nn.Module
@@ -51,7 +48,7 @@ class Problem:
     dy_ND: Tensor
 
     @classmethod
-    def random(cls, sizes: str, dtype: torch.dtype, device: str) -> "Problem":
+    def random(cls, sizes: str, dtype: torch.dtype, device: str) -> "HuggingFaceExperts":
         from transformers import Qwen3MoeConfig, models
 
         tokens, hidden, inner, num_experts, k = map(int, sizes.split(","))
@@ -68,37 +65,19 @@ class Problem:
         self.experts.config._experts_implementation = implementation  # type: ignore[union-attr]
         y_ND = self.experts(self.x_ND, self.ids_NK, self.weights_NK)
         leaves = [self.x_ND, self.weights_NK, *self.experts.parameters()]
-        return y_ND.detach(), *torch.autograd.grad(y_ND, leaves, self.dy_ND)
+        gradients = torch.autograd.grad(y_ND, leaves, self.dy_ND)
+        return y_ND.detach(), *gradients
 
     def seconds(self, implementation: str) -> float:
         """The time of one run."""
-        if not self.x_ND.is_cuda:
-            start = time.process_time()
-            self.run(implementation)
-            return time.process_time() - start
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        self.run(implementation)
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+        clock = time.perf_counter if self.x_ND.is_cuda else time.process_time
+        start = clock()
+        y_ND, *_ = self.run(implementation)
+        y_ND[0, 0].item()  # waits for a GPU
+        return clock() - start
 
 
-def implementations(problem: Problem) -> list[str]:
-    """The implementations that run here, ours first."""
-    names = [register(), "eager", "grouped_mm"]
-    copied = sum(p[0].numel() for p in problem.experts.parameters()) * problem.ids_NK.numel()
-    if copied * problem.x_ND.element_size() <= BATCHED_MM_BYTES:
-        names.append("batched_mm")
-    if problem.x_ND.is_cuda:
-        try:
-            problem.run("sonicmoe")
-            names.append("sonicmoe")
-        except Exception as error:  # any error of a library that is downloaded and compiled at run time
-            print(f"without sonicmoe: {type(error).__name__}: {str(error).splitlines()[0]}")
-    return names
-
-
-def check_agreement(problem: Problem, names: list[str]) -> None:
+def check_agreement(problem: HuggingFaceExperts, names: list[str]) -> None:
     """Raise AssertionError unless all implementations agree with "eager", up to rounding."""
     expected = problem.run("eager")
     allowed = 1e-5 if problem.x_ND.dtype == torch.float32 else 3e-2
@@ -106,15 +85,6 @@ def check_agreement(problem: Problem, names: list[str]) -> None:
         for ours, other in zip(problem.run(name), expected, strict=True):
             error = float((ours.double() - other.double()).norm() / other.double().norm())
             assert error <= allowed, f"{name} differs from eager by {error:.1e}, more than {allowed:.0e}"
-
-
-def measure(problem: Problem, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each run by implementation, without those of a first round."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds + 1):
-        for name in random.sample(names, len(names)):
-            seconds[name].append(problem.seconds(name))
-    return {name: values[1:] for name, values in seconds.items()}
 
 
 def rows(sizes: str, seconds: dict[str, list[float]]) -> list[list[str]]:
@@ -129,19 +99,20 @@ def rows(sizes: str, seconds: dict[str, list[float]]) -> list[list[str]]:
 
 
 def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+    options = program_options(Options, "benchmarks.transformers_experts")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {options.threads} thread(s)"
     versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
     print(f"{where}; {options.dtype}; {versions}; {options.rounds} rounds")
+    names = [register(), "eager", "grouped_mm"]
     columns = "tokens, D, F, E, K | implementation | ms | quartiles | ours / this | quartiles"
     for sizes in options.sizes:
-        problem = Problem.random(sizes, getattr(torch, options.dtype), device)
-        names = implementations(problem)
+        problem = HuggingFaceExperts.random(sizes, getattr(torch, options.dtype), device)
         check_agreement(problem, names)
-        print(table(columns, rows(sizes, measure(problem, names, options.rounds))), flush=True)
+        cases = {name: partial(problem.seconds, name) for name in names}
+        print(table(columns, rows(sizes, take_turns(options.rounds, cases, warm_up=1))), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python -m benchmarks.gpu --out runs/h200 --contestants triton liger my_module:my_function
     python -m benchmarks.gpu --out /tmp/smoke --smoke                try the suite without a GPU
 
-Writes results.json (after each measurement), results.md and, if matplotlib is installed, figures. Other libraries are
-timed if they are installed and agree with fp64. Exit code 1: GPU tests or a section failed, or this project's operators
-are wrong. Exit code 2: invalid options.
+Writes results.json after each comparison, and results.md at the end: one row for each rate, time or loss. Other
+libraries are timed if they are installed and agree with fp64. Exit code 1: GPU tests or a section failed, or this
+project's operators are wrong. Exit code 2: invalid options.
 """
 
 import argparse
@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
     import torch
 
-    from . import report
-    from .context import Context
+    from .context import Context, markdown
     from .implementations import BUILT_IN, find_implementation
 
     names = tuple(options.contestants or BUILT_IN)
@@ -86,49 +85,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"benchmarks.gpu: error: {error}\n")
         return 2
     context = Context(
-        device=torch.device("cpu" if options.smoke else "cuda"), smoke=options.smoke, out=options.out.resolve(),
-        implementations=names, tuning_shapes=options.tuning_shapes, training_seconds=options.training_seconds,
-        deadline=0.0,
+        torch.device("cpu" if options.smoke else "cuda"), options.smoke, options.out.resolve(), names,
+        options.tuning_shapes, options.training_seconds,
     )  # fmt: skip
     context.results["about"] = environment(context)
     run_sections(context, options)
-    (context.out / "results.md").write_text(report.markdown(context.results))
-    draw_figures(context)
-    print(f"\n{report.terminal_summary(context.results)}\n\nwritten to {context.out}")
-    return exit_code(context, options)
+    (context.out / "results.md").write_text(markdown(context.results))
+    print(f"\nwritten to {context.out}")
+    return exit_code(context.results)
 
 
 def run_sections(context: Any, options: argparse.Namespace) -> None:
     """Run the selected sections in order. A section that raises is reported as failed; the next one still runs."""
-    from .measure import error_summary, measure_ceilings
+    from .measure import error_summary
 
     start, total = time.monotonic(), 60 * options.minutes
-    last = [name for name in SECTIONS if name in options.only][-1]
-    context.results["ceilings"] = measure_ceilings(context.clock, context.smoke)
-    context.save()
-    for name in SECTIONS:
-        if name not in options.only:
-            continue
+    selected = [name for name in SECTIONS if name in options.only]
+    for name in selected:
         module, share = SECTIONS[name]
         # The last selected section may use all remaining time.
-        context.deadline = start + total * (1.0 if name == last else share)
+        context.section, context.deadline = name, start + total * (1.0 if name == selected[-1] else share)
         print(f"\n{name}: {context.seconds_left():.0f} s left", flush=True)
-        record: dict[str, Any] = {}
-        context.results[name] = record
-        if context.seconds_left() < 5:
-            record.update(status="skipped", reason=f"skipped, --minutes {options.minutes:g} was used up")
-            print(f"  {record['reason']}")
-            continue
+        section: dict[str, Any] = {"status": "done", "reason": ""}
+        context.results["sections"][name] = section
         section_start = time.monotonic()
-        try:
-            importlib.import_module(f".{module}", __package__).run(context, record)
-        except Exception as error:
-            record.update(status="failed", reason=f"failed, {error_summary(error)}")
-            print(f"  {record['reason']}", flush=True)
-        record["wall_seconds"] = round(time.monotonic() - section_start, 1)
+        if context.seconds_left() < 5:
+            section.update(status="skipped", reason=f"--minutes {options.minutes:g} was used up")
+        else:
+            try:
+                importlib.import_module(f".{module}", __package__).run(context)
+            except Exception as error:
+                section.update(status="failed", reason=error_summary(error))
+        if section["reason"]:
+            context.log(f"{section['status']}: {section['reason']}")
+        section["wall_seconds"] = round(time.monotonic() - section_start, 1)
         context.save()
-    context.results["wall_seconds"] = round(time.monotonic() - start, 1)
-    context.save()
 
 
 def environment(context: Any) -> dict[str, Any]:
@@ -137,46 +128,24 @@ def environment(context: Any) -> dict[str, Any]:
 
     from moe_dualpipe.kernels.gpu.configs import user_table_path
 
-    versions = {name: version for name in PACKAGES if (version := _version(name))}
-    on_gpu = context.device.type == "cuda"
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    found = [f"{one.name} {one.version}" for one in importlib.metadata.distributions() if one.name in PACKAGES]
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "cuda": torch.version.cuda, "python": platform.python_version(), "versions": listed,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "smoke": context.smoke,
-        "kernel_table": "tuned here, then the shipped table" if user_table_path().exists() else "the shipped table",
-        "random_data": "standard normal, exact in bf16; experts drawn uniformly without replacement",
+        "device": "a CPU, with tiny shapes: timings are meaningless" if context.smoke else torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda, "python": platform.python_version(), "versions": ", ".join(found),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "kernel table": "tuned here, then the shipped table" if user_table_path().exists() else "the shipped table",
+        "random data": "standard normal, exact in bf16; experts drawn uniformly without replacement",
     }  # fmt: skip
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def draw_figures(context: Any) -> None:
-    from . import figures
-
-    try:
-        for path in figures.draw(context.results, context.out):
-            print(f"wrote {path}")
-    except ImportError as error:
-        print(f"no figures: {error}")
-
-
-def exit_code(context: Any, options: argparse.Namespace) -> int:
-    """Return 1 if selected GPU tests did not pass, a section failed, or this project's operators are wrong; else 0."""
-    from .gpu_tests import is_acceptable
+def exit_code(results: dict[str, Any]) -> int:
+    """Return 1 if a section failed, GPU tests among them, or if this project's operators are wrong; else 0."""
     from .implementations import OURS
 
-    results = context.results
-    failed = any(results[name].get("status") == "failed" for name in options.only)
-    untested = "tests" in options.only and not is_acceptable(results["tests"], context.smoke)
-    outcomes = [e["contestants"] for e in results.get("experts", {}).get("shapes", [])]
-    wrong = any(o.get(name, {}).get("status") in ("wrong", "failed") for o in outcomes for name in OURS)
-    return int(failed or untested or wrong)
+    failed = any(section["status"] == "failed" for section in results["sections"].values())
+    contestants = [row for row in results["rows"] if row["section"] == "experts" and row["name"] in OURS]
+    wrong = any(row["status"] in ("wrong", "failed") for row in contestants)
+    return int(failed or wrong)
 
 
 if __name__ == "__main__":

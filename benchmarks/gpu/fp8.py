@@ -4,51 +4,46 @@ A product in FP8 is timed only if it agrees with plain torch on the same 8-bit n
 and writes it in 8; its rate is the bytes that move per second.
 """
 
-from typing import Any
-
 from moe_dualpipe.kernels.fp8 import Fp8Recipe
 from moe_dualpipe.kernels.gpu.fp8 import quantize_rows
 
-from .context import Context
+from .context import Context, Operation
 from .correctness import TOLERANCE
 from .implementations import Problem
-from .measure import rate_statistics, single_phase, time_interleaved
-from .shapes import GOAL_SHAPE, SHAPES, SMOKE_SHAPES, Shape
+from .measure import single_phase
+from .shapes import MAIN_SHAPE, SHAPES, SMOKE_SHAPES, Shape
 from .tuned_gemms import Gemm, gemms
 
 NAMES = {"up": "up, with SwiGLU", "down": "down", "fp8": "in FP8"}
 
 
-def run(context: Context, record: dict[str, Any]) -> None:
-    """Fill record["shapes"]: TFLOP/s of each product, and GB/s of rounding."""
+def run(context: Context) -> None:
+    """Add the TFLOP/s of each product, and the GB/s of rounding."""
     if fault := Fp8Recipe().kernels_fault(context.device):
-        record.update(status="skipped", reason=f"skipped: FP8 {fault.partition(':')[0]}")
+        context.log(f"skipped: FP8 {fault.partition(':')[0]}")
         return
-    record["shapes"] = []
-    for shape in SMOKE_SHAPES if context.smoke else (GOAL_SHAPE, SHAPES[1]):
-        entry = {"shape": {name: getattr(shape, name) for name in "TDFEK"}, **measure_shape(context, shape)}
-        record["shapes"].append(entry)
-        context.save()
+    for shape in SMOKE_SHAPES if context.smoke else (MAIN_SHAPE, SHAPES[1]):
+        measure_shape(context, shape)
 
 
-def measure_shape(context: Context, shape: Shape) -> dict[str, Any]:
+def measure_shape(context: Context, shape: Shape) -> None:
     problem, recipe = Problem.random(shape, context.dtype, context.device), Fp8Recipe()
-    products = {title_of(gemm, shape): gemm for gemm in gemms(problem) if gemm.kernel in NAMES}
-    errors = {name: gemm.error() for name, gemm in products.items()}
-    found: dict[str, Any] = {
-        name: {"status": "wrong", "error": error}
-        for name, error in errors.items()
-        if not error <= TOLERANCE[context.dtype]
-    }
-    cases = {name: single_phase(gemm.launch) for name, gemm in products.items() if name not in found}
-    cases["round x"] = single_phase(lambda: quantize_rows(problem.x_ND, recipe.block, recipe.power_of_two))
-    times = time_interleaved(context.clock, cases, *context.rounds_and_repeats)
-    found |= {name: {"status": "failed", "reason": reason} for name, reason in times.failures.items()}
-    flops = {name: 2 * shape.rows * gemm.n * gemm.k * (1 + (gemm.kernel == "up")) for name, gemm in products.items()}
-    for name, (seconds,) in times.seconds.items():
-        amount, unit = (flops[name] / 1e12, "TFLOP/s") if name in flops else (problem.x_ND.numel() * 3 / 1e9, "GB/s")
-        found[name] = {"status": "timed", **rate_statistics(seconds, amount, unit)}
-    return {"rates": found}
+    products = [gemm for gemm in gemms(problem) if gemm.kernel in NAMES]
+    operations = {title_of(gemm, shape): product(context, gemm, shape) for gemm in products}
+    operations["round x"] = Operation(
+        single_phase(lambda: quantize_rows(problem.x_ND, recipe.block, recipe.power_of_two)),
+        {"": problem.x_ND.numel() * 3 / 1e9}, "GB/s",
+    )  # fmt: skip
+    context.compare(str(shape), operations)
+
+
+def product(context: Context, gemm: Gemm, shape: Shape) -> Operation:
+    def fault() -> str:
+        error = gemm.error()
+        return "" if error <= TOLERANCE[context.dtype] else f"relative error {error:.2g}"
+
+    flops = 2 * shape.rows * gemm.n * gemm.k * (1 + (gemm.kernel == "up"))
+    return Operation(single_phase(gemm.launch), {"": flops / 1e12}, "TFLOP/s", fault)
 
 
 def title_of(gemm: Gemm, shape: Shape) -> str:

@@ -169,10 +169,6 @@ BUILT_IN: dict[str, BuildImplementation] = {
     "sonicmoe": build_sonicmoe,
 }
 OURS = ("triton", "grouped_mm")
-TITLES = {
-    "triton": "ours", "grouped_mm": "torch grouped_mm", "liger": "Liger", "scattermoe": "ScatterMoE",
-    "sonicmoe": "SonicMoE",
-}  # fmt: skip
 PACKAGES = {"liger": "liger_kernel", "scattermoe": "scattermoe", "sonicmoe": "sonicmoe"}
 # These autotune over hundreds of configurations on the first call at each shape, which takes minutes of compilation.
 AUTOTUNED = {"liger"}

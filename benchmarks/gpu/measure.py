@@ -1,4 +1,4 @@
-"""Timing for the GPU suite: clocks, interleaved measurements and reference rates.
+"""Timing for the GPU suite: clocks, interleaved measurements, and the operations that rates are compared with.
 
 GPU launches are asynchronous, clock rates drop as the GPU warms up, and matmuls on zeros run faster than on real data.
 Therefore times come from device events, inputs are random, and everything that is compared runs interleaved in one
@@ -122,7 +122,7 @@ def error_summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"[:200]
 
 
-# ---- Reference rates ----
+# ---- What rates are compared with ----
 
 
 def dense_matmul(device: torch.device, smoke: bool) -> tuple[Callable[[], Tensor], int]:
@@ -138,29 +138,6 @@ def device_copy(device: torch.device, smoke: bool) -> tuple[Callable[[], Tensor]
     source = torch.empty((1 if smoke else 2048) * 2**20, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2 * source.nbytes
-
-
-def measure_ceilings(clock: Clock, smoke: bool) -> dict[str, Any]:
-    """Measure {"dense": TFLOP/s, "copy": GB/s} of this device, each with quartiles."""
-    matmul, flops = dense_matmul(clock.device, smoke)
-    copy, num_bytes = device_copy(clock.device, smoke)
-    rounds, repeats = (1, 2) if smoke else (3, 10)
-    times = time_interleaved(clock, {"dense": single_phase(matmul), "copy": single_phase(copy)}, rounds, repeats)
-    return {
-        "dense": rate_statistics(times.seconds["dense"][0], flops / 1e12, "TFLOP/s"),
-        "copy": rate_statistics(times.seconds["copy"][0], num_bytes / 1e9, "GB/s"),
-    }
-
-
-def rate_statistics(seconds: list[float], amount: float, unit: str) -> dict[str, Any]:
-    """Return median and quartiles of `amount` per second, as they are written to results.json."""
-    q = Quartiles.of([amount / s for s in seconds])
-    return {"unit": unit, "median": q.median, "low": q.low, "high": q.high, "samples": q.samples}
-
-
-def microsecond_statistics(seconds: list[float]) -> dict[str, Any]:
-    """Return median and quartiles in microseconds, as they are written to results.json."""
-    return rate_statistics([1 / s for s in seconds], 1e6, "us")
 
 
 # ---- Correctness before speed ----

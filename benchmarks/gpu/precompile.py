@@ -47,7 +47,7 @@ def precompile(context: Context, shapes: Sequence[Shape]) -> None:
     start = time.monotonic()
     commands = [[sys.executable, "-m", "benchmarks.gpu.precompile", *map(str, job)] for job in jobs]
     unfinished = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.seconds_left())
-    context.log(f"  precompiled {len(jobs) - unfinished} of {len(jobs)} jobs in {time.monotonic() - start:.0f} s")
+    context.log(f"precompiled {len(jobs) - unfinished} of {len(jobs)} jobs in {time.monotonic() - start:.0f} s")
 
 
 def run_commands(commands: Sequence[Sequence[str]], workers: int, seconds: float) -> int:

@@ -9,8 +9,6 @@ T tokens, D model dim, F expert hidden size, E experts, K experts per token.
 
 from dataclasses import dataclass
 
-INDEX_BYTES = 28  # per choice: three int32 of the expert order, an fp32 routing weight, and 12 bytes for tables
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -56,11 +54,11 @@ class Shape:
         return element * self.D * (self.rows + self.T) + (4 + 4) * self.rows
 
 
-GOAL_SHAPE = Shape(32768, 4096, 512, 128, 8, "the goals are set here")
+MAIN_SHAPE = Shape(32768, 4096, 512, 128, 8, "the main shape")
 
 # Most informative first: when time runs out, the last ones are skipped.
 SHAPES = (
-    GOAL_SHAPE,
+    MAIN_SHAPE,
     Shape(32768, 2048, 768, 128, 8, "Qwen3-30B-A3B"),
     Shape(24576, 1536, 256, 128, 8),
     Shape(32768, 4096, 1024, 128, 8),

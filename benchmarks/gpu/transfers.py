@@ -11,7 +11,8 @@ T tokens, D model dim, E experts, K experts per token, R ranks, S sent rows, N r
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from moe_dualpipe.expert_parallel.modeled.windows import mirrored_memory
 from moe_dualpipe.expert_parallel.symmetric.one_sided import addresses_of, plan_route
 from moe_dualpipe.kernels.permute import gather_sum
 
-from .context import Context
-from .measure import Case, EndPhase, error_summary, rate_statistics, single_phase, time_interleaved
+from .context import Context, Operation
+from .measure import Case, EndPhase, single_phase
 
 
 class Sizes(NamedTuple):
@@ -33,47 +34,27 @@ class Sizes(NamedTuple):
     R: int
 
 
-GOAL_SIZES = Sizes(4096, 7168, 256, 8, 8)
-GOAL_SMS = 24
+SIZES = Sizes(4096, 7168, 256, 8, 8)
 SMOKE_SIZES = Sizes(6, 32, 8, 3, 4)
 NUM_SMS = (4, 8, 12, 16, 20, 24, 32)
 SMOKE_NUM_SMS = (1, 2)
 
 
-def run(context: Context, record: dict[str, Any]) -> None:
-    """Fill record: the sizes, "rows", the copy, and for each number of multiprocessors the rates of both operations."""
-    sizes = SMOKE_SIZES if context.smoke else GOAL_SIZES
+def run(context: Context) -> None:
+    """Add the GB/s of both operations for each number of multiprocessors, and of the copy."""
+    sizes = SMOKE_SIZES if context.smoke else SIZES
     transfers = Transfers(context, sizes)
-    num_sms = SMOKE_NUM_SMS if context.smoke else NUM_SMS
-    record.update(sizes=sizes._asdict(), rows=transfers.num_rows, dispatch={}, combine={})
-    cases: dict[str, Case] = {"copy": single_phase(transfers.copy)}
-    for name in ("dispatch", "combine"):
-        for n in num_sms:
-            outcome = record[name].setdefault(str(n), {})
-            if fault := transfers.fault(name, n):
-                outcome.update(status="wrong", reason=fault)
-            else:
-                cases[f"{name}/{n}"] = transfers.case(name, n)
-    times = time_interleaved(context.clock, cases, *context.rounds_and_repeats)
-    sent, summed = transfers.num_rows * transfers.row_bytes, sizes.T * transfers.row_bytes
-    record["copy"] = rate_statistics(times.seconds["copy"][0], 2 * sent / 1e9, "GB/s")
-    moved = {"dispatch": (2 * sent, 2 * sent), "combine": (2 * sent, sent + summed)}
-    for case in cases.keys() - {"copy"}:
-        name, n = case.split("/")
-        outcome = record[name][n]
-        if case in times.failures:
-            outcome.update(status="failed", reason=times.failures[case])
-            continue
-        phases = times.seconds[case]
-        for phase, seconds, num_bytes in zip(("push", "receive"), phases, moved[name], strict=True):
-            outcome[phase] = rate_statistics(seconds, num_bytes / 1e9, "GB/s")
-        both = [push + receive for push, receive in zip(*phases, strict=True)]
-        outcome |= rate_statistics(both, sum(moved[name]) / 1e9, "GB/s")
-        outcome.update(status="timed", share=outcome["median"] / record["copy"]["median"])
-    for name in ("dispatch", "combine"):
-        for n, outcome in record[name].items():
-            context.log(f"  {name}, {n} multiprocessors: {outcome['status']} {outcome.get('reason', '')}")
-    context.save()
+    sent, summed = transfers.num_rows * transfers.row_bytes / 1e9, sizes.T * transfers.row_bytes / 1e9
+    operations = {"copy": Operation(single_phase(transfers.copy), {"": 2 * sent}, "GB/s")}
+    received = {"dispatch": 2 * sent, "combine": sent + summed}
+    for name, gigabytes in received.items():
+        for n in SMOKE_NUM_SMS if context.smoke else NUM_SMS:
+            operations[f"{name}, {n} multiprocessors"] = Operation(
+                transfers.case(name, n), {"push": 2 * sent, "receive": gigabytes}, "GB/s",
+                partial(transfers.fault, name, n),
+            )  # fmt: skip
+    listed = " ".join(f"{name}={size}" for name, size in sizes._asdict().items())
+    context.compare(f"{listed}, {transfers.num_rows:,} rows", operations, reference="copy")
 
 
 class Transfers:
@@ -124,17 +105,14 @@ class Transfers:
         return {"dispatch": dispatch, "combine": combine}[name]
 
     def fault(self, name: str, num_sms: int) -> str:
-        """What is wrong with the operation; "" if it has the right bits."""
+        """Return what is wrong with the operation; "" if the result is right, bit for bit."""
         for t in (self.x_ND, self.y_TD):
             t.fill_(torch.nan)
-        try:
-            self.case(name, num_sms)(lambda: None)
-            if failure := int(self.windows.state[0]):
-                return f"failure {failure} (kernels/gpu/signals.py)"
-            if name == "dispatch":
-                right = torch.equal(self.x_ND[: self.num_rows], self.expected_SD)
-            else:
-                right = torch.equal(self.y_TD, gather_sum(self.expected_SD, self.plan.slots_TC))
-        except Exception as error:  # an operation that fails must not end the run
-            return error_summary(error)
+        self.case(name, num_sms)(lambda: None)
+        if failure := int(self.windows.state[0]):
+            return f"failure {failure} (kernels/gpu/signals.py)"
+        if name == "dispatch":
+            right = torch.equal(self.x_ND[: self.num_rows], self.expected_SD)
+        else:
+            right = torch.equal(self.y_TD, gather_sum(self.expected_SD, self.plan.slots_TC))
         return "" if right else "other rows than expected"

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-from tyro.conf import Positional
-
 from benchmarks.common import table
+from moe_dualpipe.command_line import Mark, program_options
 from moe_dualpipe.tools.planner.constants import FILE
 
 from .fit import GROUPS, Score, fit, predict, score, summary
@@ -31,16 +29,14 @@ TITLES = {
 class Options:
     """Compare the planner with published runs."""
 
-    command: Positional[Literal["score", "fit"]]
-    rows: tuple[Path, ...] = ()
-    """Files of rows. None: those of benchmarks/published_runs."""
+    command: Annotated[Literal["score", "fit"], Mark("{score,fit}", positional=True)]
+    """score: the error on runs that took no part in the fit. fit: write the constants of the planner."""
 
 
-def main(options: Options) -> None:
-    points = predict(read_rows(options.rows or sorted(OWN.glob("*.json"))))
-    if not points:
-        raise SystemExit("no rows that can be predicted: give files with --rows")
-    if options.command == "fit":
+def main() -> None:
+    command = program_options(Options, "benchmarks.planner").command
+    points = predict(read_rows(sorted(OWN.glob("*.json"))))
+    if command == "fit":
         FILE.write_text(json.dumps(fit(points), indent=1) + "\n")
         print(f"{len(points)} rows -> {FILE}")
         return
@@ -65,4 +61,4 @@ def report(scores: Sequence[Score]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Annotated[Options, tyro.conf.OmitArgPrefixes]))
+    main()

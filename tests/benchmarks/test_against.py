@@ -18,7 +18,7 @@ OLMOE = dataclasses.replace(
     QWEN, num_dense_layers=0, num_shared_experts=0, shared_gate=False, num_kv_heads=6, qk_norm="full",
     normalize_weights=False,
 )  # fmt: skip
-PROGRAMS = ["ours", "plain", "hf grouped_mm", "hf our experts", against.PRODUCTS]
+PROGRAMS = ["ours", "hf grouped_mm", "hf our experts"]
 clock = itertools.count().__next__
 
 
@@ -30,11 +30,9 @@ def test_all_programs_have_the_same_losses_in_every_step(model, update):
     with against.built(size, PROGRAMS) as steps:
         seconds = against.measure(size, steps, 3, clock)
     assert [*seconds] == PROGRAMS
-    # A step reads the clock twice. Forward and backward of the qkv projection alone are three products.
-    assert set(seconds["ours"]) == {1}
-    assert all(value > 3 * model.num_layers for value in seconds[against.PRODUCTS])
+    assert set(seconds["ours"]) == {1}  # a step reads the clock twice
     table = against.rows("name", 1, size, seconds)
-    assert [row[:4] for row in table[:2]] == [["name", "1", "ours", "1000"], ["name", "1", "plain", "1000"]]
+    assert [row[:4] for row in table[:2]] == [["name", "1", program, "1000"] for program in PROGRAMS[:2]]
     assert table[1][5:] == ["38", "1.00", "1.00 to 1.00"]
 
 
@@ -47,7 +45,7 @@ def test_a_program_with_another_loss_is_an_error():
     size = against.Size(QWEN, (2, 19), update=True)
     other = dataclasses.replace(size, update=False)
     with (
-        against.built(size, ["plain"]) as steps,
+        against.built(size, ["hf grouped_mm"]) as steps,
         against.built(other, ["ours"]) as without_updates,
         pytest.raises(AssertionError, match="ours"),
     ):

@@ -2,12 +2,13 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu.gpu_tests import is_acceptable, parse_pytest_result
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.gpu_tests import problem
 from tests.support.kernels import DEVICE
 
 CUSTOM = '''
@@ -62,105 +63,79 @@ def test_all_sections_write_results_and_wrong_implementations_are_not_timed(tmp_
     arguments = ["--out", str(tmp_path / "out"), "--smoke", "--contestants", *IMPLEMENTATIONS]
     assert gpu.main(arguments) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {
-        "about",
-        "ceilings",
-        "tests",
-        "experts",
-        "permute",
-        "fp8",
-        "routing",
-        "transfers",
-        "overlap",
-    } <= results.keys()
-    assert results["ceilings"]["dense"]["unit"] == "TFLOP/s"
-    assert all("reason" not in record for record in results.values() if isinstance(record, dict))
-    assert "tests collected" in results["tests"]["summary"]  # smoke mode collects the tests without running them
-    (entry,) = results["experts"]["shapes"]
-    wrong, early, late = (
-        entry["contestants"][f"custom_experts:{n}"] for n in ("doubled", "fails_at_once", "fails_later")
-    )
-    assert wrong["status"] == "wrong" and "gate_up" in wrong["reason"]
-    assert wrong["errors"]["gate_up"] > 0.1 > wrong["errors"]["down"]
-    assert "WRONG" in (tmp_path / "out" / "results.md").read_text()
-    assert (early["status"], early["reason"]) == ("failed", "RuntimeError: no such tile")
-    assert (late["status"], late["reason"]) == ("failed", "RuntimeError: out of patience")
-    assert not any("forward" in outcome for outcome in (wrong, late))
+    assert results["sections"].keys() == gpu.SECTIONS.keys()
+    assert {section["status"] for section in results["sections"].values()} == {"done"}
+    assert {row["section"] for row in results["rows"]} == gpu.SECTIONS.keys() - {"tests"}
+    assert "tests collected" in (tmp_path / "out" / "tests.log").read_text()  # smoke mode does not run them
+    found = {(row["name"], row["phase"]): row for row in results["rows"] if row["section"] == "experts"}
+    assert found["triton", "forward"]["unit"] == "TFLOP/s" and found["triton", "forward"]["share"] > 0
+    assert found["triton", "saved for backward, against 2D + 4KF"]["share"] == 1
+    notes = {row["name"].partition(":")[2]: (row["status"], row["reason"]) for row in found.values() if "reason" in row}
+    assert notes["doubled"][0] == "wrong" and "gate_up" in notes["doubled"][1] and "down" not in notes["doubled"][1]
+    assert notes["fails_at_once"] == ("failed", "RuntimeError: no such tile")
+    assert notes["fails_later"] == ("failed", "RuntimeError: out of patience")
+    assert not any(name.startswith("custom") and phase == "forward" for name, phase in found)
+    assert "| custom_experts:doubled |  | wrong: " in (tmp_path / "out" / "results.md").read_text()
 
 
 @interpreted
 def test_products_in_fp8_are_timed_if_they_are_right(tmp_path, monkeypatch):
-    assert gpu.main(["--out", str(tmp_path / "out"), "--smoke", "--only", "fp8"]) == 0
-    (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["fp8"]["shapes"]
-    units = {name: rate["unit"] for name, rate in entry["rates"].items() if rate["status"] == "timed"}
+    from benchmarks.gpu import fp8, tuned_gemms
+
+    context = Context(torch.device("cpu"), smoke=True, out=tmp_path)
+    fp8.run(context)
+    units = {row["name"]: row["unit"] for row in context.results["rows"]}
     products = dict.fromkeys(("up, with SwiGLU", "down", "up in FP8", "down in FP8"), "TFLOP/s")
     assert units == {**products, "round x": "GB/s"}
-    assert "| down in FP8 |" in (tmp_path / "out" / "results.md").read_text()
-    from benchmarks.gpu import tuned_gemms
-
     right = tuned_gemms.fp8_rows_times_weights
     monkeypatch.setattr(tuned_gemms, "fp8_rows_times_weights", lambda *given: 1.1 * right(*given))
-    assert gpu.main(["--out", str(tmp_path / "wrong"), "--smoke", "--only", "fp8"]) == 0
-    (entry,) = json.loads((tmp_path / "wrong" / "results.json").read_text())["fp8"]["shapes"]
-    assert {name for name, rate in entry["rates"].items() if rate["status"] == "wrong"} == {"up in FP8", "down in FP8"}
+    context.results["rows"].clear()
+    fp8.run(context)
+    wrong = {row["name"] for row in context.results["rows"] if row["status"] == "wrong"}
+    assert wrong == {"up in FP8", "down in FP8"}
 
 
 @interpreted
 def test_sections_are_skipped_when_time_runs_out(tmp_path, capsys):
     arguments = ["--out", str(tmp_path / "out"), "--smoke", "--only", "permute", "routing", "--minutes", "0.001"]
     assert gpu.main(arguments) == 0
-    assert "skipped, --minutes 0.001 was used up" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["routing"]["status"] == "skipped"
+    assert "skipped: --minutes 0.001 was used up" in capsys.readouterr().out
+    sections = json.loads((tmp_path / "out" / "results.json").read_text())["sections"]
+    assert [section["status"] for section in sections.values()] == ["skipped", "skipped"]
 
 
-@pytest.mark.parametrize("arguments,problem", [
+@pytest.mark.parametrize("arguments,message", [
     (["--contestants", "lieger"], "unknown implementation 'lieger'"),
     (["--minutes", "-1"], "--minutes must be a positive number: got -1"),
     (["--training-seconds", "nan"], "--training-seconds must be a positive number: got nan"),
     (["--tuning-shapes", "-3"], "--tuning-shapes must be at least 0: got -3"),
 ])  # fmt: skip
-def test_invalid_options_print_one_line_and_exit_with_2(tmp_path, capsys, arguments, problem):
+def test_invalid_options_print_one_line_and_exit_with_2(tmp_path, capsys, arguments, message):
     assert gpu.main(["--out", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"benchmarks.gpu: error: {problem}")
+    assert error.startswith(f"benchmarks.gpu: error: {message}")
     assert error.count("\n") == 1
 
 
-# ---- What it concludes: outcome of the tests and exit code ----
+# ---- What it concludes: from pytest's exit code and last line, and its own exit code ----
 
 
-@pytest.mark.parametrize(
-    ("code", "last", "outcome"),
-    [
-        (0, "12 passed, 1 skipped in 20.10s", "passed"),
-        (0, "4 skipped in 1.00s", "none ran"),
-        (5, "no tests ran in 0.01s", "none ran"),
-        (1, "1 failed, 11 passed in 9.99s", "failed"),
-        (-11, "", "failed"),
-    ],
-)
-def test_outcome_from_pytests_exit_code_and_last_line(code, last, outcome):
-    record = parse_pytest_result(code, f"......\n{last}\n\n")
-    assert record["outcome"] == outcome
-    assert is_acceptable(record, smoke=False) == (outcome == "passed")
-    assert is_acceptable(record, smoke=True) == (outcome in ("passed", "none ran"))
+@pytest.mark.parametrize("code,last,problems", [
+    (0, "12 passed, 1 skipped in 20.10s", ("", "")),
+    (0, "4 skipped in 1.00s", ("no test passed: 4 skipped in 1.00s", "")),
+    (5, "no tests ran in 0.01s", ("no test passed: no tests ran in 0.01s", "")),
+    (1, "1 failed, 11 passed in 9.99s", ("1 failed, 11 passed in 9.99s",) * 2),
+    (-11, "", ("pytest exited with code -11",) * 2),
+])  # fmt: skip
+def test_problem_that_pytest_reports(code, last, problems):
+    output = f"......\n{last}\n\n" if last else ""
+    assert (problem(code, output, smoke=False), problem(code, output, smoke=True)) == problems
 
 
-@pytest.mark.parametrize(
-    ("results", "code"),
-    [
-        ({"tests": {"outcome": "passed"}, "experts": {}}, 0),
-        ({"tests": {"outcome": "failed"}, "experts": {}}, 1),
-        ({"tests": {"outcome": "none ran"}, "experts": {}}, 1),
-        ({"tests": {"outcome": "passed"}, "experts": {"status": "failed", "reason": ""}}, 1),
-        ({"tests": {"outcome": "passed"}, "experts": {"status": "skipped", "reason": ""}}, 0),
-        ({"tests": {"outcome": "passed"}, "experts": {"shapes": [{"contestants": {"liger": {"status": "wrong"}}}]}}, 0),
-        (
-            {"tests": {"outcome": "passed"}, "experts": {"shapes": [{"contestants": {"triton": {"status": "wrong"}}}]}},
-            1,
-        ),
-    ],
-)
-def test_exit_code_is_1_if_tests_a_section_or_our_operators_failed(results, code):
-    context = SimpleNamespace(results=results, smoke=False)
-    assert gpu.exit_code(context, SimpleNamespace(only=["tests", "experts"])) == code
+@pytest.mark.parametrize("status,rows,code", [
+    ("done", [], 0), ("skipped", [], 0), ("failed", [], 1),
+    ("done", [("experts", "liger", "wrong")], 0), ("done", [("experts", "triton", "wrong")], 1),
+])  # fmt: skip
+def test_exit_code_is_1_if_a_section_or_our_operators_failed(status, rows, code):
+    found = [dict(zip(("section", "name", "status"), row, strict=True)) for row in rows]
+    assert gpu.exit_code({"sections": {"experts": {"status": status}}, "rows": found}) == code
