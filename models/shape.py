@@ -169,6 +169,10 @@ class ModelShape:
     other: int = 0
     """Parameters outside of layers and matrices: of the last norm."""
 
+    def block(self, index: int) -> Layer:
+        """A layer or, after the last one, the block of an MTP module, which is like the last layer."""
+        return self.layers[min(index, len(self.layers) - 1)]
+
     @property
     def embedding(self) -> int:
         """Parameters of the embedding, which is only looked up."""

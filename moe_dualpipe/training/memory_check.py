@@ -19,6 +19,7 @@ from ..kernels.fp8 import RECIPES
 from ..messages import with_suggestions
 from ..models import split
 from ..models.config import RECOMPUTE
+from ..models.costs import shape_of
 from ..pipeline.activations import MicroBatch
 from ..pipeline.peak_memory import PeakMemory, peak_memory
 from ..schedule import build
@@ -38,12 +39,14 @@ def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device:
     batch = MicroBatch(
         choice.micro_batch_size, config.batch.seq_len, ep=layout.ep, recompute=compute.recompute,
         fused_loss=compute.fused_loss, plain=compute.kernels == "reference" or (compute.kernels == "auto" and cpu),
-        fp8_block=RECIPES[compute.fp8_recipe].block if compute.fp8 != "off" else 0,
+        fp8_block=RECIPES[compute.fp8_recipe].block if compute.fp8 != "off" else 0, qk_norm=config.model.qk_norm,
+        fp32_router=config.model.router_dtype == "float32",
     )  # fmt: skip
     return peak_memory(
-        config.model, choice.schedule, batch, layout.dp, "fp32" if dtype.itemsize == 4 else "bf16",
-        config.parallel.zero, split(config.model, stages, listed if len(listed) == stages else ()), 2 if cpu else 1,
-        moments=1 if config.optim.name == "muon" else 2,
+        shape_of(config.model), choice.schedule, batch,
+        split(config.model, stages, listed if len(listed) == stages else ()), layout.dp,
+        "fp32" if dtype.itemsize == 4 else "bf16", config.parallel.zero, whole_embedding=True,
+        gradient_copies=2 if cpu else 1, moments=1 if config.optim.name == "muon" else 2,
     )  # fmt: skip
 
 

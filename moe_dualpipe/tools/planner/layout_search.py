@@ -18,9 +18,9 @@ from ...schedule import Costs, build, simulate
 from .constants import find_constant
 from .prediction import Estimate
 from .segment_times import ALL
+from .stage_layers import best_layers
 from .stages import memory_of
 from .step import Step, step_of
-from .uneven import best_layers
 from .workload import Workload, layout_of, layout_text
 
 SIMULATED = 40

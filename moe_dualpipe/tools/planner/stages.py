@@ -28,7 +28,7 @@ def memory_of_ranks(load: Workload) -> tuple[PeakMemory, ...]:
     )  # fmt: skip
     schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
     stages = stages_of(load.shape, load.placement.num_stages, load.layers)
-    return peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages)
+    return peak_memory(load.shape, schedule, batch, stages, one.dp, load.precision, load.zero)
 
 
 @lru_cache(maxsize=512)
@@ -63,6 +63,7 @@ def stages_of(shape: ModelShape, num_stages: int, numbers: Sequence[int] = ()) -
     if numbers:  # of layers, between the embedding and the head
         ends = (*(1 + end for end in accumulate(numbers[:-1])), layers + 2)
     for start, end in zip((0, *ends), ends, strict=False):
-        blocks = range(max(start - 1, 0), min(end - 1, layers) + shape.mtp * (end == len(costs)))
-        specs.append(StageSpec(blocks, start == 0, end == len(costs), sum(costs[start:end]) / sum(costs)))
+        own, last = range(max(start - 1, 0), min(end - 1, layers)), end == len(costs)
+        share, mtp = sum(costs[start:end]) / sum(costs), range(layers, layers + shape.mtp * last)
+        specs.append(StageSpec(own, start == 0, last, share, mtp))
     return tuple(specs)

@@ -88,7 +88,7 @@ def _stages(load: Workload, on: Collection[str] = ALL) -> list[_Stage]:
     layers, head = _layers(load, on), head_seconds(load, on)
     stages = []
     for spec in stages_of(load.shape, load.placement.num_stages, load.layers):
-        own = [layers[min(i, len(layers) - 1)] for i in spec.layers]
+        own = [layers[min(i, len(layers) - 1)] for i in spec.blocks]
         stages.append(_stage(load, own + [head] * (1 + load.shape.mtp) * spec.head))
     return stages
 

@@ -14,8 +14,9 @@ from moe_dualpipe.checkpoint.huggingface import read_config
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.parameters import expert_ids
 from moe_dualpipe.models import PRESETS, ModelConfig, TransformerStage, build_model, next_token_loss, split
-from moe_dualpipe.models.costs import train_flops_per_token
-from moe_dualpipe.tools.planner import Attention, read_shape, shape_of
+from moe_dualpipe.models.costs import shape_of, train_flops_per_token
+from moe_dualpipe.models.shape import Attention
+from moe_dualpipe.tools.planner import read_shape
 from moe_dualpipe.tools.planner.published_shapes import published_models, shape_of_config
 
 AWKWARD = ModelConfig(

@@ -2,14 +2,24 @@
 
 Dynamic programming over the seconds of each layer after overlap finds the division whose slowest stage is fastest. If a
 rank then needs too much memory, its larger stage gets one layer fewer, and the others are divided again.
+
+Layouts of a search use it, and a training run, if its GPU has a device file and it computes in 16 bits.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import torch
+
+from ...models.costs import shape_of
+from ...runtime.known_gpus import known_device
+from ...schedule import Costs
+from ...training.config import TrainConfig
+from ...training.layout_choice import Choice
+from .device import load_device
 from .stages import memory_of_ranks
-from .step import layer_costs, step_of
+from .step import layer_costs, stage_costs, step_of
 from .workload import Workload
 
 
@@ -49,3 +59,32 @@ def divide_within(costs: Sequence[float], most: Sequence[int]) -> tuple[int, ...
             for end in range(1, len(total)) if any(1 <= end - start <= limit for start in best)
         }  # fmt: skip
     return best[len(costs)][1] if len(costs) in best else ()
+
+
+# ---- The same for a training run ----
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrediction:
+    """Implements the protocol `StepPrediction` of training/preflight.py."""
+
+    load: Workload
+
+    def best_layers(self, memory: float) -> tuple[int, ...]:
+        return best_layers(self.load, memory)
+
+    def costs(self, layers: tuple[int, ...]) -> Costs:
+        return stage_costs(replace(self.load, layers=layers))
+
+
+def predict_run(config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device) -> RunPrediction | None:
+    """None for other devices and data types, which no device file describes."""
+    half = device.type == "cuda" and dtype.itemsize == 2
+    name = known_device(torch.cuda.get_device_name(device)) if half else None
+    if name is None:
+        return None
+    load = Workload(
+        shape_of(config.model), load_device(name), choice.layout, config.batch.seq_len, choice.micro_batch_size,
+        config.batch.batch_size, "bf16", choice.schedule.name, config.compute.recompute, zero=config.parallel.zero,
+    )  # fmt: skip
+    return RunPrediction(load)
