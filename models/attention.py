@@ -24,7 +24,7 @@ from .layer_class import LayerClass, find_layer
 from .layers import Linear
 from .rotary import Rotary, rotate
 from .sdpa import ScaledDotProduct
-from .shape import Attention as AttentionShape
+from .shape import AttentionShape
 
 
 class Attention(AttentionLayer):

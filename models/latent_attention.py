@@ -27,7 +27,7 @@ from .kv_cache import KVCache
 from .layers import Linear
 from .rotary import Rotary, growth, rotate
 from .sdpa import ScaledDotProduct
-from .shape import Attention as AttentionShape
+from .shape import AttentionShape
 
 
 class LatentAttention(AttentionLayer):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, round_up
 from ..models.config import Recompute
 from ..models.partition import StageSpec
-from ..models.shape import Attention, Layer, ModelShape
+from ..models.shape import AttentionShape, LayerShape, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class MicroBatch:
         return self.recompute in ("attention", "full")
 
 
-def rows_received(layer: Layer, batch: MicroBatch) -> int:
+def rows_received(layer: LayerShape, batch: MicroBatch) -> int:
     """N: a token is sent once to each rank that holds any of its experts. With even loads, a rank receives as many rows
     as it sends; with uneven loads, in proportion to its load, but at most one row per token.
 
@@ -80,7 +80,7 @@ def rows_received(layer: Layer, batch: MicroBatch) -> int:
     return round(batch.tokens * batch.ep * min(1, (1 - missed) * batch.load))
 
 
-def choices_received(layer: Layer, batch: MicroBatch) -> int:
+def choices_received(layer: LayerShape, batch: MicroBatch) -> int:
     """M: rows in expert-major order."""
     return round(batch.tokens * layer.top_k * batch.load)
 
@@ -132,7 +132,7 @@ def block_bytes(shape: ModelShape, spec: StageSpec, index: int, batch: MicroBatc
     return saved + _experts(shape, layer, batch, has_input)
 
 
-def _attention_bytes(one: Attention, batch: MicroBatch) -> int:
+def _attention_bytes(one: AttentionShape, batch: MicroBatch) -> int:
     """Bytes that attention in fused kernels saves, without the layer's input."""
     queries, values = one.heads * one.qk_dim, one.heads * one.v_dim
     if one.kind == "mla":
@@ -147,7 +147,7 @@ def _attention_bytes(one: Attention, batch: MicroBatch) -> int:
     return batch.tokens * (numbers * batch.element + 4 * (one.heads + norms))
 
 
-def _unfused_bytes(one: Attention, batch: MicroBatch) -> int:
+def _unfused_bytes(one: AttentionShape, batch: MicroBatch) -> int:
     """Bytes that attention saves beyond that with operators of torch, and without flash attention."""
     both, numbers = one.heads + one.kv_heads, 0
     if batch.plain and one.kind == "mla":
@@ -159,7 +159,7 @@ def _unfused_bytes(one: Attention, batch: MicroBatch) -> int:
     return batch.tokens * (numbers * batch.element + scores)
 
 
-def _product_inputs(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+def _product_inputs(shape: ModelShape, layer: LayerShape, batch: MicroBatch) -> int:
     """Numbers that a block saves only as the inputs of matrix products."""
     tokens, hidden, attention = batch.tokens, shape.hidden, layer.attention
     numbers = rows_received(layer, batch) * hidden if layer.experts and batch.ep > 1 else 0
@@ -168,11 +168,11 @@ def _product_inputs(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
     return numbers + 2 * tokens * hidden * (batch.recompute == "none")  # two normalized copies
 
 
-def _inner(layer: Layer, size: int) -> int:
+def _inner(layer: LayerShape, size: int) -> int:
     return size if layer.gated else size // 2
 
 
-def _logits(layer: Layer, batch: MicroBatch) -> int:
+def _logits(layer: LayerShape, batch: MicroBatch) -> int:
     """Bytes of a token's router logits, or of their gradient."""
     return layer.experts * (max(4, batch.element) if batch.fp32_router else batch.element)
 
@@ -182,7 +182,7 @@ def _swiglu(inner: int, batch: MicroBatch) -> int:
     return 4 * inner * batch.tokens * batch.element
 
 
-def _experts(shape: ModelShape, layer: Layer, batch: MicroBatch, has_input: bool) -> int:
+def _experts(shape: ModelShape, layer: LayerShape, batch: MicroBatch, has_input: bool) -> int:
     """Received rows, z of the experts, and indices. has_input: with ep 1, the rows are already counted."""
     tokens, k, rows = batch.tokens, layer.top_k, rows_received(layer, batch)
     hidden, inner = shape.hidden, _inner(layer, layer.expert_size)
@@ -222,7 +222,7 @@ def deferred_head(shape: ModelShape, spec: StageSpec, batch: MicroBatch) -> int:
     return batch.tokens * (shape.hidden + shape.vocab) * batch.element * spec.head
 
 
-def deferred_attention(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+def deferred_attention(shape: ModelShape, layer: LayerShape, batch: MicroBatch) -> int:
     """`deferred_bytes` of the attention of a block, with the layer's input and output gradient."""
     products = layer.attention.products(shape.hidden)
     # Products with the same input save it once: queries, keys and values, or their latents.
@@ -230,7 +230,7 @@ def deferred_attention(shape: ModelShape, layer: Layer, batch: MicroBatch) -> in
     return batch.tokens * numbers * batch.operand
 
 
-def deferred_mlp(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+def deferred_mlp(shape: ModelShape, layer: LayerShape, batch: MicroBatch) -> int:
     """`deferred_bytes` of the MLP or the experts of a block."""
     tokens, hidden, k = batch.tokens, shape.hidden, layer.top_k
     inner = _inner(layer, layer.dense_size or layer.shared_size)
@@ -279,7 +279,7 @@ def working_bytes(shape: ModelShape, spec: StageSpec, batch: MicroBatch, deferri
     return most
 
 
-def mlp_working(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+def mlp_working(shape: ModelShape, layer: LayerShape, batch: MicroBatch) -> int:
     """Bytes that the backward of an MLP or of experts needs at its peak, beyond what its block has saved."""
     hidden, full, again = shape.hidden, batch.recompute == "full", 1 + batch.plain
     k = layer.top_k * batch.load  # rows of experts for each token
@@ -301,7 +301,7 @@ def mlp_working(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
     return max(round(batch.tokens * most) * batch.element, operands)
 
 
-def attention_working(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+def attention_working(shape: ModelShape, layer: LayerShape, batch: MicroBatch) -> int:
     """Bytes that a block needs at the peak of its attention's backward, after its MLP has been freed."""
     one = layer.attention
     gradients = 2 * (one.heads + one.kv_heads) * one.qk_dim

@@ -51,7 +51,7 @@ def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device:
 
 
 def memory_line(config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device) -> str:
-    """What the fullest rank needs, by parts; "" if that is unknown."""
+    """What the rank that holds the most needs, by parts; "" if that is unknown."""
     try:
         needs = max(step_memory(config, choice, dtype, device), key=lambda rank: rank.total)
     except ValueError:
@@ -69,14 +69,14 @@ def memory_problem(
     free_bytes: what each rank may use, the least of all ranks. On CPUs, the ranks of a machine share its memory.
     """
     try:
-        number, needs = _fullest(config, choice, dtype, device)
+        number, needs = _largest(config, choice, dtype, device)
     except ValueError:
         return ""
     if sum(needs.values()) <= free_bytes:
         return ""
     less = "more processes, a smaller model or shorter sequences"
     for words, changed, smaller in _savings(config, choice):
-        total = sum(_fullest(changed, smaller, dtype, device)[1].values())
+        total = sum(_largest(changed, smaller, dtype, device)[1].values())
         if total <= free_bytes:
             less = f"{words}, which needs {_text(total)}"
             break
@@ -104,7 +104,7 @@ def _savings(config: TrainConfig, choice: Choice) -> Iterator[tuple[str, TrainCo
         yield " ".join(word for word, differs in words.items() if differs), changed, smaller
 
 
-def _fullest(
+def _largest(
     config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, dict[str, int]]:
     """The pipeline rank that needs the most memory, and its needs by part: in a step or, on a CPU, while saving a

@@ -24,7 +24,8 @@ from moe_dualpipe.pipeline.peak_memory import StageBytes, peak_memory, peak_of_a
 from moe_dualpipe.schedule import NAMES, Backward, Forward, Part, build
 from moe_dualpipe.tools.planner import read_shape
 from moe_dualpipe.tools.planner.published_shapes import published_models
-from moe_dualpipe.tools.planner.stages import full_schedule, stages_of
+from moe_dualpipe.tools.planner.stages import full_schedule
+from moe_dualpipe.tools.planner.workload import stages_of
 
 AWKWARD = ModelConfig(
     vocab_size=37, hidden_size=20, num_layers=9, num_dense_layers=2, num_heads=6, num_kv_heads=3, head_dim=10,

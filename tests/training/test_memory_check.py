@@ -32,12 +32,12 @@ def run_of(config, layout=Layout(), size=3, dtype=torch.float32, device=CPU) -> 
     return config, Choice(layout, name, schedule, size), dtype, device
 
 
-def fullest(*run):
+def largest(*run):
     return max(step_memory(*run), key=lambda rank: rank.total)
 
 
 def low(*run):
-    needs = fullest(*run)
+    needs = largest(*run)
     return needs.total - MARGIN * (needs.activations + needs.temporary)
 
 
@@ -74,7 +74,7 @@ def test_saving_in_the_background_copies_weights_and_moments():
     tiny = config_of(BatchConfig(seq_len=3, batch_size=16), {"recompute": "full", "fused_loss": True})
     saving = dataclasses.replace(tiny, checkpoint=CheckpointConfig(save_async=True))
     run = run_of(saving, size=1)
-    needs = fullest(*run)
+    needs = largest(*run)
     copied = needs.weights + needs.optimizer + 3 * needs.gradients  # fp32 weights and two moments
     assert copied > needs.total
     text = memory_problem(*run, free_bytes=copied - 1)
@@ -82,13 +82,13 @@ def test_saving_in_the_background_copies_weights_and_moments():
     assert memory_problem(*run, free_bytes=copied) == ""
     assert memory_problem(*run_of(tiny, size=1), free_bytes=copied - 1) == ""
     on_gpu = run_of(saving, size=1, device=GPU)
-    assert memory_problem(*on_gpu, free_bytes=fullest(*on_gpu).total) == ""
+    assert memory_problem(*on_gpu, free_bytes=largest(*on_gpu).total) == ""
 
 
 @pytest.mark.parametrize("name,each", [("adamw", 12), ("muon", 8)])
 def test_the_optimizer_has_one_moment_or_two_and_fp32_weights(name, each):
     run = run_of(config_of(optim=OptimizerConfig(name)), dtype=torch.bfloat16)
-    needs = fullest(*run)
+    needs = largest(*run)
     assert needs.optimizer == each * needs.gradients // 4
     assert f"{needs.total / 2**20:,.1f} MB on the fullest rank (weights " in memory_line(*run)
 

@@ -1,13 +1,13 @@
 """How unevenly the experts of a layer are loaded, and what that costs a plan.
 
-In each layer of each step, all ranks of an expert group wait for the fullest one. So what counts is the mean of its
-load over steps. A file with loads has their sum over steps, whose maximum is smaller, and the mean over steps of the
-largest load of an expert. The loads of a step are modeled as log-normal around their mean, with a width, found by
-bisection, at which the largest load is as measured. Without a file, the experts are alike, and the largest load is 1 +
-MaxVio times the mean (the maximal violation of arXiv 2408.15664). Random draws are always the same, so results can be
-compared.
+In each layer of each step, all ranks of an expert group wait for the one with the most tokens. So the mean of its load
+over steps counts. A file with loads has two numbers: the sum of each expert's load over steps, whose maximum is too
+small, and the mean over steps of the largest load. The loads of a step are modeled as log-normal around their mean. The
+width is found by bisection, so that the largest load is as measured. Random draws are always the same, so results can
+be compared. Without a file, the experts are alike, and the largest load is 1 + MaxVio times the mean (the maximal
+violation of arXiv 2408.15664).
 
-The memory is that of the rank that gets the most over all layers and steps.
+The memory is that of the rank that gets the most tokens over all layers and steps.
 
 E experts, S slots: an expert may have copies, which get equal shares. N draws.
 """
@@ -69,17 +69,18 @@ class MeasuredLoads:
             )
 
     def factors(self, shape: ModelShape, ep: int, placement: Placement | None = None) -> list[float]:
-        """For each layer of the model, the load of the fullest of `ep` ranks divided by the mean, as a mean over steps;
-        1 without experts. placement: None: in order.
+        """For each layer, the largest load of `ep` ranks divided by the mean, as a mean over steps; 1 without experts.
+
+        placement: where the experts are; None: in order.
 
         Example: equal steps with loads [[3, 1, 2, 2]], and 2 ranks: both have 4, so 1.0. With 4 ranks, 1.5.
         """
         own = placement or in_order(len(self.loads), len(self.loads[0]), ep)
         rows = zip(self.loads, self.maxima, own.experts, strict=True)
-        found = [fullest(load_E, highest, slots_S, ep) for load_E, highest, slots_S in rows]
+        found = [max_over_mean(load_E, highest, slots_S, ep) for load_E, highest, slots_S in rows]
         return [1.0 if row is None else found[row] for row in self._rows(shape)]
 
-    def fullest(self, shape: ModelShape, ep: int, placement: Placement | None = None) -> float:
+    def total_max_over_mean(self, shape: ModelShape, ep: int, placement: Placement | None = None) -> float:
         """The load of the rank that gets the most tokens over all layers with experts, divided by the mean.
 
         Example: loads [[3, 1], [2, 6]] and 2 ranks: rank 1 gets 0.5 and 1.5 times the mean, rank 0 1.5 and 0.5: 1.0.
@@ -106,10 +107,11 @@ def _routed(shape: ModelShape) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def fullest(load_E: tuple[float, ...], highest: float, slots_S: tuple[int, ...], ep: int) -> float:
-    """The load of the fullest of `ep` ranks, divided by the mean, as a mean over steps.
+def max_over_mean(load_E: tuple[float, ...], highest: float, slots_S: tuple[int, ...], ep: int) -> float:
+    """The largest load of `ep` ranks divided by the mean, as a mean over steps.
 
-    highest: the same for the fullest expert. slots_S: the expert in each slot; ranks have consecutive slots.
+    load_E: of each expert, summed over steps. highest: the largest load of an expert divided by the mean, as a mean
+    over steps. slots_S: the expert in each slot; ranks have consecutive slots.
     """
     load_NE = _steps(load_E, highest)
     share_S = 1 / np.bincount(slots_S)[[*slots_S]]
@@ -137,8 +139,8 @@ def _steps(load_E: tuple[float, ...], highest: float) -> np.ndarray:
 
 
 def assumed_factor(experts: int, top_k: int, ep: int, violation: float) -> float:
-    """The load of the fullest of `ep` ranks, divided by the mean, without measured loads. Example: with one rank, 1."""
+    """The largest load of `ep` ranks divided by the mean, without measured loads. Example: with one rank, 1."""
     if ep == 1 or not experts or not violation:
         return 1.0
     most = experts / top_k  # a token chooses an expert at most once: no expert gets more than 1 / top_k of all choices
-    return fullest((1.0,) * experts, min(1 + violation, most), tuple(range(experts)), ep)
+    return max_over_mean((1.0,) * experts, min(1 + violation, most), tuple(range(experts)), ep)

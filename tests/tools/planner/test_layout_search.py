@@ -21,8 +21,7 @@ from moe_dualpipe.tools.planner.layout_search import (
     search,
     why_slower,
 )  # fmt: skip
-from moe_dualpipe.tools.planner.stage_layers import best_layers, divide_within, predict_run
-from moe_dualpipe.tools.planner.stages import memory_of
+from moe_dualpipe.tools.planner.stages import best_layers, divide_within, memory_of, predict_run
 from moe_dualpipe.tools.planner.step import step_of
 from moe_dualpipe.training.preflight import costs_by_flops
 from tests.support.ranks import run_ranks
