@@ -110,9 +110,6 @@ class LayerShape:
     """Groups of consecutive experts: those of a token are in its best `top_groups` groups."""
     top_groups: int = 1
 
-    def attention_products(self, hidden: int) -> tuple[Product, ...]:
-        return self.attention.products(hidden)
-
     def mlp_products(self, hidden: int) -> tuple[Product, ...]:
         """Products of every token: of the dense MLP, the router and the shared experts."""
         found = self._mlp("mlp", hidden, self.dense_size)
@@ -126,7 +123,7 @@ class LayerShape:
         return self._mlp("expert", hidden, self.expert_size, self.top_k) if self.experts else ()
 
     def products(self, hidden: int) -> tuple[Product, ...]:
-        return self.attention_products(hidden) + self.mlp_products(hidden) + self.expert_products(hidden)
+        return self.attention.products(hidden) + self.mlp_products(hidden) + self.expert_products(hidden)
 
     def _mlp(self, name: str, hidden: int, inner: int, count: int = 1) -> tuple[Product, ...]:
         if not inner:
@@ -136,7 +133,7 @@ class LayerShape:
 
     def dense_parameters(self, hidden: int) -> int:
         """Parameters other than those of routed experts."""
-        return self.other + sum(p.weights for p in self.attention_products(hidden) + self.mlp_products(hidden))
+        return self.other + sum(p.weights for p in self.attention.products(hidden) + self.mlp_products(hidden))
 
     def expert_parameters(self, hidden: int) -> int:
         """Parameters of all routed experts."""

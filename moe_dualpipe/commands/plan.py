@@ -15,7 +15,7 @@ from ..tools.planner.device import Precision, load_device
 from ..tools.planner.layout_search import check_searched, search
 from ..tools.planner.prediction import estimate, routings
 from ..tools.planner.published_shapes import read_shape
-from ..tools.planner.routing import VIOLATION, MeasuredLoads
+from ..tools.planner.routing import VIOLATION, EpBackend, MeasuredLoads
 from ..tools.planner.table import (
     estimate_report,
     measured_report,
@@ -25,7 +25,6 @@ from ..tools.planner.table import (
     search_rows,
     waterfall_table,
 )
-from ..tools.planner.transfer_times import EpBackend
 from ..tools.planner.workload import AttentionKernel, CudaGraphs, Workload, layout_of
 from .options import JsonOption, check_ranges, check_together, one_of
 

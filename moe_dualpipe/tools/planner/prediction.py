@@ -134,12 +134,10 @@ class Estimate:
 
     def waterfall(self) -> Iterator[tuple[str, float]]:
         """What a step takes, from the ideal to the predicted time: names and seconds to add, in order."""
-        yield "model FLOPs at the peak", ideal_seconds(self.load)
-        on: frozenset[str] = frozenset()
         before = ideal_seconds(self.load)
-        for effect in EFFECTS:
-            on |= {effect}
-            after = step_of(self.load, on).seconds
+        yield "model FLOPs at the peak", before
+        for number, effect in enumerate(EFFECTS, 1):
+            after = step_of(self.load, EFFECTS[:number]).seconds
             yield effect, after - before
             before = after
         yield "software", self.seconds - before

@@ -1,4 +1,4 @@
-"""How unevenly the experts of a layer are loaded, and what that costs a plan.
+"""How unevenly the experts of a layer are loaded, and how many rows their dispatch and combine send.
 
 In each layer of each step, all ranks of an expert group wait for the one with the most tokens. So the mean of its load
 over steps counts. A file with loads has two numbers: the sum of each expert's load over steps, whose maximum is too
@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
@@ -24,7 +24,9 @@ from ...checkpoint.expert_loads import read_loads
 from ...expert_parallel.placement import Placement, check_loads, in_order, relative
 from ...messages import printable
 from ...models.shape import ModelShape
+from .device import Device, seconds
 
+EpBackend = Literal["all_to_all", "deepep", "hybrid"]
 VIOLATION = 0.35
 """MaxVio of training runs with real routing: of 0, 0.2, 0.3, 0.35 and 0.4, the value with which published runs are
 predicted best."""
@@ -144,3 +146,62 @@ def assumed_factor(experts: int, top_k: int, ep: int, violation: float) -> float
         return 1.0
     most = experts / top_k  # a token chooses an expert at most once: no expert gets more than 1 / top_k of all choices
     return max_over_mean((1.0,) * experts, min(1 + violation, most), tuple(range(experts)), ep)
+
+
+# ---- Rows that leave a rank, and their transfers ----
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that a rank sends for each of its tokens, on average: to other ranks of its domain, and to other domains.
+
+    near also counts rows that come from other domains and are forwarded within this one.
+    """
+
+    near: float
+    far: float
+
+
+def rows_sent(
+    experts: int, top_k: int, ep: int, domain: int, backend: EpBackend, groups: int = 1, top_groups: int = 1
+) -> Rows:
+    """How many rows each token makes with `ep` ranks, `domain` of them in a fast domain.
+
+    all_to_all: one row for each choice. deepep, hybrid: one row for each domain, forwarded to each rank there that
+    holds any of the token's experts. Choices are even and independent, except for groups: the experts of a token are in
+    `top_groups` of `groups` groups of consecutive experts, which limits the domains that it is sent to.
+
+    Example: 8 of 64 experts, 16 ranks, 8 in a domain: all_to_all sends 4 rows to the other domain, deepep 0.996.
+    """
+    local = min(ep, domain)
+    domains = ep / local
+    if backend == "all_to_all":
+        return Rows(top_k * (local - 1) / ep, top_k * (1 - 1 / domains))
+    in_domain, in_rank = (_hit(experts, top_k, parts, groups, top_groups) for parts in (domains, ep))
+    return Rows(in_rank * (ep - 1), in_domain * (domains - 1))
+
+
+def _hit(experts: int, top_k: int, parts: float, groups: int = 1, top_groups: int = 1) -> float:
+    """The probability that a token chooses any of the experts of one of `parts` equal parts.
+
+    Groups count if each is whole parts, or each part is whole groups.
+    """
+    if parts <= 1:
+        return 1.0
+    if groups % parts and parts % groups:
+        groups = top_groups = 1
+    within = max(1, round(groups / parts))  # groups that have experts of this part
+    each = experts // groups
+    own = round(experts / parts) // within  # its experts in each of them
+    missed = sum(
+        math.comb(within, chosen) * math.comb(groups - within, top_groups - chosen)
+        * math.comb(top_groups * each - chosen * own, top_k)
+        for chosen in range(min(within, top_groups) + 1)
+    )  # fmt: skip
+    return 1 - missed / (math.comb(groups, top_groups) * math.comb(top_groups * each, top_k))
+
+
+def all_to_all(device: Device, rows: Rows, tokens: float, row_bytes: float) -> float:
+    """Seconds of a dispatch or a combine of `tokens` tokens."""
+    near, far = (count * tokens * row_bytes for count in (rows.near, rows.far))
+    return max(seconds(device.domain, near), seconds(device.network, far))

@@ -4,7 +4,7 @@
     attention        the same, with curves of its own; always in 16 bits
     memory           bytes that norms, residuals, activations, permutations and casts move / bandwidth
     launches         a gap for each kernel
-    transfers        bytes / bandwidth (transfer_times.py)
+    transfers        bytes / bandwidth (device.py, routing.py)
 
 Each of these is an effect. A prediction without one shows what it costs (`plan estimate --explain`).
 """
@@ -16,9 +16,8 @@ from ...expert_parallel.exchange import ALIGNMENT, round_up
 from ...models.shape import LayerShape, Product
 from ...overlap.pair_time import LayerSeconds
 from .constants import read_constants
-from .device import Device
-from .routing import assumed_factor
-from .transfer_times import all_to_all, gather, rows_sent
+from .device import Device, gather
+from .routing import all_to_all, assumed_factor, rows_sent
 from .workload import ELEMENT, Workload
 
 EFFECTS = (

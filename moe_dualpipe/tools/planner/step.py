@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from ...overlap.pair_time import LayerSeconds, pair_seconds
 from ...schedule import Backward, Costs, Forward, Overlap, build, simulate
+from .device import gather, seconds
 from .segment_times import ALL, FP8_BYTES, Clock, head_seconds, layer_factors, layer_seconds
-from .transfer_times import gather, seconds
 from .workload import ELEMENT, PAIRED, Workload
 
 TRANSFER_SHARE = {"all_to_all": 20, "deepep": 20, "hybrid": 8}

@@ -19,8 +19,7 @@ from ...runtime.layout import Layout
 from ...schedule.build import check_micro_batches, placement_of, takes_chunks
 from ...schedule.placement import Placement
 from .device import Device, Precision
-from .routing import MeasuredLoads
-from .transfer_times import EpBackend
+from .routing import EpBackend, MeasuredLoads
 
 AttentionKernel = Literal["fastest", "flash2", "plain"]
 CudaGraphs = Literal["none", "partial", "full"]

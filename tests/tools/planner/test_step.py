@@ -9,7 +9,8 @@ import pytest
 from moe_dualpipe.overlap.pair_time import pair_seconds
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner import Workload, layout_of, load_device, read_shape
-from moe_dualpipe.tools.planner.routing import MeasuredLoads
+from moe_dualpipe.tools.planner.device import gather
+from moe_dualpipe.tools.planner.routing import MeasuredLoads, all_to_all, rows_sent
 from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS, TENSOR_EXPOSED, Clock, head_seconds, layer_seconds
 from moe_dualpipe.tools.planner.stages import memory_of
 from moe_dualpipe.tools.planner.step import (
@@ -18,7 +19,6 @@ from moe_dualpipe.tools.planner.step import (
     simulate_step,
     step_of,
 )  # fmt: skip
-from moe_dualpipe.tools.planner.transfer_times import all_to_all, gather, rows_sent
 from moe_dualpipe.tools.planner.workload import stages_of
 from tests.support.planned import changed
 
