@@ -24,7 +24,7 @@ def memory_of_a_rank(rank, configs):
         trainer.step(0)  # allocates what stays
         weights = {id(p): p.nbytes for stage in trainer.stages.values() for p in stage.parameters()}
         used = sum(weights.values()) + trainer.optimizer.state_bytes + peak_bytes(trainer.step, 1)[0]
-        predicted = step_memory(trainer.config, trainer.run.choice, trainer.run.dtype, trainer.run.device)
+        predicted = step_memory(trainer.config, trainer.run.choice, trainer.run.numerics.dtype, trainer.run.device)
         predicted = predicted[trainer.layout.pp_rank]
         found.append((predicted.total, used))
         del trainer

@@ -21,7 +21,7 @@ from typing import Literal, Self
 import numpy as np
 
 from ...checkpoint.expert_loads import read_loads
-from ...expert_parallel.placement import Placement, check_loads, in_order, relative
+from ...expert_parallel.placement import ExpertPlacement, check_loads, in_order, relative
 from ...messages import printable
 from ...models.shape import ModelShape
 from .device import Device, seconds
@@ -70,7 +70,7 @@ class MeasuredLoads:
                 "experts; use a run of this model"
             )
 
-    def factors(self, shape: ModelShape, ep: int, placement: Placement | None = None) -> list[float]:
+    def factors(self, shape: ModelShape, ep: int, placement: ExpertPlacement | None = None) -> list[float]:
         """For each layer, the largest load of `ep` ranks divided by the mean, as a mean over steps; 1 without experts.
 
         placement: where the experts are; None: in order.
@@ -82,7 +82,7 @@ class MeasuredLoads:
         found = [max_over_mean(load_E, highest, slots_S, ep) for load_E, highest, slots_S in rows]
         return [1.0 if row is None else found[row] for row in self._rows(shape)]
 
-    def total_max_over_mean(self, shape: ModelShape, ep: int, placement: Placement | None = None) -> float:
+    def total_max_over_mean(self, shape: ModelShape, ep: int, placement: ExpertPlacement | None = None) -> float:
         """The load of the rank that gets the most tokens over all layers with experts, divided by the mean.
 
         Example: loads [[3, 1], [2, 6]] and 2 ranks: rank 1 gets 0.5 and 1.5 times the mean, rank 0 1.5 and 0.5: 1.0.

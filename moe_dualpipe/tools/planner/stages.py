@@ -101,7 +101,7 @@ def divide_within(costs: Sequence[float], most: Sequence[int]) -> tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class RunPrediction:
-    """Implements the protocol `StepPrediction` of training/preflight.py."""
+    """Implements the protocol `StepPrediction` of training/resolve.py."""
 
     load: Workload
 

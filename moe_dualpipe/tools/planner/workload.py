@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
 
-from ...expert_parallel.placement import Placement as Experts
+from ...expert_parallel.placement import ExpertPlacement as Experts
 from ...kernels.options import Fp8
 from ...messages import plural
 from ...models.config import Recompute
