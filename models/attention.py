@@ -1,7 +1,7 @@
 """Causal grouped-query attention with rotary positions, the table of built-in attention, and masks for documents.
 
 Each kind of attention is a class in the table `ATTENTION`, or your own (attention_layer.py). Its static methods return
-its costs: FLOPs, saved bytes, and the shape of its key/value cache.
+its costs: FLOPs, and the shape of its key/value cache.
 
 B sequences, S positions, D model dim, H query heads, G key/value heads, C head width. With a cache, S counts the new
 positions, and L all positions.
@@ -24,7 +24,7 @@ from .latent_attention import LatentAttention
 from .layers import Linear
 from .rotary import Rotary, rotate
 from .sdpa import ScaledDotProduct
-from .shape import Attention as AttentionShape
+from .shape import AttentionShape
 
 
 class Attention(AttentionLayer):
@@ -59,7 +59,7 @@ class Attention(AttentionLayer):
 
     @staticmethod
     def shape(config: ModelConfig) -> AttentionShape:
-        """The sizes that FLOPs and parameters depend on."""
+        """The sizes that FLOPs, parameters and activations depend on."""
         return AttentionShape("gqa", config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
 
     @staticmethod
@@ -69,20 +69,6 @@ class Attention(AttentionLayer):
     @staticmethod
     def score_flops(config: ModelConfig, seq_len: int) -> int:
         return Attention.shape(config).score_flops(seq_len)
-
-    @staticmethod
-    def saved_bytes(config: ModelConfig, tokens: int, element: int) -> int:
-        """Bytes saved for backward, without the layer's input. element: bytes of one number of an activation."""
-        heads = config.num_heads
-        # The output of the qkv projection (values are a view of it); rotated queries and keys; the result.
-        width = (2 * heads + 3 * config.num_kv_heads + heads) * config.head_dim
-        norms = {"none": 0, "head": heads + config.num_kv_heads, "full": 2}[config.qk_norm]
-        return tokens * (width * element + 4 * (heads + norms))
-
-    @staticmethod
-    def deferred_width(config: ModelConfig) -> int:
-        """Numbers per token saved for deferred weight gradients, without the layer's input and output gradient."""
-        return (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
 
     @staticmethod
     def kv_cache_shape(config: ModelConfig) -> tuple[int, int, int]:

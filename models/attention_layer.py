@@ -60,16 +60,6 @@ class AttentionLayer(nn.Module):
         return 0
 
     @staticmethod
-    def saved_bytes(config: ModelConfig, tokens: int, element: int) -> int:
-        """Bytes saved for backward, except the layer's input. element: bytes of one element of an activation."""
-        raise NotImplementedError
-
-    @staticmethod
-    def deferred_width(config: ModelConfig) -> int:
-        """Elements per token saved for deferred weight gradients, except the layer's input and output gradient."""
-        raise NotImplementedError
-
-    @staticmethod
     def kv_cache_shape(config: ModelConfig) -> tuple[int, int, int]:
         """What a cache stores for a position in a layer: number of tensors, heads, and width. Default: the input."""
         return 1, 1, config.hidden_size

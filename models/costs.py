@@ -13,7 +13,7 @@ from moe_dualpipe.expert_parallel.parameters import expert_ids
 
 from .attention import ATTENTION, attention_costs
 from .config import DEFAULT_OPTIONS, ModelConfig
-from .shape import Attention, Layer, ModelShape
+from .shape import AttentionShape, LayerShape, ModelShape
 
 
 def shape_of(config: ModelConfig, name: str = "model") -> ModelShape:
@@ -34,7 +34,7 @@ def flops_shape(config: ModelConfig) -> ModelShape:
     """Like `shape_of`, but only its FLOPs are valid, including those of your own layers."""
     if not {*config.own_layers} - {"router"}:
         return shape_of(config)
-    none = Attention("gqa", 0, 0, 0, 0)
+    none = AttentionShape("gqa", 0, 0, 0, 0)
     layers = tuple(OwnLayer(none, config=config, index=layer) for layer in range(config.num_layers))
     return ModelShape("model", config.hidden_size, config.vocab_size, layers, mtp=config.mtp_layers)
 
@@ -48,7 +48,7 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnLayer(Layer):
+class OwnLayer(LayerShape):
     """The FLOPs of a block with layers of your own."""
 
     config: ModelConfig
@@ -64,19 +64,19 @@ class OwnLayer(Layer):
         return attention_costs(self.config).score_flops(self.config, seq_len)
 
 
-def _layer(config: ModelConfig, layer: int, attention: Attention, other: int) -> Layer:
+def _layer(config: ModelConfig, layer: int, attention: AttentionShape, other: int) -> LayerShape:
     """other: parameters of attention outside of matrices."""
     other += 2 * config.hidden_size
     if config.is_dense(layer):
-        return Layer(attention, config.dense_size, other=other)
-    return Layer(
+        return LayerShape(attention, config.dense_size, other=other)
+    return LayerShape(
         attention, 0, True, config.num_experts, config.experts_per_token, config.expert_size,
         config.num_shared_experts * config.expert_size, config.shared_gate, other, config.expert_groups,
         config.top_groups,
     )  # fmt: skip
 
 
-def _attention(config: ModelConfig) -> tuple[Attention, int]:
+def _attention(config: ModelConfig) -> tuple[AttentionShape, int]:
     """Attention, and its parameters outside of matrices."""
     attention, out = ATTENTION[str(config.attention)].shape(config), config.hidden_size * config.out_bias
     if config.attention == "mla":

@@ -27,7 +27,7 @@ from .kv_cache import KVCache
 from .layers import Linear
 from .rotary import Rotary, growth, rotate
 from .sdpa import ScaledDotProduct
-from .shape import Attention as AttentionShape
+from .shape import AttentionShape
 
 
 class LatentAttention(AttentionLayer):
@@ -99,7 +99,7 @@ class LatentAttention(AttentionLayer):
 
     @staticmethod
     def shape(config: ModelConfig) -> AttentionShape:
-        """The sizes that FLOPs and parameters depend on, with expanded keys and values."""
+        """The sizes that FLOPs, parameters and activations depend on, with expanded keys and values."""
         heads, width = config.num_heads, config.head_dim + config.rope_dim
         ranks = config.q_rank, config.kv_rank, config.rope_dim
         return AttentionShape("mla", heads, heads, width, config.value_dim, *ranks)
@@ -111,24 +111,6 @@ class LatentAttention(AttentionLayer):
     @staticmethod
     def score_flops(config: ModelConfig, seq_len: int) -> int:
         return LatentAttention.shape(config).score_flops(seq_len)
-
-    @staticmethod
-    def saved_bytes(config: ModelConfig, tokens: int, element: int) -> int:
-        heads = config.num_heads
-        query = heads * (config.head_dim + config.rope_dim)
-        # The latents before and after their norms; keys and values; queries and keys; the result in both layouts.
-        width = (config.q_rank or query) + config.q_rank + 2 * config.kv_rank + config.rope_dim
-        width += heads * (config.head_dim + config.value_dim) + 2 * query + 2 * heads * config.value_dim
-        norms = 1 + (config.q_rank > 0)
-        return tokens * (width * element + 4 * (heads + norms))
-
-    @staticmethod
-    def deferred_width(config: ModelConfig) -> int:
-        heads = config.num_heads
-        query = heads * (config.head_dim + config.rope_dim)
-        width = (config.q_rank or query) + config.kv_rank + config.rope_dim + config.kv_rank
-        width += heads * (config.head_dim + config.value_dim) + heads * config.value_dim
-        return width + (config.q_rank + query if config.q_rank else 0)
 
     @staticmethod
     def kv_cache_shape(config: ModelConfig) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """The sizes of a model that decide what its training costs: those of any dense or Mixture-of-Experts decoder.
 
 `ModelConfig` describes the models that this project trains. A plan may also be for a model that it cannot train, with
-sliding windows, GELU or learned positions. A `ModelShape` has what FLOPs, parameters and activations depend on, and
-nothing else. `shape_of` (costs.py) returns the shape of a `ModelConfig`; the planner reads published models.
+sliding windows, GELU or learned positions. A `ModelShape` has only the sizes that FLOPs, parameters and activations
+depend on. `shape_of` (costs.py) returns the shape of a `ModelConfig`; the planner reads those of published models.
 
 Model FLOPs are those of the necessary matrix products, two for each multiply-add (arXiv 2204.02311, appendix B).
 Recomputation, norms, the softmax and the embedding lookup do not count. A token's K experts and the shared experts
@@ -40,7 +40,7 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionShape:
     """Causal attention of one layer.
 
     gqa: grouped-query attention; multi-head attention if kv_heads equals heads.
@@ -88,10 +88,10 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerShape:
     """A transformer block: attention, then an MLP or experts."""
 
-    attention: Attention
+    attention: AttentionShape
     dense_size: int = 0
     """Inner width of a dense MLP. 0: none, the layer has experts."""
     gated: bool = True
@@ -110,9 +110,6 @@ class Layer:
     """Groups of consecutive experts: those of a token are in its best `top_groups` groups."""
     top_groups: int = 1
 
-    def attention_products(self, hidden: int) -> tuple[Product, ...]:
-        return self.attention.products(hidden)
-
     def mlp_products(self, hidden: int) -> tuple[Product, ...]:
         """Products of every token: of the dense MLP, the router and the shared experts."""
         found = self._mlp("mlp", hidden, self.dense_size)
@@ -126,7 +123,7 @@ class Layer:
         return self._mlp("expert", hidden, self.expert_size, self.top_k) if self.experts else ()
 
     def products(self, hidden: int) -> tuple[Product, ...]:
-        return self.attention_products(hidden) + self.mlp_products(hidden) + self.expert_products(hidden)
+        return self.attention.products(hidden) + self.mlp_products(hidden) + self.expert_products(hidden)
 
     def _mlp(self, name: str, hidden: int, inner: int, count: int = 1) -> tuple[Product, ...]:
         if not inner:
@@ -136,7 +133,7 @@ class Layer:
 
     def dense_parameters(self, hidden: int) -> int:
         """Parameters other than those of routed experts."""
-        return self.other + sum(p.weights for p in self.attention_products(hidden) + self.mlp_products(hidden))
+        return self.other + sum(p.weights for p in self.attention.products(hidden) + self.mlp_products(hidden))
 
     def expert_parameters(self, hidden: int) -> int:
         """Parameters of all routed experts."""
@@ -147,7 +144,7 @@ class Layer:
         return sum(p.flops for p in self.products(hidden))
 
     def score_flops(self, seq_len: int) -> int:
-        """FLOPs of attention's scores and sums of values, as `Attention.score_flops`."""
+        """FLOPs of attention's scores and sums of values, as `AttentionShape.score_flops`."""
         return self.attention.score_flops(seq_len)
 
 
@@ -159,7 +156,7 @@ class ModelShape:
     hidden: int
     """Width of the residual stream."""
     vocab: int
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerShape, ...]
     tied: bool = False
     """Whether the embedding and the head share one matrix."""
     mtp: int = 0
@@ -168,6 +165,10 @@ class ModelShape:
     """Rows of the table of learned positions."""
     other: int = 0
     """Parameters outside of layers and matrices: of the last norm."""
+
+    def block(self, index: int) -> LayerShape:
+        """A layer or, after the last one, the block of an MTP module, which is like the last layer."""
+        return self.layers[min(index, len(self.layers) - 1)]
 
     @property
     def embedding(self) -> int:
@@ -183,7 +184,7 @@ class ModelShape:
         """The projection of an MTP module."""
         return Product("mtp_join", 2 * self.hidden, self.hidden)
 
-    def _sum(self, size: Callable[[Layer], int]) -> int:
+    def _sum(self, size: Callable[[LayerShape], int]) -> int:
         """The sum over all layers and MTP modules. There are few kinds of layers."""
         kinds = Counter(self.layers + self.layers[-1:] * self.mtp)
         return sum(number * size(layer) for layer, number in kinds.items())

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from ..command_line import Mark, Positional
 from ..models import PRESETS, preset
-from ..tools.planner import shape_of
+from ..models.costs import shape_of
 from ..tools.planner.table import size_summary, sizes_table
 from .options import JsonOption, check_ranges
 

@@ -14,7 +14,7 @@ from ..tools.planner.device import Precision, load_device
 from ..tools.planner.layout_search import check_searched, search
 from ..tools.planner.prediction import estimate, routings
 from ..tools.planner.published_shapes import read_shape
-from ..tools.planner.routing import VIOLATION, MeasuredLoads
+from ..tools.planner.routing import VIOLATION, EpBackend, MeasuredLoads
 from ..tools.planner.table import (
     estimate_report,
     measured_report,
@@ -24,7 +24,6 @@ from ..tools.planner.table import (
     search_rows,
     waterfall_table,
 )
-from ..tools.planner.transfer_times import EpBackend
 from ..tools.planner.workload import AttentionKernel, CudaGraphs, Workload, layout_of
 from .options import JsonOption, check_ranges, check_together
 
@@ -33,8 +32,8 @@ PLACEMENTS = {"moved": "moved", "copied": "moved, with 1 copy on each GPU"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(JsonOption):
-    """What both commands take."""
+class PlanOptions(JsonOption):
+    """The options of both commands."""
 
     model: str
     """A preset, the name of a published model, or a config.json of Hugging Face."""
@@ -72,7 +71,7 @@ class Run(JsonOption):
     """The software that runs it, such as megatron. None: the mean of all."""
 
     def workload(self, **options: Any) -> Workload:
-        """What does not depend on the layout and the batch. Raises ValueError for invalid options."""
+        """The workload without its layout and batch. Raises ValueError for invalid options."""
         check_ranges(self, 1, "gpus", "cp", "seq_len", "batch_size")
         check_ranges(self, 0, "mtp", high=16)
         check_ranges(self, 0, "max_vio", high=1000)
@@ -90,7 +89,7 @@ class Run(JsonOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateCommand(Run):
+class EstimateCommand(PlanOptions):
     """Predict the step time of a training run, what it is made of, its memory and its cost."""
 
     tp: int = 1
@@ -151,7 +150,7 @@ class EstimateCommand(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchCommand(Run):
+class SearchCommand(PlanOptions):
     """Find the layout and the schedule with the shortest step, and say why the others are slower."""
 
     top: int = 12

@@ -48,7 +48,7 @@ def train(config: "TrainConfig | None" = None, *arguments: Any, **options: Any) 
 def instruments() -> "Instruments":
     """What the tools add to a run."""
     from ..tools.checks.nonfinite import first_nonfinite
-    from ..tools.planner.run_prediction import predict_run
+    from ..tools.planner.stages import predict_run
     from ..tools.profiler.profiled_steps import profiled_steps
     from ..training.resolve import Instruments
 

@@ -1,4 +1,5 @@
-"""A model divided over ranks, as every training loop needs it: stages, links, sums of gradients, loads of experts.
+"""A model divided over ranks, as every training loop needs it: stages, links, sums of gradients, loads of experts, and
+the memory of each rank.
 
 It combines the lower-level packages, and knows nothing of files, runs or commands.
 """

@@ -1,9 +1,7 @@
 """The peak memory of each pipeline rank, by parts, for any model and any layout.
 
-A `ModelConfig` is a model that this project trains. A `ModelShape` may be any model, also with tensor and context
-parallelism; for its activations (activations.py), it is converted to a `ModelConfig` with the same sizes. Parameters
-are computed from sizes, and ZeRO divides them evenly, but this project does not divide a tensor: the replica with the
-embedding or the head has all of it. The schedule decides how many micro-batches a rank holds.
+Parameters and activations are computed from the sizes of the model. The schedule decides how many micro-batches a rank
+holds at once.
 
 Not counted: communication buffers, and fragmentation of the allocator.
 """
@@ -11,10 +9,9 @@ Not counted: communication buffers, and fragmentation of the allocator.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..models import ModelConfig, StageSpec, split
-from ..models.costs import shape_of
+from ..models.partition import StageSpec
 from ..models.shape import ModelShape
 from ..runtime.groups import end_holders
 from ..schedule import Action, Forward, Part, Schedule, members
@@ -47,59 +44,50 @@ class PeakMemory:
 
 
 def peak_memory(
-    model: ModelShape | ModelConfig, schedule: Schedule, batch: MicroBatch, dp: int = 1, precision: str = "bf16",
-    zero: bool = True, stages: Sequence[StageSpec] | None = None, gradient_copies: int = 0, moments: int = 2,
+    shape: ModelShape, schedule: Schedule, batch: MicroBatch, stages: Sequence[StageSpec], dp: int = 1,
+    precision: str = "bf16", zero: bool = True, whole_embedding: bool = False, gradient_copies: int = 0,
+    moments: int = 2,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
-    """The peak memory of each rank of a pipeline. The fullest is `max(..., key=lambda rank: rank.total)`.
+    """The peak memory of each rank of a pipeline. Compare ranks by their `total`.
 
-    precision: bf16, fp8, mxfp8 or fp32.
-    dp: replicas of the model; ranks of context parallelism do not count. A stage is on dp x cp x tp ranks, which share
-    its experts in groups of `batch.ep`. zero: replicas divide the optimizer state (ZeRO-1); the largest share counts.
-    stages: the layers of each stage. None: as in this project, with about the same FLOPs each.
+    stages: the layers of each stage. dp: replicas of the model; ranks of context parallelism do not count. A stage is
+    on dp x cp x tp ranks, which share its experts in groups of `batch.ep`.
+    precision: bf16, fp8, mxfp8 or fp32. zero: replicas divide the optimizer state (ZeRO-1); the largest share counts.
+    whole_embedding: no replica has a part of the embedding or the head, as in this project, which divides no tensor.
     gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
     project, 2 on CPUs, 0 if gradients are in one buffer.
     moments: of the optimizer for a parameter: 2 with AdamW.
-    For a `ModelShape`, a few bytes per token of norms and routers are not counted.
-
-    Raises ValueError for a model with fewer layers than stages, and for a `ModelConfig` with tp, cp or unknown layers.
     """
-    own = isinstance(model, ModelConfig)
-    if own and batch.tp * batch.cp > 1:
-        raise ValueError("tensor and context parallelism need a shape: use shape_of(config)")
-    shape = shape_of(model) if own else model
-    config = model if own and not model.mtp_layers else config_of(shape)
     element = 4 if precision == "fp32" else 2
     batch = replace(batch, element=element, fp8=precision in ("fp8", "mxfp8"))
-    specs = stages or split(model if own else config, schedule.num_stages)
-    # Modules of multi-token prediction count as further layers.
-    blocks = [replace(s, layers=range(s.layers.start, s.layers.stop + len(s.mtp)), mtp=range(0)) for s in specs]
-
-    kinds: dict[tuple[object, ...], int] = {}
-    like = [kinds.setdefault((s.embedding, s.head, *map(config.is_dense, s.layers)), i) for i, s in enumerate(blocks)]
 
     @cache
-    def stage_bytes(stage: int) -> StageBytes:
-        spec = blocks[stage]
-        working = (working_bytes(config, spec, batch, deferring) for deferring in (False, True))
-        return StageBytes(saved_bytes(config, spec, batch), deferred_bytes(config, spec, batch), *working)
+    def bytes_of(stage: int) -> StageBytes:
+        spec = stages[stage]
+        working = (working_bytes(shape, spec, batch, deferring) for deferring in (False, True))
+        return StageBytes(saved_bytes(shape, spec, batch), deferred_bytes(shape, spec, batch), *working)
 
+    # Stages with the same layers need the same bytes.
+    first: dict[tuple[object, ...], int] = {}
+    like = [first.setdefault((s.embedding, s.head, *map(shape.block, s.blocks)), i) for i, s in enumerate(stages)]
     # Messages to and from each neighbor.
     links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
-    message = batch.tokens * config.hidden_size * element * (schedule.num_ranks > 1)
+    message = batch.tokens * shape.hidden * element * (schedule.num_ranks > 1)
     state = 4 * moments + 4 * (element < 4)
+    copies_of_model, end_ranks = dp * batch.cp, len(end_holders(schedule.placement))
     ranks = []
     for rank, held in enumerate(schedule.placement.stages):
-        specs_held = [blocks[s] for s in held]
-        dense, experts, ends = rank_shares(shape, specs_held, batch)
-        holders, end_ranks = len(schedule.placement.holders(held[0])), len(end_holders(schedule.placement))
-        replicas = dp * batch.cp * holders, dp * batch.cp * batch.tp * holders // batch.ep, dp * batch.cp * end_ranks
+        specs = [stages[s] for s in held]
+        dense, experts, ends = rank_shares(shape, specs, batch)
         total = owned = dense + experts + ends
         if zero:
-            whole = shape.embedding * (own and any(s.embedding or s.head for s in specs_held))
-            owned = max(whole, sum(-(-n // by) for n, by in zip((dense, experts, ends), replicas, strict=True)))
-        copies = 4 * gradient_copies * (dp * batch.cp * end_ranks > 1)
-        sums = {s: copies * sum(rank_shares(shape, [blocks[s]], batch)) for s in held}
-        sizes = {s: stage_bytes(like[s])._replace(sums=sums[s]) for s in held}
+            replicas = copies_of_model * len(schedule.placement.holders(held[0]))
+            owned = -(-dense // replicas) - (-experts // (replicas * batch.tp // batch.ep))
+            owned -= -ends // (copies_of_model * end_ranks)
+            if whole_embedding and any(s.embedding or s.head for s in specs):
+                owned = max(owned, shape.embedding)
+        copies = 4 * gradient_copies * (copies_of_model * end_ranks > 1)
+        sizes = {s: bytes_of(like[s])._replace(sums=copies * sum(rank_shares(shape, [stages[s]], batch))) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
             (element + batch.fp8) * total + 2 * experts * (batch.fp8_block > 0), 4 * total, state * owned, activations,
@@ -150,7 +138,7 @@ def rank_shares(shape: ModelShape, specs: Sequence[StageSpec], batch: MicroBatch
     dense = experts = 0
     shared = shape.tied or shape.mtp > 0
     for spec in specs:
-        layers = [shape.layers[min(layer, len(shape.layers) - 1)] for layer in spec.layers]
+        layers = [shape.block(index) for index in spec.blocks]
         dense += sum(layer.dense_parameters(shape.hidden) for layer in layers)
         experts += sum(layer.expert_parameters(shape.hidden) for layer in layers)
         dense += spec.embedding * (shape.learned_positions * shape.hidden + shape.embedding * (not shared))
@@ -158,35 +146,3 @@ def rank_shares(shape: ModelShape, specs: Sequence[StageSpec], batch: MicroBatch
         dense += spec.head * (shape.mtp * join + shape.other + shape.embedding * (not shape.tied))
     ends = shape.embedding * (shared and any(spec.embedding or spec.head for spec in specs))
     return -(-dense // batch.tp), -(-experts // batch.ep), -(-ends // batch.tp)
-
-
-def config_of(shape: ModelShape) -> ModelConfig:
-    """A model of this project whose activations have the sizes of `shape`, for activations.py.
-
-    Blocks without a gate get half their inner width, because they save half as many inner activations. Modules of
-    multi-token prediction count as further layers. Windows and positions do not change what is saved.
-    """
-    layers = shape.layers + shape.layers[-1:] * shape.mtp
-    attention = shape.layers[0].attention
-    routed = next((layer for layer in layers if layer.experts), None)
-    dense = max((layer.dense_size // (2 - layer.gated) for layer in layers), default=0)
-    sizes: dict[str, Any] = {}
-    if routed:
-        inner = routed.expert_size // (2 - routed.gated)
-        sizes = {
-            "expert_size": inner, "num_experts": routed.experts, "experts_per_token": routed.top_k,
-            "num_shared_experts": -(-(routed.shared_size // (2 - routed.gated)) // inner),
-            "shared_gate": routed.shared_gate,
-        }  # fmt: skip
-    latents: dict[str, Any] = {
-        "rope_dim": attention.rope_dim,
-        "kv_rank": attention.kv_rank,
-        "value_dim": attention.v_dim,
-    }
-    return ModelConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, num_layers=len(layers), num_dense_layers=0,
-        dense_layers=tuple(index for index, layer in enumerate(layers) if not layer.experts),
-        dense_size=dense or 1, attention=attention.kind, num_heads=attention.heads,
-        num_kv_heads=attention.kv_heads, head_dim=attention.qk_dim - attention.rope_dim, q_rank=attention.q_rank,
-        tied_embeddings=shape.tied, **sizes, **(latents if attention.kind == "mla" else {}),
-    )  # fmt: skip

@@ -19,6 +19,7 @@ from ..kernels.fp8 import RECIPES
 from ..messages import with_suggestions
 from ..models import split
 from ..models.config import RECOMPUTE
+from ..models.costs import shape_of
 from ..pipeline.activations import MicroBatch
 from ..pipeline.peak_memory import PeakMemory, peak_memory
 from ..schedule import build
@@ -38,17 +39,19 @@ def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device:
     batch = MicroBatch(
         choice.micro_batch_size, config.batch.seq_len, ep=layout.ep, recompute=compute.recompute,
         fused_loss=compute.fused_loss, plain=compute.kernels == "reference" or (compute.kernels == "auto" and cpu),
-        fp8_block=RECIPES[compute.fp8_recipe].block if compute.fp8 != "off" else 0,
+        fp8_block=RECIPES[compute.fp8_recipe].block if compute.fp8 != "off" else 0, qk_norm=config.model.qk_norm,
+        fp32_router=config.model.router_dtype == "float32",
     )  # fmt: skip
     return peak_memory(
-        config.model, choice.schedule, batch, layout.dp, "fp32" if dtype.itemsize == 4 else "bf16",
-        config.parallel.zero, split(config.model, stages, listed if len(listed) == stages else ()), 2 if cpu else 1,
-        moments=1 if config.optim.name == "muon" else 2,
+        shape_of(config.model), choice.schedule, batch,
+        split(config.model, stages, listed if len(listed) == stages else ()), layout.dp,
+        "fp32" if dtype.itemsize == 4 else "bf16", config.parallel.zero, whole_embedding=True,
+        gradient_copies=2 if cpu else 1, moments=1 if config.optim.name == "muon" else 2,
     )  # fmt: skip
 
 
 def memory_line(config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device) -> str:
-    """What the fullest rank needs, by parts; "" if that is unknown."""
+    """What the rank that holds the most needs, by parts; "" if that is unknown."""
     try:
         needs = max(step_memory(config, choice, dtype, device), key=lambda rank: rank.total)
     except ValueError:
@@ -66,14 +69,14 @@ def memory_problem(
     free_bytes: what each rank may use, the least of all ranks. On CPUs, the ranks of a machine share its memory.
     """
     try:
-        number, needs = _fullest(config, choice, dtype, device)
+        number, needs = _largest(config, choice, dtype, device)
     except ValueError:
         return ""
     if sum(needs.values()) <= free_bytes:
         return ""
     less = "more processes, a smaller model or shorter sequences"
     for words, changed, smaller in _savings(config, choice):
-        total = sum(_fullest(changed, smaller, dtype, device)[1].values())
+        total = sum(_largest(changed, smaller, dtype, device)[1].values())
         if total <= free_bytes:
             less = f"{words}, which needs {_text(total)}"
             break
@@ -101,7 +104,7 @@ def _savings(config: TrainConfig, choice: Choice) -> Iterator[tuple[str, TrainCo
         yield " ".join(word for word, differs in words.items() if differs), changed, smaller
 
 
-def _fullest(
+def _largest(
     config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, dict[str, int]]:
     """The pipeline rank that needs the most memory, and its needs by part: in a step or, on a CPU, while saving a

@@ -3,11 +3,11 @@
     tests = ["tests/tools/planner"]            the tests of the room, which must notice
 
     [[mutant]]
-    file = "moe_dualpipe/tools/planner/peak.py"
+    file = "moe_dualpipe/pipeline/peak_memory.py"
     old = "summing = max(sums)"                occurs once in the file
     new = "summing = 0"
     breaks = "the peak counts the buffer in which replicas sum gradients"
-    first = "tests/tools/planner/test_peak.py"     optional: these tests run first; a bug they find ends the run early
+    first = "tests/pipeline/test_peak_memory.py"     optional: these tests run first; a bug they find ends the run early
     equivalent = "no input reaches it: ..."        optional: why no test can notice
 
 A row that no longer fits its file is an error, never a skip: whoever changes the code changes the row.

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.pipeline.activations import MicroBatch
-from moe_dualpipe.pipeline.peak_memory import peak_memory
+from moe_dualpipe.training.memory_check import step_memory
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, make_trainer, peak_bytes, settings
 
@@ -17,25 +16,6 @@ MODEL = ModelConfig(
 KINDS = ["none", "norms", "attention", "full"]
 
 
-def predicted_memory(run):
-    """What the planner predicts for each pipeline rank."""
-    config, element = run.config, run.dtype.itemsize
-    batch = MicroBatch(
-        run.choice.micro_batch_size, config.batch.seq_len, element, run.layout.ep, config.compute.recompute,
-        config.compute.fused_loss, plain=run.kernels == "reference",
-        fp8_block=128 if config.compute.fp8 != "off" else 0,
-    )  # fmt: skip
-    return peak_memory(
-        config.model,
-        run.schedule,
-        batch,
-        run.layout.dp,
-        "fp32" if element == 4 else "bf16",
-        config.parallel.zero,
-        gradient_copies=2,
-    )
-
-
 def memory_of_a_rank(rank, configs):
     """Predicted bytes, and the bytes that this rank occupies at its peak, for each run."""
     found = []
@@ -44,7 +24,8 @@ def memory_of_a_rank(rank, configs):
         trainer.step(0)  # allocates what stays
         weights = {id(p): p.nbytes for stage in trainer.stages.values() for p in stage.parameters()}
         used = sum(weights.values()) + trainer.optimizer.state_bytes + peak_bytes(trainer.step, 1)[0]
-        predicted = predicted_memory(trainer.run)[trainer.layout.pp_rank]
+        predicted = step_memory(trainer.config, trainer.run.choice, trainer.run.numerics.dtype, trainer.run.device)
+        predicted = predicted[trainer.layout.pp_rank]
         found.append((predicted.total, used))
         del trainer
     return found

@@ -168,3 +168,32 @@ def _interpolate(curve: Curve, flops: float) -> float:
         return curve[min(after, len(curve) - 1)][1]
     (low, share), (high, next_share) = curve[after - 1 : after + 1]
     return share + (next_share - share) * math.log(flops / low) / math.log(high / low)
+
+
+# ---- Transfers ----
+#
+# Ranks are numbered so that tensor-parallel ranks are neighbors, then context-parallel, then data-parallel ones; the
+# stages of a pipeline are farthest apart. A transfer within a domain (NVLink, xGMI) and one between domains (RDMA) run
+# at the same time, so the slower one counts.
+
+
+def seconds(link: LinkSpec, num_bytes: float) -> float:
+    """A collective of a GPU that sends `num_bytes`, the latency included; 0 if there is nothing to send."""
+    return num_bytes / (link.bandwidth * link.share) + link.latency if num_bytes else 0.0
+
+
+def gather(device: Device, num_bytes: float, ranks: int, distance: int) -> float:
+    """Seconds of an all-gather or a reduce-scatter of `num_bytes` in all, over `ranks` ranks.
+
+    distance: between two neighbors of the group in the numbering of ranks. A group that leaves a domain has as many
+    rings as ranks in it, each through the network card of another GPU. It is at most as fast as the domain.
+
+    Example: 16 neighbors, 8 in a domain: each card carries 1/8 of the bytes. With distance 8, each card carries all.
+    """
+    if ranks == 1 or not num_bytes:
+        return 0.0
+    domain, sent = device.domain.gpus or 1, num_bytes * (ranks - 1) / ranks
+    inside = seconds(device.domain, sent) if distance < domain else 0.0
+    if ranks * distance <= domain:
+        return inside
+    return max(inside, seconds(device.network, sent / max(1, domain // distance)))

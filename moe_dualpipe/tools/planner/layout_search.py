@@ -1,9 +1,9 @@
 """All ways to divide a model over some GPUs, ranked by predicted step time.
 
-There are thousands. First, all are ranked by a quick estimate, which assumes that all stages take the same time. From
-the fastest on, the first way of each layout and schedule that fits into memory is simulated with the actual cost of
-each stage, until there are SIMULATED of them. For the fastest of these, other numbers of layers per stage are also
-tried (uneven.py).
+There are thousands. First, a quick estimate ranks all of them; it assumes that all stages take the same time. Then, in
+this order, the first way of each layout and schedule that fits into memory is simulated with the cost of each stage,
+until there are SIMULATED of them. The fastest of these are also tried with other numbers of layers per stage
+(stages.py).
 """
 
 import dataclasses
@@ -18,9 +18,8 @@ from ...schedule import Costs, build, simulate
 from .constants import find_constant
 from .prediction import Estimate
 from .segment_times import ALL
-from .stages import memory_of
-from .step import Step, step_of
-from .uneven import best_layers
+from .stages import best_layers, memory_of
+from .step import StepSeconds, step_of
 from .workload import Workload, layout_of, layout_text
 
 SIMULATED = 40
@@ -77,10 +76,10 @@ def search(load: Workload, software: str | None = None) -> tuple[Estimate, ...]:
     return tuple(sorted([*tried, *ranked[UNEVEN:]], key=lambda one: one.seconds))
 
 
-def _ways(load: Workload) -> Iterator[tuple[Step, Workload]]:
+def _ways(load: Workload) -> Iterator[tuple[StepSeconds, Workload]]:
     """All valid ways to run `load`, with a quick estimate of the step."""
     for one in _layouts(load):
-        busy: dict[tuple[object, ...], Step] = {}  # steps without idle time, which depend on the stages only
+        busy: dict[tuple[object, ...], StepSeconds] = {}  # steps without idle time, which depend on the stages only
         for variant in _variants(dataclasses.replace(load, layout=one)):
             for recompute in RECOMPUTE:
                 way = dataclasses.replace(variant, recompute=recompute)
@@ -120,7 +119,7 @@ def _variants(load: Workload) -> Iterator[Workload]:
         yield changed
 
 
-def _with_idle_time(load: Workload, step: Step) -> Step:
+def _with_idle_time(load: Workload, step: StepSeconds) -> StepSeconds:
     """`step` with the idle time of a pipeline with equal stages."""
     pp, n = load.layout.pp, load.num_micro_batches
     if pp == 1:

@@ -1,8 +1,8 @@
 """Everything that is predicted of a training run before it starts: time, memory, cost, and why.
 
 The step time of segments, links and pipeline is multiplied by one constant from published runs (constants.py). It
-covers what a model of kernels does not know: clocks under load, kernels of a family of models, slower ranks. A measured
-step replaces it.
+covers effects that are not modeled: clocks under load, kernels of a family of models, slower ranks. A measured step
+replaces the constant.
 """
 
 import math
@@ -21,7 +21,7 @@ from .constants import Constant, find_constant
 from .routing import VIOLATION
 from .segment_times import EFFECTS, layer_factors
 from .stages import memory_of
-from .step import Step, step_of
+from .step import StepSeconds, step_of
 from .workload import Workload
 
 MEMORY_ERROR = 0.1
@@ -44,7 +44,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nothing is computed again (--recompute none)": {"recompute": "none"},
     "each GPU updates all parameters (--no-zero)": {"zero": False},
 }
-"""What may be different in a run that is slower or faster than predicted."""
+"""Possible causes if a run is slower or faster than predicted: a text, and the options of the workload."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Estimate:
     constant: Constant
 
     @cached_property
-    def step(self) -> Step:
+    def step(self) -> StepSeconds:
         """The step of the model, without the constant."""
         return step_of(self.load)
 
@@ -85,7 +85,7 @@ class Estimate:
 
     @property
     def imbalance(self) -> float:
-        """The load of the fullest rank of an expert group, divided by the mean: the mean over layers with experts."""
+        """The largest load of a rank of an expert group divided by the mean, as a mean over layers with experts."""
         factors = zip(layer_factors(self.load), self.load.shape.layers, strict=True)
         return statistics.fmean([factor for factor, layer in factors if layer.experts] or [1.0])
 
@@ -96,7 +96,7 @@ class Estimate:
 
     @cached_property
     def memory(self) -> PeakMemory:
-        """The peak memory of the fullest rank."""
+        """The peak memory of the rank that needs the most."""
         return memory_of(self.load)
 
     def memory_advice(self) -> str:
@@ -134,12 +134,10 @@ class Estimate:
 
     def waterfall(self) -> Iterator[tuple[str, float]]:
         """What a step takes, from the ideal to the predicted time: names and seconds to add, in order."""
-        yield "model FLOPs at the peak", ideal_seconds(self.load)
-        on: frozenset[str] = frozenset()
         before = ideal_seconds(self.load)
-        for effect in EFFECTS:
-            on |= {effect}
-            after = step_of(self.load, on).seconds
+        yield "model FLOPs at the peak", before
+        for number, effect in enumerate(EFFECTS, 1):
+            after = step_of(self.load, EFFECTS[:number]).seconds
             yield effect, after - before
             before = after
         yield "software", self.seconds - before

@@ -18,7 +18,7 @@ from ...data import strict_json
 from ...messages import printable, quoted, unknown_name
 from ...models import PRESETS
 from ...models.costs import shape_of
-from ...models.shape import Attention, Layer, ModelShape
+from ...models.shape import AttentionShape, LayerShape, ModelShape
 
 _KEYS = {
     "hidden": "hidden_size n_embd d_model model_dim",
@@ -118,7 +118,9 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
         sizes: dict[str, Any] = (
             _expert_sizes(keys) if index in routed else {"dense_size": _size(keys, "dense_size", inner)}
         )
-        layers.append(Layer(_attention(keys, hidden, window), gated=kind not in _UNGATED, other=2 * hidden, **sizes))
+        layers.append(
+            LayerShape(_attention(keys, hidden, window), gated=kind not in _UNGATED, other=2 * hidden, **sizes)
+        )
     tied = keys.get("tie_word_embeddings")
     tied = kind in _TIED if tied is None else bool(tied)
     positions = _size(keys, "positions") if kind in _LEARNED else 0
@@ -152,7 +154,7 @@ def _list(keys: Mapping[str, Any], key: str) -> list[Any]:
     return found
 
 
-def _attention(keys: Mapping[str, Any], hidden: int, window: int) -> Attention:
+def _attention(keys: Mapping[str, Any], hidden: int, window: int) -> AttentionShape:
     heads = _size(keys, "heads")
     width = _size(keys, "head_dim", 0) or hidden // heads
     if not width:
@@ -161,7 +163,7 @@ def _attention(keys: Mapping[str, Any], hidden: int, window: int) -> Attention:
     kv_heads = 1 if shared else _size(keys, "kv_heads", heads)
     if heads % kv_heads:
         raise ValueError(f"{heads} attention heads are not a multiple of {kv_heads} heads of keys and values")
-    return Attention("gqa", heads, kv_heads, width, width, window=window)
+    return AttentionShape("gqa", heads, kv_heads, width, width, window=window)
 
 
 def _windows(keys: Mapping[str, Any], num_layers: int) -> list[int]:

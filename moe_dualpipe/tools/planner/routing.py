@@ -1,13 +1,13 @@
-"""How unevenly the experts of a layer are loaded, and what that costs a plan.
+"""How unevenly the experts of a layer are loaded, and how many rows their dispatch and combine send.
 
-In each layer of each step, all ranks of an expert group wait for the fullest one. So what counts is the mean of its
-load over steps. A file with loads has their sum over steps, whose maximum is smaller, and the mean over steps of the
-largest load of an expert. The loads of a step are modeled as log-normal around their mean, with a width, found by
-bisection, at which the largest load is as measured. Without a file, the experts are alike, and the largest load is 1 +
-MaxVio times the mean (the maximal violation of arXiv 2408.15664). Random draws are always the same, so results can be
-compared.
+In each layer of each step, all ranks of an expert group wait for the one with the most tokens. So the mean of its load
+over steps counts. A file with loads has two numbers: the sum of each expert's load over steps, whose maximum is too
+small, and the mean over steps of the largest load. The loads of a step are modeled as log-normal around their mean. The
+width is found by bisection, so that the largest load is as measured. Random draws are always the same, so results can
+be compared. Without a file, the experts are alike, and the largest load is 1 + MaxVio times the mean (the maximal
+violation of arXiv 2408.15664).
 
-The memory is that of the rank that gets the most over all layers and steps.
+The memory is that of the rank that gets the most tokens over all layers and steps.
 
 E experts, S slots: an expert may have copies, which get equal shares. N draws.
 """
@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
@@ -24,7 +24,9 @@ from ...checkpoint.expert_loads import read_loads
 from ...expert_parallel.placement import ExpertPlacement, check_loads, in_order, relative
 from ...messages import printable
 from ...models.shape import ModelShape
+from .device import Device, seconds
 
+EpBackend = Literal["all_to_all", "deepep", "hybrid"]
 VIOLATION = 0.35
 """MaxVio of training runs with real routing: of 0, 0.2, 0.3, 0.35 and 0.4, the value with which published runs are
 predicted best."""
@@ -69,17 +71,18 @@ class MeasuredLoads:
             )
 
     def factors(self, shape: ModelShape, ep: int, placement: ExpertPlacement | None = None) -> list[float]:
-        """For each layer of the model, the load of the fullest of `ep` ranks divided by the mean, as a mean over steps;
-        1 without experts. placement: None: in order.
+        """For each layer, the largest load of `ep` ranks divided by the mean, as a mean over steps; 1 without experts.
+
+        placement: where the experts are; None: in order.
 
         Example: equal steps with loads [[3, 1, 2, 2]], and 2 ranks: both have 4, so 1.0. With 4 ranks, 1.5.
         """
         own = placement or in_order(len(self.loads), len(self.loads[0]), ep)
         rows = zip(self.loads, self.maxima, own.experts, strict=True)
-        found = [fullest(load_E, highest, slots_S, ep) for load_E, highest, slots_S in rows]
+        found = [max_over_mean(load_E, highest, slots_S, ep) for load_E, highest, slots_S in rows]
         return [1.0 if row is None else found[row] for row in self._rows(shape)]
 
-    def fullest(self, shape: ModelShape, ep: int, placement: ExpertPlacement | None = None) -> float:
+    def total_max_over_mean(self, shape: ModelShape, ep: int, placement: ExpertPlacement | None = None) -> float:
         """The load of the rank that gets the most tokens over all layers with experts, divided by the mean.
 
         Example: loads [[3, 1], [2, 6]] and 2 ranks: rank 1 gets 0.5 and 1.5 times the mean, rank 0 1.5 and 0.5: 1.0.
@@ -106,10 +109,11 @@ def _routed(shape: ModelShape) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def fullest(load_E: tuple[float, ...], highest: float, slots_S: tuple[int, ...], ep: int) -> float:
-    """The load of the fullest of `ep` ranks, divided by the mean, as a mean over steps.
+def max_over_mean(load_E: tuple[float, ...], highest: float, slots_S: tuple[int, ...], ep: int) -> float:
+    """The largest load of `ep` ranks divided by the mean, as a mean over steps.
 
-    highest: the same for the fullest expert. slots_S: the expert in each slot; ranks have consecutive slots.
+    load_E: of each expert, summed over steps. highest: the largest load of an expert divided by the mean, as a mean
+    over steps. slots_S: the expert in each slot; ranks have consecutive slots.
     """
     load_NE = _steps(load_E, highest)
     share_S = 1 / np.bincount(slots_S)[[*slots_S]]
@@ -137,8 +141,67 @@ def _steps(load_E: tuple[float, ...], highest: float) -> np.ndarray:
 
 
 def assumed_factor(experts: int, top_k: int, ep: int, violation: float) -> float:
-    """The load of the fullest of `ep` ranks, divided by the mean, without measured loads. Example: with one rank, 1."""
+    """The largest load of `ep` ranks divided by the mean, without measured loads. Example: with one rank, 1."""
     if ep == 1 or not experts or not violation:
         return 1.0
     most = experts / top_k  # a token chooses an expert at most once: no expert gets more than 1 / top_k of all choices
-    return fullest((1.0,) * experts, min(1 + violation, most), tuple(range(experts)), ep)
+    return max_over_mean((1.0,) * experts, min(1 + violation, most), tuple(range(experts)), ep)
+
+
+# ---- Rows that leave a rank, and their transfers ----
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that a rank sends for each of its tokens, on average: to other ranks of its domain, and to other domains.
+
+    near also counts rows that come from other domains and are forwarded within this one.
+    """
+
+    near: float
+    far: float
+
+
+def rows_sent(
+    experts: int, top_k: int, ep: int, domain: int, backend: EpBackend, groups: int = 1, top_groups: int = 1
+) -> Rows:
+    """How many rows each token makes with `ep` ranks, `domain` of them in a fast domain.
+
+    all_to_all: one row for each choice. deepep, hybrid: one row for each domain, forwarded to each rank there that
+    holds any of the token's experts. Choices are even and independent, except for groups: the experts of a token are in
+    `top_groups` of `groups` groups of consecutive experts, which limits the domains that it is sent to.
+
+    Example: 8 of 64 experts, 16 ranks, 8 in a domain: all_to_all sends 4 rows to the other domain, deepep 0.996.
+    """
+    local = min(ep, domain)
+    domains = ep / local
+    if backend == "all_to_all":
+        return Rows(top_k * (local - 1) / ep, top_k * (1 - 1 / domains))
+    in_domain, in_rank = (_hit(experts, top_k, parts, groups, top_groups) for parts in (domains, ep))
+    return Rows(in_rank * (ep - 1), in_domain * (domains - 1))
+
+
+def _hit(experts: int, top_k: int, parts: float, groups: int = 1, top_groups: int = 1) -> float:
+    """The probability that a token chooses any of the experts of one of `parts` equal parts.
+
+    Groups count if each is whole parts, or each part is whole groups.
+    """
+    if parts <= 1:
+        return 1.0
+    if groups % parts and parts % groups:
+        groups = top_groups = 1
+    within = max(1, round(groups / parts))  # groups that have experts of this part
+    each = experts // groups
+    own = round(experts / parts) // within  # its experts in each of them
+    missed = sum(
+        math.comb(within, chosen) * math.comb(groups - within, top_groups - chosen)
+        * math.comb(top_groups * each - chosen * own, top_k)
+        for chosen in range(min(within, top_groups) + 1)
+    )  # fmt: skip
+    return 1 - missed / (math.comb(groups, top_groups) * math.comb(top_groups * each, top_k))
+
+
+def all_to_all(device: Device, rows: Rows, tokens: float, row_bytes: float) -> float:
+    """Seconds of a dispatch or a combine of `tokens` tokens."""
+    near, far = (count * tokens * row_bytes for count in (rows.near, rows.far))
+    return max(seconds(device.domain, near), seconds(device.network, far))

@@ -4,28 +4,27 @@
     attention        the same, with curves of its own; always in 16 bits
     memory           bytes that norms, residuals, activations, permutations and casts move / bandwidth
     launches         a gap for each kernel
-    transfers        links.py
+    transfers        bytes / bandwidth (device.py, routing.py)
 
-Each of these is an effect that can be left out, to see what it costs (step.py).
+Each of these is an effect. A prediction without one shows what it costs (`plan estimate --explain`).
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ...expert_parallel.exchange import ALIGNMENT, round_up
-from ...models.shape import Layer, Product
+from ...models.shape import LayerShape, Product
 from ...overlap.pair_time import LayerSeconds
 from .constants import read_constants
-from .device import Device
-from .routing import assumed_factor
-from .transfer_times import all_to_all, gather, rows_sent
+from .device import Device, gather
+from .routing import all_to_all, assumed_factor, rows_sent
 from .workload import ELEMENT, Workload
 
 EFFECTS = (
     "products", "attention", "memory", "launches", "recomputation", "tensor transfers", "expert transfers",
     "imbalance", "host", "pipeline", "gradients", "optimizer",
 )  # fmt: skip
-"""What keeps a step from its ideal time, in the order in which the effects are added up."""
+"""Everything that makes a step longer than its FLOPs at the peak, in the order of `--explain`."""
 ALL = frozenset(EFFECTS)
 
 TILE = 128
@@ -59,14 +58,14 @@ on B200 reaches 708 of 1,062 TFLOP/s, or 0.67 (Dao-AILab/flash-attention#2605, 4
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Turns operations and bytes into seconds. on: the effects that count."""
+    """Converts FLOPs, bytes and launches to seconds. on: the effects that count."""
 
     device: Device
     precision: str
     on: Collection[str]
 
     def product(self, flops: float, precision: str | None = None, kind: str = "product") -> float:
-        """A launch of a kind in KINDS. Attention is a separate effect."""
+        """Seconds of one product. kind: one of KINDS; attention is an effect of its own."""
         precision = precision or self.precision
         share = 1.0
         if flops and ("attention" if kind.startswith("attention") else "products") in self.on:
@@ -98,7 +97,7 @@ def layer_factors(load: Workload, on: Collection[str] = ALL) -> list[float]:
     return [assumed_factor(one.experts, one.top_k, load.layout.ep, load.violation) for one in load.shape.layers]
 
 
-def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, factor: float = 1.0) -> LayerSeconds:
+def layer_seconds(load: Workload, layer: LayerShape, on: Collection[str] = ALL, factor: float = 1.0) -> LayerSeconds:
     """The segments of a layer. Transfers of tensor and context parallelism are part of attn and mlp.
 
     factor: of `layer_factors`.
@@ -125,7 +124,7 @@ def layer_seconds(load: Workload, layer: Layer, on: Collection[str] = ALL, facto
     )  # fmt: skip
 
 
-def _launches(load: Workload, layer: Layer) -> tuple[int, int]:
+def _launches(load: Workload, layer: LayerShape) -> tuple[int, int]:
     """Launches of a forward of attention, and of the MLP or the experts."""
     products, inner = layer.attention.products(load.shape.hidden), layer.mlp_products(load.shape.hidden)
     mlp = KERNELS["experts" if layer.experts else "dense"] + KERNELS["shared"] * (layer.shared_size > 0)
@@ -137,7 +136,7 @@ def _launches(load: Workload, layer: Layer) -> tuple[int, int]:
     return attention, mlp
 
 
-def _host(load: Workload, layer: Layer) -> float:
+def _host(load: Workload, layer: LayerShape) -> float:
     """Seconds of the CPU for a forward. Products of experts are launched one by one, as in Transformer Engine."""
     attention, mlp = _launches(load, layer)
     if load.cuda_graphs == "full":
@@ -160,7 +159,7 @@ def head_seconds(load: Workload, on: Collection[str] = ALL) -> LayerSeconds:
 Times = tuple[tuple[float, float], float]  # (forward, gradients of inputs), gradients of weights
 
 
-def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
+def _attention(load: Workload, layer: LayerShape, clock: Clock) -> Times:
     tokens, hidden, attention = load.rank_tokens, load.shape.hidden, layer.attention
     products = attention.products(hidden)
     linear = clock.products(tokens, products)
@@ -182,7 +181,7 @@ def _attention(load: Workload, layer: Layer, clock: Clock) -> Times:
     return (linear + forward + memory + gaps, linear + backward + 2 * memory + 2 * gaps), linear
 
 
-def _mlp(load: Workload, layer: Layer, clock: Clock, factor: float) -> Times:
+def _mlp(load: Workload, layer: LayerShape, clock: Clock, factor: float) -> Times:
     """The dense MLP, or the router, the experts and the shared experts."""
     tokens, hidden, inner = load.rank_tokens, load.shape.hidden, layer.dense_size + layer.shared_size
     products = weight_gradients = clock.products(tokens, layer.mlp_products(hidden))
@@ -214,7 +213,7 @@ def _casts(load: Workload, numbers: int) -> int:
 
 
 def _recomputed(load: Workload, attn: float, mlp: float, clock: Clock) -> tuple[float, float]:
-    """What a backward computes again, in attention and MLP."""
+    """Seconds that recomputation adds to the backward of attention, and of the MLP."""
     if "recomputation" not in clock.on:
         return 0.0, 0.0
     norms = clock.memory(load.rank_tokens * 2 * ELEMENT * load.shape.hidden)
@@ -240,7 +239,7 @@ def _tensor_transfers(load: Workload, on: Collection[str]) -> float:
     return TENSOR_EXPOSED * 2 * gather(load.device, sequence, tp, 1)
 
 
-def _context_transfers(load: Workload, layer: Layer, on: Collection[str]) -> float:
+def _context_transfers(load: Workload, layer: LayerShape, on: Collection[str]) -> float:
     if "tensor transfers" not in on or load.layout.cp == 1:
         return 0.0
     one, attention = load.layout, layer.attention
@@ -250,7 +249,7 @@ def _context_transfers(load: Workload, layer: Layer, on: Collection[str]) -> flo
 
 
 def _expert_transfers(
-    load: Workload, layer: Layer, on: Collection[str], factor: float
+    load: Workload, layer: LayerShape, on: Collection[str], factor: float
 ) -> tuple[float, float, float, float]:
     """dispatch and combine of the forward, then combine and dispatch of the backward."""
     if "expert transfers" not in on or load.layout.ep == 1:

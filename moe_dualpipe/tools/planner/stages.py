@@ -1,41 +1,51 @@
-"""The layers of each stage of a planned run, and the memory of each of its pipeline ranks."""
+"""The memory of the ranks of a planned run, and how many layers each stage should have.
+
+The embedding, the head and dense layers take other times than the rest. Dynamic programming over the seconds of each
+layer, after overlap, finds the division whose slowest stage is fastest. If a rank then needs too much memory, its
+largest stage gets one layer less, and the layers are divided again.
+
+`plan search` uses it. So does a training run in 16 bits on a GPU with a device file (`predict_run`).
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from ...models import StageSpec
-from ...models.partition import divide
-from ...models.shape import ModelShape
+import torch
+
+from ...models.costs import shape_of
 from ...pipeline.activations import MicroBatch
 from ...pipeline.peak_memory import PeakMemory, peak_memory
-from ...schedule import Schedule, build
+from ...runtime.known_gpus import known_device
+from ...schedule import Costs, Schedule, build
+from ...training.config import TrainConfig
+from ...training.layout_choice import Choice
+from .device import load_device
+from .step import layer_costs, stage_costs, step_of
 from .workload import Workload
 
 
 def memory_of(load: Workload) -> PeakMemory:
-    """The memory of the fullest rank, by parts."""
+    """The memory of the rank that needs the most, by parts."""
     return max(memory_of_ranks(load), key=lambda rank: rank.total)
 
 
 def memory_of_ranks(load: Workload) -> tuple[PeakMemory, ...]:
     """The memory of each pipeline rank."""
     one = load.layout
-    fullest = load.loads.fullest(load.shape, one.ep, load.experts) if load.loads else 1.0
+    most = load.loads.total_max_over_mean(load.shape, one.ep, load.experts) if load.loads else 1.0
     batch = MicroBatch(
         load.micro_batch, load.seq, ep=one.ep * load.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
-        flash=load.attention != "plain", load=fullest, fp8_block=load.fp8_block * (load.fp8 != "off"),
+        flash=load.attention != "plain", load=most, fp8_block=load.fp8_block * (load.fp8 != "off"),
     )  # fmt: skip
     schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
-    stages = stages_of(load.shape, load.placement.num_stages, load.layers)
-    return peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages)
+    return peak_memory(load.shape, schedule, batch, load.stages, one.dp, load.precision, load.zero)
 
 
 @lru_cache(maxsize=512)
 def full_schedule(name: str, pp: int, num_micro_batches: int, chunks: int | None = None) -> Schedule:
-    """A schedule of at most this many micro-batches with the same peak memory: once the pipeline is full, a rank holds
-    no more. gpipe holds them all.
-    """
+    """A schedule with the same peak memory, but fewer micro-batches: a full pipeline holds no more. gpipe holds all."""
     if name == "gpipe":
         return build(name, pp, num_micro_batches)
     for number in (num_micro_batches, 2 * pp):
@@ -46,23 +56,70 @@ def full_schedule(name: str, pp: int, num_micro_batches: int, chunks: int | None
     return build(name, pp, 4 * pp, chunks)
 
 
-@lru_cache(maxsize=1024)
-def stages_of(shape: ModelShape, num_stages: int, numbers: Sequence[int] = ()) -> tuple[StageSpec, ...]:
-    """The layers of each stage: as many as `numbers` says, if it is not empty.
+def best_layers(load: Workload, memory: float) -> tuple[int, ...]:
+    """The number of layers of each stage with the shortest predicted step that needs at most `memory` bytes on a rank.
 
-    Otherwise, equal numbers of layers on all stages if that is possible, as Megatron-LM divides, or if the embedding
-    and the head count as one layer each. If not, the stage with the most FLOPs has as few as possible. The embedding
-    and the head may be a stage of their own. Modules of multi-token prediction are on the last stage.
+    Empty if the usual division fits and is as fast, or if nothing fits.
     """
-    costs = [1, *(layer.flops(shape.hidden) for layer in shape.layers)]
-    costs += [shape.head.flops + shape.mtp * shape.mtp_module_flops]
-    layers, whole = len(shape.layers), len(shape.layers) % num_stages == 0
-    each, rest = divmod(layers + 2 * (not whole), num_stages)
-    even = [each * stage + whole for stage in range(1, num_stages)]
-    ends, specs = divide(costs, num_stages) if rest else (*even, layers + 2), []
-    if numbers:  # of layers, between the embedding and the head
-        ends = (*(1 + end for end in accumulate(numbers[:-1])), layers + 2)
-    for start, end in zip((0, *ends), ends, strict=False):
-        blocks = range(max(start - 1, 0), min(end - 1, layers) + shape.mtp * (end == len(costs)))
-        specs.append(StageSpec(blocks, start == 0, end == len(costs), sum(costs[start:end]) / sum(costs)))
-    return tuple(specs)
+    costs, placement = layer_costs(load), load.placement
+    most = [len(costs)] * placement.num_stages
+    usual = memory_of_ranks(load)
+    ways = [load] if max(rank.total for rank in usual) <= memory else []
+    while numbers := divide_within(costs, most):
+        way = replace(load, layers=numbers)
+        rank, needs = max(enumerate(memory_of_ranks(way)), key=lambda one: one[1].total)
+        if needs.total <= memory:
+            ways.append(way)
+            break
+        largest = max(placement.stages[rank], key=lambda stage: numbers[stage])
+        most[largest] = numbers[largest] - 1
+    return min(ways, key=lambda way: step_of(way).seconds, default=load).layers
+
+
+def divide_within(costs: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """Divide `costs` into consecutive parts so that the largest sum of a part is as small as possible.
+
+    most: the largest number of costs in each part. Returns the numbers; () if no division has at most these.
+
+    Example: costs [1, 1, 1, 3] and most [4, 4] -> (3, 1); most [2, 4] -> (2, 2).
+    """
+    total = [0.0, *accumulate(costs)]
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by the end of the last part
+    for limit in most:
+        best = {
+            end: min(
+                (max(largest, total[end] - total[start]), (*sizes, end - start))
+                for start, (largest, sizes) in best.items() if 1 <= end - start <= limit
+            )
+            for end in range(1, len(total)) if any(1 <= end - start <= limit for start in best)
+        }  # fmt: skip
+    return best[len(costs)][1] if len(costs) in best else ()
+
+
+# ---- The same for a training run ----
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrediction:
+    """Implements the protocol `StepPrediction` of training/resolve.py."""
+
+    load: Workload
+
+    def best_layers(self, memory: float) -> tuple[int, ...]:
+        return best_layers(self.load, memory)
+
+    def costs(self, layers: tuple[int, ...]) -> Costs:
+        return stage_costs(replace(self.load, layers=layers))
+
+
+def predict_run(config: TrainConfig, choice: Choice, dtype: torch.dtype, device: torch.device) -> RunPrediction | None:
+    """The prediction for a run; None for devices and data types that no device file describes."""
+    half = device.type == "cuda" and dtype.itemsize == 2
+    name = known_device(torch.cuda.get_device_name(device)) if half else None
+    if name is None:
+        return None
+    load = Workload(
+        shape_of(config.model), load_device(name), choice.layout, config.batch.seq_len, choice.micro_batch_size,
+        config.batch.batch_size, "bf16", choice.schedule.name, config.compute.recompute, zero=config.parallel.zero,
+    )  # fmt: skip
+    return RunPrediction(load)

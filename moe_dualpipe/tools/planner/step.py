@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from ...overlap.pair_time import LayerSeconds, pair_seconds
 from ...schedule import Backward, Costs, Forward, Overlap, build, simulate
+from .device import gather, seconds
 from .segment_times import ALL, FP8_BYTES, Clock, head_seconds, layer_factors, layer_seconds
-from .stages import stages_of
-from .transfer_times import gather, seconds
 from .workload import ELEMENT, PAIRED, Workload
 
 TRANSFER_SHARE = {"all_to_all": 20, "deepep": 20, "hybrid": 8}
@@ -24,7 +23,7 @@ HIDDEN_GRADIENTS = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepSeconds:
     """Seconds of a step, and of its parts on the average rank. The parts add up to `seconds`.
 
     compute: segments, with the transfers of tensor parallelism in them. exposed: transfers of experts that nothing
@@ -65,8 +64,8 @@ class _Stage:
     transfers: float
 
 
-def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
-    """Predict a step with the effects `on`."""
+def step_of(load: Workload, on: Collection[str] = ALL) -> StepSeconds:
+    """Predict a step. on: the effects that count (EFFECTS)."""
     stages = _stages(load, on)
     share = load.num_micro_batches / load.layout.pp
     compute = share * sum(s.forward + s.backward - s.transfers for s in stages)
@@ -78,7 +77,7 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
         waits = exposed + idle
         exposed = min(waits, transfers)
         idle = waits - exposed
-    return Step(
+    return StepSeconds(
         compute=compute, exposed=exposed, idle=idle,
         sums=exposed_sums, optimizer=_optimizer(load, on), transfers=transfers + sums,
     )  # fmt: skip
@@ -87,8 +86,8 @@ def step_of(load: Workload, on: Collection[str] = ALL) -> Step:
 def _stages(load: Workload, on: Collection[str] = ALL) -> list[_Stage]:
     layers, head = _layers(load, on), head_seconds(load, on)
     stages = []
-    for spec in stages_of(load.shape, load.placement.num_stages, load.layers):
-        own = [layers[min(i, len(layers) - 1)] for i in spec.layers]
+    for spec in load.stages:
+        own = [layers[min(i, len(layers) - 1)] for i in spec.blocks]
         stages.append(_stage(load, own + [head] * (1 + load.shape.mtp) * spec.head))
     return stages
 
@@ -123,7 +122,7 @@ def stage_costs(load: Workload, stages: Sequence[_Stage] | None = None) -> Costs
     stages = stages or _stages(load)
     stage_bytes = ELEMENT * load.rank_tokens * load.shape.hidden
     link = load.device.domain if load.layout.num_ranks <= (load.device.domain.gpus or 1) else load.device.network
-    # Schedules without pairs of their own: each backward runs beside the forward of a later micro-batch.
+    # In schedules without pairs, each backward runs beside the forward of a later micro-batch.
     backwards = tuple(max(LEAST, s.backward - _gain(load, s)) for s in stages)
     return Costs(
         tuple(max(LEAST, s.forward) for s in stages), backwards,

@@ -1,23 +1,25 @@
-"""What is to be planned: a model on some GPUs, how the work is divided over them, and how it is run.
+"""The run that is planned: a model, the GPUs, how the work is divided over them, and the options of the run.
 
-Raises ValueError, on one line, for numbers that contradict each other. The commands add what fits.
+Numbers that contradict each other raise a ValueError of one line. The commands add a value that fits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from ...expert_parallel.placement import ExpertPlacement as Experts
 from ...kernels.options import Fp8
 from ...messages import plural
 from ...models.config import Recompute
+from ...models.partition import StageSpec, divide
 from ...models.shape import ModelShape
 from ...runtime.layout import Layout
 from ...schedule.build import check_micro_batches, placement_of, takes_chunks
 from ...schedule.placement import Placement
 from .device import Device, Precision
-from .routing import MeasuredLoads
-from .transfer_times import EpBackend
+from .routing import EpBackend, MeasuredLoads
 
 AttentionKernel = Literal["fastest", "flash2", "plain"]
 CudaGraphs = Literal["none", "partial", "full"]
@@ -98,6 +100,11 @@ class Workload:
     def placement(self) -> Placement:
         return placement_of(self.schedule, self.layout.pp, self.layout.chunks)
 
+    @cached_property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """What each stage of the pipeline holds."""
+        return stages_of(self.shape, self.placement.num_stages, self.layers)
+
     @property
     def overlaps(self) -> bool:
         """Whether transfers of experts run beside computation."""
@@ -127,7 +134,7 @@ class Workload:
 
     @property
     def experts_one_by_one(self) -> bool:
-        """Whether each expert has launches of its own.
+        """Whether the CPU launches a product for each expert.
 
         Transformer Engine has one kernel for all experts on Hopper. On newer GPUs, which compute in mxfp8, it launches
         a product for each expert. CUDA graphs of whole steps cannot contain these, because the CPU has to know how many
@@ -199,3 +206,26 @@ class Workload:
         if self.schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
             return  # as in Megatron-LM, any number of micro-batches
         check_micro_batches(self.schedule, one.pp, self.num_micro_batches)
+
+
+@lru_cache(maxsize=1024)
+def stages_of(shape: ModelShape, num_stages: int, numbers: Sequence[int] = ()) -> tuple[StageSpec, ...]:
+    """The layers of each stage: as many as `numbers` says, if it is not empty.
+
+    Otherwise, equal numbers of layers on all stages if that is possible, as Megatron-LM divides, or if the embedding
+    and the head count as one layer each. If not, the stage with the most FLOPs has as few as possible. The embedding
+    and the head may be a stage of their own. Modules of multi-token prediction are on the last stage.
+    """
+    costs = [1, *(layer.flops(shape.hidden) for layer in shape.layers)]
+    costs += [shape.head.flops + shape.mtp * shape.mtp_module_flops]
+    layers, whole = len(shape.layers), len(shape.layers) % num_stages == 0
+    each, rest = divmod(layers + 2 * (not whole), num_stages)
+    even = [each * stage + whole for stage in range(1, num_stages)]
+    ends, specs = divide(costs, num_stages) if rest else (*even, layers + 2), []
+    if numbers:  # of layers, between the embedding and the head
+        ends = (*(1 + end for end in accumulate(numbers[:-1])), layers + 2)
+    for start, end in zip((0, *ends), ends, strict=False):
+        own, last = range(max(start - 1, 0), min(end - 1, layers)), end == len(costs)
+        share, mtp = sum(costs[start:end]) / sum(costs), range(layers, layers + shape.mtp * last)
+        specs.append(StageSpec(own, start == 0, last, share, mtp))
+    return tuple(specs)

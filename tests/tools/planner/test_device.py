@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe_dualpipe.runtime.known_gpus import FOLDER, device_names, peak_flops
-from moe_dualpipe.tools.planner.device import KINDS, load_device
-from moe_dualpipe.tools.planner.transfer_times import gather, rows_sent, seconds
+from moe_dualpipe.tools.planner.device import KINDS, gather, load_device, seconds
+from moe_dualpipe.tools.planner.routing import rows_sent
 
 CURVES = {kind: {"bf16": [[1e9, 0.2], [1e11, 0.6]]} for kind in KINDS}
 GOOD = {

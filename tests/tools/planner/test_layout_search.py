@@ -21,10 +21,8 @@ from moe_dualpipe.tools.planner.layout_search import (
     search,
     why_slower,
 )  # fmt: skip
-from moe_dualpipe.tools.planner.run_prediction import predict_run
-from moe_dualpipe.tools.planner.stages import memory_of
+from moe_dualpipe.tools.planner.stages import best_layers, divide_within, memory_of, predict_run
 from moe_dualpipe.tools.planner.step import step_of
-from moe_dualpipe.tools.planner.uneven import best_layers, divide_within
 from moe_dualpipe.training.resolve import costs_by_flops
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, make_run, train_each

@@ -14,8 +14,9 @@ from moe_dualpipe.checkpoint.huggingface import read_config
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.expert_parallel.parameters import expert_ids
 from moe_dualpipe.models import PRESETS, ModelConfig, TransformerStage, build_model, next_token_loss, split
-from moe_dualpipe.models.costs import train_flops_per_token
-from moe_dualpipe.tools.planner import Attention, read_shape, shape_of
+from moe_dualpipe.models.costs import shape_of, train_flops_per_token
+from moe_dualpipe.models.shape import AttentionShape
+from moe_dualpipe.tools.planner import read_shape
 from moe_dualpipe.tools.planner.published_shapes import published_models, shape_of_config
 
 AWKWARD = ModelConfig(
@@ -88,7 +89,7 @@ def test_mtp_flops_equal_those_of_torch():
 @pytest.mark.parametrize("seq_len", [1, 2, 5, 300])
 @pytest.mark.parametrize("window", [0, 1, 2, 7, 300, 301])
 def test_pairs_of_a_window_equal_those_of_a_mask(window, seq_len):
-    attention = Attention("gqa", 4, 2, 6, 10, window=window)
+    attention = AttentionShape("gqa", 4, 2, 6, 10, window=window)
     seen = [[k <= q and (not window or q - k < window) for k in range(seq_len)] for q in range(seq_len)]
     assert attention.pairs(seq_len) == sum(map(sum, seen))
     assert attention.score_flops(seq_len) == 4 * 2 * (6 + 10) * sum(map(sum, seen)) // seq_len

@@ -9,16 +9,17 @@ import pytest
 from moe_dualpipe.overlap.pair_time import pair_seconds
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner import Workload, layout_of, load_device, read_shape
-from moe_dualpipe.tools.planner.routing import MeasuredLoads
+from moe_dualpipe.tools.planner.device import gather
+from moe_dualpipe.tools.planner.routing import MeasuredLoads, all_to_all, rows_sent
 from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS, TENSOR_EXPOSED, Clock, head_seconds, layer_seconds
-from moe_dualpipe.tools.planner.stages import memory_of, stages_of
+from moe_dualpipe.tools.planner.stages import memory_of
 from moe_dualpipe.tools.planner.step import (
     OVERLAP,
     TRANSFER_SHARE,
     simulate_step,
     step_of,
 )  # fmt: skip
-from moe_dualpipe.tools.planner.transfer_times import all_to_all, gather, rows_sent
+from moe_dualpipe.tools.planner.workload import stages_of
 from tests.support.planned import changed
 
 QWEN = Workload(read_shape("qwen3-30b-a3b"), load_device("h100"), layout_of(32, 1, 4, 1, 8), global_batch=256, host=0.0)
@@ -124,11 +125,11 @@ def test_the_extrapolated_step_equals_the_simulated_one(schedule):
 def test_every_layer_is_on_one_stage_in_order(layers, pp, mtp):
     shape = dataclasses.replace(QWEN.shape, layers=QWEN.shape.layers[:1] * layers, mtp=mtp)
     stages = stages_of(shape, pp)
-    assert [i for stage in stages for i in stage.layers] == [*range(layers + mtp)]
+    assert [i for stage in stages for i in stage.blocks] == [*range(layers + mtp)]
     assert [stage.embedding for stage in stages] == [True] + [False] * (pp - 1)
     assert [stage.head for stage in stages] == [False] * (pp - 1) + [True]
     if layers % pp == 0:
-        assert {len(stage.layers) for stage in stages[:-1]} == {layers // pp}
+        assert {len(stage.layers) for stage in stages} == {layers // pp}
     elif mtp == 0:
         assert max(len(stage.layers) for stage in stages) <= -(-layers // pp) + 1
 
@@ -197,37 +198,29 @@ def test_without_a_kernel_for_all_experts_each_product_has_the_curve_of_a_small_
     assert one == 64 * clock.product(1e9) > fused == clock.product(64e9, kind="grouped")
 
 
-@pytest.mark.parametrize("precision,backend,sizes", [
-    ("bf16", "all_to_all", (4096, 4096)), ("fp8", "all_to_all", (4096, 4096)), ("fp8", "deepep", (2048 + 64, 4096)),
-    ("bf16", "deepep", (4096, 4096)),
+@pytest.mark.parametrize("gpu,options,sizes", [
+    ("h100", {"ep_backend": "all_to_all"}, (4096, 4096, 4096)),
+    ("h100", {"ep_backend": "all_to_all", "precision": "fp8"}, (4096, 4096, 4096)),
+    ("h100", {}, (4096, 4096, 4096)),
+    ("h100", {"precision": "fp8"}, (2048 + 64, 4096, 4096)),
+    ("h100", {"fp8": "experts"}, (4096, 4096, 4096)),
+    ("h100", {"fp8": "experts+dispatch"}, (2048 + 16, 4096, 2048 + 16)),
+    ("b200", {"fp8": "experts+dispatch"}, (2048 + 64, 4096, 2048 + 64)),
 ])  # fmt: skip
-def test_bytes_of_dispatch_and_combine(precision, backend, sizes):
-    """Rows of 2,048 numbers: in 8 bits with a scale for each 32 numbers, or in 16. NCCL also copies both sides."""
-    load = changed(LOAD, layout={"pp": 1, "gpus": 16, "ep": 16}, precision=precision, ep_backend=backend)
-    layer = load.shape.layers[0]
-    rows = rows_sent(128, 8, 16, 8, backend)
-    bandwidth = H100.passes
-    copies = 4 * 4096 * (rows.near + rows.far) * 4096 / bandwidth if backend == "all_to_all" else 0
-    dispatch, combine = (all_to_all(H100, rows, 4096, size) + copies for size in sizes)
-    one = layer_seconds(load, layer)
-    transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
-    assert transfers == pytest.approx((dispatch, combine, combine, combine))
-    full = layer_seconds(load, layer, factor=1.5)  # the rank that gets the most rows
-    wanted = [all_to_all(H100, rows, 1.5 * 4096, size) + 1.5 * copies for size in sizes]
-    assert (full.dispatch_f, full.combine_f) == pytest.approx(wanted) and full.mlp_f > one.mlp_f
-
-
-@pytest.mark.parametrize(("gpu", "message"), [("h100", 2048 + 16), ("b200", 2048 + 64)])
-def test_rows_to_experts_in_fp8_are_messages_of_8_bits_and_results_are_not(gpu, message):
-    """A scale for 128 numbers on Hopper, for 32 with mxfp8. Gradients of outputs travel as tokens do."""
-    device = load_device(gpu)
-    load = changed(LOAD, {"pp": 1, "gpus": 16, "ep": 16}, device=device, ep_backend="deepep", fp8="experts+dispatch")
-    rows = rows_sent(128, 8, 16, device.domain.gpus, "deepep")
-    eight, sixteen = (all_to_all(device, rows, 4096, size) for size in (message, 4096))
-    one = layer_seconds(load, load.shape.layers[0])
-    transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
-    assert transfers == pytest.approx((eight, sixteen, eight, sixteen)) and eight < sixteen
-    assert layer_seconds(changed(load, fp8="experts"), load.shape.layers[0]).dispatch_f == pytest.approx(sixteen)
+def test_bytes_of_transfers_of_experts(gpu, options, sizes):
+    """Rows of 2,048 numbers in 16 bits, or in 8 bits with a scale for each 32 numbers, or 128 for experts in FP8 on
+    Hopper. sizes: of dispatch and combine, and of the gradients of outputs. NCCL also copies both sides."""
+    options = {"ep_backend": "deepep"} | options
+    load = changed(LOAD, {"pp": 1, "gpus": 16, "ep": 16}, device=load_device(gpu), **options)
+    device, layer = load.device, load.shape.layers[0]
+    rows = rows_sent(128, 8, 16, device.domain.gpus or 1, load.ep_backend)
+    copies = 4 * 4096 * (rows.near + rows.far) * 4096 / device.passes if load.ep_backend == "all_to_all" else 0
+    for factor in (1, 1.5):  # the rank with the most rows has 1.5 times the mean
+        one = layer_seconds(load, layer, factor=factor)
+        dispatch, combine, back = (all_to_all(device, rows, factor * 4096, size) + factor * copies for size in sizes)
+        transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
+        assert transfers == pytest.approx((dispatch, combine, back, combine))
+    assert one.mlp_f > layer_seconds(load, layer).mlp_f
 
 
 def test_experts_in_fp8_multiply_faster_but_for_weight_gradients():

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from moe_dualpipe.tools.planner import Workload, layout_of, load_device, read_shape
-from moe_dualpipe.tools.planner.train_command import missing, train_command
+from moe_dualpipe.tools.planner.table import missing, train_command
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.planned import changed
 
