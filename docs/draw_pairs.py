@@ -20,7 +20,7 @@ from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import is_exchange, letter_of
 from moe_dualpipe.overlap.segmented import run_on
 from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
-from moe_dualpipe.tools.drawing.timeline_boxes import paler
+from moe_dualpipe.tools.drawing.timeline import paler
 from moe_dualpipe.tools.profiler.pair import Mode, Pair, Workload
 
 OUT = Path(__file__).parent / "images" / "pairs"

@@ -8,7 +8,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..messages import printable
-from ..tools.drawing.output import check_output
+from ..tools.drawing.figures import check_output
 from ..tools.profiler.communication import Names
 from ..tools.profiler.files import analyze_files
 from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes, trace_pictures

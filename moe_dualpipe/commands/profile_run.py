@@ -1,5 +1,6 @@
 """`moe-dualpipe profile run`: measure the overlap on this machine."""
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ from ..kernels.options import Fp8
 from ..messages import printable
 from ..models import PRESETS
 from ..runtime.launch import Launch, device_of
-from ..tools.drawing.output import make_folder
 from ..tools.profiler.measure import measure
 from ..tools.profiler.pair import Workload
 from ..tools.profiler.pictures.lanes import measurement_pictures, save_lanes
@@ -84,3 +84,13 @@ class ProfileRun(DeviceOption, JsonOption):
                 files.append(name)
         text = f"{measurement_text(measurement)}\n\nin {printable(out)}: {', '.join(sorted(files))}"
         self.show(measurement.as_object(), text)
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder unless it exists. Raises ValueError if that fails or if it is not writable."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to --out {printable(path)}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"cannot write to --out {printable(path)}: permission denied")

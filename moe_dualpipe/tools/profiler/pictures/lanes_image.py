@@ -15,8 +15,8 @@ import numpy as np
 
 from ....overlap.labels import letter_of
 from ...drawing.figures import new_figure, plain_text
-from ...drawing.timeline_boxes import COLORS as COLORS_OF_LETTERS
-from ...drawing.timeline_boxes import LABELS
+from ...drawing.timeline import COLORS as COLORS_OF_LETTERS
+from ...drawing.timeline import LABELS
 from ..communication import Kind
 from ..intervals import Intervals, as_intervals, length_before, union
 from ..kernel_names import shortened
