@@ -8,7 +8,7 @@ Then the bandwidth is set so that the transfers of the pair take the given multi
 round by round. Tables give medians, and the range of the ratio over the rounds.
 
 The bound is the shortest time in which the pair can run with its segments in their order and of their measured lengths
-(tools/profiler/bound.py).
+(overlap/pair_time.py).
 """
 
 import os
@@ -29,7 +29,7 @@ from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH, is_wait, without_wait
-from moe_dualpipe.tools.profiler.bound import Compute, Event, Start, Wait, least_time
+from moe_dualpipe.overlap.pair_time import Compute, Event, Start, Wait, least_time
 
 from . import network, schedulers
 from .common import full_range, ratios, table, take_turns

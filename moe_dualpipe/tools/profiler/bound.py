@@ -1,21 +1,18 @@
 """How much communication a run could hide at most, with its segments in their order and of their measured lengths.
 
-Two clocks tell the least time: a computation advances the first. A transfer starts on the second once it is launched
-and earlier transfers have ended. A wait moves the first clock to the end of its transfer. What the first clock waits is
-the least exposed time. A run has more: the host adds gaps between segments. docs/overlap.md derives what this means for
-one layer.
+The least time of these segments (overlap/pair_time.py) tells the least exposed time. A run has more of it: the host
+adds gaps between segments. docs/overlap.md derives what this means for one layer.
 
 The recording of a CPU has all of this. A recording of a GPU lacks the order in which streams wait, so it has no bound.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from ...overlap.labels import PREPARE, SIZES_WAIT, is_wait, without_wait
+from ...overlap.pair_time import Compute, Event, Start, Wait, least_time
 from .communication import NAMES
 from .host import host_as_device
 from .intervals import intervals_of, length_before, union
@@ -23,44 +20,6 @@ from .phases import Phases
 from .trace import Trace
 
 _SIZES = without_wait(SIZES_WAIT)
-
-
-class Compute(NamedTuple):
-    """A computation. Times are in any unit."""
-
-    time: float
-
-
-class Start(NamedTuple):
-    """The launch of a transfer that takes `time`."""
-
-    label: str
-    time: float = 0.0
-
-
-class Wait(NamedTuple):
-    """A wait for the first transfer with this label that was not yet waited for."""
-
-    label: str
-
-
-Event = Compute | Start | Wait
-
-
-def least_time(events: Iterable[Event]) -> float:
-    """The shortest time of these events in this order, if transfers run one after another."""
-    clock = link = 0.0
-    arrives: dict[str, deque[float]] = defaultdict(deque)
-    for event in events:
-        match event:
-            case Compute(time):
-                clock += time
-            case Start(label, time):
-                link = max(link, clock) + time
-                arrives[label].append(link)
-            case Wait(label) if arrives[label]:
-                clock = max(clock, arrives[label].popleft())
-    return clock
 
 
 def possible_share(events: Sequence[Event]) -> float | None:

@@ -6,15 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_dualpipe.overlap.pair_time import Compute, Start, Wait, least_time
 from moe_dualpipe.tools.profiler import analyze, read_trace
-from moe_dualpipe.tools.profiler.bound import (
-    Compute,
-    Start,
-    Wait,
-    least_time,
-    possible_share,
-    recorded_events,
-)
+from moe_dualpipe.tools.profiler.bound import possible_share, recorded_events
 from tests.support.traces import annotation, kernel, operator, write
 
 LABELS = "dispatch(F)", "combine(F)", "dispatch(B)", "sizes"
