@@ -14,8 +14,7 @@ from ..models import PRESETS
 from ..runtime.launch import Launch, device_of
 from ..tools.profiler.measure import measure
 from ..tools.profiler.pair import Workload
-from ..tools.profiler.pictures.lanes import measurement_pictures, save_lanes
-from ..tools.profiler.reports.overlap import measurement_text
+from ..tools.profiler.pictures.lanes import save_lanes
 from .options import DeviceOption, JsonOption, check_ranges, one_of
 
 
@@ -77,12 +76,12 @@ class ProfileRun(DeviceOption, JsonOption):
                 raise
             raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
         (out / "report.json").write_text(strict_json.write(measurement.as_object(), indent=1) + "\n")
-        files = [*(device.path.name for device in measurement.devices.values()), "report.json"]
+        files = [*(f"{run}.json.gz" for run in measurement.runs), "report.json"]
         for name in ("perfetto.json.gz", "timeline.png"):
             with suppress(ImportError):  # without matplotlib, there is no .png
-                save_lanes(measurement_pictures(measurement), out / name)
+                save_lanes(measurement.pictures(), out / name)
                 files.append(name)
-        text = f"{measurement_text(measurement)}\n\nin {printable(out)}: {', '.join(sorted(files))}"
+        text = f"{measurement.as_text()}\n\nin {printable(out)}: {', '.join(sorted(files))}"
         self.show(measurement.as_object(), text)
 
 

@@ -13,7 +13,7 @@ from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
 from .matching import RankTransfers
 from .phases import Phases
-from .pictures.picture import Work, work_of
+from .pictures.picture import Picture, Work, work_of
 from .ranks import Comparison, compare_traces, waits_for_ranks
 from .reading import read_trace
 from .reading.remarks import refuse_launches_alone, remarks
@@ -35,6 +35,11 @@ class TracedDevice:
     """Sentences about damage in the file."""
     left_out: str = ""
     """Which steps are analyzed, and what is left out; "" if nothing is."""
+
+    def picture(self, title: str, starts_at: float = 0.0) -> Picture:
+        """Its picture, on an axis on which its first event is at `starts_at`."""
+        found, shift = self.analysis, starts_at - self.transfers.start_us
+        return Picture(title + found.hidden_sentence, self.work, shift, found.account, found.verdicts)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,15 @@ class TraceFiles:
         """The damaged files, with sentences about the damage of each."""
         return {device.path: device.remarks for device in self.devices if device.remarks}
 
+    def pictures(self) -> list[Picture]:
+        """One picture per device, on one time axis. If the ranks' clocks cannot be compared, each starts at 0."""
+        known = [shift for shift in self.comparison.shifts_us if shift is not None]
+        aligned = len(known) == len(self.devices)
+        shifts = [shift - min(known) for shift in known] if aligned else [0.0] * len(self.devices)
+        names = self.names if len(self.devices) > 1 else [self.devices[0].analysis.name]
+        rows = zip(self.devices, names, shifts, strict=True)
+        return [device.picture(f"{name}: ", shift) for device, name, shift in rows]
+
     def as_objects(self) -> list[dict[str, Any]]:
         """A JSON object for each device."""
         return [
@@ -73,17 +87,20 @@ class TraceFiles:
 
 
 def analyze_files(
-    paths: Sequence[Path], names: Names = NAMES, pictures: bool = True, steps: Choice = "default"
+    paths: Sequence[Path], names: Names = NAMES, pictures: bool = True, steps: Choice = "default", causes: bool = True
 ) -> TraceFiles:
-    """Read, analyze and compare trace files: exposed communication is divided into waits for ranks and transfers.
+    """Read, analyze and compare trace files.
 
     Raises TraceError for a file that is not a trace or has no device events.
     pictures: also collect what pictures need. steps: which to analyze; ValueError if they are not recorded.
+    causes: find the causes of lost time, and divide exposed communication into waits for ranks and transfers.
     """
     examined: list[Examined | None] = []
     devices: list[TracedDevice] = []
     for path in paths:
-        devices += analyze_devices(path, read_trace(path), names, pictures, examined, steps)
+        devices += analyze_devices(path, read_trace(path), names, pictures, examined if causes else None, steps)
+    if not causes:
+        return TraceFiles(devices, compare_traces([]))
     order = range(len(devices))
     if all(device.rank is not None for device in devices):
         order = sorted(order, key=lambda position: devices[position].rank or 0)

@@ -18,8 +18,7 @@ import msgspec
 
 from ....messages import printable
 from ..reading.chrome import WRITTEN_BY
-from .lanes_image import LANES
-from .picture import Picture, Work, runs
+from .picture import LANES, Picture, Work, runs
 
 _MOST_ROWS = 1000  # of a device
 

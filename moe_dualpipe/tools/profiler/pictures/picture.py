@@ -1,4 +1,4 @@
-"""What is drawn of one device, as an image or for Perfetto."""
+"""What is drawn of traces, as an image (lanes.py) or for ui.perfetto.dev (perfetto.py)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,11 @@ from ..intervals import Intervals, difference, intervals_of, union
 from ..kernel_names import short_name
 from ..phases import Phases
 from ..trace import DeviceEvent, HostEvent, Trace
+
+LANES: dict[Kind, tuple[str, float]] = {
+    "compute": ("computation", 0.86), "comm": ("communication", 0.86), "copy": ("copies", 0.4),
+}  # fmt: skip
+"""The name and the height of each lane."""
 
 
 class Work(NamedTuple):
