@@ -8,7 +8,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..messages import printable
-from ..tools.profiler.compare import compare, difference_text
+from ..tools.profiler.compare import compare, comparison_text
 from ..tools.profiler.files import analyze_files
 from ..tools.profiler.reading.paths import trace_paths
 from ..tools.profiler.windows import parse_steps
@@ -36,4 +36,4 @@ class ProfileCompare(TraceOptions):
             print(sentence, file=sys.stderr)
         a, b = ([device.analysis for device in files.devices] for files in both)
         found = compare(a, b, (str(self.a), str(self.b)))
-        self.show(found.as_object(), difference_text(found))
+        self.show(found, comparison_text(found, [one[0].device == "cpu" for one in (a, b)]))

@@ -7,8 +7,7 @@ are means over them. If a recording has no steps, whole recordings are compared.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...messages import plural, printable
 from ..drawing.tables import markdown
@@ -16,68 +15,36 @@ from .account import KINDS, Key, without_next
 from .analyze import Analysis
 from .report import percent
 
-_SAME = 0.005  # steps that differ by a smaller share take the same time
-_MOST_DETAILS = 12
+SAME = 0.005  # steps that differ by a smaller share take the same time
+MOST_DETAILS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """One or more devices, recorded together."""
+def compare(a: Sequence[Analysis], b: Sequence[Analysis], names: tuple[str, str] = ("A", "B")) -> dict[str, Any]:
+    """Return a JSON object: the devices of both recordings, and the times of each kind and detail of their accounts.
 
-    name: str
-    devices: int
-    gpus: list[str]
-    """Names of the GPUs; empty if unknown."""
-    steps: int
-    """Number of steps that were recorded, at least, on every device; 0: none."""
-    step_us: float
-    """The length of a step, or of the recording."""
-    hidden_fraction: float | None
-    on_cpu: bool
-    """Whether the devices are CPUs."""
-
-
-class Difference(NamedTuple):
-    """The time of one kind and detail of the account in A and B."""
-
-    kind: str
-    detail: str
-    a_us: float
-    b_us: float
-    difference_us: float
+    Times are per step if all devices have steps, otherwise of the whole recordings. The largest difference comes first.
+    """
+    sides = {"a": _side(names[0], a), "b": _side(names[1], b)}
+    by_step = all(side["steps"] for side in sides.values())
+    us_a, us_b = _mean_account(a, by_step), _mean_account(b, by_step)
+    rows = []
+    for kind, detail in {**us_a, **us_b}:
+        of_a, of_b = us_a.get((kind, detail), 0.0), us_b.get((kind, detail), 0.0)
+        rows.append({"kind": kind, "detail": detail, "a_us": of_a, "b_us": of_b, "difference_us": of_b - of_a})
+    rows.sort(key=lambda row: (-abs(row["difference_us"]), row["kind"], row["detail"]))
+    for name, side in sides.items():
+        side["step_us"] = sum(row[f"{name}_us"] for row in rows)
+    difference = sides["b"]["step_us"] - sides["a"]["step_us"]
+    return {"by_step": by_step, **sides, "difference_us": difference, "account": rows}
 
 
-@dataclass(frozen=True)
-class RecordingDifference:
-    """Two recordings, A and B. Times are per step if `by_step`, otherwise of the whole recordings."""
-
-    by_step: bool
-    a: Recording
-    b: Recording
-    difference_us: float
-    """How much longer the step of B is."""
-    account: Sequence[Difference]
-    """The largest difference first."""
-
-    def as_object(self) -> dict[str, Any]:
-        """A JSON object."""
-        found: dict[str, Any] = {**asdict(self), "account": [row._asdict() for row in self.account]}
-        del found["a"]["on_cpu"], found["b"]["on_cpu"]
-        return found
-
-
-def compare(a: Sequence[Analysis], b: Sequence[Analysis], names: tuple[str, str] = ("A", "B")) -> RecordingDifference:
-    """Compare the devices of two recordings."""
-    steps = [min(len(analysis.steps) for analysis in one) for one in (a, b)]
-    us_a, us_b = (_mean_account(one, by_step=min(steps) > 0) for one in (a, b))
-    rows = [
-        Difference(*key, us_a.get(key, 0.0), us_b.get(key, 0.0), us_b.get(key, 0.0) - us_a.get(key, 0.0))
-        for key in {**us_a, **us_b}
-    ]
-    rows.sort(key=lambda row: (-abs(row.difference_us), row.kind, row.detail))
-    step_a, step_b = sum(row.a_us for row in rows), sum(row.b_us for row in rows)
-    first, second = _recording(names[0], a, steps[0], step_a), _recording(names[1], b, steps[1], step_b)
-    return RecordingDifference(min(steps) > 0, first, second, step_b - step_a, rows)
+def _side(name: str, analyses: Sequence[Analysis]) -> dict[str, Any]:
+    """A recording. steps: the number of steps of every device, at least."""
+    comm = sum(analysis.comm_us for analysis in analyses)
+    hidden = sum(analysis.hidden_kernels_us for analysis in analyses) / comm if comm else None
+    gpus, steps = {analysis.gpu for analysis in analyses}, min(len(analysis.steps) for analysis in analyses)
+    return {"name": name, "devices": len(analyses), "gpus": sorted(gpus - {""}), "steps": steps, "step_us": 0.0,
+            "hidden_fraction": hidden}  # fmt: skip
 
 
 def _mean_account(analyses: Sequence[Analysis], by_step: bool) -> dict[Key, float]:
@@ -93,50 +60,49 @@ def _mean_account(analyses: Sequence[Analysis], by_step: bool) -> dict[Key, floa
     return found
 
 
-def _recording(name: str, analyses: Sequence[Analysis], steps: int, step_us: float) -> Recording:
-    comm = sum(analysis.comm_us for analysis in analyses)
-    hidden = sum(analysis.hidden_kernels_us for analysis in analyses) / comm if comm else None
-    gpus = sorted({analysis.gpu for analysis in analyses} - {""})
-    return Recording(name, len(analyses), gpus, steps, step_us, hidden, analyses[0].device == "cpu")
+def comparison_text(found: dict[str, Any], on_cpu: Sequence[bool] = (False, False)) -> str:
+    """Return what `compare` found: both recordings, how their steps differ, and by which times.
 
-
-def difference_text(found: RecordingDifference) -> str:
-    """Return the difference of the steps, the account of both, and the largest differences in it."""
-    a, b = found.a, found.b
-    parts = [_heading("A", a), _heading("B", b)]
-    unit, step, what = ("us per step", "step", "A step") if found.by_step else ("us", "recording", "The recording")
-    if not found.by_step:
-        unknown = " and ".join(letter for letter, one in (("A", a), ("B", b)) if not one.steps)
-        parts.append(f"No steps are recorded in {unknown}: whole recordings are compared.")
-    share = abs(found.difference_us) / a.step_us if a.step_us else 0.0
-    more = f"{abs(found.difference_us):,.0f} us {'more' if found.difference_us > 0 else 'less'}"
-    change = f"of B takes {more} ({share:.1%}) than of A: {b.step_us:,.0f} us instead of {a.step_us:,.0f} us."
-    if share < _SAME:
-        change = f"takes the same time in A and B, within {_SAME:.1%}: {a.step_us:,.0f} us and {b.step_us:,.0f} us."
-    kinds = [(step, a.step_us, b.step_us)]
+    on_cpu: for A and B, whether its devices are CPUs.
+    """
+    a, b = found["a"], found["b"]
+    heads = [_side_text("A", a, on_cpu[0]), _side_text("B", b, on_cpu[1])]
+    if not found["by_step"]:
+        unknown = " and ".join(letter for letter, side in (("A", a), ("B", b)) if not side["steps"])
+        heads.append(f"No steps are recorded in {unknown}: whole recordings are compared.")
+    rows = [(row["kind"], row["detail"], row["a_us"], row["b_us"]) for row in found["account"]]
+    kinds = [("step" if found["by_step"] else "recording", a["step_us"], b["step_us"])]
     for kind in KINDS:
-        same = [row for row in found.account if row.kind == kind]
-        times = sum(row.a_us for row in same), sum(row.b_us for row in same)
-        kinds += [(f"- {kind}", *times)] * (max(times) >= 0.5)
-    details = [
-        (", ".join(filter(None, (row.kind, row.detail))), row.a_us, row.b_us) for row in found.account[:_MOST_DETAILS]
-    ]
-    if rest := found.account[_MOST_DETAILS:]:
-        details.append((f"{len(rest)} more", sum(row.a_us for row in rest), sum(row.b_us for row in rest)))
-    tables = [_table(unit, kinds), _table("the largest differences", details)]
-    hidden = ""
-    if a.hidden_fraction is not None or b.hidden_fraction is not None:
-        hidden = (
-            f"Of the communication, {percent(a.hidden_fraction)} is hidden behind computation in A, and "
-            f"{percent(b.hidden_fraction)} in B."
-        )
-    return "\n\n".join(filter(None, ["\n".join(parts), f"{what} {change}", *tables, hidden]))
+        us_a, us_b = (sum(row[side] for row in rows if row[0] == kind) for side in (2, 3))
+        if max(us_a, us_b) >= 0.5:
+            kinds.append((f"- {kind}", us_a, us_b))
+    details = [(", ".join(filter(None, row[:2])), *row[2:]) for row in rows[:MOST_DETAILS]]
+    if rest := rows[MOST_DETAILS:]:
+        details.append((f"{len(rest)} more", sum(row[2] for row in rest), sum(row[3] for row in rest)))
+    parts = ["\n".join(heads), _difference_sentence(found)]
+    parts += [_table("us per step" if found["by_step"] else "us", kinds), _table("the largest differences", details)]
+    hidden = a["hidden_fraction"], b["hidden_fraction"]
+    if hidden != (None, None):
+        shares = f"{percent(hidden[0])} is hidden behind computation in A, and {percent(hidden[1])} in B"
+        parts.append(f"Of the communication, {shares}.")
+    return "\n\n".join(parts)
 
 
-def _heading(letter: str, one: Recording) -> str:
-    kinds = "CPU" if one.on_cpu else printable(", ".join(one.gpus))
-    devices = plural(one.devices, "device") + (f" ({kinds})" if kinds else "")
-    return f"{letter}: {printable(one.name)}: {devices}, {plural(one.steps, 'step') if one.steps else 'no steps'}"
+def _side_text(letter: str, side: dict[str, Any], on_cpu: bool) -> str:
+    kinds = "CPU" if on_cpu else printable(", ".join(side["gpus"]))
+    devices = plural(side["devices"], "device") + (f" ({kinds})" if kinds else "")
+    steps = plural(side["steps"], "step") if side["steps"] else "no steps"
+    return f"{letter}: {printable(side['name'])}: {devices}, {steps}"
+
+
+def _difference_sentence(found: dict[str, Any]) -> str:
+    a, b, difference = found["a"]["step_us"], found["b"]["step_us"], found["difference_us"]
+    what = "A step" if found["by_step"] else "The recording"
+    share = abs(difference) / a if a else 0.0
+    if share < SAME:
+        return f"{what} takes the same time in A and B, within {SAME:.1%}: {a:,.0f} us and {b:,.0f} us."
+    more = f"{abs(difference):,.0f} us {'more' if difference > 0 else 'less'}"
+    return f"{what} of B takes {more} ({share:.1%}) than of A: {b:,.0f} us instead of {a:,.0f} us."
 
 
 def _table(heading: str, rows: Iterable[tuple[str, float, float]]) -> str:

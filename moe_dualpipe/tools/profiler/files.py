@@ -1,5 +1,6 @@
 """Analyze the trace files of one measurement together: one file per rank, with one or more devices each."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from .phases import Phases
 from .pictures.picture import Picture, Work, work_of
 from .ranks import Comparison, compare_traces, waits_for_ranks
 from .reading import read_trace
-from .reading.remarks import refuse_launches_alone, remarks
 from .trace import Trace, TraceError
 from .windows import Choice, window_of
+
+_LAUNCH = re.compile(r"Launch|Memcpy|Memset|enqueue|runFunction", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def analyze_devices(
     examined: a list to which to add what the search for causes finds on each device (doctor/diagnose.py).
     steps: which steps to analyze (windows.py); ValueError if they are not recorded.
     """
-    refuse_launches_alone(path, trace)
+    _refuse_launches_alone(path, trace)
     trace = host_as_device(trace, names)
     if not trace.device_events:
         raise TraceError(
@@ -144,5 +146,29 @@ def analyze_devices(
         if examined is not None:
             rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
             examined.append(examine(part, device, names.kind_of, rank))
-        devices.append(TracedDevice(path, trace.rank, analysis, work, transfers, remarks(trace), window.left_out))
+        devices.append(TracedDevice(path, trace.rank, analysis, work, transfers, _remarks(trace), window.left_out))
     return devices
+
+
+def _remarks(trace: Trace) -> tuple[str, ...]:
+    """Sentences about events that were skipped or repaired, and about the file."""
+    found = list(trace.notes)
+    if trace.truncated:
+        found.append(f"the file is cut off: only the first {trace.num_events:,} events are analyzed")
+    for what, number in (("skipped", trace.skipped), ("repaired", trace.repaired)):
+        found += [f"{plural(number, 'damaged event')} {what}"] * (number > 0)
+    return tuple(found)
+
+
+def _refuse_launches_alone(path: Path, trace: Trace) -> None:
+    """Raise TraceError if the host launched work on a device but none of that work is recorded.
+
+    Without this, the CPU would be analyzed as if it were the device.
+    """
+    if trace.device_events:
+        return
+    if launches := sum(1 for launch in trace.launches.values() if _LAUNCH.search(launch.name)):
+        raise TraceError(
+            f"{path}: no device work was recorded, only {plural(launches, 'launch', 'es')} of it: "
+            "add the device to the activities of the profiler, such as ProfilerActivity.CUDA"
+        )

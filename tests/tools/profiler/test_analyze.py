@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler import analyze, read_trace
 from moe_dualpipe.tools.profiler.account import COMPUTATION, COPY, IDLE, KINDS, LOST, TRANSFER, Total
-from moe_dualpipe.tools.profiler.compare import compare, difference_text
+from moe_dualpipe.tools.profiler.compare import compare, comparison_text
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
 from moe_dualpipe.tools.profiler.report import HEALTHY, account_rows, analysis_text, verdicts_text
@@ -205,24 +205,30 @@ def compared(*recordings):
 def test_recordings_of_different_lengths_have_the_same_steps(lag, named, tmp_path):
     """A GEMM and attention at once: the moment belongs to the GEMM, which started first."""
     found = compared(record(tmp_path / "a.json", 2, lag=lag, named=named), record(tmp_path / "b.json", 7))
-    assert found.by_step and (found.a.steps, found.b.steps) == (2, 7)
-    for side, recording in (("a_us", found.a), ("b_us", found.b)):
-        idle = sum(getattr(row, side) for row in found.account if row.kind in IDLE)
-        assert idle == pytest.approx(10) and recording.step_us == pytest.approx(100)
-        busy = {row[:2]: getattr(row, side) for row in found.account if row.kind not in IDLE}
+    assert found["by_step"] and (found["a"]["steps"], found["b"]["steps"]) == (2, 7)
+    for side in "ab":
+        times = {(row["kind"], row["detail"]): row[f"{side}_us"] for row in found["account"]}
+        assert sum(us for (kind, _), us in times.items() if kind in IDLE) == pytest.approx(10)
+        assert found[side]["step_us"] == pytest.approx(100)
+        busy = {key: us for key, us in times.items() if key[0] not in IDLE}
         assert busy == pytest.approx({
             (COMPUTATION, "GEMM"): 40, (COMPUTATION, "attention"): 10, (COMPUTATION, "elementwise"): 10,
             (TRANSFER, "ncclDevKernel_AllReduce"): 25, (COPY, "Memcpy HtoD"): 5,
         })  # fmt: skip
-    assert found.a.hidden_fraction == found.b.hidden_fraction == 15 / 40
-    assert "A step takes the same time in A and B, within 0.5%: 100 us and 100 us." in difference_text(found)
+    assert found["a"]["hidden_fraction"] == found["b"]["hidden_fraction"] == 15 / 40
+    assert "A step takes the same time in A and B, within 0.5%: 100 us and 100 us." in comparison_text(
+        found, [False, False]
+    )
 
 
 def test_without_steps_whole_recordings_are_compared(tmp_path):
     a, b = record(tmp_path / "a.json", 4, named=""), record(tmp_path / "b.json", 2)
     found = compared(a, b)
-    assert not found.by_step and (found.a.step_us, found.b.step_us) == (390, 190)  # from the first kernel to the last
-    assert "No steps are recorded in A: whole recordings are compared." in difference_text(found)
+    assert not found["by_step"] and (found["a"]["step_us"], found["b"]["step_us"]) == (
+        390,
+        190,
+    )  # from the first kernel to the last
+    assert "No steps are recorded in A: whole recordings are compared." in comparison_text(found)
 
 
 def test_several_devices_are_averaged(tmp_path, capsys):
@@ -232,9 +238,9 @@ def test_several_devices_are_averaged(tmp_path, capsys):
     record(folder / "rank1.json", 2, slower, 120, distributedInfo={"rank": 1, "world_size": 2})
     b = record(tmp_path / "b.json", 3)
     found = compared(folder, b)
-    assert found.difference_us == pytest.approx(-10)
-    (added,) = (row for row in found.account if row[:2] == (COMPUTATION, "elementwise"))
-    assert added[2:] == pytest.approx((20, 10, -10))
+    assert found["difference_us"] == pytest.approx(-10)
+    (added,) = (row for row in found["account"] if (row["kind"], row["detail"]) == (COMPUTATION, "elementwise"))
+    assert (added["a_us"], added["b_us"]) == pytest.approx((20, 10))
     assert main(["profile", "compare", str(folder), str(b), "--steps", "1:", "--json"]) == 0
     out, err = capsys.readouterr()
     shown = json.loads(out)
@@ -249,9 +255,9 @@ def test_the_difference_of_a_known_fault_adds_up(fault, tmp_path):
     for job, folder in zip((healthy, FAULTS[fault].apply(healthy, 2)), paths, strict=True):
         write_traces(run(job), folder)
     found = compared(*paths)
-    assert found.difference_us > 0
-    assert sum(row.difference_us for row in found.account) == pytest.approx(found.difference_us)
-    text = difference_text(found).splitlines()
+    assert found["difference_us"] > 0
+    assert sum(row["difference_us"] for row in found["account"]) == pytest.approx(found["difference_us"])
+    text = comparison_text(found).splitlines()
     rows = [row.replace(",", "").split("|") for row in text if row.startswith(("| - ", "| step"))]
     step, *kinds = (float(row[4]) for row in rows)
     assert sum(kinds) == pytest.approx(step, abs=len(kinds))
