@@ -29,7 +29,7 @@ from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH, is_wait, without_wait
-from moe_dualpipe.overlap.pair_time import Compute, Event, Start, Wait, least_time
+from moe_dualpipe.overlap.pair_time import Await, Begin, Computation, Event, least_time
 
 from . import network, schedulers
 from .common import full_range, ratios, table, take_turns
@@ -75,18 +75,18 @@ class TracingEngine(Engine):
             with super().annotate(text, layer, log, source):
                 yield
                 if is_wait(text):
-                    self.events.append(Wait(without_wait(text)))
+                    self.events.append(Await(without_wait(text)))
         finally:
             self._mark()
             self._depth -= 1
             if log and text.startswith((DISPATCH, COMBINE)):
-                self.events.append(Start(text))
+                self.events.append(Begin(text))
 
     def _mark(self) -> None:
         """Record the time since the last mark if it was inside a segment."""
         now = time.perf_counter()
         if self._depth:
-            self.events.append(Compute(now - self._since))
+            self.events.append(Computation(now - self._since))
         self._since = now
 
 
@@ -96,15 +96,15 @@ def median_events(runs: list[list[Event]]) -> list[Event]:
     for same in zip(*runs, strict=True):
         assert len({(type(event), getattr(event, "label", None)) for event in same}) == 1, "the order is fixed"
         first, *_ = same
-        times = [event.time for event in same if isinstance(event, Compute)]
-        events.append(Compute(statistics.median(times)) if times else first)
+        times = [event.time for event in same if isinstance(event, Computation)]
+        events.append(Computation(statistics.median(times)) if times else first)
     return events
 
 
 def lower_bound(events: list[Event], transfers: list[float]) -> float:
     """The shortest seconds of the pair if transfer i takes transfers[i]."""
     remaining = iter(transfers)
-    return least_time(e._replace(time=next(remaining)) if isinstance(e, Start) else e for e in events)
+    return least_time(e._replace(time=next(remaining)) if isinstance(e, Begin) else e for e in events)
 
 
 # ---- Parts ----

@@ -20,7 +20,7 @@ from moe_dualpipe.expert_parallel.protocol import Combined, Pending, Received, R
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import BACKWARD, FORWARD, WEIGHTS, label
 from moe_dualpipe.tools.profiler.capture import capture
-from moe_dualpipe.tools.profiler.pair import Pair, Workload
+from moe_dualpipe.tools.profiler.pair import Pair, PairWorkload
 
 RANKS = 8
 LAYERS = 4
@@ -35,8 +35,8 @@ TRANSFER = 0.04
 Hook = Callable[[str], None]
 
 
-def workload() -> Workload:
-    return Workload.from_preset("train", "tiny", LAYERS, 16, 16)
+def workload() -> PairWorkload:
+    return PairWorkload.from_preset("train", "tiny", LAYERS, 16, 16)
 
 
 def overlapped(pair: Pair, engine: Engine) -> None:

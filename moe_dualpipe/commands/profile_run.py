@@ -13,7 +13,7 @@ from ..messages import printable
 from ..models import PRESETS
 from ..runtime.launch import Launch, device_of
 from ..tools.profiler.measure import measure
-from ..tools.profiler.pair import Workload
+from ..tools.profiler.pair import PairWorkload
 from ..tools.profiler.pictures.lanes import save_lanes
 from .options import DeviceOption, JsonOption, check_ranges, one_of
 
@@ -69,7 +69,7 @@ class ProfileRun(DeviceOption, JsonOption):
         sizes = self.num_layers, self.seq_len or None, self.tokens or None
         try:
             device = device_of(self.device, launch)
-            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, device, self.fp8)
+            workload = PairWorkload.from_preset(self.mode, self.preset, *sizes, self.routing, device, self.fp8)
             measurement = measure(workload, out, self.ep or None, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):

@@ -1,8 +1,8 @@
 """The least time of an overlapped pair: a forward and a backward of two micro-batches, in a given order.
 
-Two clocks tell it. A computation advances the first. A transfer starts on the second once it is launched and earlier
-transfers have ended. A wait moves the first clock to the end of its transfer. The events come from a recording
-(tools/profiler/bound.py) or from predicted times, in the order of the overlap engine (overlap/engine.py) for a layer:
+Two clocks give the time. A computation advances the first. A transfer starts on the second once it is launched and
+earlier transfers have ended. A wait moves the first clock to the end of its transfer. The events come from a recording
+(tools/profiler/bound.py) or from predicted times. These are in the order of the overlap engine (overlap/engine.py):
 
     compute    attn(F) mlp(B) mlp(W) mlp(F) attn(B) attn(W)
     transfer   dispatch(F) dispatch(B) combine(F) combine(B)
@@ -17,26 +17,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Compute(NamedTuple):
+class Computation(NamedTuple):
     """A computation. Times are in any unit."""
 
     time: float
 
 
-class Start(NamedTuple):
+class Begin(NamedTuple):
     """The launch of a transfer that takes `time`."""
 
     label: str
     time: float = 0.0
 
 
-class Wait(NamedTuple):
+class Await(NamedTuple):
     """A wait for the first transfer with this label that was not yet waited for."""
 
     label: str
 
 
-Event = Compute | Start | Wait
+Event = Computation | Begin | Await
 
 
 def least_time(events: Iterable[Event]) -> float:
@@ -45,12 +45,12 @@ def least_time(events: Iterable[Event]) -> float:
     arrives: dict[str, deque[float]] = defaultdict(deque)
     for event in events:
         match event:
-            case Compute(time):
+            case Computation(time):
                 clock += time
-            case Start(label, time):
+            case Begin(label, time):
                 link = max(link, clock) + time
                 arrives[label].append(link)
-            case Wait(label) if arrives[label]:
+            case Await(label) if arrives[label]:
                 clock = max(clock, arrives[label].popleft())
     return clock
 
@@ -59,9 +59,8 @@ def least_time(events: Iterable[Event]) -> float:
 class LayerSeconds:
     """The segments of a layer for one micro-batch, in seconds. B: gradients of inputs. W: gradients of weights.
 
-    recompute: what the backward computes again, already part of attn_b and mlp_b. combine_b and dispatch_b are the
-    transfers of the backward, in the order in which it runs them. All transfers of a dense layer are 0. host: what the
-    CPU needs to launch the forward; a backward needs twice as much.
+    attn_b and mlp_b include recomputation. combine_b and dispatch_b are the transfers of the backward, in its order.
+    All transfers of a dense layer are 0. host: the CPU's time to launch the forward; a backward needs twice as much.
     """
 
     attn_f: float
@@ -116,7 +115,7 @@ def pair_seconds(
 
     Example: one layer each, and everything takes 1: the 6 computations take 6 and hide all 4 transfers.
     """
-    sent = (event for event in _pair_events(forward, backward, late) if not isinstance(event, Start) or event.time)
+    sent = (event for event in _pair_events(forward, backward, late) if not isinstance(event, Begin) or event.time)
     end = least_time(sent)  # a transfer without bytes does not wait for the link
     compute = sum(layer.compute_f for layer in forward) + sum(layer.compute_b for layer in backward)
     transfers = sum(layer.transfer_f for layer in forward) + sum(layer.transfer_b for layer in backward)
@@ -129,15 +128,15 @@ def _pair_events(forward: Sequence[LayerSeconds], backward: Sequence[LayerSecond
     n = max(len(forward), len(backward), 1)  # 1: a stage may have no layers
     f = [*forward, *[NO_LAYER] * (n - len(forward))]
     b = [*reversed(backward), *[NO_LAYER] * (n - len(backward) + 1)]
-    yield Start("combine(B)", b[0].combine_b)
+    yield Begin("combine(B)", b[0].combine_b)
     for one, other, after in zip(f, b, b[1:], strict=False):
-        yield from (Wait("combine(F)"), Compute(one.attn_f), Start("dispatch(F)", one.dispatch_f))
-        yield from (Wait("combine(B)"), Compute(other.mlp_b), Start("dispatch(B)", other.dispatch_b))
+        yield from (Await("combine(F)"), Computation(one.attn_f), Begin("dispatch(F)", one.dispatch_f))
+        yield from (Await("combine(B)"), Computation(other.mlp_b), Begin("dispatch(B)", other.dispatch_b))
         if not late:
-            yield Compute(other.mlp_w)
-        yield from (Wait("dispatch(F)"), Compute(one.mlp_f), Start("combine(F)", one.combine_f))
+            yield Computation(other.mlp_w)
+        yield from (Await("dispatch(F)"), Computation(one.mlp_f), Begin("combine(F)", one.combine_f))
         if late:
-            yield Compute(other.mlp_w)
-        yield from (Wait("dispatch(B)"), Compute(other.attn_b), Start("combine(B)", after.combine_b))
-        yield Compute(other.attn_w)
-    yield from (Wait("combine(F)"), Wait("combine(B)"))
+            yield Computation(other.mlp_w)
+        yield from (Await("dispatch(B)"), Computation(other.attn_b), Begin("combine(B)", after.combine_b))
+        yield Computation(other.attn_w)
+    yield from (Await("combine(F)"), Await("combine(B)"))

@@ -1,4 +1,4 @@
-"""What several tools draw alike: timelines of schedules, tables, and how figures are saved."""
+"""Drawings that several tools share: timelines of schedules, tables, and saved figures."""
 
 from .timeline_figure import save_timeline, timeline_figure
 

@@ -22,7 +22,7 @@ def comparison_table(entries: tuple[ComparedSchedule, ...]) -> str:
 
 
 def launches_table(counts: Mapping[Group, int], layers: int, ep: int) -> str:
-    """Return what was recorded and compared without a difference. counts: the launches of one rank in each group."""
+    """Return a table of the launches that were compared. counts: the launches of one rank in each group."""
     sizes = f"{plural(layers, 'layer')}, experts over {plural(ep, 'rank')}"
     if not counts:
         return f"{sizes}: nothing is sent"

@@ -1,4 +1,4 @@
-"""What all drawings of a timeline share: its boxes, colors, title and summary. Standard library only.
+"""The boxes, colors, title and summary that all drawings of a timeline share. Standard library only.
 
 As in DeepSeek's figure, forwards are orange, backwards green, and separate weight gradients blue. The first stage of a
 rank has full colors, its other stages have paler ones.

@@ -31,22 +31,22 @@ class TracedDevice:
     rank: int | None
     analysis: Analysis
     work: tuple[Work, ...]
-    """What pictures show; () if none are drawn."""
+    """The events that pictures show; () without pictures."""
     transfers: RankTransfers
     remarks: tuple[str, ...] = ()
     """Sentences about damage in the file."""
     left_out: str = ""
-    """Which steps are analyzed, and what is left out; "" if nothing is."""
+    """A sentence about the steps that are analyzed; "" if the whole recording is."""
 
     def picture(self, title: str, starts_at: float = 0.0) -> Picture:
-        """Its picture, on an axis on which its first event is at `starts_at`."""
+        """The picture of this device. `starts_at` is the place of its first event on the time axis."""
         found, shift = self.analysis, starts_at - self.transfers.start_us
         return Picture(title + found.hidden_sentence, self.work, shift, found.account, found.verdicts)
 
 
 @dataclass(frozen=True)
 class TraceFiles:
-    """The devices of all files, and what a comparison of them shows."""
+    """The devices of all files, and the comparison of their collectives."""
 
     devices: Sequence[TracedDevice]
     comparison: Comparison

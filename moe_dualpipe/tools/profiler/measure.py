@@ -23,7 +23,7 @@ from .analyze import Analysis
 from .bound import possible_share, recorded_events
 from .capture import capture, synchronize
 from .files import TraceFiles, analyze_files
-from .pair import Pair, Workload
+from .pair import Pair, PairWorkload
 from .pictures.picture import Picture
 from .reading import read_trace
 from .report import account_rows, percent
@@ -46,7 +46,7 @@ RUNS = "sequential", "overlapped"
 class Measurement:
     """The traces of both runs. link: a description of the link."""
 
-    workload: Workload
+    workload: PairWorkload
     num_ranks: int
     link: str
     runs: dict[str, TraceFiles]
@@ -111,7 +111,7 @@ def _phase_rows(analyses: dict[str, Analysis], passes: int) -> list[list[str]]:
 
 @weights_unchanged()
 def measure(
-    workload: Workload, out: Path, ep: int | None = None, link: Link | None = None, replay: bool = False,
+    workload: PairWorkload, out: Path, ep: int | None = None, link: Link | None = None, replay: bool = False,
     rounds: int = 3,
 ) -> Measurement:  # fmt: skip
     """Record both runs `rounds` times and analyze them. The recordings of median length stay in `out`.

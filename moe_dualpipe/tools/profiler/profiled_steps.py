@@ -41,8 +41,8 @@ def profiled_steps(trainer: Any) -> Extension | None:
 class ProfiledSteps(Extension):
     """Records the steps that follow WARM_UP steps. Collective.
 
-    The first and the last collective of a recording are barriers, and none is in flight outside of them: all ranks
-    record the same ones.
+    A recording starts and ends with a barrier, while no other collective is in flight. So all ranks record the same
+    collectives.
     """
 
     def __init__(self, trainer: Any):
@@ -78,7 +78,7 @@ class ProfiledSteps(Extension):
                 self._open.close()
             if self._error:
                 with suppress(OSError):
-                    self.path.unlink(missing_ok=True)  # part of a trace; a full disk needs the space
+                    self.path.unlink(missing_ok=True)  # an incomplete trace would only fill the disk
             with self.progress.during("profile"):
                 update.notes.append(self.report())
 

@@ -13,10 +13,10 @@ from .doctor.view import MOST_EVENTS
 if TYPE_CHECKING:
     from .files import TracedDevice, TraceFiles
 
-MAX_DETAILS = 8  # lost times of which the account has a row of their own
+MAX_DETAILS = 8  # rows of lost times in an account
 MOST_VERDICTS = 8
 LEAST_SHARE = 0.01
-"""Less is not called lost."""
+"""A smaller share of the window is not reported as lost."""
 HEALTHY = "All that is not computation at full speed takes less than 1% of the window, or has the causes above."
 
 
@@ -114,7 +114,7 @@ def verdicts_text(analysis: Analysis) -> str:
 
 
 def _unexplained(analysis: Analysis) -> str:
-    """What no cause explains, with its three largest places."""
+    """The lost time that no cause explains, with its three largest places."""
     left, whole = sum(total.us for total in analysis.unexplained), analysis.window_us
     if left < LEAST_SHARE * whole:
         return HEALTHY

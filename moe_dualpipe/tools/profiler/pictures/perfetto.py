@@ -24,7 +24,7 @@ _MOST_ROWS = 1000  # of a device
 
 
 class Slice(NamedTuple):
-    """A named span, in microseconds of its trace. args: what is shown of it when it is selected."""
+    """A named span, in microseconds of its trace. args: shown when it is selected."""
 
     start: float
     end: float
