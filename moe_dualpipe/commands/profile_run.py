@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from ..command_line import one_of
 from ..data import strict_json
 from ..expert_parallel import Link
 from ..kernels.options import Fp8
@@ -15,7 +16,7 @@ from ..runtime.launch import Launch, device_of
 from ..tools.profiler.measure import measure
 from ..tools.profiler.pair import PairWorkload
 from ..tools.profiler.pictures.lanes import save_lanes
-from .options import DeviceOption, JsonOption, check_ranges, one_of
+from .options import DeviceOption, JsonOption, check_ranges
 
 
 @dataclass(frozen=True)
