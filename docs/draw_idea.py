@@ -13,8 +13,8 @@ from matplotlib.patches import Patch
 
 from moe_dualpipe.schedule import Costs, Timeline, build, simulate
 from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
-from moe_dualpipe.tools.drawing.timeline_boxes import COLORS, LABELS, paler
-from moe_dualpipe.tools.drawing.timeline_plot import draw_timeline
+from moe_dualpipe.tools.drawing.timeline import COLORS, LABELS, paler
+from moe_dualpipe.tools.drawing.timeline_figure import draw_timeline
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = COLORS["F"], COLORS["B"], COLORS["W"], "#d9d9d9"
 

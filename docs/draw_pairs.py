@@ -19,8 +19,8 @@ from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import is_exchange, letter_of
 from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
-from moe_dualpipe.tools.drawing.timeline_boxes import paler
-from moe_dualpipe.tools.profiler.pair import Mode, Pair, Workload
+from moe_dualpipe.tools.drawing.timeline import paler
+from moe_dualpipe.tools.profiler.pair import Mode, Pair, PairWorkload
 from tests.support.engines import run_on
 
 OUT = Path(__file__).parent / "images" / "pairs"
@@ -47,7 +47,7 @@ class Box(NamedTuple):
 
 def order(mode: Mode) -> list[tuple[str, int]]:
     """The labels that the engine queues for two layers, each with its micro-batch."""
-    workload = Workload.from_preset(mode, "tiny", 2, 16, 16)
+    workload = PairWorkload.from_preset(mode, "tiny", 2, 16, 16)
     workload = replace(workload, model=replace(workload.model, num_shared_experts=0))
     pair, log = Pair(workload, Loopback(8, 8)), list[str]()
     pair.prepare()

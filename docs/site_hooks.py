@@ -1,7 +1,7 @@
 """MkDocs hooks, and the files of docs/play.html.
 
 Links to repository files outside docs/ become plain code, because the site does not contain them. play_files.js is
-written beside play.html: this project's own modules, which the page runs under Pyodide.
+written beside play.html: play.py and the modules that it imports, which the page runs under Pyodide.
 
     python docs/site_hooks.py FOLDER [PYODIDE]    write the page as a folder; with Pyodide's files, it needs no network
 """
@@ -46,6 +46,7 @@ def write_play_files(folder: Path, pyodide: Path | None = None) -> None:
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(path for pattern in SOURCES for path in package.glob(pattern)):
             archive.writestr(str(path.relative_to(ROOT)), path.read_bytes())
+        archive.writestr("play.py", (ROOT / "docs" / "play.py").read_bytes())
     contents = {"sources.zip": packed.getvalue()}
     contents |= {name: (pyodide / name).read_bytes() for name in PYODIDE} if pyodide else {}
     files = {name: base64.b64encode(content).decode() for name, content in contents.items()}

@@ -20,7 +20,7 @@ from moe_dualpipe.checkpoint.huggingface.architectures import ALIASES
 from moe_dualpipe.expert_parallel import Link
 from moe_dualpipe.schedule import NAMES, Costs
 from moe_dualpipe.schedule.compare import compare, compared
-from moe_dualpipe.tools.drawing.captions import format_number
+from moe_dualpipe.tools.drawing.tables import format_number
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.runs import TEXT
 

@@ -8,7 +8,7 @@ this project's.
 import json
 
 from moe_dualpipe.tools.profiler.measure import measure
-from moe_dualpipe.tools.profiler.pair import Mode, Workload
+from moe_dualpipe.tools.profiler.pair import Mode, PairWorkload
 
 from .context import Context
 
@@ -36,7 +36,7 @@ def run(context: Context) -> None:
         out = context.out / "overlap" / name.replace(",", "").replace("/", " a ").replace(" ", "-")
         out.mkdir(parents=True, exist_ok=True)
         tokens = 16 if context.smoke else 128 if mode == "decode" else length
-        work = Workload.from_preset(mode, preset, layers, length, tokens, device=context.device)
+        work = PairWorkload.from_preset(mode, preset, layers, length, tokens, device=context.device)
         found = measure(work, out, ranks, replay=replay, rounds=1 if context.smoke else 3).as_object()
         (out / "report.json").write_text(json.dumps(found, indent=1) + "\n")
         for order in ("sequential", "overlapped"):

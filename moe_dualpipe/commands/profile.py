@@ -7,12 +7,12 @@ from typing import Annotated
 
 from ..command_line import Mark, Positional
 from ..messages import printable
-from ..tools.drawing.output import check_output
+from ..tools.drawing.figures import check_output
 from ..tools.profiler.communication import Names
 from ..tools.profiler.files import analyze_files
-from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes, trace_pictures
+from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes
 from ..tools.profiler.reading.paths import trace_paths
-from ..tools.profiler.reports.overlap import traces_text
+from ..tools.profiler.report import traces_text
 from ..tools.profiler.windows import parse_steps
 from .options import JsonOption
 
@@ -63,7 +63,7 @@ class ProfileAnalyze(TraceOptions):
         for file, sentences in found.remarks.items():
             print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
         if self.out is not None:
-            save_lanes(trace_pictures(found), self.out)
+            save_lanes(found.pictures(), self.out)
         objects = found.as_objects()
         text = traces_text(found, self.phases)
         self.show(objects[0] if len(objects) == 1 else objects, text)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from ..command_line import Mark, Positional
 from ..messages import printable
-from ..tools.profiler.compare import Comparison, read_recording
+from ..tools.profiler.compare import compare, comparison_text
+from ..tools.profiler.files import analyze_files
 from ..tools.profiler.reading.paths import trace_paths
-from ..tools.profiler.reports.comparison import compare_text
 from ..tools.profiler.windows import parse_steps
 from .profile import TraceOptions
 
@@ -24,12 +24,15 @@ class ProfileCompare(TraceOptions):
     """Recording after the change."""
 
     def run(self) -> None:
-        names = self.names()
+        names, steps = self.names(), parse_steps(self.steps)
         paths = [trace_paths([argument]) for argument in (self.a, self.b)]
-        steps = parse_steps(self.steps)
-        comparison = Comparison(*(read_recording(str(one), files, names, steps)
-                                  for one, files in zip((self.a, self.b), paths, strict=True)))  # fmt: skip
-        for one in (comparison.a, comparison.b):
-            for path, sentence in one.remarks:
-                print(f"{printable(path)}: {sentence}", file=sys.stderr)
-        self.show(comparison.as_object(), compare_text(comparison))
+        both = [analyze_files(files, names, pictures=False, steps=steps, causes=False) for files in paths]
+        devices = [device for files in both for device in files.devices]
+        sentences = [
+            f"{printable(one.path)}: {text}" for one in devices for text in (*one.remarks, one.left_out) if text
+        ]
+        for sentence in dict.fromkeys(sentences):
+            print(sentence, file=sys.stderr)
+        a, b = ([device.analysis for device in files.devices] for files in both)
+        found = compare(a, b, (str(self.a), str(self.b)))
+        self.show(found, comparison_text(found, [one[0].device == "cpu" for one in (a, b)]))

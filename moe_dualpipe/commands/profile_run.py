@@ -1,5 +1,6 @@
 """`moe-dualpipe profile run`: measure the overlap on this machine."""
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,9 @@ from ..kernels.options import Fp8
 from ..messages import printable
 from ..models import PRESETS
 from ..runtime.launch import Launch, device_of
-from ..tools.drawing.output import make_folder
 from ..tools.profiler.measure import measure
-from ..tools.profiler.pair import Workload
-from ..tools.profiler.pictures.lanes import measurement_pictures, save_lanes
-from ..tools.profiler.reports.overlap import measurement_text
+from ..tools.profiler.pair import PairWorkload
+from ..tools.profiler.pictures.lanes import save_lanes
 from .options import DeviceOption, JsonOption, check_ranges
 
 
@@ -71,17 +70,27 @@ class ProfileRun(DeviceOption, JsonOption):
         sizes = self.num_layers, self.seq_len or None, self.tokens or None
         try:
             device = device_of(self.device, launch)
-            workload = Workload.from_preset(self.mode, self.preset, *sizes, self.routing, device, self.fp8)
+            workload = PairWorkload.from_preset(self.mode, self.preset, *sizes, self.routing, device, self.fp8)
             measurement = measure(workload, out, self.ep or None, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
             raise ValueError(f"out of memory: {str(error).splitlines()[0]}") from None
         (out / "report.json").write_text(strict_json.write(measurement.as_object(), indent=1) + "\n")
-        files = [*(device.path.name for device in measurement.devices.values()), "report.json"]
+        files = [*(f"{run}.json.gz" for run in measurement.runs), "report.json"]
         for name in ("perfetto.json.gz", "timeline.png"):
             with suppress(ImportError):  # without matplotlib, there is no .png
-                save_lanes(measurement_pictures(measurement), out / name)
+                save_lanes(measurement.pictures(), out / name)
                 files.append(name)
-        text = f"{measurement_text(measurement)}\n\nin {printable(out)}: {', '.join(sorted(files))}"
+        text = f"{measurement.as_text()}\n\nin {printable(out)}: {', '.join(sorted(files))}"
         self.show(measurement.as_object(), text)
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder unless it exists. Raises ValueError if that fails or if it is not writable."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to --out {printable(path)}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"cannot write to --out {printable(path)}: permission denied")

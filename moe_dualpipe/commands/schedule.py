@@ -26,10 +26,10 @@ from ..schedule import (
 )
 from ..schedule.compare import ComparedSchedule, compare
 from ..schedule.schedule_file import is_file_name, read_schedule
-from ..tools.drawing.captions import schedule_sizes
-from ..tools.drawing.output import check_output
+from ..tools.drawing.figures import check_output
 from ..tools.drawing.tables import comparison_table
-from ..tools.drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
+from ..tools.drawing.timeline import schedule_sizes
+from ..tools.drawing.timeline_figure import TIMELINE_SUFFIXES, save_timeline
 from ..tools.drawing.timeline_text import timeline_text
 from .options import JsonOption, check_together
 

@@ -47,7 +47,7 @@ def least_times(
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """One micro-batch alone on its route: earliest starts per stage, and the least time after the input gradient."""
+    """One micro-batch alone on its route: earliest starts by stage, and the least time after its input gradient."""
 
     forward: list[float]
     backward: list[float]

@@ -1,6 +1,5 @@
-"""What several tools draw alike: timelines of schedules, tables, and how figures are saved."""
+"""Drawings that several tools share: timelines of schedules, tables, and saved figures."""
 
-from .timeline_file import save_timeline
-from .timeline_plot import timeline_figure
+from .timeline_figure import save_timeline, timeline_figure
 
 __all__ = ["save_timeline", "timeline_figure"]

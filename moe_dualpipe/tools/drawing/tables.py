@@ -1,8 +1,7 @@
-"""Markdown tables."""
+"""Markdown tables, and numbers as text."""
 
 from ...messages import plural, printable
 from ...schedule.compare import ComparedSchedule
-from .captions import format_number, format_range
 
 HEADINGS = ("stages", "step time", "least", "bubble per rank", "share", "activations", "deferred W", "parameters")
 
@@ -44,3 +43,14 @@ def markdown(rows: list[list[str]]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines.insert(1, "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|")
     return "\n".join(lines)
+
+
+def format_number(value: float) -> str:
+    """Format with six significant digits, or as an integer from one million on."""
+    return f"{float(value):.0f}" if abs(value) >= 1e6 else f"{float(value):g}"
+
+
+def format_range(values: tuple[float, ...]) -> str:
+    """Return `4 to 5`, or `5` if all values are equal up to rounding."""
+    least, most = format_number(min(values)), format_number(max(values))
+    return least if least == most else f"{least} to {most}"

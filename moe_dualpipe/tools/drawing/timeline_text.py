@@ -5,8 +5,8 @@ from textwrap import wrap
 
 from ...messages import printable
 from ...schedule.timeline import Timeline
-from .captions import format_number, timeline_summary, timeline_title
-from .timeline_boxes import LABELS, boxes, has_pairs, letters, shortest
+from .tables import format_number
+from .timeline import LABELS, boxes, has_pairs, letters, shortest, timeline_summary, timeline_title
 
 _MOST_BANDS = 60
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from ...messages import printable
+from ...messages import plural, printable
 from ...overlap.labels import without_wait
 from .account import (
     COMPUTATION,
@@ -126,6 +126,17 @@ class Analysis:
     def hidden_fraction(self) -> float | None:
         """Share of the communication that is hidden behind kernels; None without communication."""
         return self.hidden_kernels_us / self.comm_us if self.comm_us else None
+
+    @property
+    def hidden_sentence(self) -> str:
+        """How much communication is hidden, in how many transfers, and how many thread blocks they occupy."""
+        if self.hidden_fraction is None:
+            return "There is no communication."
+        is_kernel = self.device != "cpu" and not self.copy_engine_us
+        kernels = plural(self.num_comm, "kernel" if is_kernel else "transfer")
+        blocks = f", on up to {self.comm_blocks} thread blocks" if self.comm_blocks else ""
+        blocks += f" of a GPU of {self.num_sms} SMs" if blocks and self.num_sms else ""
+        return f"{self.hidden_fraction:.1%} of the communication is hidden ({kernels}{blocks})."
 
     def as_object(self) -> dict[str, Any]:
         """A JSON object."""

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 def capture(path: Path, device: torch.device) -> Iterator[None]:
     """Record the body, with all its work on `device`, into `path` (.json or .json.gz).
 
-    On a CPU all threads are recorded, because a modeled link has its own thread.
+    On a CPU, all threads are recorded, because a modeled link runs in a thread.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages on stderr at start and stop
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]

@@ -1,5 +1,6 @@
 """Analyze the trace files of one measurement together: one file per rank, with one or more devices each."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
 from .matching import RankTransfers
 from .phases import Phases
-from .pictures.picture import Work, work_of
+from .pictures.picture import Picture, Work, work_of
 from .ranks import Comparison, compare_traces, waits_for_ranks
 from .reading import read_trace
-from .reading.remarks import refuse_launches_alone, remarks
 from .trace import Trace, TraceError
 from .windows import Choice, window_of
+
+_LAUNCH = re.compile(r"Launch|Memcpy|Memset|enqueue|runFunction", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,22 @@ class TracedDevice:
     rank: int | None
     analysis: Analysis
     work: tuple[Work, ...]
-    """What pictures show; () if none are drawn."""
+    """The events that pictures show; () without pictures."""
     transfers: RankTransfers
     remarks: tuple[str, ...] = ()
     """Sentences about damage in the file."""
     left_out: str = ""
-    """Which steps are analyzed, and what is left out; "" if nothing is."""
+    """A sentence about the steps that are analyzed; "" if the whole recording is."""
+
+    def picture(self, title: str, starts_at: float = 0.0) -> Picture:
+        """The picture of this device. `starts_at` is the place of its first event on the time axis."""
+        found, shift = self.analysis, starts_at - self.transfers.start_us
+        return Picture(title + found.hidden_sentence, self.work, shift, found.account, found.verdicts)
 
 
 @dataclass(frozen=True)
 class TraceFiles:
-    """The devices of all files, and what a comparison of them shows."""
+    """The devices of all files, and the comparison of their collectives."""
 
     devices: Sequence[TracedDevice]
     comparison: Comparison
@@ -61,6 +68,15 @@ class TraceFiles:
         """The damaged files, with sentences about the damage of each."""
         return {device.path: device.remarks for device in self.devices if device.remarks}
 
+    def pictures(self) -> list[Picture]:
+        """One picture per device, on one time axis. If the ranks' clocks cannot be compared, each starts at 0."""
+        known = [shift for shift in self.comparison.shifts_us if shift is not None]
+        aligned = len(known) == len(self.devices)
+        shifts = [shift - min(known) for shift in known] if aligned else [0.0] * len(self.devices)
+        names = self.names if len(self.devices) > 1 else [self.devices[0].analysis.name]
+        rows = zip(self.devices, names, shifts, strict=True)
+        return [device.picture(f"{name}: ", shift) for device, name, shift in rows]
+
     def as_objects(self) -> list[dict[str, Any]]:
         """A JSON object for each device."""
         return [
@@ -73,17 +89,20 @@ class TraceFiles:
 
 
 def analyze_files(
-    paths: Sequence[Path], names: Names = NAMES, pictures: bool = True, steps: Choice = "default"
+    paths: Sequence[Path], names: Names = NAMES, pictures: bool = True, steps: Choice = "default", causes: bool = True
 ) -> TraceFiles:
-    """Read, analyze and compare trace files: exposed communication is divided into waits for ranks and transfers.
+    """Read, analyze and compare trace files.
 
     Raises TraceError for a file that is not a trace or has no device events.
     pictures: also collect what pictures need. steps: which to analyze; ValueError if they are not recorded.
+    causes: find the causes of lost time, and divide exposed communication into waits for ranks and transfers.
     """
     examined: list[Examined | None] = []
     devices: list[TracedDevice] = []
     for path in paths:
-        devices += analyze_devices(path, read_trace(path), names, pictures, examined, steps)
+        devices += analyze_devices(path, read_trace(path), names, pictures, examined if causes else None, steps)
+    if not causes:
+        return TraceFiles(devices, compare_traces([]))
     order = range(len(devices))
     if all(device.rank is not None for device in devices):
         order = sorted(order, key=lambda position: devices[position].rank or 0)
@@ -107,7 +126,7 @@ def analyze_devices(
     examined: a list to which to add what the search for causes finds on each device (doctor/diagnose.py).
     steps: which steps to analyze (windows.py); ValueError if they are not recorded.
     """
-    refuse_launches_alone(path, trace)
+    _refuse_launches_alone(path, trace)
     trace = host_as_device(trace, names)
     if not trace.device_events:
         raise TraceError(
@@ -127,5 +146,29 @@ def analyze_devices(
         if examined is not None:
             rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
             examined.append(examine(part, device, names.kind_of, rank))
-        devices.append(TracedDevice(path, trace.rank, analysis, work, transfers, remarks(trace), window.left_out))
+        devices.append(TracedDevice(path, trace.rank, analysis, work, transfers, _remarks(trace), window.left_out))
     return devices
+
+
+def _remarks(trace: Trace) -> tuple[str, ...]:
+    """Sentences about events that were skipped or repaired, and about the file."""
+    found = list(trace.notes)
+    if trace.truncated:
+        found.append(f"the file is cut off: only the first {trace.num_events:,} events are analyzed")
+    for what, number in (("skipped", trace.skipped), ("repaired", trace.repaired)):
+        found += [f"{plural(number, 'damaged event')} {what}"] * (number > 0)
+    return tuple(found)
+
+
+def _refuse_launches_alone(path: Path, trace: Trace) -> None:
+    """Raise TraceError if the host launched work on a device but none of that work is recorded.
+
+    Without this, the CPU would be analyzed as if it were the device.
+    """
+    if trace.device_events:
+        return
+    if launches := sum(1 for launch in trace.launches.values() if _LAUNCH.search(launch.name)):
+        raise TraceError(
+            f"{path}: no device work was recorded, only {plural(launches, 'launch', 'es')} of it: "
+            "add the device to the activities of the profiler, such as ProfilerActivity.CUDA"
+        )

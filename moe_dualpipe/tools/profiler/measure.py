@@ -8,6 +8,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,12 +16,17 @@ from tqdm import tqdm
 
 from ...expert_parallel import Link, Loopback, Replay
 from ...kernels.fp8 import weights_unchanged
+from ...messages import plural
 from ...overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
+from ..drawing.tables import markdown
+from .analyze import Analysis
 from .bound import possible_share, recorded_events
 from .capture import capture, synchronize
-from .files import TracedDevice, TraceFiles, analyze_files
-from .pair import Pair, Workload
+from .files import TraceFiles, analyze_files
+from .pair import Pair, PairWorkload
+from .pictures.picture import Picture
 from .reading import read_trace
+from .report import account_rows, percent
 
 COMM_SHARE = 0.5
 """With a CPU's default link, communication takes this share of the computation time: nearly all of it can be hidden."""
@@ -40,7 +46,7 @@ RUNS = "sequential", "overlapped"
 class Measurement:
     """The traces of both runs. link: a description of the link."""
 
-    workload: Workload
+    workload: PairWorkload
     num_ranks: int
     link: str
     runs: dict[str, TraceFiles]
@@ -48,9 +54,8 @@ class Measurement:
     """The share of the communication that the overlapped run could hide (bound.py); None if unknown."""
 
     @property
-    def devices(self) -> dict[str, TracedDevice]:
-        """The device of each run."""
-        return {run: files.devices[0] for run, files in self.runs.items()}
+    def analyses(self) -> dict[str, Analysis]:
+        return {run: files.devices[0].analysis for run, files in self.runs.items()}
 
     @property
     def bound_us(self) -> float:
@@ -58,7 +63,7 @@ class Measurement:
 
         Both differ between the runs; the shorter time counts.
         """
-        both = [device.analysis for device in self.devices.values()]
+        both = self.analyses.values()
         return max(min(analysis.compute_us for analysis in both), min(analysis.comm_us for analysis in both))
 
     def as_object(self) -> dict[str, Any]:
@@ -69,10 +74,44 @@ class Measurement:
         return {**workload, "num_ranks": self.num_ranks, "link": self.link, **runs, "bound_us": self.bound_us,
                 "possible_fraction": self.possible}  # fmt: skip
 
+    def pictures(self) -> list[Picture]:
+        """The lanes of both runs."""
+        rows = ((run, files.devices[0]) for run, files in self.runs.items())
+        return [device.picture(f"{run}: {device.analysis.window_us / 1e3:,.1f} ms, ") for run, device in rows]
+
+    def as_text(self) -> str:
+        """Both runs beside each other, and the lower bound."""
+        sequential, overlapped = (self.analyses[run] for run in RUNS)
+        passes = self.workload.layers * (1 if self.workload.mode == "train" else 2)  # of a micro-batch
+        possible = "" if self.possible is None else f"{percent(self.possible)} possible, reached "
+        parts = [
+            f"{self.workload.description}; experts over {plural(self.num_ranks, 'rank')}\n{self.link}",
+            markdown(account_rows(self.analyses)),
+            markdown(_phase_rows(self.analyses, passes)),
+            f"lower bound (computation or communication alone, whichever is longer): {self.bound_us:,.0f} us\n"
+            f"overlapped: {overlapped.window_us / self.bound_us:.2f} of the bound, "
+            f"{overlapped.window_us / sequential.window_us:.2f} of sequential\n"
+            f"hidden communication: {possible}{percent(overlapped.hidden_fraction)} overlapped, "
+            f"{percent(sequential.hidden_fraction)} sequential",
+        ]
+        return "\n\n".join(parts)
+
+
+def _phase_rows(analyses: dict[str, Analysis], passes: int) -> list[list[str]]:
+    """The time of each phase in each run: microseconds per layer and micro-batch."""
+    columns = ("computation", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
+    rows = [[f"us per layer and micro-batch: {' -> '.join(analyses)}", *(name for name, _ in columns)]]
+    by_name = [{phase.name: phase for phase in analysis.phases} for analysis in analyses.values()]
+    for name in dict.fromkeys(name for phases in by_name for name in phases):
+        found = [phases.get(name) for phases in by_name]
+        cells = [[f"{getattr(phase, key) / passes:,.0f}" if phase else "-" for phase in found] for _, key in columns]
+        rows.append([name, *(" -> ".join(cell) if set(cell) - {"0", "-"} else "" for cell in cells)])
+    return rows
+
 
 @weights_unchanged()
 def measure(
-    workload: Workload, out: Path, ep: int | None = None, link: Link | None = None, replay: bool = False,
+    workload: PairWorkload, out: Path, ep: int | None = None, link: Link | None = None, replay: bool = False,
     rounds: int = 3,
 ) -> Measurement:  # fmt: skip
     """Record both runs `rounds` times and analyze them. The recordings of median length stay in `out`.
@@ -139,18 +178,19 @@ def time_computation(pair: Pair, backend: Loopback, rounds: int) -> tuple[float,
 
 def record(pair: Pair, out: Path, rounds: int) -> dict[str, Path]:
     """Record both runs alternately, after a warm-up. Keeps and returns the recording of median length of each."""
-    device, windows = pair.workload.device, {run: list[float]() for run in RUNS}
-    for i in tqdm(range(1 + rounds), "recording", disable=None, leave=False):
-        for run in RUNS:
-            pair.prepare()
-            synchronize(device)
-            path = out / f"{run}-{i}.json.gz"
-            with capture(path, device):
-                getattr(pair, run)()
-            windows[run].append(analyze_files([path], pictures=False).devices[0].analysis.window_us)
-    for run, times in windows.items():
-        median = times.index(statistics.median_low(times[1:]), 1)
-        (out / f"{run}-{median}.json.gz").replace(out / f"{run}.json.gz")
-        for i in range(1 + rounds):
-            (out / f"{run}-{i}.json.gz").unlink(missing_ok=True)
-    return {run: out / f"{run}.json.gz" for run in RUNS}
+    kept = {run: out / f"{run}.json.gz" for run in RUNS}
+    recorded: dict[str, list[tuple[float, Path]]] = {run: [] for run in RUNS}
+    with TemporaryDirectory(dir=out) as folder:
+        for i in tqdm(range(1 + rounds), "recording", disable=None, leave=False):
+            for run in RUNS:
+                pair.prepare()
+                synchronize(pair.workload.device)
+                path = Path(folder) / f"{run}-{i}.json.gz"
+                with capture(path, pair.workload.device):
+                    getattr(pair, run)()
+                found = analyze_files([path], pictures=False, causes=False)
+                recorded[run].append((found.devices[0].analysis.window_us, path))
+        for run, recordings in recorded.items():
+            _, median = statistics.median_low(recordings[1:])
+            median.replace(kept[run])
+    return kept

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Workload:
+class PairWorkload:
     """The sizes of the micro-batches and of the stage.
 
     tokens: tokens per micro-batch. seq: tokens per sequence. In decode, a micro-batch has one new token for each of
@@ -48,7 +48,7 @@ class Workload:
         cls, mode: Mode, name: str, layers: int = 4, seq: int | None = None, tokens: int | None = None,
         routing: Routing = "balanced", device: torch.device = CPU,
         fp8: Fp8 = "off",
-    ) -> "Workload":  # fmt: skip
+    ) -> "PairWorkload":  # fmt: skip
         """A workload on the preset `name`. A size that is None gets the default of `profile run`.
 
         Raises ValueError for an unknown preset and for invalid or conflicting sizes.
@@ -85,7 +85,7 @@ class Workload:
 class Pair:
     """Two chunks over `expert_parallel`. Call `prepare` before each `sequential` or `overlapped`."""
 
-    def __init__(self, workload: Workload, expert_parallel: ExpertParallel, seed: int = 0):
+    def __init__(self, workload: PairWorkload, expert_parallel: ExpertParallel, seed: int = 0):
         self.workload = workload
         router = "balanced" if workload.routing == "balanced" else workload.model.router
         config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0, dense_layers=(), router=router)

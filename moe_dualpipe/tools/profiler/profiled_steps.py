@@ -16,9 +16,8 @@ from ...messages import plural, printable
 from ...overlap.labels import STEP
 from ...training.extensions import Extension, Update
 from .capture import capture, synchronize
-from .pipeline import RecordedPipeline
 from .reading import read_trace
-from .reports.pipeline import pipeline_objects, pipeline_text
+from .recorded_pipeline import RecordedPipeline, pipelines_text
 from .steps import Step, recorded_steps
 
 WARM_UP = 2
@@ -42,8 +41,8 @@ def profiled_steps(trainer: Any) -> Extension | None:
 class ProfiledSteps(Extension):
     """Records the steps that follow WARM_UP steps. Collective.
 
-    The first and the last collective of a recording are barriers, and none is in flight outside of them: all ranks
-    record the same ones.
+    A recording starts and ends with a barrier, while no other collective is in flight. So all ranks record the same
+    collectives.
     """
 
     def __init__(self, trainer: Any):
@@ -79,7 +78,7 @@ class ProfiledSteps(Extension):
                 self._open.close()
             if self._error:
                 with suppress(OSError):
-                    self.path.unlink(missing_ok=True)  # part of a trace; a full disk needs the space
+                    self.path.unlink(missing_ok=True)  # an incomplete trace would only fill the disk
             with self.progress.during("profile"):
                 update.notes.append(self.report())
 
@@ -92,25 +91,26 @@ class ProfiledSteps(Extension):
             self._error = self._error or f"rank {self.layout.rank}: {error}"
 
     def report(self) -> str:
-        """Write the report, and return the report as text on rank 0. Collective.
+        """Write the report, and return it as text on rank 0; "" on other ranks. Collective.
 
-        The text is empty on other ranks. If a rank could not record or write, it says why.
+        If a rank could not record or write, the text says why.
         """
-        own = None
+        steps, text = None, ""
         with self._no_failure():
             if not self._error:
                 actions = self.schedule.actions[self.layout.pp_rank]
-                own = recorded_steps(read_trace(self.path), actions, self._barrier_us)
-        ranks = [(own, "")] * dist.get_world_size() if self.layout.rank == 0 else None
-        dist.gather_object((own, self._error), ranks, dst=0)
+                steps = recorded_steps(read_trace(self.path), actions, self._barrier_us)
+        ranks: list[tuple[list[Step], str]] | None = None
+        if self.layout.rank == 0:
+            ranks = [([], "")] * dist.get_world_size()
+        dist.gather_object((steps, self._error), ranks, dst=0)
         if ranks is None:
             return ""
-        parts, errors = [part for part, _ in ranks if part], [error for _, error in ranks if error]
-        text = ""
-        if not errors:
-            with self._no_failure():
-                text = self._report(parts)
-        return text or f"no profile: {'; '.join(errors or [self._error])}"
+        self._error = "; ".join(error for _, error in ranks if error)
+        with self._no_failure():
+            if not self._error:
+                text = self._report([steps for steps, _ in ranks])
+        return text or f"no profile: {self._error}"
 
     def _report(self, steps: list[list[Step]]) -> str:
         """Write the report, and return it as text. steps: of each rank."""
@@ -119,9 +119,9 @@ class ProfiledSteps(Extension):
             RecordedPipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
             for d in range(layout.dp)
         ]
-        report = {"pipelines": pipeline_objects(pipelines)}
+        report = {"pipelines": [pipeline.as_object() for pipeline in pipelines]}
         (self.folder / "report.json").write_text(strict_json.write(report, indent=1) + "\n")
         return (
-            f"{plural(len(self.recorded), 'step')} recorded. The step of median length:\n\n{pipeline_text(pipelines)}"
+            f"{plural(len(self.recorded), 'step')} recorded. The step of median length:\n\n{pipelines_text(pipelines)}"
             f"\n\ncommunication, and what else costs time: moe-dualpipe profile analyze {printable(self.folder)}"
         )

@@ -17,10 +17,18 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.cli import main
 from moe_dualpipe.messages import printable
-from moe_dualpipe.tools.drawing.timeline_boxes import LABELS
+from moe_dualpipe.tools.drawing.timeline import LABELS
 from moe_dualpipe.tools.profiler.intervals import intervals_of, union, union_length
-from moe_dualpipe.tools.profiler.pictures.lanes import MAX_PICTURES, save_lanes
-from moe_dualpipe.tools.profiler.pictures.lanes_image import COLORS, COPIES, EXPOSED, HIDDEN, PIXELS, lanes_figure
+from moe_dualpipe.tools.profiler.pictures.lanes import (
+    COLORS,
+    COPIES,
+    EXPOSED,
+    HIDDEN,
+    MAX_PICTURES,
+    PIXELS,
+    lanes_figure,
+    save_lanes,
+)
 from moe_dualpipe.tools.profiler.pictures.picture import runs
 from tests.support.pictures import picture
 from tests.support.traces import annotation, kernel, launch, write

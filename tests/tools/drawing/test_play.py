@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from docs.play import play
 from moe_dualpipe import cli
 from moe_dualpipe.schedule import NAMES, Costs, Overlap
 from moe_dualpipe.schedule.compare import compared
-from moe_dualpipe.tools.drawing.play import play
-from moe_dualpipe.tools.drawing.timeline_boxes import boxes
+from moe_dualpipe.tools.drawing.timeline import boxes
 
 ROOT = Path(__file__).parents[3]
 PYODIDE = ROOT / "build" / "pyodide" / "package"  # make play
@@ -69,7 +69,7 @@ def test_the_packed_modules_are_all_that_the_page_needs(tmp_path):
     assert packed["names"] == [*NAMES]
     alone = (
         "import sys, base64; open('a.zip', 'wb').write(base64.b64decode(sys.stdin.read())); sys.path[0:0] = ['a.zip'];"
-        "from moe_dualpipe.tools.drawing.play import play; print(play(sys.argv[1]), end='')"
+        "from play import play; print(play(sys.argv[1]), end='')"
     )
     request = json.dumps({"schedules": ["zbv"], "ranks": 2, "micro_batches": 4, "costs": COSTS, "width": 300})
     command = [sys.executable, "-I", "-S", "-c", alone, request]

@@ -17,9 +17,8 @@ from moe_dualpipe.schedule import (
     members,
     simulate,
 )
-from moe_dualpipe.tools.drawing.timeline_boxes import COLORS, boxes
-from moe_dualpipe.tools.drawing.timeline_file import save_timeline
-from moe_dualpipe.tools.drawing.timeline_plot import draw_timeline, timeline_figure
+from moe_dualpipe.tools.drawing.timeline import COLORS, boxes
+from moe_dualpipe.tools.drawing.timeline_figure import draw_timeline, save_timeline, timeline_figure
 from moe_dualpipe.tools.drawing.timeline_text import timeline_text
 
 COSTS = Costs(F=2, B=5, W=2, FB=6)

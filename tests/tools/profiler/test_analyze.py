@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler import analyze, read_trace
 from moe_dualpipe.tools.profiler.account import COMPUTATION, COPY, IDLE, KINDS, LOST, TRANSFER, Total
-from moe_dualpipe.tools.profiler.compare import Comparison, read_recording
+from moe_dualpipe.tools.profiler.compare import compare, comparison_text
+from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
-from moe_dualpipe.tools.profiler.reports.comparison import compare_text
-from moe_dualpipe.tools.profiler.reports.overlap import account_rows, analysis_text
-from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY, verdicts_text
+from moe_dualpipe.tools.profiler.report import HEALTHY, account_rows, analysis_text, verdicts_text
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.traces import annotation, kernel, launch, write
@@ -196,32 +195,40 @@ def record(path, steps, works=STEP, length=100, lag=0.0, named="ProfilerStep#{}"
     return write(path, events, **GPU | more)
 
 
-def compare(a, b):
-    return Comparison(*(read_recording(str(path), trace_paths([path])) for path in (a, b)))
+def compared(*recordings):
+    files = [analyze_files(trace_paths([path]), causes=False) for path in recordings]
+    return compare(*([device.analysis for device in one.devices] for one in files))
 
 
 @pytest.mark.parametrize("lag", [0.0, 300.0])
 @pytest.mark.parametrize("named", ["ProfilerStep#{}", "step {}"])
 def test_recordings_of_different_lengths_have_the_same_steps(lag, named, tmp_path):
     """A GEMM and attention at once: the moment belongs to the GEMM, which started first."""
-    found = compare(record(tmp_path / "a.json", 2, lag=lag, named=named), record(tmp_path / "b.json", 7))
-    assert found.by_step and (found.a.steps, found.b.steps) == (2, 7)
-    for side in (0, 1):
-        idle = sum(us[side] for (kind, _), us in found.account.items() if kind in IDLE)
-        assert idle == pytest.approx(10) and found.times_us[side] == pytest.approx(100)
-        assert {key: us[side] for key, us in found.account.items() if key[0] not in IDLE} == pytest.approx({
+    found = compared(record(tmp_path / "a.json", 2, lag=lag, named=named), record(tmp_path / "b.json", 7))
+    assert found["by_step"] and (found["a"]["steps"], found["b"]["steps"]) == (2, 7)
+    for side in "ab":
+        times = {(row["kind"], row["detail"]): row[f"{side}_us"] for row in found["account"]}
+        assert sum(us for (kind, _), us in times.items() if kind in IDLE) == pytest.approx(10)
+        assert found[side]["step_us"] == pytest.approx(100)
+        busy = {key: us for key, us in times.items() if key[0] not in IDLE}
+        assert busy == pytest.approx({
             (COMPUTATION, "GEMM"): 40, (COMPUTATION, "attention"): 10, (COMPUTATION, "elementwise"): 10,
             (TRANSFER, "ncclDevKernel_AllReduce"): 25, (COPY, "Memcpy HtoD"): 5,
         })  # fmt: skip
-    assert found.a.hidden_fraction == found.b.hidden_fraction == 15 / 40
-    assert "A step takes the same time in A and B, within 0.5%: 100 us and 100 us." in compare_text(found)
+    assert found["a"]["hidden_fraction"] == found["b"]["hidden_fraction"] == 15 / 40
+    assert "A step takes the same time in A and B, within 0.5%: 100 us and 100 us." in comparison_text(
+        found, [False, False]
+    )
 
 
 def test_without_steps_whole_recordings_are_compared(tmp_path):
     a, b = record(tmp_path / "a.json", 4, named=""), record(tmp_path / "b.json", 2)
-    found = compare(a, b)
-    assert not found.by_step and found.times_us == (390, 190)  # from the first kernel to the last
-    assert "No steps are recorded in A: whole recordings are compared." in compare_text(found)
+    found = compared(a, b)
+    assert not found["by_step"] and (found["a"]["step_us"], found["b"]["step_us"]) == (
+        390,
+        190,
+    )  # from the first kernel to the last
+    assert "No steps are recorded in A: whole recordings are compared." in comparison_text(found)
 
 
 def test_several_devices_are_averaged(tmp_path, capsys):
@@ -230,9 +237,10 @@ def test_several_devices_are_averaged(tmp_path, capsys):
     record(folder / "rank0.json", 2, distributedInfo={"rank": 0, "world_size": 2})
     record(folder / "rank1.json", 2, slower, 120, distributedInfo={"rank": 1, "world_size": 2})
     b = record(tmp_path / "b.json", 3)
-    found = compare(folder, b)
-    assert found.difference_us == pytest.approx(-10)
-    assert found.account[COMPUTATION, "elementwise"] == pytest.approx((20, 10))
+    found = compared(folder, b)
+    assert found["difference_us"] == pytest.approx(-10)
+    (added,) = (row for row in found["account"] if (row["kind"], row["detail"]) == (COMPUTATION, "elementwise"))
+    assert (added["a_us"], added["b_us"]) == pytest.approx((20, 10))
     assert main(["profile", "compare", str(folder), str(b), "--steps", "1:", "--json"]) == 0
     out, err = capsys.readouterr()
     shown = json.loads(out)
@@ -246,10 +254,10 @@ def test_the_difference_of_a_known_fault_adds_up(fault, tmp_path):
     paths = [tmp_path / "before", tmp_path / "after"]
     for job, folder in zip((healthy, FAULTS[fault].apply(healthy, 2)), paths, strict=True):
         write_traces(run(job), folder)
-    found = compare(*paths)
-    assert found.difference_us > 0
-    assert sum(b - a for a, b in found.account.values()) == pytest.approx(found.difference_us)
-    text = compare_text(found).splitlines()
+    found = compared(*paths)
+    assert found["difference_us"] > 0
+    assert sum(row["difference_us"] for row in found["account"]) == pytest.approx(found["difference_us"])
+    text = comparison_text(found).splitlines()
     rows = [row.replace(",", "").split("|") for row in text if row.startswith(("| - ", "| step"))]
     step, *kinds = (float(row[4]) for row in rows)
     assert sum(kinds) == pytest.approx(step, abs=len(kinds))

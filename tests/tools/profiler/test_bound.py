@@ -6,20 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_dualpipe.overlap.pair_time import Await, Begin, Computation, least_time
 from moe_dualpipe.tools.profiler import analyze, read_trace
-from moe_dualpipe.tools.profiler.bound import (
-    Compute,
-    Start,
-    Wait,
-    least_time,
-    possible_share,
-    recorded_events,
-)
+from moe_dualpipe.tools.profiler.bound import possible_share, recorded_events
 from tests.support.traces import annotation, kernel, operator, write
 
 LABELS = "dispatch(F)", "combine(F)", "dispatch(B)", "sizes"
-computes, starts = st.builds(Compute, st.integers(0, 6)), st.builds(Start, st.sampled_from(LABELS), st.integers(0, 9))
-drawn = st.lists(computes | computes | starts | st.builds(Wait, st.sampled_from(LABELS)), max_size=14)
+computes, starts = (
+    st.builds(Computation, st.integers(0, 6)),
+    st.builds(Begin, st.sampled_from(LABELS), st.integers(0, 9)),
+)
+drawn = st.lists(computes | computes | starts | st.builds(Await, st.sampled_from(LABELS)), max_size=14)
 
 
 D, C = "dispatch(F)", "combine(F)"
@@ -27,19 +24,19 @@ D, C = "dispatch(F)", "combine(F)"
 
 @pytest.mark.parametrize(("events", "least"), [
     ([], 0),
-    ([Start(D, 5), Compute(3), Wait(D)], 5),
-    ([Start(D, 5), Compute(9), Wait(D), Compute(1)], 10),
-    ([Start(D, 5), Compute(9)], 9),  # nothing waits for it
-    ([Start(D, 4), Start(C, 3), Compute(2), Wait(C)], 7),  # one link: the second follows the first
-    ([Compute(6), Start(D, 4), Wait(D)], 10),  # not before it is launched
-    ([Start(D, 2), Start(D, 6), Wait(D), Compute(1), Wait(D)], 8),  # waits take transfers in their order
-    ([Start(D, 2), Start(D, 6), Wait(D), Compute(9), Wait(D)], 11),
-    ([Wait(D), Compute(3), Start(D, 2), Wait(C)], 3),  # a wait without a transfer
+    ([Begin(D, 5), Computation(3), Await(D)], 5),
+    ([Begin(D, 5), Computation(9), Await(D), Computation(1)], 10),
+    ([Begin(D, 5), Computation(9)], 9),  # nothing waits for it
+    ([Begin(D, 4), Begin(C, 3), Computation(2), Await(C)], 7),  # one link: the second follows the first
+    ([Computation(6), Begin(D, 4), Await(D)], 10),  # not before it is launched
+    ([Begin(D, 2), Begin(D, 6), Await(D), Computation(1), Await(D)], 8),  # waits take transfers in their order
+    ([Begin(D, 2), Begin(D, 6), Await(D), Computation(9), Await(D)], 11),
+    ([Await(D), Computation(3), Begin(D, 2), Await(C)], 3),  # a wait without a transfer
 ])  # fmt: skip
 def test_the_least_time_of_events_and_the_share_that_it_hides(events, least):
     assert least_time(events) == least
-    sending = sum(event.time for event in events if isinstance(event, Start))
-    computing = sum(event.time for event in events if isinstance(event, Compute))
+    sending = sum(event.time for event in events if isinstance(event, Begin))
+    computing = sum(event.time for event in events if isinstance(event, Computation))
     expected = pytest.approx(1 - (least - computing) / sending) if sending else None
     assert possible_share(events) == expected
 
@@ -50,10 +47,10 @@ def recorded(path, events, gaps):
     for event, gap in zip(events, gaps, strict=True):
         clock += gap
         match event:
-            case Compute(time):
+            case Computation(time):
                 found.append(operator("aten::mm", clock, time))
                 clock += time
-            case Start(label, time):
+            case Begin(label, time):
                 named = "prepare dispatch(F)" if label == "sizes" else label
                 found += [annotation(named, clock, 0.5), annotation("link::carry", clock, 0.5)]
                 link = max(link, clock)
@@ -61,7 +58,7 @@ def recorded(path, events, gaps):
                 link += time
                 arrives[label].append(link)
                 clock += 0.5
-            case Wait(label):
+            case Await(label):
                 end = max(clock, arrives[label].popleft()) if arrives[label] else clock
                 found += [
                     annotation(f"wait for {label}", clock, end - clock),
@@ -76,16 +73,16 @@ def recorded(path, events, gaps):
 def test_a_run_never_hides_more_than_possible(tmp_path_factory, events, data):
     path = tmp_path_factory.mktemp("bound") / "trace.json"
     events = [
-        Compute(3),
-        Start("dispatch(F)", 7),
-        *(e._replace(time=e.time + 1) if isinstance(e, Start) else e for e in events),
+        Computation(3),
+        Begin("dispatch(F)", 7),
+        *(e._replace(time=e.time + 1) if isinstance(e, Begin) else e for e in events),
     ]
     slow = data.draw(st.booleans())
     gaps = [data.draw(st.integers(0, 5)) if slow else 0 for _ in events]
     trace = read_trace(recorded(path, events, gaps))
     (analysis,), found = analyze(trace), recorded_events(trace)
-    assert [e for e in found if isinstance(e, Start)] == [
-        Start(e.label, pytest.approx(e.time)) for e in events if isinstance(e, Start)
+    assert [e for e in found if isinstance(e, Begin)] == [
+        Begin(e.label, pytest.approx(e.time)) for e in events if isinstance(e, Begin)
     ]  # fmt: skip
     possible, reached = possible_share(found), analysis.hidden_fraction
     assert possible is not None and reached is not None and reached <= possible + 1e-6
@@ -100,8 +97,11 @@ def test_transfers_at_the_same_time_share_the_link(tmp_path):
         annotation("link:carry", 7, 12, thread=3), operator("aten::mm", 8, 6),
     ]  # fmt: skip
     found = recorded_events(read_trace(write(tmp_path / "a.json", events)))
-    assert [event for event in found if isinstance(event, Start)] == [Start("dispatch(F)", 11), Start("dispatch(B)", 4)]
-    assert sum(event.time for event in found if isinstance(event, Compute)) == 10
+    assert [event for event in found if isinstance(event, Begin)] == [
+        Begin("dispatch(F)", 11),
+        Begin("dispatch(B)", 4),
+    ]
+    assert sum(event.time for event in found if isinstance(event, Computation)) == 10
 
 
 def test_a_gpu_has_no_bound(tmp_path):

@@ -11,7 +11,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.profiler import measure, read_trace
-from moe_dualpipe.tools.profiler.pair import Pair, Workload
+from moe_dualpipe.tools.profiler.pair import Pair, PairWorkload
 from moe_dualpipe.tools.profiler.reading.paths import trace_paths
 
 MODEL = ModelConfig(
@@ -20,7 +20,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 LATENT = replace(MODEL, attention="mla", num_heads=3, head_dim=5, q_rank=9, kv_rank=6, rope_dim=4, value_dim=7)
 CPU = torch.device("cpu")
-WORKLOAD = Workload("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
+WORKLOAD = PairWorkload("train", "a small one", MODEL, 2, 8, 24, "balanced", CPU, torch.float32)
 SMALL = ["profile", "run", "--num-layers", "2", "--seq-len", "16", "--tokens", "32", "--ep", "4"]
 
 
@@ -136,7 +136,7 @@ def test_invalid_run_options(options, problem, capsys, tmp_path, monkeypatch):
 # ---- The link and the defaults ----
 
 
-LARGE = Workload("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)
+LARGE = PairWorkload("train", "some", ModelConfig(num_experts=8), 2, 1024, 4096, "balanced", CPU, torch.float32)
 
 
 def test_the_default_link_depends_on_the_computation_time(monkeypatch):
@@ -172,5 +172,5 @@ def test_default_ranks_divide_the_experts():
     ("decode", None, None, (1024, 128)), ("decode", 100, 7, (100, 7)), ("train", 8192, None, (8192, 8192)),
 ])  # fmt: skip
 def test_default_sizes(mode, seq, tokens, expected):
-    work = Workload.from_preset(mode, "tiny", 1, seq, tokens)
+    work = PairWorkload.from_preset(mode, "tiny", 1, seq, tokens)
     assert (work.seq, work.tokens) == expected

@@ -11,7 +11,6 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler.account import TRANSFER, WAITING
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.matching import RankTransfers
-from moe_dualpipe.tools.profiler.pictures.lanes import trace_pictures
 from moe_dualpipe.tools.profiler.ranks import compare_traces
 from moe_dualpipe.tools.profiler.trace import DeviceEvent
 from tests.support.faults import Job, Machine, run, write_traces
@@ -215,7 +214,7 @@ def files(tmp_path, offset=0, base=0, hosts=("a", "a"), numbers=(0, 1)):
 def test_the_command_and_the_pictures_put_ranks_on_one_clock(tmp_path, capsys, offset, base, hosts):
     """In both pictures the collective ends at the same place, 100 after the start of the second rank."""
     paths = files(tmp_path, offset, base, hosts)
-    first, second = trace_pictures(analyze_files(paths))
+    first, second = analyze_files(paths).pictures()
     assert (first.start_us + first.shift_us, second.start_us + second.shift_us) == (30, 0)
     assert [[one.event.end + own.shift_us for one in own.of_kind("comm")] for own in (first, second)] == [[100], [100]]
     assert first.title == "rank 0: 40.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."

@@ -9,8 +9,8 @@ import pytest
 
 from moe_dualpipe.tools.profiler.account import LOST
 from moe_dualpipe.tools.profiler.doctor.verdict import CAUSES
-from moe_dualpipe.tools.profiler.reports.verdicts import HEALTHY as NOTHING_LEFT
-from moe_dualpipe.tools.profiler.reports.verdicts import verdicts_text
+from moe_dualpipe.tools.profiler.report import HEALTHY as NOTHING_LEFT
+from moe_dualpipe.tools.profiler.report import verdicts_text
 from tests.support.diagnosed import analyzed, outcomes
 from tests.support.faults import FAULTS, PAIRS, run
 from tests.support.faults.jobs import HEALTHY, decode, moe_training

@@ -6,7 +6,7 @@ import pytest
 
 from moe_dualpipe.schedule import Backward, Costs, Part, Span, build, simulate
 from moe_dualpipe.tools.profiler import TraceError, read_trace
-from moe_dualpipe.tools.profiler.pipeline import RecordedPipeline, measured_costs, step_breakdowns
+from moe_dualpipe.tools.profiler.recorded_pipeline import RecordedPipeline, measured_costs, step_breakdowns
 from moe_dualpipe.tools.profiler.steps import recorded_steps
 from tests.support.traces import annotation, kernel, launch, operator, write
 

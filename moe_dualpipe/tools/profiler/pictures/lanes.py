@@ -1,50 +1,54 @@
 """Draw traces as lanes: computation above communication, like DeepSeek's published profiles, and copies below.
 
-An image is for a page or a slide. To zoom into a trace, use ui.perfetto.dev: it shows names, details and causes of any
-number of events, it searches and measures, and people know it.
+An image is for a page or a slide. To zoom into a trace, and to search and measure in it, use ui.perfetto.dev. In an
+image, each lane is a row of pixels, and a pixel has the color of what ran longest in it.
+
+If phases have this project's letters, (F), (B), (I) and (W), a color shows the letter. In all other traces, a color
+shows the category of a kernel (../categories.py). Most colors are of Paul Tol's scheme "light", which was made for
+black text and can be told apart by people who are color-blind (https://personal.sron.nl/~pault/). A red strip marks
+exposed communication: the more of a pixel is exposed, the stronger.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ....messages import plural
-from ...drawing.figures import save_figure
-from ..reports.overlap import hidden_sentence
-from .lanes_image import lanes_figure
+from ....overlap.labels import letter_of
+from ...drawing.figures import new_figure, plain_text, save_figure
+from ...drawing.timeline import COLORS as COLORS_OF_LETTERS
+from ...drawing.timeline import LABELS
+from ..communication import Kind
+from ..intervals import Intervals, as_intervals, length_before, union
+from ..kernel_names import shortened
 from .perfetto import write_perfetto
-from .picture import Picture
+from .picture import LANES, Picture, Work, runs
 
 if TYPE_CHECKING:
-    from ..files import TracedDevice, TraceFiles
-    from ..measure import Measurement
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".json", ".json.gz")
 MAX_PICTURES = 8
 """An image has so many devices at most; a note tells how many were left out."""
-
-
-def trace_pictures(files: "TraceFiles") -> list[Picture]:
-    """Return one picture per device, on one time axis. If the ranks' clocks cannot be compared, each starts at 0."""
-    known = [shift for shift in files.comparison.shifts_us if shift is not None]
-    aligned = len(known) == len(files.devices)
-    shifts = [shift - min(known) for shift in known] if aligned else [0.0] * len(files.devices)
-    names = files.names if len(files.devices) > 1 else [files.devices[0].analysis.name]
-    rows = zip(names, files.devices, shifts, strict=True)
-    return [_picture(f"{name}: ", device, shift) for name, device, shift in rows]
-
-
-def measurement_pictures(measurement: "Measurement") -> list[Picture]:
-    """Return the lanes of both runs."""
-    return [
-        _picture(f"{run}: {device.analysis.window_us / 1e3:,.1f} ms, ", device, 0.0)
-        for run, device in measurement.devices.items()
-    ]
-
-
-def _picture(title: str, device: "TracedDevice", starts_at: float) -> Picture:
-    found, shift = device.analysis, starts_at - device.transfers.start_us
-    return Picture(title + hidden_sentence(found), device.work, shift, found.account, found.verdicts)
+PIXELS = 1200
+OTHER, HIDDEN, COPIES, EXPOSED = "other", "communication", "copies", "exposed communication"
+CATEGORY_COLORS = {
+    "GEMM": "#77aadd", "grouped GEMM": "#99ddff", "attention": "#44bb99", "convolution": "#7788cc",
+    "normalization": "#bbcc33", "softmax and loss": "#88cc77", "elementwise": "#eedd88", "reduction": "#aaaa00",
+    "routing": "#ffaabb", "embedding": "#cc99cc", "optimizer": "#bb8899", "data movement": "#ccaa88",
+}  # fmt: skip
+COLORS = {LABELS[letter]: color for letter, color in COLORS_OF_LETTERS.items()} | CATEGORY_COLORS
+COLORS |= {OTHER: "#cccccc", HIDDEN: "#3399cc", COPIES: "#ee8866", EXPOSED: "#cc3311"}
+"""In the order of the legend."""
+_STYLES = [*COLORS]
+_FONT = 9  # points: the text is 11 pixels high in an image 800 pixels wide
+_LANE_INCHES, _LETTER_INCHES = 7.7, 0.68 * _FONT / 72
+_SPACE, _STRIP = 0.14, 0.1
 
 
 def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
@@ -58,3 +62,95 @@ def save_lanes(pictures: Sequence[Picture], path: Path) -> None:
     left_out = len(pictures) - MAX_PICTURES
     note = f"{plural(left_out, 'more device')} not drawn" if left_out > 0 else ""
     save_figure(lanes_figure(pictures[:MAX_PICTURES], note), path)
+
+
+def lanes_figure(pictures: Sequence[Picture], note: str = "") -> "Figure":
+    """Draw the pictures below each other on one time axis. Raises ImportError if matplotlib is not installed.
+
+    note: a line below them. Lanes in which no device has work are left out.
+    """
+    used: list[Kind] = [kind for kind in LANES if kind == "compute" or any(one.of_kind(kind) for one in pictures)]
+    letters = any(letter_of(one.phase) for picture in pictures for one in picture.work)
+    end = max(picture.end_us for picture in pictures)
+    height = 0.25 + 0.55 * sum(LANES[kind][1] for kind in used)
+    figure = new_figure(9.0, 0.4 + height * len(pictures))
+    seen: set[str] = set()
+    for axes, picture in zip(figure.subplots(len(pictures), squeeze=False)[:, 0], pictures, strict=True):
+        seen |= _draw(axes, picture, end, used, letters)
+        axes.set_title("\n".join(map(plain_text, wrap(picture.title, 115))), fontsize=_FONT, loc="left")
+    _add_legend(figure, seen)
+    if note:
+        figure.supxlabel(plain_text(note), fontsize=_FONT, x=0.99, ha="right")
+    return figure
+
+
+def style_of(work: Work, letters: bool) -> str:
+    """The color of work, as it is called in the legend."""
+    if letters:
+        return LABELS.get(letter_of(work.phase) or "", OTHER)
+    of_kind = {"comm": HIDDEN, "copy": COPIES}
+    return of_kind.get(work.kind, work.category if work.category in CATEGORY_COLORS else OTHER)
+
+
+def _draw(axes: "Axes", picture: Picture, end: float, used: Sequence[Kind], letters: bool) -> set[str]:
+    """Draw the lanes of one device. Returns the styles that can be seen."""
+    edges = np.linspace(0.0, end, PIXELS + 1) - picture.shift_us
+    top, middles, seen = 0.0, [], set[str]()
+    for kind in used:
+        bottom, work = top - LANES[kind][1], picture.of_kind(kind)
+        times = _times(work, letters, edges)
+        shown = np.where(times.any(axis=0), times.argmax(axis=0), -1)
+        _add_pixels(axes, shown, np.ones(PIXELS), end, bottom, top)
+        seen |= {_STYLES[number] for number in np.unique(shown[shown >= 0]).tolist()}
+        if kind == "comm" and len(picture.exposed):
+            share = np.diff(length_before(picture.exposed)(edges)) / (end / PIXELS)
+            _add_pixels(axes, np.full(PIXELS, _STYLES.index(EXPOSED)), share, end, bottom, bottom + _STRIP)
+            seen.add(EXPOSED)
+        _add_labels(axes, picture, work, end, bottom, top)
+        middles.append((bottom + top) / 2)
+        top = bottom - _SPACE
+    axes.set(xlim=(0, end / 1e3), ylim=(top + 0.08, 0.06), aspect="auto")
+    axes.set_yticks(middles, [LANES[kind][0] for kind in used])
+    axes.set_frame_on(False)
+    axes.tick_params(length=0, labelsize=_FONT)
+    unit, size = ("s", 1e6) if end >= 1e6 else ("ms", 1e3) if end >= 1e3 else ("us", 1.0)
+    axes.xaxis.set_major_formatter(lambda ms, _: f"{ms * 1e3 / size:g} {unit}")
+    return seen
+
+
+def _times(work: Sequence[Work], letters: bool, edges: np.ndarray) -> np.ndarray:
+    """How long each style runs in each pixel, shape [styles, pixels]."""
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one in work:
+        spans[style_of(one, letters)].append((one.event.start, one.event.end))
+    busy: list[Intervals] = [union(as_intervals(spans[style])) for style in _STYLES]
+    return np.stack([np.diff(length_before(own)(edges)) for own in busy])
+
+
+def _add_pixels(axes: "Axes", styles: np.ndarray, opacity: np.ndarray, end: float, bottom: float, top: float) -> None:
+    """Draw a row of pixels. A style of -1 is not drawn."""
+    from matplotlib.colors import to_rgba
+
+    table: Any = np.array([*map(to_rgba, COLORS.values()), (1, 1, 1, 0)])
+    pixels = table[styles]
+    pixels[:, 3] *= opacity.clip(0, 1)
+    axes.imshow(pixels[np.newaxis], extent=(0, end / 1e3, bottom, top), interpolation="nearest", aspect="auto")
+
+
+def _add_labels(axes: "Axes", picture: Picture, work: Sequence[Work], end: float, bottom: float, top: float) -> None:
+    """Name the phases or kernels of one lane, where a name fits; shorten long ones."""
+    inch = end / _LANE_INCHES
+    for start, until, name in runs(work, end / 400):
+        if until - start > 0.1 * inch:
+            axes.vlines((start + picture.shift_us) / 1e3, bottom, top, "white", linewidth=0.8)
+        text = shortened(name, int((until - start) / inch / _LETTER_INCHES))
+        if text:
+            middle = ((start + until) / 2 + picture.shift_us) / 1e3
+            axes.text(middle, (bottom + top) / 2, plain_text(text), ha="center", va="center", fontsize=_FONT)
+
+
+def _add_legend(figure: "Figure", seen: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    entries = [Patch(facecolor=color, label=label) for label, color in COLORS.items() if label in seen]
+    figure.legend(handles=entries, loc="outside lower left", ncols=5, fontsize=_FONT, frameon=False)

@@ -18,14 +18,13 @@ import msgspec
 
 from ....messages import printable
 from ..reading.chrome import WRITTEN_BY
-from .lanes_image import LANES
-from .picture import Picture, Work, runs
+from .picture import LANES, Picture, Work, runs
 
 _MOST_ROWS = 1000  # of a device
 
 
 class Slice(NamedTuple):
-    """A named span, in microseconds of its trace. args: what is shown of it when it is selected."""
+    """A named span, in microseconds of its trace. args: shown when it is selected."""
 
     start: float
     end: float

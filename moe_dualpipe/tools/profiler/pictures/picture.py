@@ -1,4 +1,4 @@
-"""What is drawn of one device, as an image or for Perfetto."""
+"""What is drawn of traces, as an image (lanes.py) or for ui.perfetto.dev (perfetto.py)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,14 @@ from ..kernel_names import short_name
 from ..phases import Phases
 from ..trace import DeviceEvent, HostEvent, Trace
 
+LANES: dict[Kind, tuple[str, float]] = {
+    "compute": ("computation", 0.86), "comm": ("communication", 0.86), "copy": ("copies", 0.4),
+}  # fmt: skip
+"""The name and the height of each lane."""
+
 
 class Work(NamedTuple):
-    """A device event with what is known about it."""
+    """A device event with its category, and the part of the program that launched it."""
 
     event: DeviceEvent
     kind: Kind
@@ -73,17 +78,20 @@ class Picture:
         return [one for one in self.work if one.kind == kind]
 
 
-class Run(NamedTuple):
-    """Successive work of one stream that one annotation or module launched or, without any, of one name."""
+class WorkRun(NamedTuple):
+    """Successive work of one stream that belongs together.
+
+    It was launched by the same annotation or module. If there is none, it has the same name.
+    """
 
     start: float
     end: float
     name: str
 
 
-def runs(work: Iterable[Work], gap: float) -> Iterator[Run]:
+def runs(work: Iterable[Work], gap: float) -> Iterator[WorkRun]:
     """Yield the runs of work that is sorted by start, each without gaps longer than `gap`."""
-    latest: dict[str, tuple[Work, Run]] = {}
+    latest: dict[str, tuple[Work, WorkRun]] = {}
     for one in work:
         start, end, stream = one.event.start, one.event.end, one.event.stream
         if stream in latest:
@@ -92,5 +100,5 @@ def runs(work: Iterable[Work], gap: float) -> Iterator[Run]:
                 latest[stream] = first, run._replace(end=max(run.end, end))
                 continue
             yield run
-        latest[stream] = one, Run(start, end, one.name)
+        latest[stream] = one, WorkRun(start, end, one.name)
     yield from (run for _, run in latest.values())

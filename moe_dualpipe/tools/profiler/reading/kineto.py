@@ -17,7 +17,7 @@ from msgspec.json import decode
 from ....overlap.labels import OWN_TRANSFERS, is_exchange
 from ..trace import PEER_COPY, WAITS, DeviceEvent, HostEvent, Trace
 from .chrome import DAMAGE, ChromeTrace, Event
-from .collectives import RecordedCollectives, whole
+from .recorded_collectives import RecordedCollectives, size, whole
 
 TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{OWN_TRANSFERS}):(?!:)")
 """Names of events for whole transfers, by torch's backends and this package. They are not annotations."""
@@ -36,7 +36,14 @@ _LONGEST_TIME = 1e17  # microseconds: 3,000 years
 def sort_events(file: ChromeTrace, trace: Trace) -> None:
     """Fill in `trace` with all that the analysis needs. An event without a valid time is skipped and counted."""
     _describe(file, trace)
-    _Sorter(trace).sort(file.traceEvents)
+    sorter = _Sorter(trace)
+    trace.num_events = len(file.traceEvents)
+    for event in file.traceEvents:
+        sorter.take(event)
+    if trace.device_events:
+        trace.operators = []  # they are the work of the device only where the CPU is the device
+    _find_peer_copies(trace)
+    sorter.collectives.connect(trace)
 
 
 def _describe(file: ChromeTrace, trace: Trace) -> None:
@@ -63,11 +70,11 @@ def _group(fields: object) -> tuple[str, tuple[int, ...]] | None:
 
 
 class _Sorter:
-    """Takes the events of one file."""
+    """Puts each event into the list of the trace that its category belongs to."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
-        self._collectives = RecordedCollectives()
+        self.collectives = RecordedCollectives()
         self._threads: dict[tuple[str, str], tuple[str, str]] = {}
         self._handlers: dict[str, Callable[[HostEvent, Event], None]] = {
             "kernel": self._kernel, "hpu_op": self._kernel, **dict.fromkeys(_LAUNCHES, self._launch),
@@ -75,26 +82,10 @@ class _Sorter:
             **{category: partial(self._copy, category) for category in _COPIES},
         }  # fmt: skip
 
-    def sort(self, events: list[Event]) -> None:
-        trace = self.trace
-        trace.num_events = len(events)
-        for event in events:
-            if event.ph == "X":
-                handler = self._handlers.get(event.cat) if isinstance(event.cat, str) else None
-                if handler is not None and (timed := self._timed(event)) is not None:
-                    handler(timed, event)
-        if trace.device_events:
-            trace.operators = []  # only where the CPU is the device is its work looked at
-        self._find_peer_copies()
-        self._collectives.connect(trace)
-
-    def _find_peer_copies(self) -> None:
-        """Memory that other ranks share looks local, so a copy to it is "DtoD": the annotation says where it goes."""
-        for i, event in enumerate(self.trace.device_events):
-            if event.category == "gpu_memcpy" and _ON_DEVICES.search(event.name):
-                owner = self.trace.annotation_of(event)
-                if owner is not None and is_exchange(owner.name):
-                    self.trace.device_events[i] = event._replace(category=PEER_COPY)
+    def take(self, event: Event) -> None:
+        handler = self._handlers.get(event.cat) if event.ph == "X" and isinstance(event.cat, str) else None
+        if handler is not None and (timed := self._timed(event)) is not None:
+            handler(timed, event)
 
     def _timed(self, event: Event) -> HostEvent | None:
         start, length = time_of(event.ts), time_of(event.dur)
@@ -119,30 +110,27 @@ class _Sorter:
         arguments = self._arguments(event)
         grid = arguments.get("grid")
         blocks = math.prod(whole(size) or 0 for size in grid) if isinstance(grid, list) and len(grid) <= 3 else 0
-        collective = self._collectives.read(arguments) if "Collective name" in arguments else None
-        self._device_event("kernel", timed, arguments, blocks, 0)
-        if collective is not None:
-            self.trace.device_events[-1] = self.trace.device_events[-1]._replace(collective=collective)
+        collective = self.collectives.read(arguments) if "Collective name" in arguments else None
+        self._add("kernel", timed, arguments, blocks=blocks, collective=collective)
 
     def _copy(self, category: str, timed: HostEvent, event: Event) -> None:
         arguments = self._arguments(event)
-        moved = arguments.get("bytes")
         if arguments.get("fromDevice") != arguments.get("toDevice"):
             category = PEER_COPY
-        self._device_event(category, timed, arguments, 0, moved if type(moved) is int and 0 <= moved < 2**63 else 0)
+        self._add(category, timed, arguments, bytes=size(arguments.get("bytes")) or 0)
 
-    def _device_event(
-        self, category: str, timed: HostEvent, arguments: dict[str, Any], blocks: int, moved: int
-    ) -> None:
+    def _add(
+        self, category: str, timed: HostEvent, arguments: dict[str, Any], blocks: int = 0, **more: Any
+    ) -> None:  # fmt: skip
+        """Add a device event. Without a device and a stream, it is on those of its process and thread."""
         name, start, end, thread = timed
         device, stream = (
             thread[place] if arguments.get(key) is None else sys.intern(str(arguments[key]))
             for place, key in enumerate(("device", "stream"))
         )
         correlation = _id(arguments.get("correlation"))
-        self.trace.device_events.append(
-            DeviceEvent(name, category, start, end, device, stream, correlation, blocks, moved)
-        )
+        event = DeviceEvent(name, category, start, end, device, stream, correlation, blocks, **more)
+        self.trace.device_events.append(event)
 
     def _launch(self, timed: HostEvent, event: Event) -> None:
         launches, correlation = self.trace.launches, _id(self._arguments(event).get("correlation"))
@@ -152,26 +140,32 @@ class _Sorter:
             launches[correlation] = timed
 
     def _annotation(self, timed: HostEvent, _: Event) -> None:
-        add_annotation(self.trace, timed)
+        """Add an annotation, unless its name says that it is a transfer, a call that starts one, or a step."""
+        trace = self.trace
+        if TRANSFER.match(timed.name):
+            trace.transfers.append(timed)
+        elif _OWN_CALLS.match(timed.name):
+            trace.operators.append(timed)
+        else:
+            (trace.steps if _STEP.match(timed.name) else trace.annotations).append(timed)
 
     def _operator(self, timed: HostEvent, event: Event) -> None:
         (self.trace.transfers if TRANSFER.match(timed.name) else self.trace.operators).append(timed)
         if timed.name == "record_param_comms" and "Collective name" in (arguments := self._arguments(event)):
-            self._collectives.add_call(timed, arguments)
+            self.collectives.add_call(timed, arguments)
 
     def _python(self, timed: HostEvent, _: Event) -> None:
         if timed.name.startswith(_MODULE):
             self.trace.modules.append(timed._replace(name=sys.intern(timed.name.removeprefix(_MODULE))))
 
 
-def add_annotation(trace: Trace, event: HostEvent) -> None:
-    """Add an annotation, unless its name says that it is a transfer, a call that starts one, or a step."""
-    if TRANSFER.match(event.name):
-        trace.transfers.append(event)
-    elif _OWN_CALLS.match(event.name):
-        trace.operators.append(event)
-    else:
-        (trace.steps if _STEP.match(event.name) else trace.annotations).append(event)
+def _find_peer_copies(trace: Trace) -> None:
+    """Memory that other ranks share looks local, so a copy to it is "DtoD": the annotation says where it goes."""
+    for i, event in enumerate(trace.device_events):
+        if event.category == "gpu_memcpy" and _ON_DEVICES.search(event.name):
+            owner = trace.annotation_of(event)
+            if owner is not None and is_exchange(owner.name):
+                trace.device_events[i] = event._replace(category=PEER_COPY)
 
 
 def time_of(value: object) -> float | None:

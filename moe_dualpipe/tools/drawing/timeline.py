@@ -1,14 +1,17 @@
-"""The boxes and colors that the text and the figure of a timeline share.
+"""The boxes, colors, title and summary that all drawings of a timeline share. Standard library only.
 
-As in DeepSeek's figure, forwards are orange, backwards green, and separate weight gradients blue. All stages of a rank
-but its first have paler colors.
+As in DeepSeek's figure, forwards are orange, backwards green, and separate weight gradients blue. The first stage of a
+rank has full colors, its other stages have paler ones.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...messages import plural
 from ...schedule.actions import Forward, Overlap, members
+from ...schedule.schedule import Schedule
 from ...schedule.timeline import Timeline
+from .tables import format_number, format_range
 
 COLORS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}
 LABELS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -63,3 +66,24 @@ def shade(timeline: Timeline, rank: int, box: Box) -> str:
 
 def paler(color: str, toward_white: float) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * toward_white):02x}" for part in bytes.fromhex(color[1:]))
+
+
+def timeline_summary(timeline: Timeline) -> str:
+    """Return two lines: the step time and the bubble, then the peak memory of any rank, in stages of the schedule."""
+    deferred = f", {max(timeline.peak_deferred)} deferred W" if max(timeline.peak_deferred) else ""
+    activations = plural(max(timeline.peak_activations), "micro-batch", "es")
+    bubble = f"{format_range(timeline.bubble)} per rank ({timeline.bubble_share:.1%})"
+    return (
+        f"step {format_number(timeline.makespan)}, bubble {bubble}\n"
+        f"peak: activations of {activations}{deferred}, parameters of {plural(max(timeline.parameters), 'stage')}"
+    )
+
+
+def timeline_title(timeline: Timeline) -> str:
+    return f"{timeline.schedule.name}: {schedule_sizes(timeline.schedule)}"
+
+
+def schedule_sizes(schedule: Schedule) -> str:
+    """Return a text such as `4 ranks, 8 stages, 16 micro-batches`."""
+    micro_batches = plural(schedule.num_micro_batches, "micro-batch", "es")
+    return f"{plural(schedule.num_ranks, 'rank')}, {plural(schedule.num_stages, 'stage')}, {micro_batches}"

@@ -1,18 +1,45 @@
 """A timeline as a figure, like those of DeepSeek: the number in a box is its micro-batch, a frame is a pair."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...schedule.actions import Overlap
 from ...schedule.timeline import Timeline
-from .captions import timeline_summary, timeline_title
-from .figures import new_figure, plain_text
-from .timeline_boxes import COLORS, LABELS, boxes, has_pairs, letters, paler, shade, shortest
+from .figures import new_figure, plain_text, save_figure
+from .timeline import (
+    COLORS,
+    LABELS,
+    boxes,
+    has_pairs,
+    letters,
+    paler,
+    shade,
+    shortest,
+    timeline_summary,
+    timeline_title,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TIMELINE_SUFFIXES = (".svg", ".png", ".csv")
 _MOST_INCHES = 60
+
+
+def save_timeline(timeline: Timeline, path: str | Path, until: float | None = None) -> None:
+    """Save in the format of the suffix: a figure (.svg, .png) up to the time `until`, or the schedule alone (.csv).
+
+    Raises ValueError for any other suffix, and ImportError for a figure if matplotlib is not installed.
+    """
+    path = Path(path)
+    match path.suffix.lower():
+        case ".svg" | ".png":
+            save_figure(timeline_figure(timeline, until), path)
+        case ".csv":
+            path.write_text(timeline.schedule.to_csv())
+        case _:
+            raise ValueError(f"cannot write {path.name!r}: use one of {', '.join(TIMELINE_SUFFIXES)}")
 
 
 def timeline_figure(timeline: Timeline, until: float | None = None) -> "Figure":

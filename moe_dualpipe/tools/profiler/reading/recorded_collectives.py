@@ -20,6 +20,11 @@ def whole(value: object) -> int | None:
     return value if type(value) is int and 0 <= value < 2**31 else None
 
 
+def size(value: object) -> int | None:
+    """A number of elements or bytes; None if it is not valid."""
+    return value if type(value) is int and 0 <= value < 2**63 else None
+
+
 class RecordedCollectives:
     """The collectives of one trace. Equal ones are kept once."""
 
@@ -30,12 +35,12 @@ class RecordedCollectives:
     def read(self, arguments: dict[str, Any]) -> Collective:
         """The collective in the arguments of an event."""
         name = str(arguments["Collective name"])
-        size = whole(arguments.get("Group size")) or 0
+        num_ranks = whole(arguments.get("Group size")) or 0
         peer = arguments.get("Dst Rank" if "send" in name.lower() else "Src Rank")
         found = Collective(
             name, str(arguments.get("Process Group Name", arguments.get("Process Group ID", ""))),
-            str(arguments.get("Process Group Description", "")), _ranks(arguments, size), size,
-            _elements(arguments.get("In msg nelems")), _elements(arguments.get("Out msg nelems")),
+            str(arguments.get("Process Group Description", "")), _ranks(arguments, num_ranks), num_ranks,
+            size(arguments.get("In msg nelems")), size(arguments.get("Out msg nelems")),
             str(arguments.get("dtype", "")), whole(arguments.get("Seq")), whole(peer),
         )  # fmt: skip
         return self._known.setdefault(found, found)
@@ -63,14 +68,16 @@ class RecordedCollectives:
                 trace.device_events[i] = event._replace(collective=self._known.setdefault(known, known))
 
 
-def _ranks(arguments: dict[str, Any], size: int) -> tuple[int, ...]:
+def _ranks(arguments: dict[str, Any], num_ranks: int) -> tuple[int, ...]:
     """The ranks of a group; kineto elides long lists, such as "[0, 1, ..., 63]"."""
     words = str(arguments.get("Process Group Ranks", "")).strip("[]").replace(",", " ").split()
     ranks = tuple(number for number in map(whole, words) if number is not None)
     first, step = whole(arguments.get("Global rank start")), whole(arguments.get("Global rank stride"))
     if len(ranks) < len(words) or not ranks:
-        ranks = tuple(range(first, first + step * size, step)) if first is not None and step and size < 1 << 20 else ()
-    return ranks if len(ranks) == size or not size else ()
+        ranks = ()
+        if first is not None and step and num_ranks < 1 << 20:
+            ranks = tuple(range(first, first + step * num_ranks, step))
+    return ranks if len(ranks) == num_ranks or not num_ranks else ()
 
 
 def _connect(trace: Trace, known: dict[int, Collective]) -> None:
@@ -78,7 +85,3 @@ def _connect(trace: Trace, known: dict[int, Collective]) -> None:
     for i, event in enumerate(trace.device_events if known else ()):
         if event.correlation in known and event.collective is None and NAMES.kind_of(event) == "comm":
             trace.device_events[i] = event._replace(collective=known[event.correlation])
-
-
-def _elements(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value < 2**63 else None

@@ -7,10 +7,10 @@ those of `schedule compare`.
 import json
 from typing import Any
 
-from ...schedule import Costs
-from ...schedule.compare import ComparedSchedule, compared
-from .captions import format_number, format_range
-from .timeline_boxes import COLORS, LABELS, boxes, shade
+from moe_dualpipe.schedule import Costs
+from moe_dualpipe.schedule.compare import ComparedSchedule, compared
+from moe_dualpipe.tools.drawing.tables import format_number, format_range
+from moe_dualpipe.tools.drawing.timeline import COLORS, LABELS, boxes, shade
 
 _ROW, _LEFT = 26, 48  # pixels: the height of a rank, and the room for its name
 

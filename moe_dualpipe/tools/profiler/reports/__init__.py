@@ -1,1 +1,0 @@
-"""The texts and tables that `moe-dualpipe profile` prints."""
