@@ -14,8 +14,10 @@ no time counts twice: every other report sums up entries of this account.
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -218,30 +220,28 @@ def copy_name(event: DeviceEvent) -> str:
     return f"{event.name}, {size / divisor:,.3g} {unit}" if size else event.name
 
 
-def relabeled(entries: Iterable[Entry], spans: Iterable[Entry], kinds: Sequence[str]) -> list[Entry]:
+def relabeled(entries: Iterable[Entry], spans: Sequence[Entry], kinds: Sequence[str]) -> list[Entry]:
     """The account with the entries of these kinds cut at `spans`, which give them another kind and prefix the detail.
 
-    spans: sorted, without overlap.
+    spans: sorted. A moment belongs to the span that started first.
     """
-    later = iter(spans)
-    span = next(later, None)
+    starts = [span.start_us for span in spans]
+    reach = [*accumulate((span.end_us for span in spans), max)]
     found = []
     for entry in entries:
         start = entry.start_us
-        while span is not None and span.end_us <= start:
-            span = next(later, None)
-        while entry.kind in kinds and span is not None and span.start_us < entry.end_us:
-            if span.start_us > start:
-                found.append(replace(entry, start_us=start, end_us=span.start_us))
-            end = min(span.end_us, entry.end_us)
+        cutting = range(bisect_right(reach, start), bisect_left(starts, entry.end_us)) if entry.kind in kinds else ()
+        for span in (spans[at] for at in cutting):
+            begin, end = max(start, span.start_us), min(span.end_us, entry.end_us)
+            if begin >= end:
+                continue
+            if begin > start:
+                found.append(replace(entry, start_us=start, end_us=begin))
             detail = ", ".join(filter(None, (span.detail, entry.detail)))
-            found.append(Entry(max(start, span.start_us), end, span.kind, detail))
+            found.append(Entry(begin, end, span.kind, detail))
             start = end
-            if span.end_us > entry.end_us:
-                break
-            span = next(later, None)
         if start < entry.end_us:
-            found.append(replace(entry, start_us=start) if start > entry.start_us else entry)
+            found.append(replace(entry, start_us=start))
     return found
 
 

@@ -11,10 +11,9 @@ from .analyze import Analysis, analyze
 from .communication import NAMES, Names
 from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
-from .matching import RankTransfers
 from .phases import Phases
 from .pictures.picture import Work, work_of
-from .ranks import Comparison, compare_traces, waits_for_ranks
+from .ranks import RankComparison, RankTransfers, compare_traces, waits_for_ranks
 from .reading import read_trace
 from .reading.remarks import refuse_launches_alone, remarks
 from .trace import Trace, TraceError
@@ -42,7 +41,7 @@ class TraceFiles:
     """The devices of all files, and what a comparison of them shows."""
 
     devices: Sequence[TracedDevice]
-    comparison: Comparison
+    comparison: RankComparison
 
     @property
     def names(self) -> list[str]:

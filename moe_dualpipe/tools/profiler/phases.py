@@ -11,8 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from ...overlap.labels import letter_of
-from .collectives import group_name
-from .communication import NAMES, Names
+from .communication import NAMES, Names, group_name
 from .trace import DeviceEvent, HostEvent, Trace, innermost
 from .windows import is_step
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..account import COMPUTATION, LOST, SLOWED, Entry, Total, relabeled, spans_of, totals
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
-from ..ranks import Comparison
+from ..ranks import RankComparison
 from ..trace import DeviceEvent, Trace
 from .case import Case, Finding
 from .causes import exposed, host, order, transfers
@@ -73,7 +73,7 @@ class Diagnosis(NamedTuple):
 
 
 def conclude(
-    examined: Sequence[Examined | None], accounts: Sequence[Sequence[Entry]], comparison: Comparison
+    examined: Sequence[Examined | None], accounts: Sequence[Sequence[Entry]], comparison: RankComparison
 ) -> list[Diagnosis]:  # fmt: skip
     """Return the verdicts on each device; an entry of None has none.
 

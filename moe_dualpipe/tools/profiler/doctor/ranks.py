@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..matching import Meeting
+from ..ranks import Meeting
 from .case import Case
 from .causes.exposed import is_point_to_point
 from .replay import DATA, Edges, Floats, Graph, Ints, Mask, Times, edges, ends, merged, replay

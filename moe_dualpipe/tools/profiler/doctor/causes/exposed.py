@@ -8,7 +8,7 @@ import numpy as np
 from .....messages import plural
 from ...account import copy_name
 from ...categories import category_of_kernel
-from ...collectives import kind_of_collective
+from ...communication import kind_of_collective
 from ...intervals import Intervals, as_intervals, difference, intersection, length_before, union, union_length
 from ..case import Case, Finding
 from ..dependencies import CLOCK
