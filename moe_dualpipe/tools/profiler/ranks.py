@@ -28,9 +28,9 @@ from .communication import group_name, kind_of_collective
 from .trace import DeviceEvent
 
 _POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast")  # NCCL's kernel names do not distinguish the first two
-"""Transfers that are not compared. A broadcast of gloo consists of sends, and its root does not wait for the others."""
+"""Transfers that are not compared. A broadcast of gloo consists of sends, and its root does not wait."""
 _LEAST_OVERLAP = 0.9
-"""Minimum share of a group's meetings in which all ranks are inside at one moment. Clocks are not exact enough for 1."""
+"""Minimum share of a group's meetings in which all ranks are inside at one moment. Clocks are not exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ Keyed = Mapping[int, Mapping[object, DeviceEvent]]
 def _meetings_of(
     group: RecordedGroup, members: Members, ranks: Sequence[RankTransfers], problems: list[str]
 ) -> list[Meeting]:
-    """The meetings of one group, in the order of its first rank. Appends a sentence to `problems` if some are missing."""
+    """The meetings of one group, in the order of its first rank. Appends to `problems` why others are missing."""
     if group == RecordedGroup() and len(members) < len(ranks):
         others = [position for position in range(len(ranks)) if position not in members]
         problems.append(f"transfers without a recorded group: {_names(ranks, others)} recorded none")

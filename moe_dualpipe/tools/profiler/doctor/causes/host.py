@@ -6,6 +6,7 @@ slow, or because it did something else: allocated memory, loaded data, saved a c
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -13,10 +14,11 @@ from .....messages import plural
 from ...account import ALLOCATING, CHECKPOINT, LOADER, OPTIMIZER, host_spans
 from ...intervals import EMPTY, Intervals, as_intervals, difference, intersection, length_before, union, union_length
 from ...trace import Trace, innermost
-from ..case import Case, Finding, most_costly
+from ..calls import AT_ONCE
 from ..dependencies import LATE
-from ..replay import SYNC, Change, Floats, Graph, Mask, shorter, without
-from ..view import AT_ONCE, COMM
+from ..device import Device, FoundCause, most_costly
+from ..replay import SYNC, Floats, Graph, Ints, shorter, without
+from ..view import COMM
 
 SHORT = 10.0
 """Microseconds: about the time that one launch takes."""
@@ -24,146 +26,123 @@ ACTIVITIES = {ALLOCATING: "allocator", LOADER: "data-loader", CHECKPOINT: "check
 """The causes, by what the host did."""
 
 
-def find(case: Case, trace: Trace) -> list[Finding]:
+def find(device: Device, trace: Trace) -> list[FoundCause]:
     """Find all causes of the host. Each may follow from those before it."""
-    if case.view.is_cpu:
-        return _waits_at_once(case)
+    if device.view.is_cpu:
+        return _waits_at_once(device)
     spans = {
-        kind: union(as_intervals(row[:2] for row in rows)) - case.view.origin
+        kind: union(as_intervals(row[:2] for row in rows)) - device.view.origin
         for kind, rows in host_spans(trace).items() if kind in ACTIVITIES
     }  # fmt: skip
-    activities = [finding for kind in ACTIVITIES for finding in _activity(case, kind, spans[kind])]
-    every = union(np.concatenate([EMPTY, *spans.values()]))
+    activities = [found for kind, key in ACTIVITIES.items() for found in _activity(device, key, spans[kind])]
     waiting = union(np.concatenate([spans[ALLOCATING], spans[LOADER], spans[CHECKPOINT]]))
-    return [*_syncs(case, trace, waiting), *activities, *_late_host(case, every), *_short_kernels(case)]
+    every = union(np.concatenate([EMPTY, *spans.values()]))
+    return [*_syncs(device, trace, waiting), *activities, *_late_host(device, every), *_short_kernels(device)]
 
 
-def _syncs(case: Case, trace: Trace, activities: Intervals) -> list[Finding]:
+def _syncs(device: Device, trace: Trace, activities: Intervals) -> list[FoundCause]:
     """Calls in which the host waits for the device, outside of other activities."""
-    view, waits = case.view, case.graph.edges
-    unwanted = (waits.kind == SYNC) & ~_waits_in(case, activities)
-    calls = case.call_of[waits.target[unwanted]]
-    if not len(calls):
-        return []
-    awaited_end = view.call_ends[calls] - waits.lag[unwanted]
-    first, known = np.full(len(view.calls) + 1, case.window_us), view.launch >= 0
+    view, waits = device.view, device.graph.edges
+    rows = np.setdiff1d(np.flatnonzero(waits.kind == SYNC), _waits_in(device, activities))
+    calls = view.waiting_calls[waits.target[rows]]
+    awaited_end = view.call_ends[calls] - waits.lag[rows]
+    first, known = np.full(len(view.calls) + 1, device.window_us), view.launch >= 0
     np.minimum.at(first, view.launch[known], view.start[known])
     following = np.maximum(np.minimum.accumulate(first[::-1])[::-1][calls + 1], awaited_end)
-    costs = case.without_computation(awaited_end, following)
+    costs = device.without_computation(awaited_end, following)
     around = innermost(trace.annotations, [(view.calls[call].start + view.origin, call) for call in calls.tolist()])
     names = [view.calls[call].name for call in calls.tolist()]
-    places = [
-        f"{name} in {around[call].name}" if call in around else name
-        for call, name in zip(calls.tolist(), names, strict=True)
-    ]
-    waited = (view.call_ends - view.call_starts)[calls].sum()
-    evidence = (
-        f"{most_costly(names, costs)} and similar calls waited {len(calls):,} times, {waited:,.0f} us in total.",
-        f"After {int((costs > LATE).sum()):,} of these waits, nothing was computed until the next launch took effect: "
-        f"{costs.sum():,.0f} us in total, {costs.max():,.0f} us at most.",
-    )
-    change = without(np.flatnonzero(unwanted))
-    return [case.finding("host-sync", calls, awaited_end, following, evidence, change, places=places)]
+    return device.found(
+        "host-sync", calls, awaited_end, following, partial(without, rows=rows), costs=costs,
+        places=[
+            f"{name} in {around[call].name}" if call in around else name
+            for call, name in zip(calls.tolist(), names, strict=True)
+        ],
+        call=most_costly(names, costs), waited=(view.call_ends - view.call_starts)[calls].sum(),
+        emptied=(costs > LATE).sum(),
+    )  # fmt: skip
 
 
-def _waits_in(case: Case, spans: Intervals) -> Mask:
-    """The waits of calls that are partly inside `spans`."""
-    inside = np.flatnonzero(_in_calls(case, spans) > 0)
-    return (case.graph.edges.kind == SYNC) & np.isin(case.call_of[case.graph.edges.target], inside)
+def _waits_in(device: Device, spans: Intervals) -> Ints:
+    """The edges to calls that wait and are partly inside `spans`."""
+    waits = np.flatnonzero(device.graph.edges.kind == SYNC)
+    return waits[_us_in_calls(device, spans)[device.view.waiting_calls[device.graph.edges.target[waits]]] > 0]
 
 
-def _in_calls(case: Case, spans: Intervals) -> Floats:
+def _us_in_calls(device: Device, spans: Intervals) -> Floats:
     """How much of each call is inside `spans`."""
     before = length_before(spans)
-    return (before(case.view.call_ends) - before(case.view.call_starts))[: len(case.view.calls)]
+    return before(device.view.call_ends) - before(device.view.call_starts)
 
 
-def _activity(case: Case, kind: str, spans: Intervals) -> list[Finding]:
+def _activity(device: Device, key: str, spans: Intervals) -> list[FoundCause]:
     """An activity of the host during which the device had nothing to do."""
-    lost = intersection(spans, case.idle)
-    if not len(lost):
-        return []
-    evidence = (
-        f"The host did this {plural(len(spans), 'time')}, for {union_length(spans):,.0f} us in total.",
-        f"Meanwhile, the device had nothing to do for {union_length(lost):,.0f} us.",
-    )
-    following = np.minimum(np.searchsorted(case.view.start, lost[:, 1]), len(case.view.start) - 1)
-    faster, waits = _host_without(case, spans), without(np.flatnonzero(_waits_in(case, spans)))
-    start, end = lost.T
-    return [case.finding(ACTIVITIES[kind], following, start, end, evidence, lambda graph: waits(faster(graph)))]
+    view = device.view
+    start, end = intersection(spans, device.idle).T
+    following = np.minimum(np.searchsorted(view.start, end), len(view.start) - 1)
+    waits = _waits_in(device, spans)
+    change = _host_without(device, spans)
+    return device.found(
+        key, following, start, end, lambda graph: without(change(graph), waits),
+        times=plural(len(spans), "time"), spent=union_length(spans),
+    )  # fmt: skip
 
 
-def _late_host(case: Case, activities: Intervals) -> list[Finding]:
+def _late_host(device: Device, activities: Intervals) -> list[FoundCause]:
     """Work that starts late because the host had not launched it."""
-    view = case.view
+    view = device.view
     known = np.flatnonzero((view.launch >= 0) & (view.kind != COMM))
-    if len(known) < 2:
-        return []
-    launched, free = view.call_ends[view.launch[known]], np.maximum(view.free[known], 0.0)
-    waited = (view.start[known] - launched)[free < launched]
+    start, launched, free = view.start[known], view.launch_end[known], np.maximum(view.free[known], 0.0)
+    waited = (start - launched)[free < launched]
     launched += max(0.0, float(np.percentile(waited, 5))) if len(waited) else 0.0  # it cannot start sooner
-    late = np.maximum(np.minimum(launched, view.start[known]) - free, 0.0)
-    late[view.start[known] - launched > SHORT] = 0.0  # started long after the launch: it waited for something else
-    costs = case.without_computation(free, free + late)
-    cost = union_length(intersection(union(np.stack([free, free + late], axis=1)), case.gaps))
-    bound = costs > LATE
-    if not bound.any():
+    late = np.maximum(np.minimum(launched, start) - free, 0.0)
+    late[start - launched > SHORT] = 0.0  # started long after the launch: it waited for something else
+    costs = device.without_computation(free, free + late)
+    if len(known) < 2 or not (costs > LATE).any():
         return []
-    evidence = (
-        f"{bound.sum():,} of {len(known):,} kernels and copies were launched when their stream was already idle. "
-        f"Nothing was computed for {cost:,.0f} us until they were launched.",
-        f"A kernel starts {view.latency:,.1f} us or more after its launch.",
-    )
-    whole = np.array([[min(0.0, view.call_starts.min()) - 1.0, max(case.window_us, launched.max()) + 1.0]])
-    change = _host_without(case, difference(whole, activities))
-    return [case.finding("host-bound", known, free, free + late, evidence, change, costs=costs, cost_us=cost)]
+    whole = np.array([[min(0.0, view.call_starts.min()) - 1.0, max(device.window_us, launched.max()) + 1.0]])
+    return device.found(
+        "host-bound", known, free, free + late, _host_without(device, difference(whole, activities)), costs=costs,
+        cost_us=union_length(intersection(union(np.stack([free, free + late], axis=1)), device.gaps)),
+        late=(costs > LATE).sum(), latency=view.latency,
+    )  # fmt: skip
 
 
-def _host_without(case: Case, spans: Intervals) -> Change:
-    """A change after which the host takes no time in `spans`, but for its waits."""
-    nodes, before, inside = case.nodes.call, length_before(spans), _in_calls(case, spans)
-
-    def change(graph: Graph) -> Graph:
-        graph, lag = shorter(nodes, inside)(graph), graph.edges.lag.copy()
-        start = graph.start[nodes]
-        lag[nodes] -= before(start) - before(start - np.maximum(lag[nodes], 0.0))
-        return replace(graph, edges=graph.edges._replace(lag=lag))
-
-    return change
+def _host_without(device: Device, spans: Intervals) -> partial[Graph]:
+    """A change after which the host takes no time in `spans`, except for its waits."""
+    return partial(_without_host, nodes=device.view.call_nodes, us=_us_in_calls(device, spans), spans=spans)
 
 
-def _short_kernels(case: Case) -> list[Finding]:
+def _without_host(graph: Graph, nodes: Ints, us: Floats, spans: Intervals) -> Graph:
+    """Shorten calls, and the time before them, by what is inside `spans`. us: of each call."""
+    before, lag, start = length_before(spans), graph.edges.lag.copy(), graph.start[nodes]
+    lag[nodes] -= before(start) - before(start - np.maximum(lag[nodes], 0.0))
+    return replace(shorter(graph, nodes, us), edges=graph.edges._replace(lag=lag))
+
+
+def _short_kernels(device: Device) -> list[FoundCause]:
     """Gaps between kernels that were queued."""
-    view = case.view
-    gaps = case.idle
+    view, gaps = device.view, device.idle
     following = np.searchsorted(view.start, gaps[:, 1])
-    queued = (view.launch[following] >= 0) & (view.call_ends[view.launch[following]] <= gaps[:, 0])
-    queued &= gaps[:, 1] - gaps[:, 0] <= SHORT
-    gaps, following = gaps[queued], following[queued]
-    if not len(gaps) or np.median(view.duration[following]) >= SHORT:
-        return []
     length = gaps[:, 1] - gaps[:, 0]
-    evidence = (
-        f"{len(gaps):,} gaps of {np.median(length):,.1f} us (median), between kernels of "
-        f"{np.median(view.duration[following]):,.1f} us.",
-    )
-    return [case.finding("short-kernels", following, gaps[:, 0], gaps[:, 1], evidence, None)]
-
-
-def _waits_at_once(case: Case) -> list[Finding]:
-    """Segments of a CPU that wait for transfers that they have just started."""
-    view, waits = case.view, case.graph.edges
-    named = [i for i, call in enumerate(view.calls) if call.name == AT_ONCE]
-    at_once = np.flatnonzero((waits.kind == SYNC) & np.isin(case.call_of[waits.target], named))
-    calls = case.call_of[waits.target[at_once]]
-    if not len(calls):
+    queued = (view.launch_end[following] <= gaps[:, 0]) & (length <= SHORT)
+    gaps, length, following = gaps[queued], length[queued], following[queued]
+    kernel = np.median(view.duration[following]) if len(following) else SHORT
+    if kernel >= SHORT:
         return []
+    start, end = gaps.T
+    return device.found("short-kernels", following, start, end, None, gap=np.median(length), kernel=kernel)
+
+
+def _waits_at_once(device: Device) -> list[FoundCause]:
+    """Segments of a CPU that wait for transfers that they have just started."""
+    view, waits = device.view, device.graph.edges
+    rows = np.flatnonzero(waits.kind == SYNC)
+    calls = view.waiting_calls[waits.target[rows]]
+    at_once = np.array([view.calls[call].name == AT_ONCE for call in calls.tolist()], bool)
+    calls, rows = calls[at_once], rows[at_once]
     start, end = view.call_starts[calls], view.call_ends[calls]
-    costs = case.without_computation(start, end)
-    evidence = (
-        f"In {plural(len(calls), 'case')}, a segment waited for a transfer that it had just started: "
-        f"{(end - start).sum():,.0f} us in total.",
-        f"Nothing was computed for {costs.sum():,.0f} us of that, for {costs.max():,.0f} us at most in one wait.",
-    )
-    events = case.event_of[waits.source_node[at_once]]
-    return [case.finding("host-sync/thread", events, start, end, evidence, without(at_once))]
+    return device.found(
+        "host-sync/thread", view.awaited[calls], start, end, partial(without, rows=rows),
+        cases=plural(len(calls), "case"), waited=(end - start).sum(),
+    )  # fmt: skip
