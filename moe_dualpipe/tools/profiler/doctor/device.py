@@ -17,6 +17,8 @@ from .view import COMM, COMPUTE, COPY, View
 class FoundCause(NamedTuple):
     """A cause, and the change that removes it. None: the gain cannot be predicted."""
 
+    key: str
+    """In CAUSES."""
     verdict: Verdict
     spans: Intervals
     """When it costs time."""
@@ -121,7 +123,7 @@ class Device:
             key.partition("/")[0], row.title, evidence, row.remedy, most_costly(places, costs),
             float(start[worst]), float(end[worst]), cost,
         )  # fmt: skip
-        return [FoundCause(verdict, union(np.stack([start, end], axis=1)), change)]
+        return [FoundCause(key, verdict, union(np.stack([start, end], axis=1)), change)]
 
 
 def most_costly(names: Sequence[str], costs: Iterable[float]) -> str:

@@ -9,8 +9,8 @@ that gets faster still waits for the others. If these waits are what is removed,
 replayed alone.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from graphlib import CycleError
 from typing import NamedTuple
@@ -37,9 +37,8 @@ ROUNDS = 10
 SETTLED = 0.003
 """Times are stable if all durations together change by less than this share of the window."""
 
-CauseId = tuple[str, int]
-"""The kind of a verdict, and its number among those of its kind on one device."""
-WAITS_FOR_RANKS: CauseId = "imbalance", 0
+Causes = dict[str, FoundCause]
+"""The causes on one device, by their keys in CAUSES."""
 
 
 class Examined(NamedTuple):
@@ -83,7 +82,7 @@ def conclude(
     repaired = [ranks.times(own)[rank] for rank, own in enumerate(causes)]
     for rank, times in enumerate(repaired):
         least_us = LEAST_SHARE * ranks.devices[rank].window_us
-        rest = _numbered(transfers.find_nothing_else(ranks.devices[rank], times, least_us))
+        rest = _by_key(transfers.find_nothing_else(ranks.devices[rank], times, least_us))
         ranks.found[rank] |= rest
         causes[rank] += rest
     found = [Diagnosis((), tuple(entries), tuple(_lost(entries, EMPTY))) for entries in accounts]
@@ -92,22 +91,17 @@ def conclude(
     return found
 
 
-def _numbered(causes: Sequence[FoundCause]) -> dict[CauseId, FoundCause]:
-    count, found = Counter[str](), dict[CauseId, FoundCause]()
-    for cause in causes:
-        kind = cause.verdict.kind
-        found[kind, count[kind]] = cause
-        count[kind] += 1
-    return found
+def _by_key(causes: Iterable[FoundCause]) -> Causes:
+    return {cause.key: cause for cause in causes}
 
 
 def _diagnosis(
-    ranks: "Ranks", rank: int, causes: Sequence[CauseId], repaired: NodeTimes, entries: Sequence[Entry]
+    ranks: "Ranks", rank: int, causes: Sequence[str], repaired: NodeTimes, entries: Sequence[Entry]
 ) -> Diagnosis:  # fmt: skip
     """causes: those that cost enough. repaired: the times without them. entries: the account."""
     device, found = ranks.devices[rank], ranks.found[rank]
     origin, window = device.view.origin, device.window_us
-    slowed = [cause.spans for (kind, _), cause in found.items() if kind == "starved-computation"]
+    slowed = [cause.spans for cause in found.values() if cause.verdict.kind == "starved-computation"]
     spans = union(np.concatenate([EMPTY, *slowed])) + origin
     entries = relabeled(entries, [Entry(start, end, SLOWED) for start, end in spans.tolist()], [COMPUTATION])
     lost, lost_without_slowed = (spans_of(entries, *kinds) - origin for kinds in (LOST, LOST[1:]))
@@ -153,37 +147,36 @@ class Ranks:
         joined = join(recorded, self.shared)
         self.devices = [device for device, _ in joined]
         self.slowdowns = slowdowns_of(self.devices, self.shared)
-        self.of_host = [_numbered(one.of_host).keys() for one in examined]
+        self.of_host = [[cause.key for cause in one.of_host] for one in examined]
         names = {number: one.name for number, one in enumerate(examined)}
-        self.found = list[dict[CauseId, FoundCause]]()
-        """The causes of each rank, by kind and number."""
+        self.found = list[Causes]()
         for one, (device, last), own in zip(examined, joined, self.slowdowns, strict=True):
             slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(device.view.events)))
             of_transfers = transfers.find(device, names, last, slowed_us)
             slowed = [cause_of(device, slowdown) for slowdown in own]
-            self.found.append(_numbered([*one.of_host, *one.others, *of_transfers, *slowed]))
-        self.windows: dict[frozenset[CauseId], list[float]] = {}
+            self.found.append(_by_key([*one.of_host, *one.others, *of_transfers, *slowed]))
+        self.windows: dict[frozenset[str], list[float]] = {}
         try:
             shifts_us = [shift or 0.0 for shift in shifts]
             self.joint = JointGraph(self.devices, self.shared, shifts_us) if len(self.shared.rank) else None
         except CycleError:
             self.joint = None
 
-    def costly(self, rank: int) -> list[CauseId]:
+    def costly(self, rank: int) -> list[str]:
         """The causes on one rank that cost enough.
 
         One cause may follow from another. Late launches of the host count only if they would also be late without the
         calls that wait for the device. A late launch of a transfer counts only if the transfer would also be late
         without all causes of the host and without shared queues.
         """
-        least, of_host = LEAST_SHARE * self.devices[rank].window_us, [*self.of_host[rank]]
-        costly: list[CauseId] = []
+        least, of_host = LEAST_SHARE * self.devices[rank].window_us, self.of_host[rank]
+        costly: list[str] = []
         for cause, found in self.found[rank].items():
-            before: list[CauseId] = []
+            before: list[str] = []
             if cause in of_host:
                 before = of_host[: of_host.index(cause)]
-            elif cause[0] == "late-launch":
-                before = [other for other in costly if other in of_host or other[0] == "few-queues"]
+            elif cause == "late-launch":
+                before = [other for other in costly if other in of_host or other == "few-queues"]
             gain = self.gain_of(rank, [cause]) if found.change else found.verdict.cost_us
             if gain >= least and before and found.change:
                 gain = self.gain_of(rank, [*before, cause]) - self.gain_of(rank, before)
@@ -191,23 +184,22 @@ class Ranks:
                 costly.append(cause)
         return costly
 
-    def gain_of(self, rank: int, causes: Collection[CauseId]) -> float:
+    def gain_of(self, rank: int, causes: Collection[str]) -> float:
         """By how much the window of a rank gets shorter without these causes."""
         chosen = frozenset(causes)
         if chosen not in self.windows:
             self.windows[chosen] = [times.window_us for times in self.times(chosen)]
         return self.devices[rank].graph.recorded.window_us - self.windows[chosen][rank]
 
-    def times(self, causes: Collection[CauseId]) -> list[NodeTimes]:
+    def times(self, causes: Collection[str]) -> list[NodeTimes]:
         """When everything on all ranks happens without these causes."""
-        if self.joint is not None and WAITS_FOR_RANKS not in causes:
-            try:
-                return self._settled(causes, self.joint)
-            except CycleError:
-                pass
-        return self._settled(causes, None)
+        kinds = {cause.partition("/")[0] for cause in causes}
+        if self.joint is not None and "imbalance" not in kinds:
+            with suppress(CycleError):
+                return self._settled(causes, kinds, self.joint)
+        return self._settled(causes, kinds, None)
 
-    def _settled(self, causes: Collection[CauseId], joint: JointGraph | None) -> list[NodeTimes]:
+    def _settled(self, causes: Collection[str], kinds: set[str], joint: JointGraph | None) -> list[NodeTimes]:
         """Replay several times. Each replay applies the slowdowns that follow from the times of the previous one.
 
         Only half of each difference is applied, so that durations and times do not oscillate. joint: None to replay
@@ -217,14 +209,12 @@ class Ranks:
         def replayed(graphs: Sequence[Graph]) -> list[NodeTimes]:
             return joint.replay(graphs) if joint else [replay(graph) for graph in graphs]
 
-        left = [[one for one in own if (one.cause, 0) not in causes] for own in self.slowdowns]
+        left = [[one for one in own if one.cause not in kinds] for own in self.slowdowns]
         changed = [self._changed(rank, causes) for rank in range(len(self.devices))]
         graphs, times = changed, replayed(changed)
         for _ in range(ROUNDS if causes and any(left) else 0):
             moving = [
-                np.maximum(
-                    graph.duration[device.view.event_nodes] - (WAITS_FOR_RANKS not in causes) * device.waited_us, 0.0
-                )
+                np.maximum(graph.duration[device.view.event_nodes] - ("imbalance" not in kinds) * device.waited_us, 0.0)
                 for device, graph in zip(self.devices, graphs, strict=True)
             ]
             shared = self.shared if joint else None
@@ -246,7 +236,7 @@ class Ranks:
             times = replayed(graphs)
         return times
 
-    def _changed(self, rank: int, causes: Collection[CauseId]) -> Graph:
+    def _changed(self, rank: int, causes: Collection[str]) -> Graph:
         """The graph of one rank without these causes."""
         graph = self.devices[rank].graph
         for cause, found in self.found[rank].items():

@@ -8,7 +8,7 @@ difference between two replayed windows, not a sum of waits: when one wait goes,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 import numpy as np
@@ -172,16 +172,3 @@ def shorter(graph: Graph, nodes: Ints, us: Floats) -> Graph:
     duration = graph.duration.copy()
     duration[nodes] = np.maximum(duration[nodes] - us, 0.0)
     return replace(graph, duration=duration)
-
-
-def rewired(graph: Graph, rows: Ints, source: Ints) -> Graph:
-    """Let edges come from other moments; negative: drop them. If nodes would wait for each other, nothing changes."""
-    sources, lag = graph.edges.source.copy(), graph.edges.lag.copy()
-    sources[rows] = np.maximum(source, 0)
-    lag[rows] = np.where(source >= 0, np.where(np.isinf(lag[rows]), 0.0, lag[rows]), -np.inf)
-    changed = replace(graph, edges=graph.edges._replace(source=sources, lag=lag))
-    try:
-        order_of(changed)
-    except CycleError:
-        return graph
-    return changed

@@ -8,7 +8,6 @@ late-launch     Otherwise. The transfer was put behind computation that it does 
 early-wait      Computation waits for a transfer of the other chunk.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from ..dependencies import LATE, NEAR
 from ..device import Device, FoundCause
-from ..replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, rewired, without
+from ..replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, without
 from ..view import COMPUTE
 
 LEAST = 3
@@ -82,22 +81,59 @@ def _few_queues(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
 
 
 def _late(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
-    """Transfers that were put behind unrelated work."""
-    view, source_of = device.view, _inputs(device, ASSUMED)
-    behind = _behind_later(device, source_of)
-    moved = {event: source_of[event] for event in events.tolist() if event in source_of and view.launch[event] >= 0}
-    moved |= {event: source_of[event] for event in behind}
+    """Transfers behind unrelated work. Without the cause, they are launched directly after their inputs."""
+    view, input_of = device.view, _inputs(device, ASSUMED)
+    behind = _behind_later(device, input_of)
     every = np.concatenate([events, np.array([*behind], np.int64)])
     if not len(every):
         return []
+    moved = every[(input_of[every] >= 0) & (view.launch[every] >= 0)]
     waited = np.concatenate([_delays(device, events), np.array([*behind.values()])])
-    worst = every[np.argmax(waited)]
-    start, end = view.start[every], view.end[every]
-    change = partial(_launched_with, device=device, rows=rows, moved=moved)
+    worst, end = every[np.argmax(waited)], view.end[every]
     return device.found(
-        "late-launch", every, start - waited, end, change, costs=waited,
+        "late-launch", every, view.start[every] - waited, end,
+        partial(_launched_with, device=device, rows=rows, events=moved, inputs=input_of[moved]), costs=waited,
         place=device.place(worst), behind=device.launched_behind(worst),
     )  # fmt: skip
+
+
+def _inputs(device: Device, *kinds: int) -> Ints:
+    """The last known input of each event; -1 if unknown."""
+    known, first = device.graph.edges.keep(np.isin(device.graph.edges.kind, kinds)), device.view.first_event
+    found = np.full(len(device.view.events), -1, np.int64)
+    found[known.target - first] = known.source_node - first
+    return found
+
+
+def _behind_later(device: Device, input_of: Ints) -> dict[int, float]:
+    """Transfers that wait on their stream for an earlier transfer, whose input was launched after their own input.
+
+    Returns how much later these transfers start than if they had gone first.
+    """
+    view, before_of, every_input = device.view, device.view.previous, _inputs(device, ASSUMED, DATA)
+    found: dict[int, float] = {}
+    for event in np.flatnonzero(device.is_comm & (input_of >= 0) & (every_input[before_of] >= 0)).tolist():
+        own, before = input_of[event], int(before_of[event])
+        if before < 0 or view.chunks[event] is None or view.launch[every_input[before]] <= view.launch[own]:
+            continue
+        if view.start[event] > view.end[before] + NEAR:
+            continue
+        while before >= 0 and view.launch[before] > view.launch[own]:
+            before = int(before_of[before])
+        since = float(max(view.end[own], view.end[before] if before >= 0 else 0.0))
+        if view.start[event] > since + LATE:
+            found[event] = float(view.start[event]) - since
+    return found
+
+
+def _launched_with(graph: Graph, device: Device, rows: Ints, events: Ints, inputs: Ints) -> Graph:
+    """Drop edges, and launch events directly after their inputs: before other events that are launched later."""
+    view, nodes = device.view, device.view.event_nodes
+    launch = len(graph.start) + nodes
+    source, later = graph.edges.source.copy(), view.launch[view.previous[events]] > view.launch[inputs]
+    source[launch[events]] = source[launch[inputs]]
+    graph = replace(graph, edges=graph.edges._replace(source=source))
+    return without(graph, np.concatenate([rows, nodes[events[later]]]))
 
 
 def _early(device: Device, source: Ints, target: Ints, rows: Ints) -> list[FoundCause]:
@@ -118,51 +154,3 @@ def _with_needed(graph: Graph, rows: Ints, needed: Edges) -> Graph:
     """Drop edges and add those that are needed."""
     graph = without(graph, rows)
     return replace(graph, edges=merged([graph.edges, needed]))
-
-
-def _inputs(device: Device, *kinds: int) -> dict[int, int]:
-    """The last known input of each event."""
-    found = device.graph.edges.keep(np.isin(device.graph.edges.kind, kinds))
-    first = device.view.first_event
-    return dict(zip((found.target - first).tolist(), (found.source_node - first).tolist(), strict=True))
-
-
-def _behind_later(device: Device, source_of: Mapping[int, int]) -> dict[int, float]:
-    """Transfers that wait on their stream for an earlier transfer, whose input was launched after their own input.
-
-    Returns how much later these transfers start than if they had gone first.
-    """
-    view, all_of = device.view, _inputs(device, ASSUMED, DATA)
-    found: dict[int, float] = {}
-    for event, source in source_of.items():
-        before = int(view.previous[event])
-        if not device.is_comm[event] or view.chunks[event] is None or before not in all_of:
-            continue
-        if view.launch[all_of[before]] <= view.launch[source] or view.start[event] > view.end[before] + NEAR:
-            continue
-        while before >= 0 and view.launch[before] > view.launch[source]:
-            before = int(view.previous[before])
-        since = max(view.end[source], view.end[before] if before >= 0 else 0.0)
-        if view.start[event] > since + LATE:
-            found[event] = view.start[event] - since
-    return found
-
-
-def _launched_with(graph: Graph, device: Device, rows: Ints, moved: Mapping[int, int]) -> Graph:
-    """Drop edges, launch events directly after their inputs, and move them in their stream accordingly.
-
-    moved: the input of each event that is launched earlier.
-    """
-    view, nodes = device.view, device.view.event_nodes
-    events, inputs = (np.array([*column], np.int64) for column in (moved.keys(), moved.values()))
-    place, before = view.launch.astype(np.float64), view.previous.copy()
-    place[events] = view.launch[inputs] + 0.5
-    for stream in np.unique(view.stream[events]):
-        ordered = np.flatnonzero(view.stream == stream)
-        if (view.launch[ordered] >= 0).all():
-            ordered = ordered[np.argsort(place[ordered], kind="stable")]
-            before[ordered] = np.concatenate([[-1], ordered[:-1]])
-    launches, other = len(graph.start) + nodes, np.flatnonzero(before != view.previous)
-    following = np.where(before >= 0, ends(nodes[before]), -1)
-    graph = rewired(without(graph, rows), launches[events], device.graph.edges.source[launches[inputs]])
-    return rewired(graph, nodes[other], following[other])
