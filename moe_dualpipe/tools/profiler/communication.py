@@ -1,9 +1,11 @@
 """Tell communication from computation and copies by the names of device work.
 
-A trace does not say which kernels communicate. Their names do, if one knows the libraries: LIBRARIES is the table of
-all that are known. A pattern is searched in the name of the function alone, without its return type, template arguments
-and parameters, because these can name anything: `at::native::elementwise_kernel<..., my::all_reduce_functor>` is
-computation. A kernel that multiplies matrices and communicates at once is computation, too.
+A trace does not say which kernels communicate, but their names tell: LIBRARIES is the table of known libraries. A
+pattern is searched in the name of the function alone, without its return type, template arguments and parameters, which
+can name anything: `at::native::elementwise_kernel<..., my::all_reduce_functor>` is computation. A kernel that
+multiplies matrices and communicates at once is computation, too.
+
+The names also tell the kind of a collective, such as "all_reduce".
 """
 
 import re
