@@ -139,8 +139,8 @@ def test_a_wheel_contains_all_files_in_one_package_that_can_be_imported(tmp_path
         files = [path for kind in ("*.py", "*.json") for path in (ROOT / top).rglob(kind)]
         assert len(files) > 3
         assert {f"moe_dualpipe/{path.relative_to(ROOT)}" for path in files} <= names
-    data = {str(path.relative_to(ROOT)) for path in (ROOT / "moe_dualpipe" / "tools" / "planner").rglob("*.json")}
-    assert "moe_dualpipe/tools/planner/devices/h100.json" in data <= names
+    data = {str(path.relative_to(ROOT)) for path in (ROOT / "moe_dualpipe").rglob("*.json")}
+    assert "moe_dualpipe/runtime/devices/h100.json" in data <= names
     assert "moe_dualpipe/py.typed" in names
     assert any(name.endswith("LICENSE") for name in names)
     # -P: do not put the working directory on the path, as for a user in another folder

@@ -1,7 +1,7 @@
 """The command train.py, which `moe-dualpipe train` runs as well; and `moe_dualpipe.train`, the same from Python.
 
-Signals are handled first: importing torch takes seconds. Here the tools meet the app: a run gets the planner's
-prediction of its memory, the peak speed of its GPUs, and the profiler of `--profile`.
+Signals are handled first: importing torch takes seconds. Here the tools meet the app: a run gets the
+finder of a first non-finite tensor, the profiler of `--profile`, and the planner's prediction of its step.
 """
 
 import io
@@ -48,12 +48,8 @@ def train(config: "TrainConfig | None" = None, *arguments: Any, **options: Any) 
 def instruments() -> "Instruments":
     """What the tools add to a run."""
     from ..tools.checks.nonfinite import first_nonfinite
-    from ..tools.planner.device import peak_flops
-    from ..tools.planner.fits import memory_line, memory_problem
-    from ..tools.planner.run_costs import costs_of_run, layers_of_run
+    from ..tools.planner.run_prediction import predict_run
     from ..tools.profiler.profiled_steps import profiled_steps
     from ..training.preflight import Instruments
 
-    return Instruments(
-        memory_problem, memory_line, first_nonfinite, peak_flops, (profiled_steps,), layers_of_run, costs_of_run
-    )
+    return Instruments(first_nonfinite, (profiled_steps,), predict_run)

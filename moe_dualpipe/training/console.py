@@ -15,6 +15,7 @@ from ..health.program import program_name, training_command
 from ..inference import printable_text
 from ..messages import plural, printable, shell_word, with_shown_names
 from ..runtime.launch import Launch
+from .memory_check import memory_line
 from .metrics import Metrics, merged
 from .preflight import Run
 from .sinks import Sink
@@ -68,7 +69,7 @@ class Console:
             *([run.machines] if run.machines else []),
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]
-        if memory := run.instruments.memory_line(config, run.choice, run.dtype, run.device):
+        if memory := memory_line(config, run.choice, run.dtype, run.device):
             lines.append(memory)
         for index, stage in enumerate(run.stages):
             holders = run.schedule.placement.holders(index)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from ..kernels.backend import Kernels
 from ..kernels.products import Library, choose_products
 from ..messages import printable
 from ..models import StageSpec, check_layers, split
+from ..runtime.known_gpus import peak_flops
 from ..runtime.launch import Launch
 from ..runtime.layout import Layout
 from ..runtime.topology import Placed, machine_limit
@@ -39,6 +40,7 @@ from .checks import check_options
 from .config import TrainConfig
 from .extensions import Build
 from .layout_choice import Choice, choose, listed_layers
+from .memory_check import memory_problem
 from .options import OPTIONS_FILE, Request, changes
 from .restart import Agreed, agree
 
@@ -56,23 +58,32 @@ class Given:
     validation: tuple[Tensor, Tensor] | None = None
 
 
+class StepPrediction(Protocol):
+    """The predicted step of a run, on a GPU whose speed is known."""
+
+    def best_layers(self, memory: float) -> tuple[int, ...]:
+        """The number of layers of each stage with the shortest step. memory: bytes that each rank may use.
+
+        Empty if the usual numbers are as good.
+        """
+        ...
+
+    def costs(self, layers: tuple[int, ...]) -> Costs:
+        """Seconds of the actions on each stage, with these numbers of layers; empty: the usual ones."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """What the tools add to a run. The app does not know them; the command does (commands/train.py).
+    """What the tools add to a run. The app does not import them; commands/train.py passes them.
 
-    memory_problem: why a choice needs more than so many bytes on a rank; "" if it fits or is unknown. memory_line: what
-    a step will need. first_nonfinite: where a non-finite loss or gradient comes from, found by
-    running the batches again. peak_flops: FLOP/s of a GPU, by its name and dtype. extensions: more of them. layers:
-    the numbers of layers of the stages with the least step time. costs: of the actions on each stage, for `+fill`.
+    first_nonfinite: says where a non-finite loss or gradient comes from, by running batches of a trainer again.
+    extensions: further extensions of the trainer. predict: the prediction for a run; None: its GPU is unknown.
     """
 
-    memory_problem: Callable[..., str] = lambda *_: ""
-    memory_line: Callable[..., str] = lambda *_: ""
     first_nonfinite: Callable[[Any, Iterable[list[Tensor]], bool], str] = lambda *_: "its origin was not looked for"
-    peak_flops: Callable[[str, torch.dtype], float | None] = lambda *_: None
     extensions: Sequence[Build] = ()
-    layers: Callable[..., tuple[int, ...]] = lambda *_: ()
-    costs: Callable[..., Costs] = lambda *_: Costs()
+    predict: Callable[[TrainConfig, Choice, torch.dtype, torch.device], StepPrediction | None] = lambda *_: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +170,7 @@ def prepare(
     if folder and not restarted:
         setup.check_new(folder, options)
     dtype = setup.choose_dtype(config.compute, device.type)
-    config, choice = _choose(request, launch, agreed, device, dtype, instruments)
+    config, choice = _choose(request, launch, agreed, device, dtype)
     compiled = setup.choose_compiled(config.compute.compile, device.type)
     setup.check_whole(config, device, kernels, launch.world_size)
     setup.check_fp8(config, device, kernels)
@@ -202,12 +213,12 @@ def prepare(
         None if resume else weights or given.weights, differences, first_step, restarted,
         _companions(resume or weights), from_command, instruments, agreed.store,
         _filled(config, choice, layers, dtype, device, instruments),
-        peak_flops=_peak_flops(config, device, dtype, instruments),
+        peak_flops=_peak_flops(config, device, dtype),
     )  # fmt: skip
 
 
 def _choose(
-    request: Request, launch: Launch, agreed: Agreed, device: torch.device, dtype: torch.dtype, instruments: Instruments
+    request: Request, launch: Launch, agreed: Agreed, device: torch.device, dtype: torch.dtype
 ) -> tuple[TrainConfig, Choice]:
     """The layout, and the options with it. What was typed for a new run, or for --resume, must fit as it is."""
     config = request.config
@@ -215,7 +226,7 @@ def _choose(
     def problem(choice: Choice) -> str:
         if not config.health.check_memory or agreed.free is None:
             return ""
-        return instruments.memory_problem(config, choice, dtype, device, agreed.free)
+        return memory_problem(config, choice, dtype, device, agreed.free)
 
     typed = bool(request.typed & LAYOUT_KEYS)
     strict = agreed.resume is None and (typed or not request.from_file)
@@ -234,7 +245,8 @@ def _layers(
     """The number of layers of each stage, if `parallel.layers` says so for this layout."""
     if config.parallel.layers != "auto":
         return () if choice.changed else listed_layers(config)
-    return instruments.layers(config, choice.schedule, choice.layout, dtype, device, free)
+    predicted = instruments.predict(config, choice, dtype, device)
+    return predicted.best_layers(float("inf") if free is None else free) if predicted else ()
 
 
 def _filled(
@@ -243,15 +255,21 @@ def _filled(
 ) -> Schedule | None:  # fmt: skip
     if not choice.name.endswith(FILL):
         return None
-    return fill(choice.schedule, instruments.costs(config, choice.schedule, choice.layout, dtype, device, layers))
+    if predicted := instruments.predict(config, choice, dtype, device):
+        return fill(choice.schedule, predicted.costs(layers))
+    return fill(choice.schedule, costs_by_flops(config, choice.schedule.num_stages, layers))
 
 
-def _peak_flops(
-    config: TrainConfig, device: torch.device, dtype: torch.dtype, instruments: Instruments
-) -> float | None:  # fmt: skip
+def costs_by_flops(config: TrainConfig, num_stages: int, layers: tuple[int, ...]) -> Costs:
+    """The costs of the actions on each stage, in proportion to FLOPs."""
+    shares = tuple(spec.share for spec in split(config.model, num_stages, layers))
+    return Costs(F=shares, B=tuple(2 * share for share in shares))
+
+
+def _peak_flops(config: TrainConfig, device: torch.device, dtype: torch.dtype) -> float | None:
     if config.metrics.peak_tflops:
         return config.metrics.peak_tflops * 1e12
-    return instruments.peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
 def _companions(start: Path | None) -> dict[str, str]:

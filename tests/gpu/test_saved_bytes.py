@@ -14,7 +14,7 @@ from moe_dualpipe.expert_parallel.exchange import AsyncResult, receive_buffer
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage
 from moe_dualpipe.models.rotary import Rotary
-from moe_dualpipe.tools.planner.activations import MicroBatch, deferred_bytes, saved_bytes
+from moe_dualpipe.pipeline.activations import MicroBatch, deferred_bytes, saved_bytes
 from tests.support.kernels import DEVICE
 
 B, S, D, V = 2, 16, 24, 20

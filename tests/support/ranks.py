@@ -20,7 +20,7 @@ import torch.distributed as dist
 _context: Any = multiprocessing.get_context("forkserver")
 # What a run imports: every rank would import it again, which takes seconds. The first optimizer imports torch._dynamo.
 _PRELOAD = [
-    "pytest", "torch._dynamo", "tests.support.ranks", "tests.support.runs", "moe_dualpipe.tools.planner.fits",
+    "pytest", "torch._dynamo", "tests.support.ranks", "tests.support.runs", "moe_dualpipe.tools.planner.run_prediction",
     "moe_dualpipe.tools.checks.nonfinite", "moe_dualpipe.tools.profiler.profiled_steps",
 ]  # fmt: skip
 _context.set_forkserver_preload(_PRELOAD)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.tools.planner import MicroBatch, peak_memory
+from moe_dualpipe.pipeline.activations import MicroBatch
+from moe_dualpipe.pipeline.peak_memory import peak_memory
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, make_trainer, peak_bytes, settings
 

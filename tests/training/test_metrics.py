@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.integrations.trackers import ID_FILE
 from moe_dualpipe.models import PRESETS, preset
 from moe_dualpipe.models.costs import train_flops_per_token
@@ -55,12 +54,12 @@ def test_utilization_is_model_flops_over_the_peak_of_all_devices(monkeypatch):
     assert utilization(model, 256, 3, 2e12) == flops / 6e12
     assert utilization(model, 256, 3, None) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert _peak_flops(config, cuda, torch.bfloat16, instruments()) == pytest.approx(989.4e12)
-    assert _peak_flops(change(config, peak_tflops=2.0), cuda, torch.bfloat16, instruments()) == 2e12
-    assert _peak_flops(config, cpu, torch.bfloat16, instruments()) is None
-    assert _peak_flops(config, cuda, torch.float32, instruments()) is None
+    assert _peak_flops(config, cuda, torch.bfloat16) == pytest.approx(989.4e12)
+    assert _peak_flops(change(config, peak_tflops=2.0), cuda, torch.bfloat16) == 2e12
+    assert _peak_flops(config, cpu, torch.bfloat16) is None
+    assert _peak_flops(config, cuda, torch.float32) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
-    assert _peak_flops(config, cuda, torch.bfloat16, instruments()) is None
+    assert _peak_flops(config, cuda, torch.bfloat16) is None
 
 
 STEP = {

@@ -2,19 +2,18 @@
 
 from ...models.costs import shape_of, train_flops_per_token
 from ...models.shape import Attention, Layer, ModelShape, Product
-from .activations import MicroBatch
 from .constants import Constant
-from .device import Device, device_names, load_device, peak_flops
+from .device import Device, load_device
 from .layout_search import search
-from .peak import PeakMemory, full_schedule, peak_memory, stages_of
 from .prediction import Estimate, estimate
 from .published_shapes import read_shape
+from .stages import full_schedule, stages_of
 from .step import Step
 from .workload import Workload, layout_of
 
 __all__ = [
-    "Attention", "Constant", "Device", "Estimate", "Layer", "MicroBatch", "ModelShape",
-    "PeakMemory", "Product", "Step", "Workload", "device_names", "estimate", "full_schedule",
-    "layout_of", "load_device", "peak_flops", "peak_memory", "read_shape", "search", "shape_of", "stages_of",
+    "Attention", "Constant", "Device", "Estimate", "Layer", "ModelShape",
+    "Product", "Step", "Workload", "estimate", "full_schedule",
+    "layout_of", "load_device", "read_shape", "search", "shape_of", "stages_of",
     "train_flops_per_token",
 ]  # fmt: skip

@@ -1,13 +1,12 @@
 """GPUs as the planner sees them: peak rates, links, and the share of them that real kernels reach.
 
-A device is a file in devices/, or the user's own file in the same format. Data sheets state the peaks. What a
+A device is a file in runtime/devices/, or the user's own file in the same format. Data sheets state the peaks. What a
 kernel reaches depends on its size: small products do not fill the device. So each kind of kernel has a curve, FLOPs of
 one launch -> share of the peak, from published measurements; `sources` in the file says which. Between two points, the
 share is interpolated linearly in log(FLOPs); outside, it is constant.
 """
 
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,15 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import torch
 from msgspec import Meta
 
 from ...data import strict_json
 from ...messages import printable, quoted, unknown_name
+from ...runtime.known_gpus import FOLDER, device_names
 
-FOLDER = Path(__file__).parent / "devices"
 KINDS = ("product", "grouped", "attention_forward", "attention_backward")
-PARTIAL = {"mig", "laptop", "d"}  # these words mark a slice of a device, or a smaller device of the same name
 
 Precision = Literal["bf16", "fp8", "mxfp8"]
 Positive = Annotated[float, Meta(gt=0)]
@@ -111,11 +108,6 @@ class Device:
         return _interpolate(getattr(self.efficiency, kind)[precision], flops)
 
 
-def device_names() -> list[str]:
-    """The names of the devices in this package."""
-    return sorted(path.stem for path in FOLDER.glob("*.json"))
-
-
 def load_device(name: str | Path) -> Device:
     """Return the device of this name or alias, or the one in this file. Raises ValueError."""
     text = str(name)
@@ -168,26 +160,6 @@ def _efficiency(value: Any) -> Any:
     if value["like"] not in device_names():
         raise ValueError(f"efficiency.like must be a device of this package: got {quoted(value['like'], 60)}")
     return _efficiency(strict_json.read_file(FOLDER / f"{value['like']}.json")["efficiency"]) | value
-
-
-def known_device(device_name: str) -> str | None:
-    """The name of the file in devices/ for a device that CUDA calls `device_name`; None if there is none.
-
-    The device has all words of the file's name. The longest such name counts: an "H100 PCIe" is not an "H100".
-    """
-    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
-    named = [name for name in device_names() if words.issuperset(name.split("-"))]
-    return max(named, key=len) if named and not words & PARTIAL else None
-
-
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of a device for dense products of bfloat16 or float16, which are equally fast.
-
-    device_name: the result of `torch.cuda.get_device_name()`. Returns None for unknown devices and other dtypes.
-    """
-    if dtype not in (torch.bfloat16, torch.float16) or (name := known_device(device_name)) is None:
-        return None
-    return load_device(name).peak.get("bf16")
 
 
 def _interpolate(curve: Curve, flops: float) -> float:

@@ -16,9 +16,9 @@ from ...models.config import RECOMPUTE
 from ...runtime.layout import Layout, layouts
 from ...schedule import Costs, build, simulate
 from .constants import find_constant
-from .peak import memory_of
 from .prediction import Estimate
 from .segment_times import ALL
+from .stages import memory_of
 from .step import Step, step_of
 from .uneven import best_layers
 from .workload import Workload, layout_of, layout_text

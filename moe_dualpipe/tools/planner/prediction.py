@@ -16,10 +16,11 @@ from typing import Any
 from ...expert_parallel.placement import place_experts
 from ...messages import plural
 from ...models.config import RECOMPUTE
+from ...pipeline.peak_memory import PeakMemory
 from .constants import Constant, find_constant
-from .peak import PeakMemory, memory_of
 from .routing import VIOLATION
 from .segment_times import EFFECTS, layer_factors
+from .stages import memory_of
 from .step import Step, step_of
 from .workload import Workload
 

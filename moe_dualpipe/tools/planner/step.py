@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from ...overlap.pair_time import LayerSeconds, pair_seconds
 from ...schedule import Backward, Costs, Forward, Overlap, build, simulate
-from .peak import stages_of
 from .segment_times import ALL, FP8_BYTES, Clock, head_seconds, layer_factors, layer_seconds
+from .stages import stages_of
 from .transfer_times import gather, seconds
 from .workload import ELEMENT, PAIRED, Workload
 

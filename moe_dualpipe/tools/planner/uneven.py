@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from .peak import memory_of_ranks
+from .stages import memory_of_ranks
 from .step import layer_costs, step_of
 from .workload import Workload
 

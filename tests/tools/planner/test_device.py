@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from moe_dualpipe.tools.planner.device import FOLDER, KINDS, device_names, load_device, peak_flops
+from moe_dualpipe.runtime.known_gpus import FOLDER, device_names, peak_flops
+from moe_dualpipe.tools.planner.device import KINDS, load_device
 from moe_dualpipe.tools.planner.transfer_times import gather, rows_sent, seconds
 
 CURVES = {kind: {"bf16": [[1e9, 0.2], [1e11, 0.6]]} for kind in KINDS}

@@ -21,10 +21,11 @@ from moe_dualpipe.tools.planner.layout_search import (
     search,
     why_slower,
 )  # fmt: skip
-from moe_dualpipe.tools.planner.peak import memory_of
-from moe_dualpipe.tools.planner.run_costs import costs_of_run, layers_of_run
+from moe_dualpipe.tools.planner.run_prediction import predict_run
+from moe_dualpipe.tools.planner.stages import memory_of
 from moe_dualpipe.tools.planner.step import step_of
 from moe_dualpipe.tools.planner.uneven import best_layers, divide_within
+from moe_dualpipe.training.preflight import costs_by_flops
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, make_run, train_each
 from tests.support.runs import settings as run_settings
@@ -132,15 +133,17 @@ def test_the_layers_of_stages_are_never_slower_and_fit_into_memory_if_a_division
 
 def test_on_a_known_gpu_the_planner_decides_and_elsewhere_flops(monkeypatch, tmp_path):
     run = make_run(run_settings(tmp_path / "run", schedule="1f1b", pp=2), 0, 2)
-    arguments = run.config, run.schedule, run.layout, torch.bfloat16
-    for name, known in (("Unheard-of", False), ("NVIDIA H100 80GB HBM3", True)):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        costs: Any = costs_of_run(*arguments, torch.device("cuda", 0), ())
-        assert (costs.FB is not None) == known and len(costs.F) == 2
-        assert len(layers_of_run(*arguments, torch.device("cuda", 0), None)) in ((0, 2) if known else (0,))
-    in_fp32: Any = costs_of_run(*arguments[:3], torch.float32, torch.device("cuda", 0), ())
-    assert in_fp32.FB is None  # no device file has a peak for it
-    costs = costs_of_run(*arguments, torch.device("cpu"), (1, 1))
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
+    assert predict_run(run.config, run.choice, torch.bfloat16, gpu) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    assert predict_run(run.config, run.choice, torch.bfloat16, torch.device("cpu")) is None
+    assert predict_run(run.config, run.choice, torch.float32, gpu) is None  # no device file has a peak for it
+    known = predict_run(run.config, run.choice, torch.bfloat16, gpu)
+    assert known and len(known.best_layers(math.inf)) in (0, 2)
+    costs: Any = known.costs(())
+    assert costs.FB is not None and len(costs.F) == 2
+    costs = costs_by_flops(run.config, 2, (1, 1))
     assert sum(costs.F) == pytest.approx(1) and tuple(2 * share for share in costs.F) == costs.B
 
 
@@ -149,7 +152,7 @@ def test_a_filled_schedule_runs_with_the_same_losses(tmp_path):
     filled = run_settings(tmp_path / "filled", steps=2, seq_len=16, batch_size=8, schedule="dualpipe+fill")
     run = make_run(run_settings(Path(tmp_path, "run"), batch_size=8, schedule="auto+fill"), 0, 2)
     assert run.choice.name == "dualpipe+fill" and run.schedule.name in ("dualpipe", "dualpipe+fill")
-    costs = costs_of_run(run.config, run.schedule, run.layout, run.dtype, run.device, ())
+    costs = costs_by_flops(run.config, run.schedule.num_stages, ())
     assert simulate(run.schedule, costs).makespan <= simulate(build("dualpipe", 2, 8), costs).makespan
     first, second = run_ranks(2, train_each, [plain, filled])[0]
     assert losses(second) == pytest.approx(losses(first), rel=1e-6) and losses(second)[1] == losses(first)[1]

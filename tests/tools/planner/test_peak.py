@@ -11,10 +11,8 @@ import torch
 
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.models import ModelConfig, StageSpec, TransformerStage, split
-from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.schedule import NAMES, Backward, Forward, Part, build, default_schedule
-from moe_dualpipe.tools.planner import MicroBatch, full_schedule, peak_memory, read_shape, shape_of
-from moe_dualpipe.tools.planner.activations import (
+from moe_dualpipe.pipeline.activations import (
+    MicroBatch,
     block_bytes,
     deferred_attention,
     deferred_mlp,
@@ -23,11 +21,14 @@ from moe_dualpipe.tools.planner.activations import (
     saved_bytes,
     working_bytes,
 )
-from moe_dualpipe.tools.planner.fits import MARGIN, memory_line, memory_problem, step_memory
-from moe_dualpipe.tools.planner.peak import StageBytes, peak_of_actions, stages_of
+from moe_dualpipe.pipeline.peak_memory import StageBytes, peak_memory, peak_of_actions
+from moe_dualpipe.runtime.layout import Layout
+from moe_dualpipe.schedule import NAMES, Backward, Forward, Part, build, default_schedule
+from moe_dualpipe.tools.planner import full_schedule, read_shape, shape_of, stages_of
 from moe_dualpipe.tools.planner.published_shapes import published_models
 from moe_dualpipe.training.config import BatchConfig, CheckpointConfig, OptimizerConfig, TrainConfig
 from moe_dualpipe.training.layout_choice import Choice
+from moe_dualpipe.training.memory_check import MARGIN, memory_line, memory_problem, step_memory
 
 ONE = build("1f1b", 1, 2)
 AWKWARD = ModelConfig(

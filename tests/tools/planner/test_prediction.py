@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order, place_experts
+from moe_dualpipe.pipeline.activations import MicroBatch
+from moe_dualpipe.pipeline.peak_memory import peak_memory
 from moe_dualpipe.tools.planner import (
-    MicroBatch,
     Workload,
     estimate,
     layout_of,
     load_device,
-    peak_memory,
     read_shape,
 )
 from moe_dualpipe.tools.planner.constants import find_constant, read_constants
-from moe_dualpipe.tools.planner.peak import full_schedule, memory_of, stages_of
 from moe_dualpipe.tools.planner.prediction import CHANGES, MEMORY_ERROR, ideal_seconds, routings
 from moe_dualpipe.tools.planner.routing import MeasuredLoads, assumed_factor, fullest
 from moe_dualpipe.tools.planner.segment_times import layer_factors
+from moe_dualpipe.tools.planner.stages import full_schedule, memory_of, stages_of
 from moe_dualpipe.tools.planner.step import step_of
 
 V3 = Workload(

@@ -9,9 +9,9 @@ import pytest
 from moe_dualpipe.overlap.pair_time import pair_seconds
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner import Workload, layout_of, load_device, read_shape
-from moe_dualpipe.tools.planner.peak import memory_of, stages_of
 from moe_dualpipe.tools.planner.routing import MeasuredLoads
 from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS, TENSOR_EXPOSED, Clock, head_seconds, layer_seconds
+from moe_dualpipe.tools.planner.stages import memory_of, stages_of
 from moe_dualpipe.tools.planner.step import (
     OVERLAP,
     TRANSFER_SHARE,

@@ -10,18 +10,15 @@ Not counted: communication buffers, and fragmentation of the allocator.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from itertools import accumulate
+from functools import cache
 from typing import Any, NamedTuple
 
-from ...models import ModelConfig, StageSpec, split
-from ...models.costs import shape_of
-from ...models.partition import divide
-from ...models.shape import ModelShape
-from ...runtime.groups import end_holders
-from ...schedule import Action, Forward, Part, Schedule, build, members
+from ..models import ModelConfig, StageSpec, split
+from ..models.costs import shape_of
+from ..models.shape import ModelShape
+from ..runtime.groups import end_holders
+from ..schedule import Action, Forward, Part, Schedule, members
 from .activations import MicroBatch, deferred_bytes, saved_bytes, working_bytes
-from .workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,39 +44,6 @@ class PeakMemory:
     def parts(self) -> dict[str, int]:
         names = "weights", "gradients", "optimizer", "activations", "temporary"
         return {name: getattr(self, name) for name in names}
-
-
-def memory_of(load: Workload) -> PeakMemory:
-    """The memory of the fullest rank, by parts."""
-    return max(memory_of_ranks(load), key=lambda rank: rank.total)
-
-
-def memory_of_ranks(load: Workload) -> tuple[PeakMemory, ...]:
-    """The memory of each pipeline rank."""
-    one = load.layout
-    fullest = load.loads.fullest(load.shape, one.ep, load.experts) if load.loads else 1.0
-    batch = MicroBatch(
-        load.micro_batch, load.seq, ep=one.ep * load.expert_tp, recompute=load.recompute, tp=one.tp, cp=one.cp,
-        flash=load.attention != "plain", load=fullest, fp8_block=load.fp8_block * (load.fp8 != "off"),
-    )  # fmt: skip
-    schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
-    stages = stages_of(load.shape, load.placement.num_stages, load.layers)
-    return peak_memory(load.shape, schedule, batch, one.dp, load.precision, load.zero, stages=stages)
-
-
-@lru_cache(maxsize=512)
-def full_schedule(name: str, pp: int, num_micro_batches: int, chunks: int | None = None) -> Schedule:
-    """A schedule of at most this many micro-batches with the same peak memory: once the pipeline is full, a rank holds
-    no more. gpipe holds them all.
-    """
-    if name == "gpipe":
-        return build(name, pp, num_micro_batches)
-    for number in (num_micro_batches, 2 * pp):
-        try:
-            return build(name, pp, min(number, 3 * pp), chunks)
-        except ValueError:
-            continue  # it cannot run this number
-    return build(name, pp, 4 * pp, chunks)
 
 
 def peak_memory(
@@ -196,30 +160,8 @@ def rank_shares(shape: ModelShape, specs: Sequence[StageSpec], batch: MicroBatch
     return -(-dense // batch.tp), -(-experts // batch.ep), -(-ends // batch.tp)
 
 
-@lru_cache(maxsize=1024)
-def stages_of(shape: ModelShape, num_stages: int, numbers: Sequence[int] = ()) -> tuple[StageSpec, ...]:
-    """The layers of each stage: as many as `numbers` says, if it is not empty.
-
-    Otherwise, equal numbers of layers on all stages if that is possible, as Megatron-LM divides, or if the embedding
-    and the head count as one layer each. If not, the stage with the most FLOPs has as few as possible. The embedding
-    and the head may be a stage of their own. Modules of multi-token prediction are on the last stage.
-    """
-    costs = [1, *(layer.flops(shape.hidden) for layer in shape.layers)]
-    costs += [shape.head.flops + shape.mtp * shape.mtp_module_flops]
-    layers, whole = len(shape.layers), len(shape.layers) % num_stages == 0
-    each, rest = divmod(layers + 2 * (not whole), num_stages)
-    even = [each * stage + whole for stage in range(1, num_stages)]
-    ends, specs = divide(costs, num_stages) if rest else (*even, layers + 2), []
-    if numbers:  # of layers, between the embedding and the head
-        ends = (*(1 + end for end in accumulate(numbers[:-1])), layers + 2)
-    for start, end in zip((0, *ends), ends, strict=False):
-        blocks = range(max(start - 1, 0), min(end - 1, layers) + shape.mtp * (end == len(costs)))
-        specs.append(StageSpec(blocks, start == 0, end == len(costs), sum(costs[start:end]) / sum(costs)))
-    return tuple(specs)
-
-
 def config_of(shape: ModelShape) -> ModelConfig:
-    """A model of this project whose activations have the sizes of `shape`, for tools/planner/activations.py.
+    """A model of this project whose activations have the sizes of `shape`, for activations.py.
 
     Blocks without a gate get half their inner width, because they save half as many inner activations. Modules of
     multi-token prediction count as further layers. Windows and positions do not change what is saved.

@@ -15,10 +15,10 @@ T tokens, D model dim, K experts per token, N rows received, M = T K rows in exp
 import math
 from dataclasses import dataclass
 
-from ...expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, round_up
-from ...models.attention import attention_costs
-from ...models.config import ModelConfig, Recompute
-from ...models.partition import StageSpec
+from ..expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, round_up
+from ..models.attention import attention_costs
+from ..models.config import ModelConfig, Recompute
+from ..models.partition import StageSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,15 @@ from itertools import product
 
 import torch
 
-from ...kernels.fp8 import RECIPES
-from ...messages import with_suggestions
-from ...models import split
-from ...models.config import RECOMPUTE
-from ...schedule import build
-from ...training.config import TrainConfig
-from ...training.layout_choice import Choice, listed_layers
-from .activations import MicroBatch
-from .peak import PeakMemory, peak_memory
+from ..kernels.fp8 import RECIPES
+from ..messages import with_suggestions
+from ..models import split
+from ..models.config import RECOMPUTE
+from ..pipeline.activations import MicroBatch
+from ..pipeline.peak_memory import PeakMemory, peak_memory
+from ..schedule import build
+from .config import TrainConfig
+from .layout_choice import Choice, listed_layers
 
 MARGIN = 0.05
 """Predictions of activations may be too high by this share (tests/training/test_measured_memory.py)."""
