@@ -61,7 +61,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a device did from one moment to another, in microseconds of the trace."""
+    """A span of time on one device, and its use. Times in microseconds of the trace."""
 
     start_us: float
     end_us: float
@@ -134,7 +134,7 @@ Spans = list[tuple[float, float, Key]]
 
 
 def _idle(trace: Trace, events: Sequence[DeviceEvent], start: float, end: float) -> Iterator[Spans]:
-    """What the device waited for while nothing ran, the most important first: start, end, and kind and detail."""
+    """Yield the reasons why nothing ran, the most important first: start, end, and kind and detail."""
     if events[0].device == "cpu":
         yield [(wait.start, wait.end, (SYNCHRONIZING, wait.name)) for wait in trace.waits]
         return

@@ -88,7 +88,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class RankComparison:
-    """What several ranks have in common."""
+    """Several ranks with their common collectives and clock."""
 
     ranks: Sequence[RankTransfers]
     meetings: Sequence[Meeting]
@@ -99,7 +99,7 @@ class RankComparison:
 
     @property
     def sentences(self) -> list[str]:
-        """What could not be compared, and why, and which ranks have no trace."""
+        """Sentences: which groups could not be compared, and why, and which ranks have no trace."""
         found = [f"Not compared: {problem}." for problem in self.problems]
         size = max((rank.world_size or 0 for rank in self.ranks), default=0)
         missing = sorted({*range(size)} - {rank.rank for rank in self.ranks if rank.rank is not None})
@@ -202,7 +202,7 @@ def _by_order(group: RecordedGroup, members: Members, ranks: Sequence[RankTransf
 
 
 def _kind(group: RecordedGroup, event: DeviceEvent) -> str:
-    """What must be the same on all members. A send meets a receive."""
+    """A kind that is the same on all members. A send meets a receive."""
     recorded = event.collective.name if event.collective else ""
     return "" if group.peers else kind_of_collective(event) or recorded or event.name
 

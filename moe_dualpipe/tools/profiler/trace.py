@@ -23,7 +23,7 @@ class TraceError(ValueError):
 
 
 class Collective(NamedTuple):
-    """What is recorded of one collective or point-to-point transfer. Equal ones are the same object."""
+    """The record of one collective or point-to-point transfer. Equal records are the same object."""
 
     name: str
     """The recorded name, such as "all_to_allv" or "allreduce"."""

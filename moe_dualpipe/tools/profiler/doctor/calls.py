@@ -1,7 +1,7 @@
 """The calls of the host that launch work on a device or wait for it.
 
 GPU   calls of the driver. A wait is a call such as cudaStreamSynchronize, a launch that takes longer than its own copy,
-      or a time without calls in which the host polls for a number that a transfer writes.
+      or a time without calls, in which the host polls for a number that a transfer writes.
 CPU   the calls that start transfers. Computation needs none: it is in the order of its thread. A wait is an annotation,
       such as "wait for dispatch(F)", or a gap of a thread in which a transfer ended just before the thread went on.
 """

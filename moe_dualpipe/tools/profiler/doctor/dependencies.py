@@ -11,7 +11,7 @@ inferred     An event that could have started earlier, and starts within 5 us of
              depends on it. If the host queued no wait for another stream, or the work belongs to the other chunk, or
              all queued waits have another input, it is not an input: such dependencies are ORDER, which a change may
              remove.
-assumed      Inputs that were there in time: of a transfer, the last computation launched before it (of its chunk); of a
+assumed      Inputs that were ready in time: of a transfer, the last computation launched before it (of its chunk); of a
              computation after a queued wait, the last transfer that had ended (of its chunk).
 
 The assumed inputs are the latest that are possible. Gains are rather too small than too large.
@@ -60,7 +60,7 @@ def graph_of(view: View) -> Graph:
 
 
 def _add_threads(view: View, start: Floats, duration: Floats, before: Ints, lag: Floats) -> None:
-    """What a thread of a CPU does follows what it did before: calls and computation."""
+    """On a CPU, calls and computation follow the previous ones of their thread."""
     threads: dict[str, int] = {}
     of_call = [threads.setdefault(call.thread[1], len(threads)) for call in view.calls]
     computing = np.flatnonzero(view.kind != COMM)
@@ -137,7 +137,7 @@ def _is_input(view: View, source: int, target: int, known: int) -> bool:
 
 
 def _assumed(view: View) -> Inputs:
-    """The inputs that were there in time, as far as they can be told."""
+    """The inputs that were ready in time, as far as known."""
     found: Inputs = {}
     done: dict[tuple[bool, str | None], deque[int]] = defaultdict(lambda: deque(maxlen=16))
     order = np.argsort(view.launch, kind="stable")

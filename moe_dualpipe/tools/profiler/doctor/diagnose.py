@@ -1,8 +1,8 @@
-"""Find the causes of lost time on one or more devices, rank them by what their removal would save, say what is left.
+"""Find the causes of lost time on one or more devices, sort them by their gains, and report the unexplained rest.
 
-Each cause changes the graph of recorded dependencies; the gain is how much shorter the replayed window is. Two
-causes may claim the same time, so gains do not add up. A cause explains the entries of the account in which it costs
-time; all causes together also explain what is gone in a replay without them. The rest is unexplained.
+The removal of a cause changes the graph of recorded dependencies; the gain is how much shorter the replayed window is.
+Two causes may claim the same time, so gains do not add up. A cause explains the entries of the account in which it costs
+time. All causes together also explain gaps that disappear in a replay without them. The rest is unexplained.
 
 All ranks run one program, so a cause is removed on all ranks that have it. Then the ranks are replayed together: a rank
 that gets faster still waits for the others. If these waits are what is removed, or if they form a cycle, each rank is
@@ -119,7 +119,7 @@ def _diagnosis(
 
 
 def _lost(entries: Sequence[Entry], explained: Intervals) -> list[Total]:
-    """What is lost outside of the `explained` time, largest first."""
+    """The lost time outside of the `explained` spans, largest first."""
     spans = [Entry(start, end, COMPUTATION) for start, end in explained.tolist()]
     return [total for total in totals(relabeled(entries, spans, LOST)) if total.kind in LOST]
 

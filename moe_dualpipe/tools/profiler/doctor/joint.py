@@ -1,7 +1,7 @@
 """One graph of several ranks that wait for each other in collectives.
 
-A collective ends on all ranks at the same time, so its event is shortest on the rank that joined last: this is what it
-takes without waits, and needs no common clock.
+A collective ends on all ranks at the same time, so its event is shortest on the rank that joined last. This is its
+duration without waits; no common clock is needed.
 
 A rank that gets faster waits longer in its next collective if another rank stays slow. In the graph of one rank, a
 collective takes as long as recorded, waits included. In the graph of all ranks, it has three parts:
@@ -40,7 +40,7 @@ class SharedCollectives(NamedTuple):
 
     @property
     def own_us(self) -> Floats:
-        """What the collective takes once all ranks have joined."""
+        """The duration of the collective from the moment when all ranks have joined."""
         return self.over_ranks(np.minimum, self.duration)
 
     def over_ranks(self, combine: np.ufunc, values: np.ndarray) -> np.ndarray:
@@ -142,7 +142,7 @@ class JointGraph:
         return [NodeTimes(times.start[a:b], times.end[a:b], graph.is_device) for graph, a, b in bounds]
 
     def _edges(self, graphs: Sequence[Graph]) -> Edges:
-        """What follows a collective follows its move."""
+        """The edges of all ranks. Those from the end of a collective start at its move instead."""
         moment = np.arange(2 * len(self.start))
         moment[ends(self.joins)] = ends(self.moves)
         parts = [

@@ -21,7 +21,7 @@ Mask = NDArray[np.bool_]
 BEFORE, LAUNCH, DATA, ORDER, SYNC, ASSUMED = range(6)
 """Kinds of edges. A node follows
 BEFORE: the previous node of its stream or thread. LAUNCH: the start of the call that launches it.
-DATA: its input, on another stream. ASSUMED: an input that was there in time.
+DATA: its input, on another stream. ASSUMED: an input that was ready in time.
 ORDER: work that it does not need; it started when this work ended.
 SYNC: the work that a call of the host waits for."""
 

@@ -132,7 +132,7 @@ def _small(device: Device) -> list[FoundCause]:
 
 
 def _joined_with_previous(graph: Graph, calls: Ints, nodes: Ints, moving: Floats) -> Graph:
-    """Drop calls, and what the host did for them. What they launched takes the time of moving its data, at most."""
+    """Drop calls and the host's work for them. The nodes that they launched only take the time to move their data."""
     lag, duration, either = graph.edges.lag.copy(), graph.duration.copy(), np.concatenate([nodes, calls])
     lag[either] = np.minimum(lag[either], 0.0)
     duration[nodes], duration[calls] = np.minimum(moving, duration[nodes]), 0.0
