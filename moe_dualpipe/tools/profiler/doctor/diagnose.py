@@ -1,8 +1,8 @@
 """Find the causes of lost time on one or more devices, sort them by their gains, and report the unexplained rest.
 
 The removal of a cause changes the graph of recorded dependencies; the gain is how much shorter the replayed window is.
-Two causes may claim the same time, so gains do not add up. A cause explains the entries of the account in which it costs
-time. All causes together also explain gaps that disappear in a replay without them. The rest is unexplained.
+Two causes may claim the same time, so gains do not add up. A cause explains the entries of the account in which it
+costs time. All causes together also explain gaps that disappear in a replay without them. The rest is unexplained.
 
 All ranks run one program, so a cause is removed on all ranks that have it. Then the ranks are replayed together: a rank
 that gets faster still waits for the others. If these waits are what is removed, or if they form a cycle, each rank is
@@ -217,10 +217,7 @@ class Ranks:
                 np.maximum(graph.duration[device.view.event_nodes] - ("imbalance" not in kinds) * device.waited_us, 0.0)
                 for device, graph in zip(self.devices, graphs, strict=True)
             ]
-            shared = self.shared if joint else None
-            beside = {
-                is_comm: beside_us(self.devices, is_comm, times, moving, shared) for is_comm in (True, False)
-            }  # fmt: skip
+            beside = beside_us(self.devices, times, moving, self.shared if joint else None)
             slowed = []
             for i, device in enumerate(self.devices):
                 less = [one.k * (one.beside_us - beside[one.is_comm][i]) for one in left[i]]

@@ -56,36 +56,30 @@ class Slowdown(NamedTuple):
 
 def slowdowns_of(devices: Sequence[Device], shared: SharedCollectives) -> list[list[Slowdown]]:
     """How much transfers and computation slow each other down on each device."""
-    recorded = [device.graph.recorded for device in devices]
-    beside = [
-        beside_us(devices, is_comm, recorded, [device.own_us for device in devices], shared)
-        for is_comm in (True, False)
-    ]
-    return [
-        [
-            found for is_comm, us in zip((True, False), of_device, strict=True)
-            if (found := slowdown_of(device, is_comm, us)) is not None
-        ]
-        for device, *of_device in zip(devices, *beside, strict=True)
-    ]  # fmt: skip
+    own_us = [device.own_us for device in devices]
+    beside = beside_us(devices, [device.graph.recorded for device in devices], own_us, shared)
+    found = [[slowdown_of(device, kind, beside[kind][i]) for kind in beside] for i, device in enumerate(devices)]
+    return [[one for one in both if one is not None] for both in found]
 
 
 def beside_us(
-    devices: Sequence[Device], is_comm: bool, times: Sequence[NodeTimes], moving: Sequence[Floats],
-    shared: SharedCollectives | None,
-) -> list[Floats]:  # fmt: skip
-    """For how long each event of one kind runs beside the other kind; 0 for others.
+    devices: Sequence[Device], times: Sequence[NodeTimes], moving: Sequence[Floats], shared: SharedCollectives | None
+) -> dict[bool, list[Floats]]:
+    """For how long each event of one kind runs beside the other kind; 0 for others. For transfers, and for computation.
 
     moving: how long each event runs without its wait for other ranks, which comes first. A collective counts on the
     rank where it runs longest beside computation.
     """
-    found = []
+    found: dict[bool, list[Floats]] = {True: [], False: []}
     for device, when, us in zip(devices, times, moving, strict=True):
         start, end = when.start[device.view.first_event :], when.end[device.view.first_event :]
-        others = device.is_comm != is_comm
-        before = length_before(union(np.stack([start, end], axis=1)[others]))
-        found.append(np.where(others, 0.0, before(end) - before(end - us)))
-    return shared.largest(found) if shared is not None and is_comm else found
+        for is_comm, of_ranks in found.items():
+            others = device.is_comm != is_comm
+            before = length_before(union(np.stack([start, end], axis=1)[others]))
+            of_ranks.append(np.where(others, 0.0, before(end) - before(end - us)))
+    if shared is not None:
+        found[True] = shared.largest(found[True])
+    return found
 
 
 def slowdown_of(device: Device, is_comm: bool, beside_us: Floats) -> Slowdown | None:
