@@ -21,7 +21,7 @@ from ..account import COMPUTATION, LOST, SLOWED, Entry, Total, relabeled, spans_
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
 from ..ranks import RankComparison
 from ..trace import DeviceEvent, Trace
-from .causes import host, order, transfers
+from .causes import launching, order, transfers
 from .dependencies import graph_of
 from .device import Device, FoundCause
 from .joint import JointGraph, join, shared_collectives
@@ -56,7 +56,7 @@ def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], na
     if not view.window_us > 0:
         return None
     one = Device(view, graph_of(view))
-    return Examined(name, one, host.find(one, trace), [*order.find(one), *transfers.find_on_path(one)])
+    return Examined(name, one, launching.find(one, trace), [*order.find(one), *transfers.find_on_path(one)])
 
 
 class Diagnosis(NamedTuple):
