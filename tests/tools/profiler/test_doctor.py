@@ -74,15 +74,6 @@ def test_a_node_starts_after_the_start_of_its_launch_and_the_end_of_the_node_bef
     assert graph.edges.kind.tolist()[3:] == [LAUNCH] * 3
 
 
-@pytest.mark.parametrize("name", ["host sync", "one queue", "no graphs"])
-def test_the_replay_of_a_job_gives_its_recorded_times(name, tmp_path):
-    for path in write_traces(run(FAULTS[name].apply(FAULTS[name].healthy(), 2)), tmp_path):
-        case = case_of(path)
-        times = replay(case.graph)
-        np.testing.assert_allclose(times.start[case.view.event_nodes], case.view.start, atol=1e-6)
-        np.testing.assert_allclose(times.end[case.view.event_nodes], case.view.end, atol=1e-6)
-
-
 # ---- what waits for what ----
 
 
@@ -216,6 +207,7 @@ def test_the_replay_of_several_ranks_gives_the_recorded_times(layer_us, drift, l
     times = JointGraph(cases, meetings, shifts).replay([case.graph for case in cases])
     for case, found in zip(cases, times, strict=True):
         assert found.window_us == pytest.approx(case.window_us)
+        assert replay(case.graph).start[case.view.event_nodes] == pytest.approx(case.view.start, abs=1e-6)
         assert np.ptp(found.start - case.graph.start) < 0.01  # one clock for both ranks
         assert found.end - found.start == pytest.approx(case.graph.duration, abs=0.01)
 
