@@ -57,7 +57,8 @@ from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.training import config as training
 from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.preflight import Given, prepare
+from moe_dualpipe.training.resolve import prepare
+from moe_dualpipe.training.rules import Given
 from moe_dualpipe.training.step import Trainer
 
 from .common import full_range, ratios, table, take_turns

@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.common import quartiles, ratios, table, take_turns
 from moe_dualpipe.expert_parallel import EpBackend, ExpertParallel, choose_backend
 from moe_dualpipe.models import ModelConfig, preset
-from moe_dualpipe.pipeline.pipeline import Pipeline
+from moe_dualpipe.pipeline import Parallel, Pipeline
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from moe_dualpipe.tools.profiler.communication import NAMES
@@ -156,7 +156,7 @@ def measure(model: ModelConfig, rank: int, options: Options) -> dict[str, list[t
     tokens = torch.randint(model.vocab_size, size, generator=generator)
     cases = {}
     for name, (ep, backend) in CASES.items():
-        pipeline = Pipeline(model, schedule, shape, ep=ep, ep_backend=backend)
+        pipeline = Pipeline(model, schedule, shape, Parallel(ep, backend))
         cases[name] = partial(_step, pipeline, pipeline.optimizer(OptimizerConfig()), tokens)
     return take_turns(options.rounds, cases, warm_up=3)
 

@@ -47,7 +47,7 @@ from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.config import ParallelConfig
 from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.preflight import prepare
+from moe_dualpipe.training.resolve import prepare
 from moe_dualpipe.training.step import Trainer
 
 ADDRESSES, PORT = ("10.213.77.1", "10.213.77.2"), "29400"

@@ -30,10 +30,10 @@ from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, Transforme
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import COMBINE, DISPATCH, is_wait, without_wait
 from moe_dualpipe.tools.profiler.bound import Compute, Event, Start, Wait, least_time
+from tests.support.plain_model import plain_forward
 
 from . import network, schedulers
 from .common import full_range, ratios, table, take_turns
-from .plain_model import plain_forward
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=256, num_layers=4, num_dense_layers=0, num_heads=8, num_kv_heads=8, head_dim=32,

@@ -25,7 +25,7 @@ from benchmarks.common import full_range, run_options, table, take_turns
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.training.config import ParallelConfig
 from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.preflight import prepare
+from moe_dualpipe.training.resolve import prepare
 from moe_dualpipe.training.step import Trainer
 
 WARM_UP = 2

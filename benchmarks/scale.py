@@ -47,12 +47,12 @@ class Options:
 
 def measure_rank(ranks: int) -> dict[str, float]:
     """Build a run as one rank of `ranks`, and do steps. Returns seconds, MiB, and numbers of groups."""
-    from moe_dualpipe.pipeline.recording_group import recording_world
     from moe_dualpipe.runtime.launch import Launch
     from moe_dualpipe.training.config import BatchConfig, ParallelConfig, TrainConfig
     from moe_dualpipe.training.options import Request
-    from moe_dualpipe.training.preflight import prepare
+    from moe_dualpipe.training.resolve import prepare
     from moe_dualpipe.training.step import Trainer
+    from tests.machines.recording_group import recording_world
 
     config = TrainConfig(
         model=small_model(), steps=STEPS, batch=BatchConfig(batch_size=2 * ranks, micro_batch_size=1, seq_len=16),

@@ -41,7 +41,7 @@ from moe_dualpipe.kernels.weight_grads import accumulate
 from moe_dualpipe.models import PRESETS, TransformerStage, next_token_loss, split
 from moe_dualpipe.overlap import WeightGrads, bind
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.runtime.p2p import Transfer
+from moe_dualpipe.runtime.p2p import Message
 from moe_dualpipe.runtime.rank_step import RankStep
 from moe_dualpipe.runtime.stage import Stage
 from moe_dualpipe.schedule import Backward, Flow, Forward, Part, Recv, Schedule, Send, Step, build, members
@@ -129,7 +129,7 @@ class Waiting(Executor):
 class _WaitingStep(RankStep):
     def run(self, steps: tuple[Step, ...], inputs: Any):
         for micro_batch, tensors in inputs.items():
-            self.receiving[Flow.ACTIVATION][0, micro_batch] = Transfer(tuple(tensors))
+            self.receiving[Flow.ACTIVATION][0, micro_batch] = Message(tuple(tensors))
         batch: list[Callable[[], object]] = []
         for step in steps:
             match step:
@@ -151,7 +151,7 @@ class _WaitingStep(RankStep):
 
     def _arrive(self, step: Recv) -> None:
         receiving, key = self.receiving[step.flow], (step.stage, step.micro_batch)
-        receiving[key] = Transfer(receiving[key].wait())  # gloo allows only one wait for each receive
+        receiving[key] = Message(receiving[key].wait())  # gloo allows only one wait for each receive
 
 
 # ---- An emulated slow link ----
@@ -179,16 +179,16 @@ class SlowP2P(P2P):
 
     delay: float = 0.0
 
-    def send(self, tensors: Sequence[Tensor], to: int) -> Transfer:
+    def send(self, tensors: Sequence[Tensor], to: int) -> Message:
         sending = super().send((*tensors, _now()), to)
         late: Any = Until(sending.tensors[-1], self.delay)
         return replace(sending, works=(*sending.works, late))
 
-    def recv(self, specs: Sequence[TensorSpec], source: int) -> Transfer:
+    def recv(self, specs: Sequence[TensorSpec], source: int) -> Message:
         receiving = super().recv((*specs, CLOCK), source)
         *tensors, sent_1 = receiving.tensors
         late: Any = Until(sent_1, self.delay)
-        return Transfer(tuple(tensors), (*receiving.works, late))
+        return Message(tuple(tensors), (*receiving.works, late))
 
 
 class SlowStage(PipelineStage):

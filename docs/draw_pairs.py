@@ -18,10 +18,10 @@ from draw_idea import BACKWARD, COMMUNICATION, FORWARD, WEIGHT, draw_box
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.labels import is_exchange, letter_of
-from moe_dualpipe.overlap.segmented import run_on
 from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
 from moe_dualpipe.tools.drawing.timeline_boxes import paler
 from moe_dualpipe.tools.profiler.pair import Mode, Pair, Workload
+from tests.support.engines import run_on
 
 OUT = Path(__file__).parent / "images" / "pairs"
 TRAINING = {

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from moe_dualpipe.option_help import fields_of, shown
+from moe_dualpipe.command_line import fields_of, shown
 from moe_dualpipe.tools.profiler.analyze import COMPUTED, Analysis, Phase
 from moe_dualpipe.tools.profiler.communication import LIBRARIES
 from moe_dualpipe.tools.profiler.doctor.verdict import CAUSES

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 import torch
-import tyro
 
+from moe_dualpipe.command_line import program_options
 from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig, TransformerStage, build_model, next_token_loss
 from moe_dualpipe.overlap import Engine
@@ -34,7 +34,7 @@ class Options:
 
 
 def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
+    options = program_options(Options, "overlapped_pair.py")
     torch.set_num_threads(1)
     backend = Loopback(MODEL.num_experts, options.ranks, Link(options.gb_per_s))
     model = build_model(MODEL, backend)

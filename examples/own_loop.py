@@ -4,7 +4,16 @@ python examples/own_loop.py
 torchrun --nproc-per-node 2 examples/own_loop.py
 """
 
-from moe_dualpipe import OptimizerConfig, Pipeline, build_schedule, join_world, learning_rate, load_data, preset
+from moe_dualpipe import (
+    Numerics,
+    OptimizerConfig,
+    Pipeline,
+    build_schedule,
+    join_world,
+    learning_rate,
+    load_data,
+    preset,
+)  # fmt: skip
 
 STEPS, SEQ_LEN, SIZE, MICRO_BATCHES = 10, 64, 1, 8
 SOURCE = "stdlib"  # any text; this is the source code of Python's standard library
@@ -12,7 +21,7 @@ SOURCE = "stdlib"  # any text; this is the source code of Python's standard libr
 with join_world() as world:
     name = "dualpipe" if world.size % 2 == 0 else "dualpipev"
     schedule = build_schedule(name, world.size, MICRO_BATCHES)
-    pipeline = Pipeline(preset("tiny"), schedule, (SIZE, SEQ_LEN), world.device)
+    pipeline = Pipeline(preset("tiny"), schedule, (SIZE, SEQ_LEN), numerics=Numerics(world.device))
     config = OptimizerConfig(lr=3e-3, warmup_steps=5)
     optimizer = pipeline.optimizer(config)
     data = load_data(SOURCE, SEQ_LEN)

@@ -15,7 +15,8 @@ from torch import nn
 
 from moe_dualpipe.messages import describe
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.runtime.replicas import ReplicaSet, sum_gradients
+from moe_dualpipe.runtime.replicas import ReplicaSet
+from moe_dualpipe.runtime.stage_sums import sum_gradients
 from moe_dualpipe.schedule import Schedule, build
 
 WIDTH, SIZE = 32, 4

@@ -29,7 +29,7 @@ from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, 
 from .fp8 import Fp8Recipe
 from .fp8_experts import fp8_experts
 from .fuse import fuse
-from .grouped_gemm import GroupedGemmOptions, grouped_linear
+from .grouped_gemm import GroupedGemmOptions, GroupedLinearFunction
 from .linear import apply_autocast, compute_or_defer, grad_dtype
 from .order import ExpertOrder
 from .permute import check_routing_weights, check_rows, permute, unpermute
@@ -47,16 +47,14 @@ def experts_reference(
     weight_inside: bool, options: GroupedGemmOptions, compiled: bool = False,
 ) -> Tensor:  # fmt: skip
     """`experts` as a chain of plain operators."""
-    product = partial(
-        grouped_linear, expert_offsets=order.expert_offsets, weight_grads=options.weight_grads,
-        accumulate=options.accumulate, num_sms=options.num_sms, kernels=options.kernels,
-    )  # fmt: skip
-    z_MG = product(permute(x_ND, order, options.kernels), gate_up_EGD)
+    product: Any = GroupedLinearFunction.apply
+    z_MG = product(permute(x_ND, order, options.kernels), gate_up_EGD, order.expert_offsets, options)
     h_MF = fuse(swiglu, compiled and len(z_MG) > 1, rows_vary=True)(z_MG)  # 0 or 1 rows would be another graph
     if weight_inside and weights_NK is not None:
         h_MF = (h_MF * weights_NK.flatten()[order.choice_idx_M, None]).to(h_MF.dtype)
         weights_NK = None
-    return unpermute(product(h_MF, down_EDF), order, weights_NK, options.kernels)
+    out_MD = product(h_MF, down_EDF, order.expert_offsets, options)
+    return unpermute(out_MD, order, weights_NK, options.kernels)
 
 
 class _ExpertsFunction(torch.autograd.Function):

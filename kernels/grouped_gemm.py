@@ -184,7 +184,9 @@ def _fits_grouped_mm(t: Tensor) -> bool:
 # ---- the layer ----
 
 
-class _GroupedLinearFunction(torch.autograd.Function):
+class GroupedLinearFunction(torch.autograd.Function):
+    """`grouped_linear` of arguments that are checked already."""
+
     @staticmethod
     def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor, options: GroupedGemmOptions) -> Tensor:
         ctx.save_for_backward(x_MI if ctx.needs_input_grad[1] else None, w_EOI, expert_offsets)
@@ -226,7 +228,7 @@ def grouped_linear(
     x_MI, w_EOI = apply_autocast(x_MI, w_EOI)
     _check(x_MI, w_EOI, expert_offsets, w_EOI.shape[-1])
     options.check(w=w_EOI)
-    return _GroupedLinearFunction.apply(x_MI, w_EOI, expert_offsets, options)  # type: ignore[return-value]
+    return GroupedLinearFunction.apply(x_MI, w_EOI, expert_offsets, options)  # type: ignore[return-value]
 
 
 def _check(x: Tensor, w: Tensor, expert_offsets: Tensor, width: int) -> None:

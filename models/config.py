@@ -1,14 +1,11 @@
 """The configuration of a model, and the options with which a stage is built, as frozen values. Imports no torch."""
 
-import shlex
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
-
-from tyro.constructors import PrimitiveConstructorSpec
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from moe_dualpipe.kernels.fp8 import Fp8Recipe
 from moe_dualpipe.kernels.options import GroupScore, Kernels, RoutingOptions, validate_kernels
-from moe_dualpipe.messages import LARGEST, check_range, printable
+from moe_dualpipe.messages import LARGEST, WANTED, check_range, printable
 
 from .layer_class import Factory, name_of
 from .layer_options import LayerOptions, options_text
@@ -17,24 +14,8 @@ Recompute = Literal["none", "norms", "attention", "full"]
 """What a block recomputes in backward instead of saving it; recompute.py describes each."""
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
 
-_WORDS = PrimitiveConstructorSpec[Any](
-    nargs="*",
-    metavar="KEY=VALUE",
-    instance_from_str=shlex.join,
-    is_instance=lambda value: isinstance(value, str),
-    str_from_instance=shlex.split,
-)
-_NAME = PrimitiveConstructorSpec[Any](
-    nargs=1,
-    metavar="NAME",
-    instance_from_str=lambda words: words[0],
-    is_instance=lambda value: isinstance(value, str),
-    str_from_instance=lambda value: [value],
-)
-LayerName = Annotated[str | Factory, _NAME]
+LayerName = str | Factory
 """A layer by its name, or in Python as a class or function (layer_class.py)."""
-OwnOptions = Annotated[LayerOptions, _WORDS]
-"""Options of a custom layer (layer_options.py)."""
 
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "experts": ("swiglu",), "router": ("topk", "balanced"), "attention": ("gqa", "mla"), "block": ("prenorm",),
@@ -78,7 +59,7 @@ class ModelConfig:
     attention: LayerName = "gqa"
     """Attention. gqa: grouped-query attention. mla: multi-head latent attention, as in DeepSeek-V2 and V3.
     Or your own: FILE.py:CLASS or MODULE:CLASS (docs/custom_layers.md)."""
-    attention_options: OwnOptions = ""
+    attention_options: LayerOptions = ""
     """Options of your own attention, such as window=128."""
     num_heads: int = 4
     """Number of query heads."""
@@ -119,7 +100,7 @@ class ModelConfig:
     router: LayerName = "topk"
     """Router. topk: the experts with the highest scores. balanced: all experts equally often, for measurements.
     Or your own: FILE.py:CLASS or MODULE:CLASS."""
-    router_options: OwnOptions = ""
+    router_options: LayerOptions = ""
     """Options of your own router."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from router logits to scores."""
@@ -143,12 +124,12 @@ class ModelConfig:
     """Factor of the loss that keeps router logits small. 0: off."""
     experts: LayerName = "swiglu"
     """Expert layer. swiglu: SwiGLU experts. Or your own: FILE.py:CLASS or MODULE:CLASS."""
-    expert_options: OwnOptions = ""
+    expert_options: LayerOptions = ""
     """Options of your own expert layer, such as rank=8."""
     block: LayerName = "prenorm"
     """Transformer block. prenorm: attention, then an MLP or experts, each after a norm.
     Or your own: FILE.py:CLASS or MODULE:CLASS."""
-    block_options: OwnOptions = ""
+    block_options: LayerOptions = ""
     """Options of your own block."""
     rope_theta: float = 10_000.0
     """Base of the rotary embedding."""
@@ -182,6 +163,10 @@ class ModelConfig:
     """Factor of the mean MTP loss."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            kinds, value = {int: (int,), float: (int, float), bool: (bool,)}.get(field.type), getattr(self, field.name)
+            if kinds and type(value) not in kinds:
+                raise ValueError(f"{field.name} must be {WANTED[kinds[-1]]}: got {printable(repr(value), 60)}")
         for names, low, high in _RANGES:
             for name in names.split():
                 check_range(name, getattr(self, name), low, high)

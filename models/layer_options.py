@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from moe_dualpipe.errors import one_line_errors
 from moe_dualpipe.messages import printable
 
 LayerOptions = str | Mapping[str, Any] | Any
@@ -47,30 +46,23 @@ def options_text(options: LayerOptions) -> str:
     return shlex.join(f"{name}={_text(value)}" for name, value in options.items())
 
 
-@lru_cache(maxsize=256)  # tyro takes milliseconds, and a model has many layers
+@lru_cache(maxsize=256)  # a model has many layers
 def parse_options(make: Callable[..., Any], text: str) -> Any:
     """Return `text` as an instance of the dataclass that annotates the parameter `options` of `make`.
 
     Raises ValueError for options that the dataclass lacks, and for values of another type.
     """
-    import tyro
+    from moe_dualpipe.command_line import options_of  # imports what only commands need
 
     kind = _options_class(make)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    arguments: list[str] = []
+    options, values = {option.name: option for option in options_of(kind)}, {}
     for word in _split(text):
         name, _, value = word.partition("=")
-        if name not in fields:
-            known = f"choose from: {', '.join(fields)}" if fields else "it has no options"
+        if name not in options:
+            known = f"choose from: {', '.join(options)}" if options else "it has no options"
             raise ValueError(f"{kind.__name__} has no option {name!r}; {known}")
-        # A list is written with commas; tyro expects separate words.
-        is_list = typing.get_origin(typing.get_type_hints(kind)[name]) in (tuple, list)
-        arguments += [f"--{name}", *(value.split(",") if is_list else [value])]
-    with one_line_errors():
-        return tyro.cli(
-            kind, args=arguments, use_underscores=True, add_help=False,
-            config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        )  # fmt: skip
+        values[name] = options[name].convert(value)
+    return kind(**values)
 
 
 def _options_class(make: Callable[..., Any]) -> Any:

@@ -7,6 +7,8 @@ on a GPU the host would wait for them. Decisions of built-in routers are not che
 T tokens, D model dim, E experts, K choices.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ def call_layer(part: str, layer: nn.Module, x: Tensor, *others: Any, **context: 
     Raises ValueError unless the output has the shape, dtype and device of `x`. Under autocast, the autocast dtype is
     also valid.
     """
-    return checked_output(part, layer, x, _call(part, layer, x, *others, **context))
+    with _errors_in(part, layer):
+        out = layer(x, *others, **context)
+    return checked_output(part, layer, x, out)
 
 
 def call_router(router: nn.Module, x: Tensor, num_experts: int, *replay_TK: Tensor) -> tuple[Tensor, ...]:
@@ -31,7 +35,8 @@ def call_router(router: nn.Module, x: Tensor, num_experts: int, *replay_TK: Tens
 
     Raises ValueError if the decision of a user's router breaks the contract of `RouterLayer`.
     """
-    decision = _call("router", router, x, *replay_TK)
+    with _errors_in("router", router):
+        decision = router(x, *replay_TK)
     if own_source(router) is not None:
         _check_decision(router, x, decision, num_experts)
     return decision
@@ -48,9 +53,11 @@ def checked_output(part: str, layer: nn.Module, x: Tensor, out: Any) -> Tensor:
     return out
 
 
-def _call(part: str, layer: nn.Module, *arguments: Any, **context: Any) -> Any:
+@contextmanager
+def _errors_in(part: str, layer: nn.Module) -> Iterator[None]:
+    """Errors of this context name the part of the model, and the user's class of its layer."""
     try:
-        return layer(*arguments, **context)
+        yield
     except Exception as error:
         in_context(error, part, own_source(layer))
         raise

@@ -11,7 +11,6 @@ B sequences, S positions, D model dim, V vocabulary.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +86,6 @@ class TransformerStage(Segmented):
         self.embedding = embedding
         if isinstance(getattr(self, "head", None), TiedHead):
             self.head = TiedHead(embedding)
-
-    def forward(self, x: Tensor, documents_BS: Tensor | None = None, cache: KVCache | None = None) -> Any:
-        return super().forward(x, documents_BS, cache)
 
     def segments(self, x: Tensor, documents_BS: Tensor | None = None, cache: KVCache | None = None) -> Segments:
         if self.spec.embedding and self.options.document_end_id is not None and cache is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .data import load_data
     from .inference import generate
     from .models import ModelConfig, build_model, preset
-    from .pipeline import Pipeline
+    from .pipeline import Numerics, Parallel, Pipeline
     from .runtime import Executor, join_world
     from .runtime.learning_rate import OptimizerConfig, learning_rate
     from .schedule import Costs, simulate
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Costs", "Executor", "ModelConfig", "OptimizerConfig", "Pipeline", "TrainConfig", "Trainer", "build_model",
-    "build_schedule", "from_pretrained", "generate", "join_world", "learning_rate", "load_data", "preset",
-    "save_pretrained", "simulate", "train",
+    "Costs", "Executor", "ModelConfig", "Numerics", "OptimizerConfig", "Parallel", "Pipeline", "TrainConfig", "Trainer",
+    "build_model", "build_schedule", "from_pretrained", "generate", "join_world", "learning_rate", "load_data",
+    "preset", "save_pretrained", "simulate", "train",
 ]  # fmt: skip
 _MODULES = {
-    "Costs": "schedule", "Executor": "runtime", "ModelConfig": "models", "OptimizerConfig": "runtime.learning_rate",
-    "Pipeline": "pipeline", "TrainConfig": "training", "Trainer": "training", "build_model": "models",
-    "build_schedule": "schedule:build", "from_pretrained": "checkpoint.huggingface", "generate": "inference",
-    "join_world": "runtime", "learning_rate": "runtime.learning_rate", "load_data": "data", "preset": "models",
+    "Costs": "schedule", "Executor": "runtime", "ModelConfig": "models", "Numerics": "pipeline",
+    "OptimizerConfig": "runtime.learning_rate", "Parallel": "pipeline", "Pipeline": "pipeline",
+    "TrainConfig": "training", "Trainer": "training", "build_model": "models", "build_schedule": "schedule:build",
+    "from_pretrained": "checkpoint.huggingface", "generate": "inference", "join_world": "runtime",
+    "learning_rate": "runtime.learning_rate", "load_data": "data", "preset": "models",
     "save_pretrained": "checkpoint.huggingface", "simulate": "schedule", "train": "commands.train",
 }  # fmt: skip
 

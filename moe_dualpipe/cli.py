@@ -23,12 +23,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-import tyro
-
 from . import __version__
-from .errors import error_text, one_line_errors, user_error
+from .command_line import command_help, read_options
+from .errors import error_text, user_error
 from .messages import describe, unknown_name
-from .option_help import command_help
 from .schedule import ScheduleError
 
 COMMANDS = {
@@ -94,12 +92,11 @@ def _parse(words: list[str]) -> Any:
         kind: Any = getattr(import_module(f".commands.{module}", __package__), attribute)
         options = words[len(name.split()) :]
         if {"-h", "--help"} & {*options}:
-            print(command_help(name, kind))
+            print(command_help(f"moe-dualpipe {name}", kind))
             raise SystemExit(0)
         if not hasattr(kind, "__dataclass_fields__"):  # it parses its options
             return kind(options)
-        with one_line_errors():
-            return tyro.cli(kind, args=options, prog=f"moe-dualpipe {name}")
+        return read_options(kind, options)
     group = [word for word in words[:1] if any(name.startswith(f"{word} ") for name in COMMANDS)]
     listed = {name: text for name, (_, text) in COMMANDS.items() if name.split()[: len(group)] == group}
     given = words[len(group) :]

@@ -8,20 +8,17 @@ without a line of the user's code is one of this package, and keeps its tracebac
 
 import errno
 import inspect
-import io
 import linecache
 import os
-import re
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from .messages import describe, printable, unknown_name
+from .messages import describe, printable
 
 # ---- Where the user's code fails ----
 
@@ -170,51 +167,3 @@ def _owner(filename: str) -> str:
     installed = {"site-packages", "dist-packages"} & {*real.parts}
     python = filename.startswith(("<frozen ", "<string>", "<eval")) or real.is_relative_to(Path(os.__file__).parent)
     return "library" if installed or python else "user"
-
-
-# ---- Options ----
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Inside this context, tyro raises ValueError with a message of one line; otherwise it prints a box and exits."""
-    printed = io.StringIO()
-    try:
-        with redirect_stderr(printed):
-            yield
-    except SystemExit as exit_:
-        if not exit_.code:  # after --help
-            raise
-        box = re.sub(r"\x1b\[[\d;]*m", "", printed.getvalue()).replace("│", "").splitlines()[1:]  # without the title
-        lines = [line.strip() for line in box if line.strip("╰─╯- ") and not line.startswith(" " * 9)]  # no help texts
-        raise _spoken(re.split(" (?:Got errors|Argument helptext|For full helptext)", " ".join(lines))[0]) from None
-
-
-_SPOKEN = (
-    (
-        r"Error parsing (\S+): .*?(?:int\(\) with base 10: |\bINT could be .* from \[)('.*?')\]?\.?",
-        r"\1 must be a whole number: got \2",
-    ),
-    (r"Error parsing (\S+): .*?(?:string to float: |\bFLOAT\b.* from \[)(.*?)\]?\.?", r"\1 must be a number: got \2"),
-    (r"Error parsing (\w+): \1 (\w+ must .*)", r"--\1.\2"),  # of a group of options
-    (r"Error parsing \w+: (.*)", r"\1"),
-    (r"Error parsing (\S+): .*?\[?('.*')\]?\.?", r"\1 has an invalid value: \2"),
-    (r".*?Unrecognized options: (-[^\s,=]+).*? Perhaps you meant: ([^\s,]+).*", r"unknown option \1; did you mean \2?"),
-    (r".*?Unrecognized options: (-[^\s,=]+).*", r"unknown option \1; --help lists all"),
-    (r".*?Unrecognized options:\s*(.*)", r"unexpected: '\1'"),
-    (r"Missing value for argument '(.*?)'.*", r"\1 needs a value"),
-    (r"Missing from .*?: (.*)", r"missing \1"),
-)
-"""What tyro says, and how this project says it."""
-
-
-def _spoken(text: str) -> ValueError:
-    if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*?)\)\.?", text):
-        names = re.findall(r"'(.*?)'", choice[3])
-        return unknown_name(choice[2], choice[1], sorted({*names} - {"None"}) if "None" in names else names)
-    if text.startswith("Missing from"):
-        text = re.sub(r"(--\S+) [A-Z{]\S*", r"\1", text)  # without the types
-    for pattern, words in _SPOKEN:
-        if found := re.fullmatch(pattern, text):
-            return ValueError(found.expand(words))
-    return ValueError(text)

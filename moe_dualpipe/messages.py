@@ -8,7 +8,8 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 _SHOWN_AS: dict[str, str] = {}
 _SECRET = re.compile(
@@ -91,6 +92,24 @@ def nearest(value: int, most: int, works: Callable[[int], bool]) -> int | None:
 
 LARGEST = 2**31 - 1
 """The largest valid count or size."""
+
+
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+"""How messages name the types of values."""
+
+
+class Rule(NamedTuple):
+    """What cannot be. applies: whether it is so. message: one line with the values and a way out."""
+
+    applies: object
+    message: str
+
+
+def refuse(rules: Iterable[Rule]) -> None:
+    """Raise ValueError with the message of the first rule that applies."""
+    for rule in rules:
+        if rule.applies:
+            raise ValueError(rule.message)
 
 
 def check_range(name: str, value: float, low: float, high: float = LARGEST, hint: str = "") -> None:

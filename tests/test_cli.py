@@ -131,7 +131,7 @@ def test_a_file_from_a_spreadsheet_without_a_suffix(capsys, tmp_path):
      "data, generate, eval, export, model, plan, check"),
     ("schedule shwo", "unknown command 'shwo'; did you mean 'show'? Choose from: show, compare, fill, check"),
     ("check layers", "unknown command 'layers'; choose from: parallel, cluster, experts, router, attention, block"),
-    ("schedule show dualpipe --ppp 4", "unknown option --ppp; did you mean --pp?"),
+    ("schedule show dualpipe --ppp 4", "unknown option '--ppp'; did you mean --pp? --help lists all"),
     ("schedule compare", "missing --stages --micro-batches"),
     ("generate", "missing RUN"),
 ])  # fmt: skip
@@ -168,10 +168,7 @@ def test_a_prompt_typed_in_an_ascii_locale_is_text():
 
 COMMANDS = {
     "schedule show interleaved_1f1b": (["--pp 2", "--micro-batches 4", "--num-chunks 2"], ["--width"]),
-    "schedule check interleaved_1f1b": (
-        ["--pp 2", "--micro-batches 4", "--num-chunks 2"],
-        ["--ep", "--num-layers", "--dense-layers", "--mtp-layers"],
-    ),
+    "schedule check interleaved_1f1b": (["--pp 2", "--micro-batches 4", "--num-chunks 2"], []),
     "schedule compare": (
         ["--stages 2", "--micro-batches 4", "--num-chunks 2"],
         ["--cost.F", "--cost.B", "--cost.comm"],

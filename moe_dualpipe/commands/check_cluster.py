@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import arg
-
+from ..command_line import Mark
 from ..health.report import end_process
 from ..messages import check_range
 from ..runtime.launch import Launch
@@ -19,11 +18,11 @@ class CheckCluster(DeviceOption, JsonOption):
 
     out: Path = Path("runs")
     """Output folder of the run. Its disk is checked."""
-    min_free: Annotated[float, arg(metavar="GB")] = 10.0
+    min_free: Annotated[float, Mark("GB")] = 10.0
     """Free space that the output folder needs."""
-    size: Annotated[float, arg(metavar="MB")] = 16.0
+    size: Annotated[float, Mark("MB")] = 16.0
     """Size of a message on a link."""
-    timeout: Annotated[float, arg(metavar="SECONDS")] = 60.0
+    timeout: Annotated[float, Mark("SECONDS")] = 60.0
     """Seconds to wait for other ranks, and for each measurement."""
 
     def run(self) -> int:

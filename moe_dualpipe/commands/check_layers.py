@@ -4,9 +4,7 @@ import shlex
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-import tyro
-from tyro.conf import OmitArgPrefixes, Positional
-
+from ..command_line import Inline, Mark, Positional
 from ..tools import checks
 from ..tools.checks.layers import SMALL
 
@@ -33,15 +31,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class CheckLayer:
-    layer: Annotated[Positional[str], tyro.conf.arg(metavar="LAYER")]
+    layer: Annotated[Positional[str], Mark("LAYER")]
     """The class or function: FILE.py:NAME, MODULE:NAME, or the name of a built-in one."""
-    options: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")] = ()
+    options: Annotated[tuple[str, ...], Mark("[KEY=VALUE ...]")] = ()
     """The layer's own options."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device to run the layer on."""
     traceback: bool = False
     """Stop at the first exception of the layer, and print its traceback."""
-    sizes: OmitArgPrefixes[Sizes] = field(default_factory=Sizes)
+    sizes: Inline[Sizes] = field(default_factory=Sizes)
 
     kind: ClassVar[str]
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from ..command_line import Mark, Positional
 from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFile, prepare_data
 from ..messages import plural, printable, shell_word
 
@@ -22,7 +21,7 @@ def refuse_url(text: str) -> None:
 class PrepareData:
     """Encode text into a folder of token ids, for `train.py --data FOLDER`."""
 
-    sources: Positional[Annotated[tuple[str, ...], arg(metavar="SOURCE [SOURCE ...]")]]
+    sources: Positional[Annotated[tuple[str, ...], Mark("SOURCE [SOURCE ...]")]]
     """Text: files, folders, globs, "stdlib", or hf:NAME for a dataset of the Hugging Face Hub.
     Each row of .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow files is a document."""
     out: Path
@@ -59,7 +58,7 @@ class PrepareData:
 class CheckData:
     """Read whole files of token ids. Check their checksums, and that every id is in the vocabulary."""
 
-    files: Positional[Annotated[tuple[Path, ...], arg(metavar="FILE [FILE ...]")]]
+    files: Positional[Annotated[tuple[Path, ...], Mark("FILE [FILE ...]")]]
     """Files that `prepare` wrote."""
 
     def run(self) -> None:

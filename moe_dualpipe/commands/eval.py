@@ -3,8 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
-
+from ..command_line import Mark, Positional
 from ..data import read_stream
 from ..inference.scoring import perplexity
 from ..inference.spread import open_spread
@@ -21,7 +20,7 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
     With torchrun, the experts are spread over the processes, and each scores a part of the text.
     """
 
-    model: Positional[Annotated[str, arg(metavar="RUN")]]
+    model: Positional[Annotated[str, Mark("RUN")]]
     """Folder or URL of a run (its newest checkpoint is used), or of a checkpoint.
     Or a published model in Hugging Face's format."""
     data: str | None = None
@@ -38,7 +37,7 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
     A stride below --seq-len gives tokens more context, and takes longer."""
     max_tokens: int | None = None
     """Evaluate only the start of the text. None: all of it."""
-    tasks: Annotated[tuple[str, ...], arg(metavar="TASK [TASK ...]")] = ()
+    tasks: Annotated[tuple[str, ...], Mark("TASK [TASK ...]")] = ()
     """Names of tasks of lm-evaluation-harness, which must be installed."""
     include_path: str | None = None
     """Folder with more tasks, as YAML files."""
@@ -68,13 +67,13 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
             return
         with join_world(self.device) as world:
             sizes = self.batch_size, self.seq_len
-            model, tokenizer, together = open_spread(
+            model, tokenizer, ranks = open_spread(
                 self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend
             )
             tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype)
             if self.max_tokens and len(tokens) > self.max_tokens + 1:
                 tokens = tokens[: self.max_tokens + 1]
-            found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size, together)
+            found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size, ranks)
         if world.rank:
             return
         self.show(asdict(found), f"{printable(self.model)}: {found}")

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
-
 from ..checkpoint import find_checkpoint
 from ..checkpoint.huggingface import DTYPES, plan_checkpoint_export
 from ..checkpoint.huggingface import Export as Plan
+from ..command_line import Mark, Positional
 from ..data.stores import Url, is_url, staged_folder
 from ..messages import plural, printable
 
@@ -20,14 +19,14 @@ class Export:
     """Write the weights of a checkpoint in Hugging Face's format, for transformers, vLLM, SGLang and other programs.
     To start another run from them, give train.py --weights the run itself."""
 
-    run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
+    run_or_checkpoint: Positional[Annotated[str, Mark("RUN")]]
     """Folder or URL of a run (its newest checkpoint is used) or of a checkpoint."""
-    out: Annotated[str, arg(metavar="PATH")]
+    out: Annotated[str, Mark("PATH")]
     """Folder to write, or a URL (docs/checkpoints.md); it must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the weights. None: that of the published model from which the run started, or float32;
     for a run with experts in FP8, these in FP8, and the rest in bfloat16."""
-    max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
+    max_shard_size: Annotated[str, Mark("SIZE")] = "5GB"
     """Largest size of one file, such as 5GB or 512MiB."""
 
     def run(self) -> None:

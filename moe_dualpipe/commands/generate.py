@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from tyro.conf import Positional, arg
 
 from ..checkpoint.routes import write_routes
+from ..command_line import Mark, Positional
 from ..data import Tokenizer
 from ..data.strict_json import reading
 from ..inference import Sampling, generate, printable_text
+from ..inference.expert_ranks import ExpertRanks
 from ..inference.generation import recorded_routes
 from ..inference.spread import open_spread
-from ..inference.together import Together
 from ..messages import check_range, printable, typed_text
 from ..models import TransformerStage
 from ..runtime.world import current_launch, join_world
@@ -33,7 +33,7 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
     With torchrun, the experts are spread over the processes.
     """
 
-    run_or_checkpoint: Positional[Annotated[str, arg(metavar="RUN")]]
+    run_or_checkpoint: Positional[Annotated[str, Mark("RUN")]]
     """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, or of a published model."""
     prompt: str = "\n"
     """Start of the text."""
@@ -84,10 +84,10 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
         with join_world(self.device) as world:  # also of one process: a layer may communicate
             most = -(-len(starts) // world.size)
             sizes = min(self.batch_size or most, most), self.seq_len
-            model, tokenizer, together = open_spread(
+            model, tokenizer, ranks = open_spread(
                 self.run_or_checkpoint, self.own_layers(), world, *sizes, self.copies, self.ep_backend
             )
-            texts = self._generate(model, tokenizer, sampling, starts, together)
+            texts = self._generate(model, tokenizer, sampling, starts, ranks)
         if world.rank:
             return
         for i, text in enumerate(texts, 1):
@@ -97,7 +97,7 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
 
     def _generate(
         self, model: TransformerStage, tokenizer: Tokenizer, sampling: Sampling, starts: Sequence[str],
-        together: Together,
+        ranks: ExpertRanks,
     ) -> list[str]:  # fmt: skip
         """All texts. Each rank generates a part of them."""
         end, device = tokenizer.end_id, next(model.parameters()).device
@@ -105,18 +105,18 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
         least = max(map(len, prompts)) + self.sample_tokens
         if self.record_routes and least > self.seq_len:
             raise ValueError(f"--record-routes needs --seq-len {least} or more, for the whole text: got {self.seq_len}")
-        number = -(-len(prompts) // together.size)
-        first = together.rank * number
+        number = -(-len(prompts) // ranks.size)
+        first = ranks.rank * number
         own = [torch.tensor(prompt, device=device) for prompt in prompts[first:][:number]]
         with recorded_routes(model, number) if self.record_routes else nullcontext({}) as routes:
             mine = generate(
                 model, own, self.sample_tokens, self.seq_len, sampling.temperature, sampling.top_k, sampling.top_p,
-                self.seed, end, first, self.batch_size, together,
+                self.seed, end, first, self.batch_size, ranks,
             ).tolist()  # fmt: skip
         if self.record_routes:
             samples_N = torch.arange(number)
             write_routes(self.record_routes, {layer: (samples_N, found) for layer, found in routes.items()})
-        texts = [tokens for of_rank in together.gather(mine) for tokens in of_rank]
+        texts = [tokens for of_rank in ranks.gather(mine) for tokens in of_rank]
         return [
             tokenizer.decode(prompt + text[: text.index(end) if end in text else None])
             for prompt, text in zip(prompts, texts, strict=True)

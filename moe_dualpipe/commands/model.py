@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from ..command_line import Mark, Positional
 from ..models import PRESETS, preset
 from ..tools.planner import shape_of
 from ..tools.planner.table import size_summary, sizes_table
@@ -15,7 +14,7 @@ from .options import JsonOption, check_ranges
 class ShowModel(JsonOption):
     """Show the parameters and the FLOPs of a model. `plan estimate` predicts the memory of each pipeline rank."""
 
-    preset: Positional[Annotated[str, arg(metavar="PRESET")]]
+    preset: Positional[Annotated[str, Mark("PRESET")]]
     """Name of the model: tiny, small, or another that `model list` lists."""
     seq_len: int = 4096
     """Tokens in a sequence."""

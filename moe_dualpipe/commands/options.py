@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from tyro.conf import arg
-
 from ..data import strict_json
 from ..messages import LARGEST, check_range, nearest, with_suggestions, without_suggestions
 
@@ -48,11 +46,6 @@ class OwnLayerOptions:
 
     def own_layers(self) -> dict[str, str | None]:
         return {kind: getattr(self, kind) for kind in ("experts", "router", "attention", "block")}
-
-
-def one_of(*names: str) -> Any:
-    """Show these names in the help of a text option, as tyro shows those of a Literal. Does not check them."""
-    return arg(metavar=f"{{{','.join(names)}}}")
 
 
 def check_together(options: Any, names: Sequence[str], check: Callable[[Any], _T]) -> _T:

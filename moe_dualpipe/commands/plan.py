@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-import tyro
-
 from ..checkpoint.expert_loads import find_loads
+from ..command_line import Mark, one_of
 from ..kernels.options import Fp8
 from ..messages import check_range
 from ..models.config import Recompute
@@ -27,7 +26,7 @@ from ..tools.planner.table import (
 )
 from ..tools.planner.transfer_times import EpBackend
 from ..tools.planner.workload import AttentionKernel, CudaGraphs, Workload, layout_of
-from .options import JsonOption, check_ranges, check_together, one_of
+from .options import JsonOption, check_ranges, check_together
 
 PLACEMENTS = {"moved": "moved", "copied": "moved, with 1 copy on each GPU"}
 """Values of --placement, and their rows in the table of placements."""
@@ -55,13 +54,13 @@ class Run(JsonOption):
     """As compute.fp8 of train.py: products of experts in 8 bits, and their dispatch."""
     ep_backend: EpBackend = "deepep"
     """How tokens are sent to experts. all_to_all: once per expert. deepep, hybrid: once per GPU or NVLink domain."""
-    overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    overlap: bool = False
     """Hide expert transfers in every schedule, as Megatron-LM can. Otherwise only in dualpipe and dualpipev."""
-    no_overlap: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    no_overlap: bool = False
     """Hide no expert transfers."""
     max_vio: float = VIOLATION
     """Tokens of the fullest expert of a layer, divided by the mean, minus 1. 0: all experts get the same number."""
-    loads: Annotated[str | None, tyro.conf.arg(metavar="RUN|FILE")] = None
+    loads: Annotated[str | None, Mark("RUN|FILE")] = None
     """Measured loads of experts, instead of --max-vio: a run, a checkpoint, or a JSON file with "loads"."""
     mtp: int | None = None
     """Multi-token prediction (MTP) modules. None: those of the model."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from ..command_line import Mark, Positional
 from ..messages import printable
 from ..tools.drawing.output import check_output
 from ..tools.profiler.communication import Names
@@ -44,7 +43,7 @@ class ProfileAnalyze(TraceOptions):
     Several traces are analyzed one by one, and then compared. With --json, one device is an object, several are a list.
     """
 
-    traces: Positional[Annotated[list[Path], arg(metavar="TRACE [TRACE ...]")]]
+    traces: Positional[Annotated[list[Path], Mark("TRACE [TRACE ...]")]]
     """Chrome traces (.json, .json.gz), exports of Nsight Systems (.sqlite), folders, or patterns ("run/*.json")."""
     phases: bool = False
     """Print a table of the annotations and modules that launched work."""

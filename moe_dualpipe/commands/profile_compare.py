@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from ..command_line import Mark, Positional
 from ..messages import printable
 from ..tools.profiler.compare import Comparison, read_recording
 from ..tools.profiler.reading.paths import trace_paths
@@ -19,9 +18,9 @@ from .profile import TraceOptions
 class ProfileCompare(TraceOptions):
     """Compare two recordings: steps, computation by category, and communication."""
 
-    a: Positional[Annotated[Path, arg(metavar="A")]]
+    a: Positional[Annotated[Path, Mark("A")]]
     """Recording before the change: a trace, a folder of the ranks' traces, or a pattern such as "run/*.json"."""
-    b: Positional[Annotated[Path, arg(metavar="B")]]
+    b: Positional[Annotated[Path, Mark("B")]]
     """Recording after the change."""
 
     def run(self) -> None:

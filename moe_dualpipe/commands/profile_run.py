@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from ..command_line import one_of
 from ..data import strict_json
 from ..expert_parallel import Link
 from ..kernels.options import Fp8
@@ -16,7 +17,7 @@ from ..tools.profiler.measure import measure
 from ..tools.profiler.pair import Workload
 from ..tools.profiler.pictures.lanes import measurement_pictures, save_lanes
 from ..tools.profiler.reports.overlap import measurement_text
-from .options import DeviceOption, JsonOption, check_ranges, one_of
+from .options import DeviceOption, JsonOption, check_ranges
 
 
 @dataclass(frozen=True)

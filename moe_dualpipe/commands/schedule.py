@@ -5,38 +5,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from ..command_line import Mark, Positional
 from ..data.strict_json import read_named
 from ..messages import check_range, describe, plural, printable
 from ..schedule import (
     NAMES,
     Costs,
     Memory,
+    Recv,
     Schedule,
+    Send,
     Timeline,
+    add_comms,
     build,
     fill,
     least_times,
     placement_of,
     simulate,
+    validate,
 )
 from ..schedule.compare import ComparedSchedule, compare
-from ..schedule.launches import check_launches
 from ..schedule.schedule_file import is_file_name, read_schedule
 from ..tools.drawing.captions import schedule_sizes
 from ..tools.drawing.output import check_output
-from ..tools.drawing.tables import comparison_table, launches_table
+from ..tools.drawing.tables import comparison_table
 from ..tools.drawing.timeline_file import TIMELINE_SUFFIXES, save_timeline
 from ..tools.drawing.timeline_text import timeline_text
 from .options import JsonOption, check_together
 
-MOST_RECORDED = 50_000  # layers x micro-batches x ep: about 20 minutes on one core
-
 
 @dataclass(frozen=True)
 class ChosenSchedule:
-    schedule: Positional[Annotated[str, arg(metavar="SCHEDULE")]]
+    schedule: Positional[Annotated[str, Mark("SCHEDULE")]]
     """gpipe, 1f1b, interleaved_1f1b, 1f1b_overlap, interleaved_overlap, zb1p, zbv, chimera, dualpipe, dualpipev.
     Or a CSV file with one line per rank."""
     pp: int | None = None
@@ -154,47 +154,16 @@ class CompareSchedules(JsonOption):
 
 @dataclass(frozen=True)
 class CheckSchedule(ChosenSchedule):
-    """Check that no rank can wait forever: validate a schedule, then compare what all ranks launch.
+    """Check that no rank can wait forever: all actions exist once, and can run in their order with blocking transfers.
 
-    The pipeline of every rank runs in this process, with a tiny model. Transfers and collectives are recorded, not run.
     A CSV file has the format of torch.distributed.pipelining (compute_only or compute_comms).
     """
 
-    ep: int = 2
-    """Number of ranks that share the experts of a layer."""
-    num_layers: int | None = None
-    """Number of layers of the model. None: two for each stage."""
-    dense_layers: tuple[int, ...] = (0,)
-    """Layers without experts, counted from 0."""
-    mtp_layers: int = 0
-    """Multi-token prediction: number of further layers in the loss."""
-    actions_only: bool = False
-    """Only validate the schedule; do not compare launches."""
-
     def run(self) -> None:
         """Raises ScheduleError if a rank may wait forever, and ValueError for invalid options."""
-        schedule, transfers = self.find()
-        layers = self.num_layers if self.num_layers is not None else 2 * schedule.num_stages
-        if not self.actions_only:
-            check_range("--ep", self.ep, 1, 1024)
-            check_range("--num-layers", layers, 1)
-            check_range("--mtp-layers", self.mtp_layers, 0)
-            for layer in self.dense_layers:
-                check_range("--dense-layers", layer, 0, layers - 1)
-            recorded = (layers + self.mtp_layers) * schedule.num_micro_batches * self.ep
-            check_range("layers x micro-batches x ep", recorded, 1, MOST_RECORDED, "; use fewer, or --actions-only")
+        schedule, _ = self.find()
+        steps = [step for row in add_comms(validate(schedule)) for step in row]
+        transfers = plural(sum(isinstance(step, Send | Recv) for step in steps), "transfer")
         actions = plural(sum(map(len, schedule.actions)), "action")
-        valid = f"{printable(self.schedule)}: valid; {schedule_sizes(schedule)}, {actions}" + (
-            f", {plural(transfers, 'transfer')} that cannot deadlock" if transfers else ""
-        )
-        print(valid if self.actions_only else f"{valid}\n\n{self._check_launches(schedule, layers)}")
-
-    def _check_launches(self, schedule: Schedule, layers: int) -> str:
-        from ..pipeline.record_launches import record_launches, tiny_model
-
-        model = tiny_model(layers, self.dense_layers, self.ep, self.mtp_layers)
-        counts = {}
-        for device, queued in (("CPU", False), ("GPU", True)):
-            programs = record_launches(model, schedule, self.ep, queued)
-            counts = check_launches(f"{schedule.name}, as on a {device}", programs)
-        return launches_table(counts, layers, self.ep)
+        sizes = schedule_sizes(schedule)
+        print(f"{printable(self.schedule)}: valid; {sizes}, {actions}, {transfers} that cannot deadlock")

@@ -14,7 +14,7 @@ from ..health.signals import Stop
 
 if TYPE_CHECKING:
     from ..training import TrainConfig, Trainer
-    from ..training.preflight import Instruments
+    from ..training.resolve import Instruments
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,6 +50,6 @@ def instruments() -> "Instruments":
     from ..tools.checks.nonfinite import first_nonfinite
     from ..tools.planner.run_prediction import predict_run
     from ..tools.profiler.profiled_steps import profiled_steps
-    from ..training.preflight import Instruments
+    from ..training.resolve import Instruments
 
     return Instruments(first_nonfinite, (profiled_steps,), predict_run)

@@ -4,12 +4,10 @@
 """
 
 from .all_to_all import AllToAll
-from .autograd import combine, dispatch
+from .backend import ChosenBackend, choose_backend
 from .by_choice import ByChoice
-from .choose import Choice, choose_backend
 from .fp8_dispatch import Fp8Dispatch
 from .local import Local
-from .modeled.delayed import Delayed
 from .modeled.link import Link
 from .modeled.loopback import Loopback, Replay
 from .options import EpBackend
@@ -17,7 +15,6 @@ from .protocol import Combined, Completed, ExpertParallel, Pending, Received, Ro
 from .shared import Shared
 
 __all__ = [
-    "AllToAll", "ByChoice", "Choice", "Combined", "Completed", "Delayed", "EpBackend", "ExpertParallel", "Fp8Dispatch",
-    "Link", "Local", "Loopback", "Pending", "Received", "Replay", "Route", "Shared", "choose_backend", "combine",
-    "dispatch",
+    "AllToAll", "ByChoice", "ChosenBackend", "Combined", "Completed", "EpBackend", "ExpertParallel", "Fp8Dispatch",
+    "Link", "Local", "Loopback", "Pending", "Received", "Replay", "Route", "Shared", "choose_backend",
 ]  # fmt: skip

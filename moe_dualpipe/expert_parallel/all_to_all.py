@@ -26,14 +26,14 @@ class AllToAll(Exchange):
         self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", remote: Sequence[int] = ()
     ):
         super().__init__(num_experts, group.size(), group.rank(), kernels)
-        self.group, self.remote, self.remote_bytes = group, remote, 0
+        self.group, self.remote = group, remote
 
     def all_to_all_counts(self, counts_R2: Tensor) -> AsyncResult[Tensor]:
         device_streams = streams.streams_of(counts_R2.device)
         counts_in_R2 = torch.empty_like(counts_R2)
         work = _not_none(dist.all_to_all_single(counts_in_R2, counts_R2, group=self.group, async_op=True))
         if device_streams is None:
-            return AsyncResult([_Annotated(work)], lambda: torch.stack([counts_R2, counts_in_R2]))
+            return AsyncResult([_AnnotatedWork(work)], lambda: torch.stack([counts_R2, counts_in_R2]))
         work.wait()  # a stream wait, not a host block
         return AsyncResult([], start_copy_to_host(torch.stack([counts_R2, counts_in_R2]), device_streams))
 
@@ -42,10 +42,10 @@ class AllToAll(Exchange):
         received = receive_buffer(rows, sum(rows_in))
         work = _not_none(dist.all_to_all_single(received, rows, rows_in, rows_out, group=self.group, async_op=True))
         # The lambda keeps `rows` alive until the transfer ends: torch.distributed does not copy its input.
-        return AsyncResult([_Annotated(work)], lambda _sent=rows: received)
+        return AsyncResult([_AnnotatedWork(work)], lambda _sent=rows: received)
 
 
-class _Annotated:
+class _AnnotatedWork:
     """A transfer whose waits are visible in profiles."""
 
     def __init__(self, work: dist.Work):

@@ -19,11 +19,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Kernels, validate_kernels
+from ..kernels.backend import Kernels
 from ..kernels.permute import gather, gather_sum
 from ..overlap.annotation import annotation
 from ..overlap.labels import SIZES_WAIT
 from ..overlap.waits import wait_for_all
+from .divided import DividedExperts
 from .protocol import Combined, Pending, Received, Route
 from .sends import Sends, count_sends
 
@@ -73,20 +74,8 @@ class _SendPlan:
     rows_in: list[int]
 
 
-class Exchange(ABC):
-    """Expert parallelism by all-to-alls. Experts are divided evenly over `num_ranks` ranks, in order.
-
-    kernels: the implementation that gathers and sums rows (kernels/backend.py).
-    Raises ValueError if the experts cannot be divided evenly, or if the kernels are not available.
-    """
-
-    def __init__(self, num_experts: int, num_ranks: int, rank: int, kernels: Kernels = "auto"):
-        self.kernels: Kernels = validate_kernels(kernels)
-        if num_ranks < 1 or num_experts % num_ranks:
-            raise ValueError(f"{num_experts} experts cannot be divided evenly over {num_ranks} ranks")
-        self.num_experts, self.num_ranks, self.rank = num_experts, num_ranks, rank
-        self.experts_per_rank = num_experts // num_ranks
-        self.local_experts = range(rank * self.experts_per_rank, (rank + 1) * self.experts_per_rank)
+class Exchange(DividedExperts, ABC):
+    """Expert parallelism by all-to-alls."""
 
     @abstractmethod
     def all_to_all_counts(self, counts_R2: Tensor) -> Pending[Tensor]:

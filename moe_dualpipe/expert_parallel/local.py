@@ -2,21 +2,22 @@
 
 from torch import Tensor
 
-from ..kernels.backend import Kernels, validate_kernels
+from ..kernels.backend import Kernels
 from ..kernels.routing import count_choices
+from .divided import DividedExperts
 from .protocol import Combined, Completed, Received, Route
 
 
-class Local:
+class Local(DividedExperts):
     """Expert parallelism over one rank: the received rows are the tokens themselves.
 
     Raises ValueError if the kernels (kernels/backend.py) are not available.
     """
 
+    in_background = False
+
     def __init__(self, num_experts: int, kernels: Kernels = "auto"):
-        self.kernels: Kernels = validate_kernels(kernels)
-        self.num_experts = num_experts
-        self.local_experts = range(num_experts)
+        super().__init__(num_experts, 1, 0, kernels)
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
         counted = count_choices(expert_ids_TK, self.num_experts)

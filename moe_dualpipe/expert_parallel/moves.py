@@ -1,24 +1,24 @@
 """Which experts to move between ranks, from the loads that were measured since the last time.
 
-Moving an expert costs a transfer of its weights and optimizer state. So a layer is changed only if the load of its
-fullest rank falls enough, and new places are numbered so that as many experts as possible stay where they are.
+Moving an expert costs a transfer of its weights and optimizer state. So a layer is changed only if the highest
+load of a rank falls enough, and new places are numbered so that as many experts as possible stay where they are.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..messages import plural
-from .placement import Loads, Placement, imbalance, place_experts
+from .placement import ExpertPlacement, Loads, imbalance, place_experts
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
     """A new placement of experts, one in each slot. moved: number of experts that change rank.
 
-    before, after: the load of the fullest rank divided by the mean, for the measured loads: means over layers.
+    before, after: the highest load of a rank divided by the mean, for the measured loads: means over layers.
     """
 
-    placement: Placement
+    placement: ExpertPlacement
     moved: int
     before: float
     after: float
@@ -30,22 +30,24 @@ class Moves:
         return f"{plural(self.moved, 'expert')} moved: {had}, and would have had {self.after:.2f}"
 
 
-def plan_moves(old: Placement, loads: Loads, gain: float = 0.0, num_nodes: int = 1, num_groups: int = 1) -> Moves:
-    """Place the experts of each layer by their loads, where the load of its fullest rank falls by the fraction `gain`.
+def plan_moves(old: ExpertPlacement, loads: Loads, gain: float = 0.0, num_nodes: int = 1, num_groups: int = 1) -> Moves:
+    """Place the experts of each layer by their loads, where the highest load of a rank falls by the fraction `gain`.
 
     num_nodes, num_groups: as for `place_experts`. Raises ValueError as it does.
     """
     best = place_experts(loads, len(old.experts[0]), old.num_gpus, num_nodes, num_groups)
     near = [_stay(a, b, old.num_gpus, num_nodes) for a, b in zip(old.experts, best.experts, strict=True)]
-    before, after = (imbalance(Placement(tuple(rows), old.num_gpus).gpu_loads(loads)) for rows in (old.experts, near))
+    before, after = (
+        imbalance(ExpertPlacement(tuple(rows), old.num_gpus).gpu_loads(loads)) for rows in (old.experts, near)
+    )
     chosen = tuple(
         new if now * (1 - gain) > then else slots
         for slots, new, now, then in zip(old.experts, near, before, after, strict=True)
     )
-    return between(old, Placement(chosen, old.num_gpus), loads)
+    return between(old, ExpertPlacement(chosen, old.num_gpus), loads)
 
 
-def between(old: Placement, new: Placement, loads: Loads) -> Moves:
+def between(old: ExpertPlacement, new: ExpertPlacement, loads: Loads) -> Moves:
     """The moves from one placement to another."""
     before, after = (imbalance(one.gpu_loads(loads)) for one in (old, new))
     per_gpu = len(old.experts[0]) // old.num_gpus

@@ -3,6 +3,6 @@
 from typing import Literal
 
 EpBackend = Literal["auto", "all_to_all", "symmetric", "copy_engine", "shared", "deepep"]
-"""How ranks exchange tokens; choose.py describes them."""
+"""How ranks exchange tokens; backend.py describes them."""
 MAX_COPIED = 16
-"""The largest number of ranks of copy_engine, which sends all of them as much as the fullest may need."""
+"""The largest number of ranks of copy_engine, which sends the same number of rows to all of them."""

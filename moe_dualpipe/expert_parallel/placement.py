@@ -21,7 +21,7 @@ Loads = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ExpertPlacement:
     """experts: for each layer, the expert in each slot. GPUs have consecutive slots, and nodes consecutive GPUs."""
 
     experts: tuple[tuple[int, ...], ...]
@@ -36,12 +36,14 @@ class Placement:
         return found
 
 
-def in_order(num_layers: int, num_experts: int, num_gpus: int) -> Placement:
+def in_order(num_layers: int, num_experts: int, num_gpus: int) -> ExpertPlacement:
     """Experts in the order of their ids, as this package places them. `num_gpus` divides their number."""
-    return Placement((tuple(range(num_experts)),) * num_layers, num_gpus)
+    return ExpertPlacement((tuple(range(num_experts)),) * num_layers, num_gpus)
 
 
-def place_experts(loads: Loads, num_slots: int, num_gpus: int, num_nodes: int = 1, num_groups: int = 1) -> Placement:
+def place_experts(
+    loads: Loads, num_slots: int, num_gpus: int, num_nodes: int = 1, num_groups: int = 1
+) -> ExpertPlacement:
     """Place the experts of each layer into `num_slots` slots, the same number on each GPU.
 
     num_groups: groups of consecutive experts that stay on one node; if it is not a multiple of num_nodes, nodes are
@@ -53,7 +55,9 @@ def place_experts(loads: Loads, num_slots: int, num_gpus: int, num_nodes: int = 
     _check_numbers(len(loads[0]), num_slots, num_gpus, num_nodes, num_groups)
     if num_groups % num_nodes:
         num_nodes = num_groups = 1
-    return Placement(tuple(_place(load_E, num_slots, num_gpus, num_nodes, num_groups) for load_E in loads), num_gpus)
+    return ExpertPlacement(
+        tuple(_place(load_E, num_slots, num_gpus, num_nodes, num_groups) for load_E in loads), num_gpus
+    )
 
 
 def count_nodes(names: Sequence[str]) -> int:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .divided import DividedExperts
 from .gather import first_fault
-from .protocol import ExpertParallel
 
 TOKENS = 64
 """The largest number of tokens of a rank in the first part of the trial."""
@@ -22,22 +22,22 @@ ROUNDS = 100
 
 
 def try_backend(
-    build: Callable[[], ExpertParallel], reference: ExpertParallel, group: dist.ProcessGroup, device: torch.device, *,
+    build: Callable[[], DividedExperts], reference: DividedExperts, group: dist.ProcessGroup, device: torch.device, *,
     max_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype,
-) -> tuple[ExpertParallel | None, str]:  # fmt: skip
+) -> tuple[DividedExperts | None, str]:  # fmt: skip
     """Build a backend, compare one forward and backward exchange with `reference`, bit for bit, and look for rows that
     are late. Collective.
 
     Returns the backend and "", or None and what is wrong with it, the same on all ranks of the group.
     """
-    built: list[ExpertParallel] = []
+    built: list[DividedExperts] = []
 
     def compare() -> str:
         tokens = min(max_tokens, TOKENS)
         expected, found = (
             _exchange(ep, device, group.rank(), tokens, hidden_size, top_k, dtype) for ep in (reference, *built)
         )
-        getattr(built[0], "check", lambda: None)()
+        built[0].check()
         return "" if all(map(torch.equal, found, expected)) else "its results differ from those of all_to_all"
 
     def look_for_late_rows() -> str:
@@ -54,7 +54,7 @@ def try_backend(
 
 
 def _exchange(
-    ep: ExpertParallel, device: torch.device, rank: int, tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype
+    ep: DividedExperts, device: torch.device, rank: int, tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype
 ) -> list[Tensor]:  # fmt: skip
     """Send tokens to their experts and back, twice: as a forward does, and as a backward does."""
     generator = torch.Generator().manual_seed(rank)
@@ -71,7 +71,7 @@ def _exchange(
 
 
 def _late_rows(
-    ep: ExpertParallel, device: torch.device, group: dist.ProcessGroup, tokens: int, hidden_size: int,
+    ep: DividedExperts, device: torch.device, group: dist.ProcessGroup, tokens: int, hidden_size: int,
     dtype: torch.dtype,
 ) -> str:  # fmt: skip
     """A fault if this rank finds rows of an earlier message in a later one, because a flag has overtaken its rows.

@@ -1,13 +1,20 @@
 """Text generation with a key/value cache, in one process or through a pipeline; the loss of given text."""
 
 from .eval_mode import eval_mode
+from .expert_ranks import ExpertRanks
 from .generation import generate, prefill, printable_text
-from .pipeline import generate_through_pipeline
+from .pipelined import generate_through_pipeline
 from .sampling import Sampling
 from .scoring import stream_losses, token_losses
-from .together import Together
 
 __all__ = [
-    "Sampling", "Together", "eval_mode", "generate", "generate_through_pipeline", "prefill", "printable_text",
-    "stream_losses", "token_losses",
+    "ExpertRanks",
+    "Sampling",
+    "eval_mode",
+    "generate",
+    "generate_through_pipeline",
+    "prefill",
+    "printable_text",
+    "stream_losses",
+    "token_losses",
 ]  # fmt: skip

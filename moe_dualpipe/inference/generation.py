@@ -22,14 +22,12 @@ from torch import Tensor
 from ..messages import check_range
 from ..models import KVCache, MoE, TransformerStage
 from .eval_mode import eval_mode
+from .expert_ranks import ExpertRanks
 from .sampling import Sampling, generators
-from .together import Together
 
-Step = Callable[[Tensor, int, list[bool]], Tensor]
-"""(tokens [B, S] that follow the cached positions, number of cached positions, which rows need their next token) -> the
-next token of each, [B]."""
 Steps = Generator[tuple[Tensor, int, list[bool]], Any, Tensor]
-"""Yields the arguments of a `Step`, and is sent its result. Returns the new tokens, [B, N]."""
+"""Yields the tokens [B, S] that follow the cached positions, the number of these, and which rows need their next token.
+It is sent the next token of each row, [B]. Returns the new tokens, [B, N]."""
 
 
 @torch.no_grad()
@@ -52,14 +50,14 @@ def in_halves(stage: TransformerStage, x: Tensor) -> Tensor:
 def generate(
     model: TransformerStage, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int,
     temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0, seed: int = 0, stop: int | None = None,
-    first: int = 0, batch_size: int | None = None, together: Together | None = None,
+    first: int = 0, batch_size: int | None = None, ranks: ExpertRanks | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the `num_tokens` tokens that follow each prompt: [B, N].
 
     model: a whole model in one stage, which runs in evaluation mode. prompts: [B, S], or B tensors [S] of any length.
     max_length: the most positions that the model attends to. temperature, top_k, top_p: see `Sampling`. stop: a token
     that ends a sequence; the rest of the row is filled with it. first: the number of texts on lower ranks, for the
-    same random numbers on any number of ranks. batch_size: the most texts at a time; None: all. together: the ranks
+    same random numbers on any number of ranks. batch_size: the most texts at a time; None: all. ranks: the ranks
     that share the experts, each with prompts of its own, or none; `batch_size` is the same on all. None: all ranks of
     torch.distributed if the experts are spread, otherwise this rank alone.
 
@@ -70,33 +68,50 @@ def generate(
         raise ValueError(f"generate needs a whole model, from embedding to head: got a stage with {model.spec}")
     sampling, limits = Sampling(temperature, top_k, top_p), (num_tokens, max_length, model.config.vocab_size, stop)
     check_range("batch_size", 1 if batch_size is None else batch_size, 1)
-    if together is None:
+    if ranks is None:
         backends = [layer.expert_parallel for layer in model.modules() if isinstance(layer, MoE)]
         spread = any(len(backend.local_experts) < backend.num_experts for backend in backends)
-        together = Together(in_background=spread, alone=not spread)
-    number = max(1, together.most(len(prompts)))
+        ranks = ExpertRanks(in_background=spread, alone=not spread)
+    number = max(1, ranks.most(len(prompts)))
     at_once = min(batch_size or number, number)
-    in_turn = together.micro_batches(at_once)
+    in_turn = ranks.micro_batches(at_once)
     size = at_once // in_turn if at_once < number else -(-at_once // in_turn)
-    # Texts of similar lengths advance together, the longest first.
+    # Texts of similar lengths advance ranks, the longest first.
     order = sorted(range(len(prompts)), key=lambda text: -prompts[text].numel())
     random = generators(seed, len(prompts), first)
     batches = [
-        _Batch(texts, decoding([prompts[text] for text in texts], *limits), [random[text] for text in texts])
-        for at in range(0, number, size) if (texts := order[at : at + size]) or together.size == 1
+        Batch(texts, decoding([prompts[text] for text in texts], *limits), [random[text] for text in texts])
+        for at in range(0, number, size) if (texts := order[at : at + size]) or ranks.size == 1
     ]  # fmt: skip
+    device = next(model.parameters()).device
+    none = torch.zeros(0, 1, dtype=torch.int64, device=device)
+
+    def next_tokens(running: list[Batch]) -> list[Tensor]:
+        inputs: list[Any] = [[batch.new_BS, None, batch.cache] for batch in running]
+        for batch in running:
+            batch.cache.length = batch.past
+        inputs += [[none]] * (in_turn - len(running))  # other ranks need the experts of this one
+        if in_turn == 2:
+            outputs = model.interleaved_forward(model, inputs[0], model, inputs[1])
+        else:
+            outputs = (model(*inputs[0]),)
+        return [
+            sampling.draw(model.logits(output[:, -1]), batch.random, batch.wanted)
+            for batch, output in zip(running, outputs, strict=False)
+        ]
+
     with eval_mode([model]):
-        _run(model, batches, in_turn, sampling, together)
-    found = torch.zeros(len(prompts), num_tokens, dtype=torch.int64, device=next(model.parameters()).device)
+        run_batches(batches, in_turn, next_tokens, ranks)
+    found = torch.zeros(len(prompts), num_tokens, dtype=torch.int64, device=device)
     for batch in batches:
         found[batch.texts] = batch.result
     return found
 
 
-class _Batch:
+class Batch:
     """Texts that advance together, by their indices, and what the next forward needs."""
 
-    def __init__(self, texts: list[int], steps: Steps, random: list[torch.Generator]):
+    def __init__(self, texts: Sequence[int], steps: Steps, random: list[torch.Generator]):
         self.texts, self.steps, self.random, self.cache = texts, steps, random, KVCache()
         self.result: Any = None
         """The new tokens, once they are complete."""
@@ -104,28 +119,24 @@ class _Batch:
 
     def advance(self, next_B: Tensor | None) -> None:
         try:
-            self.new_BS, self.cache.length, self.wanted = self.steps.send(next_B)
+            self.new_BS, self.past, self.wanted = self.steps.send(next_B)
         except StopIteration as stop:
             self.result, self.cache = stop.value, KVCache()
 
 
-def _run(
-    model: TransformerStage, batches: Sequence[_Batch], in_turn: int, sampling: Sampling, together: Together
-) -> None:  # fmt: skip
-    """Run all batches to their ends, `in_turn` of them at a time, until those of all ranks have ended."""
-    waiting, running = deque(batch for batch in batches if batch.result is None), list[_Batch]()
-    none = torch.zeros(0, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    while together.most(len(waiting) + len(running)):
+def run_batches(
+    batches: Sequence[Batch], in_turn: int, next_tokens: Callable[[list[Batch]], list[Tensor]], ranks: ExpertRanks
+) -> None:
+    """Run all batches to their ends, `in_turn` of them at a time, until those of all ranks have ended.
+
+    next_tokens: runs one forward of up to `in_turn` batches, and returns the next token of each text, [B] per batch.
+    """
+    waiting, running = deque(batch for batch in batches if batch.result is None), list[Batch]()
+    while ranks.most(len(waiting) + len(running)):
         while waiting and len(running) < in_turn:
             running.append(waiting.popleft())
-        inputs = [[batch.new_BS, None, batch.cache] for batch in running]
-        inputs += [[none]] * (in_turn - len(running))  # other ranks need the experts of this one
-        if in_turn == 2:
-            outputs = model.interleaved_forward(model, inputs[0], model, inputs[1])
-        else:
-            outputs = (model(*inputs[0]),)
-        for batch, output in zip(running, outputs, strict=False):
-            batch.advance(sampling.draw(model.logits(output[:, -1]), batch.random, batch.wanted))
+        for batch, next_B in zip(running, next_tokens(running), strict=True):
+            batch.advance(next_B)
         running = [batch for batch in running if batch.result is None]
 
 
@@ -149,25 +160,12 @@ def recorded_routes(model: TransformerStage, num_texts: int) -> Iterator[dict[in
     routes |= {layer: torch.cat(seen, 1) for layer, seen in parts.items() if seen}
 
 
-def decode(
-    step: Step, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int
-) -> Tensor:  # fmt: skip
-    """Call `step` once per token; returns [B, N]. Arguments and errors are those of `generate`."""
-    steps, next_B = decoding(prompts, num_tokens, max_length, vocab_size), None
-    while True:
-        try:
-            request = steps.send(next_B)
-        except StopIteration as stop:
-            return stop.value
-        next_B = step(*request)
-
-
 def decoding(
     prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int, stop: int | None = None
 ) -> Steps:  # fmt: skip
     """The steps of a batch. Arguments and errors are those of `generate`.
 
-    All sequences advance together: while a longer prompt supplies its next token, a shorter one already gets a new one.
+    All sequences advance ranks: while a longer prompt supplies its next token, a shorter one already gets a new one.
     So all have the same positions, and no mask is needed. The batch ends when no sequence needs another token.
     """
     tokens_BS, lengths = _token_buffer(prompts, num_tokens, max_length, vocab_size)

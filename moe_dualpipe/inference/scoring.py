@@ -24,8 +24,8 @@ from ..data import Tokenizer, UnknownTokenizer, num_bytes
 from ..messages import check_range
 from ..models import TransformerStage
 from .eval_mode import eval_mode
+from .expert_ranks import ALONE, ExpertRanks
 from .generation import in_halves
-from .together import ALONE, Together
 
 
 class Tokens(Protocol):
@@ -37,7 +37,7 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ScoredWindow:
     """Positions `start` to `stop` of a text, which predict the tokens after them. The first `seen` of these tokens
     are scored in earlier windows."""
 
@@ -46,7 +46,7 @@ class Window:
     seen: int
 
 
-def windows(num_tokens: int, seq_len: int, stride: int) -> Iterator[Window]:
+def windows(num_tokens: int, seq_len: int, stride: int) -> Iterator[ScoredWindow]:
     """The windows that score all tokens of a text but the first, each once.
 
     The last window ends with the text and has the full length, if the text is that long.
@@ -56,7 +56,7 @@ def windows(num_tokens: int, seq_len: int, stride: int) -> Iterator[Window]:
     while done < last:
         start = max(0, min(start, last - seq_len))
         stop = min(start + seq_len, last)
-        yield Window(start, stop, done - start)
+        yield ScoredWindow(start, stop, done - start)
         start, done = start + stride, stop
 
 
@@ -80,12 +80,12 @@ def token_losses(
 
 def stream_losses(
     model: TransformerStage, tokens: Tokens, seq_len: int, stride: int | None = None, batch_size: int = 8,
-    together: Together = ALONE,
+    ranks: ExpertRanks = ALONE,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield the losses of all tokens of a text but the first: in order, one batch at a time, in nats, in fp32.
 
     tokens: N token ids. seq_len: positions that the model sees. stride: tokens between the starts of windows; None:
-    seq_len, so windows do not overlap. batch_size: windows at a time, on each rank. together: the ranks that share the
+    seq_len, so windows do not overlap. batch_size: windows at a time, on each rank. ranks: the ranks that share the
     experts, and divide the windows. All yield the losses of all.
 
     Raises ValueError for invalid numbers, for fewer than two tokens, and for token ids outside the vocabulary.
@@ -98,17 +98,17 @@ def stream_losses(
         raise ValueError(f"a text needs at least two tokens, of which all but the first are scored: got {len(tokens)}")
     device, vocab_size = next(model.parameters()).device, model.config.vocab_size
     remaining = windows(len(tokens), seq_len, stride)
-    while some := [*islice(remaining, batch_size * together.size)]:
+    while some := [*islice(remaining, batch_size * ranks.size)]:
         ids_BS = np.stack([tokens[window.start : window.stop + 1] for window in some]).astype(np.int64)
         if ids_BS.max() >= vocab_size or ids_BS.min() < 0:
             wrong = ids_BS[(ids_BS >= vocab_size) | (ids_BS < 0)][0]
             raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, the vocabulary of the model: got {wrong}")
-        share = -(-len(some) // together.size)
-        rows_BS = torch.from_numpy(ids_BS[together.rank * share :][:share]).to(device)
-        halves = together.micro_batches(share) == 2
+        share = -(-len(some) // ranks.size)
+        rows_BS = torch.from_numpy(ids_BS[ranks.rank * share :][:share]).to(device)
+        halves = ranks.micro_batches(share) == 2
         with eval_mode([model]):
             losses_BS, _ = token_losses(model, rows_BS[:, :-1].contiguous(), rows_BS[:, 1:].contiguous(), halves)
-        losses_BS = torch.cat(together.gather(losses_BS.cpu()))
+        losses_BS = torch.cat(ranks.gather(losses_BS.cpu()))
         yield torch.cat([losses_S[window.seen :] for losses_S, window in zip(losses_BS, some, strict=True)])
 
 
@@ -138,12 +138,12 @@ class Perplexity:
 
 def perplexity(
     model: TransformerStage, tokenizer: Tokenizer, tokens: Tokens, seq_len: int, stride: int, batch_size: int,
-    together: Together = ALONE,
+    ranks: ExpertRanks = ALONE,
 ) -> Perplexity:  # fmt: skip
     """The perplexity of a model on a text of token ids. All tokens but the first are scored. See `stream_losses`."""
     total, scored, started = 0.0, 0, time.perf_counter()
-    with tqdm(total=len(tokens) - 1, unit=" tokens", leave=False, disable=together.rank > 0 or None) as bar:
-        for losses_N in stream_losses(model, tokens, seq_len, stride, batch_size, together):
+    with tqdm(total=len(tokens) - 1, unit=" tokens", leave=False, disable=ranks.rank > 0 or None) as bar:
+        for losses_N in stream_losses(model, tokens, seq_len, stride, batch_size, ranks):
             total += losses_N.double().sum().item()
             scored += len(losses_N)
             bar.update(len(losses_N))

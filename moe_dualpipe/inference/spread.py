@@ -12,8 +12,8 @@ from ..checkpoint.weights import OwnLayer
 from ..data import Tokenizer
 from ..expert_parallel import ByChoice, EpBackend, choose_backend
 from ..expert_parallel.gather import gather_objects
-from ..expert_parallel.placement import Loads, Placement, count_nodes, imbalance, place_experts
-from ..expert_parallel.shared import find_machine
+from ..expert_parallel.placement import ExpertPlacement, Loads, count_nodes, imbalance, place_experts
+from ..expert_parallel.rank_facts import find_machine
 from ..messages import plural, printable
 from ..models import ModelConfig, TransformerStage
 from ..models.build_experts import expert_class
@@ -21,13 +21,13 @@ from ..models.layer_class import named_parameters
 from ..runtime.groups import EXPERTS, create_group
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.world import World
-from .together import ALONE, Together
+from .expert_ranks import ALONE, ExpertRanks
 
 
 def open_spread(
     path: str, own_layers: Mapping[str, OwnLayer], world: World, sequences: int, length: int, copies: int = 0,
     ep_backend: EpBackend = "auto",
-) -> tuple[TransformerStage, Tokenizer, Together]:  # fmt: skip
+) -> tuple[TransformerStage, Tokenizer, ExpertRanks]:  # fmt: skip
     """The model at `path` on all ranks of `world`, with `copies` copies of experts in each layer. Collective.
 
     One rank alone has the whole model, as from `open_model`, and says nothing.
@@ -56,18 +56,18 @@ def open_spread(
         ep_backend, slots, group, world.device, max_tokens=sequences * length * config.experts_per_token,
         hidden_size=config.hidden_size, top_k=1, dtype=dtype,
     )  # fmt: skip
-    together = Together(choice.in_background, group)
+    ranks = ExpertRanks(choice.backend.in_background, group)
     if world.rank == 0:
-        batches = plural(together.micro_batches(sequences), "micro-batch", "es")
+        batches = plural(ranks.micro_batches(sequences), "micro-batch", "es")
         sys.stderr.write(f"{choice}; {batches} at a time\n")
     placed = dict(zip(layers, placement.experts, strict=True)) if placement else {}
     model = load_spread_model(folder, config, ByChoice(choice.backend), placed)
-    return model.to(world.device, dtype), start_tokenizer(folder, config.vocab_size), together
+    return model.to(world.device, dtype), start_tokenizer(folder, config.vocab_size), ranks
 
 
 def _place(
     folder: Path, config: ModelConfig, ranks: int, copies: int, nodes: int
-) -> tuple[list[int], Loads, Placement | None]:  # fmt: skip
+) -> tuple[list[int], Loads, ExpertPlacement | None]:  # fmt: skip
     """The layers with experts, their loads and their placement. Raises ValueError if there is none.
 
     Without copies, experts stay in the order of their ids: the placement is None.

@@ -16,7 +16,8 @@ With `WeightGrads.late`, mlp(W) runs after mlp(F), so that combine(F) starts ear
 short, or combine is long.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -148,7 +149,9 @@ class Lane:
             side = self.side
             match segment:
                 case Compute():
-                    self._reply = self._compute(segment)
+                    text, layer, source = label(segment.name, self.kind), segment.layer, segment.source
+                    with self._deferring(segment), self.engine.annotate(text, layer, source=source):
+                        self._reply = segment.fn()
                 case PrepareComm():
                     run = partial(segment.fn, *segment.inputs)
                     with self.engine.annotate(PREPARE + label(segment.name, self.kind), segment.layer, log=False):
@@ -182,20 +185,21 @@ class Lane:
         for _, weight_grads, key in self._deferred:
             weight_grads.drop(key)
 
-    def _compute(self, segment: Compute) -> Any:
-        with self.engine.annotate(label(segment.name, self.kind), segment.layer, source=segment.source):
-            if self.weight_grads is None:
-                return segment.fn()
-            key = object()
-            with self.weight_grads.defer_to(key):
-                outputs = segment.fn()
+    @contextmanager
+    def _deferring(self, segment: Compute) -> Iterator[None]:
+        """In this context, the weight gradients of `segment` are deferred, if this lane defers any."""
+        if self.weight_grads is None:
+            yield
+            return
+        key = object()
+        with self.weight_grads.defer_to(key):
+            yield
         if self.weight_grads.has_deferred(key):
             self._deferred.append((segment, self.weight_grads, key))
         else:
             self.weight_grads.run_deferred(key)
-        return outputs
 
-    @waits_for_ranks  # also for the transfers of a backend of one's own
+    @waits_for_ranks  # also for the transfers of custom backends
     def _wait(self, transfer: Any, text: str, layer: int | None) -> Tensors:
         with self.engine.annotate(text, layer, log=False):
             return transfer.wait()

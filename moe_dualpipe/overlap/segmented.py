@@ -5,9 +5,7 @@ for any module. An overlapped pair finds this node in the graph of the loss or t
 interleaved with another chunk's forward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,8 +33,10 @@ class Segmented(nn.Module):
     def segments(self, *inputs: Any) -> Segments:
         raise NotImplementedError(f"{type(self).__name__} must define segments()")
 
-    def forward(self, *inputs: Any) -> Any:
-        return _engine_of(inputs).run(_forward(self, inputs), FORWARD)[0]
+    def forward(self, *inputs: Any, **constants: Any) -> Any:
+        """constants: keyword arguments of `segments` that need no gradient."""
+        segments = partial(self.segments, **constants)
+        return _engine_of(inputs).run(_forward(self, inputs, segments=segments), FORWARD)[0]
 
     @classmethod
     def overlapped_forward_backward(
@@ -94,13 +94,16 @@ class _ChunkNode(torch.autograd.Function):
 
 def _forward(
     module: Segmented, inputs: Sequence[Any], criterion: Callable[..., Tensor] | None = None,
-    labels: Sequence[Any] | None = None,
+    labels: Sequence[Any] | None = None, segments: Callable[..., Segments] | None = None,
 ) -> Segments:  # fmt: skip
-    """The segments of a forward. Returns the module's outputs, connected to the autograd graph, and the loss."""
+    """The segments of a forward. Returns the module's outputs, connected to the autograd graph, and the loss.
+
+    segments: the module's generator; by default, its method.
+    """
     if module.weight_grads is None:  # layers read this attribute in the forward
         bind(module, WeightGrads())
     tape = Tape(inputs)
-    outputs, single = yield from tape.forward(module.segments)
+    outputs, single = yield from tape.forward(segments or module.segments)
     if any(tape.output_slots):
         detached = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
         outputs = _ChunkNode.apply(tape, module, detached, tape.anchor, *tape.inputs)
@@ -155,21 +158,6 @@ def _intercept_gradients(module: Segmented, pairs: list[tuple[Tensor, Tensor]]) 
     return chunk.tape, reached[0] if reached else [None] * len(chunk.tape.output_slots)
 
 
-_chosen: ContextVar[Engine | None] = ContextVar("_chosen", default=None)
-
-
-@contextmanager
-def run_on(engine: Engine) -> Iterator[None]:
-    """In this context, all segments run on `engine`, and not on the engine of their device."""
-    token = _chosen.set(engine)
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
-
-
 def _engine_of(inputs: Sequence[Any]) -> Engine:
-    if (engine := _chosen.get()) is not None:
-        return engine
     devices = [i.device for i in inputs if isinstance(i, Tensor)]
     return engine_for(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))

@@ -6,6 +6,7 @@ It combines the lower-level packages, and knows nothing of files, runs or comman
 from .balance import Balance
 from .freezing import freeze, is_frozen
 from .pipeline import Pipeline
+from .settings import Numerics, Parallel
 from .slot_transfer import SlotTransfer, check_alike
 
-__all__ = ["Balance", "Pipeline", "SlotTransfer", "check_alike", "freeze", "is_frozen"]
+__all__ = ["Balance", "Numerics", "Parallel", "Pipeline", "SlotTransfer", "check_alike", "freeze", "is_frozen"]

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..expert_parallel import ByChoice, EpBackend, ExpertParallel, Fp8Dispatch, choose_backend
+from ..expert_parallel import ByChoice, ExpertParallel, Fp8Dispatch, choose_backend
 from ..kernels.fp8 import weights_unchanged
 from ..messages import plural
 from ..models import (
     ModelConfig,
-    StageOptions,
     TransformerStage,
     attention_kernels,
     elementwise_matrices,
@@ -46,6 +45,7 @@ from ..runtime.warm_up import load_kernels
 from ..runtime.zero import Shards
 from ..schedule import Action, Schedule
 from .balance import Balance
+from .settings import NOT_PARALLEL, ON_CPU, Numerics, Parallel
 
 
 class Pipeline:
@@ -54,17 +54,8 @@ class Pipeline:
     The processes form pipelines of `schedule.num_ranks` ranks; with more processes, there are several pipelines (data
     parallelism). Without torch.distributed, this process is the only one.
 
-    micro_batch: the shape [B, S] of the token ids of one micro-batch. ep: number of ranks that share the experts of a
-    layer. ep_backend: how they exchange tokens (expert_parallel/choose.py). options: seed, kernels, recomputation.
-    overlap: run the communication of one micro-batch during the computation of another, where the schedule pairs them
-    and layers communicate. max_deferred: maximum number of chunks with deferred weight gradients. timeout: seconds that
-    a collective operation waits. on_action: called with each action when it begins, and with None at the end of a step.
-    layers: the number of layers of each stage; empty: about the same FLOPs in each.
-    late_weights: in overlapped pairs, compute mlp(W) after mlp(F) (overlap/engine.py).
-    sum_by_choice: add up the outputs of a token's experts in the order of its choices (expert_parallel/by_choice.py).
-    fp8_dispatch: experts in FP8 also get their rows in 8 bits (expert_parallel/fp8_dispatch.py).
-    cuda_graphs, compile_whole: run each micro-batch of a training step as a CUDA graph, or on a CPU as one compiled
-    function, without the schedule; only for what `check_whole` (training/setup.py) allows. `whole` may be set to None.
+    micro_batch: the shape [B, S] of the token ids of one micro-batch. on_action: called with each action when it
+    begins, and with None at the end of a step. `whole` may be set to None, to run the schedule.
 
     divided: whether `sum_gradients` gives each rank only the sums of the tensors that it owns. `optimizer` sets it.
 
@@ -72,50 +63,48 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: ModelConfig, schedule: Schedule, micro_batch: tuple[int, int], device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32, *, ep: int = 1, ep_backend: EpBackend = "auto",
-        options: StageOptions | None = None, overlap: bool = True, max_deferred: int | None = None,
-        timeout: float | None = None, on_action: Callable[[Action | None], None] | None = None,
-        cuda_graphs: bool = False, sum_by_choice: bool = False, late_weights: bool = False,
-        layers: Sequence[int] = (), fp8_dispatch: bool = False, compile_whole: bool = False,
+        self, model: ModelConfig, schedule: Schedule, micro_batch: tuple[int, int], parallel: Parallel = NOT_PARALLEL,
+        numerics: Numerics = ON_CPU, *, on_action: Callable[[Action | None], None] | None = None,
     ):  # fmt: skip
-        self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, dtype
-        self.specs = split(model, schedule.num_stages, layers)
-        self.device, self.options, self._on_action = torch.device(device), options or StageOptions(), on_action
-        self.layout = _layout(schedule, ep, model.num_experts)
+        self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, numerics.dtype
+        self.specs = split(model, schedule.num_stages, parallel.layers)
+        self.device, self.options, self._on_action = torch.device(numerics.device), numerics.options, on_action
+        self.layout = _layout(schedule, parallel.ep, model.num_experts)
+        timeout = parallel.timeout
         self.groups = build_groups(self.layout, schedule.placement, timeout, model.last_stage_embeds)
-        if overlap and self.options.num_sms is None:
+        if parallel.overlap and self.options.num_sms is None:
             self.options = replace(self.options, num_sms=product_sms(self.groups, self.device))
         group, kernels = self.groups.experts, self.options.kernels
         max_tokens, top_k = math.prod(micro_batch), model.experts_per_token
-        if sum_by_choice:
+        if sum_by_choice := parallel.expert_sums == "choice":
             max_tokens, top_k = max_tokens * top_k, 1
         self.expert_parallel = build_on_all_ranks(
             lambda: choose_backend(
-                ep_backend, model.num_experts, group, self.device, kernels=kernels, max_tokens=max_tokens,
-                hidden_size=model.hidden_size, top_k=top_k, dtype=dtype, timeout=timeout,
+                parallel.ep_backend, model.num_experts, group, self.device, kernels=kernels, max_tokens=max_tokens,
+                hidden_size=model.hidden_size, top_k=top_k, dtype=self.dtype, timeout=timeout,
             )
         )  # fmt: skip
         backend = self.expert_parallel.backend
         experts = ByChoice(backend) if sum_by_choice else backend
-        if fp8_dispatch and self.options.fp8 is not None:
+        if numerics.fp8_dispatch and self.options.fp8 is not None:
             experts = Fp8Dispatch(experts, self.options.fp8)
         self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
         embedding = share_embedding(self.stages.values())
-        hidden = TensorSpec((*micro_batch, model.hidden_size), dtype)
+        hidden = TensorSpec((*micro_batch, model.hidden_size), self.dtype)
         numbered = self.options.document_end_id is not None or self.options.routes
         documents = [TensorSpec(micro_batch, torch.int32)] * numbered
         links = P2P.connect(
             self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout, directions=self.groups.links
         )
         # Without transfers in the background, only a custom block can have communication to hide.
-        overlap = overlap and (self.expert_parallel.in_background or "block" in model.own_layers)
-        self.executor = Executor(self.stages, links, WeightGrads(max_deferred, late_weights), overlap, on_action)
+        overlap = parallel.overlap and (backend.in_background or "block" in model.own_layers)
+        deferred = WeightGrads(parallel.max_deferred, parallel.wgrad == "late")
+        self.executor = Executor(self.stages, links, deferred, overlap, on_action)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
         self.background, self.divided = Background(self.device), False
         self.order = StageOrder.of(schedule, self.stages)
         self._sums: GradientSums | None = None
-        self.whole = self._graph if cuda_graphs else self._compiled if compile_whole else None
+        self.whole = {"": None, "cuda_graph": self._graph, "compiled": self._compiled}[numerics.whole]
         self.balance = Balance(model, self.stages, rate=0.0)
         self._kernels_loaded = self.device.type != "cuda"  # a CPU loads none
 

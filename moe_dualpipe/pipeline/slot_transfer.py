@@ -26,7 +26,7 @@ from ..runtime.optimizer import Optimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SlotContents:
     """copied: the tensors that every rank with this slot has. owned: those that only one of the replicas has, by name;
     empty on the others. owners: the place of that one in the group of replicas, by name."""
 
@@ -66,10 +66,10 @@ class SlotTransfer:
             if layer in sources:
                 self._exchange(self._slots(tensors), sources[layer])
 
-    def _slots(self, tensors: Sequence[tuple[str, Tensor, ExpertIds]]) -> list[Slot]:
+    def _slots(self, tensors: Sequence[tuple[str, Tensor, ExpertIds]]) -> list[SlotContents]:
         optimizer = self.optimizer
         divided = {name: t.owner for one in optimizer.shards if one.divide for name, t in one.tensors.items()}
-        slots: dict[int, Slot] = defaultdict(Slot)
+        slots: dict[int, SlotContents] = defaultdict(SlotContents)
         for name, tensor, held in tensors:
             for id_, (slot_name, weight) in zip(held.ids, global_tensors(name, tensor.detach(), held), strict=True):
                 slot, master = slots[id_], optimizer.master.get(slot_name)
@@ -83,7 +83,7 @@ class SlotTransfer:
                     slot.copied.extend(state)
         return [slots[id_] for id_ in sorted(slots)]
 
-    def _exchange(self, slots: Sequence[Slot], source_E: Sequence[int]) -> None:
+    def _exchange(self, slots: Sequence[SlotContents], source_E: Sequence[int]) -> None:
         sent: dict[int, list[Tensor]] = {rank: [] for rank in self.members}
         received: dict[int, list[Tensor]] = {rank: [] for rank in self.members}
         for source, target in self._transfers(slots, source_E):
@@ -102,7 +102,7 @@ class SlotTransfer:
                 tensor.copy_(bytes_.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned to its dtype
 
     def _transfers(
-        self, slots: Sequence[Slot], source_E: Sequence[int]
+        self, slots: Sequence[SlotContents], source_E: Sequence[int]
     ) -> Iterator[tuple[tuple[int, list[Tensor]], tuple[int, list[Tensor]]]]:
         """Yield (sending rank, tensors) and (receiving rank, tensors). Only the tensors of this rank are valid."""
         for target, source in enumerate(source_E):

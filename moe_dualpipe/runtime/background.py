@@ -35,7 +35,7 @@ class Running(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class CollectiveTimes:
     """Seconds. running: while at least one collective ran. exposed: while this rank waited for one."""
 
     running: float
@@ -72,12 +72,12 @@ class Background:
         self._waits.append((before, self._now()))
         self._ended += collectives
 
-    def take_times(self) -> Times:
+    def take_times(self) -> CollectiveTimes:
         """The times of all that was waited for since the last call. On a GPU, it must have come so far."""
         exposed = sum(_seconds(start, end) for start, end in self._waits)
         running = covered([running.interval() for running in self._ended])
         self._ended, self._waits = [], []
-        return Times(running, exposed)
+        return CollectiveTimes(running, exposed)
 
     def _now(self) -> Any:
         return perf_counter() if self.streams is None else _event(self.streams)

@@ -11,11 +11,12 @@ All other buffers must stay equal on all replicas. Buffers with `persistent=Fals
 from collections.abc import Collection, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from .groups import Groups
-from .replicas import ReplicaSet, sum_over_replicas
+from .replicas import ReplicaSet
 
 RULE = "replicas must stay bit-equal, or be averaged (`averaged_buffers` of the layer)"
 
@@ -70,7 +71,8 @@ class Buffers:
                 continue
             buffers = [one.parameters[name] for name in one.parameters if name in self.averaged]
             means = [b.to(torch.promote_types(b.dtype, torch.float32), copy=True) for b in buffers]
-            sum_over_replicas(means, one.group)
+            for mean in means:
+                dist.all_reduce(mean, group=one.group)
             for buffer, total in zip(buffers, means, strict=True):
                 buffer.copy_(total / one.num_replicas)
 

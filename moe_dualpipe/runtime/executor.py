@@ -54,7 +54,6 @@ class Executor:
         self.weight_grads = weight_grads if weight_grads is not None else WeightGrads()
         self.before_stage: Callable[[int], None] | None = None
         """Called with each stage before its first action in a step: something may still write its weights."""
-        self.rank_step: Callable[..., RankStep] = RankStep  # a subclass may observe the transfers
         for module in self.modules.values():
             bind(module, self.weight_grads)
 
@@ -79,7 +78,7 @@ class Executor:
         pairs = self._overlapped_pairs(schedule)
         actions = schedule.actions[self.p2p.rank]
         stages = {index: self._stage(index, actions, pairs) for index in self.modules}
-        step = self.rank_step(
+        step = RankStep(
             schedule, self.p2p, stages, pairs, labels or {}, criterion, return_outputs, self.on_action,
             self.before_stage, on_gradients,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Point-to-point transfers between pipeline ranks.
 
-On CUDA nothing here blocks the host; on CPU, `Transfer.wait` does. Messages from one sender to one receiver arrive in
+On CUDA nothing here blocks the host; on CPU, `Message.wait` does. Messages from one sender to one receiver arrive in
 the order in which they were sent, and the executor posts receives in that order.
 
 NCCL serializes all transfers between two ranks in one communicator, so a send could wait for a receive that was posted
@@ -41,7 +41,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class Message:
     """Tensors that are being sent or received. Call `wait` once; then the current stream may use or change them."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -132,27 +132,27 @@ class P2P:
             self.steps.failed, self.steps.waiting = True, None
             raise
 
-    def send(self, tensors: Sequence[torch.Tensor], to: int) -> Transfer:
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> Message:
         """Start sending to pipeline rank `to`; the tensors must not change before `wait`."""
         group = self.upward if to > self.rank else self.downward
         return self._start(dist.isend, [tensor.contiguous() for tensor in tensors], to, group)
 
-    def recv(self, specs: Sequence[TensorSpec], source: int) -> Transfer:
+    def recv(self, specs: Sequence[TensorSpec], source: int) -> Message:
         """Start receiving tensors of these `specs` from pipeline rank `source`."""
         group = self.upward if self.rank > source else self.downward
         return self._start(dist.irecv, [spec.empty(self.device) for spec in specs], source, group)
 
-    def wait(self, transfer: Transfer, step: Recv | Send, peer: int) -> tuple[torch.Tensor, ...]:
+    def wait(self, transfer: Message, step: Recv | Send, peer: int) -> tuple[torch.Tensor, ...]:
         """Wait for the transfer of `step` with pipeline rank `peer`; meanwhile, `steps.waiting` says so."""
         self.steps.waiting = step, self.global_ranks[peer]
         tensors = transfer.wait()
         self.steps.waiting = None
         return tensors
 
-    def _start(self, operation: Any, tensors: list[torch.Tensor], peer: int, group: Any) -> Transfer:
+    def _start(self, operation: Any, tensors: list[torch.Tensor], peer: int, group: Any) -> Message:
         works = tuple(operation(t, self.global_ranks[peer], group, self.steps.count) for t in tensors)
         assert None not in works, "this process is not a member of the pipeline's group"
-        return Transfer(tuple(tensors), works)
+        return Message(tuple(tensors), works)
 
     def _open_links(self) -> None:
         """Connect all pairs of neighbors now. Otherwise NCCL does it on the first message, blocking the host."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..overlap.annotation import annotation
 from ..schedule import Action, Backward, Flow, Forward, Overlap, Part, Recv, Schedule, Send, Step, counterpart, members
 from ..schedule.stage_order import last_gradients
-from .p2p import P2P, TensorSpec, Transfer
+from .p2p import P2P, Message, TensorSpec
 from .stage import Criterion, Stage, Tensors, as_tuple
 
 SENDS_IN_FLIGHT = 2  # after this many more compute actions, wait for a send, to free its buffer
@@ -48,10 +48,10 @@ class RankStep:
     def __post_init__(self) -> None:
         self.last = self.schedule.num_stages - 1
         # Inputs (ACTIVATION) and output gradients (GRADIENT), by (stage, micro-batch).
-        self.receiving: dict[Flow, dict[tuple[int, int], Transfer]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
+        self.receiving: dict[Flow, dict[tuple[int, int], Message]] = {Flow.ACTIVATION: {}, Flow.GRADIENT: {}}
         self.sends: deque[Send] = deque()  # not yet started, in the order of the list
         self.to_send: dict[Send, Tensors] = {}
-        self.sending: deque[tuple[int, Send, Transfer]] = deque()  # with `num_actions` at its start
+        self.sending: deque[tuple[int, Send, Message]] = deque()  # with `num_actions` at its start
         self.num_actions = 0
         self.used: set[int] = set()  # stages
         self.last_gradients = last_gradients(self.schedule.actions[self.p2p.rank])
@@ -59,7 +59,7 @@ class RankStep:
 
     def run(self, steps: tuple[Step, ...], inputs: Mapping[int, Sequence[Tensor]]) -> StepResult:
         for micro_batch, tensors in inputs.items():
-            self.receiving[Flow.ACTIVATION][0, micro_batch] = Transfer(tuple(tensors))
+            self.receiving[Flow.ACTIVATION][0, micro_batch] = Message(tuple(tensors))
         self.sends.extend(step for step in steps if isinstance(step, Send))
         for step in steps:
             try:
@@ -76,7 +76,8 @@ class RankStep:
                             self.on_action(step)
                         self.begin_stages(step)
                         with annotation(str(step)):
-                            self.compute(step)
+                            for action in (step,) if step in self.overlapped else members(step):
+                                self.compute(action)
                         self.end_stages(step)
             except Exception as error:
                 rank = dist.get_rank() if dist.is_initialized() else 0
@@ -105,29 +106,24 @@ class RankStep:
     def compute(self, action: Forward | Backward | Overlap) -> None:
         match action:
             case Forward(stage, micro_batch):
-                self.forward(self.stages[stage], micro_batch)
+                inputs = self.receive(Flow.ACTIVATION, stage, micro_batch)
+                criterion, labels = self.loss_arguments(stage, micro_batch)
+                outputs, loss = self.stages[stage].forward(micro_batch, inputs, criterion, labels)
+                self.send_activation(stage, micro_batch, outputs, loss)
             case Backward(stage, micro_batch, Part.WEIGHT):
                 self.stages[stage].backward_weights(micro_batch)
             case Backward(stage, micro_batch, part):
                 grads = self.output_grads(stage, micro_batch)
                 input_grads = self.stages[stage].backward(micro_batch, grads, split=part is Part.INPUT)
                 self.send_gradient(stage, micro_batch, input_grads)
-            case Overlap(forward, backward) if action in self.overlapped:
+            case Overlap(forward, backward):
                 first, second = self.stages[forward.stage], self.stages[backward.stage]
                 self.overlap(first, forward.micro_batch, second, backward.micro_batch)
-            case Overlap(forward, backward):
-                self.compute(forward)
-                self.compute(backward)
-
-    def forward(self, stage: Stage, micro_batch: int) -> None:
-        inputs = self.receive(Flow.ACTIVATION, stage.index, micro_batch)
-        criterion, labels = self.loss_arguments(stage, micro_batch)
-        self.send_activation(stage.index, micro_batch, *stage.forward(micro_batch, inputs, criterion, labels))
 
     def overlap(self, first: Stage, micro_batch0: int, second: Stage, micro_batch1: int) -> None:
         """Run a forward and a backward in one call of the modules' `overlapped_forward_backward`."""
         inputs0 = self.receive(Flow.ACTIVATION, first.index, micro_batch0)
-        criterion0, labels0 = self.loss_arguments(first, micro_batch0)
+        criterion0, labels0 = self.loss_arguments(first.index, micro_batch0)
         chunk1 = second.chunks[micro_batch1]
         grads1 = self.output_grads(second.index, micro_batch1)
         pairs = [(o, g) for o, g in zip(chunk1.outputs, grads1, strict=True) if o.requires_grad]
@@ -155,9 +151,9 @@ class RankStep:
             name = f"{type(first.module).__name__}.overlapped_forward_backward"
             raise RuntimeError(f"{name} must call on_input_grads once: it made {calls} calls")
 
-    def loss_arguments(self, stage: Stage, micro_batch: int) -> tuple[Criterion | None, Tensors]:
+    def loss_arguments(self, stage: int, micro_batch: int) -> tuple[Criterion | None, Tensors]:
         """The criterion and its labels on the last stage, if there is a criterion; (None, ()) otherwise."""
-        if stage.index < self.last or self.criterion is None:
+        if stage < self.last or self.criterion is None:
             return None, ()
         return self.criterion, tuple(self.labels.get(micro_batch, ()))
 
@@ -195,7 +191,7 @@ class RankStep:
         # In inference a stage may also return None, which is not sent.
         tensors = tuple(tensor.detach() for tensor in tensors if tensor is not None)
         if self.schedule.rank_of(neighbor, micro_batch) == self.p2p.rank:
-            self.receiving[flow][neighbor, micro_batch] = Transfer(tensors)
+            self.receiving[flow][neighbor, micro_batch] = Message(tensors)
             return
         self._check_specs(stage, flow, tensors)
         if not torch.is_grad_enabled():
@@ -216,7 +212,7 @@ class RankStep:
         _, step, transfer = self.sending.popleft()
         self.p2p.wait(transfer, step, self._peer(step))
 
-    def send(self, step: Send) -> Transfer:
+    def send(self, step: Send) -> Message:
         return self.p2p.send(self.to_send.pop(step), self._peer(step))
 
     def post_receive(self, step: Recv) -> None:

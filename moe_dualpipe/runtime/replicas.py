@@ -1,11 +1,11 @@
-"""Replicas of parameters and buffers on several ranks: sum gradients, and check that the replicas stay equal.
+"""Replicas of parameters and buffers on several ranks, and the check that they stay equal.
 
 Data parallelism creates replicas, and so does DualPipe, which keeps every stage on two mirrored ranks. Both are treated
 alike: a replica set is a set of parameters with the process group of the ranks that hold them.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,8 +19,6 @@ from .checksum import checksum
 from .exact_sum import from_words, to_words
 from .groups import Groups
 from .shared_errors import raise_on_all_ranks
-
-BUCKET_ELEMENTS = 16 * 2**20  # gradients are summed in buckets of at most this many elements, or of one parameter
 
 
 @dataclass(frozen=True)
@@ -73,26 +71,6 @@ def replica_sets(
         ReplicaSet({name: p for name, p in named.items() if name in experts}, groups.expert_replicas, experts),
         ReplicaSet({name: named[name] for name in ends}, groups.embedding, shared=True),
     ]
-
-
-def sum_gradients(replicas: ReplicaSet) -> None:
-    """Replace every gradient by its sum over the replicas, at once; a missing gradient counts as zero. Collective.
-
-    Frozen parameters have no gradient. `GradientSums` (stage_sums.py) sums while the pipeline runs.
-    """
-    trained = replicas.only(trained=True)
-    trained.fill_missing_gradients(trained.parameters)
-    if replicas.group is not None:
-        sum_over_replicas([p.grad for p in trained.parameters.values() if p.grad is not None], replicas.group)
-
-
-def sum_over_replicas(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its sum over the ranks of `group`. Collective."""
-    for bucket in buckets(tensors):
-        flat = torch.cat([tensor.flatten() for tensor in bucket])
-        dist.all_reduce(flat, group=group)
-        for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(total.view_as(tensor))
 
 
 def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -178,17 +156,3 @@ def check_equal(replicas: ReplicaSet, sums_RP: Tensor | None = None) -> None:
         raise without_frames(
             RuntimeError(f"{list_ranks(ranks)} {what} in {', '.join(names[:3])}{more}: {replicas.rule}")
         )
-
-
-def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide the tensors, in order, into lists of at most `BUCKET_ELEMENTS` elements of one dtype, or of one tensor."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and (size + tensor.numel() > BUCKET_ELEMENTS or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.numel()
-    if bucket:
-        yield bucket

@@ -23,6 +23,7 @@ from ..schedule import Schedule
 from ..schedule.stage_order import order_of_completion, order_of_use
 from .background import Background
 from .collectives import AllGather, ReduceScatter
+from .replicas import ReplicaSet
 from .zero import Shards
 
 
@@ -153,6 +154,16 @@ class GradientSums:
                     self._to_gather.append((bucket, part.group))
             for name in {*part.parameters} - part.shards.updated_parameters:
                 part.shards.replicas.parameters[name].grad = None
+
+
+def sum_gradients(replicas: ReplicaSet) -> None:
+    """Replace every gradient by its sum over the replicas, at once; a missing gradient counts as zero. Collective.
+
+    Frozen parameters have no gradient.
+    """
+    device = next((p.device for p in replicas.parameters.values()), torch.device("cpu"))
+    whole = Shards(replicas.only(trained=True), divide=False)
+    GradientSums([whole], StageOrder({}), Background(device)).finish()
 
 
 class WeightGathers:

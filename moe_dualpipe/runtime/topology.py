@@ -64,9 +64,9 @@ def place(
     own, size = f"place/{launch.rank}", launch.world_size
     store.set(own, json.dumps([socket.gethostname(), slurm_block(os.environ), own_versions()]))
     if launch.rank == 0:
-        told = [json.loads(store.get(f"place/{rank}")) for rank in range(size)]
-        problem = other_versions([(machine, versions) for machine, _, versions in told])
-        places = find_domains([(machine, block) for machine, block, _ in told], nodes_per_domain)
+        reported = [json.loads(store.get(f"place/{rank}")) for rank in range(size)]
+        problem = other_versions([(machine, versions) for machine, _, versions in reported])
+        places = find_domains([(machine, block) for machine, block, _ in reported], nodes_per_domain)
         order = [*range(size)] if problem else placement_order(places, ep)
         groups = [[places[rank] for rank in order[i : i + ep]] for i in range(0, size, ep)]
         text, span = describe(groups, order), max(len({p.machine for p in group}) for group in groups)
@@ -86,13 +86,13 @@ def slurm_block(environment: Any) -> str:
     return names[levels.index("block")] if "block" in levels and len(names) == len(levels) else ""
 
 
-def find_domains(told: Sequence[tuple[str, str]], nodes_per_domain: int | None) -> list[RankPlace]:
+def find_domains(reported: Sequence[tuple[str, str]], nodes_per_domain: int | None) -> list[RankPlace]:
     """The place of each rank, from its machine and the block of it."""
-    machines = sorted({machine for machine, _ in told}, key=_natural)
+    machines = sorted({machine for machine, _ in reported}, key=_natural)
     if nodes_per_domain is None:
-        return [RankPlace(machine, block or machine) for machine, block in told]
+        return [RankPlace(machine, block or machine) for machine, block in reported]
     domain = {machine: str(i // nodes_per_domain) for i, machine in enumerate(machines)}
-    return [RankPlace(machine, domain[machine]) for machine, _ in told]
+    return [RankPlace(machine, domain[machine]) for machine, _ in reported]
 
 
 def placement_order(places: Sequence[RankPlace], ep: int) -> list[int]:

@@ -19,17 +19,17 @@ def own_versions() -> Versions:
     return {"moe-dualpipe": __version__, "torch": str(torch.__version__)}
 
 
-def other_versions(told: Sequence[tuple[str, Versions]]) -> str:
+def other_versions(reported: Sequence[tuple[str, Versions]]) -> str:
     """What to tell the user if machines differ; "" if all agree.
 
-    told: machine and versions of each rank. Of two kinds of equal number, that of the first rank counts as usual.
+    reported: machine and versions of each rank. Of two kinds of equal number, that of the first rank counts as usual.
     """
-    kinds = Counter(tuple(sorted(versions.items())) for _, versions in told)
+    kinds = Counter(tuple(sorted(versions.items())) for _, versions in reported)
     (usual, _), *others = kinds.most_common()
     if not others:
         return ""
-    example = next(machine for machine, versions in told if versions == dict(usual))
-    odd = {machine: versions for machine, versions in told if versions != dict(usual)}
+    example = next(machine for machine, versions in reported if versions == dict(usual))
+    odd = {machine: versions for machine, versions in reported if versions != dict(usual)}
     machine, versions = next(iter(odd.items()))
     differ = " and ".join(f"{name} {version}" for name, version in versions.items() if dict(usual).get(name) != version)
     instead = " and ".join(version for name, version in usual if versions.get(name) != version)

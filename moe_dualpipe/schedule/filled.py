@@ -106,8 +106,8 @@ def _with_first_pairs(schedule: Schedule) -> Schedule:
 
 def _filled(schedule: Schedule, costs: Costs, memory: Memory, lateness: float) -> Schedule:
     known: dict[Result, tuple[float, int]] = {}  # when each result was computed, and on which rank
-    waiting: defaultdict[Result, list[_Rank]] = defaultdict(list)
-    ranks = [_Rank(r, schedule, costs, memory, lateness) for r in range(schedule.num_ranks)]
+    waiting: defaultdict[Result, list[_FilledRank]] = defaultdict(list)
+    ranks = [_FilledRank(r, schedule, costs, memory, lateness) for r in range(schedule.num_ranks)]
     ready = deque(ranks)
     while ready:
         rank = ready.popleft()
@@ -126,7 +126,7 @@ def _filled(schedule: Schedule, costs: Costs, memory: Memory, lateness: float) -
     return replace(schedule, actions=tuple((*rank.done, *rank.deferred) for rank in ranks))
 
 
-class _Rank:
+class _FilledRank:
     """A rank while its list of actions grows. `done`: the list. `deferred`: weight gradients that are not in it."""
 
     def __init__(self, index: int, schedule: Schedule, costs: Costs, memory: Memory, lateness: float):

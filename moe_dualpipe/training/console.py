@@ -14,10 +14,11 @@ from ..checkpoint import PartialLoad, SaveResult
 from ..health.program import program_name, training_command
 from ..inference import printable_text
 from ..messages import plural, printable, shell_word, with_shown_names
+from ..models import split
 from ..runtime.launch import Launch
 from .memory_check import memory_line
 from .metrics import Metrics, merged
-from .preflight import Run
+from .resolve import Run
 from .sinks import Sink
 
 COMPILED = {"off": "", "on": ", torch.compile", "whole": ", torch.compile of whole micro-batches"}
@@ -41,7 +42,7 @@ class Console:
         self.run, self.config = run, run.config
         self.enabled = run.layout.rank == 0
         self.verbose = verbose and self.enabled
-        self.metrics = Metrics(run.folder, run.first_step, sinks) if self.enabled else Metrics(None)
+        self.metrics = Metrics(run.folder, run.start.first_step, sinks) if self.enabled else Metrics(None)
         self._unwritten: list[dict[str, float]] = []
         self._bar: tqdm | None = None
 
@@ -52,8 +53,9 @@ class Console:
 
     def introduce(self, dense: float, experts: float, trained: float, state_mb: float) -> None:
         """dense, experts, trained: numbers of parameters. state_mb: optimizer state of the fullest rank in MB."""
-        run, config, layout = self.run, self.config, self.run.layout
+        run, config, layout, numerics = self.run, self.config, self.run.layout, self.run.numerics
         active = dense + experts * config.model.experts_per_token / config.model.num_experts
+        triton = numerics.options.kernels == "triton"
         compute, fp8 = config.compute, config.compute.fp8.replace("+", " and ")
         frozen, why = round(dense + experts) - round(trained), run.choice.changed.partition(": use")[0]
         lines = [
@@ -62,32 +64,32 @@ class Console:
             f"{f', {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen' if frozen else ''}",
             f"{run.choice.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {run.device.type} "
-            f"in {str(run.dtype).removeprefix('torch.')}{', Triton kernels' if run.kernels == 'triton' else ''}"
-            f"{', products in oneDNN' if run.products == 'onednn' else ''}"
+            f"in {str(numerics.dtype).removeprefix('torch.')}{', Triton kernels' if triton else ''}"
+            f"{', products in oneDNN' if numerics.products == 'onednn' else ''}"
             f"{f', {fp8} in FP8 ({compute.fp8_recipe})' if fp8 != 'off' else ''}"
-            f"{COMPILED[run.compiled]}{', CUDA graphs' if compute.cuda_graphs else ''}",
+            f"{COMPILED[compute.compile]}{', CUDA graphs' if compute.cuda_graphs else ''}",
             *([run.machines] if run.machines else []),
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]
-        if memory := memory_line(config, run.choice, run.dtype, run.device):
+        if memory := memory_line(config, run.choice, numerics.dtype, run.device):
             lines.append(memory)
-        for index, stage in enumerate(run.stages):
+        for index, stage in enumerate(split(config.model, run.schedule.num_stages, run.parallel.layers)):
             holders = run.schedule.placement.holders(index)
             where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
             lines.append(f"  stage {index} on pipeline {where}: {stage}")
-        start = f"resumed from {printable(run.resume)}, " if run.resume else ""
+        start = f"resumed from {printable(run.start.resume)}, " if run.start.resume else ""
         micro_batches = plural(run.schedule.num_micro_batches * layout.dp, "micro-batch", "es")
         tokens = config.batch.batch_size * config.batch.seq_len
         lines += [printable(line, 1000) for line in run.text.description.split("\n")]
         lines.append(
-            f"{start}steps {run.first_step + 1} to {config.steps} of {micro_batches}, "
+            f"{start}steps {run.start.first_step + 1} to {config.steps} of {micro_batches}, "
             f"{plural(config.batch.batch_size, 'sequence')} and {tokens:,} tokens each"
         )
         self.say("\n".join(lines))
 
     def loaded(self, partial: PartialLoad) -> None:
         """Report what --weights-partial loaded, and how the models differ."""
-        differences = "; ".join(self.run.differences)
+        differences = "; ".join(self.run.start.differences)
         other = f" of another model ({differences})" if differences else ""
         self.say(f"weights from {printable(self.config.checkpoint.weights)}{other}: {partial}")
 
@@ -98,7 +100,7 @@ class Console:
         with suppress(OSError):
             if self._bar is None:  # updates less often if stderr is not a terminal
                 self._bar = tqdm(
-                    total=self.config.steps, initial=self.run.first_step, disable=not self.verbose, unit="step",
+                    total=self.config.steps, initial=self.run.start.first_step, disable=not self.verbose, unit="step",
                     mininterval=0.2 if sys.stderr.isatty() else 5.0, dynamic_ncols=True,
                     bar_format="{desc}{percentage:3.0f}%|{bar}| step {n}/{total} [{elapsed} < {remaining}{postfix}]",
                 )  # fmt: skip
@@ -138,7 +140,7 @@ class Console:
 
     def fail(self, text: str) -> NoReturn:
         """End the run. A command prints the error; from Python, it is raised."""
-        if self.enabled and self.run.from_command:
+        if self.enabled and self.run.start.from_command:
             self._error(text)
         raise RunFailed(text)
 
@@ -152,7 +154,7 @@ class Console:
 
     def how_to_resume(self, steps: int) -> str:
         run = with_shown_names(str(self.run.folder))
-        if not self.run.from_command:
+        if not self.run.start.from_command:
             return f"CheckpointConfig(resume={run!r})"
         launch = Launch.from_environment()
         program = training_command(launch.local_world_size if launch.world_size > 1 else None)

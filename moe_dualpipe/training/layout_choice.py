@@ -32,6 +32,10 @@ class Choice:
     micro_batch_size: int
     changed: str = ""
 
+    def at(self, rank: int) -> "Choice":
+        """The choice, as the process with this rank runs it."""
+        return replace(self, layout=replace(self.layout, rank=rank))
+
 
 def choose(
     config: TrainConfig, processes: int, strict: bool = True, problem: Callable[[Choice], str] = lambda _: ""

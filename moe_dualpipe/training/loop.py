@@ -30,10 +30,10 @@ def train_loop(
     config, run = trainer.config, trainer.run
     with closing(Console(run, sinks, verbose)) as console, closing(Saving(trainer, console)) as saving:
         _introduce(trainer, console)
-        before = _validate(trainer, console, run.first_step) if run.text.has_held_out else None
+        before = _validate(trainer, console, run.start.first_step) if run.text.has_held_out else None
         trainer.stop.completes = "this step and a checkpoint"
         save_due = eval_due = False
-        done = run.first_step
+        done = run.start.first_step
         for step in range(done, config.steps):
             update = trainer.step(step)
             if callbacks:
@@ -79,7 +79,7 @@ def _due(every: int | None, done: int) -> bool:
 
 
 def _introduce(trainer: Trainer, console: Console) -> None:
-    for change in trainer.run.changes:
+    for change in trainer.run.start.changes:
         console.say(f"changed: {change}")
     state_mb = trainer.largest(trainer.optimizer.state_bytes / 2**20)
     console.introduce(*trainer.count_parameters(), state_mb)
@@ -93,7 +93,7 @@ def _introduce(trainer: Trainer, console: Console) -> None:
 def _validate(trainer: Trainer, console: Console, done: int) -> float:
     """The validation loss after `done` steps, which is also recorded. Ends the run if it is not finite."""
     loss = trainer.validation_loss()
-    first = done == trainer.run.first_step
+    first = done == trainer.run.start.first_step
     if not math.isfinite(loss):
         when = f"before step {done + 1}" if first else f"after step {done}"
         cause = trainer.run.instruments.first_nonfinite(trainer, trainer.validation_losses(), False)
@@ -108,7 +108,7 @@ def _validate(trainer: Trainer, console: Console, done: int) -> float:
 
 def _check_skipped(trainer: Trainer, console: Console, done: int) -> None:
     """End the run if too many steps were skipped, or all of them."""
-    steps, skipped = done - trainer.run.first_step, trainer.skipped
+    steps, skipped = done - trainer.run.start.first_step, trainer.skipped
     if skipped.too_many:
         what = f"{skipped.in_a_row} consecutive steps"
     elif steps and skipped.in_a_row == steps:
@@ -140,8 +140,8 @@ def _finish(trainer: Trainer, console: Console, saving: Saving, before: float | 
     trainer.check_replicas()
     after = None
     if before is not None:
-        after = _validate(trainer, console, config.steps) if trainer.run.first_step < config.steps else before
-    if trainer.run.first_step < config.steps:
+        after = _validate(trainer, console, config.steps) if trainer.run.start.first_step < config.steps else before
+    if trainer.run.start.first_step < config.steps:
         saving.start(config.steps)
     peak = trainer.largest(peak_memory_mb(trainer.device))
     console.say(f"peak memory: {peak:,.0f} MB of the whole process, on the fullest rank")

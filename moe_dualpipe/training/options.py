@@ -9,22 +9,20 @@ import json
 import os
 import sys
 import tomllib
-import typing
-from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 from ..checkpoint.destinations import run_of
+from ..command_line import Option, OptionError, entry, options_of, parser_of, shown, unknown_option
 from ..data import stores
 from ..health.program import program_name
-from ..messages import printable, quoted, typed_text, unknown_name
+from ..messages import printable, quoted, typed_text
 from ..models import PRESETS
-from ..option_help import entry, fields_of, metavar, shown
 from ..schedule import FILL, NAMES
 from ..schedule.schedule_file import is_file_name
 from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
@@ -55,7 +53,7 @@ TYPED_FIRST = (
 )  # fmt: skip
 OPTIONS_FILE = "run.toml"
 _FLAG_OF = {key: flag for flag, key in FLAGS.items()}
-_CHOICES = {"preset": [*PRESETS], "parallel.schedule": ["auto", *NAMES]}
+_CHOICES = {"preset": (*PRESETS,), "parallel.schedule": ("auto", *NAMES)}
 _ONCE = (
     "checkpoint.resume",
     "checkpoint.weights",
@@ -87,55 +85,38 @@ _REPLACED = {
 }
 
 
-class OptionError(ValueError):
-    """An option that does not exist, or a value that it cannot have."""
-
-
 # ---- Keys ----
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """kind: the type of its value. text: the help."""
+class Key(Option):
+    """A key of TOML files and of --set; some are flags, too."""
 
-    name: str
-    kind: Any
-    default: Any
-    text: str
+    __slots__ = ()
 
-    @property
-    def kinds(self) -> tuple[Any, ...]:
-        """The types of the value; NoneType is last, if the value may be None."""
-        union = typing.get_origin(self.kind) in (typing.Union, type(int | None))
-        return typing.get_args(self.kind) if union else (self.kind,)
-
-    @property
-    def choices(self) -> list[str]:
-        literal = typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
-        return _CHOICES.get(self.name, [*literal])
-
-    def accepts(self, value: object) -> bool:
-        """Whether a value is one of the choices, or a file or a filled schedule that may stand for one."""
+    def accepts(self, name: str) -> bool:
+        """Whether a word is one of the choices, or a file or a filled schedule that may stand for one."""
         if self.name == "parallel.schedule":
-            return is_file_name(str(value)) or str(value).removesuffix(FILL) in self.choices
-        return value in self.choices
+            return is_file_name(name) or name.removesuffix(FILL) in self.choices
+        return name in self.choices
 
-    @property
-    def metavar(self) -> str:
-        if self.choices:
-            return f"{{{','.join(self.choices)}}}"
-        return "BOOL" if self.kind is bool else metavar(self.kind)
+    def convert(self, value: Any) -> Any:
+        """As `Option.convert`. 0 is None, too, where that is valid; options of layers may be a table."""
+        if NoneType in self.kinds and str not in self.kinds and value in (0, "0"):
+            return None
+        if self.name.endswith("_options") and isinstance(value, Mapping):
+            return value
+        if self.name == "sample.prompt" and isinstance(value, str):
+            return typed_text(value)
+        return super().convert(value)
 
 
 @cache
 def all_keys() -> dict[str, Key]:
     """The keys of TrainConfig in order, by name."""
     found = {}
-    for section, kind, default, text in fields_of(TrainConfig):
-        inner = fields_of(kind) if is_dataclass(kind) else [("", kind, default, text)]
-        for name, *rest in inner:
-            key = f"{section}.{name}" if name else section
-            found[key] = Key(key, *rest)
+    for option in options_of(TrainConfig):
+        name, names = option.name, _CHOICES.get(option.name, ())
+        found[name] = Key(name, option.kind, option.default, option.text, option_name(name), names=names)
     return found
 
 
@@ -145,43 +126,7 @@ def option_name(key: str) -> str:
 
 
 def value_of(config: TrainConfig, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def convert(key: Key, value: Any) -> Any:
-    """The value of a key, from a word of a command line or from TOML. 0, "" and "none" are None where that is valid.
-
-    Raises OptionError for a value of another type.
-    """
-    kinds, name = key.kinds, option_name(key.name)
-    if NoneType in kinds and (value in ("", "none", "None") or (value in (0, "0") and str not in kinds)):
-        return None
-    if key.choices and isinstance(value, str):
-        if not key.accepts(value):
-            raise OptionError(str(unknown_name(name, value, key.choices)))
-        return value
-    kind = kinds[0]
-    if typing.get_origin(kind) is tuple:
-        words = value.split(",") if isinstance(value, str) else value
-        entry = Key(key.name, typing.get_args(kind)[0], None, "")
-        if isinstance(words, list | tuple):
-            return tuple(convert(entry, word) for word in words)
-    elif kind is bool:
-        truth = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
-        if isinstance(truth, bool):
-            return truth
-    elif kind in (int, float):
-        if isinstance(value, str) or (type(value) in (int, float) and kind(value) == value):
-            try:
-                return kind(value)
-            except ValueError:
-                pass
-    elif isinstance(value, str) or (key.name.endswith("_options") and isinstance(value, Mapping)):
-        return typed_text(str(value)) if key.name == "sample.prompt" else value
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, "a list")
-    raise OptionError(f"{name} must be {wanted}: got {quoted(value, 60)}")
+    return attrgetter(key)(config)
 
 
 # ---- From text to a TrainConfig ----
@@ -277,7 +222,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         entries = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
         for key, one in entries.items():
             try:
-                values[key] = convert(find_key(key), one)
+                values[key] = find_key(key).convert(one)
             except OptionError as error:
                 raise OptionError(f"{printable(path)}: {error}") from None
     return values
@@ -315,26 +260,14 @@ def _run_file(resume: str) -> Path | None:
 # ---- The command line ----
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(message.removeprefix("argument "))
-
-
 def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any], str | None]:
     """The values on the command line, by key, and the TOML file, if there is one."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    flags = [all_keys()[name] for name in FLAGS.values()]
+    parser = parser_of(flags)
     parser.add_argument("file", nargs="?")
     parser.add_argument("--set", nargs="+", action="extend", default=[])
     for name in ("-h", "--help", "--help-all"):
         parser.add_argument(name, action="store_true")
-    for flag, name in FLAGS.items():
-        key = all_keys()[name]
-        if key.kind is bool:
-            parser.add_argument(f"--{flag}", dest=name, action=BooleanOptionalAction, default=None)
-        elif typing.get_origin(key.kinds[0]) is tuple:
-            parser.add_argument(f"--{flag}", dest=name, nargs="+", action="extend")
-        else:
-            parser.add_argument(f"--{flag}", dest=name)
     given, unknown = parser.parse_known_args(arguments)
     if given.h or given.help or given.help_all:
         try:
@@ -344,12 +277,11 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
     if unknown:
-        raise OptionError(_unknown("option", unknown[0].partition("=")[0], _typed_options()))
+        raise _unknown("option", unknown[0], _typed_options())
     if given.file is not None and not given.file.endswith(".toml"):
         raise OptionError(f"unexpected {quoted(given.file, 60)}: a file of options ends with .toml")
-    values = {
-        name: convert(all_keys()[name], value) for name in FLAGS.values() if (value := getattr(given, name)) is not None
-    }
+    words = ((key, getattr(given, key.name)) for key in flags)
+    values = {key.name: key.convert(word) for key, word in words if word is not None}
     for word in given.set:
         name, equals, value = word.partition("=")
         if not equals:
@@ -358,27 +290,24 @@ def _parse_flags(arguments: Sequence[str], quiet: bool) -> tuple[dict[str, Any],
         if section.endswith("_options"):  # model.expert_options.rank=8
             values.setdefault(section, {})[inner] = value
         else:
-            values[name] = convert(find_key(name), value)
+            values[name] = find_key(name).convert(value)
     return values, given.file
 
 
 def find_key(name: str) -> Key:
     """Raises OptionError, with the nearest name, for a key that does not exist."""
     if name not in all_keys():
-        raise OptionError(_unknown("key", name, {key: key for key in all_keys()}))
+        raise _unknown("key", name, {key: key for key in all_keys()})
     return all_keys()[name]
 
 
-def _unknown(kind: str, word: str, typed: Mapping[str, str]) -> str:
-    """Suggests a name in another section or spelling, or a similar one. typed: what to type, by name."""
-    name = word.partition("=")[0].lstrip("-").replace("-", "_")[:100]
-    last = name.rpartition(".")[2].removeprefix("no_")
+def _unknown(kind: str, word: str, typed: Mapping[str, str]) -> OptionError:
+    """Names what replaces a removed option, or suggests a similar one. typed: what to type, by name."""
+    word = word.partition("=")[0]
+    last = word.lstrip("-").replace("-", "_").rpartition(".")[2]
     if last in _REPLACED:
-        return f"{word} was removed{_REPLACED[last]}"
-    shown = {f"--{one}": text for one, text in typed.items()}  # a short word is nearer with its dashes
-    same = [name] * (name in typed) or [one for one in typed if one.rpartition(".")[2] == last]
-    near = [typed[one] for one in same] or [*map(shown.get, get_close_matches(f"--{name}", shown, n=1))]
-    return f"unknown {kind} {quoted(word, 60)}; {f'did you mean {near[0]}? ' if near else ''}--help-all lists all"
+        return OptionError(f"{word} was removed{_REPLACED[last]}")
+    return OptionError(f"{unknown_option(kind, word, typed)}--help-all lists all")
 
 
 def _typed_options() -> dict[str, str]:
@@ -425,4 +354,4 @@ def sections() -> dict[str, list[Key]]:
 
 def _entry(name: str, key: Key, most: int | None = None) -> str:
     default = None if key.name == "preset" else shown(key.default) if key.kind is bool else key.default
-    return entry(name, key.metavar, key.text, default, most)
+    return entry(name, "BOOL" if key.kind is bool else key.metavar, key.text, default, most)

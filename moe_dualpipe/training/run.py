@@ -29,7 +29,8 @@ from .config import TrainConfig
 from .console import RunFailed
 from .loop import Callback, train_loop
 from .options import OPTIONS_FILE, Request, read_toml, saved_values, to_toml
-from .preflight import NO_INSTRUMENTS, Given, Instruments, Run, prepare
+from .resolve import NO_INSTRUMENTS, Instruments, Run, prepare
+from .rules import Given
 from .sinks import Sink, chosen_sinks
 from .step import Trainer
 
@@ -127,7 +128,7 @@ def build(
     """
     trainer = Trainer(plan, progress, stop, plan.instruments.extensions)
     folder = plan.folder if plan.layout.rank == 0 else None
-    sinks = build_on_all_ranks(lambda: chosen_sinks(plan.config, folder, plan.first_step) if folder else [])
+    sinks = build_on_all_ranks(lambda: chosen_sinks(plan.config, folder, plan.start.first_step) if folder else [])
     build_on_all_ranks(lambda: _open_folder(plan, launch))
     return trainer, sinks
 
@@ -146,7 +147,7 @@ def _open_folder(plan: Run, launch: Launch) -> None:
     restart.mark_folder(plan.folder, launch.local_rank)
     if launch.local_rank == 0:
         file, config = plan.folder / OPTIONS_FILE, plan.config
-        if plan.resume and plan.resume.is_relative_to(plan.folder):
+        if plan.start.resume and plan.start.resume.is_relative_to(plan.folder):
             started = read_toml(file).get("checkpoint.resume") if file.is_file() else None
             config = replace(config, checkpoint=replace(config.checkpoint, resume=started))
         try:

@@ -22,7 +22,7 @@ class Saving:
         run, options = trainer.run, trainer.config.checkpoint
         if run.folder:
             # While a save runs, a callback may be in another working directory; a command has no callbacks.
-            folder = run.folder if run.from_command else run.folder.absolute()
+            folder = run.folder if run.start.from_command else run.folder.absolute()
             # Retries end before the run counts as hanging.
             patience = stores.Patience(trainer.config.health.timeout / 2)
             self.saver = Saver(
@@ -44,7 +44,7 @@ class Saving:
             self.console.say(f"step {step}: waiting for the previous checkpoint to be written")
         with trainer.progress.during(SAVING):
             self._note(self.saver.wait())
-            files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.companions)
+            files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.start.companions)
             compute = trainer.config.compute
             files |= fp8_file(None if compute.fp8 == "off" else compute.fp8_recipe)
             self.saver.start(step, trainer.state(), files | loads_file(*trainer.balance.take_loads()))
@@ -66,7 +66,7 @@ class Saving:
             return None
         self.poll(wait=True)
         if self.last is None:  # a restart after the last step
-            return self.trainer.run.resume
+            return self.trainer.run.start.resume
         if self.last.error:
             raise RunFailed(f"{self.last.path} could not be written: {self.last.error}")  # reported already
         return self.last.path

@@ -3,6 +3,7 @@
 B sequences, S positions, L layers, E experts.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +18,21 @@ from ..data.same_text import check_same_text
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import eval_mode, generate_through_pipeline
-from ..kernels.fp8 import RECIPES
+from ..kernels.options import RoutingOptions
 from ..kernels.products import use_products
 from ..messages import check_range
-from ..models import StageOptions
 from ..models.layers import seed_of
 from ..overlap.engine import engine_for
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..pipeline.freezing import freeze
 from ..pipeline.pipeline import Pipeline
+from ..pipeline.settings import Numerics
 from ..runtime.groups import ranks_of
+from ..runtime.known_gpus import peak_flops
 from ..runtime.learning_rate import learning_rate
 from ..runtime.memory import keep_freed_memory
 from ..runtime.shared_errors import build_on_all_ranks
+from .config import TrainConfig
 from .extensions import Build, Extension, Update
 from .extensions.averaged_buffers import AveragedBuffers
 from .extensions.balance import Balancing
@@ -39,8 +42,7 @@ from .extensions.routes import Routes
 from .extensions.skipped_steps import SkippedSteps
 from .extensions.timings import Timings
 from .metrics import utilization
-from .preflight import Run
-from .setup import trusted_kernels
+from .resolve import Run
 
 
 class Trainer:
@@ -56,18 +58,21 @@ class Trainer:
         self, run: Run, progress: Progress | None = None, stop: Stop | None = None, extensions: Iterable[Build] = ()
     ):
         self.run, self.config, self.text, self.schedule = run, run.config, run.text, run.schedule
-        self.layout, self.device, self.dtype = run.layout, run.device, run.dtype
+        self.layout, self.device, self.first_step = run.layout, run.device, run.start.first_step
         self.progress, self.stop, self.stopping = progress or Progress(), stop or Stop(), False
         self.lr_factor, self.wait_for_weights, self.remote_bytes = 1.0, True, 0
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        kernels = build_on_all_ranks(lambda: trusted_kernels(run.config, run.kernels, run.device, run.dtype))
-        self.run = replace(run, kernels=kernels)
-        use_products(run.products)
+        numerics = build_on_all_ranks(lambda: trusted(run.config, run.numerics))
+        self.run = replace(run, numerics=numerics)
+        use_products(numerics.products)
         if self.device.type == "cpu":
             keep_freed_memory()
         check_same_text(self.text)
-        self.pipeline = self._build_pipeline()
+        micro_batch = run.choice.micro_batch_size, self.config.batch.seq_len
+        self.pipeline = Pipeline(
+            self.config.model, self.schedule, micro_batch, run.parallel, numerics, on_action=self.progress.note
+        )
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
         self.progress.watch(engine_for(self.device), self.executor.p2p, ranks_of(self.groups.experts))
@@ -83,43 +88,26 @@ class Trainer:
         self.replica_checks = ReplicaChecks(self)
         self.extensions: list[Extension] = [self.skipped, averaged, self.replica_checks]
         self.partial = self._load()
-        factor = utilization(self.config.model, self.config.batch.seq_len, dist.get_world_size(), run.peak_flops)
+        peak = peak_flops_of(self.config, numerics)
+        factor = utilization(self.config.model, self.config.batch.seq_len, dist.get_world_size(), peak)
         moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every and self.layout.ep > 1 else []
-        routes = [Routes(self)] if self._with_routes else []
+        routes = [Routes(self)] if numerics.options.routes else []
         self.extensions += [Balancing(self), *moves, *routes, Timings(self, factor)]
         self.extensions += [built for build in extensions if (built := build(self)) is not None]
 
-    def _build_pipeline(self) -> Pipeline:
-        config, run = self.config, self.run
-        parallel, compute = config.parallel, config.compute
-        end_id = self.text.tokenizer.end_id if config.batch.document_mask else None
-        recipe = RECIPES[compute.fp8_recipe] if compute.fp8 != "off" else None
-        options = StageOptions(
-            config.seed, compute.recompute, run.kernels, compute.fused_loss, end_id, self._with_routes,
-            compiled=run.compiled == "on", fp8=recipe,
-        )  # fmt: skip
-        return Pipeline(
-            config.model, self.schedule, (run.choice.micro_batch_size, config.batch.seq_len), self.device, self.dtype,
-            ep=self.layout.ep, ep_backend=parallel.ep_backend, options=options, overlap=parallel.overlap,
-            max_deferred=parallel.max_deferred, timeout=config.health.timeout, on_action=self.progress.note,
-            cuda_graphs=compute.cuda_graphs, sum_by_choice=parallel.expert_sums == "choice",
-            late_weights=parallel.wgrad == "late", layers=run.layers,
-            fp8_dispatch=compute.fp8 == "experts+dispatch", compile_whole=run.compiled == "whole",
-        )  # fmt: skip
-
     def _load(self) -> PartialLoad | None:
         """Load what the run starts from. Returns what --weights-partial loaded."""
-        run, partial = self.run, None
-        if run.resume:
-            load_checkpoint(run.resume, self.state())
-        elif isinstance(run.weights, Path):
-            loaded = load_weights(run.weights, self.state(), self.config.checkpoint.weights_partial)
+        start, partial = self.run.start, None
+        if start.resume:
+            load_checkpoint(start.resume, self.state())
+        elif isinstance(start.weights, Path):
+            loaded = load_weights(start.weights, self.state(), self.config.checkpoint.weights_partial)
             partial = loaded if self.config.checkpoint.weights_partial else None
-        elif run.weights is not None:
-            load_tensors(run.weights, self.state())
+        elif start.weights is not None:
+            load_tensors(start.weights, self.state())
         else:
             return None
-        self.optimizer.after_load(run.first_step - int(self.skipped.total) if run.resume else 0)
+        self.optimizer.after_load(start.first_step - int(self.skipped.total) if start.resume else 0)
         return partial
 
     def state(self) -> dict[str, Tensor]:
@@ -171,11 +159,6 @@ class Trainer:
         total, length = config.batch.batch_size, config.batch.seq_len
         batch = self.text.batch(config.seed, step, total, length, self.own_sequences)
         return self.pipeline.step(*batch, sum_gradients, num_labels=self.text.num_labels(step, total, length))
-
-    @property
-    def _with_routes(self) -> bool:
-        batch = self.config.batch
-        return bool(batch.record_routes or batch.replay_routes)
 
     @property
     def own_sequences(self) -> range:
@@ -250,7 +233,7 @@ class Trainer:
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> tuple[float, bool, int]:
         """In one all-reduce: the mean loss of the step, whether a rank was asked to stop, and the bytes that dispatch
         and combine sent between machines."""
-        experts = self.pipeline.expert_parallel
+        experts = self.pipeline.expert_parallel.backend
         experts.check()
         loss = torch.stack([*losses]).double().sum().item() if losses else 0.0
         own = [loss, len(losses), self.stop.requested, experts.take_remote_bytes()]
@@ -265,3 +248,35 @@ class Trainer:
         """The mean loss of multi-token prediction (MTP) in this step. The training loss does not include it."""
         last = self.stages.get(self.schedule.num_stages - 1)
         return self.pipeline.mean_loss([last.mtp.take_loss()] if last is not None and last.mtp is not None else [])
+
+
+def trusted(config: TrainConfig, numerics: Numerics) -> Numerics:
+    """`numerics`, but in plain torch if the Triton kernels compute wrong results on the current GPU.
+
+    Raises ValueError instead if triton was typed, or if CUDA graphs need it.
+    """
+    if numerics.options.kernels != "triton" or not config.compute.self_test:
+        return numerics
+    from ..kernels.self_test import SelfTest  # imports triton
+
+    model = config.model
+    routing = RoutingOptions(
+        model.experts_per_token, model.router_score, model.expert_groups, model.top_groups, model.normalize_weights,
+        model.routed_scale, model.group_score,
+    )  # fmt: skip
+    sizes = model.hidden_size, model.expert_size, model.num_experts
+    test = SelfTest(*sizes, routing, torch.device(numerics.device), numerics.dtype)
+    if (problem := test.first_difference()) is None:
+        return numerics
+    if config.compute.kernels == "triton" or config.compute.cuda_graphs:
+        raise ValueError(f"--kernels triton: {problem}: use --kernels reference, or --set compute.self_test=false")
+    warnings.warn(f"{problem}: this run uses plain torch", stacklevel=2)
+    return replace(numerics, options=replace(numerics.options, kernels="reference"))
+
+
+def peak_flops_of(config: TrainConfig, numerics: Numerics) -> float | None:
+    """Peak FLOP/s of this rank's device: as in the options, or of a known GPU. None: unknown."""
+    if config.metrics.peak_tflops:
+        return config.metrics.peak_tflops * 1e12
+    device = torch.device(numerics.device)
+    return peak_flops(torch.cuda.get_device_name(device), numerics.dtype) if device.type == "cuda" else None

@@ -24,7 +24,7 @@ from moe_dualpipe.messages import printable
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import read_records
-from moe_dualpipe.training.setup import run_folder
+from moe_dualpipe.training.resolve import run_folder
 from tests.support.checkpoints import loaded_step, state_of, tensors_of
 from tests.support.object_store import BUCKET, access, in_environment
 from tests.support.ranks import run_ranks

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local
-from moe_dualpipe.expert_parallel.choose import Choice
 from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, pack, receive_buffer, unpack
 from tests.support.ranks import run_ranks
 
@@ -26,9 +25,8 @@ def remote_bytes(rank):
         assert len(rows) == 2 + 2 * rank and ep.remote_bytes == (sent * ROW_ALIGNMENT if ep is far else 0)
         ep.combine(rows, route).wait()  # back, without ids: 8 numbers of 4 bytes
     assert (far.remote_bytes, near.remote_bytes) == (sent * ROW_ALIGNMENT + sent_back * 32, 0)
-    choice = Choice(far, "all_to_all", "as requested")
-    assert choice.take_remote_bytes() == sent * ROW_ALIGNMENT + sent_back * 32 and choice.take_remote_bytes() == 0
-    assert Choice(Local(4), "none", "").take_remote_bytes() == 0
+    assert far.take_remote_bytes() == sent * ROW_ALIGNMENT + sent_back * 32 and far.take_remote_bytes() == 0
+    assert Local(4).take_remote_bytes() == 0
 
 
 def transfers_in_flight(rank):

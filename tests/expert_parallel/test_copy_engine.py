@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from moe_dualpipe.expert_parallel.copy_engine import CopyEngine
 from moe_dualpipe.expert_parallel.copy_engine.copies import Copies
+from moe_dualpipe.expert_parallel.symmetric.one_sided import OneSided
 from moe_dualpipe.kernels import routing
 from moe_dualpipe.tools.checks.host_syncs import host_syncs
 from tests.machines.emulated_graph import EmulatedGraph
@@ -28,8 +29,8 @@ from tests.support.symmetric_ranks import layers_agree, needs_interpreter, round
 pytestmark = needs_interpreter
 
 
-class KernelFlags(Copies):
-    flags = "kernel"
+def copying(*arguments, flags="copies", **options):
+    return OneSided(*arguments, transport=Copies(flags), **options)
 
 
 @pytest.mark.parametrize("ranks,flags,seeds", [
@@ -66,7 +67,7 @@ def _streams(monkeypatch):
 
 def build():
     sizes = {"max_tokens": TOKENS, "row_bytes": 4 * WIDTH, "top_k": TOP_K, "slots": 4}
-    return virtual_ranks(Copies, RANKS, EXPERTS, **sizes)
+    return virtual_ranks(copying, RANKS, EXPERTS, **sizes)
 
 
 def fill(inputs, seed):
@@ -106,7 +107,9 @@ def test_replays_of_a_graph_have_the_bits_of_eager_calls_and_the_host_does_not_w
         for _ in range(2)
     ]
     fill(inputs, 0)
-    written = [(t, t.clone()) for ep in ours for t in (ep.own, ep.staging)]  # by addresses: a graph cannot restore it
+    written = [
+        (t, t.clone()) for ep in ours for t in (ep.own, ep.transport.staging)
+    ]  # by addresses: a graph cannot restore it
     graph = EmulatedGraph()
     with host_syncs("cpu") as found, graph.kernels(), graph:
         results = step(ours, inputs)
@@ -145,11 +148,11 @@ RELEASE = 'release: tl.atomic_xchg(flags_R, epoch, mask=r < R, sem="release", sc
 # A wait of one program only spares multiprocessors: the kernels that need the rows wait too. With copied flags, kernels
 # wait for the copies of their rank only because a graph needs it: the ranks that free a slot have waited for them.
 @pytest.mark.parametrize("backend,without,fences", [
-    (Copies, ("wait_for_ranks_kernel", "kernels wait"), {
+    (copying, ("wait_for_ranks_kernel", "kernels wait"), {
         "a flag is copied": READ_EARLY, RELEASE: OVERWRITTEN,
         "a flag is read before it is written": r"stores to staging\[\d\] of rank \d while .* may be loading",
     }),
-    (KernelFlags, ("wait_for_ranks_kernel",),
+    (partial(copying, flags="kernel"), ("wait_for_ranks_kernel",),
      {RELEASE: READ_EARLY, "kernels wait, an event": r"stores to state\[5\] .* may be loading"}),
 ], ids=["copies", "kernel"])  # fmt: skip
 def test_all_orders_are_safe_and_none_of_the_fences_is_superfluous(backend, without, fences):

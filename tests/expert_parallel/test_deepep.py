@@ -16,7 +16,7 @@ from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.expert_parallel.deepep import DeepEP
-from moe_dualpipe.expert_parallel.deepep.library import Machine, inspect_machine, load_library
+from moe_dualpipe.expert_parallel.deepep.library import GpuMachine, inspect_machine, load_library
 from tests.machines import deepep
 from tests.machines.deepep import installed
 from tests.support.exchanges import check_round
@@ -181,4 +181,4 @@ def test_what_this_machine_lacks_is_said_in_one_line_with_the_way_out():
             mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
             pytest.raises(ValueError, match=message) if message else contextlib.nullcontext(),
         ):
-            assert inspect_machine(one_of(2)) == Machine("cuda", (9, 0))
+            assert inspect_machine(one_of(2)) == GpuMachine("cuda", (9, 0))

@@ -46,8 +46,8 @@ def windows(ranks=4):
     ep = LoopbackWindows(
         EXPERTS, ranks, "auto", torch.zeros((), dtype=torch.int64), max_tokens=TOKENS, row_bytes=4 * WIDTH, top_k=TOP_K,
     )  # fmt: skip
-    ep.set_link(LINK)
-    ep.windows = dataclasses.replace(ep.windows, timeout=0.01)
+    ep.paced.link = LINK
+    ep.windows = ep.paced.windows = dataclasses.replace(ep.windows, timeout=0.01)
     ep.windows.views(ep.own)[1].fill_(-1)  # NaN in all dtypes
     return ep
 
@@ -164,7 +164,7 @@ def test_each_row_waits_for_the_link(monkeypatch, num_sms):
     ep = windows()
     rows = ep.windows.views(ep.own)[1][0]  # of slot 0
     addresses = [rows[rank, place].data_ptr() for rank in range(4) for place in range(2)]
-    ep.set_link(Link(gb_per_s=0.128, latency_us=5.0, sms=num_sms))
+    ep.paced.link = Link(gb_per_s=0.128, latency_us=5.0, sms=num_sms)
     ids = torch.tensor([[0, 2], [0, 7], [4, 7], [2, 4]])  # two rows for each rank
     ep.dispatch(torch.ones(4, WIDTH), ep.prepare(ids))
     for m, address in enumerate(addresses):

@@ -1,13 +1,12 @@
-"""Backends with a modeled link: Loopback, Delayed, and the link itself."""
+"""Backends with a modeled link: Loopback, and the link itself."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback, Replay
+from moe_dualpipe.expert_parallel import Link, Local, Loopback, Replay
 from moe_dualpipe.expert_parallel.modeled.link import LinkTimer
 from moe_dualpipe.models import ModelConfig, MoE, StageOptions
 
@@ -80,16 +79,6 @@ def test_transfers_of_a_link_run_one_after_another():
     assert Link().seconds(10**12) == 0
 
 
-def test_delayed_starts_at_once_and_returns_the_results_of_its_backend_later():
-    delayed, x = Delayed(Local(8), Link(gb_per_s=1.0)), torch.randn(2, 250)
-    route = delayed.prepare(torch.tensor([[0, 3], [3, 1]]))
-    pending = delayed.dispatch(x, route, torch.rand(2, 2))
-    assert delayed.timer.busy_seconds == pytest.approx(2e-6)
-    received = pending.wait()
-    assert pending.wait() is received
-    assert torch.equal(received.x_ND, x) and torch.equal(delayed.combine(x, route).wait().y_TD, x)
-
-
 def test_received_rows_are_freed_while_their_expert_ids_are_in_use():
     ep = Loopback(8, 4)
     route = ep.prepare(torch.tensor([[0, 5], [3, 1]]))
@@ -107,7 +96,6 @@ def test_received_rows_are_freed_while_their_expert_ids_are_in_use():
     (lambda: Link(gb_per_s=0), "positive bandwidth: got 0 GB/s"),
     (lambda: Link(latency_us=-1), "latency of at least 0: got -1 us"),
     (lambda: Link(sms=0), "at least 1 SM: got 0"),
-    (lambda: Delayed(Local(8), Link())._delay(None, SimpleNamespace(is_cuda=True)), "cannot delay CUDA tensors"),
 ])  # fmt: skip
 def test_links_that_cannot_be_are_refused(refused, message):
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ import pytest
 from moe_dualpipe.checkpoint.expert_loads import read_loads
 from moe_dualpipe.cli import main
 from moe_dualpipe.expert_parallel.moves import between, plan_moves
-from moe_dualpipe.expert_parallel.placement import Placement, imbalance, in_order, place_experts
+from moe_dualpipe.expert_parallel.placement import ExpertPlacement, imbalance, in_order, place_experts
 from tests.support.ranks import run_ranks
 from tests.support.runs import settings, train
 
@@ -50,7 +50,7 @@ def test_every_expert_is_placed_and_groups_stay_on_one_node(seed):
 
 
 def test_loads_of_gpus_and_imbalance():
-    placement = Placement(((0, 1, 0, 2),), 2)
+    placement = ExpertPlacement(((0, 1, 0, 2),), 2)
     assert place_experts([[8, 2, 2]], 4, 2) == placement
     assert placement.gpu_loads([[8, 2, 3]]) == [[6, 7]]
     assert in_order(1, 4, 2).gpu_loads([[8, 2, 3, 1]]) == [[10, 4]]
@@ -120,8 +120,8 @@ def test_only_layers_that_gain_enough_change():
 def test_ranks_and_slots_are_numbered_so_that_experts_stay():
     old, loads = in_order(1, 8, 4), [[1] * 8]
     for placed, moved in ((range(7, -1, -1), 8), ((1, 0, 2, 3, 4, 5, 7, 6), 0)):
-        assert between(old, Placement((tuple(placed),), 4), loads).moved == moved
-    swapped = plan_moves(Placement(((0, 1, 2, 3),), 2), [[6, 5, 1, 2]])  # best: 0 with 2, 1 with 3
+        assert between(old, ExpertPlacement((tuple(placed),), 4), loads).moved == moved
+    swapped = plan_moves(ExpertPlacement(((0, 1, 2, 3),), 2), [[6, 5, 1, 2]])  # best: 0 with 2, 1 with 3
     slots = swapped.placement.experts[0]
     assert {frozenset(slots[:2]), frozenset(slots[2:])} == {frozenset({0, 2}), frozenset({1, 3})}
     assert swapped.moved == 2

@@ -14,7 +14,7 @@ from moe_dualpipe.health.heartbeat import SAVING, CodePosition, Progress, state_
 from moe_dualpipe.health.waits import RankState, describe_waits
 from moe_dualpipe.overlap import Comm, Engine
 from moe_dualpipe.runtime import P2P
-from moe_dualpipe.runtime.p2p import Transfer
+from moe_dualpipe.runtime.p2p import Message
 from moe_dualpipe.schedule import Flow, Recv, Send, parse
 
 BUSY = RankState("step 3, 1F2 (own.py:5 in forward)", seconds=30.6, order=(9, 40))
@@ -132,13 +132,13 @@ def test_segments_are_counted_from_the_begin_of_a_phase_and_the_enclosing_one_is
 def test_a_wait_for_a_pipeline_rank_names_its_global_rank(step, text):
     progress, _, links = running("2F5")
 
-    class Transfer:
+    class Message:
         def wait(self):
             seen.append(said(progress))
             return ("data",)
 
     seen: list[RankState] = []
-    assert links.wait(Transfer(), step, 1) == ("data",)
+    assert links.wait(Message(), step, 1) == ("data",)
     assert (seen[0].transfer, seen[0].peer) == (text, 6)
     assert said(progress).peer is None
 
@@ -181,7 +181,7 @@ def wait_for_a_save(look):
 
 
 @pytest.mark.parametrize("call", [
-    run_in_engine, receive_a_notice, wait_for_a_save, lambda look: Transfer((), (look,)).wait(),
+    run_in_engine, receive_a_notice, wait_for_a_save, lambda look: Message((), (look,)).wait(),
     lambda look: AsyncResult([look], lambda: None).wait(),
 ])  # fmt: skip
 def test_a_marked_wait_is_seen_whatever_it_calls(call):

@@ -11,9 +11,10 @@ import torch
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, ByChoice, Local, Loopback
-from moe_dualpipe.inference import Together, generate, prefill, stream_losses
+from moe_dualpipe.inference import ExpertRanks, generate, prefill, stream_losses
 from moe_dualpipe.models import ModelConfig, StageOptions, StageSpec, TransformerStage, build_model, filled_cache
-from moe_dualpipe.overlap.segmented import engine_for
+from moe_dualpipe.overlap import Engine
+from tests.support.engines import run_on
 from tests.support.ranks import run_ranks
 
 CONFIG = ModelConfig(
@@ -26,9 +27,9 @@ CONFIG = ModelConfig(
 def test_prefill_equals_the_forward_of_all_sequences(sequences):
     model = build_model(CONFIG, Loopback(8, 4))
     x = torch.randint(31, (sequences, 7))
-    log = engine_for(torch.device("cpu")).log = []
-    logits = prefill(model, x)
-    engine_for(torch.device("cpu")).log = None
+    log = []
+    with run_on(Engine(torch.device("cpu"), log=log)):
+        logits = prefill(model, x)
     assert not logits.requires_grad
     assert log.count("head(F)") == (2 if sequences > 1 else 1)
     if sequences > 1:  # the transfer of one half overlaps computation of the other
@@ -189,7 +190,7 @@ def generates_the_texts_of_one_process(rank):
             pairs.clear()
             found = generate(
                 spread, prompts[first:end], 5, length, temperature, seed=4, stop=stop, first=first, batch_size=size,
-                together=Together(in_background, group.WORLD) if size else None,
+                ranks=ExpertRanks(in_background, group.WORLD) if size else None,
             )  # fmt: skip
             assert torch.equal(found, expected[first:end]), (temperature, length, stop, shares)
             assert bool(pairs) == (in_background and size != 1)
@@ -215,7 +216,7 @@ def scores_the_losses_of_one_process(_rank):
     for stride, size, in_background in ((64, 3, True), (40, 4, True), (64, 2, False), (64, 1, True)):
         expected = torch.cat([*stream_losses(whole, tokens, 64, stride, size)])
         pairs.clear()
-        found = [*stream_losses(spread, tokens, 64, stride, size, Together(in_background, group.WORLD))]
+        found = [*stream_losses(spread, tokens, 64, stride, size, ExpertRanks(in_background, group.WORLD))]
         assert torch.equal(torch.cat(found), expected), (stride, size, in_background)
         assert [len(batch) for batch in found][1:-1] == [2 * size * stride] * (len(found) - 2)
         assert bool(pairs) == (in_background and size > 1)
@@ -228,7 +229,7 @@ def test_ranks_score_the_losses_of_one_process():
 
 @pytest.mark.parametrize("in_background,sequences,number", [(True, 2, 2), (True, 1, 1), (False, 9, 1), (True, 0, 1)])
 def test_micro_batches_take_turns_where_there_are_transfers_to_hide(in_background, sequences, number):
-    assert Together(in_background).micro_batches(sequences) == number
+    assert ExpertRanks(in_background).micro_batches(sequences) == number
 
 
 def test_a_model_without_ranks_that_share_its_experts_needs_no_other_rank():

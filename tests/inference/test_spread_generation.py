@@ -13,7 +13,7 @@ from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.inference import Sampling, generate, generate_through_pipeline
 from moe_dualpipe.inference.spread import _place, open_spread
 from moe_dualpipe.models import MoE, StageOptions, build_model
-from moe_dualpipe.pipeline import Pipeline
+from moe_dualpipe.pipeline import Numerics, Pipeline
 from moe_dualpipe.runtime.world import World
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
@@ -40,7 +40,7 @@ def spread_texts(rank, path, copies):
     rows = -(-NUMBER // 2)
     model, tokenizer, together = open_spread(path, {}, world, rows, 32, copies)
     prompts = torch.tensor([tokenizer.encode("def ")] * NUMBER)[rank * rows :][:rows]
-    texts = generate(model, prompts, TOKENS, 32, seed=5, first=rank * rows, together=together).tolist()
+    texts = generate(model, prompts, TOKENS, 32, seed=5, first=rank * rows, ranks=together).tolist()
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     placed = [len(layer.slots.slots_EC) if layer.slots else 0 for layer in layers]
     return texts, [len(layer.experts.down) for layer in layers], placed
@@ -155,7 +155,9 @@ PROMPTS = [torch.tensor(list(prompt)) for prompt in (b"hello pipeline", b"hello"
 
 def pipeline(ranks, name, window, fused_loss=False):
     schedule = build(name, ranks, 2 * ranks)
-    return Pipeline(MODEL, schedule, (1, window), options=StageOptions(seed=5, fused_loss=fused_loss))
+    return Pipeline(
+        MODEL, schedule, (1, window), numerics=Numerics(options=StageOptions(seed=5, fused_loss=fused_loss))
+    )
 
 
 def generates_like_the_whole_model(_rank, ranks, name, fused_loss):

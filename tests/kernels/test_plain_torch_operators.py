@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moe_dualpipe.expert_parallel import Local, combine, dispatch
+from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.kernels import products
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.kernels.experts import experts
@@ -28,6 +28,7 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads, accumulate
 from moe_dualpipe.models import attach
 from moe_dualpipe.overlap import Compute
 from tests.support.kernels import DEVICE, needs_onednn, small_products_in_onednn
+from tests.support.plain_model import combine, dispatch
 from tests.support.segments import module_of
 
 
@@ -362,7 +363,7 @@ def segment(_module, x):
 # The function, and the shapes of its inputs; by the autograd function that it calls, and whether it runs in Triton.
 FUNCTIONS = {
     "_LinearFunction": (lambda x, w: linear(x, w, WeightGrads()), [(5, 8), (4, 8)]),
-    "_GroupedLinearFunction": (
+    "GroupedLinearFunction": (
         lambda x, w: grouped_linear(x, w, ORDER.expert_offsets, kernels="reference"), [(5, 8), (3, 4, 8)],
     ),
     "_PermuteFunction": (lambda x: permute(x, ORDER, "reference"), [(3, 4)]),
@@ -372,7 +373,7 @@ FUNCTIONS = {
     "_ChunkNode": (lambda x: module_of(segment)(x), [(3, 4)]),
     "_DispatchFunction": (lambda x, w: sum(t.sum() for t in dispatch(x, w, EXCHANGE, EP)), [(3, 4), (3, 2)]),
     "_CombineFunction": (lambda x: combine(x, EXCHANGE, EP), [(3, 4)]),
-    "_GroupedLinearFunction triton": (
+    "GroupedLinearFunction triton": (
         lambda x, w: grouped_linear(x, w, ORDER.expert_offsets, kernels="triton"), [(5, 8), (3, 4, 8)],
     ),
     "_PermuteFunction triton": (lambda x: permute(x, ORDER, "triton"), [(3, 4)]),

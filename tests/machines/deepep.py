@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_dualpipe.expert_parallel import AllToAll
 from moe_dualpipe.expert_parallel.deepep import backend
-from moe_dualpipe.expert_parallel.deepep.library import Machine
+from moe_dualpipe.expert_parallel.deepep.library import GpuMachine
 
 AUTOMATIC_SMS = 6
 
@@ -173,6 +173,6 @@ def installed(old: bool = False, capability: tuple[int, int] = (9, 0)) -> Iterat
     library = types.ModuleType("deep_ep")
     classes = {} if old else {"ElasticBuffer": ElasticBuffer}
     vars(library).update(classes, topk_idx_t=torch.int64, __version__="1.2.1" if old else "2.1.0")
-    machine = mock.patch.object(backend, "inspect_machine", lambda _group: Machine("cpu", capability))
+    machine = mock.patch.object(backend, "inspect_machine", lambda _group: GpuMachine("cpu", capability))
     with mock.patch.dict(sys.modules, deep_ep=library), machine:
         yield

@@ -7,11 +7,12 @@ the numbers of the layer are those of transformers is in tests/checkpoint/test_p
 import pytest
 import torch
 
-from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback, Replay
+from moe_dualpipe.expert_parallel import Link, Local, Loopback, Replay
 from moe_dualpipe.models import MoE, StageOptions
 from moe_dualpipe.models.auxiliary_losses import sequence_loss
 from moe_dualpipe.models.router import Router
 from moe_dualpipe.overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
+from tests.support.delayed import Delayed
 from tests.support.routers import D, E, with_choices
 
 SECONDS = {label(kind, phase): 0.0 for kind in (DISPATCH, COMBINE) for phase in (FORWARD, BACKWARD)}

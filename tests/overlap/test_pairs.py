@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks.plain_model import plain_forward
-from moe_dualpipe.expert_parallel import Delayed, Link, Local, Loopback
+from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, TransformerStage, next_token_loss
 from moe_dualpipe.overlap import WeightGrads, bind
 from moe_dualpipe.overlap.engine import Engine
+from tests.support.delayed import Delayed
 from tests.support.kernels import needs_onednn, small_products_in_onednn
 from tests.support.pairs import OVERLAPPED, assert_same, gradients, run_pair, stage, tokens
+from tests.support.plain_model import plain_forward
 
 BACKENDS = [
     *(partial(Loopback, 8, ranks) for ranks in (1, 2, 4, 8)),

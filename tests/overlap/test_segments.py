@@ -12,7 +12,7 @@ from torch import nn
 from moe_dualpipe.expert_parallel import Completed
 from moe_dualpipe.models import next_token_loss
 from moe_dualpipe.overlap import Comm, Compute, Engine, PrepareComm, Segmented, in_layer
-from moe_dualpipe.overlap.segmented import run_on
+from tests.support.engines import run_on
 from tests.support.pairs import stage, tokens
 from tests.support.segments import doubled, module_of
 

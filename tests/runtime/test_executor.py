@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
-from moe_dualpipe.runtime.p2p import Transfer
+from moe_dualpipe.runtime.p2p import Message
 from moe_dualpipe.schedule import Forward, Placement, Recv, Schedule, build
 from tests.support.ranks import run_ranks
 
@@ -197,11 +197,11 @@ class Recorder:
     def send(self, tensors, to):
         self.log.append(f"send to {to}")
         assert all(t.shape == (2, WIDTH) for t in tensors)
-        return Transfer(tensors, (self.work,))
+        return Message(tensors, (self.work,))
 
     def recv(self, specs, source):
         self.log.append(f"post receive from {source}")
-        return Transfer(tuple(torch.zeros(spec.shape) for spec in specs), (self.work,))
+        return Message(tuple(torch.zeros(spec.shape) for spec in specs), (self.work,))
 
     def wait(self, transfer, step, peer):
         assert peer == 1

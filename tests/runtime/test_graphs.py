@@ -18,7 +18,7 @@ from moe_dualpipe.expert_parallel.protocol import Completed
 from moe_dualpipe.kernels import fuse, products, routing
 from moe_dualpipe.models import ModelConfig, StageOptions
 from moe_dualpipe.overlap import Comm
-from moe_dualpipe.pipeline.pipeline import Pipeline
+from moe_dualpipe.pipeline import Numerics, Pipeline
 from moe_dualpipe.runtime import graphs
 from moe_dualpipe.runtime.compiled import CompiledMicroBatch
 from moe_dualpipe.runtime.world import join_world
@@ -56,12 +56,12 @@ def batch(seed):
 def train(as_one, steps=STEPS, options=None, skipped=(), dtype=torch.float32, **sizes):
     """Train, and return the results of each step: losses, norm, loads, router losses, gradients and weights.
 
-    as_one: "cuda_graphs", "compile_whole", or "" for a schedule.
+    as_one: "cuda_graph", "compiled", or "" for a schedule.
     """
     config = ModelConfig(**(SIZES | sizes))
     options = options or StageOptions(seed=1)
     schedule = build("dualpipev", 1, MICRO_BATCHES)
-    pipeline = Pipeline(config, schedule, (1, 7), DEVICE, dtype, options=options, **{as_one: True} if as_one else {})
+    pipeline = Pipeline(config, schedule, (1, 7), numerics=Numerics(DEVICE, dtype, options, as_one))
     next(iter(pipeline.stages.values())).embedding.weight.requires_grad_("tied_embeddings" in sizes)
     optimizer, pipeline.balance.rate = pipeline.optimizer(OptimizerConfig()), 0.1
     parameters = [p for stage in pipeline.stages.values() for p in stage.parameters()]
@@ -102,14 +102,14 @@ def test_training_has_the_bits_of_eager_execution(options, sizes):
 
     The two stages of the rank run one after the other.
     """
-    ours, expected = (train(one, options=options, skipped=[1], **sizes) for one in ("cuda_graphs", ""))
+    ours, expected = (train(one, options=options, skipped=[1], **sizes) for one in ("cuda_graph", ""))
     assert_equal(ours, expected)
 
 
 @pytest.mark.long
 def test_kernels_can_be_replayed():
     options = StageOptions(seed=1, kernels="triton")
-    assert_equal(*(train(one, 1, options, num_layers=2) for one in ("cuda_graphs", "")))
+    assert_equal(*(train(one, 1, options, num_layers=2) for one in ("cuda_graph", "")))
 
 
 # ---- one compiled function ----
@@ -141,14 +141,14 @@ def test_training_as_one_compiled_function_differs_by_rounding(name):
     for scale in (1.0, 2.0):  # models of the same shapes
         each = partial(train, options=options, skipped=[1], num_layers=2, routed_scale=scale, **sizes)
         counters.clear()
-        ours = each("compile_whole")
+        ours = each("compiled")
         assert counters["stats"]["unique_graphs"] == 1
         assert_close(ours, each(""), 1e-5)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="whole micro-batches are compiled on CPUs")
 def test_gradients_of_16_bit_weights_add_up_in_fp32():
-    ours, expected = (train(one, 1, dtype=torch.bfloat16, num_layers=2) for one in ("compile_whole", ""))
+    ours, expected = (train(one, 1, dtype=torch.bfloat16, num_layers=2) for one in ("compiled", ""))
     assert [t.dtype for t in ours[0]] == [t.dtype for t in expected[0]]
     assert_close(ours, expected, 0.1)
 
@@ -157,7 +157,7 @@ def test_gradients_of_16_bit_weights_add_up_in_fp32():
 @pytest.mark.skipif(DEVICE != "cpu", reason="whole micro-batches are compiled on CPUs")
 def test_generated_code_differs_by_rounding(monkeypatch):
     monkeypatch.setattr(fuse, "BACKEND", "inductor")
-    ours, expected = (train(one, hidden_size=48, expert_size=40) for one in ("compile_whole", ""))
+    ours, expected = (train(one, hidden_size=48, expert_size=40) for one in ("compiled", ""))
     assert_close(ours, expected, 1e-5)
 
 

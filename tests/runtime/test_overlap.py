@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dualpipe.expert_parallel import Delayed, Link, Loopback
-from moe_dualpipe.overlap.segmented import engine_for
+from moe_dualpipe.expert_parallel import Link, Loopback
+from moe_dualpipe.overlap import Engine
 from moe_dualpipe.overlap.tape import Tape
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import Costs, Overlap, simulate
 from tests.support import pipelines
+from tests.support.delayed import Delayed
+from tests.support.engines import run_on
 from tests.support.pipelines import make_pipeline, run_step
 from tests.support.ranks import run_failing_ranks, run_ranks
 
@@ -32,21 +34,12 @@ def set_expert_parallel(executor, backend):
                 module.expert_parallel = backend
 
 
-def logged_step(schedule, layout, executor):
-    """The result of a step, and what the engine ran."""
-    log = engine_for(torch.device("cpu")).log = []
-    try:
-        return run_step(schedule, layout, executor), log
-    finally:
-        engine_for(torch.device("cpu")).log = None
-
-
 def step_is_sequential(rank, name, pp, ep, slow, fused_loss):
     """A pair sends its gradient before its last weight gradients."""
     outcomes, send = [], P2P.send
 
     def watched(self, tensors, to):
-        engine_for(torch.device("cpu")).log.append("send")
+        log.append("send")
         return send(self, tensors, to)
 
     P2P.send = watched
@@ -55,7 +48,9 @@ def step_is_sequential(rank, name, pp, ep, slow, fused_loss):
         executor.overlap = overlap
         if slow:
             set_expert_parallel(executor, Delayed(experts, Link(latency_us=300)))
-        result, log = logged_step(schedule, layout, executor)
+        log: list[str] = []
+        with run_on(Engine(torch.device("cpu"), log=log)):
+            result = run_step(schedule, layout, executor)
         pairs = [action for action in schedule.actions[layout.pp_rank] if isinstance(action, Overlap)]
         assert any(label.endswith("(W)") for label in log) == (overlap and len(pairs) > 0)
         ending = sum(pair.backward.stage == schedule.num_stages - 1 for pair in pairs) * overlap

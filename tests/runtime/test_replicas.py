@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas, and checks that replicas are equal."""
+"""Checks that replicas are equal, and means of their buffers."""
 
 import contextlib
 
@@ -7,28 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_dualpipe.runtime import replicas
 from moe_dualpipe.runtime.buffers import Buffers
 from moe_dualpipe.runtime.groups import Groups
-from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal, sum_gradients
+from moe_dualpipe.runtime.replicas import ReplicaSet, check_equal
 from tests.support.ranks import run_ranks
-
-
-def sums(rank):
-    replicas.BUCKET_ELEMENTS = 5  # a bucket holds one tensor of 3 elements; the tensor of 7 exceeds a bucket
-    shapes = {"a": (3,), "b": (3, 1), "c": (7,), "d": (), "missing on 0": (3,), "missing everywhere": (2,)}
-    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    for i, (name, parameter) in enumerate(parameters.items()):
-        if not (name.endswith("everywhere") or (name.endswith("0") and rank == 0)):
-            parameter.grad = torch.full(shapes[name], float(i + 10 * rank))
-    sum_gradients(ReplicaSet(parameters, dist.group.WORLD))
-    return [parameter.grad.unique().tolist() for parameter in parameters.values()]
-
-
-def test_gradients_in_all_buckets_are_summed():
-    expected = [[10.0], [12.0], [14.0], [16.0], [14.0], [0.0]]
-    assert run_ranks(2, sums) == [expected, expected]
-
 
 DEVIATIONS = [
     ([1, 2, 3], [], None),
@@ -61,15 +43,6 @@ def deviations(rank):
 
 def test_the_error_names_the_ranks_that_deviate_from_the_majority():
     run_ranks(5, deviations)
-
-
-def test_buckets_have_the_tensors_in_order_one_dtype_and_a_bounded_size(monkeypatch):
-    monkeypatch.setattr(replicas, "BUCKET_ELEMENTS", 5)
-    dtypes = [torch.float32] * 4 + [torch.bfloat16] * 2 + [torch.float32]
-    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in zip((2, 3, 1, 7, 2, 2, 1), dtypes, strict=True)]
-    found = [*replicas.buckets(tensors)]
-    assert [id(t) for bucket in found for t in bucket] == [*map(id, tensors)]
-    assert [len(bucket) for bucket in found] == [2, 1, 1, 2, 1]
 
 
 class Statistics(nn.Module):

@@ -12,7 +12,7 @@ from moe_dualpipe.runtime.groups import init_world
 from moe_dualpipe.runtime.topology import RankPlace, find_domains, machine_limit, place, placement_order
 from moe_dualpipe.runtime.versions import OtherVersionsError
 from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.preflight import prepare
+from moe_dualpipe.training.resolve import prepare
 from moe_dualpipe.training.run import watched_world
 from tests.support.pretended_machines import pretend
 from tests.support.ranks import run_ranks

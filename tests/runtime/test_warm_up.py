@@ -7,7 +7,7 @@ import torch
 
 from moe_dualpipe.expert_parallel.gather import gather_objects
 from moe_dualpipe.models import StageOptions, TransformerStage
-from moe_dualpipe.pipeline.pipeline import Pipeline
+from moe_dualpipe.pipeline import Numerics, Parallel, Pipeline
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
@@ -34,7 +34,8 @@ def loaded_and_not(rank, schedule, ep):
     batch = torch.randint(SMALL.vocab_size, (4, 9), generator=torch.Generator().manual_seed(rank % ep))
     size = torch.distributed.get_world_size() // ep
     for load in (True, False):
-        pipeline = Pipeline(SMALL, build(schedule, size, 4), (1, 8), ep=ep, options=StageOptions(recompute="full"))
+        numerics = Numerics(options=StageOptions(recompute="full"))
+        pipeline = Pipeline(SMALL, build(schedule, size, 4), (1, 8), Parallel(ep), numerics)
         for stage in pipeline.stages.values():
             stage.register_forward_pre_hook(lambda *_: log.append("stage"))
         pipeline._kernels_loaded = True

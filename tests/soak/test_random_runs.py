@@ -11,9 +11,9 @@ import torch
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.models.config import RECOMPUTE
 from moe_dualpipe.schedule.build import NAMES
-from moe_dualpipe.training.checks import check_options
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from moe_dualpipe.training.layout_choice import choose
+from moe_dualpipe.training.rules import check_options
 from tests.support.checkpoints import tensors_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, losses, records, settings, train

@@ -4,7 +4,7 @@ import socket
 
 import torch.distributed as dist
 
-from moe_dualpipe.expert_parallel import choose
+from moe_dualpipe.expert_parallel import rank_facts
 from moe_dualpipe.runtime.launch import Launch
 
 
@@ -18,7 +18,7 @@ def pretend(rank, machines, monkeypatch):
     for name, value in launch.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("socket.gethostname", lambda: machines[rank])
-    monkeypatch.setattr(choose, "find_machine", lambda: machines[rank])
+    monkeypatch.setattr(rank_facts, "find_machine", lambda: machines[rank])
     return Launch(rank, machines[:rank].count(machines[rank]), len(machines), local)
 
 

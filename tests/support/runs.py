@@ -24,13 +24,14 @@ import moe_dualpipe
 from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training import preflight
+from moe_dualpipe.training import resolve
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import Request, all_keys, parse, value_of
-from moe_dualpipe.training.preflight import Given, Run, prepare
+from moe_dualpipe.training.resolve import Run, prepare
 from moe_dualpipe.training.restart import Agreed
+from moe_dualpipe.training.rules import Given
 from moe_dualpipe.training.step import Trainer
 from tests.support import ranks
 
@@ -84,7 +85,7 @@ def make_run(config: TrainConfig | list[str], rank=0, world_size=1, **given) -> 
     request = parse(config) if isinstance(config, list) else Request(config)
     with contextlib.ExitStack() as stack:
         if world_size > 1 and not torch.distributed.is_initialized():
-            stack.enter_context(mock.patch.object(preflight, "agree", lambda folder, *_: Agreed(folder)))
+            stack.enter_context(mock.patch.object(resolve, "agree", lambda folder, *_: Agreed(folder)))
         return prepare(request, Launch(rank, rank, world_size, world_size), Given(**given), instruments())
 
 

@@ -17,13 +17,14 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.integrations.trackers import ID_FILE
 from moe_dualpipe.models import PRESETS, preset
 from moe_dualpipe.models.costs import train_flops_per_token
+from moe_dualpipe.pipeline import Numerics
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.extensions.balance import load_statistics
 from moe_dualpipe.training.metrics import FIELDS, FILE, Metrics, merged, read_records, utilization
-from moe_dualpipe.training.preflight import _peak_flops
 from moe_dualpipe.training.sinks import TensorBoard
+from moe_dualpipe.training.step import peak_flops_of
 from tests.support.checkpoints import small_disk
 from tests.support.mutations import check_message, mutations
 from tests.support.runs import SMALL, change, losses, records, settings, train_in_memory
@@ -54,12 +55,12 @@ def test_utilization_is_model_flops_over_the_peak_of_all_devices(monkeypatch):
     assert utilization(model, 256, 3, 2e12) == flops / 6e12
     assert utilization(model, 256, 3, None) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert _peak_flops(config, cuda, torch.bfloat16) == pytest.approx(989.4e12)
-    assert _peak_flops(change(config, peak_tflops=2.0), cuda, torch.bfloat16) == 2e12
-    assert _peak_flops(config, cpu, torch.bfloat16) is None
-    assert _peak_flops(config, cuda, torch.float32) is None
+    assert peak_flops_of(config, Numerics(cuda, torch.bfloat16)) == pytest.approx(989.4e12)
+    assert peak_flops_of(change(config, peak_tflops=2.0), Numerics(cuda, torch.bfloat16)) == 2e12
+    assert peak_flops_of(config, Numerics(cpu, torch.bfloat16)) is None
+    assert peak_flops_of(config, Numerics(cuda, torch.float32)) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
-    assert _peak_flops(config, cuda, torch.bfloat16) is None
+    assert peak_flops_of(config, Numerics(cuda, torch.bfloat16)) is None
 
 
 STEP = {

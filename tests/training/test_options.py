@@ -4,7 +4,6 @@ import contextlib
 import io
 import math
 import re
-from typing import get_args, get_origin
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import PRESETS, split
 from moe_dualpipe.models import config as model_config
-from moe_dualpipe.training.checks import RANGES, check_options
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.layout_choice import choose
 from moe_dualpipe.training.options import (
@@ -20,7 +18,6 @@ from moe_dualpipe.training.options import (
     all_keys,
     build_config,
     changes,
-    convert,
     option_name,
     parse,
     parse_arguments,
@@ -28,6 +25,7 @@ from moe_dualpipe.training.options import (
     to_toml,
     value_of,
 )
+from moe_dualpipe.training.rules import RANGES, check_options
 from tests.support.runs import SMALL, make_run, option_values, options, records, without_clocks
 
 # ---- Flags ----
@@ -69,8 +67,8 @@ def other_value(key, now):
     first = key.kinds[0]
     if key.choices:
         return next(choice for choice in key.choices if choice != now)
-    if get_origin(first) is tuple:
-        return (1, 0) if get_args(first)[0] is int else ('a "b"', "c\\d=2")
+    if key.list_kind:
+        return (1, 0) if key.list_kind is int else ('a "b"', "c\\d=2")
     if first in (bool, int, float):
         return {bool: not now, int: (now or 0) + 1, float: (now or 0.0) + 0.25}[first]
     return "tests.own:Layer" if key.name.startswith("model.") else 'é "x"\n\\'
@@ -121,9 +119,10 @@ def test_zero_and_the_empty_string_mean_none():
     assert len(optional) > 20
     for key in optional.values():
         words = ["", "none", "None"] + ["0"] * (str not in key.kinds)
-        assert [convert(key, word) for word in words] == [None] * len(words), key.name
-        assert str not in key.kinds or key.choices or convert(key, "0") == "0", key.name
-    assert convert(all_keys()["sample.prompt"], "none") == "none" and convert(all_keys()["sample.prompt"], "") == ""
+        assert [key.convert(word) for word in words] == [None] * len(words), key.name
+        assert str not in key.kinds or key.choices or key.convert("0") == "0", key.name
+    prompt = all_keys()["sample.prompt"]
+    assert [prompt.convert(word) for word in ("none", "")] == ["none", ""]
 
 
 # ---- run.toml ----
@@ -210,7 +209,7 @@ def test_auto_uses_gpus_if_there_is_one_per_process(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
     for processes, device, dtype in [(2, "cuda", torch.bfloat16), (4, "cpu", torch.float32)]:
         run = make_run(TrainConfig(), 0, processes)
-        assert (run.device.type, run.dtype) == (device, dtype)
+        assert (run.device.type, run.numerics.dtype) == (device, dtype)
     with pytest.raises(ValueError, match="4 processes and 2 GPUs here: start at most 2 processes, or use --device cpu"):
         make_run(options(device="cuda"), 0, 4)
 

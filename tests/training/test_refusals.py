@@ -12,7 +12,7 @@ import torch
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import build_model
-from moe_dualpipe.training import preflight, train
+from moe_dualpipe.training import resolve, train
 from moe_dualpipe.training.restart import Agreed
 from tests.support import special_experts
 from tests.support.ranks import run_ranks
@@ -31,7 +31,7 @@ TYPED = [
     (1, "--set lr=1", "unknown key 'lr'; did you mean optim.lr? --help-all lists all"),
     (1, "--set batch.data_cache=x", "batch.data_cache was removed: files at a URL are copied to the local disk"),
     (1, "--set optim.beta2", "--set needs KEY=VALUE, such as optim.beta2=0.99: got 'optim.beta2'"),
-    (1, "--preset", "--preset: expected one argument"),
+    (1, "--preset", "--preset needs a value"),
     (1, "--pp 1.5", "--pp must be a whole number: got '1.5'"),
     (1, "--lr fast", "--lr must be a number: got 'fast'"),
     (1, "--set parallel.zero=maybe", "parallel.zero must be true or false: got 'maybe'"),
@@ -90,7 +90,7 @@ TYPED = [
 @pytest.fixture
 def alone(monkeypatch):
     """Ranks of a pretended launch do not ask each other, and this machine has no GPU, no compiler and no oneDNN."""
-    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
+    monkeypatch.setattr(resolve, "agree", lambda folder, *_: Agreed(folder))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -221,7 +221,7 @@ GIVEN = [
     ({"eval_every": 3}, {"batches": lambda _: None}, "eval_every=3 with `batches` needs `validation`"),
     ({"out": None, "save_every": 5}, {}, "save_every=5 writes files: name a folder, CheckpointConfig(out=...)"),
     ({"out": None, "profile": 2}, {}, "profile=2 writes files: name a folder, CheckpointConfig(out=...)"),
-    ({"freeze": "head.weight"}, {}, "--freeze must be a tuple of patterns: got 'head.weight'"),
+    ({"freeze": "head.weight"}, {}, "--freeze must be a list: got 'head.weight'"),
     ({}, {"batches": lambda _: (TOKENS, TOKENS[:, 1:])}, f"{SHAPE} [4, 32], [4, 31]"),
     ({}, {"batches": lambda _: TOKENS}, f"{SHAPE} [4, 32]"),
     ({}, {"batches": lambda _: None}, f"{SHAPE} NoneType"),
@@ -356,7 +356,7 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch, tmp_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
-    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
+    monkeypatch.setattr(resolve, "agree", lambda folder, *_: Agreed(folder))
     graphs = ["--set", "compute.cuda_graphs=true", "model.experts_per_token=1", "--kernels", "triton"]
     make_run(graphs)
     for processes, arguments, reason in [
@@ -373,7 +373,7 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch, tmp_
 
 def test_whole_micro_batches_are_compiled_only_if_they_can_be_traced(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight, "agree", lambda folder, *_: Agreed(folder))
+    monkeypatch.setattr(resolve, "agree", lambda folder, *_: Agreed(folder))
     whole = ["--compile", "whole"]
     make_run(whole)
     for processes, arguments, reason in [

@@ -1,16 +1,18 @@
 """The backend whose messages are sent by copy engines (copies.py), with a process group."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ...kernels.backend import Kernels
 from ..options import MAX_COPIED
+from ..rank_facts import RankFacts
 from ..symmetric import Symmetric
 from .copies import Copies, Flags
 
 
-class CopyEngine(Copies, Symmetric):
+class CopyEngine(Symmetric):
     """Experts are divided evenly over the ranks of `group`, in order. Their GPUs can write into each other's memory.
 
     The other options, the errors and the rules for ranks are those of Symmetric. flags: what tells a rank that a
@@ -27,5 +29,11 @@ class CopyEngine(Copies, Symmetric):
     ):  # fmt: skip
         if group.size() > MAX_COPIED:
             raise ValueError(f"CopyEngine is for at most {MAX_COPIED} ranks: got {group.size()}; use Symmetric")
-        super().__init__(num_experts, group, kernels, **options)
-        self.flags = flags
+        super().__init__(num_experts, group, kernels, transport=Copies(flags), **options)
+
+    @classmethod
+    def fault(cls, facts: Sequence[RankFacts]) -> str:
+        if len(facts) <= MAX_COPIED:
+            return super().fault(facts)
+        padded = "its messages are padded, too much"
+        return f"{padded} for more than {MAX_COPIED} ranks that share experts: got {len(facts)}"

@@ -4,6 +4,6 @@ library.py finds the package, backend.py is the backend.
 """
 
 from .backend import DeepEP
-from .library import load_library
+from .library import missing_library
 
-__all__ = ["DeepEP", "load_library"]
+__all__ = ["DeepEP", "missing_library"]

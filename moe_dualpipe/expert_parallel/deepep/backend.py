@@ -7,7 +7,7 @@ Rows are bfloat16. All calls are asynchronous: they run on DeepEP's own stream a
 current stream, and return an event. Waiting for it is a stream wait.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...kernels.backend import Kernels, validate_kernels
+from ...kernels.backend import Kernels
 from ...overlap.annotation import annotation
 from ...overlap.labels import SIZES_WAIT
+from ..divided import DividedExperts
 from ..exchange import AsyncResult
 from ..protocol import Combined, Pending, Received, Route
+from ..rank_facts import RankFacts, all_on
 from .library import OTHERWISE, check_determinism, check_interface, inspect_machine, load_library
 
 V = TypeVar("V")
@@ -29,7 +31,7 @@ MULTIPLE = 256  # of the hidden size: a warp sums 16 bytes per thread
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class DeepEpPlan:
     """State of a route. ids_TK: the expert ids that DeepEP gets.
 
     handle: DeepEP's handle; None before the first dispatch. arriving: the event of the first dispatch until the route's
@@ -41,7 +43,7 @@ class Plan:
     arriving: Any = None
 
 
-class DeepEP:
+class DeepEP(DividedExperts):
     """Experts are divided evenly over the ranks of `group`, in order. The experts of a token must be distinct.
 
     max_tokens: largest number of tokens of a rank, the same on all ranks. hidden_size: width of a token.
@@ -55,10 +57,7 @@ class DeepEP:
         self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", *, max_tokens: int,
         hidden_size: int, num_sms: int | None = None, top_k: int = 0, deterministic: bool = True,
     ):  # fmt: skip
-        self.kernels: Kernels = validate_kernels(kernels)
-        ranks = group.size()
-        if num_experts % ranks:
-            raise ValueError(f"{num_experts} experts cannot be divided evenly over {ranks} ranks")
+        super().__init__(num_experts, group.size(), group.rank(), kernels)
         if num_sms is not None and (num_sms < 2 or num_sms % 2):
             raise ValueError(f"num_sms must be even and at least 2, or None: got {num_sms}")
         if max_tokens < 1:
@@ -69,14 +68,16 @@ class DeepEP:
         check_interface(library, machine)
         if hidden_size % MULTIPLE:
             raise ValueError(f"DeepEP needs a hidden size divisible by {MULTIPLE}: got {hidden_size}; {OTHERWISE}")
-        self.num_experts, self.hidden_size, self.device_type = num_experts, hidden_size, machine.device_type
+        self.hidden_size, self.device_type = hidden_size, machine.device_type
         self.max_tokens, self.num_sms = max_tokens, num_sms or 0
-        self.experts_per_rank = num_experts // ranks
-        self.local_experts = range(group.rank() * self.experts_per_rank, (group.rank() + 1) * self.experts_per_rank)
         self.ids_dtype: torch.dtype = getattr(library, "topk_idx_t", torch.int64)  # early versions have no name for it
         self.buffer = library.ElasticBuffer(
             group, num_max_tokens_per_rank=max_tokens, hidden=hidden_size, num_topk=top_k, deterministic=deterministic
         )
+
+    @classmethod
+    def fault(cls, facts: Sequence[RankFacts]) -> str:
+        return next((one.missing for one in facts if one.missing), "") if all_on("cuda", facts) else "it needs GPUs"
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
         if expert_ids_TK.device.type != self.device_type:
@@ -90,10 +91,10 @@ class DeepEP:
             raise ValueError(f"DeepEP sends at most {MAX_TOP_K} choices per token: got {top_k}; {OTHERWISE}")
         # A copy, because DeepEP's handle refers to it.
         ids_TK = expert_ids_TK.to(self.ids_dtype, copy=True, memory_format=torch.contiguous_format)
-        return Route(self.experts_per_rank, self.kernels, backend_state=Plan(ids_TK))
+        return Route(self.experts_per_rank, self.kernels, backend_state=DeepEpPlan(ids_TK))
 
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
-        plan: Plan = route.backend_state
+        plan: DeepEpPlan = route.backend_state
         x, weights = self._rows(x_TD), _float(weights_TK)
         if plan.handle is None:
             return self._first_dispatch(x, route, weights, weights_TK)
@@ -108,7 +109,7 @@ class DeepEP:
     def _first_dispatch(
         self, x: Tensor, route: Route, weights: Tensor | None, weights_TK: Tensor | None
     ) -> Pending[Received]:
-        plan: Plan = route.backend_state
+        plan: DeepEpPlan = route.backend_state
         with annotation(SIZES_WAIT):  # DeepEP polls the number of rows that arrive
             x_ND, ids_NK, weights_NK, handle, event = self.buffer.dispatch(
                 x, topk_idx=plan.ids_TK, topk_weights=weights, num_experts=self.num_experts, num_sms=self.num_sms,
@@ -125,7 +126,7 @@ class DeepEP:
         return _after(event, (x, weights), finish)
 
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
-        plan: Plan = route.backend_state
+        plan: DeepEpPlan = route.backend_state
         if plan.handle is None:
             raise RuntimeError("the first transfer of a route must be a dispatch: got combine")
         y, grads = self._rows(y_ND), _float(weight_grads_NK)
@@ -146,7 +147,7 @@ class DeepEP:
         return {"previous_event": event, "async_with_compute_stream": True, "allocate_on_comm_stream": True}
 
 
-def _wait_for_handle(plan: Plan) -> None:
+def _wait_for_handle(plan: DeepEpPlan) -> None:
     """DeepEP sorts the handle after the first dispatch has been waited for."""
     if plan.arriving is not None:
         plan.arriving.current_stream_wait()

@@ -12,20 +12,20 @@ INSTALL = f"install DeepEP (https://github.com/deepseek-ai/DeepEP), {OTHERWISE}"
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class GpuMachine:
     """device_type: whose tensors are sent. capability: compute capability of the GPU."""
 
     device_type: str
     capability: tuple[int, int]
 
 
-def inspect_machine(group: dist.ProcessGroup) -> Machine:
+def inspect_machine(group: dist.ProcessGroup) -> GpuMachine:
     """The machine of this process. Raises ValueError if it has no GPU, or if `group` has no NCCL communicator."""
     if not torch.cuda.is_available():
         raise ValueError(f"DeepEP needs CUDA, which is not available: run on GPUs, {OTHERWISE}")
     if "nccl" not in dist.get_backend(group):
         raise ValueError(f"DeepEP needs a process group of NCCL: got {dist.get_backend(group)}; {OTHERWISE}")
-    return Machine("cuda", torch.cuda.get_device_capability())
+    return GpuMachine("cuda", torch.cuda.get_device_capability())
 
 
 def load_library() -> Any:
@@ -40,7 +40,16 @@ def load_library() -> Any:
         raise ValueError(f"the package deep_ep cannot be imported ({error}): {INSTALL}") from error
 
 
-def check_interface(library: Any, machine: Machine) -> None:
+def missing_library() -> str:
+    """Why `load_library` fails; "" if it does not."""
+    try:
+        load_library()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def check_interface(library: Any, machine: GpuMachine) -> None:
     """Raise ValueError if the library is older than DeepEP 2, or the GPU older than Hopper."""
     if not hasattr(library, "ElasticBuffer"):
         version = getattr(library, "__version__", "of unknown version")

@@ -85,7 +85,7 @@ class Loopback(Exchange):
                 self.num_experts, self.num_ranks, self.kernels, sent, max_tokens=max_tokens, row_bytes=max_row,
                 top_k=top_k, previous=found,
             )  # fmt: skip
-        found.set_link(self.link)
+        found.paced.link = self.link
         return found
 
     # ---- on a CPU ----

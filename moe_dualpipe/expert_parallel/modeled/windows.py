@@ -14,11 +14,26 @@ from torch import Tensor
 
 from ...kernels.backend import Kernels
 from ..exchange import row_bytes
-from ..symmetric.one_sided import OneSided, Plan
+from ..symmetric.one_sided import DirectWrites, OneSided, OneSidedPlan
 from .link import Link
 
 if TYPE_CHECKING:
-    from ...kernels.gpu.push import Pace
+    from ...kernels.gpu.signals import Operation
+    from ..symmetric.one_sided import Push
+
+
+class PacedWrites(DirectWrites):
+    """Messages are written at the pace of `link`, on as many multiprocessors. sent: the bytes sent to other ranks."""
+
+    def __init__(self, sent: Tensor):
+        self.sent, self.link = sent, Link()
+
+    def send(self, operation: "Operation", fields: Sequence[Tensor], push: "Push") -> None:
+        from ...kernels.gpu.push import Pace
+
+        num_bytes, link = row_bytes(fields), self.link
+        pace = Pace(num_bytes, 1e3 * link.latency_us, num_bytes / link.gb_per_s, self.sent)
+        push(replace(self.windows, num_sms=link.sms), pace)
 
 
 class LoopbackWindows(OneSided):
@@ -32,30 +47,20 @@ class LoopbackWindows(OneSided):
         self, num_experts: int, num_ranks: int, kernels: Kernels, sent: Tensor, *, max_tokens: int, row_bytes: int,
         top_k: int, slots: int = 2, previous: "LoopbackWindows | None" = None,
     ):  # fmt: skip
+        self.paced, self.sent, self.previous = PacedWrites(sent), sent, previous
         super().__init__(
             num_experts, num_ranks, 0, kernels, max_tokens=max_tokens, row_bytes=row_bytes, top_k=top_k, slots=slots,
-            timeout=1.0,
+            timeout=1.0, transport=self.paced,
         )  # fmt: skip  # all rows are there before a kernel looks for them
-        self.sent, self.previous, self.link = sent, previous, Link()
-        self._map(mirrored_memory(self.memory_words, num_ranks, sent.device))
+        self.connect(mirrored_memory(self.memory_words, num_ranks, sent.device))
 
     def fits(self, tokens: int, row_bytes: int, top_k: int) -> bool:
         return tokens <= self.max_tokens and row_bytes <= self.max_row and top_k <= self.top_k
 
-    def set_link(self, link: Link) -> None:
-        """Set the link of the following transfers."""
-        self.link, self.windows = link, replace(self.windows, num_sms=link.sms)
-
-    def _received_sizes(self, plan: Plan) -> tuple[int, int]:
+    def _received_sizes(self, plan: OneSidedPlan) -> tuple[int, int]:
         """This rank receives as many rows as it sends, and each choice once."""
         tokens, most_rows = plan.slots_TC.shape
         return tokens * most_rows, tokens * plan.top_k
-
-    def _pace(self, fields: Sequence[Tensor]) -> "Pace":
-        from ...kernels.gpu.push import Pace
-
-        num_bytes = row_bytes(fields)
-        return Pace(num_bytes, 1e3 * self.link.latency_us, num_bytes / self.link.gb_per_s, self.sent)
 
 
 def mirrored_memory(num_words: int, num_ranks: int, device: torch.device) -> list[Tensor]:

@@ -4,6 +4,5 @@ memory.py makes and maps the memory, mailbox.py sends notices between ranks, bac
 """
 
 from .backend import Shared
-from .mailbox import find_machine
 
-__all__ = ["Shared", "find_machine"]
+__all__ = ["Shared"]

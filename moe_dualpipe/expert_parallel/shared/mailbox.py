@@ -6,7 +6,6 @@ in a temporary folder that is removed once all ranks are connected.
 """
 
 import hmac
-import os
 import secrets
 import select
 import socket
@@ -16,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -46,17 +44,6 @@ class Notice(NamedTuple):
 
 _FORMAT = struct.Struct("=B?BQQIB")
 OnNotice = Callable[[int, Notice, int | None], None]
-
-
-def find_machine() -> str:
-    """A text that two processes share if Unix sockets can connect them.
-
-    On Linux: the boot and the network namespace; elsewhere: the host name.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
 
 
 class Mailbox:

@@ -4,6 +4,6 @@ memory.py makes memory that all ranks map, backend.py is the backend. The kernel
 """
 
 from .backend import Symmetric
-from .memory import DeviceMemory, Memory, SharedMemory
+from .memory import DeviceMemory, MappedMemory, SharedMemory
 
-__all__ = ["DeviceMemory", "Memory", "SharedMemory", "Symmetric"]
+__all__ = ["DeviceMemory", "MappedMemory", "SharedMemory", "Symmetric"]

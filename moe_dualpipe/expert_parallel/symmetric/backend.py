@@ -1,12 +1,15 @@
 """The backend for GPUs that write into each other's memory (one_sided.py), with a process group."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from ...kernels.backend import Kernels
 from ..gather import gather_objects
-from .memory import DeviceMemory, Memory, SharedMemory
-from .one_sided import OneSided, check_triton
+from ..rank_facts import SEVERAL_MACHINES, RankFacts, all_on, several_machines
+from .memory import DeviceMemory, MappedMemory, SharedMemory
+from .one_sided import DirectWrites, OneSided, check_triton
 
 
 class Symmetric(OneSided):
@@ -31,18 +34,29 @@ class Symmetric(OneSided):
     def __init__(
         self, num_experts: int, group: dist.ProcessGroup, kernels: Kernels = "auto", *, max_tokens: int,
         hidden_size: int, top_k: int, capacity: int | None = None, num_sms: int = 20, slots: int = 2,
-        timeout: float = 600.0, memory: Memory | None = None, dtype: torch.dtype = torch.float32,
+        timeout: float = 600.0, memory: MappedMemory | None = None, dtype: torch.dtype = torch.float32,
+        transport: DirectWrites | None = None,
     ):  # fmt: skip
         super().__init__(
             num_experts, group.size(), group.rank(), kernels, max_tokens=max_tokens,
             row_bytes=hidden_size * dtype.itemsize, top_k=top_k, capacity=capacity, num_sms=num_sms, slots=slots,
-            timeout=timeout,
+            timeout=timeout, transport=transport,
         )  # fmt: skip
         self.names = dist.get_process_group_ranks(group)
         self.memory = memory or (DeviceMemory() if torch.cuda.is_available() else SharedMemory())
         check_triton(self.memory.device)
         _check_equal(group, max_tokens=max_tokens, bytes_of_a_row=self.max_row, top_k=top_k, slots=slots)
-        self._map(self.memory.allocate(self.memory_words, group))
+        self.connect(self.memory.allocate(self.memory_words, group))
+
+    @classmethod
+    def fault(cls, facts: Sequence[RankFacts]) -> str:
+        if not all_on("cuda", facts):
+            return "it needs GPUs"
+        if several_machines(facts):
+            return SEVERAL_MACHINES
+        if any(other.gpu != one.gpu and other.gpu not in one.peers for one in facts for other in facts):
+            return "the GPUs cannot access each other's memory"
+        return ""
 
 
 def _check_equal(group: dist.ProcessGroup, **sizes: int) -> None:

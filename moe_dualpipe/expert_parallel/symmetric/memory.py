@@ -18,7 +18,7 @@ ALLOCATED = 0  # the kind of all notices
 TIMEOUT = 600.0  # seconds
 
 
-class Memory(Protocol):
+class MappedMemory(Protocol):
     """Makes memory for a group. `device`: where it is."""
 
     device: torch.device

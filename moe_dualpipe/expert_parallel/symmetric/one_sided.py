@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.backend import Kernels, aligned, validate_kernels
+from ...kernels.backend import Kernels, aligned
 from ...kernels.options import has_triton
 from ...overlap import streams
+from ..divided import DividedExperts
 from ..exchange import AsyncResult, round_up
 from ..protocol import Combined, Pending, Received, Route
 from ..sends import count_sends
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from ...kernels.gpu.push import Pace
     from ...kernels.gpu.signals import Operation, Windows
 
+    Push = Callable[[Windows, Pace | None], None]
+    """Writes a message to the memory to which the windows lead, at a pace; None: as fast as possible."""
+
 V = TypeVar("V")
 ALIGNMENT = 16  # bytes
 """Of each field of a row: a thread writes 16 bytes at a time."""
@@ -39,7 +43,7 @@ _DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclass(slots=True)
-class Plan:
+class OneSidedPlan:
     """State of a route. top_k: choices per token. tokens_M, slots_TC, ids_MK: as in sends.py.
 
     ids_MK is None once the first dispatch has started. offsets_out, offsets_in: where the sent and the received rows of
@@ -55,31 +59,45 @@ class Plan:
 
 
 def plan_route(expert_ids_TK: Tensor, num_experts: int, num_ranks: int, kernels: Kernels) -> Route:
-    """A route whose state is a Plan. Raises ValueError for expert ids out of range, except on a GPU."""
+    """A route whose state is a OneSidedPlan. Raises ValueError for expert ids out of range, except on a GPU."""
     counts_R2, finder = count_sends(expert_ids_TK, num_experts, num_ranks, kernels)
     tokens_M, ids_MK, slots_TC = finder.find()
     offsets_out = functional.pad(counts_R2[:, 0].cumsum(0), (1, 0)).int()
-    plan = Plan(expert_ids_TK.shape[1], tokens_M, slots_TC.contiguous(), ids_MK, offsets_out)
+    plan = OneSidedPlan(expert_ids_TK.shape[1], tokens_M, slots_TC.contiguous(), ids_MK, offsets_out)
     return Route(num_experts // num_ranks, kernels, padded=True, backend_state=plan)
 
 
-class OneSided:
-    """Rank `rank` of `num_ranks` whose memory is mapped. Subclasses make the memory, and give it to `_map`.
+class DirectWrites:
+    """How messages travel: kernels write them into the memory of all ranks."""
 
-    The options are those of Symmetric (backend.py). Raises ValueError for sizes that cannot be used.
+    windows: "Windows"
+
+    def connect(self, windows: "Windows", memories: Sequence[Tensor]) -> None:
+        """memories: the memory of each rank, to which the windows lead."""
+        self.windows = windows
+
+    def send(self, operation: "Operation", fields: Sequence[Tensor], push: "Push") -> None:
+        """Send a message: `push` writes it. fields: rows, weights and ids, without those that are not sent."""
+        push(self.windows, None)
+
+    def receive(self, operation: "Operation") -> None:
+        """What is to be done before kernels wait for a message of all ranks."""
+
+
+class OneSided(DividedExperts):
+    """Rank `rank` of `num_ranks` whose memory is mapped. The owner makes the memory, and gives it to `connect`.
+
+    transport: how messages travel. The other options are those of Symmetric (backend.py).
+    Raises ValueError for sizes that cannot be used.
     """
 
     def __init__(
         self, num_experts: int, num_ranks: int, rank: int, kernels: Kernels = "auto", *, max_tokens: int,
         row_bytes: int, top_k: int, capacity: int | None = None, num_sms: int = 20, slots: int = 2,
-        timeout: float = 600.0,
+        timeout: float = 600.0, transport: DirectWrites | None = None,
     ):  # fmt: skip
-        self.kernels: Kernels = validate_kernels(kernels)
-        if num_experts % num_ranks:
-            raise ValueError(f"{num_experts} experts cannot be divided evenly over {num_ranks} ranks")
-        self.num_experts, self.num_ranks, self.rank = num_experts, num_ranks, rank
-        self.experts_per_rank = num_experts // num_ranks
-        self.local_experts = range(rank * self.experts_per_rank, (rank + 1) * self.experts_per_rank)
+        super().__init__(num_experts, num_ranks, rank, kernels)
+        self.transport = transport or DirectWrites()
         self.capacity = num_ranks * max_tokens if capacity is None else capacity
         _check_positive(max_tokens=max_tokens, top_k=top_k, capacity=self.capacity, num_sms=num_sms, slots=slots)
         self.max_tokens, self.max_row, self.top_k = max_tokens, row_bytes, top_k
@@ -99,7 +117,7 @@ class OneSided:
 
         return self.num_ranks * region_words(self.slots, self.max_tokens, self._row_words)
 
-    def _map(self, memories: Sequence[Tensor]) -> None:
+    def connect(self, memories: Sequence[Tensor]) -> None:
         """memories: the memory of each rank, zeros in int32."""
         from ...kernels.gpu.signals import Windows, new_state
 
@@ -108,19 +126,16 @@ class OneSided:
             addresses_of(memories), new_state(self.slots, own.device), self.rank, self.slots, self.max_tokens,
             self._row_words, self._weights_at, self._ids_at, self.num_sms, self.timeout,
         )  # fmt: skip
+        self.transport.connect(self.windows, memories)
         self._record = torch.zeros(5, dtype=torch.int32, pin_memory=own.is_cuda)
         self._seen = self._record.numpy()  # read without waiting for the copies
         if (device_streams := streams.streams_of(own.device)) is not None:
             current = device_streams.current_stream(own.device)
             self._last = current.record_event(), device_streams.is_current_stream_capturing()
 
-    def _received_sizes(self, plan: Plan) -> tuple[int, int]:
+    def _received_sizes(self, plan: OneSidedPlan) -> tuple[int, int]:
         """Upper bounds of the number of received rows, and of their choices of local experts."""
         return self.capacity, self.capacity * min(plan.top_k, self.experts_per_rank)
-
-    def _pace(self, fields: Sequence[Tensor]) -> "Pace | None":
-        """How fast rows with these fields may be written. None: as fast as possible."""
-        return None
 
     def prepare(self, expert_ids_TK: Tensor) -> Route:
         tokens, top_k = expert_ids_TK.shape
@@ -134,7 +149,7 @@ class OneSided:
     def dispatch(self, x_TD: Tensor, route: Route, weights_TK: Tensor | None = None) -> Pending[Received]:
         from ...kernels.gpu.receive import receive_rows
 
-        plan: Plan = route.backend_state
+        plan: OneSidedPlan = route.backend_state
         x, weights = self._rows(x_TD, len(plan.slots_TC)), _weights(weights_TK)
         ids, top_k = plan.ids_MK, plan.top_k
         operation = self._push(DISPATCH, x, plan.tokens_M, plan.offsets_out, weights, ids)
@@ -158,7 +173,7 @@ class OneSided:
     def combine(self, y_ND: Tensor, route: Route, weight_grads_NK: Tensor | None = None) -> Pending[Combined]:
         from ...kernels.gpu.receive import receive_sums
 
-        plan: Plan = route.backend_state
+        plan: OneSidedPlan = route.backend_state
         if plan.offsets_in is None:
             raise RuntimeError("the rows of a route are not known yet: wait for its first dispatch")
         y, grads = self._rows(y_ND, self._received_sizes(plan)[0]), _weights(weight_grads_NK)
@@ -190,21 +205,23 @@ class OneSided:
             )
         operation = Operation(slot, self._number, encode_layout(kind, rows, weights, ids))
         self._number, self._in_flight[slot] = self._number + 1, True
-        pace = self._pace([field for field in (rows, weights, ids) if field is not None])
-        self._launch(
-            lambda: self._send(operation, lambda to: push(to, operation, rows, index, offsets, weights, ids, pace))
-        )
-        return operation
+        fields = [field for field in (rows, weights, ids) if field is not None]
 
-    def _send(self, operation: "Operation", push: "Callable[[Windows], None]") -> None:
-        """Send a message: `push` writes it to the memory of all ranks."""
-        push(self.windows)
+        def write(to: "Windows", pace: "Pace | None") -> None:
+            push(to, operation, rows, index, offsets, weights, ids, pace)
+
+        self._launch(lambda: self.transport.send(operation, fields, write))
+        return operation
 
     def _finish(self, operation: "Operation", receive: Callable[[], V]) -> Pending[V]:
         def finish() -> V:
             self._raise_error()
             self._in_flight[operation.slot] = False
-            return self._launch(receive)
+            return self._launch(receive_message)
+
+        def receive_message() -> V:
+            self.transport.receive(operation)
+            return receive()
 
         return AsyncResult([], finish)
 

@@ -5,6 +5,7 @@ compared with, runs each row (of a sequence layer: each sequence) in a call of i
 """
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...kernels.routing import ExpertOrder, expert_order
@@ -22,8 +26,6 @@ from ...models.attention import document_mask
 from ...models.kv_cache import KVCache
 from ...models.moe import MoE
 from ...models.per_expert import PerExpert
-from ...pipeline.recording_group import Recorder, recording_world
-from ...schedule.launches import CommLaunch
 from .first_difference import row_errors
 from .host_syncs import host_syncs
 from .laws import Broken, Law, Suspect, Unchecked
@@ -132,16 +134,34 @@ def needs_no_host_sync(subject: Subject) -> str:
     return "none"
 
 
+class _ListedCollectives(TorchDispatchMode):
+    """Lists the collectives that are launched in its context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.launches.append(f"{func.overloadpacket.__name__.strip('_')}, {dtype}{[*tensor.shape]}")
+        return func(*args, **(kwargs or {}))
+
+
 def launches_nothing(subject: Subject) -> str:
-    """The layer launches no collective: it runs as one of two ranks, whose process group records launches."""
+    """The layer launches no collective: it runs as one of two ranks, of which the other does not exist."""
     if dist.is_initialized():
         raise Unchecked("this process is a rank of a run: check the layer in a process of its own")
-    recorder = Recorder(lambda operation: operation, serial_links=False)
-    with recording_world(0, 2) as world:
-        world.record_as("all ranks", recorder)
-        subject.results(subject.draw(1), module=subject.build(0))
-    launches = [step.what for step in recorder.program if isinstance(step, CommLaunch)]
-    if launches:
+    hook, listed = sys.excepthook, _ListedCollectives()  # torch replaces the hook
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with listed:
+            subject.results(subject.draw(1), module=subject.build(0))
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+    if launches := listed.launches:
         raise Broken(
             f"the layer launches {plural(len(launches), 'collective')} of all ranks, first {launches[0]}. Other ranks "
             "run other layers and micro-batches at this time, so a run would hang or mix up tensors. Average buffers "

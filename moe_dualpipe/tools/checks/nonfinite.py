@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...expert_parallel.gather import gather_objects
 from ...overlap.probe import Observed, probe
-from ...runtime.replicas import sum_gradients
+from ...runtime.stage_sums import sum_gradients
 from ...training.step import Trainer
 
 _WEIGHTS, _FORWARD, _LOSS, _BACKWARD, _WEIGHT_GRADIENTS, _SUMS = range(6)

@@ -15,9 +15,9 @@ import torch
 from ...messages import plural
 from ...models import StageOptions
 from ...runtime.layout import check_ep
-from ...training.checks import check_options
 from ...training.config import TrainConfig
 from ...training.layout_choice import DEFAULT_SIZE
+from ...training.rules import check_options
 from .first_difference import Comparison, find_difference, record
 from .laws import Check, Report, Status
 from .ranks import Failure, run_task

@@ -22,7 +22,7 @@ from ...models import ModelConfig, StageOptions, split
 from ...models.config import Recompute
 from ...models.layers import seed_of
 from ...overlap.probe import probe
-from ...pipeline.pipeline import Pipeline
+from ...pipeline import Numerics, Parallel, Pipeline
 from ...runtime.buffers import Buffers
 from ...runtime.replicas import ReplicaSet
 from ...schedule import NAMES, Forward, Schedule, build, members
@@ -161,8 +161,8 @@ class Run:
         self.job, self.variant, self.trace = job, variant, trace
         self.schedule, size = schedule_of(job, variant), variant.size or job.size
         self.pipeline = Pipeline(
-            job.model, self.schedule, (size, job.tokens.shape[2] - 1), dtype=torch.float64, ep=variant.ep,
-            ep_backend="all_to_all", options=replace(job.options, recompute=variant.recompute),
+            job.model, self.schedule, (size, job.tokens.shape[2] - 1), Parallel(variant.ep, "all_to_all"),
+            Numerics(dtype=torch.float64, options=replace(job.options, recompute=variant.recompute)),
         )  # fmt: skip
         order = torch.arange(job.tokens.shape[1])
         if variant.neighbors is not None:

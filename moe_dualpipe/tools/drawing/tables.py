@@ -1,10 +1,7 @@
 """Markdown tables."""
 
-from collections.abc import Mapping
-
 from ...messages import plural, printable
 from ...schedule.compare import ComparedSchedule
-from ...schedule.launches import Group
 from .captions import format_number, format_range
 
 HEADINGS = ("stages", "step time", "least", "bubble per rank", "share", "activations", "deferred W", "parameters")
@@ -20,24 +17,6 @@ def comparison_table(entries: tuple[ComparedSchedule, ...]) -> str:
         if problems := [f"- {entry.problem}" for entry in here if entry.problem]:
             tables.append("\n".join(problems))
     return "\n\n".join(tables)
-
-
-def launches_table(counts: Mapping[Group, int], layers: int, ep: int) -> str:
-    """Return what was recorded and compared without a difference. counts: the launches of one rank in each group."""
-    sizes = f"{plural(layers, 'layer')}, experts over {plural(ep, 'rank')}"
-    if not counts:
-        return f"{sizes}: nothing is sent"
-    rows = [["group", "groups", "ranks in each", "launches", "pairs of ranks compared"]]
-    for name in dict.fromkeys(group.name for group in counts):
-        groups = [group for group in counts if group.name == name]
-        members = sorted({len(group.ranks) for group in groups})
-        launches = sum(counts[group] * len(group.ranks) for group in groups)
-        pairs = sum(len(group.ranks) - 1 for group in groups)
-        rows.append([name, str(len(groups)), " or ".join(map(str, members)), f"{launches:,}", f"{pairs:,}"])
-    return (
-        f"{sizes}:\n\n{markdown(rows)}\n\nNo rank can wait forever, on a GPU or a CPU: the ranks of each group launch "
-        "the same operations\nin the same order, and no ranks wait for each other in a cycle."
-    )
 
 
 def _cells(entry: ComparedSchedule) -> list[str]:

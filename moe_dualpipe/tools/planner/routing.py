@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 
 from ...checkpoint.expert_loads import read_loads
-from ...expert_parallel.placement import Placement, check_loads, in_order, relative
+from ...expert_parallel.placement import ExpertPlacement, check_loads, in_order, relative
 from ...messages import printable
 from ...models.shape import ModelShape
 
@@ -68,7 +68,7 @@ class MeasuredLoads:
                 "experts; use a run of this model"
             )
 
-    def factors(self, shape: ModelShape, ep: int, placement: Placement | None = None) -> list[float]:
+    def factors(self, shape: ModelShape, ep: int, placement: ExpertPlacement | None = None) -> list[float]:
         """For each layer of the model, the load of the fullest of `ep` ranks divided by the mean, as a mean over steps;
         1 without experts. placement: None: in order.
 
@@ -79,7 +79,7 @@ class MeasuredLoads:
         found = [fullest(load_E, highest, slots_S, ep) for load_E, highest, slots_S in rows]
         return [1.0 if row is None else found[row] for row in self._rows(shape)]
 
-    def fullest(self, shape: ModelShape, ep: int, placement: Placement | None = None) -> float:
+    def fullest(self, shape: ModelShape, ep: int, placement: ExpertPlacement | None = None) -> float:
         """The load of the rank that gets the most tokens over all layers with experts, divided by the mean.
 
         Example: loads [[3, 1], [2, 6]] and 2 ranks: rank 1 gets 0.5 and 1.5 times the mean, rank 0 1.5 and 0.5: 1.0.

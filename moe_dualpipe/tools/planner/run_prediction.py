@@ -18,7 +18,7 @@ from .workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class RunPrediction:
-    """Implements the protocol `StepPrediction` of training/preflight.py."""
+    """Implements the protocol `StepPrediction` of training/resolve.py."""
 
     load: Workload
 

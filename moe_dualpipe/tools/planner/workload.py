@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ...expert_parallel.placement import Placement as Experts
+from ...expert_parallel.placement import ExpertPlacement as Experts
 from ...kernels.options import Fp8
 from ...messages import plural
 from ...models.config import Recompute

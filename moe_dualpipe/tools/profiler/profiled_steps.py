@@ -28,13 +28,13 @@ WARM_UP = 2
 def profiled_steps(trainer: Any) -> Extension | None:
     """The extension, if the run is to be profiled. Raises ValueError if the run has too few steps for it."""
     run, steps = trainer.run, trainer.config.metrics.profile
-    last = run.first_step + WARM_UP + steps
-    if not steps or (run.restarted and last > trainer.config.steps):
+    last = run.start.first_step + WARM_UP + steps
+    if not steps or (run.start.restarted and last > trainer.config.steps):
         return None
     if last > trainer.config.steps:
         raise ValueError(
             f"--profile {steps} needs {WARM_UP + steps} steps, including {WARM_UP} to warm up, but "
-            f"the run has {trainer.config.steps - run.first_step}: use --steps {last}"
+            f"the run has {trainer.config.steps - run.start.first_step}: use --steps {last}"
         )
     return ProfiledSteps(trainer)
 
@@ -47,7 +47,7 @@ class ProfiledSteps(Extension):
     """
 
     def __init__(self, trainer: Any):
-        run, first = trainer.run, trainer.run.first_step + WARM_UP
+        run, first = trainer.run, trainer.run.start.first_step + WARM_UP
         self.optimizer, self.progress = trainer.optimizer, trainer.progress
         self.schedule, self.layout, self.device = run.schedule, run.layout, run.device
         self.folder = run.folder / "profile"

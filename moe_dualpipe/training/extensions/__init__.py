@@ -1,15 +1,24 @@
 """Optional work of a training step. Each file has one extension, with up to four hooks.
 
 `Trainer.step` is forward and backward, the norm of the gradients, and the update. Around it, each extension is called
-in the order of `Trainer.extensions`; all calls but `state` are collective. `Instruments` (preflight.py) adds further
+in the order of `Trainer.extensions`; all calls but `state` are collective. `Instruments` (resolve.py) adds further
 ones, such as the profiler of `--profile`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from ...health.heartbeat import Progress
+from ...models import TransformerStage
+from ...pipeline import Balance, Pipeline
+from ...runtime.buffers import Buffers
+from ...runtime.layout import Layout
+from ...runtime.optimizer import Optimizer
+from ..config import TrainConfig
 
 
 @dataclass(slots=True)
@@ -51,5 +60,27 @@ class Extension:
         return state
 
 
-Build = Callable[[Any], "Extension | None"]
-"""Called with the Trainer; returns None for a run that does not need the extension."""
+class Trained(Protocol):
+    """What an extension may use of the trainer that it is built for. first_step: steps that were done before the run.
+
+    own_sequences: the sequences of a step that this data-parallel rank runs.
+    """
+
+    config: TrainConfig
+    pipeline: Pipeline
+    stages: dict[int, TransformerStage]
+    layout: Layout
+    device: torch.device
+    balance: Balance
+    buffers: Buffers
+    optimizer: Optimizer
+    progress: Progress
+    first_step: int
+    remote_bytes: int
+
+    @property
+    def own_sequences(self) -> range: ...
+
+
+Build = Callable[[Trained], "Extension | None"]
+"""Called with the trainer; returns None for a run that does not need the extension."""

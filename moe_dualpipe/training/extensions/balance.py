@@ -1,14 +1,12 @@
 """Expert load balancing in each step: biases of routers, auxiliary losses, and the loads in the metrics."""
 
-from typing import Any
-
 from torch import Tensor
 
-from . import Extension, Update
+from . import Extension, Trained, Update
 
 
 class Balancing(Extension):
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trained):
         self.balance, self.device = trainer.balance, trainer.device
 
     def after_update(self, update: Update) -> None:

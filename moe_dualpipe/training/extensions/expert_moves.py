@@ -6,21 +6,19 @@ run knows experts by their ids: the router, its bias and the loads, and the tens
 E experts, L layers with experts.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...expert_parallel.moves import plan_moves
-from ...expert_parallel.placement import Placement, count_nodes, imbalance, in_order
-from ...expert_parallel.shared import find_machine
+from ...expert_parallel.placement import ExpertPlacement, count_nodes, imbalance, in_order
+from ...expert_parallel.rank_facts import find_machine
 from ...models.build_experts import expert_class
 from ...models.expert_slots import names_by_expert
 from ...models.layer_class import named_parameters
 from ...pipeline.pipeline import Pipeline
 from ...pipeline.slot_transfer import SlotTransfer, check_alike
 from ...runtime.shared_errors import build_on_all_ranks, gather_objects
-from . import Extension, Update
+from . import Extension, Trained, Update
 
 
 class ExpertMoves(Extension):
@@ -29,7 +27,7 @@ class ExpertMoves(Extension):
     Raises ValueError, on all ranks, for expert layers whose experts cannot move.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trained):
         pipeline, self.options = trainer.pipeline, trainer.config.parallel
         self.pipeline, self.balance, self.progress = pipeline, pipeline.balance, trainer.progress
         build_on_all_ranks(self._check)
@@ -60,7 +58,7 @@ class ExpertMoves(Extension):
         parts = ((name.partition("."), tensor) for name, tensor in state.items())
         return {f"{kind}{dot}{names.get(name, name)}": tensor for (kind, dot, name), tensor in parts}
 
-    def _move(self, new: Placement) -> None:
+    def _move(self, new: ExpertPlacement) -> None:
         changed = {}
         for layer, old_S, new_S in zip(self.balance.rows, self.placement.experts, new.experts, strict=True):
             if old_S != new_S:

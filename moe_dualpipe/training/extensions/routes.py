@@ -5,7 +5,6 @@ whatever the schedule, the layout and the recomputation. Each rank records what 
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,13 +14,13 @@ from ...messages import printable
 from ...models import MoE
 from ...models.router import Router
 from ...runtime.shared_errors import build_on_all_ranks
-from . import Extension, Update
+from . import Extension, Trained, Update
 
 
 class Routes(Extension):
     """Raises ValueError, on all ranks, for routes that do not fit the model or lack a sample of the run."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trained):
         self.trainer, self.batch, self.model = trainer, trainer.config.batch, trainer.config.model
         modules = (module for stage in trainer.stages.values() for module in stage.modules() if isinstance(module, MoE))
         self.layers = {moe.layer: moe for moe in modules if moe.layer < self.model.num_layers}  # not those of MTP
@@ -38,7 +37,7 @@ class Routes(Extension):
         for layer, moe in self.layers.items():
             if type(moe.router).choose is not Router.choose:
                 raise ValueError(f"replay_routes needs --router topk: got {self.model.router}")
-            for step in range(self.trainer.run.first_step, steps):
+            for step in range(self.trainer.first_step, steps):
                 recorded.check(layer, self._samples(step))
             self._read(recorded, layer, self._samples(steps - 1))
         return recorded

@@ -1,16 +1,15 @@
 """How long a step took, what its communication in the background cost, and how often it waited for data."""
 
 import time
-from typing import Any
 
 from ..metrics import peak_memory_mb
-from . import Extension, Update
+from . import Extension, Trained, Update
 
 
 class Timings(Extension):
     """utilization: MFU = this factor x tokens/s of all devices. None: unknown."""
 
-    def __init__(self, trainer: Any, utilization: float | None):
+    def __init__(self, trainer: Trained, utilization: float | None):
         self.trainer, self.utilization = trainer, utilization
         self._start = 0.0
         self._background: dict[str, float] = {}
@@ -21,7 +20,7 @@ class Timings(Extension):
     def before_update(self, update: Update) -> None:
         """The device has come so far: the loss was read."""
         trainer = self.trainer
-        if any(one.group is not None for one in trainer.replicas):
+        if any(one.group is not None for one in trainer.pipeline.replicas):
             backgrounds = trainer.pipeline.background, trainer.optimizer.gathers.background
             sums, gathers = (one.take_times() for one in backgrounds)
             self._background = {

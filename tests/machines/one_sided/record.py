@@ -9,6 +9,7 @@ import inspect
 import itertools
 import linecache
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ CALLS: list[Call] = [
 """A dispatch and a combine in each of two lanes, so that both slots are used twice."""
 
 
-def record(calls: list[Call], backend: type[OneSided] = OneSided, on_streams: bool = False) -> Recording:
+def record(calls: list[Call], backend: Callable[..., OneSided] = OneSided, on_streams: bool = False) -> Recording:
     """Make the calls on virtual ranks, each of them on all ranks before the next.
 
     Raises HazardError if a kernel waits for what none of the kernels before it does.
@@ -57,13 +58,15 @@ def record(calls: list[Call], backend: type[OneSided] = OneSided, on_streams: bo
     return _recording(recorder)
 
 
-def virtual_ranks(backend: type[OneSided], ranks: int = RANKS, experts: int = EXPERTS, **options: int) -> list[Any]:
+def virtual_ranks(
+    backend: Callable[..., OneSided], ranks: int = RANKS, experts: int = EXPERTS, **options: int
+) -> list[Any]:
     """Backends that share the memory of all ranks."""
     sizes = {"max_tokens": TOKENS, "row_bytes": 4 * WIDTH, "top_k": EXPERTS, "num_sms": PROGRAMS, "slots": SLOTS}
     eps = [backend(experts, ranks, rank, **(sizes | options)) for rank in range(ranks)]
     memory = [torch.zeros(ep.memory_words, dtype=torch.int32) for ep in eps]
     for ep in eps:
-        ep._map(memory)
+        ep.connect(memory)
     return eps
 
 
@@ -142,7 +145,7 @@ class _Recorder(TorchDispatchMode):
         self.events: list | None = None
         self.wanted: int | None = None
         self.written: dict[int, int] = {}  # the last message of each word
-        staging = [ep.staging for ep in eps if hasattr(ep, "staging")]
+        staging = [ep.transport.staging for ep in eps if hasattr(ep.transport, "staging")]
         self.messages = [*(ep.own for ep in eps), *staging]
         tensors = [*self.messages, *(ep.windows.state for ep in eps)]
         self.starts = np.cumsum([0, *map(len, tensors)])

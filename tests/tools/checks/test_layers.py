@@ -346,7 +346,7 @@ WRONG = {
     "keeps": (GELU, FLIGHT, "keeps tensors for later in `self`", {
         "forward": lambda s, x, o: plain(s, squared(x, s), o)}),
     "defers twice": (DefersTwice, "split backward", "(about 2 times as large) if weight gradients", {}),
-    "sums": (GELU, "no collectives", "first all-reduce, float64[16]", {"forward": summed_over_ranks}),
+    "sums": (GELU, "no collectives", "first allreduce, float64[16]", {"forward": summed_over_ranks}),
     "ignores weights": (Ordered, CHOICES, "differs by", {"scaled": lambda s, w, o: 1}),
     "detaches weights": (Ordered, CHOICES, "the gradient of weights_NK differs by 1.0e+00",
                          {"scaled": lambda s, w, o: w.detach().flatten()[o.choice_idx_M, None]}),

@@ -25,7 +25,7 @@ from moe_dualpipe.tools.planner.run_prediction import predict_run
 from moe_dualpipe.tools.planner.stages import memory_of
 from moe_dualpipe.tools.planner.step import step_of
 from moe_dualpipe.tools.planner.uneven import best_layers, divide_within
-from moe_dualpipe.training.preflight import costs_by_flops
+from moe_dualpipe.training.resolve import costs_by_flops
 from tests.support.ranks import run_ranks
 from tests.support.runs import losses, make_run, train_each
 from tests.support.runs import settings as run_settings

@@ -8,25 +8,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from ..models import ModelConfig, StageOptions
-from ..overlap import Engine
-from ..overlap.labels import FORWARD, letter_of
-from ..overlap.segmented import run_on
-from ..runtime.background import Background
-from ..runtime.groups import create_group
-from ..runtime.p2p import Transfer
-from ..runtime.rank_step import RankStep
-from ..runtime.stage_sums import WeightGathers
-from ..runtime.zero import Shards
-from ..schedule import Action, Recv, Schedule, Send, members
-from ..schedule.comms import carried
-from ..schedule.launches import Program
-from ..schedule.walk import result_name
-from .pipeline import Pipeline
+from moe_dualpipe.models import ModelConfig, StageOptions
+from moe_dualpipe.overlap import Engine
+from moe_dualpipe.overlap.labels import FORWARD, letter_of
+from moe_dualpipe.pipeline import Numerics, Parallel, Pipeline
+from moe_dualpipe.runtime import executor as executor_module
+from moe_dualpipe.runtime.background import Background
+from moe_dualpipe.runtime.groups import create_group
+from moe_dualpipe.runtime.p2p import Message
+from moe_dualpipe.runtime.rank_step import RankStep
+from moe_dualpipe.runtime.stage_sums import WeightGathers
+from moe_dualpipe.runtime.zero import Shards
+from moe_dualpipe.schedule import Action, Recv, Schedule, Send, members
+from moe_dualpipe.schedule.comms import carried
+from moe_dualpipe.schedule.walk import result_name
+from tests.support.engines import run_on
+
+from .launches import Program
 from .recording_group import Recorder, recording_world
 
 LENGTH = 3  # tokens in a sequence
@@ -60,15 +63,9 @@ def _record(
 ) -> Program:  # fmt: skip
     with recording_world(rank, num_ranks) as world:
         now = _Now(Engine(torch.device("cpu"), queued))
-        pipeline = Pipeline(
-            model,
-            schedule,
-            (1, LENGTH + model.mtp_layers),
-            ep=ep,
-            ep_backend="all_to_all",
-            options=options,
-            on_action=now.begin,
-        )
+        shape = 1, LENGTH + model.mtp_layers
+        numerics = Numerics(options=options or StageOptions())
+        pipeline = Pipeline(model, schedule, shape, Parallel(ep, "all_to_all"), numerics, on_action=now.begin)
         recorder = Recorder(now.describe, serial_links=queued)
         executor, groups = pipeline.executor, vars(pipeline.groups) | {"world": world}
         groups.pop("links")  # this world has no NCCL
@@ -78,13 +75,13 @@ def _record(
             executor.p2p = replace(executor.p2p, upward=groups["pipeline up"], downward=groups["pipeline down"])
         for name, group in groups.items():
             if group is not None:
-                group.record_as(name.replace("_", " "), recorder)
-        executor.rank_step = partial(_RecordedStep, now=now)
+                group.purpose, group.recorder = name.replace("_", " "), recorder
         if change is not None:
             change(rank, pipeline)
         tokens = tokens_of(model, schedule, rank % ep)
         now.background = pipeline.background
-        with run_on(now.engine):
+        recorded = patch.object(executor_module, "RankStep", partial(_RecordedStep, now=now))
+        with run_on(now.engine), recorded:
             run_step(pipeline, tokens)
         return recorder.program
 
@@ -136,7 +133,7 @@ class _Now:
 class _RecordedStep(RankStep):
     now: _Now = field(kw_only=True)
 
-    def send(self, step: Send) -> Transfer:
+    def send(self, step: Send) -> Message:
         with self._named(step):
             return super().send(step)
 

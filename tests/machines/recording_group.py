@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..schedule.launches import CommLaunch, Group, Program, Wait
+from .launches import Lane, Launch, Program, Wait
 
 _BACKEND = "recording"
 
@@ -28,30 +28,26 @@ class Recorder:
 
     def __init__(self, describe: Callable[[str], str], serial_links: bool):
         self.describe, self.serial_links = describe, serial_links
-        self._steps: list[CommLaunch | Wait] = []
+        self.program: Program = []
 
-    @property
-    def program(self) -> Program:
-        return tuple(self._steps)
-
-    def launch(self, group: Group, operation: str, tensor: Tensor, rows: bool = False) -> "_Recorded":
+    def launch(self, lane: Lane, operation: str, tensor: Tensor, rows: bool = False) -> "_Recorded":
         """rows: the number of rows may differ between ranks."""
         shape = [*tensor.shape[1:]] if rows else [*tensor.shape]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._steps.append(CommLaunch(group, f"{self.describe(operation)}, {dtype}{shape}"))
-        return _Recorded(self._steps, len(self._steps) - 1)
+        self.program.append(Launch(lane, f"{self.describe(operation)}, {dtype}{shape}"))
+        return _Recorded(self.program, len(self.program) - 1)
 
 
 class _Recorded(dist.Work):
-    """A recorded launch. steps: None if nothing is recorded."""
+    """A recorded launch. program: None if nothing is recorded."""
 
-    def __init__(self, steps: list[CommLaunch | Wait] | None = None, index: int = 0):
+    def __init__(self, program: Program | None = None, index: int = 0):
         super().__init__()
-        self.steps, self.index = steps, index
+        self.program, self.index = program, index
 
     def wait(self, timeout: Any = None) -> bool:
-        if self.steps is not None:
-            self.steps.append(Wait(self.index))
+        if self.program is not None:
+            self.program.append(Wait(self.index))
         return True
 
     def get_future(self) -> Any:
@@ -61,7 +57,7 @@ class _Recorded(dist.Work):
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """Records once `record_as` was called. Methods have the names and arguments of torch.distributed."""
+    """Records once `recorder` is set. Methods have the names and arguments of torch.distributed."""
 
     def __init__(self, options: Any, _: Any = None):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
@@ -69,9 +65,6 @@ class RecordingGroup(dist.ProcessGroup):
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         self.purpose = ""
         self.recorder: Recorder | None = None
-
-    def record_as(self, purpose: str, recorder: Recorder) -> None:
-        self.purpose, self.recorder = purpose, recorder
 
     def rank(self) -> int:
         return self.own_rank
@@ -85,25 +78,25 @@ class RecordingGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         if opts.reduceOp == dist.ReduceOp.SUM:
             tensors[0].mul_(self.num_ranks)
-        return self._collective("all-reduce", tensors[0])
+        return self._record(self.ranks, "all-reduce", tensors[0])
 
     def allgather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
         for output in output_tensors[0]:
             output.copy_(input_tensors[0])
-        return self._collective("all-gather", input_tensors[0])
+        return self._record(self.ranks, "all-gather", input_tensors[0])
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         if opts.rootRank != self.own_rank and tensors[0].is_floating_point():
             tensors[0].zero_()
-        return self._collective(f"broadcast from {self.ranks[opts.rootRank]}", tensors[0])
+        return self._record(self.ranks, f"broadcast from {self.ranks[opts.rootRank]}", tensors[0])
 
     def all_to_all_single(  # type: ignore[override]
         self, output: Tensor, input: Tensor, rows_in: list[int], rows_out: list[int], opts: Any = None
     ) -> dist.Work:
         output.copy_(input) if len(output) == len(input) else output.zero_()
-        return self._collective("all-to-all", input, rows=True)
+        return self._record(self.ranks, "all-to-all", input, rows=True)
 
     alltoall_base = all_to_all_single  # type: ignore[assignment] # its name before torch 2.13
 
@@ -115,26 +108,21 @@ class RecordingGroup(dist.ProcessGroup):
         return self._transfer(tensors[0], srcRank, self.own_rank)
 
     def _transfer(self, tensor: Tensor, *ends: int) -> dist.Work:
-        if self.recorder is None:
-            return _Recorded()
         source, to = (self.ranks[end] for end in ends)
-        link = (min(source, to), max(source, to)) if self.recorder.serial_links else (source, to)
-        return self.recorder.launch(Group(self.purpose, link), f"rank {source} to {to}", tensor)
+        serial = self.recorder is not None and self.recorder.serial_links
+        return self._record(
+            (min(source, to), max(source, to)) if serial else (source, to), f"rank {source} to {to}", tensor
+        )
 
-    def _collective(self, operation: str, tensor: Tensor, rows: bool = False) -> dist.Work:
+    def _record(self, ranks: tuple[int, ...], operation: str, tensor: Tensor, rows: bool = False) -> dist.Work:
         if self.recorder is None:
             return _Recorded()
-        return self.recorder.launch(Group(self.purpose, self.ranks), operation, tensor, rows)
+        return self.recorder.launch(Lane(self.purpose, ranks), operation, tensor, rows)
 
 
 @contextmanager
 def recording_world(rank: int, num_ranks: int) -> Iterator[RecordingGroup]:
-    """In this context, this process is `rank` of a run with `num_ranks`. Yields the group of all ranks.
-
-    Raises RuntimeError if torch.distributed is already initialized.
-    """
-    if dist.is_initialized():
-        raise RuntimeError("this process is a rank of another run: record launches in a process of its own")
+    """In this context, this process is `rank` of a run with `num_ranks`. Yields the group of all ranks."""
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, RecordingGroup, extended_api=True, devices=["cpu"])
     hook = sys.excepthook  # replaced by torch

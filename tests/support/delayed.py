@@ -1,12 +1,12 @@
-"""A wrapper that delays the transfers of a backend, for tests and to measure the effect of a slower network."""
+"""A wrapper that delays the transfers of a backend, as a slower network would."""
 
 from typing import TypeVar
 
 from torch import Tensor
 
-from ..exchange import AsyncResult
-from ..protocol import Combined, ExpertParallel, Pending, Received, Route
-from .link import Link, LinkTimer
+from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Link, Pending, Received, Route
+from moe_dualpipe.expert_parallel.exchange import AsyncResult
+from moe_dualpipe.expert_parallel.modeled.link import LinkTimer
 
 V = TypeVar("V")
 
@@ -14,8 +14,7 @@ V = TypeVar("V")
 class Delayed:
     """`backend` with a modeled link. A transfer ends when both the backend and the link have completed it.
 
-    The link transfers the bytes of the input, [T, D] or [N, D], one transfer after another. Raises ValueError for CUDA
-    tensors.
+    The link transfers the bytes of the input, [T, D] or [N, D], one transfer after another.
     """
 
     def __init__(self, backend: ExpertParallel, link: Link):
@@ -32,6 +31,4 @@ class Delayed:
         return self._delay(self.backend.combine(y_ND, route, weight_grads_NK), y_ND)
 
     def _delay(self, pending: Pending[V], rows: Tensor) -> Pending[V]:
-        if rows.is_cuda:
-            raise ValueError("Delayed measures time on a CPU thread: it cannot delay CUDA tensors")
         return AsyncResult([self.timer.transfer(self.link.seconds(rows.nbytes))], pending.wait)

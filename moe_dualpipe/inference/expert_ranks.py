@@ -18,10 +18,10 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class ExpertRanks:
     """The ranks of `group`; None: all ranks of torch.distributed. alone: only this one.
 
-    in_background: there are transfers, and they go on while this process computes (`Choice.in_background`).
+    in_background: there are transfers, and they go on while this process computes (`DividedExperts.in_background`).
     """
 
     in_background: bool
@@ -49,4 +49,4 @@ class Together:
         return gather_objects(mine, self.group) if self.size > 1 else [mine]
 
 
-ALONE = Together(in_background=False, alone=True)
+ALONE = ExpertRanks(in_background=False, alone=True)

@@ -16,7 +16,8 @@ from ..pipeline import Pipeline
 from ..runtime import Executor, TensorSpec
 from ..schedule import Forward, Placement, Schedule
 from .eval_mode import eval_mode
-from .generation import decode
+from .expert_ranks import ALONE
+from .generation import Batch, decoding, run_batches
 from .sampling import Sampling, generators
 
 
@@ -61,24 +62,28 @@ def generate_through_pipeline(
     sampling = sampling or Sampling()
     executor, placement, group = model.executor, model.schedule.placement, model.groups.pipeline
     schedule, last_rank = forward_schedule(placement), placement.routes[0][-1]
-    random = generators(seed, len(prompts))
     cached = {index: _CachedStage(stage) for index, stage in executor.modules.items()}
     pipeline = Executor(cached, executor.p2p, executor.weight_grads)
 
-    def step(new_BS: Tensor, past: int, wanted: list[bool]) -> Tensor:
+    def next_tokens(running: list[Batch]) -> list[Tensor]:
+        (batch,) = running
         for stage in cached.values():
-            stage.cache.length = past
-        pipeline.p2p = executor.p2p.with_specs([TensorSpec((*new_BS.shape, model.model.hidden_size), model.dtype)])
-        inputs = dict.fromkeys(range(schedule.num_micro_batches), (new_BS,))
+            stage.cache.length = batch.past
+        shape = *batch.new_BS.shape, model.model.hidden_size
+        pipeline.p2p = executor.p2p.with_specs([TensorSpec(shape, model.dtype)])
+        inputs = dict.fromkeys(range(schedule.num_micro_batches), (batch.new_BS,))
         outputs = pipeline.step(schedule, inputs, return_outputs=True).outputs
-        next_B = new_BS.new_empty(len(new_BS))
+        next_B = batch.new_BS.new_empty(len(batch.new_BS))
         if 0 in outputs:
             last: Any = executor.modules[schedule.num_stages - 1]
-            next_B = sampling.draw(last.logits(outputs[0][0][:, -1]), random, wanted)
+            next_B = sampling.draw(last.logits(outputs[0][0][:, -1]), batch.random, batch.wanted)
         if group is not None:
             dist.broadcast(next_B, executor.p2p.global_ranks[last_rank], group=group)
-        return next_B
+        return [next_B]
 
     prompts = [prompt.to(executor.p2p.device) for prompt in prompts]
+    steps = decoding(prompts, num_tokens, model.micro_batch[1], model.model.vocab_size)
+    batch = Batch(range(len(prompts)), steps, generators(seed, len(prompts)))
     with eval_mode(executor.modules.values()):
-        return decode(step, prompts, num_tokens, model.micro_batch[1], model.model.vocab_size)
+        run_batches([batch], 1, next_tokens, ALONE)
+    return batch.result

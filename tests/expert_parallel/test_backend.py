@@ -8,32 +8,26 @@ import pytest
 import torch
 from torch.distributed import DistError, group
 
-from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback, Shared, choose, choose_backend
-from moe_dualpipe.expert_parallel.choose import Choice, Facts, decide
+from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback, Shared, backend, choose_backend
+from moe_dualpipe.expert_parallel.backend import ChosenBackend, decide
 from moe_dualpipe.expert_parallel.deepep import DeepEP
 from moe_dualpipe.expert_parallel.protocol import Combined, Completed
+from moe_dualpipe.expert_parallel.rank_facts import RankFacts
 from moe_dualpipe.expert_parallel.symmetric import Symmetric
 from moe_dualpipe.expert_parallel.trial import try_backend
 from moe_dualpipe.models import preset
-from moe_dualpipe.pipeline.pipeline import Pipeline
+from moe_dualpipe.pipeline import Parallel, Pipeline
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
 from tests.support.runs import make_trainer, settings
 
-CPU = Facts("cpu", "one")
-GPUS = [Facts("cuda", "one", gpu, frozenset("abc") - {gpu}) for gpu in "abc"]
+CPU = RankFacts("cpu", "one")
+GPUS = [RankFacts("cuda", "one", gpu, frozenset("abc") - {gpu}) for gpu in "abc"]
 ELSEWHERE = replace(CPU, machine="another")
 NO_PEERS = replace(GPUS[2], peers=frozenset("a"))
 OTHER_MACHINE = [GPUS[0], replace(NO_PEERS, machine="another")]
-LACKING = replace(
-    GPUS[1],
-    missing=(
-        ("symmetric", "no module s"),
-        ("copy_engine", "no module c"),
-        ("deepep", "no d: choose --ep-backend all_to_all"),
-    ),
-)
+LACKING = replace(GPUS[1], missing="no d: choose --ep-backend all_to_all")
 SEVERAL = "the ranks that share experts are on several machines"
 NO_ACCESS = "the GPUs cannot access each other's memory"
 PADDED = "its messages are padded, too much for more than 16 ranks that share experts: got 17"
@@ -46,19 +40,16 @@ DECISIONS = [
     ("auto", [GPUS[0], GPUS[0]], ("symmetric", ACCESS)),
     ("auto", [*GPUS[:2], NO_PEERS], ("all_to_all", NO_ACCESS)),
     ("auto", [GPUS[0], replace(GPUS[1], machine="another")], ("all_to_all", SEVERAL)),
-    ("auto", [GPUS[0], LACKING], ("all_to_all", "no module s")),
     ("all_to_all", OTHER_MACHINE, ("all_to_all", "as requested")),
     ("deepep", OTHER_MACHINE, ("deepep", "as requested")),
     ("shared", GPUS, "it is for CPUs; use auto or all_to_all"),
     ("shared", [CPU, ELSEWHERE], f"{SEVERAL}; use auto or all_to_all"),
     ("symmetric", [CPU, CPU], "it needs GPUs; use auto or all_to_all"),
     ("symmetric", [*GPUS[:2], NO_PEERS], f"{NO_ACCESS}; use auto or all_to_all"),
-    ("symmetric", [GPUS[0], LACKING], "no module s; use auto or all_to_all"),
     ("copy_engine", GPUS, ("copy_engine", "as requested")),
     ("copy_engine", GPUS[:1] * 16, ("copy_engine", "as requested")),
     ("copy_engine", GPUS[:1] * 17, f"{PADDED}; use auto or all_to_all"),
     ("copy_engine", [CPU, CPU], "it needs GPUs; use auto or all_to_all"),
-    ("copy_engine", [GPUS[0], LACKING], "no module c; use auto or all_to_all"),
     ("deepep", [CPU, CPU], "it needs GPUs; use auto or all_to_all"),
     ("deepep", [GPUS[0], LACKING], "no d: choose --ep-backend all_to_all"),
 ]
@@ -140,7 +131,7 @@ def choices(_rank):
         ("all_to_all", AllToAll, True),
     ):
         choice = chosen(name, group.WORLD)
-        assert type(choice.backend) is cls and choice.in_background == in_background
+        assert type(choice.backend) is cls and choice.backend.in_background == in_background
     assert str(chosen("auto", group.WORLD)).startswith("dispatch and combine: shared (CPU ranks of one machine;")
     for name in ("auto", "all_to_all"):
         assert isinstance(chosen(name, None).backend, Local)
@@ -152,13 +143,13 @@ def choices(_rank):
         with pytest.raises(ValueError, match=message):
             chosen(name, ranks)
     model = replace(preset("tiny"), num_layers=2)
-    for backend, overlapped in (("all_to_all", True), ("shared", False)):  # only if transfers run in the background
-        pipeline = Pipeline(model, build("dualpipev", 1, 2), (1, 8), ep=2, ep_backend=backend)
+    for name, overlapped in (("all_to_all", True), ("shared", False)):  # only if transfers run in the background
+        pipeline = Pipeline(model, build("dualpipev", 1, 2), (1, 8), Parallel(2, name))
         assert pipeline.executor.overlap == overlapped
     patch = pytest.MonkeyPatch()
-    patch.setattr(choose, "decide", lambda _name, _facts: ("symmetric", "because"))
+    patch.setattr(backend, "decide", lambda _name, _facts: ("symmetric", "because"))
     for make, fault in ((AllToAll, None), *FAULTS.items()):
-        patch.setattr(choose, "_load", lambda _name, make=make: lambda *a, **_options: make(*a))
+        patch.setitem(backend._BACKENDS, "symmetric", lambda *a, make=make, **_options: make(*a))
         built = try_backend(
             partial(make, EXPERTS, group.WORLD), AllToAll(EXPERTS, group.WORLD), group.WORLD, DEVICE, **SIZES
         )
@@ -172,12 +163,12 @@ def choices(_rank):
             chosen("symmetric", group.WORLD)
         assert str(error.value) == f"--ep-backend symmetric cannot be used: {fault}; use auto or all_to_all"
 
-    patch.setattr(choose, "decide", lambda _name, _facts: ("copy_engine", "because"))
-    patch.setattr(choose, "_load", lambda _name: overtaken)
+    patch.setattr(backend, "decide", lambda _name, _facts: ("copy_engine", "because"))
+    patch.setitem(backend._BACKENDS, "copy_engine", overtaken)
     choice = chosen("copy_engine", group.WORLD)
     assert isinstance(choice.backend, Overtaken) and choice.backend.flags == "kernel"
     assert choice.reason == f"because, with flags of a kernel: with copied ones, {LATE}"
-    patch.setattr(choose, "_load", lambda _name: lambda *a, **_options: Fails(*a))
+    patch.setitem(backend._BACKENDS, "copy_engine", lambda *a, **_options: Fails(*a))
     with pytest.raises(ValueError, match=r"^--ep-backend copy_engine cannot be used: DistError: no answer from rank 0"):
         chosen("copy_engine", group.WORLD)
 
@@ -186,16 +177,15 @@ def test_the_chosen_backend_is_tried_on_all_ranks():
     run_ranks(2, choices)
 
 
-class Late:
+class Late(Local):
     def check(self):
         raise DistError("late")
 
 
 def test_a_step_reports_transfers_that_failed(tmp_path):
-    Choice(Late(), "all_to_all", "").check()  # only transfers that fail on a GPU are checked
     with join_world("cpu"):
         trainer = make_trainer(0, settings(tmp_path, seq_len=8, steps=1))
-        trainer.pipeline.expert_parallel = Choice(Late(), "symmetric", "")
+        trainer.pipeline.expert_parallel = ChosenBackend(Late(1), "symmetric", "")
         with pytest.raises(DistError, match="late"):
             trainer.step(0)
 

@@ -1,0 +1,55 @@
+"""How a model is divided over processes, and how each of them computes: two values that `Pipeline` takes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..expert_parallel import EpBackend
+from ..kernels.products import Library
+from ..models import StageOptions
+from ..models.config import DEFAULT_OPTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """How the ranks share a model, beside its schedule."""
+
+    ep: int = 1
+    """Number of ranks that share the experts of a layer."""
+    ep_backend: EpBackend = "auto"
+    """How they exchange tokens (docs/expert_parallel.md)."""
+    expert_sums: Literal["rank", "choice"] = "rank"
+    """Order in which the outputs of a token's experts are added: by rank, or by the router's choices."""
+    layers: tuple[int, ...] = ()
+    """The number of layers of each stage; empty: about the same FLOPs in each."""
+    overlap: bool = True
+    """Run the communication of one micro-batch during the computation of another, where the schedule pairs them."""
+    wgrad: Literal["early", "late"] = "early"
+    """late: overlapped pairs compute mlp(W) after mlp(F) (overlap/engine.py)."""
+    max_deferred: int | None = None
+    """Maximum number of chunks with deferred weight gradients. None: no limit."""
+    timeout: float | None = None
+    """Seconds that a collective operation waits. None: torch's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How a rank computes."""
+
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+    """Of weights and activations."""
+    options: StageOptions = DEFAULT_OPTIONS
+    """Seed, kernels, recomputation and the FP8 recipe of the stages."""
+    whole: Literal["", "cuda_graph", "compiled"] = ""
+    """Run each micro-batch of a training step at once, without the schedule: as a CUDA graph or, on a CPU, as one
+    function of torch.compile. Only for what `whole_rules` (training/rules.py) allows."""
+    products: Library = "mkl"
+    """The library for products of fp32 matrices on a CPU."""
+    fp8_dispatch: bool = False
+    """Experts in FP8 also get their rows in 8 bits."""
+
+
+NOT_PARALLEL, ON_CPU = Parallel(), Numerics()
+"""The defaults: one rank for each stage and its experts, and fp32 on a CPU."""

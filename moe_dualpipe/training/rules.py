@@ -1,0 +1,241 @@
+"""What a run cannot be: its valid values, and the rules that hold between them.
+
+A rule is a row: whether it applies, and what to say then. Rules are grouped by the facts that they need. The first one
+that applies ends the run with one line and exit code 2, before anything is written.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from operator import attrgetter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import list_checkpoints
+from ..checkpoint.atomic_folder import is_there
+from ..checkpoint.destinations import run_of
+from ..checkpoint.huggingface import find_architecture
+from ..command_line import OptionError
+from ..data import Batches, stores
+from ..integrations.trackers import check_installed
+from ..kernels.fp8 import RECIPES
+from ..messages import LARGEST, Rule, check_range, printable, quoted, refuse
+from ..models import check_layers
+from ..models.auxiliary_losses import loss_factors
+from ..pipeline.settings import Numerics
+from ..runtime.learning_rate import decay_steps
+from .config import CheckpointConfig, TrainConfig
+from .options import all_keys, option_name
+
+# Options, with their smallest and largest valid values. None is always valid where the type allows it.
+RANGES: tuple[tuple[str, float, float], ...] = (
+    ("steps parallel.ep parallel.pp parallel.nodes_per_domain parallel.num_chunks parallel.max_deferred "
+     "parallel.move_experts_every "
+     "batch.seq_len batch.micro_batch_size batch.batch_size checkpoint.save_every checkpoint.keep "
+     "metrics.eval_sequences metrics.log_every metrics.eval_every health.max_skipped health.check_replicas_every "
+     "optim.decay_steps", 1, LARGEST),
+    ("metrics.profile optim.warmup_steps", 0, LARGEST),
+    ("sample.sample_tokens", 0, 1_000_000),
+    ("seed", -(2**63), 2**63 - 1),
+    ("bias_rate optim.final_lr parallel.move_experts_gain", 0, 1),
+    ("health.timeout", 1, 1_000_000),
+    ("metrics.peak_tflops optim.clip", 1e-6, 1e6),
+    ("optim.lr", 1e-12, 100.0),
+    ("optim.weight_decay", 0, 1000),
+    ("optim.beta1 optim.beta2 optim.momentum", 0, 0.999999),  # a moment with 1 never changes
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a program passes to `train` in memory, in place of files."""
+
+    weights: Mapping[str, Tensor] | None = None
+    batches: Batches | None = None
+    validation: tuple[Tensor, Tensor] | None = None
+
+
+NOTHING_GIVEN = Given()
+
+
+def check_options(config: TrainConfig, given: Given = NOTHING_GIVEN) -> None:
+    """Raise ValueError for the first option that is invalid alone, with others, or with what a program gives."""
+    check_types(config)
+    for options, low, high in RANGES:
+        for option in options.split():
+            if (value := attrgetter(option)(config)) is not None:
+                check_range(option_name(option), value, low, high)
+    config.sample.sampling()  # raises ValueError
+    refuse(option_rules(config))
+    refuse(given_rules(config, given))
+    if config.metrics.tensorboard:
+        check_installed("metrics.tensorboard", "tensorboard")
+    if config.metrics.wandb:
+        check_installed("--wandb", "wandb")
+    _check_export(config.checkpoint, config)
+    check_layers(config.model)
+
+
+def check_types(config: TrainConfig) -> None:
+    """Raise OptionError for a value of another type: files and command lines are converted, but programs are not."""
+    default = TrainConfig(preset="tiny")
+    for name, kind in ((name, type(getattr(default, name))) for name in TrainConfig.__dataclass_fields__):
+        value = getattr(config, name)
+        if is_dataclass(kind) and not isinstance(value, kind):
+            raise OptionError(f"{name} must be a {kind.__name__}: got {quoted(value, 60)}")
+    for key in all_keys().values():
+        if not key.name.startswith("model."):  # ModelConfig checks its own
+            key.check_type(attrgetter(key.name)(config))
+
+
+def option_rules(config: TrainConfig) -> Iterator[Rule]:
+    """Options that contradict each other."""
+    optim, mtp_layers, seq_len, start = config.optim, config.model.mtp_layers, config.batch.seq_len, config.checkpoint
+    decay, wsd = decay_steps(optim, config.steps), optim.schedule == "wsd"
+    yield Rule(
+        config.parallel.move_experts_every and config.parallel.ep == 1,
+        "parallel.move_experts_every needs --ep 2 or more: with --ep 1, each rank has all experts",
+    )
+    yield Rule(
+        start.weights and start.resume, "--weights starts a new run and --resume continues an old one: use one of them"
+    )
+    yield Rule(
+        start.weights_partial and not start.weights, "--weights-partial needs --weights, the folder to load from"
+    )
+    yield Rule(
+        optim.schedule == "cosine" and optim.decay_steps,
+        f"optim.decay_steps {optim.decay_steps} is for --lr-schedule wsd: cosine decays in all steps",
+    )
+    yield Rule(
+        wsd and optim.warmup_steps + decay > config.steps,
+        f"{optim.warmup_steps} warm-up and {decay} decay steps do not fit into --steps {config.steps}: "
+        "use fewer --warmup-steps or optim.decay_steps",
+    )
+    yield Rule(
+        seq_len <= mtp_layers, f"model.mtp_layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {seq_len}"
+    )
+    yield Rule(config.batch.document_mask and mtp_layers, f"--document-mask needs model.mtp_layers 0: got {mtp_layers}")
+
+
+def given_rules(config: TrainConfig, given: Given) -> Iterator[Rule]:
+    """What a program gives, against the options."""
+    for option in ("weights", "resume"):
+        yield Rule(
+            given.weights is not None and getattr(config.checkpoint, option),
+            f"`weights` and CheckpointConfig({option}=...) both say where to start: use one of them",
+        )
+    yield Rule(
+        given.validation is not None and given.batches is None,
+        "`validation` needs `batches`: without them, the held-out text of the data is used",
+    )
+    yield Rule(
+        given.batches is not None and given.validation is None and config.metrics.eval_every,
+        f"eval_every={config.metrics.eval_every} with `batches` needs `validation`",
+    )
+
+
+def no_folder_rules(config: TrainConfig) -> Iterator[Rule]:
+    """A run from Python has a folder only if it is named. Without one, nothing may be written."""
+    for option, value in (
+        ("save_every", config.checkpoint.save_every), ("tensorboard", config.metrics.tensorboard),
+        ("profile", config.metrics.profile), ("wandb", config.metrics.wandb), ("export", config.checkpoint.export),
+    ):  # fmt: skip
+        yield Rule(value, f"{option}={value!r} writes files: name a folder, CheckpointConfig(out=...)")
+
+
+def new_folder_rules(folder: Path, options: CheckpointConfig) -> Iterator[Rule]:
+    """The folder of a new run is free, or its newest checkpoint is that of the run that goes on there."""
+    resume, out, found = options.resume or "", options.out or folder, list_checkpoints(folder / "checkpoints")
+    same = bool(resume) and stores.output_folder(run_of(resume), options.staging).resolve() == folder.resolve()
+    yield Rule(
+        same and Path(resume).name in [path.name for path in found[1:]],
+        f"--resume {printable(resume)}: the run has later checkpoints, up to {found[0].name if found else ''}; "
+        "use --out to continue in another folder",
+    )
+    yield Rule(
+        found and not same,
+        f"--out {out} already holds a run: continue it with --resume {out}, or use another --out",
+    )
+
+
+def compute_rules(config: TrainConfig, numerics: Numerics, processes: int) -> Iterator[Rule]:
+    """What the device, the kernels and FP8 allow."""
+    device, kernels = torch.device(numerics.device), numerics.options.kernels
+    yield from _fp8_rules(config, device, kernels)
+    if numerics.whole == "compiled":
+        yield from _compiled_rules(config, device, kernels)
+        yield from _whole_rules(config, "--compile whole", "--compile on", processes)
+    elif numerics.whole:
+        yield from _graph_rules(device, kernels)
+        yield from _whole_rules(config, "cuda_graphs", "compute.cuda_graphs=false", processes)
+
+
+def _compiled_rules(config: TrainConfig, device: torch.device, kernels: str) -> Iterator[Rule]:
+    """What cannot be in a micro-batch that torch.compile traces as one function."""
+    compute, instead = config.compute, "--compile on"
+    for applies, reason in (
+        (compute.cuda_graphs, "and cuda_graphs exclude each other: use compute.cuda_graphs=false"),
+        (device.type != "cpu", f"needs a CPU, and this run is on a GPU: use {instead}"),
+        (kernels == "triton", f"cannot trace Triton kernels: use --kernels reference, or {instead}"),
+        (compute.recompute != "none", f"saves what torch.compile chooses: use --recompute none, or {instead}"),
+        (compute.fp8 != "off", f"cannot trace products in FP8: use compute.fp8=off, or {instead}"),
+        (compute.fused_loss, f"cannot trace the loss in blocks: use compute.fused_loss=false, or {instead}"),
+    ):
+        yield Rule(applies, f"--compile whole {reason}")
+
+
+def _graph_rules(device: torch.device, kernels: str) -> Iterator[Rule]:
+    yield Rule(
+        device.type != "cuda",
+        "cuda_graphs needs a GPU, and this run is on the CPU: use compute.cuda_graphs=false",
+    )
+    yield Rule(
+        kernels != "triton",
+        f"cuda_graphs needs kernels without host syncs: got --kernels {kernels}; use --kernels triton",
+    )
+
+
+def _whole_rules(config: TrainConfig, whole: str, instead: str, processes: int) -> Iterator[Rule]:
+    """What cannot be in a micro-batch that runs at once: it runs no schedule, and keeps no state in Python."""
+    model, losses = config.model, [*loss_factors(config.model)]
+    routes = config.batch.record_routes or config.batch.replay_routes
+    for applies, reason in (
+        (processes > 1, f"is for one process: got {processes}; use {instead}"),
+        (model.own_layers, f"cannot contain your own {', '.join(model.own_layers)}: use {instead}"),
+        (losses, f"cannot count {' and '.join(losses)}: use factors of 0, or {instead}"),
+        (model.mtp_layers, f"cannot count the MTP loss: use model.mtp_layers=0, or {instead}"),
+        (routes, f"cannot look up routes: leave out record_routes and replay_routes, or use {instead}"),
+        (config.metrics.profile, f"runs no schedule to profile: use --profile 0, or {instead}"),
+    ):
+        yield Rule(applies, f"{whole} {reason}")
+
+
+def _fp8_rules(config: TrainConfig, device: torch.device, kernels: str) -> Iterator[Rule]:
+    compute = config.compute
+    if compute.fp8 == "off":
+        return
+    fault = RECIPES[compute.fp8_recipe].kernels_fault(device) if kernels == "triton" else ""
+    dispatch = compute.fp8 == "experts+dispatch"
+    yield Rule(fault, f"compute.fp8={compute.fp8} {fault}, or --kernels reference")
+    yield Rule(
+        dispatch and compute.fp8_recipe == "fp32",
+        "compute.fp8=experts+dispatch sends scales that are powers of two: use compute.fp8_recipe=ue8m0",
+    )
+    yield Rule(
+        dispatch and config.parallel.ep_backend == "deepep",
+        "compute.fp8=experts+dispatch sends rows that deepep does not: use --ep-backend auto, or compute.fp8=experts",
+    )
+
+
+def _check_export(options: CheckpointConfig, config: TrainConfig) -> None:
+    """Raise ValueError if --export cannot write this model."""
+    folder = options.export
+    if not folder:
+        return
+    if is_there(stores.output_folder(folder, options.staging)):
+        raise ValueError(f"--export {printable(folder)} already exists: choose another folder")
+    try:
+        find_architecture(config.model)
+    except ValueError as error:
+        raise ValueError(f"--export {printable(folder)}: {error}") from None
