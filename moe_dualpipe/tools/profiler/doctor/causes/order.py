@@ -15,7 +15,8 @@ import numpy as np
 
 from ..dependencies import LATE, NEAR
 from ..device import Device, FoundCause
-from ..replay import ASSUMED, DATA, ORDER, Floats, Graph, Ints, Mask, without
+from ..replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, without
+from ..view import COMPUTE
 
 LEAST = 3
 """Minimum number of occurrences of a pattern."""
@@ -32,7 +33,7 @@ def find(device: Device) -> list[FoundCause]:
     late, early = ~shared & device.is_comm[target], ~shared & ~device.is_comm[target]
     return [
         *_few_queues(device, target[shared], rows[shared]), *_late(device, target[late], rows[late]),
-        *_early(device, target[early], rows[early]),
+        *_early(device, source[early], target[early], rows[early]),
     ]  # fmt: skip
 
 
@@ -135,7 +136,20 @@ def _launched_with(graph: Graph, device: Device, rows: Ints, events: Ints, input
     return without(graph, np.concatenate([rows, nodes[events[later]]]))
 
 
-def _early(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
-    """Computation that waits for transfers of the other chunk."""
-    start, delays = device.view.start[events], _delays(device, events)
-    return device.found("early-wait", events, start - delays, start, partial(without, rows=rows), costs=delays)
+def _early(device: Device, source: Ints, target: Ints, rows: Ints) -> list[FoundCause]:
+    """Computation that waits for transfers of the other chunk. Without the cause, their own chunk waits for them."""
+    view, start, delays = device.view, device.view.start[target], _delays(device, target)
+    needing = np.array([
+        next((e for e in range(at, len(view.kind)) if view.kind[e] == COMPUTE and view.chunks[e] == chunk), -1)
+        for chunk, at in zip([view.chunks[transfer] for transfer in source], target.tolist(), strict=True)
+    ], np.int64)  # fmt: skip
+    known = needing >= 0
+    needed = edges(ends(view.event_nodes[source[known]]), view.event_nodes[needing[known]], 0.0, DATA)
+    change = partial(_with_needed, rows=rows, needed=needed)
+    return device.found("early-wait", target, start - delays, start, change, costs=delays)
+
+
+def _with_needed(graph: Graph, rows: Ints, needed: Edges) -> Graph:
+    """Drop edges and add those that are needed."""
+    graph = without(graph, rows)
+    return replace(graph, edges=merged([graph.edges, needed]))
