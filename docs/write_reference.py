@@ -74,7 +74,7 @@ def page() -> str:
     parts += [
         "## Causes of lost time\n",
         "What `profile analyze` may name, and what it then advises. After a slash: a variant.\n",
-        table("cause | what happens | what to change", ((code(name), *texts) for name, texts in CAUSES.items())),
+        table("cause | what happens | what to change", ((code(name), *row[:2]) for name, row in CAUSES.items())),
         "## Kernels that communicate\n",
         "The names that `profile analyze` knows, and the files that define them.\n",
         table(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_dualpipe.tools.profiler import NAMES, read_trace
-from moe_dualpipe.tools.profiler.doctor.case import Case
 from moe_dualpipe.tools.profiler.doctor.dependencies import graph_of
+from moe_dualpipe.tools.profiler.doctor.device import Device
 from moe_dualpipe.tools.profiler.doctor.replay import Change, replay
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.doctor.view import view_of
@@ -32,14 +32,14 @@ def verdicts_of(job: Job, folder: Path) -> Ranked:
     return ranked(analyzed(run(job), folder))
 
 
-def case_of(path: Path) -> Case:
+def case_of(path: Path) -> Device:
     """The case of the first device of a trace."""
     trace = read_trace(path)
     view = view_of(trace, trace.device_events[0].device, NAMES.kind_of)
-    return Case(view, *graph_of(view))
+    return Device(view, graph_of(view))
 
 
-def gain_of(case: Case, *changes: Change) -> float:
+def gain_of(case: Device, *changes: Change) -> float:
     """How much shorter the window of one device becomes after all changes."""
     graph = case.graph
     for change in changes:

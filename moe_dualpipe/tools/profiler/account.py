@@ -14,8 +14,10 @@ no time counts twice: every other report sums up entries of this account.
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +40,7 @@ SYNCHRONIZING, ALLOCATING, LOADER, CHECKPOINT, OPTIMIZER, LAUNCHING, PYTHON, QUE
 )  # fmt: skip
 KINDS = (COMPUTATION, SLOWED, COPY, TRANSFER, WAITING, *IDLE)
 LOST = KINDS[1:]
-"""What is not computation at full speed."""
+"""Kinds of lost time: everything except computation at full speed."""
 
 _CALLS = (
     (SYNCHRONIZING, WAITS),
@@ -59,7 +61,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a device did from one moment to another, in microseconds of the trace."""
+    """A span of time on one device, and its use. Times in microseconds of the trace."""
 
     start_us: float
     end_us: float
@@ -76,80 +78,63 @@ class Entry:
         return self.kind, self.detail
 
 
-class _Layer(NamedTuple):
-    """Intervals that do not overlap, sorted, each with the number of its owner."""
+def _owners(spans: Iterable[tuple[float, float, int]], times: np.ndarray) -> np.ndarray:
+    """The owner of each time; -1 for none. A moment belongs to the span that started first.
 
-    times: Intervals
-    owner: np.ndarray
-
-    def at(self, times: np.ndarray) -> np.ndarray:
-        """The owner at each time; -1 for none."""
-        found = np.searchsorted(self.times[:, 0], times, side="right") - 1
-        inside = (found >= 0) & (times < self.times[found, 1]) if len(self.times) else np.zeros(len(times), bool)
-        return np.where(inside, self.owner[found] if len(self.owner) else -1, -1)
-
-
-def _layer(spans: Iterable[tuple[float, float, int]]) -> _Layer:
-    """spans: start, end and owner. A moment belongs to the span that started first."""
-    columns = np.array(sorted(spans), np.float64).reshape(-1, 3)
-    times, owner = columns[:, :2].copy(), columns[:, 2].astype(np.int64)
-    reach = np.maximum.accumulate(times[:, 1])
-    times[1:, 0] = np.maximum(times[1:, 0], reach[:-1])
-    kept = times[:, 1] > times[:, 0]
-    return _Layer(times[kept], owner[kept])
+    spans: start, end and owner.
+    """
+    start, end, owner = np.array([*sorted(spans), (np.inf, np.inf, -1)], np.float64).T
+    reach = np.maximum.accumulate(end)
+    start[1:] = np.maximum(start[1:], reach[:-1])
+    kept = end > start
+    start, end, owner = start[kept], np.append(end[kept], -np.inf), np.append(owner[kept], -1)
+    found = np.searchsorted(start, times, side="right") - 1
+    return np.where(times < end[found], owner[found], -1).astype(np.int64)
 
 
-def account(
-    trace: Trace, names: Names = NAMES, phases: Phases | None = None, span: tuple[float, float] | None = None
-) -> list[Entry]:  # fmt: skip
-    """Return the entries of one device, sorted and without gaps from its first to its last event, or in `span`.
+def account(trace: Trace, names: Names = NAMES, phases: Phases | None = None) -> list[Entry]:
+    """Return the entries of one device, sorted and without gaps from its first to its last event.
 
     trace: from `host_as_device`, with the events of this device only.
     """
     events = sorted((e for e in trace.device_events if e.end > e.start), key=lambda event: event.start)
     if not events:
         return []
-    start, end = span or (events[0].start, max(event.end for event in events))
-    kinds = [names.kind_of(event) for event in events]
+    start, end = events[0].start, max(event.end for event in events)
     phases = phases or Phases(trace, names)
-    keys: dict[Key, int] = {}
-
-    def number(kind: str, detail: str) -> int:
-        return keys.setdefault((kind, detail), len(keys))
-
-    def computation(event: DeviceEvent) -> str:
-        place = f" in {folded(phases.phase_of(event))}" if phases.is_named(event) else ""
-        return f"{category_of(event, 'compute')}{place}"
-
+    computing, copies, transfers = (
+        [event for event in events if names.kind_of(event) == kind] for kind in ("compute", "copy", "comm")
+    )
     layers = [
-        _layer((event.start, event.end, number(kind, detail(event)))
-               for event, own in zip(events, kinds, strict=True) if own == wanted)
-        for wanted, kind, detail in (
-            ("compute", COMPUTATION, computation), ("copy", COPY, copy_name),
-            ("comm", TRANSFER, lambda event: folded(phases.name_of(event))),
-        )
-    ]  # fmt: skip
-    layers += [
-        _layer((begin, until, number(*key)) for begin, until, key in spans)
-        for spans in _idle(trace, events, start, end)
+        [(event.start, event.end, (COMPUTATION, _computation(event, phases))) for event in computing],
+        [(event.start, event.end, (COPY, copy_name(event))) for event in copies],
+        [(event.start, event.end, (TRANSFER, folded(phases.name_of(event)))) for event in transfers],
+        *_idle(trace, events, start, end),
     ]
-    edges = np.unique(np.concatenate([[start, end], *(one.times.ravel() for one in layers)]))
+    edges = np.unique([start, end, *(edge for spans in layers for one in spans for edge in one[:2])])
     edges = edges[(edges >= start) & (edges <= end)]
-    owner = np.full(len(edges) - 1, number(PYTHON if any(map(trace.launch_of, events)) else UNKNOWN, ""))
-    for one in reversed(layers):
-        found = one.at(edges[:-1])
+    keys = {(PYTHON if any(map(trace.launch_of, events)) else UNKNOWN, ""): 0}
+    numbered = [[(a, b, keys.setdefault(key, len(keys))) for a, b, key in spans] for spans in layers]
+    owner = np.zeros(len(edges) - 1, np.int64)
+    for spans in reversed(numbered):
+        found = _owners(spans, edges[:-1])
         owner = np.where(found >= 0, found, owner)
     first = np.flatnonzero(np.diff(owner, prepend=-1))
     pieces = zip(edges[first].tolist(), [*edges[first[1:]].tolist(), end], owner[first].tolist(), strict=True)
-    computing = [event for event, kind in zip(events, kinds, strict=True) if kind == "compute"]
     return list(_named(pieces, [*keys], computing, phases))
+
+
+def _computation(event: DeviceEvent, phases: Phases) -> str:
+    """The detail of a kernel: its category, and the part of the program that launched it."""
+    place = f" in {folded(phases.phase_of(event))}" if phases.is_named(event) else ""
+    return f"{category_of(event, 'compute')}{place}"
 
 
 Spans = list[tuple[float, float, Key]]
 
 
 def _idle(trace: Trace, events: Sequence[DeviceEvent], start: float, end: float) -> Iterator[Spans]:
-    """What the time without events is, the most important first: start, end, and kind and detail."""
+    """Yield the reasons why nothing ran, the most important first: start, end, and kind and detail."""
     if events[0].device == "cpu":
         yield [(wait.start, wait.end, (SYNCHRONIZING, wait.name)) for wait in trace.waits]
         return
@@ -164,7 +149,8 @@ def _idle(trace: Trace, events: Sequence[DeviceEvent], start: float, end: float)
 
 
 def host_spans(trace: Trace) -> dict[str, Spans]:
-    """What the threads did that launch work, by kind: the most important first. The rest of their time is PYTHON."""
+    """The activities of the threads that launch work, by kind, the most important first. The rest of their time is
+    PYTHON."""
     threads = {call.thread for _, call in trace.launches_of_work()}
     calls = [call for call in trace.launches.values() if call.thread in threads]
     annotations = [one for one in trace.annotations if one.thread in threads]
@@ -180,7 +166,7 @@ def host_spans(trace: Trace) -> dict[str, Spans]:
 def _named(
     pieces: Iterable[tuple[float, float, int]], keys: Sequence[Key], computing: Sequence[DeviceEvent], phases: Phases
 ) -> Iterator[Entry]:
-    """The entries of pieces. Of a transfer and of idle time, the detail says what was computed next."""
+    """Yield the entries of pieces. The detail of a transfer and of idle time also names what is computed next."""
     starts = [event.start for event in computing]
     at = 0
     known: dict[tuple[int, str], str] = {}
@@ -201,7 +187,7 @@ def without_next(detail: str) -> str:
 
 
 def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
-    """The next phase with computation, other than that of the transfer, whose computation only unpacks rows."""
+    """The name of the phase that computes next. Kernels of `during`, the transfer itself, only unpack rows."""
     named = (folded(phases.name_of(event)) for event in events if phases.is_named(event))
     return next((name for name in named if name != during), short_name(events[0].name) if events else "the end")
 
@@ -218,30 +204,28 @@ def copy_name(event: DeviceEvent) -> str:
     return f"{event.name}, {size / divisor:,.3g} {unit}" if size else event.name
 
 
-def relabeled(entries: Iterable[Entry], spans: Iterable[Entry], kinds: Sequence[str]) -> list[Entry]:
+def relabeled(entries: Iterable[Entry], spans: Sequence[Entry], kinds: Sequence[str]) -> list[Entry]:
     """The account with the entries of these kinds cut at `spans`, which give them another kind and prefix the detail.
 
-    spans: sorted, without overlap.
+    spans: sorted. A moment belongs to the span that started first.
     """
-    later = iter(spans)
-    span = next(later, None)
+    starts = [span.start_us for span in spans]
+    reach = [*accumulate((span.end_us for span in spans), max)]
     found = []
     for entry in entries:
         start = entry.start_us
-        while span is not None and span.end_us <= start:
-            span = next(later, None)
-        while entry.kind in kinds and span is not None and span.start_us < entry.end_us:
-            if span.start_us > start:
-                found.append(replace(entry, start_us=start, end_us=span.start_us))
-            end = min(span.end_us, entry.end_us)
+        cutting = range(bisect_right(reach, start), bisect_left(starts, entry.end_us)) if entry.kind in kinds else ()
+        for span in (spans[at] for at in cutting):
+            begin, end = max(start, span.start_us), min(span.end_us, entry.end_us)
+            if begin >= end:
+                continue
+            if begin > start:
+                found.append(replace(entry, start_us=start, end_us=begin))
             detail = ", ".join(filter(None, (span.detail, entry.detail)))
-            found.append(Entry(max(start, span.start_us), end, span.kind, detail))
+            found.append(Entry(begin, end, span.kind, detail))
             start = end
-            if span.end_us > entry.end_us:
-                break
-            span = next(later, None)
         if start < entry.end_us:
-            found.append(replace(entry, start_us=start) if start > entry.start_us else entry)
+            found.append(replace(entry, start_us=start))
     return found
 
 

@@ -1,9 +1,11 @@
 """Tell communication from computation and copies by the names of device work.
 
-A trace does not say which kernels communicate. Their names do, if one knows the libraries: LIBRARIES is the table of
-all that are known. A pattern is searched in the name of the function alone, without its return type, template arguments
-and parameters, because these can name anything: `at::native::elementwise_kernel<..., my::all_reduce_functor>` is
-computation. A kernel that multiplies matrices and communicates at once is computation, too.
+A trace does not say which kernels communicate, but their names tell: LIBRARIES is the table of known libraries. A
+pattern is searched in the name of the function alone, without its return type, template arguments and parameters, which
+can name anything: `at::native::elementwise_kernel<..., my::all_reduce_functor>` is computation. A kernel that
+multiplies matrices and communicates at once is computation, too.
+
+The names also tell the kind of a collective, such as "all_reduce".
 """
 
 import re
@@ -12,7 +14,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ...messages import quoted
-from .trace import PEER_COPY, DeviceEvent
+from .trace import PEER_COPY, Collective, DeviceEvent
 
 Kind = Literal["compute", "comm", "copy"]
 
@@ -177,3 +179,42 @@ def _kind_by_table(name: str, category: str) -> Kind:
     if category != "kernel" or _COPIES.search(function):
         return "comm" if category == PEER_COPY or _PEER.search(name) else "copy"
     return "comm" if _LIBRARIES.search(function) and not _COMPUTES.search(function) else "compute"
+
+
+_COLLECTIVES = (
+    "all_reduce", "reduce_scatter", "all_gather", "all_to_all",
+    "send_recv",  # NCCL's kernel for all of send, recv, all_to_all, gather and scatter
+    "broadcast", "reduce", "gather", "scatter", "send", "recv",
+)  # fmt: skip
+"""A name is of the first kind that occurs in it."""
+_COLLECTIVES_OF_FUNCTIONS = "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
+"""Kinds that the name of any function can tell. Others, such as "send", can be parts of something else."""
+_NCCL_KERNEL = re.compile(r"nccl\w*?Kernel_([a-z]+)", re.IGNORECASE)
+_BACKEND = re.compile(r"(?:nccl|gloo|ucc|mpi|xccl|rccl):(\w+)")
+
+
+def kind_of_collective(event: DeviceEvent) -> str:
+    """The kind of a transfer: from what the backend recorded, otherwise from the name. "" if unknown."""
+    if event.collective is not None and event.collective.name:
+        return _known_kind(event.collective.name)
+    return _kind_of_name(event.name)
+
+
+@lru_cache(maxsize=1 << 12)
+def _kind_of_name(name: str) -> str:
+    if found := _NCCL_KERNEL.search(name) or _BACKEND.match(name):
+        return _known_kind(found[1])
+    function = function_name(name).replace("cross_device_reduce", "all_reduce")  # of vLLM, SGLang and AITER
+    kind = _known_kind(function)
+    return kind if kind in _COLLECTIVES_OF_FUNCTIONS else ""
+
+
+@lru_cache(maxsize=1 << 12)
+def _known_kind(name: str) -> str:
+    letters = re.sub("[^a-z]", "", name.lower())
+    return next((kind for kind in _COLLECTIVES if kind.replace("_", "") in letters), "")
+
+
+def group_name(collective: Collective) -> str:
+    """The description of the group; without one, its name in PyTorch, which can be a number."""
+    return collective.group if collective.description in ("", "undefined") else collective.description

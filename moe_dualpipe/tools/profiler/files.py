@@ -12,10 +12,9 @@ from .analyze import Analysis, analyze
 from .communication import NAMES, Names
 from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
-from .matching import RankTransfers
 from .phases import Phases
 from .pictures.picture import Picture, Work, work_of
-from .ranks import Comparison, compare_traces, waits_for_ranks
+from .ranks import RankComparison, RankTransfers, compare_traces, waits_for_ranks
 from .reading import read_trace
 from .trace import Trace, TraceError
 from .windows import Choice, window_of
@@ -49,7 +48,7 @@ class TraceFiles:
     """The devices of all files, and the comparison of their collectives."""
 
     devices: Sequence[TracedDevice]
-    comparison: Comparison
+    comparison: RankComparison
 
     @property
     def names(self) -> list[str]:

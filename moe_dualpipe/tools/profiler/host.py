@@ -1,15 +1,15 @@
-"""Turn a trace without device events into one whose device is the CPU.
+"""Convert a trace without device events into one whose device is the CPU.
 
-A CPU has neither a queue nor kernels. Its trace has nested operators, annotations, and the transfers of a backend. This
-module converts them into device events, so that the other modules treat CPUs and GPUs alike:
+A CPU has neither a queue nor kernels. Its trace has nested operators, annotations, and the transfers of a backend. Here
+they become device events, so that the other modules treat CPUs and GPUs alike:
 
     computation     operators. In annotations that end in (F), (B), (I) or (W), such as attn(F), also the Python code
                     between operators. Waits and calls of a backend are not computation. Operators inside "wait for x"
-                    are, because they unpack received data; they belong to phase x. A collective of torch.distributed
-                    that blocks is a wait, too, although only its call is recorded.
+                    are computation: they unpack received data, and belong to phase x. A collective of
+                    torch.distributed that blocks is a wait, although the trace shows only its call.
     communication   transfers of gloo, of a modeled link or through shared memory, from start to end, and annotations
-                    that are named after communication. Receives of gloo are left out: a receive starts when it is
-                    posted, so only the send shows when data is in flight.
+                    that are named after communication. Receives of gloo are left out: they start when they are
+                    posted, so only sends show when data is in flight.
 
 Nested operators become one event with the name of the outermost operator inside the innermost such annotation.
 """
@@ -31,22 +31,23 @@ _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
 _LAUNCHES = re.compile(rf"(?:c10d|{OWN_TRANSFERS})::(\w+)")
 
 _LEAST_BLOCKED = 1000.0
-"""Microseconds. A collective that takes less time is not looked at."""
+"""Microseconds. A shorter collective is not taken for a wait."""
 _WAKE_UP, _WAKE_UP_SHARE = 500.0, 0.25
-"""A blocked thread goes on so many microseconds after the transfer, or this share of the wait if that is longer."""
+"""A blocked thread goes on within so many microseconds after the transfer, or within this share of a longer wait."""
 
 
 def host_as_device(trace: Trace, names: Names) -> Trace:
     """Return a trace whose device is "cpu" if `trace` has no device events, otherwise `trace` itself.
 
-    Annotations that `names` takes for transfers become transfers.
+    Annotations with the name of a transfer, according to `names`, become transfers.
     """
     if trace.device_events or not (trace.operators or trace.transfers):
         return trace
-    matching = {event.name for event in trace.annotations if names.is_transfer(event.name) and not _waits(event.name)}
-    annotations = [event for event in trace.annotations if event.name not in matching]
     transfers = [event for event in trace.transfers if ":recv" not in event.name]
-    transfers += [event for event in trace.annotations if event.name in matching]
+    annotations: list[HostEvent] = []
+    for event in trace.annotations:
+        is_transfer = names.is_transfer(event.name) and not _waits(event.name)
+        (transfers if is_transfer else annotations).append(event)
     transfers.sort(key=lambda event: event.start)
     calls = [*_launches_of(transfers, trace.operators)]
     groups = [without_group(event.name)[1] for event in transfers]
@@ -112,7 +113,7 @@ def _pieces(events: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
 
 
 def _computing(running: Iterable[tuple[HostEvent, bool]]) -> HostEvent | None:
-    """What computes inside nested events, outermost first: an operator, an annotation around Python, or nothing."""
+    """The event that computes, of nested events from the outermost on: an operator, or an annotation around Python."""
     found: HostEvent | None = None
     in_operator = False
     for event, operator in running:
@@ -150,20 +151,17 @@ def _blocking(
 
     calls: the call of each transfer. events: those of all threads, in which the thread's next step is looked for.
     """
-    blocking = [
-        (transfer, call) for transfer, call in zip(transfers, calls, strict=True)
-        if call.name.startswith("c10d::") and transfer.end - call.end >= _LEAST_BLOCKED
-    ]  # fmt: skip
-    steps: dict[tuple[str, str], list[float]] = {call.thread: [] for _, call in blocking}
-    for event in events if steps else ():
-        if event.thread in steps:
-            steps[event.thread] += event.start, event.end
+    steps: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in events:
+        steps[event.thread] += event.start, event.end
     for times in steps.values():
         times.sort()
-    for transfer, call in blocking:
+    for transfer, call in zip(transfers, calls, strict=True):
+        waited = transfer.end - call.end
+        if not call.name.startswith("c10d::") or waited < _LEAST_BLOCKED:
+            continue
         times = steps[call.thread]
         following = times[at] if (at := bisect_right(times, call.end)) < len(times) else inf
-        waited = transfer.end - call.end
         if 0 <= following - transfer.end <= max(_WAKE_UP, _WAKE_UP_SHARE * waited):
             yield HostEvent(LINK_WAIT, call.end, following, call.thread)
 

@@ -44,7 +44,7 @@ def difference(a: Intervals, b: Intervals) -> Intervals:
 
 
 def _where(a: Intervals, b: Intervals, wanted: Callable[[Mask, Mask], Mask]) -> Intervals:
-    """Return the points for which `wanted(in_a, in_b)` is true. It must be False outside both unions."""
+    """Return the points for which `wanted(in_a, in_b)` is true. It must be False outside of both unions."""
     points = np.concatenate([a.ravel(), b.ravel()])
     order = np.argsort(points, kind="stable")
     edges = np.ones(len(points), dtype=np.int64)

@@ -1,9 +1,9 @@
 """Name device work after the part of the program that launched it.
 
-Annotations name the parts of a program, if somebody wrote them (record_function, NVTX). Some cover nearly a whole step,
-such as "train_step", or are written by a framework around everything: these are broad and say little. So device work
-belongs to the innermost annotation that is not broad, otherwise to a module, otherwise to a broad annotation. A
-transfer also has a name of its own, if the backend recorded one: "all_to_allv in ep".
+Annotations (record_function, NVTX) name the parts of a program. Some are broad: they cover nearly a whole step, such as
+"train_step", or a framework writes them around everything. So device work belongs to the innermost annotation that is
+not broad, otherwise to a module, otherwise to a broad annotation. A transfer also has the name that its backend
+recorded, such as "all_to_allv in ep".
 """
 
 import re
@@ -11,18 +11,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from ...overlap.labels import letter_of
-from .collectives import group_name
-from .communication import NAMES, Names
+from .communication import NAMES, Names, group_name
 from .trace import DeviceEvent, HostEvent, Trace, innermost
 from .windows import is_step
 
 BROAD_SHARE = 0.8
-"""An annotation is broad if all that have its name cover at least this share of the steps, or of the recording, and
-something else has a name."""
+"""An annotation is broad if all with its name cover at least this share of the steps, or of the recording. If nothing
+else has a name, it is not broad."""
 _WRAPPERS = re.compile(
     r"DistributedDataParallel\.forward$|Torch-Compiled Region|## Call CompiledFxGraph|CUDAGraphNode\."
 )
-"""Annotations that PyTorch writes around whatever a user runs."""
+"""Annotations that PyTorch writes around a user's code."""
 _INSTANCE = re.compile(r"_\d+$")
 _Found = dict[int, HostEvent]
 
@@ -43,12 +42,12 @@ class Phases:
         return None if event.correlation is None else self._owners.get(event.correlation)
 
     def phase_of(self, event: DeviceEvent) -> str:
-        """The name of the annotation or module that launched `event`; of a transfer without one, its own. Or ""."""
+        """The name of the annotation or module that launched `event`; without one, the name of the transfer, or ""."""
         owner = self.owner_of(event)
         return owner.name if owner else self._transfer_name(event)[0]
 
     def name_of(self, event: DeviceEvent) -> str:
-        """The best name of `event`: its transfer's, or its phase unless that is broad, or the name of the kernel."""
+        """The most telling name of `event`: of its transfer, of its phase unless that is broad, or of the kernel."""
         owner = self.owner_of(event)
         place = owner.name if owner and owner.name not in self._broad else ""
         if letter_of(place):
@@ -87,7 +86,7 @@ class Phases:
 
 
 def _broad_annotations(trace: Trace) -> set[str]:
-    """The names of annotations that say little about the work inside."""
+    """The names of broad annotations."""
     covered: dict[str, float] = defaultdict(float)
     for event in trace.annotations:
         covered[event.name] += event.end - event.start
@@ -104,7 +103,7 @@ def _broad_annotations(trace: Trace) -> set[str]:
 
 
 def _named_modules(modules: Iterable[HostEvent]) -> list[HostEvent]:
-    """The calls of modules, named after their class and that of the module around them: "Attention.Linear".
+    """The calls of modules, named after their class and the class of the module around them: "Attention.Linear".
 
     The numbers of instances are dropped, so that all layers have the same names.
     """

@@ -1,31 +1,97 @@
-"""Compare the traces of several ranks: the offsets between their clocks, and which collectives are the same.
+"""Compare the traces of several ranks: which collectives are the same, who waited for whom, and the clocks.
 
 A collective ends on all ranks at the same moment, after the last rank has joined. So it is shortest on the last rank to
 join; on other ranks, the extra time is waiting time. This needs no common clock. The ends give the offsets between the
-clocks of different hosts. Which collectives are the same is found in matching.py, by process group.
+clocks of different hosts.
+
+A collective is compared only among the ranks of its process group: with tensor and data parallelism, a rank belongs to
+several groups. Within a group, collectives with the same kind and sequence number are one meeting. Without sequence
+numbers, the k-th collective of one rank is the k-th of the others, as long as their kinds agree; a sentence says where
+they do not. A send meets the receive of its peer in the same way, the k-th the k-th: PyTorch numbers sends and receives
+on each rank separately, over all peers (`seqP2P_` in ProcessGroupNCCL.cpp).
+
+Transfers without a recorded group are compared among all ranks, by the names of their kernels.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 
 from ...messages import list_ranks, plural
 from .account import WAITING, Entry
-from .matching import Meeting, RankTransfers, match_collectives
+from .communication import group_name, kind_of_collective
+from .trace import DeviceEvent
 
-_MEET = 0.9
+_POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast")  # NCCL's kernel names do not distinguish the first two
+"""Transfers that are not compared. A broadcast of gloo consists of sends, and its root does not wait."""
+_LEAST_OVERLAP = 0.9
+"""Minimum share of a group's meetings in which all ranks are inside at one moment. Clocks are not exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTransfers:
+    """The transfers of one rank, in microseconds."""
+
+    transfers: Sequence[DeviceEvent]
+    start_us: float
+    """Start of its first event."""
+    base_us: float = 0.0
+    """The origin of its times."""
+    host: str = ""
+    """Name of the host; ranks on the same host share a clock. "" if unknown."""
+    rank: int | None = None
+    world_size: int | None = None
+
+
+class RecordedGroup(NamedTuple):
+    """A process group as the traces describe it. Without ranks, the size distinguishes groups of one name."""
+
+    name: str = ""
+    label: str = ""
+    """Its name in reports."""
+    ranks: tuple[int, ...] = ()
+    size: int | None = None
+    peers: tuple[int, int] | None = None
+    """Source and destination of sends and receives."""
+
+    def __str__(self) -> str:
+        if self.peers:
+            return f"{self.peers[0]} -> {self.peers[1]}"
+        of = f" of {list_ranks(self.ranks)}" if 0 < len(self.ranks) <= 8 else ""
+        return f"{self.label or 'transfers without a recorded group'}{of}"
+
+
+class Meeting(NamedTuple):
+    """One collective on the ranks that recorded it."""
+
+    group: RecordedGroup
+    members: tuple[int, ...]
+    """Positions in the list of ranks."""
+    events: tuple[DeviceEvent, ...]
+    """The event of each member."""
+
+    @property
+    def shortest_us(self) -> float:
+        """The duration on the last member to join: the time of the transfer itself."""
+        return min(event.end - event.start for event in self.events)
+
+    @property
+    def last(self) -> int:
+        """The member that joined last: the one with the shortest duration."""
+        return min(zip(self.members, self.events, strict=True), key=lambda pair: pair[1].end - pair[1].start)[0]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What several ranks have in common."""
+class RankComparison:
+    """Several ranks with their common collectives and clock."""
 
     ranks: Sequence[RankTransfers]
     meetings: Sequence[Meeting]
-    """The same collectives on several ranks."""
     shifts_us: Sequence[float | None]
     """Start of each rank's first event minus the start of rank 0's first event, on one clock. None: unknown."""
     problems: Sequence[str]
@@ -33,7 +99,7 @@ class Comparison:
 
     @property
     def sentences(self) -> list[str]:
-        """What could not be compared, and why, and which ranks have no trace."""
+        """Sentences: which groups could not be compared, and why, and which ranks have no trace."""
         found = [f"Not compared: {problem}." for problem in self.problems]
         size = max((rank.world_size or 0 for rank in self.ranks), default=0)
         missing = sorted({*range(size)} - {rank.rank for rank in self.ranks if rank.rank is not None})
@@ -44,16 +110,17 @@ class Comparison:
         return found
 
 
-def compare_traces(ranks: Sequence[RankTransfers]) -> Comparison:
-    """Compare the ranks by process group.
-
-    Groups are left out if in more than 1 of 10 meetings there is no moment when all ranks are inside. Clocks are not
-    exact enough to require this of all meetings.
-    """
-    by_group, problems = match_collectives(ranks)
-    meetings = list[Meeting]()
-    for group, found in by_group.items():
-        if _share_that_meets(ranks, found) < _MEET:
+def compare_traces(ranks: Sequence[RankTransfers]) -> RankComparison:
+    """Compare the ranks by process group."""
+    recorded: dict[RecordedGroup, dict[int, list[DeviceEvent]]] = defaultdict(dict)
+    for position, rank in enumerate(ranks):
+        for event in sorted(rank.transfers, key=lambda event: event.start):
+            if (group := _group_of(event, rank)) is not None:
+                recorded[group].setdefault(position, []).append(event)
+    meetings, problems = list[Meeting](), list[str]()
+    for group, members in recorded.items():
+        found = _meetings_of(group, members, ranks, problems) if len(members) > 1 else []
+        if found and _share_that_overlaps(ranks, found) < _LEAST_OVERLAP:
             problems.append(f"{group}: collectives that should be the same do not overlap in time")
         else:
             meetings += found
@@ -61,13 +128,97 @@ def compare_traces(ranks: Sequence[RankTransfers]) -> Comparison:
     starts = [rank.start_us - offsets[i] if i in offsets else None for i, rank in enumerate(ranks)]
     first = starts[0] if len(ranks) == 1 or any(start is not None for start in starts[1:]) else None
     shifts = [None if start is None or first is None else start - first for start in starts]
-    return Comparison(ranks, meetings, shifts, problems)
+    return RankComparison(ranks, meetings, shifts, problems)
+
+
+def _group_of(event: DeviceEvent, rank: RankTransfers) -> RecordedGroup | None:
+    """The group of a transfer; None for a transfer that cannot be compared."""
+    found = event.collective
+    if found is None:
+        return None if _POINT_TO_POINT.search(event.name) else RecordedGroup()
+    kind = kind_of_collective(event)
+    if kind not in ("send", "recv"):
+        return RecordedGroup(found.group, group_name(found), found.ranks, None if found.ranks else found.size or None)
+    # PyTorch records the global rank of the peer (saveNcclMeta in torch/csrc/profiler/util.cpp)
+    if found.peer is None or rank.rank is None:
+        return None
+    peers = (rank.rank, found.peer) if kind == "send" else (found.peer, rank.rank)
+    return RecordedGroup(found.group, group_name(found), found.ranks, peers=peers)
+
+
+Members = Mapping[int, Sequence[DeviceEvent]]
+"""The transfers of each rank of one group, by its position in the list of ranks."""
+Keyed = Mapping[int, Mapping[object, DeviceEvent]]
+"""The same by a key. Equal keys are the same collective."""
+
+
+def _meetings_of(
+    group: RecordedGroup, members: Members, ranks: Sequence[RankTransfers], problems: list[str]
+) -> list[Meeting]:
+    """The meetings of one group, in the order of its first rank. Appends to `problems` why others are missing."""
+    if group == RecordedGroup() and len(members) < len(ranks):
+        others = [position for position in range(len(ranks)) if position not in members]
+        problems.append(f"transfers without a recorded group: {_names(ranks, others)} recorded none")
+        return []
+    if group.size is not None and len(members) > group.size:
+        problems.append(f"{group}: {len(members)} ranks recorded this group of {plural(group.size, 'rank')}")
+        return []
+    joined: dict[object, dict[int, DeviceEvent]] = defaultdict(dict)
+    for member, events in (_by_number(group, members) or _by_order(group, members, ranks, problems)).items():
+        for key, event in events.items():
+            joined[key][member] = event
+    return [Meeting(group, tuple(same), tuple(same.values())) for same in joined.values() if len(same) > 1]
+
+
+def _by_number(group: RecordedGroup, members: Members) -> Keyed | None:
+    """By sequence number and kind; several with the same ones (in a coalesced call) are counted. None: unknown."""
+    times: Counter[object] = Counter()
+    keyed: dict[int, dict[object, DeviceEvent]] = defaultdict(dict)
+    for member, events in members.items():
+        for event in events:
+            if group.peers or event.collective is None or event.collective.sequence is None:
+                return None
+            key = event.collective.sequence, _kind(group, event)
+            keyed[member][*key, times[member, key]] = event
+            times[member, key] += 1
+    return keyed
+
+
+def _by_order(group: RecordedGroup, members: Members, ranks: Sequence[RankTransfers], problems: list[str]) -> Keyed:
+    """By their order, as long as the kinds agree. Appends a sentence to `problems` where they do not."""
+    first = max(members, key=lambda member: len(members[member]))
+    keyed: dict[int, dict[object, DeviceEvent]] = {}
+    problem = ""
+    for member, events in members.items():
+        pairs = zip(members[first], events, strict=False)
+        alike = [*takewhile(lambda pair: _kind(group, pair[0]) == _kind(group, pair[1]), pairs)]
+        keyed[member] = {k: event for k, (_, event) in enumerate(alike)}
+        if len(alike) < len(members[first]):
+            names = " and ".join(_names(ranks, [one]) for one in sorted((first, member)))
+            in_order = f" ({len(alike):,} of them are compared in their order)" if alike else ""
+            problem = f"{group}: {names} recorded different collectives, without numbers{in_order}"
+    problems += [problem] if problem else []
+    return keyed
+
+
+def _kind(group: RecordedGroup, event: DeviceEvent) -> str:
+    """A kind that is the same on all members. A send meets a receive."""
+    recorded = event.collective.name if event.collective else ""
+    return "" if group.peers else kind_of_collective(event) or recorded or event.name
+
+
+def _names(ranks: Sequence[RankTransfers], positions: Iterable[int]) -> str:
+    numbers = [ranks[position].rank for position in positions]
+    if None in numbers:
+        return f"trace{'s' * (len(numbers) > 1)} {', '.join(map(str, positions))}"
+    return list_ranks([number for number in numbers if number is not None])
 
 
 def clock_offsets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], root: int = 0) -> dict[int, float]:
-    """How far each rank's clock is ahead of that of `root`, for all ranks that anything connects to it.
+    """How far each rank's clock is ahead of that of `root`, for all ranks that are connected to it.
 
-    Ranks on one host share a clock. Between hosts, the ends of the same collectives tell: their median.
+    Ranks on one host share a clock. Between hosts, the offset is the median difference between the ends of the same
+    collectives.
     """
     hosts: dict[str, dict[int, float]] = defaultdict(dict)
     for position, rank in enumerate(ranks):
@@ -89,8 +240,8 @@ def clock_offsets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], r
     return known
 
 
-def _share_that_meets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting]) -> float:
-    """The share of the meetings of one group in which there is a moment when all ranks are inside."""
+def _share_that_overlaps(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting]) -> float:
+    """The share of the meetings of one group in which all ranks are inside at one moment."""
     offsets, met = clock_offsets(ranks, meetings, meetings[0].members[0]), 0
     for meeting in meetings:
         own = [(event, offsets.get(member, 0.0)) for member, event in zip(meeting.members, meeting.events, strict=True)]
@@ -98,22 +249,11 @@ def _share_that_meets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting
     return met / len(meetings)
 
 
-def waits_for_ranks(comparison: Comparison, names: Sequence[str]) -> list[list[Entry]]:
-    """For each rank, the times in which a collective waited for the last rank to join. names: of the ranks."""
+def waits_for_ranks(comparison: RankComparison, names: Sequence[str]) -> list[list[Entry]]:
+    """For each rank, the times in which a collective waited for the last rank to join, sorted. names: of the ranks."""
     waits: list[list[Entry]] = [[] for _ in comparison.ranks]
     for meeting in comparison.meetings:
         for member, event in zip(meeting.members, meeting.events, strict=True):
             if member != meeting.last:
                 waits[member].append(Entry(event.start, event.end - meeting.shortest_us, WAITING, names[meeting.last]))
-    return [_in_turn(sorted(own, key=lambda wait: wait.start_us)) for own in waits]
-
-
-def _in_turn(waits: Sequence[Entry]) -> list[Entry]:
-    """Cut waits at the end of the one before."""
-    found, reach = list[Entry](), -inf
-    for wait in waits:
-        start = max(wait.start_us, reach)
-        if wait.end_us > start:
-            found.append(Entry(start, wait.end_us, wait.kind, wait.detail))
-            reach = wait.end_us
-    return found
+    return [sorted(own, key=lambda wait: wait.start_us) for own in waits]

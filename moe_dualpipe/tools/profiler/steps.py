@@ -28,7 +28,7 @@ class Step:
     spans: tuple[Span, ...]
     """Each action, from the start of its first computation to the end of its last one."""
     waiting: float
-    """Time without computation inside the spans: exposed expert communication, and Python."""
+    """Time in the spans without computation: exposed expert communication, and Python."""
     parts: Mapping[str, tuple[float, float]]
     """Start and end of each of STEP_PARTS that launched work."""
 
@@ -36,7 +36,7 @@ class Step:
 def recorded_steps(trace: Trace, actions: Sequence[Action], since_us: float = 0.0) -> list[Step]:
     """Return the steps of a rank that runs `actions` in each step. Raises TraceError if the trace lacks an action.
 
-    since_us: the moment from which times count, on the clock of the host: for all ranks, when they left one barrier.
+    since_us: the origin of the returned times, on the clock of the host: when all ranks left the same barrier.
     """
     trace = host_as_device(trace, NAMES)
     texts = {str(action): action for action in actions}

@@ -15,7 +15,7 @@ WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|
 
 
 PEER_COPY = "peer copy"
-"""The category of a copy to another device whose name may not say so."""
+"""The category of a copy to another device. Its name may not tell."""
 
 
 class TraceError(ValueError):
@@ -23,7 +23,7 @@ class TraceError(ValueError):
 
 
 class Collective(NamedTuple):
-    """What is recorded of one collective or point-to-point transfer. Equal ones are the same object."""
+    """The record of one collective or point-to-point transfer. Equal records are the same object."""
 
     name: str
     """The recorded name, such as "all_to_allv" or "allreduce"."""
@@ -86,10 +86,10 @@ class Trace:
     transfers: list[HostEvent] = field(default_factory=list)
     """Transfers as recorded by a backend on the host."""
     waits: list[HostEvent] = field(default_factory=list)
-    """Waits of a CPU that acts as the device (see host.py)."""
+    """Waits, where a CPU is the device (host.py)."""
     num_events: int = 0
     truncated: bool = False
-    """The file is incomplete or too long: there are events that were not read."""
+    """Whether events were not read, because the file is incomplete or too long."""
     rank: int | None = None
     host: str = ""
     base_us: float = 0.0
@@ -108,9 +108,9 @@ class Trace:
     skipped: int = 0
     """Number of damaged events that were left out."""
     repaired: int = 0
-    """Number of damaged events that were read nevertheless."""
+    """Number of damaged events that could be read."""
     notes: list[str] = field(default_factory=list)
-    """What else is wrong with the file, such as "its gzip data is damaged"."""
+    """Other damage of the file, such as "its gzip data is damaged"."""
     queues: int | None = None
     """CUDA_DEVICE_MAX_CONNECTIONS, if it is recorded."""
 

@@ -1,11 +1,11 @@
 """The steps of a recording: which are analyzed, and the times of each.
 
 Annotations of steps, such as "ProfilerStep#5", are on the host, which runs ahead of the device. On the device, a step
-lasts from its first computation to that of the next step, on the stream that computes most. A transfer belongs to the
-step that launched it, other work to the step in which it starts. Work is not cut in two.
+lasts from its first computation to the first computation of the next step, on the stream that computes most. A transfer
+belongs to the step that launched it, other work to the step in which it starts. No event is cut in two.
 
-By default, what comes before the first step or is launched after the last one is left out. A recording of a single step
-is analyzed as a whole.
+By default, work before the first step, and work that was launched after the last step, is left out. A recording of a
+single step is analyzed as a whole.
 """
 
 import re
@@ -26,7 +26,7 @@ _NAME = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _])?step|iter(?:ation)?)[
 _RANGE = re.compile(r"(\d{0,9}):(\d{0,9})|(\d{1,9})")
 
 Choice = range | Literal["all", "default"]
-"""Numbers of steps. all: everything, also what is outside of steps. default: all steps."""
+"""Numbers of steps. all: everything, including work outside of steps. default: all steps."""
 
 
 class DeviceStep(NamedTuple):
@@ -40,14 +40,14 @@ class DeviceStep(NamedTuple):
     """From its start on the host to the start of the next step, or to its own end."""
 
 
-class Window(NamedTuple):
-    """What is analyzed of one device."""
+class AnalyzedWindow(NamedTuple):
+    """The analyzed part of one device's trace."""
 
     trace: Trace
     steps: Sequence[DeviceStep]
     """The steps that are analyzed; () if none are recorded."""
     left_out: str = ""
-    """What is analyzed and what is left out; "" if nothing is."""
+    """A sentence: which steps are analyzed, and what is left out. "" if nothing is left out."""
 
 
 def is_step(name: str) -> bool:
@@ -69,7 +69,7 @@ def parse_steps(text: str | None) -> Choice:
     return chosen
 
 
-def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> Window:
+def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> AnalyzedWindow:
     """Return the part of a trace that is analyzed on one device. `trace` comes from `host_as_device`.
 
     Raises ValueError if steps are chosen that are not recorded.
@@ -81,7 +81,7 @@ def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> Window
             "--steps: no steps are recorded: call step() of torch.profiler, or annotate each step, such as 'step 3'"
         )
     if choice == "all" or not steps or (choice == "default" and len(steps) == 1):
-        return Window(replace(trace, device_events=events), steps)
+        return AnalyzedWindow(replace(trace, device_events=events), steps)
     chosen = steps if choice == "default" else [step for step in steps if step.number in choice]
     if not chosen:
         raise ValueError(f"--steps: no work of device {device} is in these steps; recorded: {_span(steps)}")
@@ -91,13 +91,13 @@ def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> Window
     if choice == "default":
         said = f"analyzed: {_span(chosen)}, without {outside} outside of the steps (--steps all includes them)"
     within = _host_part(replace(trace, device_events=kept), chosen)
-    return Window(within, chosen, said if len(kept) < len(events) else "")
+    return AnalyzedWindow(within, chosen, said if len(kept) < len(events) else "")
 
 
 def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostEvent]]:
     """The annotated steps of these processes with their numbers, in order.
 
-    None if they overlap or if their numbers do not grow.
+    There are none if annotations overlap, or if their numbers do not grow.
     """
     found = trace.steps or [event for event in trace.annotations if is_step(event.name)]
     steps = sorted((e for e in found if e.thread[0] in processes or not processes), key=lambda event: event.start)
@@ -140,7 +140,7 @@ def _belongs(event: DeviceEvent, trace: Trace, steps: Sequence[DeviceStep], name
 
 
 def _host_part(trace: Trace, steps: Sequence[DeviceStep]) -> Trace:
-    """Leave out what the host did outside of the steps, except for launches of device events and what is around."""
+    """Leave out what the host did outside of the steps, except for launches of device events and events around them."""
     first, last = steps[0].launched[0], steps[-1].launched[1]
     own = {event.correlation for event in trace.device_events}
     launches = {n: call for n, call in trace.launches.items() if n in own or first <= call.start < last}

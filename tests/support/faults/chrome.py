@@ -75,7 +75,7 @@ def _device(span: DeviceSpan, names: dict[str, str]) -> dict[str, Any]:
         name, category = _KERNELS[op.kind], "kernel"
         arguments |= {"grid": [24, 1, 1], "block": [640, 1, 1], "queued": 0, "context": 1, **_collective(op, names)}
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": span.stream, "args": arguments,
-            "ts": _rounded(span.start + _ORIGIN_US), "dur": _rounded(span.end - span.start)}  # fmt: skip
+            "ts": round(span.start + _ORIGIN_US, 3), "dur": round(span.end - span.start, 3)}  # fmt: skip
 
 
 def _host(span: HostSpan, rank: int, names: dict[str, str]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _host(span: HostSpan, rank: int, names: dict[str, str]) -> dict[str, Any]:
         arguments |= _collective(span.op, names)
     name = f"nn.Module: {span.name}" if span.what == "module" else span.name
     return {"ph": "X", "cat": _CATEGORIES[span.what], "name": name, "pid": _HOST + rank, "tid": _HOST + rank,
-            "args": arguments, "ts": _rounded(span.start + _ORIGIN_US), "dur": _rounded(span.end - span.start),
+            "args": arguments, "ts": round(span.start + _ORIGIN_US, 3), "dur": round(span.end - span.start, 3),
     }  # fmt: skip
 
 
@@ -97,7 +97,3 @@ def _collective(op: Collective, names: dict[str, str]) -> dict[str, Any]:
         "Group size": len(op.ranks), "dtype": "BFloat16", "Process Group Name": names[op.group],
         "Process Group Description": op.group, "Process Group Ranks": str(list(op.ranks)), **known,
     }  # fmt: skip
-
-
-def _rounded(us: float) -> float:
-    return round(us, 3)

@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.tools.profiler import NAMES, Names, TraceError, analyze, read_trace
+from moe_dualpipe.tools.profiler.doctor.calls import BLOCKED
 from moe_dualpipe.tools.profiler.doctor.diagnose import examine
 from moe_dualpipe.tools.profiler.doctor.replay import SYNC
-from moe_dualpipe.tools.profiler.doctor.view import BLOCKED
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
 from moe_dualpipe.tools.profiler.trace import HostEvent, Trace
@@ -172,13 +172,14 @@ def case_of(events, folder):
     trace = host_as_device(read_trace(write(folder / "t.json", events)), NAMES)
     found = examine(trace, "cpu", NAMES.kind_of)
     assert found is not None
-    return found.case
+    return found.device
 
 
 def waits(case):
     """Name of each wait, and start and end of the transfer that it is for."""
     found = case.graph.edges.keep(case.graph.edges.kind == SYNC)
-    events, calls = case.event_of[found.source_node].tolist(), case.call_of[found.target].tolist()
+    events = (found.source_node - case.view.first_event).tolist()
+    calls = case.view.waiting_calls[found.target].tolist()
     rows = [(case.view.calls[c].name, case.view.start[e], case.view.end[e]) for e, c in zip(events, calls, strict=True)]
     return sorted(rows, key=lambda wait: wait[2])
 

@@ -15,8 +15,7 @@ from moe_dualpipe.tools.profiler.categories import (
     category_of_kernel,
     words,
 )
-from moe_dualpipe.tools.profiler.collectives import kind_of_collective
-from moe_dualpipe.tools.profiler.communication import LIBRARIES, NAMES, Names, function_name
+from moe_dualpipe.tools.profiler.communication import LIBRARIES, NAMES, Names, function_name, kind_of_collective
 from moe_dualpipe.tools.profiler.kernel_names import short_name, shortened
 from moe_dualpipe.tools.profiler.pictures.lanes import CATEGORY_COLORS
 from moe_dualpipe.tools.profiler.trace import Collective, DeviceEvent

@@ -10,8 +10,7 @@ import pytest
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler.account import TRANSFER, WAITING
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.matching import RankTransfers
-from moe_dualpipe.tools.profiler.ranks import compare_traces
+from moe_dualpipe.tools.profiler.ranks import RankTransfers, compare_traces
 from moe_dualpipe.tools.profiler.trace import DeviceEvent
 from tests.support.faults import Job, Machine, run, write_traces
 from tests.support.faults.program import Await, Collective, Kernel, Record

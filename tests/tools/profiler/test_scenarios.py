@@ -41,7 +41,7 @@ def test_a_fault_is_named_with_its_true_gain(name, strength, tmp_path):
     [found] = outcomes(fault.apply(job, strength), [(fault, healthy if mended is job else run(mended))], tmp_path)
     assert fault.kind in found.kinds <= {fault.kind, *BESIDE.get(name, ())}
     assert found.verdict is not None and found.verdict.share > 0.005
-    assert found.verdict.title == CAUSES[TITLES.get(name, fault.kind)][0]
+    assert found.verdict.title == CAUSES[TITLES.get(name, fault.kind)].title
     assert found.costs and found.close(), (found.verdict.gain_us, found.true_us)
     assert found.unexplained < LEFT
 

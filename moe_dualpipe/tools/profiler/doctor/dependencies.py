@@ -1,13 +1,18 @@
-"""The graph of dependencies of a GPU's work, from what a trace records and from when things happened.
+"""The graph of dependencies of a device: from what a trace records, and from when things happened.
 
-recorded     the order of calls in a thread with the host's work between them; launch -> kernel; the order of a
-             stream; calls that wait for the device
-inferred     an event that could have started earlier, and starts within 5 us of the end of work on another stream,
-             depends on it. If the host queued no wait for another stream, or the work belongs to the other chunk,
-             or all queued waits have another input, it is not an input: such dependencies are ORDER, which a
-             change may remove
-assumed      inputs that were there in time: of a transfer, the last computation launched before it (of its chunk);
-             of a computation after a queued wait, the last transfer that had ended (of its chunk)
+                 GPU                                                    CPU
+host             a call follows the call that ended last before it      a thread does one thing after another
+launch           a kernel follows its call, and the event before it     a transfer follows its call, and the transfer
+                 on its stream                                          before it on its link
+wait             a call returns when what it waits for has ended        the same
+other streams    below                                                  none: computation is in the order of its thread
+
+inferred     An event that could have started earlier, and starts within 5 us of the end of work on another stream,
+             depends on it. If the host queued no wait for another stream, or the work belongs to the other chunk, or
+             all queued waits have another input, it is not an input: such dependencies are ORDER, which a change may
+             remove.
+assumed      Inputs that were ready in time: of a transfer, the last computation launched before it (of its chunk); of a
+             computation after a queued wait, the last transfer that had ended (of its chunk).
 
 The assumed inputs are the latest that are possible. Gains are rather too small than too large.
 """
@@ -17,115 +22,94 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from .calls import CLOCK, WAKE_UP
 from .replay import ASSUMED, DATA, ORDER, SYNC, Edges, Floats, Graph, Ints, edges, ends, graph_of_nodes, merged
-from .view import COMM, View
+from .view import COMM, View, previous_of
 
 NEAR = 5.0
 """Microseconds after the end of its input in which an event starts."""
 LATE = 2.0
 """Microseconds that an event must be late before a reason is looked for."""
-CLOCK = 1.0
-"""Resolution of the clock, in microseconds."""
 _SHORT_CALL = 5.0  # what a call that waits takes without waiting
-_FULL_QUEUE = 900  # launches block when about 1,000 are queued
-_BLOCKED = 100.0
 _GAP = 1.0  # between two kernels of a stream
 
 Inputs = dict[int, int]
 """The event on another stream that an event needs."""
 
 
-class Nodes:
-    """Where events and calls are in the graph: its node for each, by their index in the view."""
-
-    def __init__(self, view: View, awaited: Ints):
-        calls = len(view.calls)
-        synced = np.flatnonzero(awaited >= 0)
-        time = np.concatenate([view.call_ends[synced], view.call_starts[:calls], view.start])
-        order = np.argsort(time, kind="stable")  # at the same time: ends of waits, calls, events
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        self.time = time[order]
-        self.call = place[len(synced) : len(synced) + calls]
-        self.call_end = self.call.copy()
-        """The node whose end is the end of the call."""
-        self.call_end[synced] = place[: len(synced)]
-        self.event = place[len(synced) + calls :]
-
-
-def graph_of(view: View) -> tuple[Graph, Nodes]:
-    """Return the graph of a GPU and the nodes of the view's events and calls."""
-    awaited = _awaited_events(view)
-    nodes = Nodes(view, awaited)
-    size = len(nodes.time)
-    is_device, duration, before_lag = np.zeros(size, bool), np.zeros(size), np.zeros(size)
-    before, launch = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
-    if view.calls:
-        _add_calls(view, nodes, awaited, duration, before, before_lag)
-    is_device[nodes.event], duration[nodes.event] = True, view.duration
-    before[nodes.event] = np.where(view.previous >= 0, nodes.event[view.previous], -1)
-    before_lag[nodes.event] = _GAP
+def graph_of(view: View) -> Graph:
+    """Return the graph of a device, with its nodes numbered as in the view."""
+    waiting = view.waiting_calls
+    start = np.concatenate([view.call_ends[waiting], view.call_starts, view.start])
+    calls = np.zeros(len(view.calls)) if view.is_cpu else view.call_ends - view.call_starts
+    calls[waiting] = np.minimum(calls[waiting], _SHORT_CALL)
+    duration = np.concatenate([np.zeros(len(waiting)), calls, view.duration])
+    before, launch = np.full(len(start), -1, np.int64), np.full(len(start), -1, np.int64)
+    lag = np.zeros(len(start))
+    before[view.event_nodes] = np.where(view.previous >= 0, view.event_nodes[view.previous], -1)
+    if view.is_cpu:
+        _add_threads(view, start, duration, before, lag)
+    else:
+        lag[view.event_nodes] = _GAP
+        _add_host(view, before, lag)
     launched = view.launch >= 0
-    launch[nodes.event[launched]] = nodes.call[view.launch[launched]]
-    waits = merged([waits_of_calls(view, nodes, awaited), _between_streams(view, nodes)])
-    return graph_of_nodes(is_device, nodes.time, duration, before, before_lag, launch, view.latency, waits), nodes
+    launch[view.event_nodes[launched]] = view.call_nodes[view.launch[launched]]
+    waits = _waits_of_calls(view) if view.is_cpu else merged([_waits_of_calls(view), _between_streams(view)])
+    is_device = np.arange(len(start)) >= view.first_event
+    return graph_of_nodes(is_device, start, duration, before, lag, launch, view.latency, waits)
 
 
-def _add_calls(
-    view: View, nodes: Nodes, awaited: Ints, duration: Floats, before: Ints, before_lag: Floats
-) -> None:  # fmt: skip
+def _add_threads(view: View, start: Floats, duration: Floats, before: Ints, lag: Floats) -> None:
+    """On a CPU, calls and computation follow the previous ones of their thread."""
+    threads: dict[str, int] = {}
+    of_call = [threads.setdefault(call.thread[1], len(threads)) for call in view.calls]
+    computing = np.flatnonzero(view.kind != COMM)
+    of_event = [threads.setdefault(view.events[event].stream, len(threads)) for event in computing.tolist()]
+    nodes = np.concatenate([np.arange(view.first_event), view.event_nodes[computing]])
+    thread = np.array([*(of_call[call] for call in view.waiting_calls.tolist()), *of_call, *of_event], np.int64)
+    in_order = np.argsort(start[nodes], kind="stable")
+    nodes = nodes[in_order]
+    previous = previous_of(thread[in_order])
+    before[nodes] = np.where(previous >= 0, nodes[previous], -1)
+    lag[nodes] = np.where(previous >= 0, start[nodes] - (start + duration)[nodes[previous]], 0.0)
+    lag[: len(view.waiting_calls)] = 0.0  # what remains of a wait is for its transfer
+
+
+def _add_host(view: View, before: Ints, lag: Floats) -> None:
     """A call follows the call that ended last before it, on any thread: autograd's thread runs while another waits."""
-    start, end = view.call_starts, view.call_ends
-    duration[nodes.call] = np.where(awaited >= 0, np.minimum(end - start, _SHORT_CALL), end - start)
-    synced = np.flatnonzero(awaited >= 0)
-    before[nodes.call_end[synced]] = nodes.call[synced]
+    start, end, waiting = view.call_starts, view.call_ends, view.waiting_calls
+    end_nodes = view.call_nodes
+    before[: len(waiting)] = view.call_nodes[waiting]
+    end_nodes[waiting] = np.arange(len(waiting))
     by_end = np.argsort(end, kind="stable")
     last = np.searchsorted(end[by_end], start, side="right") - 1
     last -= (last >= 0) & (by_end[last] == np.arange(len(start)))  # a call without duration
     found = np.where(last >= 0, by_end[last], -1)
-    before[nodes.call] = np.where(found >= 0, nodes.call_end[found], -1)
-    before_lag[nodes.call] = start - end[found]
+    before[view.call_nodes] = np.where(found >= 0, end_nodes[found], -1)
+    lag[view.call_nodes] = start - end[found]
 
 
-def _awaited_events(view: View) -> Ints:
-    """The event for which each call waited: what ended last before it returned; -1 for calls that did not wait.
-
-    Launches wait while the queue is full.
-    """
-    count = len(view.calls)
-    start, end, number = view.call_starts[:count], view.call_ends[:count], np.arange(count)
-    queued = np.searchsorted(np.sort(view.launch), number) - np.searchsorted(np.sort(view.start), start)
-    full = np.isin(number, view.launch) & (queued >= _FULL_QUEUE) & (end - start > _BLOCKED)
-    by_end = np.argsort(view.end, kind="stable")
-    awaited = np.full(count, -1, np.int64)
-    sync = np.array([call.sync for call in view.calls], bool)
-    for call in np.flatnonzero(full | sync).tolist():
-        first, last = np.searchsorted(view.end[by_end], [start[call] + CLOCK, end[call] + CLOCK], side="right")
-        launched = by_end[first:last][view.launch[by_end[first:last]] <= call]
-        awaited[call] = launched[-1] if len(launched) else -1
-    return awaited
+def _waits_of_calls(view: View) -> Edges:
+    """A thread of a CPU takes time to go on: what exceeds it is not a part of the wait."""
+    awaited = view.awaited[view.waiting_calls]
+    most = WAKE_UP if view.is_cpu else np.inf
+    lag = np.clip(view.call_ends[view.waiting_calls] - view.end[awaited], None, most)
+    return edges(ends(view.event_nodes[awaited]), np.arange(len(awaited)), lag, SYNC)
 
 
-def waits_of_calls(view: View, nodes: Nodes, awaited: Ints, most_us: float = np.inf) -> Edges:
-    """awaited: the event for which each call waited, or -1. most_us: what a wait takes at most once it has ended."""
-    synced = np.flatnonzero(awaited >= 0)
-    source, target = nodes.event[awaited[synced]], nodes.call_end[synced]
-    return edges(ends(source), target, np.clip(nodes.time[target] - view.end[awaited[synced]], None, most_us), SYNC)
-
-
-def _between_streams(view: View, nodes: Nodes) -> Edges:
+def _between_streams(view: View) -> Edges:
     inputs = _assumed(view)
     binding = dict(_binding(view, inputs))
     found = [(source, target, kind) for target, (source, kind) in binding.items()]
     found += [(source, target, ASSUMED) for target, source in inputs.items() if binding.get(target) != (source, DATA)]
     source, target, kind = np.array(found, np.int64).reshape(-1, 3).T
     lag = np.where(kind == ASSUMED, 0.0, view.start[target] - view.end[source])
-    return edges(ends(nodes.event[source]), nodes.event[target], lag, kind)
+    return edges(ends(view.event_nodes[source]), view.event_nodes[target], lag, kind)
 
 
-def same_chunk(view: View, one: int, other: int) -> bool:
+def _same_chunk(view: View, one: int, other: int) -> bool:
     """Whether two events may belong to the same chunk."""
-    return view.letters[one] == view.letters[other] or None in (view.letters[one], view.letters[other])
+    return view.chunks[one] == view.chunks[other] or None in (view.chunks[one], view.chunks[other])
 
 
 def _binding(view: View, inputs: Inputs) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -141,42 +125,43 @@ def _binding(view: View, inputs: Inputs) -> Iterator[tuple[int, tuple[int, int]]
             if view.stream[source] != view.stream[target] and source < target
         ]  # fmt: skip
         # the input if it is there, else work of the same chunk; of several, what ended last
-        ended.sort(key=lambda source: (source != known, not same_chunk(view, source, target)))
+        ended.sort(key=lambda source: (source != known, not _same_chunk(view, source, target)))
         if ended and view.end[ended[0]] > view.ready[target] + CLOCK:
             yield target, (ended[0], DATA if _is_input(view, ended[0], target, known) else ORDER)
 
 
 def _is_input(view: View, source: int, target: int, known: int) -> bool:
-    every_wait_has_one = known >= 0 and view.num_waits[target] == 1 and view.letters[target] is not None
-    may_need = view.may_wait[target] and same_chunk(view, source, target) and not every_wait_has_one
+    every_wait_has_one = known >= 0 and view.num_waits[target] == 1 and view.chunks[target] is not None
+    may_need = view.may_wait[target] and _same_chunk(view, source, target) and not every_wait_has_one
     return source == known or bool(may_need)
 
 
 def _assumed(view: View) -> Inputs:
+    """The inputs that were ready in time, as far as known."""
     found: Inputs = {}
     done: dict[tuple[bool, str | None], deque[int]] = defaultdict(lambda: deque(maxlen=16))
     order = np.argsort(view.launch, kind="stable")
     for target in order[view.launch[order] >= 0].tolist():
-        is_comm, letter = bool(view.kind[target] == COMM), view.letters[target]
-        source = _latest_input(view, target, done[not is_comm, letter])
+        is_comm, chunk = bool(view.kind[target] == COMM), view.chunks[target]
+        source = _latest_input(view, target, done[not is_comm, chunk])
         if source is not None:
             found[target] = source
-            if not is_comm and letter is not None:
-                done[True, letter].remove(source)  # the stream waits for it once
-        for known in {letter, None}:
+            if not is_comm and chunk is not None:
+                done[True, chunk].remove(source)  # the stream waits for it once
+        for known in {chunk, None}:
             done[is_comm, known].append(target)
     return found
 
 
 def _latest_input(view: View, target: int, launched: Sequence[int]) -> int | None:
     """Computation can need all transfers; transfers need activations of their chunk."""
-    is_comm, letter = view.kind[target] == COMM, view.letters[target]
-    if not view.may_wait[target] or (not is_comm and view.num_waits[target] < 0 and letter is None):
+    is_comm, chunk = view.kind[target] == COMM, view.chunks[target]
+    if not view.may_wait[target] or (not is_comm and view.num_waits[target] < 0 and chunk is None):
         return None
     ended = [
         source for source in launched
         if view.end[source] <= view.start[target] + CLOCK and view.stream[source] != view.stream[target]
-        and (not is_comm or letter is None or (same_chunk(view, source, target) and not view.is_wgrad[source]))
+        and (not is_comm or chunk is None or (_same_chunk(view, source, target) and not view.is_wgrad[source]))
     ]  # fmt: skip
     if is_comm or not ended:
         return ended[-1] if ended else None

@@ -1,16 +1,16 @@
-"""Find the causes of lost time on one or more devices, rank them by what their removal would save, say what is left.
+"""Find the causes of lost time on one or more devices, sort them by their gains, and report the unexplained rest.
 
-Each cause changes the graph of recorded dependencies; the gain is how much shorter the replayed window is. Two
-causes may claim the same time, so gains do not add up. A cause explains the entries of the account in which it costs
-time; all causes together also explain what is gone in a replay without them. The rest is unexplained.
+The removal of a cause changes the graph of recorded dependencies; the gain is how much shorter the replayed window is.
+Two causes may claim the same time, so gains do not add up. A cause explains the entries of the account in which it
+costs time. All causes together also explain gaps that disappear in a replay without them. The rest is unexplained.
 
 All ranks run one program, so a cause is removed on all ranks that have it. Then the ranks are replayed together: a rank
 that gets faster still waits for the others. If these waits are what is removed, or if they form a cycle, each rank is
 replayed alone.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from graphlib import CycleError
 from typing import NamedTuple
@@ -19,15 +19,14 @@ import numpy as np
 
 from ..account import COMPUTATION, LOST, SLOWED, Entry, Total, relabeled, spans_of, totals
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
-from ..ranks import Comparison
+from ..ranks import RankComparison
 from ..trace import DeviceEvent, Trace
-from .case import Case, Finding
-from .causes import exposed, host, order, transfers
-from .causes.transfers import Slowdown, beside_us, slowdown_of
+from .causes import launching, order, transfers
 from .dependencies import graph_of
-from .ranks import JointGraph, Met, join, largest, meetings_of
-from .replay import Floats, Graph, Times, replay, shorter
-from .threads import case_of_threads
+from .device import Device, FoundCause
+from .joint import JointGraph, join, shared_collectives
+from .replay import Graph, NodeTimes, replay, shorter
+from .slowdown import beside_us, cause_of, slowdowns_of
 from .verdict import Verdict
 from .view import COMPUTE, view_of
 
@@ -38,32 +37,30 @@ ROUNDS = 10
 SETTLED = 0.003
 """Times are stable if all durations together change by less than this share of the window."""
 
-Cause = tuple[str, int]
-"""The kind of a verdict, and its number among those of its kind on one device."""
-Causes = dict[Cause, Finding]
-WAITS_FOR_RANKS: Cause = "imbalance", 0
+Causes = dict[str, FoundCause]
+"""The causes on one device, by their keys in CAUSES."""
 
 
 class Examined(NamedTuple):
     """A device, and the causes that its own trace shows without those of other ranks."""
 
     name: str
-    case: Case
-    host: list[Finding]
-    others: list[Finding]
+    device: Device
+    of_host: list[FoundCause]
+    others: list[FoundCause]
 
 
 def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], name: str = "") -> Examined | None:
     """Look at one device. Returns None if its window is empty. name: the name of its rank in other ranks' verdicts."""
     view = view_of(trace, device, kind_of)
-    case = case_of_threads(view, trace) if view.is_cpu else Case(view, *graph_of(view))
-    if not case.window_us > 0:
+    if not view.window_us > 0:
         return None
-    return Examined(name, case, host.find(case, trace), [*order.find(case), *exposed.find(case)])
+    one = Device(view, graph_of(view))
+    return Examined(name, one, launching.find(one, trace), [*order.find(one), *transfers.find_on_path(one)])
 
 
 class Diagnosis(NamedTuple):
-    """What is said about one device."""
+    """The result for one device."""
 
     verdicts: tuple[Verdict, ...]
     account: tuple[Entry, ...]
@@ -73,172 +70,159 @@ class Diagnosis(NamedTuple):
 
 
 def conclude(
-    examined: Sequence[Examined | None], accounts: Sequence[Sequence[Entry]], comparison: Comparison
+    examined: Sequence[Examined | None], accounts: Sequence[Sequence[Entry]], comparison: RankComparison
 ) -> list[Diagnosis]:  # fmt: skip
     """Return the verdicts on each device; an entry of None has none.
 
     accounts: of each device. comparison: of all devices.
     """
-    known = [one for one in examined if one is not None]
-    names = {number: one.name for number, one in enumerate(known)}
-    shifts = [shift or 0.0 for one, shift in zip(examined, comparison.shifts_us, strict=True) if one is not None]
-    met = meetings_of([one.case for one in known], comparison.meetings)
-    joined = [*join([one.case for one in known], met)]
-    cases = [case for case, _ in joined]
-    slowdowns, found = slowdowns_of(cases, met), list[Causes]()
-    for one, (case, last), own in zip(known, joined, slowdowns, strict=True):
-        slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(case.view.events)))
-        of_transfers = transfers.find(case, names, last, slowed_us)
-        slowed = [transfers.of_slowdown(case, slowdown) for slowdown in own]
-        found.append(_numbered([*one.host, *one.others, *of_transfers, *slowed]))
-    repairs = Repairs(cases, met, slowdowns, found, shifts)
-    kept, mended = list[list[Cause]](), list[Times]()
-    for rank, (one, case) in enumerate(zip(known, cases, strict=True)):
-        causes = _kept(one, repairs, rank)
-        times = repairs.times(causes)[rank]
-        rest = _numbered(exposed.find_nothing_else(case, times, LEAST_SHARE * case.window_us))
-        found[rank] |= rest
-        kept.append([*causes, *rest])
-        mended.append(times)
-    ranks = iter(range(len(known)))
-    return [
-        Diagnosis((), tuple(entries), tuple(_lost(entries, EMPTY)))
-        if one is None else _diagnosis(repairs, rank := next(ranks), kept[rank], mended[rank], entries)
-        for one, entries in zip(examined, accounts, strict=True)
-    ]  # fmt: skip
-
-
-def _numbered(findings: Sequence[Finding]) -> Causes:
-    """The findings of one device by cause."""
-    count = Counter[str]()
-    found: Causes = {}
-    for finding in findings:
-        kind = finding.verdict.kind
-        found[kind, count[kind]] = finding
-        count[kind] += 1
+    known = [position for position, one in enumerate(examined) if one is not None]
+    ranks = Ranks([one for one in examined if one is not None], comparison, [comparison.shifts_us[i] for i in known])
+    causes = [ranks.costly(rank) for rank in range(len(known))]
+    repaired = [ranks.times(own)[rank] for rank, own in enumerate(causes)]
+    for rank, times in enumerate(repaired):
+        least_us = LEAST_SHARE * ranks.devices[rank].window_us
+        rest = _by_key(transfers.find_nothing_else(ranks.devices[rank], times, least_us))
+        ranks.found[rank] |= rest
+        causes[rank] += rest
+    found = [Diagnosis((), tuple(entries), tuple(_lost(entries, EMPTY))) for entries in accounts]
+    for rank, position in enumerate(known):
+        found[position] = _diagnosis(ranks, rank, causes[rank], repaired[rank], accounts[position])
     return found
 
 
-def _kept(one: Examined, repairs: "Repairs", rank: int) -> list[Cause]:
-    """The causes on one rank that cost enough.
-
-    One cause may follow from another. Late launches of the host count only if they would also be late without the calls
-    that wait for the device. A late launch of a transfer counts only if the transfer would also be late without all
-    causes of the host and without shared queues.
-    """
-    least, found = LEAST_SHARE * repairs.cases[rank].window_us, repairs.found[rank]
-    of_host = [*found][: len(one.host)]
-    kept: list[Cause] = []
-    for cause, finding in found.items():
-        before: list[Cause] = []
-        if cause in of_host:
-            before = of_host[: of_host.index(cause)]
-        elif cause[0] == "late-launch":
-            before = [other for other in kept if other in of_host or other[0] == "few-queues"]
-        gain = repairs.gain_of(rank, [cause]) if finding.change else finding.verdict.cost_us
-        if gain >= least and not (
-            before
-            and repairs.gain_of(rank, [*before, cause]) - repairs.gain_of(rank, before) < least
-            and finding.change
-        ):
-            kept.append(cause)
-    return kept
+def _by_key(causes: Iterable[FoundCause]) -> Causes:
+    return {cause.key: cause for cause in causes}
 
 
 def _diagnosis(
-    repairs: "Repairs", rank: int, kept: Sequence[Cause], mended: Times, entries: Sequence[Entry]
+    ranks: "Ranks", rank: int, causes: Sequence[str], repaired: NodeTimes, entries: Sequence[Entry]
 ) -> Diagnosis:  # fmt: skip
-    case, found = repairs.cases[rank], repairs.found[rank]
-    slowed = [finding.spans for (kind, _), finding in found.items() if kind == "starved-computation"]
-    spans = union(np.concatenate([EMPTY, *slowed])) + case.view.origin
+    """causes: those that cost enough. repaired: the times without them. entries: the account."""
+    device, found = ranks.devices[rank], ranks.found[rank]
+    origin, window = device.view.origin, device.window_us
+    slowed = [cause.spans for cause in found.values() if cause.verdict.kind == "starved-computation"]
+    spans = union(np.concatenate([EMPTY, *slowed])) + origin
     entries = relabeled(entries, [Entry(start, end, SLOWED) for start, end in spans.tolist()], [COMPUTATION])
-    lost, every = (spans_of(entries, *kinds) - case.view.origin for kinds in (LOST, LOST[1:]))
+    lost, lost_without_slowed = (spans_of(entries, *kinds) - origin for kinds in (LOST, LOST[1:]))
     verdicts = []
-    for cause in kept:
+    for cause in causes:
         verdict, change = found[cause].verdict, found[cause].change
-        of = lost if verdict.kind == "starved-computation" else every
-        share = union_length(intersection(of, found[cause].spans)) / case.window_us
-        gain = repairs.gain_of(rank, [cause]) if change else None
-        fraction = None if gain is None else gain / case.window_us
+        explains = lost if verdict.kind == "starved-computation" else lost_without_slowed
+        share = union_length(intersection(explains, found[cause].spans)) / window
+        gain = ranks.gain_of(rank, [cause]) if change else None
+        fraction = None if gain is None else gain / window
         verdicts.append(replace(verdict, share=share, gain_us=gain, gain_fraction=fraction))
     verdicts.sort(key=lambda verdict: -(verdict.gain_us or 0.0))
-    explained = union(np.concatenate([_mended_gaps(case, mended), *(found[cause].spans for cause in kept)]))
-    return Diagnosis(tuple(verdicts), tuple(entries), tuple(_lost(entries, explained + case.view.origin)))
+    explained = union(np.concatenate([_repaired_gaps(device, repaired), *(found[cause].spans for cause in causes)]))
+    return Diagnosis(tuple(verdicts), tuple(entries), tuple(_lost(entries, explained + origin)))
 
 
 def _lost(entries: Sequence[Entry], explained: Intervals) -> list[Total]:
-    """What is lost outside of the `explained` time, largest first."""
+    """The lost time outside of the `explained` spans, largest first."""
     spans = [Entry(start, end, COMPUTATION) for start, end in explained.tolist()]
     return [total for total in totals(relabeled(entries, spans, LOST)) if total.kind in LOST]
 
 
-def _mended_gaps(case: Case, mended: Times) -> Intervals:
+def _repaired_gaps(device: Device, repaired: NodeTimes) -> Intervals:
     """The gaps without computation that are at most half as long in a replay without all causes."""
-    events = np.flatnonzero(case.view.kind == COMPUTE)
-    start, end = mended.start[case.nodes.event[events]], mended.end[case.nodes.event[events]]
-    recorded = np.maximum.accumulate(case.view.end[events])
+    view, events = device.view, np.flatnonzero(device.view.kind == COMPUTE)
+    start, end = repaired.start[view.event_nodes[events]], repaired.end[view.event_nodes[events]]
+    recorded = np.maximum.accumulate(view.end[events])
     order = np.argsort(start, kind="stable")
     reached = np.empty(len(events))
     reached[order[1:]] = np.maximum.accumulate(end[order])[:-1]
     reached[order[:1]] = start[order[:1]]
-    gaps = np.stack([recorded[:-1], case.view.start[events][1:]], axis=1)
-    shorter = (start - reached)[1:] <= 0.5 * (gaps[:, 1] - gaps[:, 0])
-    return union(gaps[shorter])
+    gaps = np.stack([recorded[:-1], view.start[events][1:]], axis=1)
+    return union(gaps[(start - reached)[1:] <= 0.5 * (gaps[:, 1] - gaps[:, 0])])
 
 
-class Repairs:
-    """How long the window of each rank would be without some of the causes."""
+class Ranks:
+    """All ranks with their causes, and how long the window of each would be without some of the causes."""
 
-    def __init__(
-        self, cases: Sequence[Case], meetings: Sequence[Met], slowdowns: Sequence[Sequence[Slowdown]],
-        found: Sequence[Causes], shifts: Sequence[float],
-    ):  # fmt: skip
-        """slowdowns, found, shifts (of clocks): one for each case."""
-        self.cases, self.meetings, self.slowdowns, self.found = cases, meetings, slowdowns, found
-        self.windows: dict[frozenset[Cause], list[float]] = {}
+    def __init__(self, examined: Sequence[Examined], comparison: RankComparison, shifts: Sequence[float | None]):
+        """shifts: of the clock of each rank; None: unknown."""
+        recorded = [one.device for one in examined]
+        self.shared = shared_collectives(recorded, comparison.meetings)
+        joined = join(recorded, self.shared)
+        self.devices = [device for device, _ in joined]
+        self.slowdowns = slowdowns_of(self.devices, self.shared)
+        self.of_host = [[cause.key for cause in one.of_host] for one in examined]
+        names = {number: one.name for number, one in enumerate(examined)}
+        self.found = list[Causes]()
+        for one, (device, last), own in zip(examined, joined, self.slowdowns, strict=True):
+            slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(device.view.events)))
+            of_transfers = transfers.find(device, names, last, slowed_us)
+            slowed = [cause_of(device, slowdown) for slowdown in own]
+            self.found.append(_by_key([*one.of_host, *one.others, *of_transfers, *slowed]))
+        self.windows: dict[frozenset[str], list[float]] = {}
         try:
-            self.joint = JointGraph(cases, meetings, shifts) if meetings else None
+            shifts_us = [shift or 0.0 for shift in shifts]
+            self.joint = JointGraph(self.devices, self.shared, shifts_us) if len(self.shared.rank) else None
         except CycleError:
             self.joint = None
 
-    def gain_of(self, rank: int, causes: Collection[Cause]) -> float:
+    def costly(self, rank: int) -> list[str]:
+        """The causes on one rank that cost enough.
+
+        One cause may follow from another. Late launches of the host count only if they would also be late without the
+        calls that wait for the device. A late launch of a transfer counts only if the transfer would also be late
+        without all causes of the host and without shared queues.
+        """
+        least, of_host = LEAST_SHARE * self.devices[rank].window_us, self.of_host[rank]
+        costly: list[str] = []
+        for cause, found in self.found[rank].items():
+            before: list[str] = []
+            if cause in of_host:
+                before = of_host[: of_host.index(cause)]
+            elif cause == "late-launch":
+                before = [other for other in costly if other in of_host or other == "few-queues"]
+            gain = self.gain_of(rank, [cause]) if found.change else found.verdict.cost_us
+            if gain >= least and before and found.change:
+                gain = self.gain_of(rank, [*before, cause]) - self.gain_of(rank, before)
+            if gain >= least:
+                costly.append(cause)
+        return costly
+
+    def gain_of(self, rank: int, causes: Collection[str]) -> float:
         """By how much the window of a rank gets shorter without these causes."""
         chosen = frozenset(causes)
         if chosen not in self.windows:
             self.windows[chosen] = [times.window_us for times in self.times(chosen)]
-        return self.cases[rank].graph.recorded.window_us - self.windows[chosen][rank]
+        return self.devices[rank].graph.recorded.window_us - self.windows[chosen][rank]
 
-    def times(self, causes: Collection[Cause]) -> list[Times]:
+    def times(self, causes: Collection[str]) -> list[NodeTimes]:
         """When everything on all ranks happens without these causes."""
-        if self.joint is not None and WAITS_FOR_RANKS not in causes:
-            try:
-                return self._settled(causes, self.meetings, self.joint.replay)
-            except CycleError:
-                pass
-        return self._settled(causes, (), lambda graphs: [replay(graph) for graph in graphs])
+        kinds = {cause.partition("/")[0] for cause in causes}
+        if self.joint is not None and "imbalance" not in kinds:
+            with suppress(CycleError):
+                return self._settled(causes, kinds, self.joint)
+        return self._settled(causes, kinds, None)
 
-    def _settled(
-        self, causes: Collection[Cause], meetings: Sequence[Met], replayed: Callable[[Sequence[Graph]], list[Times]]
-    ) -> list[Times]:  # fmt: skip
+    def _settled(self, causes: Collection[str], kinds: set[str], joint: JointGraph | None) -> list[NodeTimes]:
         """Replay several times. Each replay applies the slowdowns that follow from the times of the previous one.
 
-        Only half of each difference is applied, so that durations and times do not oscillate.
+        Only half of each difference is applied, so that durations and times do not oscillate. joint: None to replay
+        each rank alone.
         """
-        left = [[one for one in own if (one.kind, 0) not in causes] for own in self.slowdowns]
-        changed = [self._changed(rank, causes) for rank in range(len(self.cases))]
+
+        def replayed(graphs: Sequence[Graph]) -> list[NodeTimes]:
+            return joint.replay(graphs) if joint else [replay(graph) for graph in graphs]
+
+        left = [[one for one in own if one.cause not in kinds] for own in self.slowdowns]
+        changed = [self._changed(rank, causes) for rank in range(len(self.devices))]
         graphs, times = changed, replayed(changed)
         for _ in range(ROUNDS if causes and any(left) else 0):
             moving = [
-                np.maximum(graph.duration[case.nodes.event] - (WAITS_FOR_RANKS not in causes) * case.waited_us, 0.0)
-                for case, graph in zip(self.cases, graphs, strict=True)
+                np.maximum(graph.duration[device.view.event_nodes] - ("imbalance" not in kinds) * device.waited_us, 0.0)
+                for device, graph in zip(self.devices, graphs, strict=True)
             ]
-            beside = {is_comm: _beside(self.cases, is_comm, times, moving, meetings) for is_comm in (True, False)}
+            beside = beside_us(self.devices, times, moving, self.shared if joint else None)
             slowed = []
-            for i, case in enumerate(self.cases):
+            for i, device in enumerate(self.devices):
                 less = [one.k * (one.beside_us - beside[one.is_comm][i]) for one in left[i]]
-                slowed.append(
-                    shorter(case.nodes.event, np.sum([np.zeros(len(case.view.events)), *less], axis=0))(changed[i])
-                )
+                less_us = np.sum([np.zeros(len(device.view.events)), *less], axis=0)
+                slowed.append(shorter(changed[i], device.view.event_nodes, less_us))
             off = [np.abs(one.duration - other.duration).sum() for one, other in zip(graphs, slowed, strict=True)]
             if all(us <= SETTLED * when.window_us for us, when in zip(off, times, strict=True)):
                 break
@@ -249,25 +233,10 @@ class Repairs:
             times = replayed(graphs)
         return times
 
-    def _changed(self, rank: int, causes: Collection[Cause]) -> Graph:
-        graph = self.cases[rank].graph
-        for cause, finding in self.found[rank].items():
-            if cause in causes and finding.change is not None:
-                graph = finding.change(graph)
+    def _changed(self, rank: int, causes: Collection[str]) -> Graph:
+        """The graph of one rank without these causes."""
+        graph = self.devices[rank].graph
+        for cause, found in self.found[rank].items():
+            if cause in causes and found.change is not None:
+                graph = found.change(graph)
         return graph
-
-
-def slowdowns_of(cases: Sequence[Case], meetings: Sequence[Met]) -> list[list[Slowdown]]:
-    """How much transfers and computation slow each other down on each rank."""
-    recorded, own = [case.graph.recorded for case in cases], [case.own_us for case in cases]
-    beside = {is_comm: _beside(cases, is_comm, recorded, own, meetings) for is_comm in (True, False)}
-    found = [[slowdown_of(case, is_comm, beside[is_comm][i]) for is_comm in beside] for i, case in enumerate(cases)]
-    return [[one for one in own if one is not None] for own in found]
-
-
-def _beside(
-    cases: Sequence[Case], is_comm: bool, times: Sequence[Times], moving: Sequence[Floats], meetings: Sequence[Met]
-) -> list[Floats]:  # fmt: skip
-    """For how long each event runs beside the other kind. For a collective: on the rank where this is longest."""
-    own = [beside_us(case, is_comm, when, us) for case, when, us in zip(cases, times, moving, strict=True)]
-    return largest(own, meetings) if is_comm else own

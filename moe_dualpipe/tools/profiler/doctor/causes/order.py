@@ -8,57 +8,58 @@ late-launch     Otherwise. The transfer was put behind computation that it does 
 early-wait      Computation waits for a transfer of the other chunk.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from ..case import Case, Finding
 from ..dependencies import LATE, NEAR
-from ..replay import ASSUMED, DATA, ORDER, Change, Floats, Graph, Ints, Mask, edges, ends, merged, rewired, without
+from ..device import Device, FoundCause
+from ..replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, without
 from ..view import COMPUTE
 
 LEAST = 3
 """Minimum number of occurrences of a pattern."""
 
 
-def find(case: Case) -> list[Finding]:
+def find(device: Device) -> list[FoundCause]:
     """Find transfers, and computation beside transfers, that wait for unrelated work."""
-    waits = np.flatnonzero(case.graph.edges.kind == ORDER)
-    source, target = (case.event_of[nodes[waits]] for nodes in (case.graph.edges.source_node, case.graph.edges.target))
-    of_transfers = case.is_comm[source] | case.is_comm[target]
-    waits, source, target = waits[of_transfers], source[of_transfers], target[of_transfers]
-    shared = _share_queues(case, source, target)
-    late, early = ~shared & case.is_comm[target], ~shared & ~case.is_comm[target]
+    waits, first = device.graph.edges, device.view.first_event
+    rows = np.flatnonzero(waits.kind == ORDER)
+    source, target = waits.source_node[rows] - first, waits.target[rows] - first
+    of_transfers = device.is_comm[source] | device.is_comm[target]
+    rows, source, target = rows[of_transfers], source[of_transfers], target[of_transfers]
+    shared = _share_queues(device, source, target)
+    late, early = ~shared & device.is_comm[target], ~shared & ~device.is_comm[target]
     return [
-        *_few_queues(case, target[shared], waits[shared]), *_late(case, target[late], waits[late]),
-        *_early(case, source[early], target[early], waits[early]),
+        *_few_queues(device, target[shared], rows[shared]), *_late(device, target[late], rows[late]),
+        *_early(device, source[early], target[early], rows[early]),
     ]  # fmt: skip
 
 
-def _delays(case: Case, events: Ints) -> Floats:
+def _delays(device: Device, events: Ints) -> Floats:
     """How long each event waited after it was launched, its stream was free, and its input was ready."""
-    waits, ready = case.graph.edges.keep(case.graph.edges.kind == ASSUMED), np.zeros(len(case.graph.start))
-    np.maximum.at(ready, waits.target, case.graph.recorded.end[waits.source_node])
-    return case.view.start[events] - np.maximum(case.view.ready, ready[case.nodes.event])[events]
+    inputs, ready = device.graph.edges.keep(device.graph.edges.kind == ASSUMED), np.zeros(len(device.graph.start))
+    np.maximum.at(ready, inputs.target, device.graph.recorded.end[inputs.source_node])
+    return (device.view.start - np.maximum(device.view.ready, ready[device.view.first_event :]))[events]
 
 
-def _share_queues(case: Case, source: Ints, target: Ints) -> Mask:
+def _share_queues(device: Device, source: Ints, target: Ints) -> Mask:
     """Whether the streams of each pair of events may share a hardware queue."""
-    view = case.view
+    view = device.view
     shared = np.zeros(len(source), bool)
     if view.queues is not None and view.queues >= len(np.unique(view.stream)):
         return shared
     pairs = np.sort(np.stack([view.stream[source], view.stream[target]], axis=1), axis=1)
     for pair in np.unique(pairs, axis=0):
         same = (pairs == pair).all(axis=1)
-        shared |= same & (case.is_comm[source[same]].any() and _in_launch_order(case, *pair))
+        shared |= same & (device.is_comm[source[same]].any() and _in_launch_order(device, *pair))
     return shared
 
 
-def _in_launch_order(case: Case, one: int, other: int) -> bool:
+def _in_launch_order(device: Device, one: int, other: int) -> bool:
     """Whether no event of one stream started before an event that had been launched earlier on the other stream."""
-    view = case.view
+    view = device.view
     events = np.flatnonzero(np.isin(view.stream, (one, other)) & (view.launch >= 0))
     events = events[np.argsort(view.launch[events], kind="stable")]
     starts, is_one = view.start[events], view.stream[events] == one
@@ -69,113 +70,86 @@ def _in_launch_order(case: Case, one: int, other: int) -> bool:
     return True
 
 
-def _few_queues(case: Case, events: Ints, waits: Ints) -> list[Finding]:
+def _few_queues(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
     if len(events) < LEAST:
         return []
-    view, delays = case.view, _delays(case, events)
+    view, delays = device.view, _delays(device, events)
     setting = "" if view.queues is None else f" CUDA_DEVICE_MAX_CONNECTIONS is {view.queues}."
-    evidence = (
-        f"{len(events):,} kernels were ready, but waited until unrelated work on another stream ended: "
-        f"{delays.sum():,.0f} us in total.",
-        f"They had been launched, their streams were free, and their input was ready. All work of these streams "
-        f"started in the order in which it was launched.{setting}",
-    )
-    start, end = view.start[events] - delays, np.where(case.is_comm, view.end, view.start)[events]
-    return [case.finding("few-queues", events, start, end, evidence, without(waits), costs=delays)]
+    start, end = view.start[events] - delays, np.where(device.is_comm, view.end, view.start)[events]
+    change = partial(without, rows=rows)
+    return device.found("few-queues", events, start, end, change, costs=delays, setting=setting)
 
 
-def _late(case: Case, events: Ints, waits: Ints) -> list[Finding]:
-    """Transfers that were put behind unrelated work."""
-    view, source_of = case.view, _inputs(case, ASSUMED)
-    behind = _behind_later(case, source_of)
-    moved = {event: source_of[event] for event in events.tolist() if event in source_of and view.launch[event] >= 0}
-    moved |= {event: source_of[event] for event in behind}
+def _late(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
+    """Transfers behind unrelated work. Without the cause, they are launched directly after their inputs."""
+    view, input_of = device.view, _inputs(device, ASSUMED)
+    behind = _behind_later(device, input_of)
     every = np.concatenate([events, np.array([*behind], np.int64)])
     if not len(every):
         return []
-    drop, earlier = without(waits), _launched_with(case, moved)
-    waited = np.concatenate([_delays(case, events), np.array([*behind.values()])])
-    worst = int(np.argmax(waited))
-    evidence = (
-        f"The input of {len(every):,} transfers was ready, but they started later: {waited.sum():,.0f} us in "
-        f"total, {waited[worst]:,.0f} us at most ({case.place(every[worst])}).",
-        "Until then, work ran that was launched earlier and that they do not need."
-        + case.launched_behind(every[worst]),
-    )
-    start, end = view.start[every], view.end[every]
-    return [
-        case.finding(
-            "late-launch", every, start - waited, end, evidence, lambda graph: earlier(drop(graph)), costs=waited
-        )
-    ]
+    moved = every[(input_of[every] >= 0) & (view.launch[every] >= 0)]
+    waited = np.concatenate([_delays(device, events), np.array([*behind.values()])])
+    worst, end = every[np.argmax(waited)], view.end[every]
+    return device.found(
+        "late-launch", every, view.start[every] - waited, end,
+        partial(_launched_with, device=device, rows=rows, events=moved, inputs=input_of[moved]), costs=waited,
+        place=device.place(worst), behind=device.launched_behind(worst),
+    )  # fmt: skip
 
 
-def _early(case: Case, source: Ints, target: Ints, waits: Ints) -> list[Finding]:
-    """Computation that waits for transfers of the other chunk. Without the cause, their own chunk waits for them."""
-    if not len(target):
-        return []
-    view, delays = case.view, _delays(case, target)
-    needing = np.array([
-        next((e for e in range(at, len(view.kind)) if view.kind[e] == COMPUTE and view.letters[e] == letter), -1)
-        for letter, at in zip([view.letters[transfer] for transfer in source], target.tolist(), strict=True)
-    ])  # fmt: skip
-    evidence = (
-        f"{len(target):,} times, computation waited for a transfer of the other micro-batch: {delays.sum():,.0f} us in "
-        f"total, {delays.max():,.0f} us at most.",
-    )
-    drop, nodes = without(waits), case.nodes.event
-    known = needing >= 0
-    needed = edges(ends(nodes[source[known]]), nodes[needing[known]], 0.0, DATA)
-
-    def change(graph: Graph) -> Graph:
-        graph = drop(graph)
-        return replace(graph, edges=merged([graph.edges, needed]))
-
-    start = view.start[target]
-    return [case.finding("early-wait", target, start - delays, start, evidence, change, costs=delays)]
+def _inputs(device: Device, *kinds: int) -> Ints:
+    """The last known input of each event; -1 if unknown."""
+    known, first = device.graph.edges.keep(np.isin(device.graph.edges.kind, kinds)), device.view.first_event
+    found = np.full(len(device.view.events), -1, np.int64)
+    found[known.target - first] = known.source_node - first
+    return found
 
 
-def _inputs(case: Case, *kinds: int) -> dict[int, int]:
-    """The last known input of each event."""
-    waits = case.graph.edges.keep(np.isin(case.graph.edges.kind, kinds))
-    return dict(zip(case.event_of[waits.target].tolist(), case.event_of[waits.source_node].tolist(), strict=True))
-
-
-def _behind_later(case: Case, source_of: Mapping[int, int]) -> dict[int, float]:
+def _behind_later(device: Device, input_of: Ints) -> dict[int, float]:
     """Transfers that wait on their stream for an earlier transfer, whose input was launched after their own input.
 
     Returns how much later these transfers start than if they had gone first.
     """
-    view, all_of = case.view, _inputs(case, ASSUMED, DATA)
+    view, before_of, every_input = device.view, device.view.previous, _inputs(device, ASSUMED, DATA)
     found: dict[int, float] = {}
-    for event, source in source_of.items():
-        before = int(view.previous[event])
-        if not case.is_comm[event] or view.letters[event] is None or before not in all_of:
+    for event in np.flatnonzero(device.is_comm & (input_of >= 0) & (every_input[before_of] >= 0)).tolist():
+        own, before = input_of[event], int(before_of[event])
+        if before < 0 or view.chunks[event] is None or view.launch[every_input[before]] <= view.launch[own]:
             continue
-        if view.launch[all_of[before]] <= view.launch[source] or view.start[event] > view.end[before] + NEAR:
+        if view.start[event] > view.end[before] + NEAR:
             continue
-        while before >= 0 and view.launch[before] > view.launch[source]:
-            before = int(view.previous[before])
-        since = max(view.end[source], view.end[before] if before >= 0 else 0.0)
+        while before >= 0 and view.launch[before] > view.launch[own]:
+            before = int(before_of[before])
+        since = float(max(view.end[own], view.end[before] if before >= 0 else 0.0))
         if view.start[event] > since + LATE:
-            found[event] = view.start[event] - since
+            found[event] = float(view.start[event]) - since
     return found
 
 
-def _launched_with(case: Case, moved: Mapping[int, int]) -> Change:
-    """A change that launches events directly after their inputs, and moves them in their stream accordingly."""
-    view, nodes = case.view, case.nodes.event
-    events, inputs = (np.array([*column], np.int64) for column in (moved.keys(), moved.values()))
-    place, before = view.launch.astype(np.float64), view.previous.copy()
-    place[events] = view.launch[inputs] + 0.5
-    for stream in np.unique(view.stream[events]):
-        ordered = np.flatnonzero(view.stream == stream)
-        if (view.launch[ordered] >= 0).all():
-            ordered = ordered[np.argsort(place[ordered], kind="stable")]
-            before[ordered] = np.concatenate([[-1], ordered[:-1]])
-    launches = len(case.graph.start) + nodes
-    launched = rewired(launches[events], case.graph.edges.source[launches[inputs]])
-    following = np.where(before >= 0, ends(nodes[before]), -1)
-    other = np.flatnonzero(before != view.previous)
-    in_order = rewired(nodes[other], following[other])
-    return lambda graph: in_order(launched(graph))
+def _launched_with(graph: Graph, device: Device, rows: Ints, events: Ints, inputs: Ints) -> Graph:
+    """Drop edges, and launch events directly after their inputs: before other events that are launched later."""
+    view, nodes = device.view, device.view.event_nodes
+    launch = len(graph.start) + nodes
+    source, later = graph.edges.source.copy(), view.launch[view.previous[events]] > view.launch[inputs]
+    source[launch[events]] = source[launch[inputs]]
+    graph = replace(graph, edges=graph.edges._replace(source=source))
+    return without(graph, np.concatenate([rows, nodes[events[later]]]))
+
+
+def _early(device: Device, source: Ints, target: Ints, rows: Ints) -> list[FoundCause]:
+    """Computation that waits for transfers of the other chunk. Without the cause, their own chunk waits for them."""
+    view, start, delays = device.view, device.view.start[target], _delays(device, target)
+    needing = np.array([
+        next((e for e in range(at, len(view.kind)) if view.kind[e] == COMPUTE and view.chunks[e] == chunk), -1)
+        for chunk, at in zip([view.chunks[transfer] for transfer in source], target.tolist(), strict=True)
+    ], np.int64)  # fmt: skip
+    known = needing >= 0
+    needed = edges(ends(view.event_nodes[source[known]]), view.event_nodes[needing[known]], 0.0, DATA)
+    change = partial(_with_needed, rows=rows, needed=needed)
+    return device.found("early-wait", target, start - delays, start, change, costs=delays)
+
+
+def _with_needed(graph: Graph, rows: Ints, needed: Edges) -> Graph:
+    """Drop edges and add those that are needed."""
+    graph = without(graph, rows)
+    return replace(graph, edges=merged([graph.edges, needed]))

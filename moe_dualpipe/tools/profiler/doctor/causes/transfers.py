@@ -1,4 +1,5 @@
-"""Transfers and kernels that take longer than others alike, and small transfers that take as long as their latency.
+"""Transfers and copies: those that nothing is computed beside, that wait for other ranks, that take longer than others
+alike, and small ones that take as long as their latency.
 
 A collective ends on all ranks together, after the last one has joined. With the traces of several ranks, the shortest
 duration is that of the last rank, and what others take longer is waiting (imbalance). Differences that remain are due
@@ -6,19 +7,23 @@ to the link (slow transfers). With the trace of one rank, the two cannot be told
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from .....messages import plural
-from ...categories import COPY_ENGINE, category_of
-from ...intervals import length_before, union
-from ..case import Case, Finding
-from ..ranks import Joined
-from ..replay import Floats, Graph, Times, shorter
-from ..view import COMPUTE
+from ...account import copy_name
+from ...categories import category_of_kernel
+from ...communication import kind_of_collective
+from ...intervals import Intervals, as_intervals, intersection, length_before, union, union_length
+from ..calls import CLOCK
+from ..device import Device, FoundCause
+from ..joint import Joined
+from ..replay import DATA, Floats, Graph, Ints, NodeTimes, shorter, without
+from ..view import COMM, COMPUTE, COPY
 
 LEAST = 4
 """Minimum number of transfers of one kind and size, to compare them."""
@@ -28,228 +33,215 @@ OFTEN = 0.02
 """Waits below this share of the transfers' time are ordinary."""
 MOVES = 0.75
 """If no rank is waited for during this share of the waits, the late rank changes."""
-SOON = 50.0
-"""Microseconds between small transfers, at most, that could be one."""
+SOON_AFTER_SMALL, SOON = 50.0, 30.0
+"""Microseconds, at most, between small transfers that could be one; and from the end of a transfer to the start of a
+computation that waited for it."""
 LEAST_RATE = 5e3
 """Elements per microsecond of a link, at least: what small transfers would take together."""
-SHORTEST = 10.0
-"""Microseconds. The duration of shorter events is not exact enough to compare it."""
-SPREAD, SPREAD_JOINED = 0.3, 0.1
-"""Minimum difference between the shares of a kernel's events that run beside the other kind; and of transfers whose
-waits for other ranks are known and left out."""
-SLOWER = 1.1
-"""Smaller ratios are ordinary variation."""
-CERTAIN = 5.0
-"""The slowdown must be at least this many times its standard error."""
 SMALL_ELEMENTS, SMALL_US = 1 << 17, 100.0
 """A transfer is small if it has at most so many elements, as far as known, and takes at most so long."""
+_BUCKETS = 0.5
+"""If a larger share of the sums of gradients is hidden, only the last of several buckets is exposed."""
+_INTERLEAVED = 0.3
+"""If a larger share of the communication is hidden, two micro-batches run beside each other."""
 
 
-def find(case: Case, rank_names: dict[int, str], met: Joined | None, slowed_us: Floats) -> list[Finding]:
+def find(device: Device, rank_names: Mapping[int, str], joined: Joined | None, slowed_us: Floats) -> list[FoundCause]:
     """Find waits for other ranks, slow transfers, and small ones.
 
-    rank_names: names of the ranks by number. met: who joined last.
+    rank_names: names of the ranks by number. joined: who joined last; None if unknown.
     slowed_us: how much longer each event took because of computation beside it.
     """
-    waits = _imbalance(case, rank_names, met) if met is not None else []
-    return [*waits, *_long(case, case.own_us - slowed_us, met is not None), *_small(case)]
+    waits = _imbalance(device, rank_names, joined) if joined is not None else []
+    return [*waits, *_long(device, device.own_us - slowed_us, joined is not None), *_small(device)]
 
 
-def kind_key(case: Case, event: int) -> tuple[object, ...]:
-    """Transfers with the same key should take equally long."""
-    found = case.view.events[event]
-    c = found.collective
-    if c is None or c.in_elems is None:
-        return found.name, found.blocks, found.bytes, case.view.labels[event]
-    return found.name, c.name, c.group, c.ranks, c.in_elems, c.out_elems, c.dtype, c.peer
-
-
-def _usual(case: Case, own: Floats) -> Floats:
-    """How long each transfer takes; for long ones, how long the fastest quarter of its kind takes."""
-    keys: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for event in np.flatnonzero(case.is_comm).tolist():
-        keys[kind_key(case, event)].append(event)
-    usual = own.copy()
-    for events in keys.values():
-        if len(events) >= LEAST:
-            base = float(np.percentile(own[events], 25))
-            chosen = np.array(events)
-            usual[chosen] = np.where(own[chosen] > LONG * base, base, own[chosen])
-    return usual
-
-
-def _imbalance(case: Case, rank_names: dict[int, str], met: Joined) -> list[Finding]:
-    waited = case.waited_us
-    if waited.sum() < OFTEN * case.view.duration[case.is_comm].sum():
+def _imbalance(device: Device, rank_names: Mapping[int, str], joined: Joined) -> list[FoundCause]:
+    waited, last = device.waited_us, joined.last
+    if waited.sum() < OFTEN * device.view.duration[device.is_comm].sum():
         return []
-    own_waits, every_wait = (
-        np.bincount(met.last[met.last >= 0], us[met.last >= 0]) for us in (waited, met.waited_us)
-    )  # fmt: skip
-    named = [
+    own_waits, every_wait = (np.bincount(last[last >= 0], us[last >= 0]) for us in (waited, joined.waited_us))
+    ranks = [
         f"{own_waits[rank] / own_waits.sum():.0%} of that was for {rank_names.get(rank, 'another rank')}"
         for rank in np.argsort(-own_waits).tolist() if own_waits[rank] > 0
     ]  # fmt: skip
-    evidence = (
-        f"This rank waited {waited.sum():,.0f} us in {int((waited > 0).sum()):,} transfers until the last rank joined, "
-        f"{waited.max():,.0f} us at most.",
-        f"{', '.join(named[:3])}.",
-    )
-    events, end = np.arange(len(waited)), case.view.end
-    key = "imbalance" if every_wait.max() >= MOVES * every_wait.sum() else "imbalance/moving"
-    change = shorter(case.nodes.event, waited)
-    return [case.finding(key, events, end - waited, end, evidence, change, costs=waited)]
+    end = device.view.end
+    return device.found(
+        "imbalance" if every_wait.max() >= MOVES * every_wait.sum() else "imbalance/moving",
+        np.arange(len(waited)), end - waited, end, partial(shorter, nodes=device.view.event_nodes, us=waited),
+        costs=waited, waits=(waited > 0).sum(), ranks=", ".join(ranks[:3]),
+    )  # fmt: skip
 
 
-def _long(case: Case, own: Floats, joined: bool) -> list[Finding]:
-    usual = _usual(case, own)
-    excess = np.where(case.is_comm, own - usual, 0.0)
-    events = np.flatnonzero(excess > 0)
+def same_kind(device: Device, event: int) -> tuple[object, ...]:
+    """Transfers for which this is equal should take equally long."""
+    found = device.view.events[event]
+    c = found.collective
+    if c is None or c.in_elems is None:
+        return found.name, found.blocks, found.bytes, device.view.labels[event]
+    return found.name, c.name, c.group, c.ranks, c.in_elems, c.out_elems, c.dtype, c.peer
+
+
+def _long(device: Device, own: Floats, joined: bool) -> list[FoundCause]:
+    """Transfers that take longer than the fastest quarter of their kind. own: how long each transfer takes alone."""
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for event in np.flatnonzero(device.is_comm).tolist():
+        alike[same_kind(device, event)].append(event)
+    usual = own.copy()
+    for same in alike.values():
+        base = float(np.percentile(own[same], 25))
+        if len(same) >= LEAST:
+            usual[same] = np.where(own[same] > LONG * base, base, own[same])
+    events = np.flatnonzero(own > usual)
     if not len(events):
         return []
+    own, usual, end = own[events], usual[events], device.view.end[events]
+    excess = own - usual
     worst = int(np.argmax(excess))
-    ratio = float(np.median(own[events] / usual[events]))
-    evidence = (
-        f"{len(events):,} of {int(case.is_comm.sum()):,} transfers take {ratio:.1f} times as long (median) as the "
-        f"fastest quarter of the same kind and size: {excess.sum():,.0f} us more in total.",
-        f"The longest takes {own[worst]:,.0f} us instead of {usual[worst]:,.0f}."
-        + (" Waits for late ranks are not counted." if joined else ""),
+    return device.found(
+        "slow-transfer" if joined else "imbalance/one rank", events, end - excess, end,
+        partial(shorter, nodes=device.view.event_nodes[events], us=excess), costs=excess,
+        transfers=device.is_comm.sum(), ratio=np.median(own / usual), longest=own[worst], usual=usual[worst],
+        left_out=" Waits for late ranks are not counted." if joined else "",
     )  # fmt: skip
-    end = case.view.end[events]
-    change = shorter(case.nodes.event, np.maximum(excess, 0.0))
-    key = "slow-transfer" if joined else "imbalance/one rank"
-    return [case.finding(key, events, end - excess[events], end, evidence, change, costs=excess[events])]
 
 
-def _small(case: Case) -> list[Finding]:
+def _small(device: Device) -> list[FoundCause]:
     """Runs of small transfers of one kind, which would take as long together as one of them."""
-
-    def elements(event: int) -> int:
-        found = case.view.events[event].collective
-        return max(found.in_elems or 0, found.out_elems or 0) if found else 0
-
-    def small(event: int) -> bool:
-        return case.own_us[event] <= SMALL_US and elements(event) <= SMALL_ELEMENTS
-
-    def place(event: int) -> tuple[object, ...]:
-        found = case.view.events[event].collective
-        kind = (found.name, found.group) if found else (case.view.events[event].name,)
-        return int(case.view.stream[event]), *kind, small(event)
-
-    every = sorted(np.flatnonzero(case.is_comm).tolist(), key=lambda event: (case.view.stream[event], event))
-    pairs = [(a, b) for a, b in pairwise(every) if place(a) == place(b) and small(b)]
-    further = np.array([b for a, b in pairs if case.view.start[b] - case.view.end[a] <= SOON], np.int64)
+    view, every = device.view, np.flatnonzero(device.is_comm)
+    every = every[np.argsort(view.stream[every], kind="stable")].tolist()
+    elements, kind = np.zeros(len(view.events)), dict[int, tuple[object, ...]]()
+    for event in every:
+        found = view.events[event].collective
+        kind[event] = view.stream[event], *((found.name, found.group) if found else (view.events[event].name,))
+        elements[event] = max(found.in_elems or 0, found.out_elems or 0) if found else 0
+    small = (device.own_us <= SMALL_US) & (elements <= SMALL_ELEMENTS)
+    further = np.array([
+        b for a, b in pairwise(every)
+        if small[a] and small[b] and kind[a] == kind[b] and view.start[b] - view.end[a] <= SOON_AFTER_SMALL
+    ], np.int64)  # fmt: skip
     if not len(further):
         return []
-    own, start, end = case.own_us[further], case.view.start[further], case.view.end[further]
-    moving = np.array([elements(event) for event in further]) / LEAST_RATE
-    evidence = (
-        f"{len(further):,} transfers follow another small one of the same kind. Each takes {np.median(own):,.1f} us "
-        f"(median), {own.sum():,.0f} us in total.",
-    )
-    launches = case.view.launch[further]
-    calls, nodes = case.nodes.call[launches[launches >= 0]], case.nodes.event[further]
-    either = np.concatenate([nodes, calls])
-
-    def change(graph: Graph) -> Graph:
-        """Without the later calls, and what the host did for them."""
-        lag, duration = graph.edges.lag.copy(), graph.duration.copy()
-        lag[either] = np.minimum(lag[either], 0.0)
-        duration[nodes], duration[calls] = np.minimum(moving, duration[nodes]), 0.0
-        return replace(graph, edges=graph.edges._replace(lag=lag), duration=duration)
-
-    return [case.finding("small-messages", further, start, end, evidence, change)]
+    launches, own = view.launch[further], device.own_us[further]
+    change = partial(
+        _joined_with_previous, calls=view.call_nodes[launches[launches >= 0]], nodes=view.event_nodes[further],
+        moving=elements[further] / LEAST_RATE,
+    )  # fmt: skip
+    start, end = view.start[further], view.end[further]
+    return device.found("small-messages", further, start, end, change, each=np.median(own), together=own.sum())
 
 
-class Slowdown(NamedTuple):
-    """How much slower events of one kind are beside the other kind. Their speed there is 1 - k of their speed alone."""
-
-    is_comm: bool
-    """Whether transfers are slowed down, or computation."""
-    k: float
-    events: int
-    keys: int
-    beside_us: Floats
-    """For how long each event ran beside the other kind; 0 for events of the other kind."""
-
-    @property
-    def kind(self) -> str:
-        return "starved-transfer" if self.is_comm else "starved-computation"
-
-    @property
-    def excess_us(self) -> Floats:
-        """How much longer each event took than alone."""
-        return self.k * self.beside_us
+def _joined_with_previous(graph: Graph, calls: Ints, nodes: Ints, moving: Floats) -> Graph:
+    """Drop calls and the host's work for them. The nodes that they launched only take the time to move their data."""
+    lag, duration, either = graph.edges.lag.copy(), graph.duration.copy(), np.concatenate([nodes, calls])
+    lag[either] = np.minimum(lag[either], 0.0)
+    duration[nodes], duration[calls] = np.minimum(moving, duration[nodes]), 0.0
+    return replace(graph, edges=graph.edges._replace(lag=lag), duration=duration)
 
 
-def beside_us(case: Case, is_comm: bool, times: Times, moving_us: Floats) -> Floats:
-    """For how long each event of one kind runs beside the other kind; 0 for others.
+def find_on_path(device: Device) -> list[FoundCause]:
+    """Find exposed sends and receives of a pipeline, copies and fills."""
+    return [*_pipeline(device), *_copies(device)]
 
-    moving_us: how long each event runs without its wait for other ranks, which comes first.
+
+def _pipeline(device: Device) -> list[FoundCause]:
+    """Sends and receives for which computation waits."""
+    view, waits, events = device.view, device.graph.edges, np.flatnonzero(device.is_point_to_point)
+    start, end = view.start[events], view.end[events]
+    exposed = union_length(intersection(union(np.stack([start, end], axis=1)), device.gaps))
+    rows = np.flatnonzero((waits.kind == DATA) & np.isin(waits.source_node, view.event_nodes[events]))
+    return device.found("exposed-pipeline", events, start, end, partial(without, rows=rows), cost_us=exposed)
+
+
+def _copies(device: Device) -> list[FoundCause]:
+    """Copies and fills on the path of the computation."""
+    view, found = device.view, []
+    exposed = length_before(device.outside(COMPUTE))
+    fills = np.array(["memset" in event.name.lower() for event in view.events], bool)
+    for key, wanted in (("copies", ~fills), ("memsets", fills)):
+        events = np.flatnonzero((view.kind == COPY) & wanted)
+        start, end = view.start[events], view.end[events]
+        costs = exposed(end) - exposed(start)
+        found += device.found(
+            key, events, start, end, partial(shorter, nodes=view.event_nodes[events], us=costs), costs=costs,
+            places=[copy_name(view.events[event]) for event in events.tolist()],
+            size=sum(view.events[event].bytes for event in events.tolist()),
+        )  # fmt: skip
+    return found
+
+
+def find_nothing_else(device: Device, repaired: NodeTimes, least_us: float) -> list[FoundCause]:
+    """Transfers for which the next computation waits while nothing else is queued.
+
+    repaired: the times without all other causes. Transfers that are hidden then are not counted. least_us: the smallest
+    cost.
     """
-    start, end = times.start[case.nodes.event], times.end[case.nodes.event]
-    others = case.is_comm != is_comm
-    before = length_before(union(np.stack([start, end], axis=1)[others]))
-    return np.where(others, 0.0, before(end) - before(end - moving_us))
+    view, gaps = device.view, _gaps_until_transfers(device)
+    inside = length_before(gaps)
+    transfers = device.is_comm & ~device.is_point_to_point & (inside(view.end) > inside(view.start))
+    kinds = np.array([kind_of_collective(event) for event in view.events])
+    by_key: dict[str, list[int]] = defaultdict(list)
+    for event in np.flatnonzero(transfers).tolist():
+        by_key[_purpose(device, event, str(kinds[event]))].append(event)
+    found = list[FoundCause]()
+    for key, chosen in by_key.items():
+        events = np.array(chosen)
+        start, end = view.start[events], view.end[events]
+        waited = intersection(union(np.stack([start, end], axis=1)), gaps)
+        cost, inside = union_length(waited), length_before(waited)
+        if min(cost, _still_exposed(device, events, repaired)) < least_us:
+            continue
+        costs = inside(end) - inside(start)
+        worst = int(events[np.argmax(costs)])
+        if key == "sum-at-end" and cost < _BUCKETS * view.duration[kinds == "all_reduce"].sum():
+            key = "sum-at-end/last bucket"
+        independent = key in ("sum-at-end", "exposed-weights")  # of the computation before or after them
+        change = partial(shorter, nodes=view.event_nodes[events], us=costs) if independent else None
+        [one] = device.found(
+            key, events, start, end, change, costs=costs, cost_us=cost, transfers=plural(len(events), "transfer"),
+            place=device.place(worst), behind=device.launched_behind(worst),
+        )  # fmt: skip
+        found.append(one._replace(spans=waited))
+    return found
 
 
-def slowdown_of(case: Case, is_comm: bool, beside_us: Floats) -> Slowdown | None:
-    """How much slower events of one kind are beside the other kind; None if the difference is small or uncertain.
+def _gaps_until_transfers(device: Device) -> Intervals:
+    """Gaps that last until a transfer ends and a queued computation starts, or until the end of the window.
 
-    The mean of all kernels whose events have different shares, weighted by certainty. beside_us: for how long each
-    event ran beside the other kind.
+    On a CPU, nothing is queued, but waits are known, and a thread takes time to go on.
     """
-    keys: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    chosen = (case.is_comm if is_comm else case.view.kind == COMPUTE) & (case.own_us >= SHORTEST)
-    for event in np.flatnonzero(chosen).tolist():
-        found = case.view.events[event]
-        keys[kind_key(case, event) if is_comm else (found.name, found.blocks, case.view.labels[event])].append(event)
-    least = SPREAD_JOINED if is_comm and case.comm_us is not None else SPREAD
-    every = (_fit(beside_us[events] / case.own_us[events], 1 / case.own_us[events], least) for events in keys.values())
-    fits = [fit for fit in every if fit is not None]
-    if not fits or case.view.is_cpu:  # transfers of CPUs use no SMs
-        return None
-    k, error, counts = (np.array(column) for column in zip(*fits, strict=True))
-    weight = error**-2.0
-    pooled = float((k * weight).sum() / weight.sum())
-    spread = float(np.sqrt((weight * (k - pooled) ** 2).sum() / weight.sum() / len(k)))
-    error_of_all = max(float(weight.sum() ** -0.5), spread)
-    if not max(CERTAIN * error_of_all, 1 - 1 / SLOWER) <= pooled < 0.95:
-        return None
-    return Slowdown(is_comm, pooled, int(counts.sum()), len(fits), beside_us)
+    view, (start, end) = device.view, device.gaps.T
+    ends = np.sort(view.end[device.is_comm & ~device.is_point_to_point])
+    ended = np.append(ends, -np.inf)[np.searchsorted(ends, end + CLOCK, side="right") - 1]
+    computing = np.flatnonzero(view.kind != COMM)
+    launched = np.append(view.launched[computing], -np.inf)[np.searchsorted(view.start[computing], end)]
+    waits = [(call.start, call.end) for call in view.calls if call.sync and view.is_cpu]
+    waited = length_before(union(as_intervals(waits)))
+    soon = np.where(waited(end) - waited(start) > 0.5 * (end - start), end - start, SOON)
+    return device.gaps[(np.maximum(start, end - soon) <= ended) & (launched < ended)]
 
 
-def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int] | None:
-    """Fit a line to the speeds of one kernel: its k, the error of k, and the number of events. None: too few events.
+def _purpose(device: Device, event: int, kind: str) -> str:
+    """The cause of an exposed transfer, which depends on what it is for."""
+    view = device.view
+    computing = np.flatnonzero(view.kind == COMPUTE)
+    after = int(np.searchsorted(view.start[computing], view.end[event] - CLOCK))
+    if kind == "all_reduce" and (
+        after == len(computing) or category_of_kernel(view.events[computing[after]].name) == "optimizer"
+    ):
+        return "sum-at-end"
+    if kind in ("all_gather", "reduce_scatter"):
+        return "exposed-weights"
+    if kind != "all_to_all" and view.chunks[event] is None:
+        return "nothing-to-overlap"
+    hidden = union_length(intersection(device.spans(COMM), device.spans(COMPUTE, COPY)))
+    interleaved = {"F", "B"} <= {*view.chunks} and hidden > _INTERLEAVED * union_length(device.spans(COMM))
+    return f"nothing-to-overlap/{'interleaved' if interleaved else 'experts'}"
 
-    Events that are much slower than most are slow for another reason, such as a slow link. They are left out.
-    """
-    usual = LONG * speed > np.median(speed)
-    share, speed = share[usual], speed[usual]
-    if len(share) < LEAST or np.ptp(share) < least:
-        return None
-    centered = share - share.mean()
-    slope = float((centered * speed).sum() / (centered**2).sum())
-    alone = float(speed.mean() - slope * share.mean())
-    if alone <= 0:
-        return None
-    rest = speed - alone - slope * share
-    error = float(np.sqrt((rest**2).sum() / (len(share) - 2) / (centered**2).sum())) / alone
-    return -slope / alone, max(error, 0.01), len(share)
 
-
-def of_slowdown(case: Case, slowdown: Slowdown) -> Finding:
-    """Transfers that are slower beside computation, or computation that is slower beside transfers."""
-    excess = slowdown.excess_us
-    what, beside = ("transfers", "computation") if slowdown.is_comm else ("kernels", "communication")
-    evidence = (
-        f"{what.capitalize()} take {1 / (1 - slowdown.k):.2f} times as long beside {beside} as alone, as measured on "
-        f"{slowdown.events:,} {what} of {plural(slowdown.keys, 'kind')} that ran both ways.",
-        f"In total, this adds {excess.sum():,.0f} us to the {what} beside {beside}.",
-    )
-    events, end = np.arange(len(excess)), case.view.end
-    change = shorter(case.nodes.event, excess)
-    copied = [category_of(event, "comm") == COPY_ENGINE for event in case.view.events]
-    # By time: a backend that copies also has kernels, which pack messages.
-    by_copies = 2 * case.own_us[case.is_comm & copied].sum() > case.own_us[case.is_comm].sum()
-    key = slowdown.kind + "/copy engines" * bool(by_copies)
-    return case.finding(key, events, end - excess, end, evidence, change, costs=excess)
+def _still_exposed(device: Device, transfers: Ints, repaired: NodeTimes) -> float:
+    """How long nothing is computed during these transfers without the other causes."""
+    first = device.view.first_event
+    spans = np.stack([repaired.start[first:], repaired.end[first:]], axis=1)
+    chosen = union(spans[transfers])
+    return union_length(chosen) - union_length(intersection(chosen, union(spans[~device.is_comm])))

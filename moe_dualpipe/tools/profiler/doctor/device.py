@@ -1,4 +1,4 @@
-"""What all causes look at, and what they find."""
+"""A device with its graph, on which all causes are searched, and what is found."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..communication import kind_of_collective
 from ..intervals import EMPTY, Intervals, difference, length_before, union
-from .dependencies import Nodes
 from .replay import Change, Floats, Graph, Ints, Mask
 from .verdict import CAUSES, Verdict
 from .view import COMM, COMPUTE, COPY, View
 
 
-class Finding(NamedTuple):
+class FoundCause(NamedTuple):
     """A cause, and the change that removes it. None: the gain cannot be predicted."""
 
+    key: str
+    """In CAUSES."""
     verdict: Verdict
     spans: Intervals
     """When it costs time."""
@@ -24,32 +26,17 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class Device:
     """A device with its graph. Times are in microseconds from the start of its first event."""
 
     view: View
     graph: Graph
-    nodes: Nodes
     comm_us: Floats | None = None
     """How long each event would take if all ranks joined at once, where several ranks are known."""
 
     @property
     def window_us(self) -> float:
         return self.view.window_us
-
-    @cached_property
-    def event_of(self) -> Ints:
-        """The event of each node, or -1."""
-        events = np.full(len(self.graph.start), -1, np.int64)
-        events[self.nodes.event] = np.arange(len(self.view.events))
-        return events
-
-    @cached_property
-    def call_of(self) -> Ints:
-        """The call that ends with each node, or -1."""
-        calls = np.full(len(self.graph.start), -1, np.int64)
-        calls[self.nodes.call_end] = np.arange(len(self.view.calls))
-        return calls
 
     @cached_property
     def own_us(self) -> Floats:
@@ -67,33 +54,34 @@ class Case:
         return self.view.kind == COMM
 
     @cached_property
-    def computing(self) -> Intervals:
-        """When kernels or copies ran."""
-        return self.spans((COMPUTE, COPY))
-
-    @cached_property
-    def transferring(self) -> Intervals:
-        return self.spans((COMM,))
+    def is_point_to_point(self) -> Mask:
+        """Sends and receives of a pipeline. The kernels' names do not say so."""
+        kinds = [comm and kind_of_collective(e) for e, comm in zip(self.view.events, self.is_comm, strict=True)]
+        return np.isin(kinds, ("send", "recv"))
 
     @cached_property
     def gaps(self) -> Intervals:
         """When nothing was computed or copied."""
-        whole = np.array([[0.0, self.window_us]]) if self.window_us else EMPTY
-        return difference(whole, self.computing)
+        return self.outside(COMPUTE, COPY)
 
-    def spans(self, kinds: Iterable[int]) -> Intervals:
-        chosen = np.isin(self.view.kind, [*kinds])
+    @cached_property
+    def idle(self) -> Intervals:
+        """When nothing ran."""
+        return self.outside(COMPUTE, COPY, COMM)
+
+    def outside(self, *kinds: int) -> Intervals:
+        """When no events of these kinds ran."""
+        whole = np.array([[0.0, self.window_us]]) if self.window_us else EMPTY
+        return difference(whole, self.spans(*kinds))
+
+    def spans(self, *kinds: int) -> Intervals:
+        chosen = np.isin(self.view.kind, kinds)
         return union(np.stack([self.view.start[chosen], self.view.end[chosen]], axis=1))
 
     def without_computation(self, start: Floats, end: Floats) -> Floats:
         """How much of each interval has no computation."""
         before = length_before(self.gaps)
         return before(np.maximum(start, end)) - before(start)
-
-    @cached_property
-    def idle(self) -> Intervals:
-        """When nothing ran."""
-        return difference(self.gaps, self.transferring)
 
     def place(self, event: int) -> str:
         """The annotation of an event's launch; otherwise its collective or its own name."""
@@ -113,24 +101,29 @@ class Case:
         place = self.place(int(before[np.argmax(launch[before])]))
         return f" It was launched behind {place}: if it does not need that, launch it earlier."
 
-    def finding(
-        self, key: str, events: Sequence[int] | Ints, start: Floats, end: Floats, evidence: Sequence[str],
-        change: Change | None, *, costs: Floats | None = None, cost_us: float | None = None,
-        places: Sequence[str] | None = None,
-    ) -> Finding:  # fmt: skip
-        """A finding about `events`, each of which lost the time from start to end.
+    def found(
+        self, key: str, events: Sequence[int] | Ints, start: Floats, end: Floats, change: Change | None, *,
+        costs: Floats | None = None, cost_us: float | None = None, places: Sequence[str] | None = None,
+        **facts: object,
+    ) -> list[FoundCause]:  # fmt: skip
+        """The cause of `events`, each of which lost the time from start to end. None if there are no events.
 
-        key: in CAUSES. costs: by default, what was not computed meanwhile. places: by default those of the events.
+        key: in CAUSES. costs: by default, what was not computed meanwhile; cost_us: by default, their sum.
+        places: by default those of the events. facts: fields of the evidence.
         """
+        if not len(events):
+            return []
         costs = self.without_computation(start, end) if costs is None else costs
-        worst = int(np.argmax(costs))
+        cost, worst = float(costs.sum()) if cost_us is None else cost_us, int(np.argmax(costs))
         places = places if places is not None else [self.place(int(event)) for event in events]
-        title, remedy = CAUSES[key]
+        row = CAUSES[key]
+        known = {"count": len(events), "cost": cost, "most": costs[worst]}
+        evidence = tuple(sentence.format(**known, **facts) for sentence in row.evidence)
         verdict = Verdict(
-            key.partition("/")[0], title, tuple(evidence), remedy, most_costly(places, costs),
-            float(start[worst]), float(end[worst]), float(costs.sum()) if cost_us is None else cost_us,
+            key.partition("/")[0], row.title, evidence, row.remedy, most_costly(places, costs),
+            float(start[worst]), float(end[worst]), cost,
         )  # fmt: skip
-        return Finding(verdict, union(np.stack([start, end], axis=1)), change)
+        return [FoundCause(key, verdict, union(np.stack([start, end], axis=1)), change)]
 
 
 def most_costly(names: Sequence[str], costs: Iterable[float]) -> str:
