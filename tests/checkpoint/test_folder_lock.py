@@ -64,4 +64,4 @@ def test_a_resumed_run_goes_on_from_what_the_run_before_it_saved_last(tmp_path, 
         return only_writer(*arguments)
 
     monkeypatch.setattr(restart, "only_writer", once_the_other_has_ended)
-    assert train(change(config, out=None, resume=str(run), steps=3), verbose=False).run.first_step == 2
+    assert train(change(config, out=None, resume=str(run), steps=3), verbose=False).run.start.first_step == 2

@@ -7,7 +7,9 @@ from moe_dualpipe.kernels import self_test
 from moe_dualpipe.kernels.gpu import gemm, permute, routing, swiglu, wgrad
 from moe_dualpipe.kernels.options import RoutingOptions
 from moe_dualpipe.kernels.self_test import SelfTest
-from moe_dualpipe.training import setup
+from moe_dualpipe.models import StageOptions
+from moe_dualpipe.pipeline import Numerics
+from moe_dualpipe.training import step
 from moe_dualpipe.training.config import ComputeConfig, TrainConfig
 from tests.support.kernels import DEVICE
 
@@ -67,9 +69,8 @@ def test_a_wrong_result_is_found(module, name, spoil, result, monkeypatch):
 
 
 def trusted(**compute):
-    return setup.trusted_kernels(
-        TrainConfig(compute=ComputeConfig(**compute)), "triton", torch.device(DEVICE), torch.float32
-    )
+    numerics = Numerics(DEVICE, torch.float32, StageOptions(kernels="triton"))
+    return step.trusted(TrainConfig(compute=ComputeConfig(**compute)), numerics).options.kernels
 
 
 def test_a_run_falls_back_to_plain_torch_unless_triton_was_typed(monkeypatch):

@@ -9,10 +9,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from moe_dualpipe.messages import refuse
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training import restart, setup
+from moe_dualpipe.training import restart
 from moe_dualpipe.training.options import parse_arguments
+from moe_dualpipe.training.resolve import run_folder
 from moe_dualpipe.training.restart import agree
+from moe_dualpipe.training.rules import new_folder_rules
 from tests.support.checkpoints import save_steps, write_manifest
 from tests.support.ranks import run_ranks
 from tests.support.runs import SMALL, losses, options, records, torchrun, train
@@ -71,9 +74,9 @@ def checkpoint_in(out, step):
 
 
 def folder_of(config):
-    folder = setup.run_folder(config.checkpoint, config.name)
+    folder = run_folder(config.checkpoint, config.name)
     if restart.newest_checkpoint(folder) is None:
-        setup.check_new(folder, config.checkpoint)
+        refuse(new_folder_rules(folder, config.checkpoint))
     return folder
 
 

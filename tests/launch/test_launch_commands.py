@@ -208,7 +208,7 @@ def test_the_commands_that_are_shown(page):
 
 KILLS_ITSELF = """
 def kill_once(trainer, record):
-    if record["step"] == 6 and trainer.layout.rank == 1 and trainer.run.resume is None:
+    if record["step"] == 6 and trainer.layout.rank == 1 and trainer.run.start.resume is None:
         import os, signal
         os.kill(os.getpid(), signal.SIGKILL)
 
