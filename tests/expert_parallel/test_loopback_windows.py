@@ -21,6 +21,7 @@ from moe_dualpipe.expert_parallel.modeled.windows import LoopbackWindows
 from moe_dualpipe.kernels.gpu import push as push_module
 from moe_dualpipe.kernels.gpu import signals
 from moe_dualpipe.models import MoE, StageOptions
+from moe_dualpipe.overlap.engine import engine_for
 from moe_dualpipe.tools.checks.host_syncs import host_syncs
 from tests.machines.interpreter import prepare_rank
 from tests.support.exchanges import check_round
@@ -47,7 +48,7 @@ def windows(ranks=4):
         EXPERTS, ranks, "auto", torch.zeros((), dtype=torch.int64), max_tokens=TOKENS, row_bytes=4 * WIDTH, top_k=TOP_K,
     )  # fmt: skip
     ep.paced.link = LINK
-    ep.windows = ep.paced.windows = dataclasses.replace(ep.windows, timeout=0.01)
+    ep.windows = dataclasses.replace(ep.windows, timeout=0.01)
     ep.windows.views(ep.own)[1].fill_(-1)  # NaN in all dtypes
     return ep
 
@@ -77,7 +78,8 @@ def test_results_are_those_of_loopback_on_a_cpu(ranks, dtype, kind):
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Let Loopback find streams on CPUs."""
+    """Let Loopback find streams on CPUs, but not the engine, which is built before."""
+    engine_for(torch.device("cpu"))
     stream = types.SimpleNamespace(record_event=lambda: "an event", wait_event={"an event": None}.__getitem__)
     module = types.SimpleNamespace(current_stream=lambda _device: stream, is_current_stream_capturing=lambda: False)
     monkeypatch.setattr("moe_dualpipe.overlap.streams.streams_of", lambda _device: module)

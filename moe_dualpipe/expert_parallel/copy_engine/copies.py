@@ -35,7 +35,6 @@ class Copies(DirectWrites):
         self.flags = flags
 
     def connect(self, windows: "Windows", memories: Sequence[Tensor]) -> None:
-        super().connect(windows, memories)
         rank, num_ranks, own = windows.rank, len(memories), memories[windows.rank]
         # Like the memory of a rank, but region r is for rank r, not from it.
         self.staging = staging = torch.zeros_like(own)
@@ -53,30 +52,30 @@ class Copies(DirectWrites):
         self._stream: Any = None if device_streams is None else device_streams.Stream(staging.device)
         self._sent: list[Any] = [None] * windows.slots
 
-    def send(self, operation: "Operation", fields: Sequence[Tensor], push: "Push") -> None:
-        push(replace(self.windows, addresses_R=self._staging_R), None)
+    def send(self, windows: "Windows", operation: "Operation", fields: Sequence[Tensor], push: "Push") -> None:
+        push(replace(windows, addresses_R=self._staging_R), None)
         if (device_streams := streams.streams_of(self.staging.device)) is None:
-            self._copy(operation.slot)
+            self._copy(windows, operation.slot)
             return
         self._stream.wait_event(device_streams.current_stream(self.staging.device).record_event())
         with device_streams.stream(self._stream):
-            self._copy(operation.slot)
+            self._copy(windows, operation.slot)
         self._sent[operation.slot] = self._stream.record_event()
 
-    def _copy(self, slot: int) -> None:
+    def _copy(self, windows: "Windows", slot: int) -> None:
         from ...kernels.gpu.signals import release_after
 
         for target, source in self._messages[slot]:
             target.copy_(source, non_blocking=True)
         if self.flags == "kernel":
-            release_after(self.windows, slot, free=False)
+            release_after(windows, slot, free=False)
         else:
             for target, source in self._flags[slot]:
                 target.copy_(source, non_blocking=True)
 
-    def receive(self, operation: "Operation") -> None:
+    def receive(self, windows: "Windows", operation: "Operation") -> None:
         from ...kernels.gpu.signals import wait_with_one_program
 
         if (device_streams := streams.streams_of(self.staging.device)) is not None:
             device_streams.current_stream(self.staging.device).wait_event(self._sent[operation.slot])
-        wait_with_one_program(self.windows, operation)
+        wait_with_one_program(windows, operation)

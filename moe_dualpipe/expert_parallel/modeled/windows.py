@@ -18,7 +18,7 @@ from ..symmetric.one_sided import DirectWrites, OneSided, OneSidedPlan
 from .link import Link
 
 if TYPE_CHECKING:
-    from ...kernels.gpu.signals import Operation
+    from ...kernels.gpu.signals import Operation, Windows
     from ..symmetric.one_sided import Push
 
 
@@ -28,12 +28,12 @@ class PacedWrites(DirectWrites):
     def __init__(self, sent: Tensor):
         self.sent, self.link = sent, Link()
 
-    def send(self, operation: "Operation", fields: Sequence[Tensor], push: "Push") -> None:
+    def send(self, windows: "Windows", operation: "Operation", fields: Sequence[Tensor], push: "Push") -> None:
         from ...kernels.gpu.push import Pace
 
         num_bytes, link = row_bytes(fields), self.link
         pace = Pace(num_bytes, 1e3 * link.latency_us, num_bytes / link.gb_per_s, self.sent)
-        push(replace(self.windows, num_sms=link.sms), pace)
+        push(replace(windows, num_sms=link.sms), pace)
 
 
 class LoopbackWindows(OneSided):

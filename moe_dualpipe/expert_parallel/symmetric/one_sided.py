@@ -70,17 +70,14 @@ def plan_route(expert_ids_TK: Tensor, num_experts: int, num_ranks: int, kernels:
 class DirectWrites:
     """How messages travel: kernels write them into the memory of all ranks."""
 
-    windows: "Windows"
-
     def connect(self, windows: "Windows", memories: Sequence[Tensor]) -> None:
         """memories: the memory of each rank, to which the windows lead."""
-        self.windows = windows
 
-    def send(self, operation: "Operation", fields: Sequence[Tensor], push: "Push") -> None:
+    def send(self, windows: "Windows", operation: "Operation", fields: Sequence[Tensor], push: "Push") -> None:
         """Send a message: `push` writes it. fields: rows, weights and ids, without those that are not sent."""
-        push(self.windows, None)
+        push(windows, None)
 
-    def receive(self, operation: "Operation") -> None:
+    def receive(self, windows: "Windows", operation: "Operation") -> None:
         """Called before kernels wait for the messages of all ranks."""
 
 
@@ -210,7 +207,7 @@ class OneSided(DividedExperts):
         def write(to: "Windows", pace: "Pace | None") -> None:
             push(to, operation, rows, index, offsets, weights, ids, pace)
 
-        self._launch(lambda: self.transport.send(operation, fields, write))
+        self._launch(lambda: self.transport.send(self.windows, operation, fields, write))
         return operation
 
     def _finish(self, operation: "Operation", receive: Callable[[], V]) -> Pending[V]:
@@ -220,7 +217,7 @@ class OneSided(DividedExperts):
             return self._launch(receive_message)
 
         def receive_message() -> V:
-            self.transport.receive(operation)
+            self.transport.receive(self.windows, operation)
             return receive()
 
         return AsyncResult([], finish)
