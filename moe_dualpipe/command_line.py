@@ -7,7 +7,6 @@ argparse splits the words; it does not convert them, because its messages name n
 
 import inspect
 import json
-import math
 import re
 import shutil
 import sys
@@ -103,54 +102,33 @@ class Option:
         """Whether a word is one of the choices."""
         return name in self.choices
 
-    def convert(self, value: Any) -> Any:
-        """The value from a word of a command line, several words, or TOML. Raises OptionError for another type."""
+    def convert(self, value: Any, strict: bool = False) -> Any:
+        """The value from words of a command line, or from TOML. strict: from Python, where a number is no word.
+
+        Raises OptionError for a value of another type.
+        """
         if NoneType in self.kinds and value in (None, "", "none", "None"):
             return None
         if self.choices:
             if not self.accepts(str(value)):
                 raise OptionError(str(unknown_name(self.label, str(value), self.choices)))
             return str(value)
-        if self.list_kind is None:
-            return self._converted(self.kinds[0], value)
-        words = value.split(",") if isinstance(value, str) else value
-        if not isinstance(words, list | tuple):
-            raise self._wrong_type("a list", value)
-        found = tuple(self._converted(self.list_kind, word) for word in words)
-        return found[0] if len(found) == 1 and self.list_kind in self.kinds else found
-
-    def _converted(self, kind: Any, value: Any) -> Any:
-        if isinstance(value, str):
-            value = _of_word(kind, value)
-        elif kind in (int, float) and type(value) in (int, float) and math.isfinite(value) and kind(value) == value:
-            value = kind(value)
-        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            raise self._wrong_type(WANTED.get(kind, "text"), value)
-        return value
-
-    def check_type(self, value: Any) -> None:
-        """Raise OptionError for a value of another type, which a program may have given."""
-        if self.choices and isinstance(value, str):
-            self.convert(value)
-            return
+        words = value
+        if self.list_kind is not None and isinstance(value, str) and not strict:
+            words = value.split(",")
+        if self.list_kind in self.kinds and isinstance(words, list) and len(words) == 1:
+            words = words[0]
+        strict = strict or (bool in self.kinds and not isinstance(value, str))
         try:
-            msgspec.convert(value, self.kind, strict=True)
+            return msgspec.convert(words, self.kind, strict=strict, dec_hook=lambda kind, word: kind(word))
         except msgspec.ValidationError:
-            kind = self.kinds[0]
-            raise self._wrong_type("a list" if self.list_kind else WANTED.get(kind, "text"), value) from None
+            raise OptionError(f"{self.label} must be {self._wanted}: got {quoted(value, 60)}") from None
 
-    def _wrong_type(self, wanted: str, value: Any) -> OptionError:
-        return OptionError(f"{self.label} must be {wanted}: got {quoted(value, 60)}")
-
-
-def _of_word(kind: Any, word: str) -> Any:
-    """The value that a word stands for; the word itself if it stands for none."""
-    if kind is bool:
-        return {"true": True, "false": False}.get(word.lower(), word)
-    try:
-        return kind(word)
-    except ValueError:
-        return word
+    @property
+    def _wanted(self) -> str:
+        if self.list_kind is None:
+            return WANTED.get(self.kinds[0], "text")
+        return {int: "a list of whole numbers", float: "a list of numbers"}.get(self.list_kind, "a list of texts")
 
 
 def literals(kind: Any) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ class Key(Option):
             return is_file_name(name) or name.removesuffix(FILL) in self.choices
         return name in self.choices
 
-    def convert(self, value: Any) -> Any:
+    def convert(self, value: Any, strict: bool = False) -> Any:
         """As `Option.convert`. 0 is None, too, where that is valid; options of layers may be a table."""
         if NoneType in self.kinds and str not in self.kinds and value in (0, "0"):
             return None
@@ -107,7 +107,7 @@ class Key(Option):
             return value
         if self.name == "sample.prompt" and isinstance(value, str):
             return typed_text(value)
-        return super().convert(value)
+        return super().convert(value, strict)
 
 
 @cache
@@ -116,7 +116,9 @@ def all_keys() -> dict[str, Key]:
     found = {}
     for option in options_of(TrainConfig):
         name, names = option.name, _CHOICES.get(option.name, ())
-        found[name] = Key(name, option.kind, option.default, option.text, option_name(name), names=names)
+        text_only = str in option.kinds and NoneType not in option.kinds  # in Python, a layer may be a class
+        kind = str if text_only else option.kind
+        found[name] = Key(name, kind, option.default, option.text, option_name(name), names=names)
     return found
 
 

@@ -86,7 +86,7 @@ def check_types(config: TrainConfig) -> None:
             raise OptionError(f"{name} must be a {kind.__name__}: got {quoted(value, 60)}")
     for key in all_keys().values():
         if not key.name.startswith("model."):  # ModelConfig checks its own
-            key.check_type(attrgetter(key.name)(config))
+            key.convert(attrgetter(key.name)(config), strict=True)
 
 
 def option_rules(config: TrainConfig) -> Iterator[Rule]:
