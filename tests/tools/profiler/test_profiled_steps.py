@@ -18,8 +18,8 @@ from moe_dualpipe.training.extensions import Update
 
 def trainer_of(folder, profile, first_step, schedule, layout, **changes) -> Any:
     config = TrainConfig(steps=12, metrics=MetricsConfig(profile=profile))
-    run = {"folder": folder, "first_step": first_step, "schedule": schedule, "layout": layout, "restarted": False}
-    run = SimpleNamespace(**{**run, "device": torch.device("cpu"), **changes})
+    start = SimpleNamespace(**{"first_step": first_step, "restarted": False, **changes})
+    run = SimpleNamespace(folder=folder, start=start, schedule=schedule, layout=layout, device=torch.device("cpu"))
     return SimpleNamespace(run=run, config=config, progress=Progress(), optimizer=SimpleNamespace(wait=lambda: None))
 
 
