@@ -13,7 +13,7 @@ import sys
 import textwrap
 import typing
 from argparse import ArgumentParser, BooleanOptionalAction
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
@@ -188,17 +188,18 @@ class _Parser(ArgumentParser):
         raise OptionError(re.sub(r"^(\S+?)(?:/\S+)?: expected (?:at least )?one argument", r"\1 needs a value", text))
 
 
-def parser_of(options: Iterable[Option]) -> ArgumentParser:
+def parser_of(options: Sequence[Option]) -> ArgumentParser:
     """A parser whose results are words, by the names of the options. Its errors are OptionErrors."""
-    parser, names = _Parser(add_help=False, allow_abbrev=False), {option.name for option in options}
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    negated = {option.name.removeprefix("no_") for option in options if option.name.startswith("no_")}
     for option in options:
         several = option.list_kind is not None
         if option.mark.positional:
             parser.add_argument(option.name, nargs="*" if several else "?", metavar=option.label)
-        elif bool in option.kinds and f"no_{option.name}" not in names:
-            parser.add_argument(option.label, dest=option.name, action=BooleanOptionalAction)
-        elif bool in option.kinds:
+        elif bool in option.kinds and option.name.removeprefix("no_") in negated:
             parser.add_argument(option.label, dest=option.name, action="store_const", const=True)
+        elif bool in option.kinds:
+            parser.add_argument(option.label, dest=option.name, action=BooleanOptionalAction)
         elif several:
             parser.add_argument(option.label, dest=option.name, nargs="+", action="extend")
         else:

@@ -30,6 +30,13 @@ def test_deepseek_v3_as_published(capsys):
         assert part in out
 
 
+def test_transfers_are_hidden_unless_no_overlap_is_typed(capsys):
+    hidden, exposed = (
+        json.loads(run(capsys, f"{V3} --json{word}")[1])["step_time_s"] for word in ("", " --no-overlap")
+    )
+    assert exposed > 1.05 * hidden
+
+
 def test_a_measured_step_says_what_it_changed_and_what_may_make_the_difference(capsys):
     base = "plan estimate --model qwen3-30b-a3b --gpu h100 --gpus 16 --ep 16 --batch-size 1024 --cuda-graphs partial"
     plain = json.loads(run(capsys, f"{base} --json")[1])

@@ -23,6 +23,7 @@ from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.extensions.balance import load_statistics
 from moe_dualpipe.training.metrics import FIELDS, FILE, Metrics, merged, read_records, utilization
+from moe_dualpipe.training.resolve import Start
 from moe_dualpipe.training.sinks import TensorBoard
 from moe_dualpipe.training.step import peak_flops_of
 from tests.support.checkpoints import small_disk
@@ -123,7 +124,7 @@ def test_an_interval_has_sums_rates_the_latest_values_and_means_of_finite_values
 
 def test_records_end_at_multiples_of_log_every_and_at_the_end(tmp_path):
     config = settings(tmp_path, log_every=3, steps=7)
-    run: Any = SimpleNamespace(config=config, layout=Layout(), folder=tmp_path, first_step=0)
+    run: Any = SimpleNamespace(config=config, layout=Layout(), folder=tmp_path, start=Start())
     with contextlib.closing(Console(run, verbose=False)) as console:
         for step in range(1, 8):
             console.step({"step": step, "loss": float(step), "tokens": 5, "tokens_per_s": 1.0, "seconds": 5.0})

@@ -4,12 +4,14 @@ import contextlib
 import io
 import math
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from moe_dualpipe.commands.train import main
-from moe_dualpipe.models import PRESETS, split
+from moe_dualpipe.models import PRESETS, ModelConfig, split
 from moe_dualpipe.models import config as model_config
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.layout_choice import choose
@@ -276,3 +278,52 @@ def test_the_bounds_are_valid_and_numbers_outside_are_not(names, low, high):
             # A bound may conflict with other options, such as 1 query head with 2 key and value heads.
             found = re.match(rf"{shown_name(key)} must be (at least|at most) [\d.,e+-]+: got ", error)
             assert (found[1] if found else "") == refused, error
+
+
+# ---- Types: a program may give anything ----
+
+
+@pytest.mark.parametrize("config,line", [
+    (lambda: options(steps=3.0), "--steps must be a whole number: got 3.0"),
+    (lambda: options(steps="3"), "--steps must be a whole number: got '3'"),
+    (lambda: options(steps=True), "--steps must be a whole number: got True"),
+    (lambda: options(steps=np.int64(3)), "--steps must be a whole number: got np.int64(3)"),
+    (lambda: options(seed=None), "--seed must be a whole number: got None"),
+    (lambda: options(timeout=np.float32(3)), "--timeout must be a number: got np.float32(3.0)"),
+    (lambda: options(peak_tflops="1"), "metrics.peak_tflops must be a number: got '1'"),
+    (lambda: options(fused_loss="false"), "--fused-loss must be true or false: got 'false'"),
+    (lambda: options(zero=1), "parallel.zero must be true or false: got 1"),
+    (lambda: options(overlap="no"), "parallel.overlap must be true or false: got 'no'"),
+    (lambda: options(compile=True), "unknown --compile 'True'; choose from: auto, on, off, whole"),
+    (lambda: options(dtype=torch.bfloat16), "unknown --dtype 'torch.bfloat16'; did you mean 'bfloat16'? Choose from"),
+    (lambda: options(data="notes.md"), "--data must be a list of texts: got 'notes.md'"),
+    (lambda: options(data=Path("notes.md")), "--data must be a list of texts: got PosixPath('notes.md')"),
+    (lambda: options(data=(Path("notes.md"),)), "--data must be a list of texts: got (PosixPath('notes.md'),)"),
+    (lambda: options(out=Path("runs")), "--out must be text: got PosixPath('runs')"),
+    (lambda: options(freeze=(1,)), "--freeze must be a list of texts: got (1,)"),
+    (lambda: options(prompt=b"a"), "--prompt must be text: got b'a'"),
+    (lambda: TrainConfig(model="tiny"), "model must be a ModelConfig: got 'tiny'"),
+    (lambda: TrainConfig(compute={"dtype": "auto"}), "compute must be a ComputeConfig: got {'dtype': 'auto'}"),
+    (lambda: ModelConfig(num_layers="3"), "num_layers must be a whole number: got '3'"),
+    (lambda: ModelConfig(hidden_size=32.0), "hidden_size must be a whole number: got 32.0"),
+    (lambda: ModelConfig(router_bias="yes"), "router_bias must be true or false: got 'yes'"),
+])  # fmt: skip
+def test_a_value_of_another_type_is_one_line(config, line):
+    with pytest.raises(ValueError) as error:
+        check_options(config())
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text,line", [
+    ("steps = inf", "--steps must be a whole number: got inf"),
+    ("steps = nan", "--steps must be a whole number: got nan"),
+    ("steps = true", "--steps must be a whole number: got True"),
+    ("[compute]\ncompile = true", "unknown --compile 'True'; choose from: auto, on, off, whole"),
+    ("[compute]\nfused_loss = 1", "--fused-loss must be true or false: got 1"),
+    ("[batch]\ndata = 3", "--data must be a list of texts: got 3"),
+])  # fmt: skip
+def test_a_value_of_another_type_in_a_file_is_one_line(tmp_path, text, line):
+    file = tmp_path / "x.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"x.toml: {re.escape(line)}"):
+        parse_arguments([str(file)])
