@@ -29,7 +29,7 @@ from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, 
 from .fp8 import Fp8Recipe
 from .fp8_experts import fp8_experts
 from .fuse import fuse
-from .grouped_gemm import GroupedGemmOptions, GroupedLinearFunction
+from .grouped_gemm import GroupedGemmOptions, GroupedLinearFunction, check_offsets
 from .linear import apply_autocast, compute_or_defer, grad_dtype
 from .order import ExpertOrder
 from .permute import check_routing_weights, check_rows, permute, unpermute
@@ -166,3 +166,4 @@ def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None
     if not x.dtype == gate_up.dtype == down.dtype or not x.is_floating_point():
         got = f"{x.dtype}, {gate_up.dtype} and {down.dtype}"
         raise ValueError(f"x, gate_up and down must have one floating-point dtype: got {got}")
+    check_offsets(order.expert_offsets, num_experts, len(order.gather_idx_M))

@@ -97,7 +97,7 @@ def grouped_wgrad(
         got = f"{[*dy_MO.shape]} in {dy_MO.dtype} and {[*x_MI.shape]} in {x_MI.dtype}"
         raise ValueError(f"grouped_wgrad needs dy [M, O] and x [M, I] of the same dtype: got {got}")
     shape = (len(expert_offsets) - 1, dy_MO.shape[1], x_MI.shape[1])
-    _check_offsets(expert_offsets, shape[0], len(x_MI))
+    check_offsets(expert_offsets, shape[0], len(x_MI))
     GroupedGemmOptions(num_sms=num_sms).check()
     if add_to is not None and add_to.shape != shape:
         raise ValueError(f"add_to must be {[*shape]}: got {[*add_to.shape]}")
@@ -236,10 +236,10 @@ def _check(x: Tensor, w: Tensor, expert_offsets: Tensor, width: int) -> None:
         raise ValueError(f"a grouped product needs x [M, I] and w [E, O, I]: got {[*x.shape]} and {[*w.shape]}")
     if x.dtype != w.dtype:
         raise ValueError(f"a grouped product needs x and w of the same dtype: got {x.dtype} and {w.dtype}")
-    _check_offsets(expert_offsets, w.shape[0], len(x))
+    check_offsets(expert_offsets, w.shape[0], len(x))
 
 
-def _check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> None:
+def check_offsets(expert_offsets: Tensor, num_experts: int, num_rows: int) -> None:
     if expert_offsets.shape != (num_experts + 1,) or expert_offsets.dtype != torch.int32:
         got = f"{[*expert_offsets.shape]} in {expert_offsets.dtype}"
         raise ValueError(f"{num_experts} experts need {num_experts + 1} offsets in int32: got {got}")

@@ -107,7 +107,7 @@ class Option:
 
         Raises OptionError for a value of another type.
         """
-        if NoneType in self.kinds and value in (None, "", "none", "None"):
+        if NoneType in self.kinds and value in (None, "none", "None"):
             return None
         if self.choices:
             if not self.accepts(str(value)):
@@ -217,7 +217,7 @@ def read_options(kind: type[_T], words: Sequence[str]) -> _T:
         typed = {option.name: option.label for option in options if not option.mark.positional}
         raise OptionError(f"{unknown_option('option', word, typed)}--help lists all")
     values = {option.name: getattr(given, option.name) for option in options}
-    values = {name: value for name, value in values.items() if value not in (None, [])}
+    values = {name: value for name, value in values.items() if value is not None}
     missing = [option.label for option in options if option.default is MISSING and option.name not in values]
     if missing:
         raise OptionError(f"missing {' '.join(missing)}")

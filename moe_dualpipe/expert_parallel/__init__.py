@@ -4,6 +4,7 @@
 """
 
 from .all_to_all import AllToAll
+from .autograd import combine, dispatch
 from .backend import ChosenBackend, choose_backend
 from .by_choice import ByChoice
 from .fp8_dispatch import Fp8Dispatch
@@ -16,5 +17,6 @@ from .shared import Shared
 
 __all__ = [
     "AllToAll", "ByChoice", "ChosenBackend", "Combined", "Completed", "EpBackend", "ExpertParallel", "Fp8Dispatch",
-    "Link", "Local", "Loopback", "Pending", "Received", "Replay", "Route", "Shared", "choose_backend",
+    "Link", "Local", "Loopback", "Pending", "Received", "Replay", "Route", "Shared", "choose_backend", "combine",
+    "dispatch",
 ]  # fmt: skip

@@ -5,14 +5,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.expert_parallel import Loopback, combine, dispatch
 from moe_dualpipe.expert_parallel import local as local_backend
 from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
 from moe_dualpipe.tools.checks.host_syncs import host_syncs
 from tests.support.kernels import DEVICE, FLOOR, LinearExperts, error
-from tests.support.plain_model import combine, dispatch
 
 TINY = {
     "hidden_size": 16, "num_layers": 2, "num_dense_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,

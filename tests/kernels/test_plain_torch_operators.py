@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.expert_parallel import Local, combine, dispatch
 from moe_dualpipe.kernels import products
 from moe_dualpipe.kernels.cross_entropy import linear_cross_entropy
 from moe_dualpipe.kernels.experts import experts
@@ -28,7 +28,6 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads, accumulate
 from moe_dualpipe.models import attach
 from moe_dualpipe.overlap import Compute
 from tests.support.kernels import DEVICE, needs_onednn, small_products_in_onednn
-from tests.support.plain_model import combine, dispatch
 from tests.support.segments import module_of
 
 

@@ -120,7 +120,7 @@ FILES = {
     "[parallel]\nzero = 1": "parallel.zero must be true or false: got 1",
     "[sample]\nprompt = 3": "--prompt must be text: got 3",
     "freeze = 3": "--freeze must be a list of texts: got 3",
-    "[batch]\ndata = {a = 1}": "--data must be a list: got ",
+    "[batch]\ndata = {a = 1}": "--data must be a list of texts: got ",
     "[optimizer]\nlr = 1": "unknown key 'optimizer.lr'; did you mean optim.lr? --help-all lists all",
     "optim = 1": "unknown key 'optim'",
     "steps = ": "Invalid value (at end of document)",
