@@ -144,6 +144,7 @@ def experts(
         weights_NK = None if weights_NK is None else aligned("weights", weights_NK.contiguous())
         return fp8_experts(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, fp8, triton)
     if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
+        check_offsets(order.expert_offsets, len(down_EDF), len(order.gather_idx_M))
         return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, compiled)
     x_ND = check_contiguous_rows("x", x_ND)
     gate_up_EGD, down_EDF = check_contiguous("gate_up", gate_up_EGD), check_contiguous("down", down_EDF)
@@ -166,4 +167,3 @@ def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None
     if not x.dtype == gate_up.dtype == down.dtype or not x.is_floating_point():
         got = f"{x.dtype}, {gate_up.dtype} and {down.dtype}"
         raise ValueError(f"x, gate_up and down must have one floating-point dtype: got {got}")
-    check_offsets(order.expert_offsets, num_experts, len(order.gather_idx_M))
