@@ -59,9 +59,9 @@ def one_of(*names: str) -> Mark:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """name: of its field, after those of its groups, such as "cost.F". kind: the type of its value. text: the help.
+    """name: the field's name, with its groups before it: "cost.F". kind: the type of its value. text: the help.
 
-    default: MISSING if the option is required. label: how messages name it. names: the valid words, if not by `kind`.
+    default: MISSING if required. label: the name in messages. names: the valid words, if `kind` does not list them.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Option:
         return name in self.choices
 
     def convert(self, value: Any, strict: bool = False) -> Any:
-        """The value from words of a command line, or from TOML. strict: from Python, where a number is no word.
+        """Convert words of a command line, or a value of TOML. strict: the value comes from Python: parse no strings.
 
         Raises OptionError for a value of another type.
         """
@@ -136,7 +136,7 @@ def literals(kind: Any) -> tuple[str, ...]:
 
 
 def fields_of(section: Any) -> list[tuple[str, Any, Any, str]]:
-    """Name, type with annotations, default and docstring of each field of a dataclass, also of inherited ones.
+    """Name, type with annotations, default and docstring of each field of a dataclass, inherited fields included.
 
     The default is MISSING if there is none.
     """
@@ -147,7 +147,7 @@ def fields_of(section: Any) -> list[tuple[str, Any, Any, str]]:
 
 
 def _docstrings(section: Any) -> dict[str, str]:
-    """The docstrings of a dataclass's own fields. None are known of a class without source, as in an interpreter."""
+    """The docstrings of a dataclass's own fields. Empty for a class without source file, as in an interpreter."""
     try:
         documented = docstring_parser.parse_from_object(section).params
     except (OSError, TypeError):
@@ -225,9 +225,9 @@ def read_options(kind: type[_T], words: Sequence[str]) -> _T:
 
 
 def unknown_option(kind: str, word: str, typed: Mapping[str, str]) -> str:
-    """Says that there is no such option, and suggests a name in another section or spelling, or a similar one.
+    """The error for an unknown option, with the most similar name.
 
-    typed: what to type, by the name of the option. The caller says what lists all.
+    typed: what to type, by the name of the option. The caller appends where all options are listed.
     """
     word = word.partition("=")[0]
     name = word.lstrip("-").replace("-", "_")[:100]
@@ -280,9 +280,9 @@ def shown(value: Any) -> str:
 
 
 def entry(name: str, value: str, text: str, default: Any = None, most: int | None = None) -> str:
-    """The lines of an option. A default is never broken over two; nothing is said about None, False and an empty one.
+    """The lines of an option. A default stays on one line. None, False and empty defaults are not shown.
 
-    most: keep only as many sentences, and at least the first.
+    most: maximum number of characters; later sentences are dropped, but never the first.
     """
     if default is None:
         text = re.sub("None: ([^ ]*)", rf"Default:{UNBROKEN}\1", text)
@@ -303,7 +303,7 @@ def entry(name: str, value: str, text: str, default: Any = None, most: int | Non
 
 
 def _sentences(text: str, most: int) -> str:
-    """The first sentences of a text, of at most so many characters together, and at least one."""
+    """The first sentences, at most `most` characters in all, but always the first one."""
     kept = ""
     for sentence in re.split(r"(?<=\.) (?=\S)", text):
         if kept and len(f"{kept} {sentence}") > most:
@@ -325,7 +325,7 @@ def command_help(program: str, command: type) -> str:
 
 
 def _option_entries(section: Any, prefix: str = "") -> list[str]:
-    """The entries of the options: required ones, its own, those that it inherits, and its groups."""
+    """Help entries: required options first, then the class's own, then inherited ones, then groups."""
     entries, groups = [], []
     own = inspect.get_annotations(section)
     found = fields_of(section) if is_dataclass(section) else []

@@ -1,4 +1,4 @@
-"""How a model is divided over processes, and how each of them computes: two values that `Pipeline` takes."""
+"""Parallel: how a model is divided over ranks. Numerics: device, dtype and kernels of a rank. `Pipeline` takes both."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +18,7 @@ class Parallel:
     ep: int = 1
     """Number of ranks that share the experts of a layer."""
     ep_backend: EpBackend = "auto"
-    """How they exchange tokens (docs/expert_parallel.md)."""
+    """Backend for the exchange of tokens (docs/expert_parallel.md)."""
     expert_sums: Literal["rank", "choice"] = "rank"
     """Order in which the outputs of a token's experts are added: by rank, or by the router's choices."""
     layers: tuple[int, ...] = ()
@@ -41,15 +41,15 @@ class Numerics:
     dtype: torch.dtype = torch.float32
     """Of weights and activations."""
     options: StageOptions = DEFAULT_OPTIONS
-    """Seed, kernels, recomputation and the FP8 recipe of the stages."""
+    """How the stages are initialized and computed."""
     whole: Literal["", "cuda_graph", "compiled"] = ""
-    """Run each micro-batch of a training step at once, without the schedule: as a CUDA graph or, on a CPU, as one
-    function of torch.compile. Only for what `whole_rules` (training/rules.py) allows."""
+    """How to run a micro-batch of a training step. "": by the schedule. cuda_graph: as one CUDA graph. compiled: as one
+    function of torch.compile, on a CPU. The last two bypass the schedule; training/rules.py lists their limits."""
     products: Library = "mkl"
     """The library for products of fp32 matrices on a CPU."""
     fp8_dispatch: bool = False
-    """Experts in FP8 also get their rows in 8 bits."""
+    """Also dispatch tokens in FP8. Needs an FP8 recipe in `options`."""
 
 
 NOT_PARALLEL, ON_CPU = Parallel(), Numerics()
-"""The defaults: one rank for each stage and its experts, and fp32 on a CPU."""
+"""The defaults: no expert parallelism, and fp32 on a CPU."""

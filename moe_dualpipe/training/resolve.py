@@ -1,8 +1,8 @@
-"""What was asked for, and what this machine has, become one value: `Run`.
+"""Turns the options and the facts of this machine into one value: `Run`.
 
 `prepare` finds the facts, and `resolve` decides. The ranks agree on where a restarted run continues, on the free
-memory, and on the lock of the folder (restart.py). Everything else follows from the options, so all ranks come to the
-same result: an invalid option ends the run with one line and exit code 2, and never hangs.
+memory, and on the lock of the folder (restart.py). Everything else is computed on each rank from the same options and
+files, without communication. So all ranks reject an invalid option together, and none waits for another.
 """
 
 import itertools
@@ -49,14 +49,14 @@ class StepPrediction(Protocol):
     """The predicted step of a run, on a GPU whose speed is known."""
 
     def best_layers(self, memory: float) -> tuple[int, ...]:
-        """The number of layers of each stage with the shortest step. memory: bytes that each rank may use.
+        """The division of layers over stages with the shortest step; empty if the default division is as fast.
 
-        Empty if the usual numbers are as good.
+        memory: bytes that each rank may use.
         """
         ...
 
     def costs(self, layers: tuple[int, ...]) -> Costs:
-        """Seconds of the actions on each stage, with these numbers of layers; empty: the usual ones."""
+        """Seconds of each action on each stage. layers: the number of layers of each stage; empty: the default."""
         ...
 
 
@@ -78,7 +78,7 @@ NO_INSTRUMENTS = Instruments()
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a run cannot choose. agreed: what the ranks agreed on before they joined."""
+    """Facts about this launch, which options cannot change. agreed: what the ranks agreed on before they joined."""
 
     launch: Launch
     device: torch.device
@@ -109,7 +109,7 @@ class Start:
     changes: Sequence[str] = ()
     """How the options of a resumed run differ from what they were, one text each."""
     restarted: bool = False
-    """Whether this launcher has begun the run before."""
+    """Whether torchrun restarted this run."""
     from_command: bool = True
 
     @property
@@ -132,7 +132,7 @@ class Run:
     """None: the run writes nothing."""
     instruments: Instruments
     store: dist.Store | None = None
-    """Where the ranks have met."""
+    """The rendezvous store, if the ranks have met there."""
     machines: str = ""
     """Where the expert groups are, in one line. Empty on one machine."""
 
@@ -149,7 +149,7 @@ class Run:
         return torch.device(self.numerics.device)
 
     def placed(self, placed: Placed) -> "Run":
-        """The run of the rank that this process has become."""
+        """This run, for the rank that placement gave this process."""
         choice, model, text = self.choice.at(placed.launch.rank), self.config.model, placed.description
         if placed.span > 1:
             most = machine_limit(placed.span, model.expert_groups, model.top_groups)
@@ -179,7 +179,7 @@ def prepare(
 
 
 def resolve(request: Request, facts: Facts) -> Run:
-    """Decide everything that the options leave open. Raises ValueError for what cannot be."""
+    """Decide everything that the options leave open. Raises ValueError for options that cannot run."""
     folder, launch, device = facts.agreed.folder, facts.launch, facts.device
     if folder and not facts.restarted:
         refuse(new_folder_rules(folder, request.config.checkpoint))
@@ -231,7 +231,7 @@ def choose_numerics(config: TrainConfig, device: torch.device) -> Numerics:
 
 
 def chosen_compute(compute: ComputeConfig, numerics: Numerics) -> ComputeConfig:
-    """The options, with what was chosen: run.toml has the answer, so a resumed run does the same."""
+    """The options with the chosen compile and dtype. run.toml stores them, so a resumed run uses the same."""
     compiled = "whole" if numerics.whole == "compiled" else "on" if numerics.options.compiled else "off"
     dtype: Any = str(numerics.dtype).removeprefix("torch.")
     return replace(compute, compile=compiled, dtype=dtype)
@@ -260,7 +260,11 @@ def choose_compiled(choice: str, kind: str) -> Literal["on", "off", "whole"]:
 
 
 def choose_layout(request: Request, facts: Facts, numerics: Numerics) -> tuple[TrainConfig, Choice]:
-    """The layout, and the options with it. What was typed for a new run, or for --resume, must fit as it is."""
+    """The layout, and the options with it.
+
+    A new run without a file, or any layout option on the command line, must fit exactly. A restarted run, and one whose
+    layout comes from a file alone, may get the nearest layout that fits.
+    """
     config, free = request.config, facts.agreed.free
 
     def problem(choice: Choice) -> str:
@@ -279,7 +283,7 @@ def choose_layout(request: Request, facts: Facts, numerics: Numerics) -> tuple[T
 
 
 def _layers(config: TrainConfig, choice: Choice, numerics: Numerics, facts: Facts) -> tuple[int, ...]:
-    """The number of layers of each stage, if `parallel.layers` says so for this layout."""
+    """The number of layers of each stage: as listed, or predicted for `auto`. Empty: the default division."""
     if config.parallel.layers != "auto":
         return () if choice.changed else listed_layers(config)
     predicted, free = facts.instruments.predict(config, choice, numerics.dtype, facts.device), facts.agreed.free
@@ -289,7 +293,7 @@ def _layers(config: TrainConfig, choice: Choice, numerics: Numerics, facts: Fact
 def _filled(
     config: TrainConfig, choice: Choice, layers: tuple[int, ...], numerics: Numerics, facts: Facts
 ) -> Choice:  # fmt: skip
-    """The choice whose schedule, if its name says so, has its weight gradients where ranks wait."""
+    """For NAME+fill: the choice with weight gradients moved into idle time. Otherwise unchanged."""
     if not choice.name.endswith(FILL):
         return choice
     predicted = facts.instruments.predict(config, choice, numerics.dtype, facts.device)

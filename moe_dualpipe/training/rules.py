@@ -1,7 +1,8 @@
-"""What a run cannot be: its valid values, and the rules that hold between them.
+"""Checks of the options: types, valid ranges, and rules for combinations that cannot run.
 
 A rule is a row: whether it applies, and what to say then. Rules are grouped by the facts that they need. The first one
-that applies ends the run with one line and exit code 2, before anything is written.
+that applies raises ValueError, before the run writes anything but its lock file. A command prints it as one line, and
+exits with code 2.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,7 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("metrics.peak_tflops optim.clip", 1e-6, 1e6),
     ("optim.lr", 1e-12, 100.0),
     ("optim.weight_decay", 0, 1000),
-    ("optim.beta1 optim.beta2 optim.momentum", 0, 0.999999),  # a moment with 1 never changes
+    ("optim.beta1 optim.beta2 optim.momentum", 0, 0.999999),  # with 1, the moving average never changes
 )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ NOTHING_GIVEN = Given()
 
 
 def check_options(config: TrainConfig, given: Given = NOTHING_GIVEN) -> None:
-    """Raise ValueError for the first option that is invalid alone, with others, or with what a program gives."""
+    """Raise ValueError for the first invalid option or combination."""
     check_types(config)
     for options, low, high in RANGES:
         for option in options.split():
@@ -78,7 +79,10 @@ def check_options(config: TrainConfig, given: Given = NOTHING_GIVEN) -> None:
 
 
 def check_types(config: TrainConfig) -> None:
-    """Raise OptionError for a value of another type: files and command lines are converted, but programs are not."""
+    """Raise OptionError for a value of the wrong type.
+
+    Values from files and command lines are converted already; those from Python are not.
+    """
     default = TrainConfig(preset="tiny")
     for name, kind in ((name, type(getattr(default, name))) for name in TrainConfig.__dataclass_fields__):
         value = getattr(config, name)
@@ -145,7 +149,7 @@ def no_folder_rules(config: TrainConfig) -> Iterator[Rule]:
 
 
 def new_folder_rules(folder: Path, options: CheckpointConfig) -> Iterator[Rule]:
-    """The folder of a new run is free, or its newest checkpoint is that of the run that goes on there."""
+    """Refuse a folder that has a run, unless --resume continues that run from its newest checkpoint."""
     resume, out, found = options.resume or "", options.out or folder, list_checkpoints(folder / "checkpoints")
     same = bool(resume) and stores.output_folder(run_of(resume), options.staging).resolve() == folder.resolve()
     yield Rule(
@@ -160,7 +164,7 @@ def new_folder_rules(folder: Path, options: CheckpointConfig) -> Iterator[Rule]:
 
 
 def compute_rules(config: TrainConfig, numerics: Numerics, processes: int) -> Iterator[Rule]:
-    """What the device, the kernels and FP8 allow."""
+    """Options that the device, the kernels or FP8 do not support."""
     device, kernels = torch.device(numerics.device), numerics.options.kernels
     yield from _fp8_rules(config, device, kernels)
     if numerics.whole == "compiled":
@@ -172,7 +176,7 @@ def compute_rules(config: TrainConfig, numerics: Numerics, processes: int) -> It
 
 
 def _compiled_rules(config: TrainConfig, device: torch.device, kernels: str) -> Iterator[Rule]:
-    """What cannot be in a micro-batch that torch.compile traces as one function."""
+    """Options that --compile whole cannot trace or be combined with."""
     compute, instead = config.compute, "--compile on"
     for applies, reason in (
         (compute.cuda_graphs, "and cuda_graphs exclude each other: use compute.cuda_graphs=false"),
@@ -197,7 +201,7 @@ def _graph_rules(device: torch.device, kernels: str) -> Iterator[Rule]:
 
 
 def _whole_rules(config: TrainConfig, whole: str, instead: str, processes: int) -> Iterator[Rule]:
-    """What cannot be in a micro-batch that runs at once: it runs no schedule, and keeps no state in Python."""
+    """Options that need the schedule, or state in Python, which --compile whole and cuda_graphs bypass."""
     model, losses = config.model, [*loss_factors(config.model)]
     routes = config.batch.record_routes or config.batch.replay_routes
     for applies, reason in (

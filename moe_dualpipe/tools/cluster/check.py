@@ -113,7 +113,7 @@ class Report:
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Memory in bytes, speeds in bytes per second."""
+        """Free disk space in bytes, speeds in bytes per second."""
         return {
             "world_size": self.world_size, "device": self.device, "passed": not self.problems, "note": self.note,
             "problems": [asdict(problem) for problem in self.problems],
@@ -497,7 +497,7 @@ def compare_with_rank_0(launch: Launch, out: Path, start: Start) -> list[Problem
     rows: list[Limit] = [
         (abs(ahead) > MAX_CLOCK, f"its clock is {abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's",
          "synchronize the clocks (chronyc makestep, or timedatectl)", False),
-        (not mark.exists(), f"{mark.parent} is not the folder of rank 0",
+        (not mark.exists(), f"the output folder of rank 0, {mark.parent}, is not shared with this machine",
          "choose one on a shared file system with --out: all ranks read checkpoints there", False),
     ]  # fmt: skip
     found = gather_objects([_problem(launch, row) for row in rows if row[0] and launch.local_rank == 0])

@@ -41,7 +41,7 @@ class Update:
 class Extension:
     """The hooks, which do nothing by default.
 
-    exclusive: whether validation and saves have to wait, because only training may run until the end of the next step.
+    exclusive: delay validation and saves until after the next step, because only training may run meanwhile.
     """
 
     exclusive = False
@@ -50,7 +50,7 @@ class Extension:
         """Before the forward of a step."""
 
     def before_update(self, update: Update) -> None:
-        """Gradients are summed over all ranks; weights are those of the forward."""
+        """Gradients are summed over replicas; weights are not updated yet."""
 
     def after_update(self, update: Update) -> None:
         """After the update, or after it was skipped."""
@@ -61,7 +61,7 @@ class Extension:
 
 
 class Trained(Protocol):
-    """What an extension may use of the trainer that it is built for. first_step: steps that were done before the run.
+    """The part of the trainer that extensions may use. first_step: steps that were done before the run.
 
     own_sequences: the sequences of a step that this data-parallel rank runs.
     """

@@ -248,7 +248,7 @@ def test_a_throttled_link_and_other_problems_are_named(tmp_path):
     assert len(result["links"]) == 12 and len({(link["source"], link["to"]) for link in result["links"]}) == 12
     slowest = min(result["links"], key=lambda link: link["speed"])
     assert (slowest["source"], slowest["to"]) == (1, 2) and slowest["speed"] < 260_000 / DELAY
-    assert not [*tmp_path.glob(".check*")] and not any("is not the folder of rank 0" in line for line in problems)
+    assert not [*tmp_path.glob(".check*")] and not any("is not shared with this machine" in line for line in problems)
 
 
 @pytest.mark.long
