@@ -16,6 +16,7 @@ from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -146,6 +147,7 @@ def fields_of(section: Any) -> list[tuple[str, Any, Any, str]]:
     return [(one.name, kinds[one.name], one.default, texts.get(one.name, "")) for one in fields(section)]
 
 
+@cache  # reading the source takes milliseconds
 def _docstrings(section: Any) -> dict[str, str]:
     """The docstrings of a dataclass's own fields. Empty for a class without source file, as in an interpreter."""
     try:
