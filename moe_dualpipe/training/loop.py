@@ -93,7 +93,7 @@ def _introduce(trainer: Trainer, console: Console) -> None:
 def _validate(trainer: Trainer, console: Console, done: int) -> float:
     """The validation loss after `done` steps, which is also recorded. Ends the run if it is not finite."""
     loss = trainer.validation_loss()
-    first = done == trainer.run.start.first_step
+    first = done == trainer.first_step
     if not math.isfinite(loss):
         when = f"before step {done + 1}" if first else f"after step {done}"
         cause = trainer.run.instruments.first_nonfinite(trainer, trainer.validation_losses(), False)
@@ -108,7 +108,7 @@ def _validate(trainer: Trainer, console: Console, done: int) -> float:
 
 def _check_skipped(trainer: Trainer, console: Console, done: int) -> None:
     """End the run if too many steps were skipped, or all of them."""
-    steps, skipped = done - trainer.run.start.first_step, trainer.skipped
+    steps, skipped = done - trainer.first_step, trainer.skipped
     if skipped.too_many:
         what = f"{skipped.in_a_row} consecutive steps"
     elif steps and skipped.in_a_row == steps:
@@ -140,8 +140,8 @@ def _finish(trainer: Trainer, console: Console, saving: Saving, before: float | 
     trainer.check_replicas()
     after = None
     if before is not None:
-        after = _validate(trainer, console, config.steps) if trainer.run.start.first_step < config.steps else before
-    if trainer.run.start.first_step < config.steps:
+        after = _validate(trainer, console, config.steps) if trainer.first_step < config.steps else before
+    if trainer.first_step < config.steps:
         saving.start(config.steps)
     peak = trainer.largest(peak_memory_mb(trainer.device))
     console.say(f"peak memory: {peak:,.0f} MB of the whole process, on the fullest rank")

@@ -7,7 +7,6 @@ exits with code 2.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from ..models.auxiliary_losses import loss_factors
 from ..pipeline.settings import Numerics
 from ..runtime.learning_rate import decay_steps
 from .config import CheckpointConfig, TrainConfig
-from .options import all_keys, option_name
+from .options import all_keys, option_name, value_of
 
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
@@ -65,7 +64,7 @@ def check_options(config: TrainConfig, given: Given = NOTHING_GIVEN) -> None:
     check_types(config)
     for options, low, high in RANGES:
         for option in options.split():
-            if (value := attrgetter(option)(config)) is not None:
+            if (value := value_of(config, option)) is not None:
                 check_range(option_name(option), value, low, high)
     config.sample.sampling()  # raises ValueError
     refuse(option_rules(config))
@@ -74,7 +73,7 @@ def check_options(config: TrainConfig, given: Given = NOTHING_GIVEN) -> None:
         check_installed("metrics.tensorboard", "tensorboard")
     if config.metrics.wandb:
         check_installed("--wandb", "wandb")
-    _check_export(config.checkpoint, config)
+    _check_export(config)
     check_layers(config.model)
 
 
@@ -90,7 +89,7 @@ def check_types(config: TrainConfig) -> None:
             raise OptionError(f"{name} must be a {kind.__name__}: got {quoted(value, 60)}")
     for key in all_keys().values():
         if not key.name.startswith("model."):  # ModelConfig checks its own
-            key.convert(attrgetter(key.name)(config), strict=True)
+            key.convert(value_of(config, key.name), strict=True)
 
 
 def option_rules(config: TrainConfig) -> Iterator[Rule]:
@@ -232,8 +231,9 @@ def _fp8_rules(config: TrainConfig, device: torch.device, kernels: str) -> Itera
     )
 
 
-def _check_export(options: CheckpointConfig, config: TrainConfig) -> None:
+def _check_export(config: TrainConfig) -> None:
     """Raise ValueError if --export cannot write this model."""
+    options = config.checkpoint
     folder = options.export
     if not folder:
         return
