@@ -70,7 +70,7 @@ def attend(attention: nn.Module, layer: int, x_BSD: Tensor, cache: KVCache | Non
 
     Raises ValueError for a mask that it does not take.
     """
-    context = accepted_context(attention, attention.forward, mask_B1SS, cache)
+    context = accepted_context(attention, attention.forward, mask_B1SS, cache=cache)
     if cache is None or "cache" in context:
         return call_layer("attention", attention, x_BSD, **context)
     return call_layer("attention", attention, with_past(cache, layer, x_BSD), **context)[:, -x_BSD.shape[1] :]
@@ -80,16 +80,16 @@ _parameters = lru_cache(maxsize=256)(named_parameters)  # inspecting a signature
 
 
 def accepted_context(
-    layer: nn.Module, call: Callable[..., Any], mask_B1SS: Tensor | None, cache: KVCache | None
+    layer: nn.Module, call: Callable[..., Any], mask_B1SS: Tensor | None, **others: Any
 ) -> dict[str, Any]:
-    """`mask_B1SS` and `cache` as keyword arguments, each only if the method `call` has a parameter of that name.
+    """The arguments after `call` as keyword arguments, each only if the method `call` has a parameter of that name.
 
     Raises ValueError for a mask that it does not take.
     """
     names = _parameters(getattr(call, "__func__", call))
     if mask_B1SS is not None and "mask_B1SS" not in names:
         raise ValueError(f"{type(layer).__name__}.{call.__name__} has no parameter mask_B1SS: it cannot mask documents")
-    context = {"mask_B1SS": mask_B1SS, "cache": cache}
+    context = {"mask_B1SS": mask_B1SS, **others}
     return {name: value for name, value in context.items() if name in names}
 
 

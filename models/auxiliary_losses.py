@@ -5,9 +5,9 @@ every message between stages. It is not necessary: the loss is a sum, so its gra
 every stage. `attach` starts that gradient in the backward of a tensor that the loss depends on.
 
 Experts that are chosen often learn more and are chosen more often, until the others are idle. The sequence-wise loss
-lowers the scores of the experts that a sequence prefers; the z-loss keeps the logits small. Both are means over whole
-sequences, so their gradients do not depend on how a batch is divided. A bias (router.py), which has no gradient, also
-balances experts.
+lowers the scores of the experts that a sequence prefers; the z-loss keeps the logits small. Both are means over
+sequences of a mean over positions, so their gradients do not depend on how a batch is divided. Padding does not count:
+its positions have weight 0. A bias (router.py), which has no gradient, also balances experts.
 
 B sequences, S positions, E experts, K experts per token.
 """
@@ -45,24 +45,38 @@ def attach(x: Tensor, *losses: Tensor) -> Tensor:
     return _Attach.apply(x, *losses) if losses else x  # type: ignore[return-value]
 
 
+def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """`loss * weight`. With weight 0, a loss without labels is 0, not nan."""
+    if isinstance(weight, Tensor):  # for a graph, which has no branches
+        return torch.where(weight > 0, loss, 0.0) * weight
+    return loss if weight == 1 else loss * weight if weight else loss.nan_to_num() * 0
+
+
 def loss_factors(config: ModelConfig) -> dict[str, float]:
     """The factors of the enabled router losses, by their names in the configuration."""
     return {name: factor for name in ("sequence_loss", "z_loss") if (factor := getattr(config, name))}
 
 
-def router_losses(config: ModelConfig, logits_BSE: Tensor, ids_BSK: Tensor) -> dict[str, Tensor]:
-    """The enabled router losses, without their factors, in fp32 at least."""
+def router_losses(
+    config: ModelConfig, logits_BSE: Tensor, ids_BSK: Tensor, weights_BS: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The enabled router losses, without their factors, in fp32 at least.
+
+    weights_BS: the weight of each position in the mean of its sequence, 0 for padding. None: 1/S.
+    """
     logits_BSE, losses = at_least_fp32(logits_BSE), {}
     if config.sequence_loss:
         if config.router_bias or config.top_groups < config.expert_groups:  # the K chosen experts are not the K best
             ids_BSK = logits_BSE.detach().topk(config.experts_per_token, dim=-1).indices
-        losses["sequence_loss"] = sequence_loss(shares(logits_BSE, config), ids_BSK)
+        if weights_BS is not None:
+            ids_BSK = ids_BSK.masked_fill(weights_BS[..., None] == 0, -1)
+        losses["sequence_loss"] = sequence_loss(shares(logits_BSE, config), ids_BSK, weights_BS)
     if config.z_loss:
-        losses["z_loss"] = z_loss(logits_BSE)
+        losses["z_loss"] = z_loss(logits_BSE, weights_BS)
     return losses
 
 
-def sequence_loss(shares_BSE: Tensor, ids_BSK: Tensor) -> Tensor:
+def sequence_loss(shares_BSE: Tensor, ids_BSK: Tensor, weights_BS: Tensor | None = None) -> Tensor:
     """The mean over sequences of sum_E f_E P_E (arXiv 2412.19437, equations 17 to 20).
 
     P_E is the mean share of expert E in the scores. f_E is the number of tokens with expert E among their K best,
@@ -75,12 +89,18 @@ def sequence_loss(shares_BSE: Tensor, ids_BSK: Tensor) -> Tensor:
     valid_BC = (chosen_BC >= 0).to(shares_BSE.dtype)
     counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(1, chosen_BC.clamp(min=0), valid_BC)
     frequencies_BE = counts_BE * (shares_BSE.shape[2] / valid_BC.sum(1, keepdim=True).clamp(min=1))
-    return (frequencies_BE * shares_BSE.mean(1)).sum(1).mean()
+    return (frequencies_BE * _mean(shares_BSE, weights_BS)).sum(1).mean()
 
 
-def z_loss(logits_BSE: Tensor) -> Tensor:
+def z_loss(logits_BSE: Tensor, weights_BS: Tensor | None = None) -> Tensor:
     """The mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906, equation 5). Logits [0, 0] -> log(2)^2 = 0.48."""
-    return logits_BSE.logsumexp(-1).square().mean()
+    squares_BS = logits_BSE.logsumexp(-1).square()
+    return squares_BS.mean() if weights_BS is None else _mean(squares_BS, weights_BS).mean()
+
+
+def _mean(x: Tensor, weights_BS: Tensor | None) -> Tensor:
+    """The mean over positions, the second dimension of `x`."""
+    return x.mean(1) if weights_BS is None else torch.einsum("bs...,bs->b...", x, weights_BS.to(x.dtype))
 
 
 def shares(logits_BSE: Tensor, config: ModelConfig) -> Tensor:

@@ -41,7 +41,8 @@ class BlockLayer(Segmented):
     which hides the communication. A plain nn.Module with `forward(x_BSD)` works as well, as a single segment.
 
     `segments` and `forward` may have the parameters `mask_B1SS` and `cache`, as in `AttentionLayer`. Without the
-    parameter `cache`, the cache stores the block's inputs, and each new token recomputes all positions.
+    parameter `cache`, the cache stores the block's inputs, and each new token recomputes all positions. `segments` may
+    have the parameter `rows_B`, to pass to `MoE.route` or `MoE.segments`: a batch with padding needs it.
     """
 
 
@@ -148,7 +149,7 @@ def block_parts(
         return (yield from block.parts(*parts, cache=cache, mask_B1SS=mask_B1SS, rows_B=rows_B))
     x_BSD = yield Compute("add", add_up, *parts)
     run = getattr(block, "segments", None)
-    context = accepted_context(block, run or block.forward, mask_B1SS, cache)
+    context = accepted_context(block, run or block.forward, mask_B1SS, cache=cache, rows_B=rows_B)
     all_BLD = with_past(cache, layer, x_BSD) if cache is not None and "cache" not in context else x_BSD
     if run:
         try:

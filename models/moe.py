@@ -35,8 +35,8 @@ class MoE(Segmented):
     `load_E` counts the tokens of each expert in training since the last `take_load`. `slots` has the ids by which
     `expert_parallel` knows the experts; None: their own ids.
 
-    Routes of a step, for R sequences of S positions: training writes `recorded_RSK`, and takes those of `replayed_RSK`
-    that are not -1.
+    For the R sequences of a step, with S positions: training writes the routes `recorded_RSK`, and takes those of
+    `replayed_RSK` that are not -1. `weights_RS`: see `RouterLayer.weights_BS`; tokens with weight 0 go to no expert.
     """
 
     compiled: bool = False
@@ -44,6 +44,7 @@ class MoE(Segmented):
     slots: Slots | None = None
     recorded_RSK: Tensor | None = None
     replayed_RSK: Tensor | None = None
+    weights_RS: Tensor | None = None
     router: Any
 
     def __init__(
@@ -74,21 +75,33 @@ class MoE(Segmented):
         self.shared_gate = Linear(config.hidden_size, 1, config.init_std) if config.shared_gate else None
         self.elementwise = ("shared_gate.weight",) if config.shared_gate else ()
 
-    def segments(self, x: Tensor) -> Segments:
-        x_TD, *decision = yield Compute("attn", self.route, x, source=custom_source(self.router))
+    def segments(self, x: Tensor, rows_B: Tensor | None = None) -> Segments:
+        route, source = partial(self.route, rows_B=rows_B), custom_source(self.router)
+        x_TD, *decision = yield Compute("attn", route, x, source=source)
         parts = yield from self.exchange(x_TD, *decision)
         return (yield Compute("add", lambda *parts: functools.reduce(torch.add, parts).view(x.shape), *parts))
 
     def route(self, x: Tensor, rows_B: Tensor | None = None) -> tuple[Tensor, ...]:
         """The tokens [T, D] of `x`, and the outputs of the router for them.
 
-        rows_B: the numbers of the sequences of `x` [B, S, D], by which routes are recorded and replayed. None: neither.
+        rows_B: the numbers in the step of the sequences of `x` [B, S, D]. Without them, routes are neither recorded nor
+        replayed. Raises ValueError if they are missing and the step has padding.
         """
+        if rows_B is None and self.weights_RS is not None:
+            raise ValueError(
+                "this batch has padding, labels of -100 after the last label of a sequence, which must not count as "
+                "tokens of experts: add the parameter rows_B to `segments` of the block, and pass it to MoE.route"
+            )
         replay = () if rows_B is None or self.replayed_RSK is None else (self.replayed_RSK[rows_B].flatten(0, 1),)
-        decision = call_router(self.router, x, self.expert_parallel.num_experts, *replay)
+        weights_BS = None if rows_B is None or self.weights_RS is None else self.weights_RS[rows_B]
+        self.router.weights_BS = weights_BS
+        weights_TK, ids_TK, *losses = call_router(self.router, x, self.expert_parallel.num_experts, *replay)
+        self.router.weights_BS = None
         if rows_B is not None and self.recorded_RSK is not None:
-            self.recorded_RSK[rows_B] = decision[1].unflatten(0, x.shape[:2])
-        return x.flatten(0, -2), *decision
+            self.recorded_RSK[rows_B] = ids_TK.unflatten(0, x.shape[:2])
+        if weights_BS is not None:
+            ids_TK = ids_TK.masked_fill(weights_BS.reshape(-1, 1) == 0, -1)
+        return x.flatten(0, -2), weights_TK, ids_TK, *losses
 
     def exchange(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, losses_L: Tensor | None = None,
@@ -151,7 +164,8 @@ class MoE(Segmented):
         order = route.order
         if getattr(self.experts, "takes_order", False):
             return call_layer("experts", self.experts, x_ND, order, weights_NK)
-        if not route.exact and (route.padded or getattr(self.router, "skips_choices", True)):
+        skips = self.weights_RS is not None or getattr(self.router, "skips_choices", True)
+        if not route.exact and (route.padded or skips):
             order = order.trimmed()  # a host sync; other layers may assume that the last offset is the number of rows
         rows_MD = permute(x_ND, order, self.kernels)
         out_MD = call_layer("experts", self.experts, rows_MD, order.expert_offsets)

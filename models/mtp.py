@@ -15,8 +15,9 @@ modules' expert communication is not hidden; and the last stage also holds the e
 B sequences, S positions, D model dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 from moe_dualpipe.overlap.labels import LOSS
 
+from .auxiliary_losses import weighted
 from .block import block_class, block_parts
 from .config import ModelConfig, StageOptions
 from .custom_layers import custom_source
@@ -34,6 +36,15 @@ from .recompute import add_and_normalize
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 """(normalized hidden states [B, S, D], labels [B, S]) -> mean loss."""
+
+
+class MTPBatch(NamedTuple):
+    """tokens_BS: the inputs of the model, whose tokens are embedded where a label is ignored. weights: the weight of
+    the micro-batch in the loss of each module. rows_B: see `MoE.route`."""
+
+    tokens_BS: Tensor
+    weights: Sequence[float]
+    rows_B: Tensor | None = None
 
 
 class MTPModule(nn.Module):
@@ -56,10 +67,12 @@ class MTPModule(nn.Module):
         hidden_BSD = self.hidden_norm(h_BSD[:, : tokens_BS.shape[1]])
         return self.join(torch.cat([hidden_BSD, self.token_norm(embedding(tokens_BS))], dim=-1))
 
-    def output(self, cross_entropy: CrossEntropy, labels_BS: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden states [B, S, D] after the block, and their loss."""
+    def output(
+        self, cross_entropy: CrossEntropy, labels_BS: Tensor, weight: float, *parts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states [B, S, D] after the block, and their loss, times `weight`."""
         h_BSD, x_BSD = fuse(add_and_normalize, self.compiled)(self.norm, *parts)
-        return h_BSD, cross_entropy(x_BSD, labels_BS)
+        return h_BSD, weighted(cross_entropy(x_BSD, labels_BS), weight)
 
 
 class MTP(Segmented):
@@ -75,18 +88,27 @@ class MTP(Segmented):
         for i, layer in enumerate(config.mtp_blocks):
             self.add_module(str(i), MTPModule(config, layer, expert_parallel, options))
 
-    def segments(self, h_BSD: Tensor, labels_BS: Tensor, embedding: nn.Module, cross_entropy: CrossEntropy) -> Segments:
+    def segments(
+        self, h_BSD: Tensor, labels_BS: Tensor, embedding: nn.Module, cross_entropy: CrossEntropy,
+        batch: MTPBatch | None = None,
+    ) -> Segments:  # fmt: skip
         """h_BSD: h^0. Positions whose target comes after the last label do not count."""
         self.check(labels_BS)
+        known_BS, weights, rows_B = labels_BS, [1.0] * len(self._modules), None
+        if batch is not None:
+            tokens_BS, weights, rows_B = batch
+            next_BS = torch.cat([tokens_BS[:, 1:], labels_BS[:, -1:].clamp(min=0)], dim=1)
+            known_BS = torch.where(labels_BS >= 0, labels_BS, next_BS)
         losses: list[Tensor] = []
         for k, module in enumerate(self.children(), start=1):
             assert isinstance(module, MTPModule)
             # labels_i is t_{i+1}: position i gets the token t_{i+k} = labels_{i+k-1}, and predicts labels_{i+k}.
-            tokens_BS, labels_of_k_BS = labels_BS[:, k - 1 : -1], labels_BS[:, k:]
+            tokens_BS, labels_of_k_BS = known_BS[:, k - 1 : -1], labels_BS[:, k:]
             x_BSD = yield Compute("embed", partial(module.input, embedding, tokens_BS), h_BSD)
-            segments = block_parts(module.block, module.layer, (x_BSD,))
+            segments = block_parts(module.block, module.layer, (x_BSD,), rows_B=rows_B)
             parts = yield from in_layer(module.layer, segments, custom_source(module.block))
-            h_BSD, loss = yield Compute("head", partial(module.output, cross_entropy, labels_of_k_BS), *parts)
+            output = partial(module.output, cross_entropy, labels_of_k_BS, weights[k - 1])
+            h_BSD, loss = yield Compute("head", output, *parts)
             losses.append(loss)
         return (yield Compute(LOSS, self.weighted, *losses))
 

@@ -52,6 +52,8 @@ class RouterLayer(nn.Module):
     """Parameters that Muon leaves to AdamW (layers.py)."""
     skips_choices: bool = True
     """Whether ids may be -1. Set it to False if they never are: this saves a host sync in each layer."""
+    weights_BS: Tensor | None = None
+    """Set for each call: the weight of each position in a mean over its sequence, 0 for padding. None: 1/S."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError(f"{type(self).__name__} must define forward(x)")
@@ -97,7 +99,8 @@ class Router(RouterLayer):
         if not (self.factors and torch.is_grad_enabled()):
             return weights_TK, ids_TK
         length = x.shape[-2]
-        losses = router_losses(self.config, logits_TE.unflatten(0, (-1, length)), ids_TK.unflatten(0, (-1, length)))
+        logits_BSE, ids_BSK = (rows.unflatten(0, (-1, length)) for rows in (logits_TE, ids_TK))
+        losses = router_losses(self.config, logits_BSE, ids_BSK, self.weights_BS)
         weights_TK = attach(weights_TK, *(self.factors[name] * loss for name, loss in losses.items()))
         return weights_TK, ids_TK, torch.stack([loss.detach() for loss in losses.values()])
 

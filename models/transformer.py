@@ -24,13 +24,13 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .attention import document_mask, document_numbers
-from .auxiliary_losses import attach
+from .auxiliary_losses import attach, weighted
 from .block import block_class, block_parts
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .custom_layers import custom_source
 from .kv_cache import KVCache
 from .layers import Linear, seeded
-from .mtp import MTP
+from .mtp import MTP, MTPBatch
 from .partition import StageSpec, split
 from .recompute import add_and_normalize, add_up
 
@@ -41,8 +41,8 @@ class TransformerStage(Segmented):
     With a `cache` (kv_cache.py), x follows the cached positions and is added to the cache; only without gradients.
 
     With `options.document_end_id`, positions attend only within their document. Each stage but the last also returns
-    the document numbers [B, S], the second argument of the next stage. With a cache there is only one document. With
-    `options.routes`, the first stage gets numbers as well: S times the number of the sequence in the step.
+    the document numbers [B, S], the second argument of the next stage. With a cache there is only one document.
+    rows_B: the numbers of the sequences in the step, for `MoE.route`.
 
     Raises ValueError for `mtp_layers` with `document_end_id`.
     """
@@ -87,15 +87,12 @@ class TransformerStage(Segmented):
         if isinstance(getattr(self, "head", None), TiedHead):
             self.head = TiedHead(embedding)
 
-    def segments(self, x: Tensor, documents_BS: Tensor | None = None, cache: KVCache | None = None) -> Segments:
+    def segments(
+        self, x: Tensor, documents_BS: Tensor | None = None, cache: KVCache | None = None, rows_B: Tensor | None = None
+    ) -> Segments:
         if self.spec.embedding and self.options.document_end_id is not None and cache is None:
-            numbers_BS = document_numbers(x, self.options.document_end_id)
-            documents_BS = numbers_BS if documents_BS is None else documents_BS + numbers_BS
-        mask_B1SS = rows_B = None
-        if documents_BS is not None and self.options.document_end_id is not None:
-            mask_B1SS = document_mask(documents_BS)
-        if documents_BS is not None and self.options.routes and torch.is_grad_enabled():
-            rows_B = documents_BS[:, 0].long() // documents_BS.shape[1]  # the numbers of the sequences
+            documents_BS = document_numbers(x, self.options.document_end_id)
+        mask_B1SS = None if documents_BS is None else document_mask(documents_BS)
         parts = (x,)
         if self.spec.embedding:
             parts = ((yield Compute("embed", self.embedding, x)),)
@@ -120,16 +117,20 @@ class TransformerStage(Segmented):
         self._check_head()
         return self.head(output) if self.head_in_loss else output
 
-    def loss(self, output: Tensor, labels_BS: Tensor) -> Tensor:
+    def loss(
+        self, output: Tensor, labels_BS: Tensor, weight: float | Tensor = 1.0, mtp: MTPBatch | None = None
+    ) -> Tensor:
         """The criterion of the last stage: mean cross-entropy of its output in nats per token, in fp32 at least.
 
-        With `mtp_layers` the gradients include those of the MTP loss; the value does not include it.
+        weight: a factor on it, 0 without labels; auxiliary losses keep their factors. With `mtp_layers` the gradients
+        include those of the MTP loss; the value does not include it. mtp: what its modules need if labels are ignored.
         Raises ValueError for a stage without the head.
         """
         self._check_head()
         loss = self.cross_entropy(output, labels_BS) if self.head_in_loss else self._next_token_loss(output, labels_BS)
+        loss = weighted(loss, weight)
         if self.mtp is not None and torch.is_grad_enabled():
-            loss = attach(loss, self.mtp(output, labels_BS, self.embedding, self.cross_entropy))
+            loss = attach(loss, self.mtp(output, labels_BS, self.embedding, self.cross_entropy, mtp))
         return loss
 
     def cross_entropy(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:

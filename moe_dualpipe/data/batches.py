@@ -10,6 +10,7 @@ B sequences of a step, N validation sequences, S positions, V vocabulary.
 
 import hashlib
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ class TextData:
     sources: tuple[Source, ...]
     tokenizer: Tokenizer = BYTES
     has_held_out: ClassVar[bool] = True
+    all_labeled: ClassVar[bool] = True
+    """Whether no label is -100."""
 
     def batch(
         self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None
@@ -71,14 +74,6 @@ class TextData:
             streams, starts = streams * count, random.integers(0, len(streams[0]) - seq_len, count)
         own = slice(None) if rows is None else slice(rows.start, rows.stop)
         return self._read([*zip(streams, starts.tolist(), strict=True)][own], seq_len)
-
-    def num_labels(self, step: int, count: int, seq_len: int) -> int:
-        """The number of labeled tokens in the `count` sequences of a step."""
-        return count * seq_len
-
-    def num_held_out_labels(self, count: int, seq_len: int) -> int:
-        """The number of labeled tokens in `count` held-out sequences."""
-        return count * seq_len
 
     def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Return sequences `first` to `first + count` of `total`, spaced evenly over the held-out text.
@@ -147,6 +142,10 @@ class TextData:
                         content.update(stream[first : first + FINGERPRINT_TOKENS].tobytes())
         return int.from_bytes(content.digest()) >> 1
 
+    def checksum(self) -> int:
+        """0: the batches are computed from the seed and the step, so only the text itself can differ."""
+        return 0
+
     def check_tokenizer(self, checkpoint: Path) -> None:
         """Raise ValueError if `checkpoint`, or an exported folder, was trained with another tokenizer."""
         saved = find_tokenizer(checkpoint)
@@ -192,6 +191,7 @@ class GivenBatches:
     """
 
     description = "data: batches of the program"
+    all_labeled = False
 
     def __init__(
         self, batches: Batches, shape: tuple[int, int], vocab_size: int, tokenizer: Tokenizer,
@@ -209,15 +209,6 @@ class GivenBatches:
         inputs_BS, labels_BS = self.whole(step)
         own = slice(None) if rows is None else slice(rows.start, rows.stop)
         return inputs_BS[own], labels_BS[own]
-
-    def num_labels(self, step: int, count: int, seq_len: int) -> int:
-        """The number of labels of a step that are not ignored."""
-        return int((self.whole(step)[1] >= 0).sum())
-
-    def num_held_out_labels(self, count: int, seq_len: int) -> int:
-        """The number of validation labels that are not ignored."""
-        assert self.validation is not None
-        return int((self.validation[1] >= 0).sum())
 
     def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
         """Validation sequences `first` to `first + count`."""
@@ -249,9 +240,17 @@ class GivenBatches:
             content.update(tensor.cpu().contiguous().numpy().data)
         return int.from_bytes(content.digest()) >> 1
 
+    def checksum(self) -> int:
+        """A 20-bit checksum of the last batch: all ranks must pass the same one."""
+        assert self._last is not None
+        inputs_BS, labels_BS = (tensor.cpu().contiguous().numpy().data for tensor in self._last[1])
+        return zlib.crc32(labels_BS, zlib.crc32(inputs_BS)) % (1 << 20)
+
     def _checked(self, name: str, pair: Any, multiple: bool = False) -> "tuple[Tensor, Tensor]":
         """The pair, as int64. Raises ValueError that starts with `name`. multiple: any multiple of B sequences."""
         import torch  # not at the top: `moe-dualpipe data` starts faster without it
+
+        from ..pipeline.labels import token_ids
 
         number, length = self.shape
         tensors = pair if isinstance(pair, tuple | list) else [pair]
@@ -260,16 +259,14 @@ class GivenBatches:
         rows = shapes[0][0] if multiple and shapes and isinstance(shapes[0], list) and shapes[0] else number
         if shapes != [[rows, length]] * 2 or not rows or rows % number:
             raise ValueError(f"{name} must be {wanted}: got {', '.join(map(str, shapes))}")
-        for kind, tensor, low in (("inputs", tensors[0], 0), ("labels", tensors[1], -100)):
-            if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-                raise ValueError(f"{name}: {kind} must be token ids, integers: got {tensor.dtype}")
+        inputs, labels = (token_ids(f"{name}: {k}", t) for k, t in zip(("inputs", "labels"), tensors, strict=True))
+        for kind, tensor, low in (("inputs", inputs, 0), ("labels", labels, -100)):
             if tensor.is_cuda:  # the host would wait for the result
                 continue
             valid = (tensor >= 0) & (tensor < self.vocab_size) | (tensor == low)
             if not valid.all():
                 wrong, also = tensor[~valid][0].item(), ", or -100 for one to ignore" * (low < 0)
                 raise ValueError(f"{name}: {kind} must be from 0 to {self.vocab_size - 1}{also}: got {wrong}")
-        inputs, labels = (tensor.to(torch.int64) for tensor in tensors)
         if not (labels >= 0).any():
             raise ValueError(f"{name} has no label: all of them are -100, so there is no loss")
         return inputs, labels

@@ -1,8 +1,9 @@
-"""Gather a small value of every rank."""
+"""Gather or add up a small value of every rank. Without torch.distributed, this process is the only rank."""
 
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 Value = TypeVar("Value")
 
@@ -14,6 +15,13 @@ def gather_objects(mine: Value, group: dist.ProcessGroup | None = None) -> list[
         gathered *= dist.get_world_size(group)
         dist.all_gather_object(gathered, mine, group)
     return gathered
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Replace `tensor` by its sum over all ranks, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
 
 
 def first_fault(mine: str, group: dist.ProcessGroup | None = None) -> str:

@@ -9,9 +9,9 @@ L layers with experts, E experts.
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ..expert_parallel.gather import sum_over_ranks
 from ..models import MoE, TransformerStage
 from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
@@ -37,8 +37,7 @@ class Balance:
         load_LE = torch.zeros(self.shape, dtype=torch.int64, device=device)
         for layer, moe in self.layers.items():
             load_LE[self.rows[layer]] += moe.take_load()
-        load_LE = load_LE.cpu()
-        dist.all_reduce(load_LE)
+        load_LE = sum_over_ranks(load_LE.cpu())
         self._since_save_LE += load_LE
         if load_LE.any():
             self._maxima_L += (load_LE.max(1).values / load_LE.double().mean(1)).nan_to_num(1.0)
@@ -78,9 +77,7 @@ class Balance:
             losses_L, decisions = moe.take_losses()
             totals[:-1] += losses_L
             totals[-1] += decisions
-        totals = totals.cpu()
-        dist.all_reduce(totals)
-        *sums, decisions = totals.tolist()
+        *sums, decisions = sum_over_ranks(totals.cpu()).tolist()
         if not decisions:  # all layers are dense
             return {}
         return {name: round(total / decisions, 6) for name, total in zip(self.losses, sums, strict=True)}

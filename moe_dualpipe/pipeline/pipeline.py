@@ -7,16 +7,18 @@ B sequences, S positions, L layers, E experts.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from enum import Enum
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..expert_parallel import ByChoice, ExpertParallel, Fp8Dispatch, choose_backend
+from ..expert_parallel.gather import gather_objects, sum_over_ranks
 from ..kernels.fp8 import weights_unchanged
 from ..messages import plural
 from ..models import (
@@ -28,6 +30,7 @@ from ..models import (
     split,
     stacked_matrices,
 )  # fmt: skip
+from ..models.mtp import MTPBatch
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.background import Background
@@ -45,7 +48,15 @@ from ..runtime.warm_up import load_kernels
 from ..runtime.zero import Shards
 from ..schedule import Action, Schedule
 from .balance import Balance
+from .labels import StepLabels, check_shape, step_labels, token_ids
 from .settings import NOT_PARALLEL, ON_CPU, Numerics, Parallel
+
+
+class Gradients(Enum):
+    """What the gradients of the parameters are: none since the last update, added up by steps, with a sum over replicas
+    that has started, or summed."""
+
+    NONE, ADDED, STARTED, SUMMED = range(4)
 
 
 class Pipeline:
@@ -59,6 +70,7 @@ class Pipeline:
 
     divided: whether `sum_gradients` gives each rank only the sums of the tensors that it owns. `optimizer` sets it.
 
+    An update is: one or more calls of `step`, `sum_gradients`, then an optimizer. Another order raises RuntimeError.
     Raises ValueError, on all ranks, if the schedule, `ep` or the model does not fit the number of processes.
     """
 
@@ -91,8 +103,7 @@ class Pipeline:
         self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
         embedding = share_embedding(self.stages.values())
         hidden = TensorSpec((*micro_batch, model.hidden_size), self.dtype)
-        numbered = self.options.document_end_id is not None or self.options.routes
-        documents = [TensorSpec(micro_batch, torch.int32)] * numbered
+        documents = [TensorSpec(micro_batch, torch.int32)] * (self.options.document_end_id is not None)
         links = P2P.connect(
             self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout, directions=self.groups.links
         )
@@ -107,6 +118,9 @@ class Pipeline:
         self.whole = {"": None, "cuda_graph": self._graph, "compiled": self._compiled}[numerics.whole]
         self.balance = Balance(model, self.stages, rate=0.0)
         self._kernels_loaded = self.device.type != "cuda"  # a CPU loads none
+        parameters = [p for stage in self.stages.values() for p in stage.parameters()]
+        self._parameters = [(p, p.dtype) for p in parameters]
+        self._gradients, self._seen, self._num_steps = Gradients.NONE, (), 0
 
     def _build_stages(self, experts: ExpertParallel) -> dict[int, TransformerStage]:
         """The stages of this rank. Raises ValueError for layers that cannot be built."""
@@ -144,6 +158,7 @@ class Pipeline:
             )
         )
         self.executor.before_stage, self.divided = optimizer.wait, zero
+        optimizer.before_update = self._check_summed
         return optimizer
 
     def step(
@@ -155,76 +170,151 @@ class Pipeline:
         drains. Call `sum_gradients` afterwards, before another step. For the last batch of an update.
 
         inputs_BS, labels_BS: token ids of `num_sequences` sequences, the same on all ranks of a pipeline. Labels of
-        -100 are ignored. num_labels: the number of the other labels on all data-parallel ranks; None: count them.
+        -100 are ignored, and so are, with a document mask, those of the tokens that end a document. Positions after
+        the last label of a sequence are padding: they count in no loss and no expert load (labels.py). num_labels: the
+        number of the other labels on all data-parallel ranks; None: count them.
 
         Returns a loss for each micro-batch whose last stage is on this rank, in nats per token. A micro-batch with
         more labels than the average counts proportionally more, so the mean of all losses (`mean_loss`) is the mean
         over all labeled tokens. Their gradients, summed over micro-batches, are added to those of the parameters.
-        Raises ValueError for inputs or labels of another shape, and for a batch without any label.
+        Raises ValueError for inputs or labels of another shape, for a batch without any label, and for one that
+        differs between the ranks of a pipeline, which the first step and every 100th compare.
         """
         if not self._kernels_loaded:
             self.load_kernels()
-        schedule, pp_rank, last = self.schedule, self.layout.pp_rank, self.schedule.num_stages - 1
-        for name, tensor in (("inputs", inputs_BS), ("labels", labels_BS)):
-            self._check_shape(name, tensor)
-        inputs, labels = {}, {}
-        weights = self._weights(labels_BS, num_labels)
-        size = self.micro_batch[0]
-        for m, (x, y) in enumerate(zip(inputs_BS.split(size), labels_BS.split(size), strict=True)):
-            if schedule.rank_of(0, m) == pp_rank:
-                numbers_BS = torch.arange(m * size, (m + 1) * size, dtype=torch.int32)[:, None] * x.shape[1]
-                numbers = [numbers_BS.expand(x.shape).to(self.device)] * self.options.routes
-                inputs[m] = (x.to(self.device), *numbers)
-            if schedule.rank_of(last, m) == pp_rank:
-                labels[m] = (y.to(self.device), weights[m])
-        criterion = weighted(self.stages[last].loss) if last in self.stages else None
+        self._begin_step()
+        trains = torch.is_grad_enabled()
+        tokens_RS, labels_RS = token_ids("inputs", inputs_BS), token_ids("labels", labels_BS)
+        for name, tensor in (("inputs", tokens_RS), ("labels", labels_RS)):
+            check_shape(name, tensor, self.schedule.num_micro_batches, self.micro_batch)
+        self._check_same_batch(tokens_RS, labels_RS)
+        ignored_RS = None if (end_id := self.options.document_end_id) is None else tokens_RS == end_id
+        depths = self.model.mtp_layers * trains
+        found = step_labels(labels_RS, ignored_RS, self.micro_batch[0], self.layout, depths, num_labels)
+        if ignored_RS is not None:
+            labels_RS = labels_RS.masked_fill(ignored_RS, -100)
         sums = self._gradient_sums() if sum_gradients else None
-        on_gradients = sums.complete if sums else None
-        if self.whole is not None and torch.is_grad_enabled():
-            if any(weight != 1 for weight in weights):
-                raise ValueError(
-                    "cuda_graphs and --compile whole need equally many labels in every micro-batch: got labels of -100"
-                )
-            losses = [self.whole(inputs[m][0], labels[m][0]) for m in inputs]
+        if self.whole is not None and trains:
+            losses = self._run_whole(tokens_RS, labels_RS, found)
         else:
-            with weights_unchanged() if self.options.fp8 else nullcontext():
-                result = self.executor.step(schedule, inputs, labels, criterion, on_gradients=on_gradients)
-            losses = list(result.losses.values())
+            losses = self._run_schedule(tokens_RS, labels_RS, found, sums)
         if sums:
             sums.start_all()
+        if trains:
+            self._note(Gradients.STARTED if sums else Gradients.ADDED)
         if self._on_action is not None:
             self._on_action(None)
         return losses
 
-    def _weights(self, labels_BS: Tensor, num_labels: float | None) -> list[float]:
-        """For each micro-batch, its number of labels divided by the mean over the micro-batches of all ranks.
+    def _run_schedule(
+        self, tokens_RS: Tensor, labels_RS: Tensor, found: StepLabels, sums: GradientSums | None
+    ) -> list[Tensor]:
+        schedule, pp_rank, last = self.schedule, self.layout.pp_rank, self.schedule.num_stages - 1
+        layers, size = self.balance.layers.values(), self.micro_batch[0]
+        padded = found.positions is not None and torch.is_grad_enabled()
+        by_row = padded or any(moe.recorded_RSK is not None or moe.replayed_RSK is not None for moe in layers)
+        inputs, labels, context = {}, {}, {}
+        documents = [None] * (self.options.document_end_id is not None)  # the first stage numbers them itself
+        for m, (x, y) in enumerate(zip(tokens_RS.split(size), labels_RS.split(size), strict=True)):
+            rows_B = torch.arange(m * size, (m + 1) * size, device=self.device) if by_row else None
+            weight, *mtp_weights = found.micro_batches[m]
+            if schedule.rank_of(0, m) == pp_rank:
+                inputs[m] = (x.to(self.device), *documents)
+            if schedule.rank_of(last, m) == pp_rank:
+                mtp = MTPBatch(x.to(self.device), mtp_weights, rows_B) if mtp_weights else None
+                labels[m] = (y.to(self.device), weight, mtp)
+            context[m] = (None, rows_B) if documents else (None, None, rows_B)  # no cache
+        criterion = self.stages[last].loss if last in self.stages else None
+        for moe in layers if padded else ():
+            assert found.positions is not None
+            moe.weights_RS = found.positions[max(0, moe.layer - self.model.num_layers + 1)].to(self.device)
+        try:
+            with weights_unchanged() if self.options.fp8 else nullcontext():
+                on_gradients = sums.complete if sums else None
+                result = self.executor.step(
+                    schedule, inputs, labels, criterion, on_gradients=on_gradients, context=context
+                )
+        finally:
+            for moe in layers:
+                moe.weights_RS = None
+        return list(result.losses.values())
 
-        Raises ValueError, on all ranks, if there are no labels at all, or if MTP would have to embed labels of -100.
-        """
-        if num_labels == (positions := labels_BS.numel() * self.layout.dp):
-            return [1.0] * self.schedule.num_micro_batches
-        counts = [int((y >= 0).sum()) for y in labels_BS.split(self.micro_batch[0])]
-        if num_labels is None:
-            total = torch.tensor(sum(counts))
-            if dist.is_initialized():
-                dist.all_reduce(total)
-            num_labels = int(total) / self.layout.pp
-        if not num_labels:
-            raise ValueError("this batch has no label: all of them are -100, so there is no loss")
-        if self.model.mtp_layers and num_labels < positions:
-            raise ValueError("mtp_layers embeds the labels, which must be token ids: got -100; use mtp_layers 0")
-        return [count * self.num_micro_batches / num_labels for count in counts]
+    def _run_whole(self, tokens_RS: Tensor, labels_RS: Tensor, found: StepLabels) -> list[Tensor]:
+        """Run each micro-batch as one graph, or as one compiled function."""
+        assert self.whole is not None
+        if found.positions is not None or any(weight != 1 for _, *mtp in found.micro_batches for weight in mtp):
+            what = "labels of -100 after the last label of a sequence" if found.positions is not None else "MTP"
+            raise ValueError(
+                f"cuda_graphs and --compile whole cannot leave out padding, or -100 with MTP: got {what}; use "
+                "--compile off and --set compute.cuda_graphs=false"
+            )
+        weights = torch.tensor([weight for weight, *_ in found.micro_batches], device=self.device)
+        tokens, labels = (t.to(self.device).split(self.micro_batch[0]) for t in (tokens_RS, labels_RS))
+        return [self.whole(*batch) for batch in zip(tokens, labels, weights, strict=True)]
 
-    def _graph(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    def _begin_step(self) -> None:
+        """Raise RuntimeError for gradients or weights that are not what the last step, sum or update has left."""
+        for parameter, dtype in self._parameters:
+            if parameter.dtype != dtype:
+                raise RuntimeError(
+                    f"the weights are {parameter.dtype} now, but the pipeline was built for {dtype}: build it with "
+                    f"Numerics(dtype={parameter.dtype})"
+                )
+        if not torch.is_grad_enabled():
+            return
+        match self._gradients:
+            case Gradients.STARTED:
+                raise RuntimeError("step(sum_gradients=True) has started a sum: call sum_gradients before another step")
+            case Gradients.ADDED if self._seen != self._versions():
+                raise RuntimeError(
+                    "the weights changed although the gradients were not summed over the replicas: call sum_gradients "
+                    "between step and the update"
+                )
+            case Gradients.SUMMED if self._seen == self._versions():
+                raise RuntimeError(
+                    "the gradients of the last sum are still there, and another step would be added to them: update "
+                    "the weights, or set the gradients to None, before another step"
+                )
+
+    def _check_summed(self) -> None:
+        """Called before an update."""
+        if self._gradients is not Gradients.SUMMED:
+            raise RuntimeError("call sum_gradients between step and the update: replicas would differ without it")
+
+    def _note(self, gradients: "Gradients") -> None:
+        self._gradients = gradients
+        self._seen = self._versions()
+
+    def _versions(self) -> tuple[object, ...]:
+        """Changes whenever something writes the weights; after a sum, the gradients too."""
+        weights = tuple(p._version for p, _ in self._parameters)
+        if self._gradients is not Gradients.SUMMED:
+            return weights
+        return *weights, *((id(p.grad), p.grad._version) for p, _ in self._parameters if p.grad is not None)
+
+    def _check_same_batch(self, *tensors: Tensor) -> None:
+        """Raise ValueError, on all ranks, if the batches of the ranks of a pipeline differ. The first step and every
+        100th are compared. Collective."""
+        self._num_steps += 1
+        if self.layout.pp == 1 or self._num_steps % 100 != 1:
+            return
+        own = self.layout.dp_rank, *(zlib.crc32(tensor.cpu().contiguous().numpy().data) for tensor in tensors)
+        if len(set(gather_objects(own))) > self.layout.dp:
+            raise ValueError(
+                "the ranks of a pipeline got different batches, so inputs and labels do not belong together: pass the "
+                "same ones on each, for example by seeding torch.randint with the number of the step"
+            )
+
+    def _graph(self, *batch: Tensor) -> Tensor:
         """Capture a CUDA graph, for later micro-batches too, and run this one. Returns its loss."""
         stages, criterion = self._whole_model()
-        self.whole = MicroBatchGraph(stages, self.executor.weight_grads, criterion, tokens_BS)
-        return self.whole(tokens_BS, labels_BS)
+        self.whole = MicroBatchGraph(stages, self.executor.weight_grads, criterion, *batch)
+        return self.whole(*batch)
 
-    def _compiled(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    def _compiled(self, *batch: Tensor) -> Tensor:
         """Compile a function, for later micro-batches too, and run this one. Returns its loss."""
         self.whole = CompiledMicroBatch(*self._whole_model())
-        return self.whole(tokens_BS, labels_BS)
+        return self.whole(*batch)
 
     def _whole_model(self) -> tuple[list[TransformerStage], Criterion]:
         stages = [self.stages[index] for index in sorted(self.stages)]
@@ -247,9 +337,14 @@ class Pipeline:
         """Sum all gradients over replicas. Returns the norm of all gradients of the model in fp32, equal on all ranks.
 
         The gradient of the mean loss is the sum divided by `num_micro_batches`. If an optimizer divides its state
-        (`divided`), a rank gets only the sums that its optimizer needs.
+        (`divided`), a rank gets only the sums that its optimizer needs. Raises RuntimeError if no step with gradients
+        has run since the last sum.
         """
-        return gradient_norm(self._gradient_sums().finish(), self.device)
+        if self._gradients not in (Gradients.ADDED, Gradients.STARTED):
+            raise RuntimeError("sum_gradients needs a step with gradients since the last sum: there was none")
+        norm = gradient_norm(self._gradient_sums().finish(), self.device)
+        self._note(Gradients.SUMMED)
+        return norm
 
     def _gradient_sums(self) -> GradientSums:
         """Built at the first sum, so that parameters can be frozen before it."""
@@ -278,36 +373,23 @@ class Pipeline:
             text += f"; products of experts use at most {sms} SMs, dispatch and combine {EXPERTS.max_ctas}"
         return text
 
+    def count_labels(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """The number of labels that count in `batches` of inputs and labels, on all data-parallel ranks. Collective."""
+        total = torch.zeros((), dtype=torch.float64)
+        for inputs_RS, labels_RS in batches:
+            counted_RS = labels_RS >= 0
+            if (end_id := self.options.document_end_id) is not None:
+                counted_RS &= inputs_RS != end_id
+            total += counted_RS.sum().cpu()
+        return sum_over_ranks(total).item() / self.layout.pp
+
     def mean_loss(self, losses: Sequence[Tensor]) -> float:
         """The mean over all ranks of the losses that `step` returned."""
         total = torch.zeros(2, dtype=torch.float64)
         if losses:
             total[0], total[1] = torch.stack([*losses]).double().sum().item(), len(losses)
-        if dist.is_initialized():
-            dist.all_reduce(total)
+        sum_over_ranks(total)
         return (total[0] / total[1]).item()
-
-    def _check_shape(self, name: str, tensor: Tensor) -> None:
-        expected = [self.num_sequences, self.micro_batch[1]]
-        if [*tensor.shape] != expected:
-            parts = plural(self.schedule.num_micro_batches, "micro-batch", "es")
-            raise ValueError(f"{name} must be {expected}, {parts} of {[*self.micro_batch]}: got {[*tensor.shape]}")
-
-
-def weighted(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The criterion times a weight, which follows its arguments. With weight 0, a loss without labels is 0, not nan.
-
-    The auxiliary losses that are attached to the loss keep their factors.
-    """
-
-    def loss(*arguments: Any) -> Tensor:
-        *others, weight = arguments
-        value = criterion(*others)
-        if weight == 1:
-            return value
-        return value * weight if weight else value.nan_to_num() * 0
-
-    return loss
 
 
 def _layout(schedule: Schedule, ep: int, num_experts: int) -> Layout:

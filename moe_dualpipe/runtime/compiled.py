@@ -23,7 +23,7 @@ from .stage import Criterion, as_tuple
 class CompiledMicroBatch:
     """Forward, loss and backward of a micro-batch through all stages of a model, which are on this rank.
 
-    modules: the stages in their order. criterion: `criterion(*outputs, labels)` returns the loss. Parameters and
+    modules: the stages in their order. criterion: `criterion(*outputs, *labels)` returns the loss. Parameters and
     buffers must not be replaced afterwards.
     """
 
@@ -38,22 +38,22 @@ class CompiledMicroBatch:
         run.__code__ = run.__code__.replace()  # torch.compile caches by code object, so each model needs its own
         self.compiled = torch.compile(run, fullgraph=True, dynamic=False, backend=fuse.BACKEND)
 
-    def __call__(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    def __call__(self, tokens_BS: Tensor, *labels: Tensor) -> Tensor:
         """Add the gradients of a micro-batch to those of the parameters, and return its loss."""
         grads = [(tensor, tensor.grad) for tensor in self.state.values() if tensor.grad is not None]
         for tensor, _ in grads:  # torch.compile would compile again for tensors with gradients
             tensor.grad = None
         try:
-            loss = self.compiled(self.state, tokens_BS, labels_BS)
+            loss = self.compiled(self.state, tokens_BS, *labels)
         finally:
             for tensor, grad in grads:
                 tensor.grad = grad
         loss.backward()
         return loss.detach()
 
-    def _run(self, state: dict[str, Tensor], tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    def _run(self, state: dict[str, Tensor], tokens_BS: Tensor, *labels: Tensor) -> Tensor:
         # Stages with one embedding share its module: torch would replace it twice, and restore a traced tensor.
-        return functional_call(self.model, state, (tokens_BS, labels_BS), tie_weights=False)
+        return functional_call(self.model, state, (tokens_BS, *labels), tie_weights=False)
 
 
 class _InOrder(nn.Module):
@@ -62,12 +62,12 @@ class _InOrder(nn.Module):
         self.stages = nn.ModuleList(modules)
         self.criterion = criterion
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, *labels: Tensor) -> Tensor:
         outputs: Any = (tokens_BS,)
         for stage in self.stages:
             segments: Any = stage.segments
             outputs = wait_for_inputs(as_tuple(_in_order(segments(*outputs))))
-        return self.criterion(*outputs, labels_BS)
+        return self.criterion(*outputs, *labels)
 
 
 def _in_order(segments: Segments) -> Any:

@@ -7,6 +7,7 @@ arguments of a step and decides which pairs are overlapped; rank_step.py runs th
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,9 @@ class Executor:
 
     def step(
         self, schedule: Schedule, inputs: Mapping[int, Sequence[Tensor]],
-        labels: Mapping[int, Sequence[Tensor]] | None = None, criterion: Criterion | None = None,
+        labels: Mapping[int, Sequence[Any]] | None = None, criterion: Criterion | None = None,
         return_outputs: bool = False, on_gradients: Callable[[int], None] | None = None,
+        context: Mapping[int, Sequence[Any]] | None = None,
     ) -> StepResult:  # fmt: skip
         """Run one step; under `torch.no_grad()`, run only its forwards.
 
@@ -69,6 +71,7 @@ class Executor:
         criterion: `criterion(*outputs, *labels)` returns the loss. None: return outputs only.
         return_outputs: also return the outputs of the last stage.
         on_gradients: called with each stage when the gradients of this step are complete on this rank.
+        context: micro-batch -> further arguments of each stage of this rank, which need no gradient and are not sent.
 
         Gradients are accumulated into the modules' parameters, summed over micro-batches. Raises ValueError if this
         rank lacks a stage, an input or a criterion that the schedule needs.
@@ -79,8 +82,8 @@ class Executor:
         actions = schedule.actions[self.p2p.rank]
         stages = {index: self._stage(index, actions, pairs) for index in self.modules}
         step = RankStep(
-            schedule, self.p2p, stages, pairs, labels or {}, criterion, return_outputs, self.on_action,
-            self.before_stage, on_gradients,
+            schedule, self.p2p, stages, pairs, labels or {}, context or {}, criterion, return_outputs,
+            self.on_action, self.before_stage, on_gradients,
         )  # fmt: skip
         try:
             with self.p2p.step():
@@ -114,7 +117,7 @@ class Executor:
 
     def _check(
         self, schedule: Schedule, inputs: Mapping[int, Sequence[Tensor]],
-        labels: Mapping[int, Sequence[Tensor]] | None, criterion: Criterion | None,
+        labels: Mapping[int, Sequence[Any]] | None, criterion: Criterion | None,
     ) -> None:  # fmt: skip
         rank = self.p2p.rank
         if schedule.num_ranks != self.p2p.num_ranks:

@@ -39,16 +39,17 @@ def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 class MicroBatchGraph:
     """Forward, loss and backward of a micro-batch through all stages of a model, which are on this rank.
 
-    modules: the stages in their order. criterion: `criterion(*outputs, labels)` returns the loss. tokens: a
-    micro-batch, for its shape, dtype and device. The capture changes no gradient and no buffer. Parameters must not be
-    frozen or replaced afterwards.
+    modules: the stages in their order. criterion: `criterion(*outputs, *labels)` returns the loss. tokens,
+    labels: those of a micro-batch, for their shapes, dtypes and device. The capture changes no gradient and no buffer.
+    Parameters must not be frozen or replaced afterwards.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], weight_grads: WeightGrads, criterion: Criterion, tokens: Tensor
-    ) -> None:
+        self, modules: Sequence[nn.Module], weight_grads: WeightGrads, criterion: Criterion, tokens: Tensor,
+        *labels: Tensor,
+    ) -> None:  # fmt: skip
         self.modules, self.weight_grads, self.criterion = modules, weight_grads, criterion
-        self.tokens, self.labels = tokens.clone(), tokens.clone()
+        self.inputs = tokens.clone(), *(label.clone() for label in labels)
         trained = dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
         self.grads = {p: torch.zeros_like(p, dtype=p.grad_dtype) for p in trained}
         with ExitStack() as stack:
@@ -57,10 +58,10 @@ class MicroBatchGraph:
             self._use_buffers()
             self.replay, self.loss = capture(self._run)
 
-    def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> Tensor:
         """Add the gradients of a micro-batch to those of the parameters, and return its loss."""
-        self.tokens.copy_(tokens)
-        self.labels.copy_(labels)
+        for static, given in zip(self.inputs, inputs, strict=True):
+            static.copy_(given)
         self._use_buffers()
         self.replay()
         return self.loss.clone()
@@ -75,10 +76,11 @@ class MicroBatchGraph:
             parameter.grad = grad
 
     def _run(self) -> Tensor:
-        outputs = (self.tokens,)
+        tokens, *labels = self.inputs
+        outputs = (tokens,)
         with self.weight_grads.never_defer():
             for module in self.modules:
                 outputs = as_tuple(module(*outputs))
-            loss = self.criterion(*outputs, self.labels)
+            loss = self.criterion(*outputs, *labels)
             loss.backward()
         return loss.detach()

@@ -13,7 +13,7 @@ ones (query, key, value; gate, up; models/layers.py) are split. AdamW updates no
 declare: embedding, head and routers (`elementwise_matrices`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import EllipsisType
 
 import torch
@@ -57,6 +57,8 @@ class Optimizer:
         self.parts: dict[str, list[tuple[Tensor, Rows]]] = {}  # what torch's optimizers update
         device = next((p.device for one in replicas for p in one.parameters.values()), torch.device("cpu"))
         self.gathers = WeightGathers(self.shards, order or StageOrder({}), Background(device))
+        self.before_update: Callable[[], None] = lambda: None
+        """Called at the beginning of `step`."""
 
         hidden = (n for n, w in self.master.items() if w.ndim == 2 and self.owned[n].parameter not in elementwise)
         for_muon = [*hidden] if config.name == "muon" else []
@@ -100,6 +102,7 @@ class Optimizer:
 
         Raises RuntimeError if a parameter was frozen or unfrozen after the optimizer was built.
         """
+        self.before_update()
         self._check_frozen()
         for group in self.adamw.param_groups + self.muon.param_groups:
             group["lr"] = lr

@@ -38,7 +38,8 @@ class RankStep:
     p2p: P2P
     stages: dict[int, Stage]
     overlapped: frozenset[Overlap]
-    labels: Mapping[int, Sequence[Tensor]]
+    labels: Mapping[int, Sequence[Any]]
+    context: Mapping[int, Sequence[Any]]
     criterion: Criterion | None
     return_outputs: bool
     on_action: Callable[[Action], None] | None = None
@@ -108,7 +109,8 @@ class RankStep:
             case Forward(stage, micro_batch):
                 inputs = self.receive(Flow.ACTIVATION, stage, micro_batch)
                 criterion, labels = self.loss_arguments(stage, micro_batch)
-                outputs, loss = self.stages[stage].forward(micro_batch, inputs, criterion, labels)
+                context = self.context.get(micro_batch, ())
+                outputs, loss = self.stages[stage].forward(micro_batch, inputs, criterion, labels, context)
                 self.send_activation(stage, micro_batch, outputs, loss)
             case Backward(stage, micro_batch, Part.WEIGHT):
                 self.stages[stage].backward_weights(micro_batch)
@@ -137,7 +139,7 @@ class RankStep:
                 self.send_gradient(second.index, micro_batch1, second.finish_backward(micro_batch1))
                 self.start_sends()
 
-        forward = first.module, list(inputs0), criterion0, list(labels0)
+        forward = first.module, [*inputs0, *self.context.get(micro_batch0, ())], criterion0, list(labels0)
         backward = second.module, chunk1.loss, [output for output, _ in pairs], [grad for _, grad in pairs]
         early = "on_input_grads" in signature(method).parameters
         outputs0, loss0 = method(*forward, *backward, **({"on_input_grads": on_input_grads} if early else {}))
@@ -151,7 +153,7 @@ class RankStep:
             name = f"{type(first.module).__name__}.overlapped_forward_backward"
             raise RuntimeError(f"{name} must call on_input_grads once: it made {calls} calls")
 
-    def loss_arguments(self, stage: int, micro_batch: int) -> tuple[Criterion | None, Tensors]:
+    def loss_arguments(self, stage: int, micro_batch: int) -> tuple[Criterion | None, tuple[Any, ...]]:
         """The criterion and its labels on the last stage, if there is a criterion; (None, ()) otherwise."""
         if stage < self.last or self.criterion is None:
             return None, ()

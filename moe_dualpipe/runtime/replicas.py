@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import without_frames
+from ..expert_parallel.gather import sum_over_ranks
 from ..expert_parallel.parameters import ExpertIds, expert_ids
 from ..messages import list_ranks
 from .checksum import checksum
@@ -82,8 +83,7 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     wide = [grad if grad.itemsize >= 4 else grad.float() for grad in gradients]
     norms = [norm.float() for norm in torch._foreach_norm(wide)] if wide else []
     words = to_words(torch.stack(norms).square() if norms else torch.zeros(0, device=device))
-    dist.all_reduce(words)
-    return from_words(words).sqrt().float()
+    return from_words(sum_over_ranks(words)).sqrt().float()
 
 
 def check_frozen(sets: Sequence[ReplicaSet]) -> None:

@@ -69,11 +69,15 @@ class Stage:
         self.chunks: dict[int, Chunk] = {}
 
     def forward(
-        self, micro_batch: int, inputs: Tensors, criterion: Criterion | None, labels: Tensors
-    ) -> tuple[Tensors, Tensor | None]:
-        """Return the module's outputs and, given a criterion (on the last stage), the loss of this micro-batch."""
+        self, micro_batch: int, inputs: Tensors, criterion: Criterion | None, labels: Sequence[Any],
+        context: Sequence[Any] = (),
+    ) -> tuple[Tensors, Tensor | None]:  # fmt: skip
+        """Return the module's outputs and, given a criterion (on the last stage), the loss of this micro-batch.
+
+        context: further arguments of the module, without gradients.
+        """
         with self._whole(micro_batch):
-            outputs = as_tuple(self.module(*inputs))
+            outputs = as_tuple(self.module(*inputs, *context))
             loss = criterion(*outputs, *labels) if criterion is not None else None
         self.save_for_backward(micro_batch, inputs, outputs, loss)
         return outputs, loss

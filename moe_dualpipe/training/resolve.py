@@ -198,7 +198,6 @@ def resolve(request: Request, facts: Facts) -> Run:
     parallel, batch = config.parallel, config.batch
     options = replace(
         numerics.options, document_end_id=text.tokenizer.end_id if batch.document_mask else None,
-        routes=bool(batch.record_routes or batch.replay_routes),
     )  # fmt: skip
     return Run(
         config, _filled(config, choice, layers, numerics, facts).at(launch.rank),

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights
 from ..data.same_text import check_same_text
+from ..expert_parallel.gather import sum_over_ranks
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import eval_mode, generate_through_pipeline
@@ -91,7 +92,7 @@ class Trainer:
         peak = peak_flops_of(self.config, numerics)
         factor = utilization(self.config.model, self.config.batch.seq_len, dist.get_world_size(), peak)
         moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every and self.layout.ep > 1 else []
-        routes = [Routes(self)] if numerics.options.routes else []
+        routes = [Routes(self)] if self.config.batch.record_routes or self.config.batch.replay_routes else []
         self.extensions += [Balancing(self), *moves, *routes, Timings(self, factor)]
         self.extensions += [built for build in extensions if (built := build(self)) is not None]
 
@@ -131,7 +132,7 @@ class Trainer:
         # The host waits for the device before the update, not after it: the next step starts without a wait.
         with self.progress.during("expert loads"):
             load_LE = self.balance.loads(self.device)
-        loss, self.stopping, self.remote_bytes = self._sum_over_ranks(losses)
+        loss, self.stopping, self.remote_bytes = self._sum_over_ranks(step, losses)
         update = Update(step, loss, norm.item(), load_LE)
         for extension in self.extensions:
             extension.before_update(update)
@@ -155,10 +156,16 @@ class Trainer:
         sum_gradients: as for `Pipeline.step`.
         """
         config = self.config
-        torch.manual_seed(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"))  # for dropout
         total, length = config.batch.batch_size, config.batch.seq_len
+        torch.manual_seed(seed_of(config.seed, f"step {step}"))  # equal on all ranks, for `batches` of a program
         batch = self.text.batch(config.seed, step, total, length, self.own_sequences)
-        return self.pipeline.step(*batch, sum_gradients, num_labels=self.text.num_labels(step, total, length))
+        torch.manual_seed(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"))  # for dropout
+        return self.pipeline.step(*batch, sum_gradients, num_labels=self._num_labels(total))
+
+    def _num_labels(self, sequences: int) -> int | None:
+        """The number of labels in this many sequences of text, if it is known before they are read."""
+        known = self.text.all_labeled and self.pipeline.options.document_end_id is None
+        return sequences * self.config.batch.seq_len if known else None
 
     @property
     def own_sequences(self) -> range:
@@ -182,12 +189,14 @@ class Trainer:
         step, length = self.config.batch.batch_size, self.config.batch.seq_len
         batches = -(-self.config.metrics.eval_sequences // step)
         total, own = batches * step, step // self.layout.dp
-        labels = self.text.num_held_out_labels(total, length) / batches
         firsts = [batch * step + self.layout.dp_rank * own for batch in range(batches)]
-        for first in firsts:
-            batch = self.text.held_out_batch(first, own, total, length)
+        read = (self.text.held_out_batch(first, own, total, length) for first in firsts)
+        if (labels := self._num_labels(total)) is None:
+            read = [*read]
+            labels = self.pipeline.count_labels(read)
+        for batch in read:
             with eval_mode(self.stages.values()):
-                losses = self.pipeline.step(*batch, num_labels=labels)
+                losses = self.pipeline.step(*batch, num_labels=labels / batches)
             yield losses
 
     def request_stop(self) -> None:
@@ -230,18 +239,22 @@ class Trainer:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
-    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> tuple[float, bool, int]:
+    def _sum_over_ranks(self, step: int, losses: Sequence[Tensor]) -> tuple[float, bool, int]:
         """In one all-reduce: the mean loss of the step, whether a rank was asked to stop, and the bytes that dispatch
-        and combine sent between machines."""
+        and combine sent between machines. Raises ValueError, on all ranks, if their batches differ."""
         experts = self.pipeline.expert_parallel.backend
         experts.check()
         loss = torch.stack([*losses]).double().sum().item() if losses else 0.0
-        own = [loss, len(losses), self.stop.requested, experts.take_remote_bytes()]
-        total = torch.tensor(own, dtype=torch.float64)
+        checksum = self.text.checksum()
+        own = [loss, len(losses), self.stop.requested, experts.take_remote_bytes(), checksum, checksum**2]
         with self.progress.during("mean loss"):
-            if dist.is_initialized():
-                dist.all_reduce(total)
-        loss, count, stop, remote_bytes = total.tolist()
+            total = sum_over_ranks(torch.tensor(own, dtype=torch.float64))
+        loss, count, stop, remote_bytes, checksums, squares = total.tolist()
+        if int(checksums) ** 2 != int(squares) * dist.get_world_size():  # equal exactly if all checksums are
+            raise ValueError(
+                f"batches({step}) is not the same on all ranks: pass the sequences of the whole step on every rank, "
+                "and seed random ones with the step"
+            )
         return loss / count, stop > 0, int(remote_bytes)
 
     def _mtp_loss(self) -> float:

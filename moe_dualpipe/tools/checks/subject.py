@@ -383,7 +383,7 @@ class Attention(Subject):
         method: Callable[..., Any] = getattr(layer, "segments", layer.forward)
         if self.kind == "block" and isinstance(parts := getattr(layer, "parts", None), Callable):
             method = parts
-        return name in accepted_context(layer, method, None, None)
+        return name in accepted_context(layer, method, None, cache=None)
 
 
 class Block(Attention):

@@ -1,0 +1,87 @@
+"""What the labels of a step say: the weight of each micro-batch's loss, and which positions are padding.
+
+A label of -100 is ignored. What follows the last label of a sequence is padding. It cannot change the loss, so it must
+not change anything else: no router loss, expert load or bias. Positions before the last label do count.
+
+Means are over all labeled tokens of all ranks, or over all sequences with a label, however the batch is divided. So
+the ranks add up their counts.
+
+R sequences of a step on this rank, S positions. Depth 0 is the main loss, depth k >= 1 that of MTP module k, whose
+labels begin at position k.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..expert_parallel.gather import sum_over_ranks
+from ..messages import plural
+from ..runtime.layout import Layout
+
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLabels:
+    """micro_batches: for each micro-batch, its number of labels divided by the mean over all micro-batches, by depth.
+    positions: the weights [R, S - depth] of `RouterLayer.weights_BS`, by depth; None without padding on any rank.
+    """
+
+    micro_batches: list[list[float]]
+    positions: list[Tensor] | None = None
+
+
+def step_labels(
+    labels_RS: Tensor, ignored_RS: Tensor | None, micro_batch: int, layout: Layout, depths: int,
+    num_labels: float | None = None,
+) -> StepLabels:  # fmt: skip
+    """ignored_RS: further labels to ignore, which do not make padding. micro_batch: its number of sequences.
+
+    num_labels: the number of labels of depth 0 on all data-parallel ranks; None: count them. Raises ValueError, on all
+    ranks, if there are none. Collective unless all labels of all ranks count.
+    """
+    sequences, length = labels_RS.shape
+    count = sequences // micro_batch
+    if num_labels == labels_RS.numel() * layout.dp:
+        return StepLabels([[1.0] * (1 + depths)] * count)
+    ends_R = ((labels_RS >= 0) * torch.arange(1, length + 1, device=labels_RS.device)).amax(1)  # after the last label
+    lengths_KR = (ends_R - torch.arange(1 + depths, device=labels_RS.device)[:, None]).clamp(min=0)
+    counted_RS = (labels_RS if ignored_RS is None else labels_RS.masked_fill(ignored_RS, -100)) >= 0
+    counts_MK = torch.stack([counted_RS[:, k:].sum(1) for k in range(1 + depths)], 1).unflatten(0, (count, -1)).sum(1)
+    padding = (ends_R < length).sum()[None]
+    totals = torch.cat([counts_MK.sum(0), (lengths_KR > 0).sum(1), padding]).double().cpu()
+    labels_K = (sum_over_ranks(totals)[: 1 + depths] / layout.pp).tolist()
+    if num_labels is not None:
+        labels_K[0] = num_labels
+    if not labels_K[0]:
+        raise ValueError("this batch has no label: all of them are -100, so there is no loss")
+    scales_K = [count * layout.dp / max(total, 1) for total in labels_K]
+    weights = [[n * scale for n, scale in zip(counts, scales_K, strict=True)] for counts in counts_MK.tolist()]
+    if not totals[-1]:
+        return StepLabels(weights)
+    positions = []
+    for k, lengths_R in enumerate(lengths_KR):
+        with_label = totals[1 + depths + k] / layout.pp
+        each_R = sequences * layout.dp / max(with_label.item(), 1) / lengths_R.double().clamp(min=1)
+        real_RS = torch.arange(length - k, device=lengths_R.device) < lengths_R[:, None]
+        positions.append(real_RS * each_R[:, None])
+    return StepLabels(weights, positions)
+
+
+def token_ids(name: str, tensor: Tensor) -> Tensor:
+    """`tensor` as int64. Raises ValueError that starts with `name` unless it is a dense tensor of integers."""
+    if tensor.dtype not in INTEGERS:
+        raise ValueError(f"{name} must be token ids, integers: got {tensor.dtype}")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "a meta tensor, without values" if tensor.is_meta else f"the layout {tensor.layout}: use to_dense()"
+        raise ValueError(f"{name} must be a dense tensor of token ids: got {kind}")
+    return tensor.to(torch.int64)
+
+
+def check_shape(name: str, tensor: Tensor, micro_batches: int, micro_batch: tuple[int, int]) -> None:
+    """Raise ValueError unless `tensor` has the sequences of `micro_batches` micro-batches."""
+    expected = [micro_batches * micro_batch[0], micro_batch[1]]
+    if [*tensor.shape] != expected:
+        parts = plural(micro_batches, "micro-batch", "es")
+        raise ValueError(f"{name} must be {expected}, {parts} of {[*micro_batch]}: got {[*tensor.shape]}")
