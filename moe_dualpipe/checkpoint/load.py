@@ -219,6 +219,15 @@ def load_checkpoint(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
     load_state(lambda: SavedModel(checkpoint, ""), state, different)
 
 
+def load_saved(checkpoint: Path, state: Mapping[str, Tensor]) -> bool:
+    """`load_checkpoint`, if the checkpoint has these tensors. Otherwise returns False and changes nothing."""
+    with errors_on_all_ranks():
+        saved = {*state} <= {*SavedModel(checkpoint, "").shapes}
+    if saved:
+        load_checkpoint(checkpoint, state)
+    return saved
+
+
 def load_weights(folder: Path, state: Mapping[str, Tensor], partial: bool = False) -> PartialLoad:
     """Load the weights in `state` in place, and read only these. Collective. Arguments and errors: as in `load_state`.
 

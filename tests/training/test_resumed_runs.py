@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from moe_dualpipe.checkpoint import read_manifest
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.support import special_experts
 from tests.support.ranks import run_ranks
@@ -32,10 +33,23 @@ FEATURES = {
     "bfloat16": {"dtype": "bfloat16"},
     "fp8": {"fp8": "experts+dispatch"},
 }
+MOVES = {"pp": 1, "ep": 2, "move_experts_every": 2, "move_experts_gain": 0.0, "steps": 5, "save_every": 3, "optim": MUON}
+"""Experts have moved before the checkpoint, and the next decision counts loads from before it."""
 SAVINGS = [{"overlap": False, "recompute": "full"}, {"max_deferred": 1, "wgrad": "late", "zero": False}]
 KINDS = {"loss": 1e-5, "grad_norm": 1e-4, "validation_loss": 1e-5, "mtp_loss": 1e-5, "z_loss": 1e-5}
 ONLY_BIT_IDENTICAL = {"buffers": [{"zero": False}], "bfloat16": SAVINGS, "frozen": SAVINGS, "fp8": SAVINGS}
 """In another layout, bf16, FP8 and Muon round otherwise, and dropout draws otherwise, also in another order."""
+
+
+def test_moves_of_experts_resume_bit_for_bit(tmp_path):
+    first = settings(tmp_path / "first", **{**RUN, **MOVES})
+    resumed = change(first, out=str(tmp_path / "second"), resume=str(tmp_path / "first" / "checkpoints" / "step-000003"))
+    whole, rest = run_ranks(2, train_each, [first, resumed])[0]
+    moved = [record["moved_experts"] for record in whole if "moved_experts" in record]
+    assert len(moved) == 2 and moved[0] > 0
+    assert without_clocks(rest)[1:] == without_clocks(whole)[4:]
+    last = "checkpoints/step-000005"
+    assert len({read_manifest(tmp_path / name / last).checksum for name in ("first", "second")}) == 1
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ ones, such as the profiler of `--profile`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -63,7 +64,7 @@ class Extension:
 class Trained(Protocol):
     """The part of the trainer that extensions may use. first_step: steps that were done before the run.
 
-    own_sequences: the sequences of a step that this data-parallel rank runs.
+    resumed: the checkpoint that the run continues, which is already loaded. own_sequences: the sequences of a step that this data-parallel rank runs.
     """
 
     config: TrainConfig
@@ -77,6 +78,7 @@ class Trained(Protocol):
     progress: Progress
     first_step: int
     remote_bytes: int
+    resumed: Path | None
 
     @property
     def own_sequences(self) -> range: ...

@@ -9,6 +9,7 @@ E experts, L layers with experts.
 import torch
 from torch import Tensor
 
+from ...checkpoint.load import load_saved
 from ...expert_parallel.moves import plan_moves
 from ...expert_parallel.placement import ExpertPlacement, count_nodes, imbalance, in_order
 from ...expert_parallel.rank_facts import find_machine
@@ -35,6 +36,10 @@ class ExpertMoves(Extension):
         self.placement = in_order(len(self.balance.rows), pipeline.model.num_experts, pipeline.layout.ep)
         self.shape = _count_machines(pipeline), pipeline.model.expert_groups
         self._load_LE = torch.zeros(self.balance.shape, dtype=torch.int64)  # since the last decision
+        saved = self._own_state()
+        if trainer.resumed and load_saved(trainer.resumed, saved):  # a run without moves has not saved them
+            slots = tuple(map(tuple, saved["expert_slots"].tolist()))
+            self._move(ExpertPlacement(slots, pipeline.layout.ep))
 
     def after_update(self, update: Update) -> None:
         """Count the loads of a step, and move experts if it is time."""
@@ -56,7 +61,12 @@ class ExpertMoves(Extension):
         experts = dict(zip(self.balance.rows, self.placement.experts, strict=True))
         names = {slot: name for slot, name, _ in names_by_expert(self.pipeline.stages.values(), experts)}
         parts = ((name.partition("."), tensor) for name, tensor in state.items())
-        return {f"{kind}{dot}{names.get(name, name)}": tensor for (kind, dot, name), tensor in parts}
+        named = {f"{kind}{dot}{names.get(name, name)}": tensor for (kind, dot, name), tensor in parts}
+        return named | self._own_state()
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """The expert in each slot, and the loads since the last decision, both [L, E]."""
+        return {"expert_slots": torch.tensor(self.placement.experts), "expert_loads": self._load_LE}
 
     def _move(self, new: ExpertPlacement) -> None:
         changed = {}
