@@ -7,6 +7,10 @@ The algorithm is that of DeepSeek's load balancer (github.com/deepseek-ai/EPLB, 
        whose copies have the most load.
     2. The slots are packed onto GPUs: the one with the most load goes to the GPU with the least.
 
+Unlike DeepSeek's, it never puts two copies of an expert on one GPU, where the second takes no load off it, unless there
+are more slots than experts times GPUs: an expert gets at most one copy per GPU, and a slot that would be the second one
+is exchanged. Example: loads 1000, 1, 1, 1 in 8 slots of 2 GPUs give 501.5 and 501.5; EPLB gives 601 and 402.
+
 With several nodes, groups of experts are packed onto nodes first, and then both steps are done within each node: a
 router that limits the groups of a token (`top_groups`) then sends it to fewer nodes. The copies of an expert get equal
 shares of its load.
@@ -15,6 +19,7 @@ shares of its load.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 Loads = Sequence[Sequence[float]]
 """Load of each expert in each layer: numbers of tokens, or anything proportional to them."""
@@ -87,20 +92,50 @@ def _place(load_E: Sequence[float], num_slots: int, num_gpus: int, num_nodes: in
     placed: list[int] = []
     for of_node in of_nodes:
         experts = [expert for g in of_node for expert in groups[g]]
-        slots, copies = _copy([load_E[e] for e in experts], num_slots // num_nodes)
+        gpus = num_gpus // num_nodes
+        slots, copies = _copy([load_E[e] for e in experts], num_slots // num_nodes, gpus)
         share_S = [load_E[experts[i]] / copies[i] for i in slots]
-        placed += [experts[slots[s]] for gpu in _pack(share_S, num_gpus // num_nodes) for s in gpu]
+        packed = _spread(_pack(share_S, gpus), slots, share_S)
+        placed += [experts[slots[s]] for gpu in packed for s in gpu]
     return tuple(placed)
 
 
-def _copy(load_E: Sequence[float], num_slots: int) -> tuple[list[int], list[int]]:
+def _copy(load_E: Sequence[float], num_slots: int, num_gpus: int) -> tuple[list[int], list[int]]:
     """The expert of each slot, and the number of copies of each expert. The first slots have each expert once."""
     slots, copies = [*range(len(load_E))], [1] * len(load_E)
     while len(slots) < num_slots:
-        fullest = max(range(len(load_E)), key=lambda e: load_E[e] / copies[e])
-        slots.append(fullest)
-        copies[fullest] += 1
+        fewer = [e for e in slots[: len(load_E)] if copies[e] < num_gpus] or slots[: len(load_E)]
+        largest = max(fewer, key=lambda e: load_E[e] / copies[e])
+        slots.append(largest)
+        copies[largest] += 1
     return slots, copies
+
+
+def _spread(bins: list[list[int]], slots: Sequence[int], share_S: Sequence[float]) -> list[list[int]]:
+    """Exchange slots between bins until no bin has two copies of an expert.
+
+    Of all exchanges that leave fewer of them, take the one that leaves the two bins with the least maximum. One exists
+    as long as an expert has no more copies than there are bins: a bin without the expert has another one twice, or one
+    that the first bin lacks.
+    """
+
+    def twice(items: Sequence[int]) -> int:
+        return len(items) - len({slots[s] for s in items})
+
+    def load(items: Sequence[int]) -> float:
+        return sum(share_S[s] for s in items)
+
+    while first := next((b for b in bins if twice(b)), None):
+        exchanges = []
+        for other in (b for b in bins if b is not first):
+            for s, t in product(first, other):
+                after = [*(i for i in first if i != s), t], [*(i for i in other if i != t), s]
+                if sum(map(twice, after)) < twice(first) + twice(other):
+                    exchanges.append((max(map(load, after)), other, after))
+        if not exchanges:
+            break
+        _, other, (first[:], other[:]) = min(exchanges, key=lambda exchange: exchange[0])
+    return bins
 
 
 def _pack(loads: Sequence[float], num_bins: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from ..data import Tokenizer, UnknownTokenizer, num_bytes
+from ..expert_parallel.gather import first_fault
 from ..messages import check_range
 from ..models import TransformerStage
 from .eval_mode import eval_mode
@@ -148,6 +149,10 @@ def perplexity(
             scored += len(losses_N)
             bar.update(len(losses_N))
     seconds, loss = time.perf_counter() - started, total / scored
+    if not math.isfinite(loss):
+        nonfinite = (name for name, weight in model.named_parameters() if not weight.isfinite().all())
+        fault = first_fault(next(nonfinite, "")) if ranks.size > 1 else next(nonfinite, "")
+        raise ValueError(f"the loss is {loss}: {f'{fault} is not finite' if fault else 'all weights are finite'}")
     size = None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, tokens[1:])
     return Perplexity(
         loss, math.exp(loss) if loss < 700 else math.inf, total / math.log(2) / size if size else None, scored, size,

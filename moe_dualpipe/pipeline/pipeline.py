@@ -7,7 +7,6 @@ B sequences, S positions, L layers, E experts.
 """
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..expert_parallel import ByChoice, ExpertParallel, Fp8Dispatch, choose_backend
-from ..expert_parallel.gather import gather_objects, sum_over_ranks
+from ..expert_parallel.gather import sum_over_ranks
 from ..kernels.fp8 import weights_unchanged
 from ..messages import plural
 from ..models import (
@@ -48,7 +47,7 @@ from ..runtime.warm_up import load_kernels
 from ..runtime.zero import Shards
 from ..schedule import Action, Schedule
 from .balance import Balance
-from .labels import StepLabels, check_shape, step_labels, token_ids
+from .labels import StepLabels, all_equal, check_shape, checksum_terms, step_labels, token_ids
 from .settings import NOT_PARALLEL, ON_CPU, Numerics, Parallel
 
 
@@ -211,8 +210,10 @@ class Pipeline:
     ) -> list[Tensor]:
         schedule, pp_rank, last = self.schedule, self.layout.pp_rank, self.schedule.num_stages - 1
         layers, size = self.balance.layers.values(), self.micro_batch[0]
-        padded = found.positions is not None and torch.is_grad_enabled()
-        by_row = padded or any(moe.recorded_RSK is not None or moe.replayed_RSK is not None for moe in layers)
+        trains = torch.is_grad_enabled()
+        padded = trains and found.positions is not None
+        routes = any(moe.recorded_RSK is not None or moe.replayed_RSK is not None for moe in layers)
+        by_row = padded or (trains and routes)
         inputs, labels, context = {}, {}, {}
         documents = [None] * (self.options.document_end_id is not None)  # the first stage numbers them itself
         for m, (x, y) in enumerate(zip(tokens_RS.split(size), labels_RS.split(size), strict=True)):
@@ -298,8 +299,9 @@ class Pipeline:
         self._num_steps += 1
         if self.layout.pp == 1 or self._num_steps % 100 != 1:
             return
-        own = self.layout.dp_rank, *(zlib.crc32(tensor.cpu().contiguous().numpy().data) for tensor in tensors)
-        if len(set(gather_objects(own))) > self.layout.dp:
+        checksums = torch.zeros(self.layout.dp, 2, dtype=torch.float64)
+        checksums[self.layout.dp_rank] = checksum_terms(*tensors)
+        if not all(all_equal(sums, self.layout.pp) for sums in sum_over_ranks(checksums).tolist()):
             raise ValueError(
                 "the ranks of a pipeline got different batches, so inputs and labels do not belong together: pass the "
                 "same ones on each, for example by seeding torch.randint with the number of the step"

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import chdir, closing
+from typing import Any
 
-from ..messages import printable
+from ..messages import printable, quoted
 from .console import Console
 from .metrics import peak_memory_mb
 from .saving import Saving
@@ -65,10 +66,26 @@ def train_loop(
 
 
 def _call(callbacks: Sequence[Callback], trainer: Trainer, record: dict[str, float]) -> None:
-    """Call the callbacks. They leave no working directory, and no gradients and loads of a forward of their own."""
+    """Call the callbacks. Whatever they change is undone: the working directory, gradients and expert loads.
+
+    They may add numbers to `record`. Raises TypeError for anything else, and RuntimeError for sys.exit.
+    """
+    step = record["step"]
     for callback in callbacks:
         with chdir("."):
-            callback(trainer, record)
+            try:
+                callback(trainer, record)
+            except SystemExit:
+                raise RuntimeError("a callback must not end its process: use trainer.request_stop()") from None
+    if record.get("step") != step:
+        raise ValueError(f"a callback must not change record['step']: it was {step}, and is {record.get('step')!r}")
+    values: dict[Any, Any] = {**record}
+    for key, value in values.items():
+        number = value.item() if getattr(value, "ndim", None) == 0 else value  # of torch or numpy
+        if not isinstance(number, int | float) or not isinstance(key, str):
+            got = f"{type(value).__name__} {quoted(value, 60)}"
+            raise TypeError(f"a callback may only add numbers to the record, by name: {quoted(key, 60)} is {got}")
+        record[key] = number
     trainer.optimizer.drop_gradients()
     trainer.balance.forget()
     trainer.agree_to_stop()

@@ -26,6 +26,7 @@ from ..models.layers import seed_of
 from ..overlap.engine import engine_for
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..pipeline.freezing import freeze
+from ..pipeline.labels import all_equal, checksum_terms
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.settings import Numerics
 from ..runtime.groups import ranks_of
@@ -246,12 +247,11 @@ class Trainer:
         experts = self.pipeline.expert_parallel.backend
         experts.check()
         loss = torch.stack([*losses]).double().sum().item() if losses else 0.0
-        checksum = self.text.checksum()
-        own = [loss, len(losses), self.stop.requested, experts.take_remote_bytes(), checksum, checksum**2]
+        own = torch.tensor([loss, len(losses), self.stop.requested, experts.take_remote_bytes()], dtype=torch.float64)
         with self.progress.during("mean loss"):
-            total = sum_over_ranks(torch.tensor(own, dtype=torch.float64))
-        loss, count, stop, remote_bytes, checksums, squares = total.tolist()
-        if int(checksums) ** 2 != int(squares) * dist.get_world_size():  # equal exactly if all checksums are
+            total = sum_over_ranks(torch.cat([own, checksum_terms(*self.text.last)]))
+        loss, count, stop, remote_bytes, *checksums = total.tolist()
+        if not all_equal(checksums, dist.get_world_size()):
             raise ValueError(
                 f"batches({step}) is not the same on all ranks: pass the sequences of the whole step on every rank, "
                 "and seed random ones with the step"

@@ -43,10 +43,19 @@ def test_every_expert_is_placed_and_groups_stay_on_one_node(seed):
         assert sum(map(len, halves)) == groups
         for node in halves:  # the last copy went to the expert that had the most load for each of its copies
             mine = [e for e in range(experts) if e // size in node]
-            largest = max(load_E[e] / copies[e] for e in mine)
+            largest = max((load_E[e] / copies[e] for e in mine if copies[e] < per_node), default=0)
             assert all(load_E[e] / (copies[e] - 1) >= largest for e in mine if copies[e] > 1)
+        of_gpus = [placed[g * slots // gpus :][: slots // gpus] for g in range(gpus)]
+        room = slots // gpus <= experts // nodes
+        assert all(len({*gpu}) == len(gpu) for gpu in of_gpus if room), "two copies on one GPU"
     totals = [sum(load) for load in placement.gpu_loads(loads)]
     assert totals == pytest.approx([*map(sum, loads)])
+
+
+def test_copies_that_a_gpu_cannot_use_go_to_other_experts():
+    """EPLB makes five copies of expert 0 for two GPUs, so that one has three of them: 601 and 402."""
+    placement = place_experts([[1000, 1, 1, 1]], 8, 2)
+    assert placement.gpu_loads([[1000, 1, 1, 1]]) == [[501.5, 501.5]]
 
 
 def test_loads_of_gpus_and_imbalance():

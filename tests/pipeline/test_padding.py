@@ -68,7 +68,9 @@ def update(model, schedule, batch, parallel=Parallel(), size=2, **options):  # n
     means = pipeline.balance.after_step(found["loads"], pipeline.device)
     found |= {name: torch.tensor(value) for name, value in means.items()}
     for stage in pipeline.stages.values():
-        found |= {name: p.grad / pipeline.num_micro_batches for name, p in stage.named_parameters() if p.grad is not None}
+        found |= {
+            name: p.grad / pipeline.num_micro_batches for name, p in stage.named_parameters() if p.grad is not None
+        }
         found |= {name: b.clone() for name, b in stage.named_buffers() if "bias" in name}
     mtp = [stage.mtp.take_loss() for stage in pipeline.stages.values() if stage.mtp is not None]
     return found | ({"mtp loss": torch.tensor(pipeline.mean_loss(mtp))} if model.mtp_layers else {})

@@ -43,7 +43,10 @@ WRONG = {
     "no step": (["sum"], "sum_gradients needs a step with gradients since the last sum: there was none"),
     "sum twice": (["step", "sum", "sum"], "sum_gradients needs a step with gradients since the last sum"),
     "without gradients": ([frozen_step, "sum"], "sum_gradients needs a step with gradients"),
-    "another step": (["started", "started"], r"step\(sum_gradients=True\) has started a sum: call sum_gradients before"),
+    "another step": (
+        ["started", "started"],
+        r"step\(sum_gradients=True\) has started a sum: call sum_gradients before",
+    ),
     "after a sum": (["step", "sum", "step"], "the gradients of the last sum are still there"),
     "no sum": (["step", "update"], "call sum_gradients between step and the update"),
     "no sum, custom optimizer": (["step", halve, "step"], "the weights changed although the gradients were not summed"),

@@ -33,7 +33,7 @@ FEATURES = {
     "bfloat16": {"dtype": "bfloat16"},
     "fp8": {"fp8": "experts+dispatch"},
 }
-MOVES = {"pp": 1, "ep": 2, "move_experts_every": 2, "move_experts_gain": 0.0, "steps": 5, "save_every": 3, "optim": MUON}
+MOVES = {"pp": 1, "ep": 2, "move_experts_every": 2, "move_experts_gain": 0.0, "steps": 5, "save_every": 3}
 """Experts have moved before the checkpoint, and the next decision counts loads from before it."""
 SAVINGS = [{"overlap": False, "recompute": "full"}, {"max_deferred": 1, "wgrad": "late", "zero": False}]
 KINDS = {"loss": 1e-5, "grad_norm": 1e-4, "validation_loss": 1e-5, "mtp_loss": 1e-5, "z_loss": 1e-5}
@@ -43,7 +43,9 @@ ONLY_BIT_IDENTICAL = {"buffers": [{"zero": False}], "bfloat16": SAVINGS, "frozen
 
 def test_moves_of_experts_resume_bit_for_bit(tmp_path):
     first = settings(tmp_path / "first", **{**RUN, **MOVES})
-    resumed = change(first, out=str(tmp_path / "second"), resume=str(tmp_path / "first" / "checkpoints" / "step-000003"))
+    resumed = change(
+        first, out=str(tmp_path / "second"), resume=str(tmp_path / "first" / "checkpoints" / "step-000003")
+    )
     whole, rest = run_ranks(2, train_each, [first, resumed])[0]
     moved = [record["moved_experts"] for record in whole if "moved_experts" in record]
     assert len(moved) == 2 and moved[0] > 0

@@ -64,7 +64,8 @@ class Extension:
 class Trained(Protocol):
     """The part of the trainer that extensions may use. first_step: steps that were done before the run.
 
-    resumed: the checkpoint that the run continues, which is already loaded. own_sequences: the sequences of a step that this data-parallel rank runs.
+    resumed: the checkpoint that the run continues, which is already loaded. own_sequences: the sequences of a step that
+    this data-parallel rank runs.
     """
 
     config: TrainConfig
