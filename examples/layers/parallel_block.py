@@ -33,8 +33,11 @@ class ParallelBlock(BlockLayer):
         self.attention = Attention(config, layer)
         self.moe = MoE(config, expert_parallel, layer, stage_options)
 
-    def segments(self, x_BSD: Tensor, mask_B1SS: Tensor | None = None, cache: KVCache | None = None) -> Segments:
-        rows_TD, *decision = yield Compute("route", self.route, x_BSD)
+    def segments(
+        self, x_BSD: Tensor, mask_B1SS: Tensor | None = None, cache: KVCache | None = None,
+        rows_B: Tensor | None = None,
+    ) -> Segments:  # fmt: skip
+        rows_TD, *decision = yield Compute("route", partial(self.route, rows_B=rows_B), x_BSD)
         attend = partial(self.attend, mask_B1SS=mask_B1SS, cache=cache)
         exchange = self.moe.exchange(rows_TD, *decision)
         reply: Any = None
@@ -49,8 +52,8 @@ class ParallelBlock(BlockLayer):
             if h_BSD is None and isinstance(segment, Comm):  # the dispatch has started
                 h_BSD = yield Compute("attn", attend, x_BSD, rows_TD)
 
-    def route(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
-        return self.moe.route(self.norm(x_BSD))
+    def route(self, x_BSD: Tensor, rows_B: Tensor | None) -> tuple[Tensor, ...]:
+        return self.moe.route(self.norm(x_BSD), rows_B)
 
     def attend(self, x_BSD: Tensor, rows_TD: Tensor, **context: Any) -> Tensor:
         return x_BSD + self.attention(rows_TD.view_as(x_BSD), **context)

@@ -71,6 +71,7 @@ class Trainer:
         use_products(numerics.products)
         if self.device.type == "cpu":
             keep_freed_memory()
+        self._seed_batch(self.first_step)
         check_same_text(self.text)
         micro_batch = run.choice.micro_batch_size, self.config.batch.seq_len
         self.pipeline = Pipeline(
@@ -159,10 +160,14 @@ class Trainer:
         """
         config = self.config
         total, length = config.batch.batch_size, config.batch.seq_len
-        torch.manual_seed(seed_of(config.seed, f"step {step}"))  # equal on all ranks, for `batches` of a program
+        self._seed_batch(step)
         batch = self.text.batch(config.seed, step, total, length, self.own_sequences)
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"))  # for dropout
         return self.pipeline.step(*batch, sum_gradients, num_labels=self._num_labels(total))
+
+    def _seed_batch(self, step: int) -> None:
+        """Seed torch alike on all ranks: `batches` of a program may draw from it, or shuffle a DataLoader."""
+        torch.manual_seed(seed_of(self.config.seed, f"step {step}"))
 
     def _num_labels(self, sequences: int) -> int | None:
         """The number of labels in this many sequences of text, if it is known before they are read."""

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from moe_dualpipe.data import BYTES
 from moe_dualpipe.inference import stream_losses
-from moe_dualpipe.inference.scoring import windows
+from moe_dualpipe.inference.scoring import perplexity, windows
 from moe_dualpipe.models import StageOptions, build_model
 from tests.support.runs import MODEL
 
@@ -55,3 +56,12 @@ def test_texts_that_cannot_be_scored(tokens, numbers, message):
     with pytest.raises(ValueError) as error:
         list(stream_losses(build_model(MODEL), tokens, *numbers))
     assert str(error.value) == message
+
+
+def test_weights_that_are_not_finite_are_named():
+    model = build_model(MODEL)
+    name = "layers.1.mlp.router.logits.weight"
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=f"^the loss is nan: {name} is not finite$"):
+        perplexity(model, BYTES, text(20), 16, 16, 2)

@@ -5,8 +5,10 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -201,6 +203,69 @@ def test_what_a_callback_leaves(expected, callback):
     with default_dtype(torch.get_default_dtype()):
         assert numbers(config_of(None), callback) == expected
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def add(value, key="mine"):
+    return lambda _trainer, record: record.update({key: value})
+
+
+@pytest.mark.parametrize("value", [3, 0.5, True, np.float32(0.25), np.int64(7), torch.tensor(2.0), torch.tensor(3)])
+def test_callbacks_add_numbers(value):
+    found, _ = train_in_memory(config_of(None), add(value))
+    assert [*losses(found, "mine").values()] == [float(value)] * 3
+
+
+@pytest.mark.parametrize("callback,error,message", [
+    (add("text"), TypeError, "a callback may only add numbers to the record, by name: 'mine' is str 'text'"),
+    (add(torch.ones(2)), TypeError, "'mine' is Tensor"), (add(np.ones(2)), TypeError, "'mine' is ndarray"),
+    (add(None), TypeError, "'mine' is NoneType None"), (add({1}), TypeError, "'mine' is set {1}"),
+    (add(1.0, 3), TypeError, "3 is float 1.0"),
+    (add(9, "step"), ValueError, "a callback must not change record['step']: it was 1, and is 9"),
+    (lambda _, record: record.pop("step"), ValueError, "it was 1, and is None"),
+    (lambda *_: sys.exit(3), RuntimeError, "a callback must not end its process: use trainer.request_stop()"),
+])  # fmt: skip
+def test_what_else_a_callback_does_is_one_error(callback, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        train_in_memory(config_of(None), callback)
+
+
+def train_with(_rank, config, batches):
+    try:
+        train(config, batches=batches, verbose=False)
+    except ValueError as error:
+        return str(error)
+    return losses(records(config.checkpoint.out))
+
+
+class Shuffled:
+    """A DataLoader that draws a new order for each epoch, of two steps."""
+
+    def __init__(self):
+        tokens = torch.arange(16 * 17).remainder(251).view(16, 17)
+        self.loader, self.epoch = torch.utils.data.DataLoader(tokens, batch_size=8, shuffle=True), iter(())
+
+    def __call__(self, step):
+        tokens = next(self.epoch, None)
+        if tokens is None:
+            self.epoch = iter(self.loader)
+            tokens = next(self.epoch)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def drawn_per_rank(step):
+    tokens = torch.full((8, 17), step)
+    if step == 2:
+        tokens += dist.get_rank() + 1
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_batches_of_a_program_are_the_same_on_all_ranks(tmp_path):
+    config = settings(tmp_path / "one", steps=5, seq_len=16, batch_size=8)
+    (alone,) = run_ranks(1, train_with, config, Shuffled())
+    config = change(config, out=str(tmp_path / "two"))
+    assert run_ranks(2, train_with, config, Shuffled())[0] == pytest.approx(alone, rel=1e-5)
+    for text in run_ranks(2, train_with, change(config, out=str(tmp_path / "three")), drawn_per_rank):
+        assert text.startswith("batches(2) is not the same on all ranks: pass the sequences of the whole step on every")
 
 
 def test_a_callback_in_another_working_directory(tmp_path, expected, monkeypatch):
