@@ -342,8 +342,10 @@ class Pipeline:
         (`divided`), a rank gets only the sums that its optimizer needs. Raises RuntimeError if no step with gradients
         has run since the last sum.
         """
-        if self._gradients not in (Gradients.ADDED, Gradients.STARTED):
-            raise RuntimeError("sum_gradients needs a step with gradients since the last sum: there was none")
+        if self._gradients in (Gradients.NONE, Gradients.SUMMED):  # the executor may have run without `step`
+            written = any(p.grad is not None for p, _ in self._parameters) and self._seen != self._versions()
+            if not sum_over_ranks(torch.tensor(float(written))):
+                raise RuntimeError("sum_gradients needs a step with gradients since the last sum: there was none")
         norm = gradient_norm(self._gradient_sums().finish(), self.device)
         self._note(Gradients.SUMMED)
         return norm
