@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 from ..command_line import Mark
-from ..health.report import end_process
 from ..messages import check_range
-from ..runtime.launch import Launch
 from .options import DeviceOption, JsonOption
 
 
 @dataclass(frozen=True)
 class CheckCluster(DeviceOption, JsonOption):
-    """Check this machine or, under torchrun, all machines of a run: versions, GPUs, links, clocks, folders, limits."""
+    """Check this machine or, under torchrun, all machines of a run: their versions, speed, links and output folder."""
 
     out: Path = Path("runs")
     """Output folder of the run. Its disk is checked."""
@@ -30,17 +28,17 @@ class CheckCluster(DeviceOption, JsonOption):
         check_range("--size", self.size, 0.001, 16_384)
         check_range("--timeout", self.timeout, 0.1, 86_400)
         check_range("--min-free", self.min_free, 0, 1e9)
-        # torch would print a stack trace for each connection that fails. The report has a line instead.
+        # torch would print a stack trace for each connection that fails. The error has a line instead.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        from ..health.report import end_process
+        from ..runtime.launch import Launch
         from ..tools.cluster import check_cluster
 
         launch, size, min_free = Launch.from_environment(), int(self.size * 1e6), int(self.min_free * 1e9)
         try:
-            code, report = check_cluster(launch, self.out, size, self.timeout, min_free, self.device)
-        except ConnectionError as error:
-            end_process(1, f"moe-dualpipe: error: {error}\n" if launch.local_rank == 0 else "")
-        if report is not None:
+            report = check_cluster(launch, self.out, size, self.timeout, min_free, self.device)
+        except ValueError as error:  # each machine has its own
+            end_process(2, f"moe-dualpipe: error: {error}\n" if launch.local_rank == 0 else "")
+        if launch.rank == 0:
             self.show(report.to_json(), str(report))
-        if launch.world_size > 1:
-            end_process(code)  # a thread may be blocked by other ranks
-        return code
+        return int(bool(report.problems))

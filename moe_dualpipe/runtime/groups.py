@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..messages import printable
 from ..schedule import Placement
 from .launch import Launch
 from .layout import Layout
@@ -39,25 +40,25 @@ def init_world(
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    if store is not None:
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **wait)
-    elif launch.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **wait)
-    elif launch.restarts == 0 or not _agents_share_store():
-        dist.init_process_group(backend, **wait)
-    else:
-        store = rendezvous(launch, timeout)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **wait)
+    if store is None:
+        store = dist.HashStore() if launch.world_size == 1 else rendezvous(launch, timeout)
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **wait)
 
 
 def rendezvous(launch: Launch, timeout: float | None) -> dist.Store:
     """The store where the processes of this attempt meet. timeout: seconds that an operation waits.
 
     torchrun may use one store for all attempts, which still has the addresses of dead ranks. If it does not, machines
-    may differ in the number of restarts: one that was added has none.
+    may differ in the number of restarts: one that was added has none. Raises ValueError, on one line, if no address is
+    set or nobody answers there.
     """
     wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    store, _, _ = next(dist.rendezvous("env://", **wait))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", **wait))
+    except (RuntimeError, ValueError) as error:
+        reason = printable(str(error).partition("\n")[0].removesuffix("."))
+        way_out = "check MASTER_ADDR and MASTER_PORT, which torchrun sets, and that all ranks start"
+        raise ValueError(f"rank {launch.rank} does not reach the other ranks: {reason}: {way_out}") from None
     return dist.PrefixStore(f"attempt {launch.restarts}", store) if _agents_share_store() else store
 
 

@@ -36,7 +36,7 @@ from moe_dualpipe.training.step import Trainer
 from tests.support import ranks
 
 ROOT = Path(__file__).parents[2]
-
+all_keys()  # reads the docstrings of options once, and not in each process that is forked
 
 TEXT = str(Path(email.__file__).parent)  # does not change with this project
 MODEL = ModelConfig(

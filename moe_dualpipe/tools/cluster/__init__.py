@@ -1,4 +1,4 @@
-"""Check machines before a run: whether they are complete and equal, and whether the links between ranks are fast."""
+"""Check machines before a run: whether they are equal, and as fast as they should be, as are the links between them."""
 
 from .check import Problem, RankFacts, Report, check_cluster
 

@@ -80,7 +80,8 @@ def test_bytes_of_rows_in_fp8(mode, saved):
     # two layers: dispatch and combine of a forward, and of a backward or another forward; the sizes of each forward
     ("train", "in sequences of 16", 2 * (4 + 1)), ("prefill", "in sequences of 16", 2 * (4 + 2)),
     ("decode", "with 16 cached tokens each", 2 * (4 + 2)),
-])  # fmt: skip
+], ids=["train", "prefill", "decode"])  # fmt: skip
+@pytest.mark.quick("train")
 def test_run_writes_a_report_recordings_and_pictures(tmp_path, capsys, mode, tokens, num_comm):
     link = ["--link-gbps", "0.1", "--link-latency-us", "50"]
     assert main([*SMALL, *link, "--mode", mode, "--out", str(tmp_path)]) == 0

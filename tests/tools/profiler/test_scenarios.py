@@ -34,6 +34,7 @@ def recorded(make):
 
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.quick("copies-1", "one chunk-1", "one sum-1", *(f"{name}-{STRENGTHS[-1]}" for name in FAULTS))
 def test_a_fault_is_named_with_its_true_gain(name, strength, tmp_path):
     fault = FAULTS[name]
     job, healthy = recorded(fault.healthy)
@@ -80,7 +81,7 @@ BESIDE_KIND = {"host-bound": {"slow-optimizer"}}
 
 
 @pytest.mark.parametrize(("one", "other"), [
-    pytest.param(*pair, marks=[] if number % 3 == 1 else pytest.mark.long) for number, pair in enumerate(PAIRS)
+    pytest.param(*pair, marks=[] if number % 9 == 1 else pytest.mark.long) for number, pair in enumerate(PAIRS)
 ], ids=lambda fault: fault.name)  # fmt: skip
 def test_two_faults_at_once(one, other, tmp_path):
     """Each has the gain of its own removal. One that costs nothing beside the other one need not be named."""
