@@ -16,8 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -46,23 +48,33 @@ def precompile(context: Context, shapes: Sequence[Shape]) -> None:
                 jobs += [(name, index, share, NUM_SHARES) for share in range(NUM_SHARES)]
     start = time.monotonic()
     commands = [[sys.executable, "-m", "benchmarks.gpu.precompile", *map(str, job)] for job in jobs]
-    unfinished = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.seconds_left())
+    ended = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.seconds_left())
+    unfinished = sum(code is None for code, _ in ended)
     context.log(f"precompiled {len(jobs) - unfinished} of {len(jobs)} jobs in {time.monotonic() - start:.0f} s")
 
 
-def run_commands(commands: Sequence[Sequence[str]], workers: int, seconds: float) -> int:
-    """Run commands without output, at most `workers` at a time. Return how many did not finish within `seconds`."""
-    pending, running = list(commands), list[subprocess.Popen[bytes]]()
+def run_commands(commands: Sequence[Sequence[str]], workers: int, seconds: float) -> list[tuple[int | None, str]]:
+    """Run commands, at most `workers` at a time. Returns the exit code and the output of each.
+
+    The code is None for those that did not end within `seconds`.
+    """
     end = time.monotonic() + seconds
-    while (pending or running) and time.monotonic() < end:
-        running = [process for process in running if process.poll() is None]
-        while pending and len(running) < workers:
-            running.append(subprocess.Popen(pending.pop(0), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        time.sleep(0.05)
-    for process in running:
-        process.kill()
-        process.wait()
-    return len(pending) + len(running)
+
+    def run(command: Sequence[str]) -> tuple[int | None, str]:
+        if (left := end - time.monotonic()) <= 0:
+            return None, ""
+        with TemporaryFile("w+") as output:  # a pipe would wait for processes that outlive the command
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                code = process.wait(left)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = None
+            output.seek(0)
+            return code, output.read()
+
+    with ThreadPoolExecutor(workers) as pool:
+        return [*pool.map(run, commands)]
 
 
 # ---- Worker process ----

@@ -4,14 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe_dualpipe.kernels import fp8
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.fp8 import RECIPES, quantize
 from moe_dualpipe.kernels.routing import expert_order
 from moe_dualpipe.kernels.weight_grads import WeightGrads
+from tests.support.properties import given, settings, st
 
 TWO_POWERS = [name for name, recipe in RECIPES.items() if recipe.power_of_two]
 
