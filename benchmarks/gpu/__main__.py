@@ -3,13 +3,13 @@
     python -m benchmarks.gpu --plan                                  the commands for half an hour on a GPU
     python -m benchmarks.gpu --out runs/h200                         everything: 8 minutes on one GPU
     python -m benchmarks.gpu --out runs/h200 --only experts          some sections only
-    python -m benchmarks.gpu --out runs/h200 --contestants triton liger my_module:my_function
+    python -m benchmarks.gpu --out runs/h200 --contestants triton liger scattermoe sonicmoe my_module:my_function
     python -m benchmarks.gpu --out /tmp/smoke --smoke                try the suite without a GPU
 
 Each section is a process of its own, because an illegal access ends all that a process does on a GPU. results.json is
 written after each comparison and results.md after each section: one row for each rate, time or loss. Other libraries
-are timed if they are installed and agree with fp64. Exit code 1: GPU tests or a section failed, or this project's
-operators are wrong. Exit code 2: invalid options.
+are timed if they are named, installed and agree with fp64; those that autotune take minutes at each shape. Exit code 1:
+GPU tests or a section failed, or this project's operators are wrong. Exit code 2: invalid options.
 """
 
 import argparse
@@ -60,7 +60,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--minutes", type=float, default=8.0, help="time limit; work that does not fit is skipped (default: 8)")
     add("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="sections to run (default: all)")
     add("--contestants", nargs="+", help="implementations in the experts section, by name or as module:function")
-    add("--tuning-shapes", type=int, default=2, help="number of shapes at which autotuned libraries run (default: 2)")
     add("--training-steps", type=int, default=20, help="steps of each training run (default: 20)")
     add("--smoke", action="store_true", help="use a CPU, tiny shapes and Triton's interpreter")
     add("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # the process of one section
@@ -73,9 +72,8 @@ def validate_options(options: argparse.Namespace) -> None:
         raise ValueError("missing --out, a folder for the results")
     if not 0 < options.minutes < math.inf:
         raise ValueError(f"--minutes must be a positive number: got {options.minutes:g}")
-    for name, least in (("tuning_shapes", 0), ("training_steps", 1)):
-        if (value := getattr(options, name)) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {value}")
+    if options.training_steps < 1:
+        raise ValueError(f"--training-steps must be at least 1: got {options.training_steps}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,9 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     from .context import Context
-    from .implementations import BUILT_IN, find_implementation
+    from .implementations import OURS, find_implementation
 
-    names = tuple(options.contestants or BUILT_IN)
+    names = tuple(options.contestants or OURS)
     try:
         validate_options(options)
         for name in names:
@@ -105,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     context = Context(
         torch.device("cpu" if options.smoke else "cuda"), options.smoke, options.out.resolve(), names,
-        options.tuning_shapes, options.training_steps,
+        options.training_steps,
     )  # fmt: skip
     if options.section:
         run_section(context, options.section, 60 * options.minutes)

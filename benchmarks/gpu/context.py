@@ -55,7 +55,6 @@ class Context:
     smoke: bool
     out: Path
     implementations: tuple[str, ...] = ()
-    tuning_shapes: int = 0
     training_steps: int = 20
     section: str = ""
     deadline: float = math.inf

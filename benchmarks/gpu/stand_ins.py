@@ -1,53 +1,40 @@
 """Stand-ins for msgspec and tqdm, which the profiler imports, on a GPU machine that has torch and its libraries only.
 
-They decode the small recordings of this suite with the standard library, and show no progress.
+They read recordings of this suite with the standard library, and show no progress.
 """
 
 import importlib.util
 import json
 import sys
-from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, get_args
-
-
-class Raw(bytes):
-    """JSON that is decoded later."""
 
 
 class Struct:
     def __init_subclass__(cls, **_: Any):
-        dataclass(cls)
+        pass
+
+    def __init__(self, *values: Any, **named: Any):
+        vars(self).update(zip(type(self).__annotations__, values, strict=False), **named)
 
 
 class Decoder:
-    """Decodes an object to the Struct among `kinds`, and the objects of a list, or of an annotated field, to theirs."""
+    """Decodes JSON to the first of `kinds`, whose `traceEvents` the second is a list of."""
 
     def __init__(self, kinds: Any):
-        self.kinds = get_args(kinds) or (kinds,)
+        self.kinds = get_args(kinds)
 
     def decode(self, data: bytes) -> Any:
-        return _built(self.kinds, json.loads(data))
-
-
-def _built(kinds: tuple[Any, ...], value: Any) -> Any:
-    (struct,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Struct))
-    names = struct.__annotations__
-    found = {name: value[name] for name in names.keys() & value.keys()}
-    if "args" in found:
-        found["args"] = Raw(json.dumps(found["args"]).encode())
-    if "traceEvents" in found:
-        found["traceEvents"] = [_built(get_args(names["traceEvents"]), event) for event in found["traceEvents"]]
-    return struct(**found)
+        trace, (event,) = self.kinds[0], get_args(self.kinds[1])
+        found = json.loads(data)
+        return trace(**found | {"traceEvents": [event(**one) for one in found["traceEvents"]]})
 
 
 def provide() -> None:
     """Let `import msgspec` and `import tqdm` find these, if they are not installed."""
-    codec = ModuleType("msgspec.json")
-    vars(codec).update(Decoder=Decoder, decode=json.loads, encode=lambda value: json.dumps(value).encode())
-    found = ModuleType("msgspec")
-    vars(found).update(DecodeError=ValueError, Raw=Raw, Struct=Struct, json=codec)
-    bars: Any = SimpleNamespace(tqdm=lambda items, *_, **__: items)
-    for name, modules in {"msgspec": {"msgspec": found, "msgspec.json": codec}, "tqdm": {"tqdm": bars}}.items():
-        if importlib.util.find_spec(name) is None:
-            sys.modules.update(modules)
+    codec = SimpleNamespace(Decoder=Decoder, decode=lambda value: value, encode=json.dumps)
+    found = SimpleNamespace(DecodeError=ValueError, Raw=bytes, Struct=Struct, json=codec)
+    bars = SimpleNamespace(tqdm=lambda items, *_, **__: items)
+    for name, modules in (("msgspec", {"msgspec": found, "msgspec.json": codec}), ("tqdm", {"tqdm": bars})):
+        if not sys.modules.get(name) and importlib.util.find_spec(name) is None:
+            sys.modules.update(modules)  # type: ignore[arg-type]

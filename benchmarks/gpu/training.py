@@ -19,6 +19,7 @@ from moe_dualpipe.kernels.options import Kernels
 from moe_dualpipe.models import StageOptions, preset
 from moe_dualpipe.pipeline import Numerics, Pipeline
 from moe_dualpipe.runtime.learning_rate import OptimizerConfig, learning_rate
+from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 
 from .context import Context
@@ -40,7 +41,8 @@ def run(context: Context) -> None:
         cases.popitem()  # no CUDA graphs
     for number, name in enumerate(cases):
         try:
-            measure_run(context, what, name, context.seconds_left() / (len(cases) - number))
+            with join_world(context.device.type):
+                measure_run(context, what, name, context.seconds_left() / (len(cases) - number))
         except Exception as error:  # a run that fails must not end the others
             context.add(what, name, status="failed", reason=error_summary(error))
         context.save()

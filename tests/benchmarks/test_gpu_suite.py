@@ -110,7 +110,6 @@ def test_sections_are_skipped_when_time_runs_out(tmp_path, capsys):
     (["--contestants", "lieger"], "unknown implementation 'lieger'"),
     (["--minutes", "-1"], "--minutes must be a positive number: got -1"),
     (["--training-steps", "0"], "--training-steps must be at least 1: got 0"),
-    (["--tuning-shapes", "-3"], "--tuning-shapes must be at least 0: got -3"),
 ])  # fmt: skip
 def test_invalid_options_print_one_line_and_exit_with_2(tmp_path, capsys, arguments, message):
     assert gpu.main(["--out", str(tmp_path), *arguments]) == 2
