@@ -3,10 +3,13 @@
     python -m benchmarks.tune                                   two large layers, a few minutes
     python -m benchmarks.tune --shapes 16384,2048,768,128,8     T, D, F, E, K of your own layer
     python -m benchmarks.tune --out mine.json                   write to another file, to look at it first
+    python -m benchmarks.tune --num-sms 0                       for products that use the whole GPU
 
 Each product of an expert MLP is timed with a list of configurations that fit the registers and the shared memory. Those
 whose result differs from plain torch are dropped. The fastest three then take turns with the current configuration,
 which is replaced only by one that is clearly faster. The file keeps its entries for other kernels, sizes and GPUs.
+Products run on the multiprocessors that training with expert parallelism leaves to them, unless --num-sms says another
+number.
 Worker processes compile ahead, as in precompile.py.
 """
 
@@ -26,6 +29,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.tune", description=__doc__, formatter_class=raw)
     parser.add_argument("--shapes", nargs="+", help="layers to tune, each as T,D,F,E,K")
     parser.add_argument("--out", type=Path, help="file to write (default: the table that the package reads)")
+    parser.add_argument("--num-sms", type=int, help="multiprocessors for products; 0: all (default: all but 20)")
     parser.add_argument("--smoke", action="store_true", help="test this command on a CPU, in Triton's interpreter")
     parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)  # product, part, parts
     return parser.parse_args(arguments)
@@ -68,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = shapes_of(options)
         if not options.smoke and not torch.cuda.is_available():
             raise ValueError("no GPU found: use --smoke to test the command on a CPU")
+        if (options.num_sms or 0) < 0:
+            raise ValueError(f"--num-sms must be at least 0, for all: got {options.num_sms}")
         if options.smoke and not options.out:
             raise ValueError("--smoke needs --out, because its results must not enter the table of the package")
         out = table(options.out)
@@ -75,13 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"benchmarks.tune: error: {error}\n")
         return 2
     device = torch.device("cpu" if options.smoke else "cuda")
+    from moe_dualpipe.runtime.groups import product_sms
+
     from .gpu import tuning
 
+    num_sms = product_sms(device) if options.num_sms is None else options.num_sms or None
     if options.worker:
         tuning.compile_share(shapes[0], device, *options.worker)
         return 0
     for shape in shapes:
-        tuning.tune_shape(shape, device, out)
+        tuning.tune_shape(shape, device, out, num_sms)
     print(f"\nwritten to {out}{'' if options.out else ', which the package now uses'}")
     return 0
 

@@ -69,7 +69,8 @@ def quantize(x: Tensor, rows: int, columns: int, power_of_two: bool) -> Fp8Matri
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     blocks = _blocks(x, rows, columns)
     largest = blocks.abs().amax((-3, -1))
-    scales = (largest / LARGEST).clamp(min=2.0**_LEAST_EXPONENT)
+    # CUDA divides by a number as it multiplies by its reciprocal, which has other bits.
+    scales = (largest / torch.full_like(largest, LARGEST)).clamp(min=2.0**_LEAST_EXPONENT)
     if power_of_two:
         mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())

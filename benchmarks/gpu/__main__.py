@@ -1,13 +1,15 @@
-"""Run all GPU tests and benchmarks in one command, within a time limit.
+"""Run all GPU tests and benchmarks, or some, within a time limit.
 
+    python -m benchmarks.gpu --plan                                  the commands for half an hour on a GPU
     python -m benchmarks.gpu --out runs/h200                         everything: 8 minutes on one GPU
     python -m benchmarks.gpu --out runs/h200 --only experts          some sections only
-    python -m benchmarks.gpu --out runs/h200 --contestants triton liger my_module:my_function
+    python -m benchmarks.gpu --out runs/h200 --contestants triton liger scattermoe sonicmoe my_module:my_function
     python -m benchmarks.gpu --out /tmp/smoke --smoke                try the suite without a GPU
 
-Writes results.json after each comparison, and results.md at the end: one row for each rate, time or loss. Other
-libraries are timed if they are installed and agree with fp64. Exit code 1: GPU tests or a section failed, or this
-project's operators are wrong. Exit code 2: invalid options.
+Each section is a process of its own, because an illegal access ends all that a process does on a GPU. results.json is
+written after each comparison and results.md after each section: one row for each rate, time or loss. Other libraries
+are timed if they are named, installed and agree with fp64; those that autotune take minutes at each shape. Exit code 1:
+GPU tests or a section failed, or this project's operators are wrong. Exit code 2: invalid options.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -25,55 +28,69 @@ from typing import Any
 
 # name -> (module, fraction of --minutes by which the section must end)
 SECTIONS = {
-    "tests": ("gpu_tests", 0.35),
-    "experts": ("experts", 0.62),
-    "permute": ("permute", 0.65),
-    "fp8": ("fp8", 0.66),
-    "routing": ("routing", 0.68),
-    "transfers": ("transfers", 0.72),
-    "overlap": ("overlap", 0.8),
+    "tests": ("gpu_tests", 0.3),
+    "experts": ("experts", 0.5),
+    "permute": ("permute", 0.53),
+    "fp8": ("fp8", 0.55),
+    "routing": ("routing", 0.57),
+    "transfers": ("transfers", 0.61),
+    "overlap": ("overlap", 0.85),
     "training": ("training", 1.0),
 }
 PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "scattermoe", "sonicmoe")
+PLAN = """\
+python3 -m benchmarks.gpu --out runs/gpu1 --minutes 9 --only tests training
+python3 -m benchmarks.gpu --out runs/gpu2 --minutes 9 --only experts permute fp8 routing transfers
+python3 -m benchmarks.gpu --out runs/gpu3 --minutes 9 --only overlap
+python3 -m benchmarks.tune --out runs/tuned.json --shapes 16384,7168,2048,32,8
+python3 -m benchmarks.gpu --out runs/gpu5 --minutes 9 --only training --training-steps 1000
+"""
+"""In the order of what they are worth. Each takes less than ten minutes, and needs none of the others."""
+GRACE = 20.0  # seconds beyond its deadline after which a section is ended
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="output folder")
+    add("--out", type=Path, help="output folder")
+    add("--plan", action="store_true", help="print the commands for half an hour on a GPU, the most important first")
     add("--minutes", type=float, default=8.0, help="time limit; work that does not fit is skipped (default: 8)")
     add("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="sections to run (default: all)")
     add("--contestants", nargs="+", help="implementations in the experts section, by name or as module:function")
-    add("--tuning-shapes", type=int, default=2, help="number of shapes at which autotuned libraries run (default: 2)")
-    add("--training-seconds", type=float, default=60.0, help="length of each training run (default: 60)")
+    add("--training-steps", type=int, default=20, help="steps of each training run (default: 20)")
     add("--smoke", action="store_true", help="use a CPU, tiny shapes and Triton's interpreter")
+    add("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # the process of one section
     return parser.parse_args(arguments)
 
 
 def validate_options(options: argparse.Namespace) -> None:
     """Raise ValueError for values out of range."""
-    for name in ("minutes", "training_seconds"):
-        if not 0 < getattr(options, name) < math.inf:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} must be a positive number: got {getattr(options, name):g}")
-    if options.tuning_shapes < 0:
-        raise ValueError(f"--tuning-shapes must be at least 0: got {options.tuning_shapes}")
+    if options.out is None:
+        raise ValueError("missing --out, a folder for the results")
+    if not 0 < options.minutes < math.inf:
+        raise ValueError(f"--minutes must be a positive number: got {options.minutes:g}")
+    if options.training_steps < 1:
+        raise ValueError(f"--training-steps must be at least 1: got {options.training_steps}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
+    if options.plan:
+        print(PLAN, end="")
+        return 0
     if options.smoke:  # Triton reads this when kernels are imported, so set it before the imports below
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
     import torch
 
-    from .context import Context, markdown
-    from .implementations import BUILT_IN, find_implementation
+    from .context import Context
+    from .implementations import OURS, find_implementation
 
-    names = tuple(options.contestants or BUILT_IN)
+    names = tuple(options.contestants or OURS)
     try:
         validate_options(options)
         for name in names:
@@ -86,40 +103,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     context = Context(
         torch.device("cpu" if options.smoke else "cuda"), options.smoke, options.out.resolve(), names,
-        options.tuning_shapes, options.training_seconds,
+        options.training_steps,
     )  # fmt: skip
+    if options.section:
+        run_section(context, options.section, 60 * options.minutes)
+        return 0
     context.results["about"] = environment(context)
-    run_sections(context, options)
-    (context.out / "results.md").write_text(markdown(context.results))
+    context.save()
+    run_sections(context, options, arguments)
     print(f"\nwritten to {context.out}")
     return exit_code(context.results)
 
 
-def run_sections(context: Any, options: argparse.Namespace) -> None:
-    """Run the selected sections in order. A section that raises is reported as failed; the next one still runs."""
-    from .measure import error_summary
-
+def run_sections(context: Any, options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Run the selected sections in order, each in its process. One that fails does not end the others."""
     start, total = time.monotonic(), 60 * options.minutes
     selected = [name for name in SECTIONS if name in options.only]
     for name in selected:
-        module, share = SECTIONS[name]
         # The last selected section may use all remaining time.
-        context.section, context.deadline = name, start + total * (1.0 if name == selected[-1] else share)
-        print(f"\n{name}: {context.seconds_left():.0f} s left", flush=True)
-        section: dict[str, Any] = {"status": "done", "reason": ""}
-        context.results["sections"][name] = section
-        section_start = time.monotonic()
-        if context.seconds_left() < 5:
-            section.update(status="skipped", reason=f"--minutes {options.minutes:g} was used up")
+        begin = time.monotonic()
+        left = start + total * (1.0 if name == selected[-1] else SECTIONS[name][1]) - begin
+        print(f"\n{name}: {left:.0f} s left", flush=True)
+        if left < 5:
+            found = {"status": "skipped", "reason": f"--minutes {options.minutes:g} was used up"}
         else:
+            limit = ["--section", name, "--minutes", str(left / 60)]
             try:
-                importlib.import_module(f".{module}", __package__).run(context)
-            except Exception as error:
-                section.update(status="failed", reason=error_summary(error))
-        if section["reason"]:
-            context.log(f"{section['status']}: {section['reason']}")
-        section["wall_seconds"] = round(time.monotonic() - section_start, 1)
-        context.save()
+                code = subprocess.run([sys.executable, "-m", __package__, *arguments, *limit], timeout=left + GRACE)
+                reason = f"the process ended with code {code.returncode}"
+            except subprocess.TimeoutExpired:
+                reason = f"stopped after {left + GRACE:.0f} s"
+            context.load()
+            found = context.results["sections"].get(name, {"status": "failed", "reason": reason})
+        if found["reason"]:
+            context.log(f"{found['status']}: {found['reason']}")
+        context.results["sections"][name] = found | {"wall_seconds": round(time.monotonic() - begin, 1)}
+        context.save(table=True)
+
+
+def run_section(context: Any, name: str, seconds: float) -> None:
+    """Run one section, and add its status to the results."""
+    from . import stand_ins
+    from .measure import error_summary
+
+    stand_ins.provide()
+    context.load()
+    context.section, context.deadline = name, time.monotonic() + seconds
+    found = {"status": "done", "reason": ""}
+    try:
+        importlib.import_module(f".{SECTIONS[name][0]}", __package__).run(context)
+    except Exception as error:
+        found = {"status": "failed", "reason": error_summary(error)}
+    context.results["sections"][name] = found
+    context.save()
 
 
 def environment(context: Any) -> dict[str, Any]:

@@ -55,8 +55,7 @@ class Context:
     smoke: bool
     out: Path
     implementations: tuple[str, ...] = ()
-    tuning_shapes: int = 0
-    training_seconds: float = 0.0
+    training_steps: int = 20
     section: str = ""
     deadline: float = math.inf
     results: dict[str, Any] = field(default_factory=lambda: {"sections": {}, "rows": []})
@@ -109,12 +108,18 @@ class Context:
                 self.add(what, name, phase, unit=operations[name].unit, **asdict(rate), **share)
         self.save()
 
-    def save(self) -> None:
-        """Write results.json atomically."""
+    def save(self, table: bool = False) -> None:
+        """Write results.json atomically; with `table`, also results.md."""
         path = self.out / "results.json"
         temporary = path.with_suffix(".new")
         temporary.write_text(json.dumps(self.results, indent=1) + "\n")
         os.replace(temporary, path)
+        if table:
+            path.with_suffix(".md").write_text(markdown(self.results))
+
+    def load(self) -> None:
+        """Read what another process has saved."""
+        self.results = json.loads((self.out / "results.json").read_text())
 
 
 def result_text(row: Mapping[str, Any]) -> str:

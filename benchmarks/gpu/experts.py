@@ -12,7 +12,7 @@ from torch import Tensor
 from . import measure, precompile
 from .context import Context, Operation
 from .correctness import ReferenceValues, compute_reference, relative_errors, tolerance_violations
-from .implementations import AUTOTUNED, Implementation, Problem, find_implementation, is_installed
+from .implementations import Implementation, Problem, find_implementation
 from .measure import EndPhase, dense_matmul, single_phase
 from .shapes import SHAPES, SMOKE_SHAPES, Shape
 
@@ -24,28 +24,24 @@ def run(context: Context) -> None:
     shapes = SMOKE_SHAPES if context.smoke else SHAPES
     if not context.smoke:
         precompile.precompile(context, shapes)
-    for index, shape in enumerate(shapes):
+    for shape in shapes:
         if context.seconds_left() < MIN_SECONDS_PER_SHAPE and not context.smoke:
             left = f"{context.seconds_left():.0f} s are left; use a larger --minutes"
             context.add(str(shape), "all", status="skipped", reason=left)
             continue
-        measure_shape(context, shape, may_autotune=index < context.tuning_shapes)
+        measure_shape(context, shape)
         gc.collect()
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def measure_shape(context: Context, shape: Shape, may_autotune: bool) -> None:
+def measure_shape(context: Context, shape: Shape) -> None:
     problem = Problem.random(shape, context.dtype, context.device)
     expected = compute_reference(problem)
     matmul, matmul_flops = dense_matmul(context.device, context.smoke)
     operations = {"dense matmul": Operation(single_phase(matmul), {"": matmul_flops / 1e12}, "TFLOP/s")}
     work = {"forward": shape.forward_flops / 1e12, "backward": shape.backward_flops / 1e12}
     for name in context.implementations:
-        if name in AUTOTUNED and is_installed(name) and not may_autotune:
-            reason = "autotunes for minutes at each shape: raise --tuning-shapes"
-            context.add(str(shape), name, status="skipped", reason=reason)
-            continue
         contestant = Contestant(context, problem, expected, name)
         operations[name] = Operation(contestant.run, work, "TFLOP/s", contestant.fault)
     context.compare(str(shape), operations, reference="dense matmul")
@@ -63,8 +59,7 @@ class Contestant:
         """Build the implementation, compare it with fp64, and measure the memory that it saves for backward."""
         self.implementation = find_implementation(self.name)(self.problem)
         measure.fill_free_memory_with_nan(self.context.device, 16 * 2**30)
-        with precompile.quick_autotuning():
-            errors = relative_errors(self.problem, self.implementation, self.expected)
+        errors = relative_errors(self.problem, self.implementation, self.expected)
         if violations := tolerance_violations(errors, self.context.dtype):
             return violations
         saved = saved_bytes_per_token(self.problem, self.implementation)

@@ -1,66 +1,61 @@
-"""Section "tests": run tests/gpu before anything is timed, in a separate process so that a crash ends only them."""
+"""Section "tests": test the kernels before anything is timed: a process for each file, so that a crash ends only it."""
 
-import importlib.util
 import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 from .context import Context
+from .precompile import run_commands
 
-FOLDER = "tests/gpu"
 ROOT = Path(__file__).parents[2]
+FOLDERS = "tests/gpu", "tests/kernels"
+LARGE = "test_large_offsets.py"
+"""It needs up to 34 GiB of GPU memory, so it runs alone. The others mostly compile, on one core each."""
 
 
 def run(context: Context) -> None:
-    """Print and store what pytest says. Raises RuntimeError unless tests passed.
+    """Add what pytest says of each file. Raises RuntimeError if a test failed, or if none passed.
 
-    A smoke run only collects the tests, because they need a GPU.
+    Quick cases come first, and long ones as time permits. A smoke run only collects, because the tests need a GPU.
     """
-    if not (ROOT / FOLDER).is_dir():
-        raise RuntimeError(f"there is no {FOLDER}")
-    extra = ["--collect-only"] if context.smoke else xdist_arguments()
+    (context.out / "tests.log").write_text("")
+    folders = [ROOT / folder for folder in FOLDERS]
+    files = folders if context.smoke else [path for folder in folders for path in sorted(folder.glob("test_*.py"))]
+    workers, faults, passed = max(1, min(8, (os.cpu_count() or 1) // 2)), list[str](), False
+    for cases in ("not long", "long")[: 1 if context.smoke else 2]:
+        for large in (False, True):
+            chosen = [path for path in files if (path.name == LARGE) == large]
+            commands = [pytest(path, cases, context.smoke) for path in chosen]
+            found = run_commands(commands, 1 if large else workers, context.seconds_left())
+            for path, (code, output) in zip(chosen, found, strict=True):
+                with (context.out / "tests.log").open("a") as log:
+                    log.write(f"{path}, {cases}\n{output}\n")
+                fault, name = problem(code, output), f"{path.parent.name}/{path.name}"
+                status = "not run" if code is None and not output else "failed" if fault else "passed"
+                if code != 5:
+                    context.add(name, cases, status=status, reason=last_line(output))
+                if status == "failed":
+                    context.log(output[-2000:])
+                    faults.append(name)
+                passed = passed or bool(re.search(r"\b[1-9]\d* passed", last_line(output)))
+            context.save()
+    if faults or not (passed or context.smoke):
+        raise RuntimeError(f"failed: {', '.join(faults)}" if faults else "no test passed")
+
+
+def pytest(path: Path, cases: str, smoke: bool) -> list[str]:
     # addopts= drops the project's options, which may hide how many tests passed.
-    command = [sys.executable, "-m", "pytest", FOLDER, "-o", "addopts=", "-q", "-p", "no:cacheprovider", *extra]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=(limit := context.seconds_left()))
-        fault = problem(process.returncode, output, context.smoke)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the workers too: they would disturb later timings
-        output, _ = process.communicate()
-        fault = f"stopped after {limit:.0f} s"
-    (context.out / "tests.log").write_text(output)
-    context.log(last_line(output))
-    if fault:
-        context.log(output[-4000:])
-        raise RuntimeError(fault)
-
-
-def xdist_arguments() -> list[str]:
-    """Return pytest-xdist options. Tests mostly compile on one core, but some need 15 GB of GPU memory per process."""
-    if importlib.util.find_spec("xdist") is None or not torch.cuda.is_available():
-        return []
-    by_memory = torch.cuda.get_device_properties(0).total_memory // (20 * 2**30)
-    return ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2, by_memory)))]
+    options = ["-o", "addopts=--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-m", cases]
+    return [sys.executable, "-m", "pytest", f"--rootdir={ROOT}", str(path), *options, *["--collect-only"][:smoke]]
 
 
 def last_line(output: str) -> str:
     return next((line.strip("= ") for line in reversed(output.splitlines()) if line.strip()), "")
 
 
-def problem(code: int, output: str, smoke: bool) -> str:
-    """Return what is wrong, from pytest's exit code and output; "" if tests passed or, in smoke mode, were collected.
-
-    Example: (0, "4 skipped in 1s", False) is "no test passed: 4 skipped in 1s".
-    """
-    last = last_line(output)
-    if code not in (0, 5):  # 5: pytest collected no tests
-        return last or f"pytest exited with code {code}"
-    return "" if smoke or re.search(r"\b[1-9]\d* passed", last) else f"no test passed: {last}"
+def problem(code: int | None, output: str) -> str:
+    """Return what is wrong, from pytest's exit code and output; "" if nothing is. Code 5: no tests in the file."""
+    if code is None:
+        return "stopped, because the time was up"
+    return "" if code in (0, 5) else last_line(output) or f"pytest exited with code {code}"

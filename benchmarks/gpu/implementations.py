@@ -170,8 +170,6 @@ BUILT_IN: dict[str, BuildImplementation] = {
 }
 OURS = ("triton", "grouped_mm")
 PACKAGES = {"liger": "liger_kernel", "scattermoe": "scattermoe", "sonicmoe": "sonicmoe"}
-# These autotune over hundreds of configurations on the first call at each shape, which takes minutes of compilation.
-AUTOTUNED = {"liger"}
 
 
 def is_installed(name: str) -> bool:

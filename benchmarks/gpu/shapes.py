@@ -67,7 +67,6 @@ SHAPES = (
     Shape(32768, 4096, 2048, 64, 4),
     Shape(16384, 7168, 2048, 32, 8, "DeepSeek-V3, an eighth of its 256 experts: one of eight expert-parallel ranks"),
 )
-TRAINING_SHAPE = Shape(16384, 768, 512, 32, 4, "the preset `small`")
 
 # Small enough for Triton's interpreter on a CPU; T is not a multiple of any tile.
 SMOKE_SHAPES = (Shape(40, 32, 16, 4, 2, "smoke"),)

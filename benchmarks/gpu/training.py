@@ -1,79 +1,86 @@
-"""Section "training": train a whole model on one GPU with different expert kernels; compare speed and loss.
+"""Section "training": train a whole model on one GPU in several ways; compare speed and loss.
 
-The runs differ only in the kernels. They share the initial weights, the batches and their order, and real text (the
-source of Python's standard library). The first steps compile kernels and are not counted.
+The runs differ only in the kernels, and in whether a step is a CUDA graph. They share the initial weights, the batches
+and their order, and real text (the source of Python's standard library, as bytes).
 """
 
+import itertools
+import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Literal
 
-from moe_dualpipe import training
+import torch
+from torch import Tensor
+
 from moe_dualpipe.kernels.options import Kernels
-from moe_dualpipe.models import preset
+from moe_dualpipe.models import StageOptions, preset
+from moe_dualpipe.pipeline import Numerics, Pipeline
+from moe_dualpipe.runtime.learning_rate import OptimizerConfig, learning_rate
+from moe_dualpipe.runtime.world import join_world
+from moe_dualpipe.schedule import build
 
 from .context import Context
 from .measure import Quartiles, error_summary
 
-KERNELS: tuple[Kernels, ...] = ("triton", "reference")
+CASES: dict[str, tuple[Kernels, Literal["", "cuda_graph"]]] = {
+    "triton": ("triton", ""), "reference": ("reference", ""), "triton, CUDA graphs": ("triton", "cuda_graph"),
+}  # fmt: skip
+"""In this order: a capture that fails must not end the others."""
 WARM_UP_STEPS = 5
-SETUP_SECONDS = 12.0  # per run, to build the model and compile its kernels
+SIZE, LENGTH = 16, 1024
+OPTIMIZER = OptimizerConfig()
 
 
 def run(context: Context) -> None:
-    """Add the tokens/s, utilization, peak memory and losses of each run."""
-    seconds = min(context.training_seconds, context.seconds_left() / len(KERNELS) - SETUP_SECONDS)
-    what = "small, 16 sequences of 1,024 tokens"
-    if seconds < 5 and not context.smoke:
-        context.add(what, "all", status="skipped", reason=f"{context.seconds_left():.0f} s were left")
-        return
-    for kernels in KERNELS:
+    """Add the tokens/s, peak memory and losses of each run."""
+    what, cases = f"small, {SIZE} sequences of {LENGTH:,} tokens", dict(CASES)
+    if context.device.type != "cuda":
+        cases.popitem()  # no CUDA graphs
+    for number, name in enumerate(cases):
         try:
-            measure_run(context, what, kernels, seconds)
+            with join_world(context.device.type):
+                measure_run(context, what, name, context.seconds_left() / (len(cases) - number))
         except Exception as error:  # a run that fails must not end the others
-            context.add(what, kernels, status="failed", reason=error_summary(error))
+            context.add(what, name, status="failed", reason=error_summary(error))
         context.save()
 
 
-class Records:
-    """Collects what a run logs, and stops it some seconds after the warm-up."""
-
-    def __init__(self, warm_up: int, seconds: float):
-        self.warm_up, self.seconds, self.end = warm_up, seconds, 0.0
-        self.steps: list[dict[str, Any]] = []
-        self.validation_loss = 0.0
-
-    def log(self, record: dict[str, Any]) -> None:
-        self.validation_loss = record.get("validation_loss", self.validation_loss)
-
-    def __call__(self, trainer: training.Trainer, record: dict[str, Any]) -> None:
-        self.steps.append(record)
-        if len(self.steps) == self.warm_up:
-            self.end = time.monotonic() + self.seconds
-        if len(self.steps) > self.warm_up and time.monotonic() >= self.end:
-            trainer.request_stop()
-
-
-def measure_run(context: Context, what: str, kernels: Kernels, seconds: float) -> None:
-    config = training.TrainConfig(
-        model=preset("small"), steps=10**6, parallel=training.ParallelConfig(schedule="1f1b"),
-        batch=training.BatchConfig(batch_size=16, micro_batch_size=16, seq_len=1024),
-        compute=training.ComputeConfig(device="cuda", kernels=kernels), sample=training.SampleConfig(sample_tokens=0),
-    )  # fmt: skip
+def measure_run(context: Context, what: str, name: str, seconds: float) -> None:
+    """Train for `context.training_steps`, or until the time is up."""
+    kernels, whole = CASES[name]
+    model, size, length = preset("small"), SIZE, LENGTH
     if context.smoke:
-        config = replace(
-            config, steps=3, model=replace(preset("tiny"), num_layers=2, hidden_size=32),
-            batch=training.BatchConfig(batch_size=2, micro_batch_size=2, seq_len=16),
-            compute=training.ComputeConfig(device="cpu"),
-            metrics=training.MetricsConfig(eval_sequences=2),
-        )  # fmt: skip
-    records = Records(1 if context.smoke else WARM_UP_STEPS, seconds)
-    training.train(config, callbacks=[records], log=[records], verbose=False)
-    timed = records.steps[records.warm_up :]
-    for key in ("tokens_per_s", "mfu", "peak_memory_mb"):
-        if key in timed[-1]:
-            spread = Quartiles.of([record[key] for record in timed])
-            context.add(what, kernels, key, median=spread.median, low=spread.low, high=spread.high, unit="")
-    last = f"training loss after {len(records.steps)} steps"
-    context.add(what, kernels, last, median=timed[-1]["loss"], unit="nats per byte")
-    context.add(what, kernels, "validation loss", median=records.validation_loss, unit="nats per byte")
+        model, size, length = replace(preset("tiny"), num_layers=2, hidden_size=32), 2, 16
+    numerics = Numerics(context.device, context.dtype, StageOptions(kernels=kernels), whole)
+    pipeline = Pipeline(model, build("1f1b", 1, 1), (size, length), numerics=numerics)
+    optimizer = pipeline.optimizer(OPTIMIZER)
+    losses, times, end = list[float](), list[float](), time.monotonic() + seconds
+    if context.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for step, batch in zip(range(context.training_steps), batches(size, length), strict=False):
+        start = time.perf_counter()
+        (loss,) = pipeline.step(*batch, sum_gradients=True)
+        norm = pipeline.sum_gradients()
+        optimizer.step(learning_rate(OPTIMIZER, step, context.training_steps), 1 / norm.clamp(min=1.0))
+        losses.append(loss.item())
+        times.append(time.perf_counter() - start)
+        if time.monotonic() > end:
+            break
+    speed = Quartiles.of([size * length / t for t in times[min(WARM_UP_STEPS, len(times) - 1) :]])
+    context.add(what, name, "", median=speed.median, low=speed.low, high=speed.high, unit="tokens/s")
+    context.add(what, name, "first step", median=times[0], unit="s")
+    if context.device.type == "cuda":
+        context.add(what, name, "peak memory", median=torch.cuda.max_memory_allocated() / 2**30, unit="GiB")
+    context.add(what, name, f"loss of step {len(losses)}", median=losses[-1], unit="nats per byte")
+
+
+def batches(size: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and labels [size, length]: the text in order, from its start again after its end."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().unfold(0, length + 1, length)
+    for step in itertools.count():
+        rows = windows[(step * size + torch.arange(size)) % len(windows)]
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

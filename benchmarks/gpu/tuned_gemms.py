@@ -96,7 +96,7 @@ class Gemm:
         return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def fp8_gemms(problem: Problem, order: ExpertOrder) -> Iterator[Gemm]:
+def fp8_gemms(problem: Problem, order: ExpertOrder, num_sms: int | None) -> Iterator[Gemm]:
     """Yield the products of a forward in FP8, if the GPU can multiply in FP8."""
     shape, recipe = problem.shape, Fp8Recipe()
     if recipe.kernels_fault(problem.x_ND.device):
@@ -106,12 +106,12 @@ def fp8_gemms(problem: Problem, order: ExpertOrder) -> Iterator[Gemm]:
     h = plain.swiglu(plain.multiply(x, problem.gate_up, dtype, index), None)
     for rows, weights, of_rows in ((x, problem.gate_up, index), (h, problem.down, None)):
         w, expected = recipe.quantize_weights(weights), plain.multiply(rows, weights, dtype, of_rows)
-        (n, k), launch = weights.shape[1:], partial(fp8_rows_times_weights, rows, w, tiling, dtype, of_rows)
+        (n, k), launch = weights.shape[1:], partial(fp8_rows_times_weights, rows, w, tiling, dtype, of_rows, num_sms)
         yield Gemm("fp8", n, k, lambda launch=launch: (launch(),), (expected,))
 
 
-def gemms(problem: Problem) -> Iterator[Gemm]:
-    """Yield the launches of one forward and backward, with inputs computed by plain torch."""
+def gemms(problem: Problem, num_sms: int | None = None) -> Iterator[Gemm]:
+    """Yield the launches of one forward and backward, with inputs computed by plain torch. num_sms: None for all."""
     shape, x, dy, gate_up, down = problem.shape, problem.x_ND, problem.dy_ND, problem.gate_up, problem.down
     order = expert_order(problem.ids_NK, shape.E, shape.rows)
     index, choice, offsets = order.gather_idx_M, order.choice_idx_M, order.expert_offsets
@@ -125,30 +125,30 @@ def gemms(problem: Problem) -> Iterator[Gemm]:
     weighted_h = (h * weight_M).to(h.dtype)
 
     yield Gemm(
-        "up", shape.F, shape.D, lambda: swiglu_up(x, index, gate_up, tiling, None, choice), (z, h)
+        "up", shape.F, shape.D, lambda: swiglu_up(x, index, gate_up, tiling, None, choice, num_sms=num_sms), (z, h)
     )  # fmt: skip
     yield Gemm(
-        "down", shape.D, shape.F, lambda: (rows_times_weights("down", h, down, tiling),),
+        "down", shape.D, shape.F, lambda: (rows_times_weights("down", h, down, tiling, num_sms=num_sms),),
         (grouped_mm(h, down, offsets, kernels="reference"),),
     )  # fmt: skip
     yield Gemm(
         "down_backward", shape.F, shape.D,
-        lambda: swiglu_down_backward(dy, index, down, z, tiling, weights, choice),
+        lambda: swiglu_down_backward(dy, index, down, z, tiling, weights, choice, num_sms),
         (dz, weighted_h, (dh.float() * h.float()).sum(1)),
     )  # fmt: skip
     yield Gemm(
         "up_backward", shape.D, 2 * shape.F,
-        lambda: (rows_times_weights("up_backward", dz, gate_up, tiling, transposed=True),),
+        lambda: (rows_times_weights("up_backward", dz, gate_up, tiling, True, num_sms=num_sms),),
         (grouped_mm(dz, gate_up, offsets, transposed=True, kernels="reference"),),
     )  # fmt: skip
     yield Gemm(
         "wgrad", shape.F, shape.D,
-        lambda: (weight_gradients(dy, weighted_h, offsets, down.dtype, index),),
+        lambda: (weight_gradients(dy, weighted_h, offsets, down.dtype, index, num_sms=num_sms),),
         (grouped_wgrad(dy[index], weighted_h, offsets, kernels="reference"),),
     )  # fmt: skip
     yield Gemm(
         "wgrad", shape.D, 2 * shape.F,
-        lambda: (weight_gradients(dz, x, offsets, gate_up.dtype, None, index),),
+        lambda: (weight_gradients(dz, x, offsets, gate_up.dtype, None, index, num_sms=num_sms),),
         (grouped_wgrad(dz, x[index], offsets, kernels="reference"),),
     )  # fmt: skip
-    yield from fp8_gemms(problem, order)
+    yield from fp8_gemms(problem, order, num_sms)

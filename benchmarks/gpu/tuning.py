@@ -107,14 +107,14 @@ def final_times_us(gemm: Gemm, device: torch.device, finalists: Collection[TileC
 # ---- One layer ----
 
 
-def tune_shape(shape: Shape, device: torch.device, out: Path) -> None:
-    """Tune every GEMM of one layer, and write the table to `out` after each."""
+def tune_shape(shape: Shape, device: torch.device, out: Path, num_sms: int | None) -> None:
+    """Tune every GEMM of one layer, and write the table to `out` after each. num_sms: of the GPU; None: all."""
     problem = make_problem(shape, device)
     arch, rows = arch_of(device), max(1, shape.rows // shape.E)
-    print(f"{shape} on {arch}", flush=True)
+    print(f"{shape} on {num_sms or 'all'} SMs of {arch}", flush=True)
     if device.type == "cuda":
         precompile_gemms(shape)
-    for gemm in gemms(problem):
+    for gemm in gemms(problem, num_sms):
         element = element_of(gemm, problem)
         current = configs.lookup(gemm.kernel, arch, element, gemm.n, gemm.k, rows)
         tried = configs_to_try(gemm.kernel, element, device)
@@ -165,7 +165,8 @@ def precompile_gemms(shape: Shape) -> None:
     sizes = ",".join(str(getattr(shape, name)) for name in "TDFEK")
     command = [sys.executable, "-m", "benchmarks.tune", "--shapes", sizes, "--worker"]
     commands = [[*command, str(i), str(share), str(NUM_SHARES)] for i in range(8) for share in range(NUM_SHARES)]
-    unfinished = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 600)
+    ended = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 240)
+    unfinished = sum(code is None for code, _ in ended)
     print(f"  precompiled in {time.monotonic() - start:.0f} s, {unfinished} jobs unfinished", flush=True)
 
 

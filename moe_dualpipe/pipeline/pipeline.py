@@ -83,8 +83,8 @@ class Pipeline:
         self.layout = _layout(schedule, parallel.ep, model.num_experts)
         timeout = parallel.timeout
         self.groups = build_groups(self.layout, schedule.placement, timeout, model.last_stage_embeds)
-        if parallel.overlap and self.options.num_sms is None:
-            self.options = replace(self.options, num_sms=product_sms(self.groups, self.device))
+        if parallel.overlap and self.groups.experts is not None and self.options.num_sms is None:
+            self.options = replace(self.options, num_sms=product_sms(self.device))
         group, kernels = self.groups.experts, self.options.kernels
         max_tokens, top_k = math.prod(micro_batch), model.experts_per_token
         if sum_by_choice := parallel.expert_sums == "choice":

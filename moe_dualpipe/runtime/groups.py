@@ -118,12 +118,12 @@ REPLICAS = Nccl()
 as soon as for its messages, so their priority is lower. They may use all SMs that are free."""
 
 
-def product_sms(groups: "Groups", device: torch.device) -> int | None:
+def product_sms(device: torch.device) -> int | None:
     """The number of SMs that products may use; the others stay free for dispatch and combine. None: all.
 
     Without this limit, the thread blocks of products occupy all SMs, and a transfer waits until some of them end.
     """
-    if groups.experts is None or device.type != "cuda" or EXPERTS.max_ctas is None:
+    if device.type != "cuda" or EXPERTS.max_ctas is None:
         return None
     return max(1, torch.cuda.get_device_properties(device).multi_processor_count - EXPERTS.max_ctas)
 

@@ -100,6 +100,7 @@ def test_the_command_tunes_every_kernel(tmp_path, capsys):
     ([], "--smoke needs --out"),
     (["--shapes", "1,2,3"], "--shapes needs five integers each, T,D,F,E,K: got '1,2,3'"),
     (["--shapes", "8,8,8,2,3"], "K at most E"),
+    (["--num-sms", "-1"], "--num-sms must be at least 0, for all: got -1"),
     (["--shapes", "8,8,12,2,1"], "--shapes: D and F must be multiples of 8"),
 ])  # fmt: skip
 def test_invalid_options_print_one_line_and_exit_with_2(capsys, arguments, message):

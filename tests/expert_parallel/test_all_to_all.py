@@ -6,12 +6,11 @@ the reference of all other backends.
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local
 from moe_dualpipe.expert_parallel.exchange import ALIGNMENT, ROW_ALIGNMENT, buffer_rows, pack, receive_buffer, unpack
+from tests.support.properties import given, settings, st
 from tests.support.ranks import run_ranks
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import DistError, group
 
 from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback, Shared, backend, choose_backend
-from moe_dualpipe.expert_parallel.backend import ChosenBackend, decide
+from moe_dualpipe.expert_parallel.backend import decide
 from moe_dualpipe.expert_parallel.deepep import DeepEP
 from moe_dualpipe.expert_parallel.protocol import Combined, Completed
 from moe_dualpipe.expert_parallel.rank_facts import RankFacts
@@ -17,10 +17,8 @@ from moe_dualpipe.expert_parallel.symmetric import Symmetric
 from moe_dualpipe.expert_parallel.trial import try_backend
 from moe_dualpipe.models import preset
 from moe_dualpipe.pipeline import Parallel, Pipeline
-from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
-from tests.support.runs import make_trainer, settings
 
 CPU = RankFacts("cpu", "one")
 GPUS = [RankFacts("cuda", "one", gpu, frozenset("abc") - {gpu}) for gpu in "abc"]
@@ -175,22 +173,6 @@ def choices(_rank):
 
 def test_the_chosen_backend_is_tried_on_all_ranks():
     run_ranks(2, choices)
-
-
-class Late(Local):
-    def check(self):
-        raise DistError("late")
-
-
-def test_a_step_reports_transfers_that_failed(tmp_path):
-    with join_world("cpu"):
-        trainer = make_trainer(0, settings(tmp_path, seq_len=8, steps=1))
-        trainer.pipeline.expert_parallel = ChosenBackend(Late(1), "symmetric", "")
-        with pytest.raises(DistError, match="late"):
-            trainer.step(0)
-
-
-# ---- runs ----
 
 
 @pytest.mark.parametrize("build_backend", [

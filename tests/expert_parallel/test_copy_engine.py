@@ -16,7 +16,7 @@ from moe_dualpipe.expert_parallel.copy_engine import CopyEngine
 from moe_dualpipe.expert_parallel.copy_engine.copies import Copies
 from moe_dualpipe.expert_parallel.symmetric.one_sided import OneSided
 from moe_dualpipe.kernels import routing
-from moe_dualpipe.tools.checks.host_syncs import host_syncs
+from moe_dualpipe.overlap.host_syncs import host_syncs
 from tests.machines.emulated_graph import EmulatedGraph
 from tests.machines.interpreter import prepare_rank
 from tests.machines.one_sided.record import CALLS, Streams, record, virtual_ranks

@@ -22,7 +22,7 @@ from moe_dualpipe.kernels.gpu import push as push_module
 from moe_dualpipe.kernels.gpu import signals
 from moe_dualpipe.models import MoE, StageOptions
 from moe_dualpipe.overlap.engine import engine_for
-from moe_dualpipe.tools.checks.host_syncs import host_syncs
+from moe_dualpipe.overlap.host_syncs import host_syncs
 from tests.machines.interpreter import prepare_rank
 from tests.support.exchanges import check_round
 from tests.support.expert_ids import KINDS, random_ids

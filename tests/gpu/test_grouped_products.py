@@ -38,7 +38,7 @@ def normal(*shape, dtype=torch.float32):
 SIZES = [
     ([3, 1, 20, 2], 24, 40), ([0, 5, 0, 33, 0], 24, 40), ([0, 40, 0], 24, 40), ([0, 0], 24, 40),
     ([3, 1, 20, 2], 37, 13), ([0, 5, 0, 33, 0], 37, 13),
-    ([0, 5, 0, 33, 0], *((64, 128) if GPU else (32, 64))), ([3, 1, 20, 2], 8, 8),
+    ([0, 5, 0, 33, 0], 64, 128), ([3, 1, 20, 2], 8, 8),
 ]  # fmt: skip
 
 
@@ -46,7 +46,7 @@ SIZES = [
 @pytest.mark.parametrize("counts,inputs,outputs", SIZES)
 @pytest.mark.quick(
     "counts1-24-40-config1-dtype1", "counts3-24-40-config1-dtype1", "counts4-37-13-config0-dtype0",
-    "counts6-32-64-config0-dtype0",
+    "counts6-64-128-config0-dtype0",
 )  # fmt: skip
 def test_grouped_linear_and_its_gradients(counts, inputs, outputs, dtype, config):
     dy, offsets = normal(sum(counts), outputs, dtype=dtype), offsets_of(counts)

@@ -10,7 +10,7 @@ from moe_dualpipe.expert_parallel import local as local_backend
 from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
-from moe_dualpipe.tools.checks.host_syncs import host_syncs
+from moe_dualpipe.overlap.host_syncs import host_syncs
 from tests.support.kernels import DEVICE, FLOOR, LinearExperts, error
 
 TINY = {

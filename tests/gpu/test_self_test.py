@@ -7,10 +7,6 @@ from moe_dualpipe.kernels import self_test
 from moe_dualpipe.kernels.gpu import gemm, permute, routing, swiglu, wgrad
 from moe_dualpipe.kernels.options import RoutingOptions
 from moe_dualpipe.kernels.self_test import SelfTest
-from moe_dualpipe.models import StageOptions
-from moe_dualpipe.pipeline import Numerics
-from moe_dualpipe.training import step
-from moe_dualpipe.training.config import ComputeConfig, TrainConfig
 from tests.support.kernels import DEVICE
 
 TEST = SelfTest(16, 8, 4, RoutingOptions(2, "sigmoid", scale=2.5), torch.device(DEVICE), torch.float32)
@@ -66,19 +62,3 @@ def test_a_wrong_result_is_found(module, name, spoil, result, monkeypatch):
     found = TEST.first_difference()
     assert found.startswith(f"the Triton kernels compute a wrong {result} on ")
     assert TEST.first_difference() == found  # a failure is not remembered
-
-
-def trusted(**compute):
-    numerics = Numerics(DEVICE, torch.float32, StageOptions(kernels="triton"))
-    return step.trusted(TrainConfig(compute=ComputeConfig(**compute)), numerics).options.kernels
-
-
-def test_a_run_falls_back_to_plain_torch_unless_triton_was_typed(monkeypatch):
-    monkeypatch.setattr(SelfTest, "first_difference", lambda _: "the Triton kernels compute a wrong gradient of x")
-    with pytest.warns(UserWarning, match=r"compute a wrong gradient of x: this run uses plain torch$"):
-        assert trusted() == "reference"
-    with pytest.raises(ValueError, match=r"use --kernels reference, or --set compute\.self_test=false"):
-        trusted(kernels="triton")
-    assert trusted(self_test=False) == "triton"
-    monkeypatch.setattr(SelfTest, "first_difference", lambda _: None)
-    assert trusted() == "triton"

@@ -4,14 +4,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dualpipe.kernels import fp8
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.fp8 import RECIPES, quantize
 from moe_dualpipe.kernels.routing import expert_order
 from moe_dualpipe.kernels.weight_grads import WeightGrads
+from tests.support.properties import given, settings, st
 
 TWO_POWERS = [name for name, recipe in RECIPES.items() if recipe.power_of_two]
 
@@ -48,6 +48,23 @@ def test_a_number_is_off_by_a_16th_or_by_the_smallest_step_of_its_block(R, C, ro
             assert (off <= (block.abs() / 16).maximum(2**-10 * scale[:, None, None]) * (1 + 1e-6)).all()
     if power_of_two:
         assert (torch.frexp(found.scales)[0] == 0.5).all()
+
+
+class DividesAsCuda(TorchDispatchMode):
+    """CUDA multiplies by the reciprocal of a number, and of a tensor without dimensions."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.div.Tensor and (not isinstance(args[1], torch.Tensor) or not args[1].dim()):
+            return args[0] * (1 / torch.as_tensor(args[1], dtype=args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_scales_have_the_same_bits_on_a_gpu(name):
+    x = random(40, 300)
+    with DividesAsCuda():
+        found = RECIPES[name].quantize_rows(x)
+    assert same(found, RECIPES[name].quantize_rows(x))
 
 
 @pytest.mark.parametrize("name", RECIPES)

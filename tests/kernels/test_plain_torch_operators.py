@@ -10,8 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +26,7 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads, accumulate
 from moe_dualpipe.models import attach
 from moe_dualpipe.overlap import Compute
 from tests.support.kernels import DEVICE, needs_onednn, small_products_in_onednn
+from tests.support.properties import given, settings, st
 from tests.support.segments import module_of
 
 

@@ -9,7 +9,9 @@ pytest.importorskip("triton")
 
 from moe_dualpipe.kernels.gpu import configs, families, gemm, swiglu
 from moe_dualpipe.kernels.gpu.configs import KERNEL_NAMES, SHIPPED, TileConfig, TunedKernel
+from moe_dualpipe.kernels.gpu.launch_args import arch_of
 from moe_dualpipe.kernels.gpu.tiles import Tiling
+from tests.support.kernels import DEVICE, offsets_of
 
 A, B, C = TileConfig(16, 32, 16, 4, 1), TileConfig(32, 32, 16, 4, 1), TileConfig(64, 32, 16, 4, 1)
 
@@ -84,11 +86,12 @@ def test_the_users_table_has_priority_and_the_nearest_sizes_are_used(user_table)
 @pytest.mark.parametrize("rows,height", [(4, 16), (32, 32)])
 def test_products_choose_tiles_by_their_mean_rows_per_expert(rows, height, user_table):
     names = [name for name in KERNEL_NAMES if name != "any"]
-    few, many = ([TunedKernel(name, "interpreter", 4, 16, 16, c, r) for name in names] for c, r in ((A, 4), (B, 32)))
+    arch = arch_of(torch.device(DEVICE))
+    few, many = ([TunedKernel(name, arch, 4, 16, 16, c, r) for name in names] for c, r in ((A, 4), (B, 32)))
     configs.save_table(user_table, [*few, *many])
-    w, both, index = torch.randn(3, 16, 16), torch.randn(3, 32, 16), torch.zeros(3 * rows, dtype=torch.int32)
-    x, z = torch.randn(3 * rows, 16), torch.randn(3 * rows, 32)
-    offsets = torch.tensor([0, 0, 3 * rows, 3 * rows], dtype=torch.int32)
+    shapes = (3, 16, 16), (3, 32, 16), (3 * rows, 16), (3 * rows, 32)
+    w, both, x, z = (torch.randn(shape, device=DEVICE) for shape in shapes)
+    index, offsets = torch.zeros(3 * rows, dtype=torch.int32, device=DEVICE), offsets_of([0, 3 * rows, 0])
     for launch in (
         lambda tiling: gemm.rows_times_weights("down", x, w, tiling),
         lambda tiling: swiglu.swiglu_up(x, index, both, tiling, None, index),

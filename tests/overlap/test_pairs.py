@@ -7,8 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_dualpipe.expert_parallel import Link, Local, Loopback
@@ -19,6 +17,7 @@ from tests.support.delayed import Delayed
 from tests.support.kernels import needs_onednn, small_products_in_onednn
 from tests.support.pairs import OVERLAPPED, assert_same, gradients, run_pair, stage, tokens
 from tests.support.plain_model import plain_forward
+from tests.support.properties import HealthCheck, given, settings, st
 
 BACKENDS = [
     *(partial(Loopback, 8, ranks) for ranks in (1, 2, 4, 8)),

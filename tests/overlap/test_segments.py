@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Completed
@@ -14,6 +12,7 @@ from moe_dualpipe.models import next_token_loss
 from moe_dualpipe.overlap import Comm, Compute, Engine, PrepareComm, Segmented, in_layer
 from tests.support.engines import run_on
 from tests.support.pairs import stage, tokens
+from tests.support.properties import given, settings, st
 from tests.support.segments import doubled, module_of
 
 MOVES = ("move", "collective")

@@ -4,14 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe_dualpipe.overlap import Comm, PrepareComm
 from moe_dualpipe.overlap.engine import _SideStream
 from moe_dualpipe.schedule import NAMES
 from tests.machines.simulated_gpu import SimulatedGpu
 from tests.support.pairs import OVERLAPPED, assert_same, stage
+from tests.support.properties import given, settings, st
 from tests.support.segments import doubled
 from tests.support.simulated_ranks import replace_devices
 from tests.support.simulated_runs import all_to_all, loopback, pipeline, run_actions, single_process

@@ -3,14 +3,12 @@
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from moe_dualpipe.runtime.groups import (
-    Groups,
     Nccl,
     build_groups,
     product_sms,
@@ -117,10 +115,8 @@ def test_on_gpus_groups_have_the_timeout_and_the_options_of_their_purpose(create
 
 
 def test_products_leave_sms_to_dispatch_and_combine(monkeypatch):
-    cuda, group = torch.device("cuda"), cast(Any, FakeGroup([0, 1]))
     for sms, expected in ((132, 112), (16, 1)):
         gpu = SimpleNamespace(multi_processor_count=sms)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
-        assert product_sms(Groups(experts=group), cuda) == expected
-    assert product_sms(Groups(), cuda) is None  # without expert parallelism, there are no transfers
-    assert product_sms(Groups(experts=group), torch.device("cpu")) is None
+        assert product_sms(torch.device("cuda")) == expected
+    assert product_sms(torch.device("cpu")) is None

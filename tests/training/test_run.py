@@ -5,11 +5,15 @@ import json
 
 import pytest
 import torch
+from torch.distributed import DistError
 
+from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.expert_parallel.backend import ChosenBackend
 from moe_dualpipe.kernels.products import in_onednn
 from moe_dualpipe.models import build_model
 from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.overlap.labels import is_for_experts
+from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.tools.profiler import NAMES, read_trace
 from moe_dualpipe.tools.profiler.host import host_as_device
 from moe_dualpipe.tools.profiler.phases import Phases
@@ -190,3 +194,16 @@ def test_a_profile_reports_every_rank_and_does_not_change_the_run(tmp_path):
         names = [phases.phase_of(event) for event in trace.device_events if NAMES.kind_of(event) == "comm"]
         assert {"attn(F)", "mlp(F)", "attn(B)", "optimizer"} <= {*map(phases.phase_of, trace.device_events)}
         assert sum(map(is_for_experts, names)) == 4 * 2 * (4 + 1)
+
+
+class Late(Local):
+    def check(self):
+        raise DistError("late")
+
+
+def test_a_step_reports_transfers_that_failed(tmp_path):
+    with join_world("cpu"):
+        trainer = make_trainer(0, settings(tmp_path, seq_len=8, steps=1))
+        trainer.pipeline.expert_parallel = ChosenBackend(Late(1), "symmetric", "")
+        with pytest.raises(DistError, match="late"):
+            trainer.step(0)

@@ -26,9 +26,9 @@ from ...models.attention import document_mask
 from ...models.kv_cache import KVCache
 from ...models.moe import MoE
 from ...models.per_expert import PerExpert
+from ...overlap.host_syncs import host_syncs
 from ...runtime.buffers import WAY_OUT
 from .first_difference import row_errors
-from .host_syncs import host_syncs
 from .laws import Broken, Law, Suspect, Unchecked
 from .subject import (
     INPUT,

@@ -18,6 +18,7 @@ from ...kernels.fp8 import Fp8Recipe
 from ...kernels.options import Fp8
 from ...messages import LARGEST, check_range, plural
 from ...models import ModelConfig, StageOptions, StageSpec, TransformerStage, filled_cache, preset
+from ...runtime.groups import product_sms
 
 Mode = Literal["train", "prefill", "decode"]
 Routing = Literal["balanced", "real"]
@@ -30,6 +31,7 @@ class PairWorkload:
 
     tokens: tokens per micro-batch. seq: tokens per sequence. In decode, a micro-batch has one new token for each of
     `tokens` sequences, and each sequence has `seq` cached tokens. layers: number of MoE layers of `model` in the stage.
+    num_sms: as in `StageOptions`; `from_preset` sets what training uses.
     """
 
     mode: Mode
@@ -42,6 +44,7 @@ class PairWorkload:
     device: torch.device
     dtype: torch.dtype
     fp8: Fp8 = "off"
+    num_sms: int | None = None
 
     @classmethod
     def from_preset(
@@ -65,7 +68,7 @@ class PairWorkload:
         if fp8 != "off" and (fault := Fp8Recipe().kernels_fault(device)):
             raise ValueError(f"--fp8 {fp8} {fault.partition(':')[0]}: use --fp8 off")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return cls(mode, name, model, layers, seq, tokens, routing, device, dtype, fp8)
+        return cls(mode, name, model, layers, seq, tokens, routing, device, dtype, fp8, product_sms(device))
 
     @property
     def num_sequences(self) -> int:
@@ -76,9 +79,10 @@ class PairWorkload:
         tokens = f"with {self.seq:,} cached tokens each" if self.mode == "decode" else f"in sequences of {self.seq:,}"
         dtype, layers = str(self.dtype).removeprefix("torch."), plural(self.layers, "layer")
         fp8 = f", {self.fp8.replace('+', ' and ')} in FP8" if self.fp8 != "off" else ""
+        sms = f", products on {self.num_sms} SMs" if self.num_sms else ""
         return (
             f"{self.mode} on {self.device} in {dtype}: {layers} of {self.preset}, {self.tokens:,} tokens {tokens}, "
-            f"{self.routing} routing{fp8}"
+            f"{self.routing} routing{fp8}{sms}"
         )
 
 
@@ -93,7 +97,9 @@ class Pair:
         recipe = Fp8Recipe() if workload.fp8 != "off" else None
         if recipe and workload.fp8 == "experts+dispatch":
             expert_parallel = Fp8Dispatch(expert_parallel, recipe)
-        self.stage = TransformerStage(config, spec, expert_parallel, StageOptions(seed, fp8=recipe))
+        self.stage = TransformerStage(
+            config, spec, expert_parallel, StageOptions(seed, fp8=recipe, num_sms=workload.num_sms)
+        )
         self.stage.to(workload.device, workload.dtype)
         length = 1 if workload.mode == "decode" else workload.seq
         shape = workload.num_sequences, length, config.hidden_size

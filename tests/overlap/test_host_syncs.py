@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_dualpipe.tools.checks.host_syncs import host_syncs
+from moe_dualpipe.overlap.host_syncs import host_syncs
 
 COUNTS = torch.tensor([2, 0, 1])
 WAITS = [
@@ -30,7 +30,7 @@ def test_a_call_that_waits_is_found_with_its_line(call, function):
     with host_syncs("cpu") as found:
         function(COUNTS.clone())
     line = function.__code__.co_firstlineno
-    assert found == {f"tests/tools/checks/test_host_syncs.py:{line} in <lambda>": call}
+    assert found == {f"tests/overlap/test_host_syncs.py:{line} in <lambda>": call}
 
 
 @pytest.mark.parametrize("function", DOES_NOT_WAIT)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...errors import CodeLine
+from ..errors import CodeLine
 
 _CALLS: dict[Any, str] = {
     Tensor.item: "item()", Tensor.tolist: "tolist()", Tensor.__bool__: "bool()", Tensor.__int__: "int()",
