@@ -110,6 +110,8 @@ class BatchConfig:
     a folder written by `moe-dualpipe data prepare`, a URL of one of these, or stdlib: Python's standard library."""
     data_field: str = "text"
     """Field of a .jsonl line, or column of a table, that holds the text."""
+    special_tokens: bool = False
+    """Encode special tokens in the text, such as <|im_start|> in a chat, as one id. Otherwise, as characters."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of a .bin file without a .json file beside it; little-endian."""
     seq_len: int = 256

@@ -135,9 +135,9 @@ def test_documents_are_encoded_in_small_batches_of_whole_lines(texts, size, numb
     batches: list[list[str]] = []
 
     class Listening(ByteTokenizer):
-        def encode_batch(self, texts):
+        def encode_batch(self, texts, special_tokens=False):
             batches.append([*texts])
-            return super().encode_batch(texts)
+            return super().encode_batch(texts, special_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "PIECE", size)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from moe_dualpipe.data import (
     read_stream,
     token_files,
 )
+from moe_dualpipe.data.encode import encode_documents
 from moe_dualpipe.data.one_writer import LOCK_FILE, only_writer
 from moe_dualpipe.data.tokenizer import (
     UnknownTokenizer,
@@ -28,10 +30,11 @@ from moe_dualpipe.data.tokenizer import (
     dtype_for,
     num_bytes,
     read_tokenizer,
+    tokenizer_files,
     tokenizer_from_json,
 )
 from tests.support.mutations import check_message, mutations
-from tests.support.texts import TEXTS
+from tests.support.texts import TEXTS, with_special_tokens
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +54,10 @@ def prepared(tmp_path_factory) -> Path:
 def test_text_survives_a_round_trip_and_never_encodes_to_the_end_token(prepared):
     for tokenizer, texts in ((BYTES, TEXTS), (find_tokenizer(prepared / "bpe"), [*TEXTS, "<|endoftext|>" * 3, ""])):
         for text in [*texts, "".join(map(chr, range(1, 900)))]:
-            tokens, (array,) = tokenizer.encode(text), tokenizer.encode_batch([text])
+            (array,) = tokenizer.encode_batch([text])
+            tokens = array.tolist()
             assert tokenizer.decode(tokens) == text and tokenizer.end_id not in tokens
-            assert array.tolist() == tokens and array.dtype == (np.uint8 if tokenizer is BYTES else np.uint16)
+            assert array.dtype == (np.uint8 if tokenizer is BYTES else np.uint16)
             two = np.array([*tokens, tokenizer.end_id, *tokens], array.dtype)
             assert num_bytes(tokenizer, two) == 2 * len(text.encode()) + 1
     assert (tokenizer.vocab_size, tokenizer.end_id, str(tokenizer)) == (320, 0, "BPE of 320 tokens")
@@ -69,6 +73,77 @@ def test_tokenizers_are_restored_from_their_json(prepared, tmp_path):
         assert restored.end_id == tokenizer.end_id
     assert find_tokenizer(tmp_path) is BYTES
     assert UnknownTokenizer(77).encode(UnknownTokenizer(77).decode([5, 0, 76])) == [5, 0, 76]
+
+
+EOS = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "<|end|>", "special": True}}
+PUBLISHED = {  # whether texts begin with <s>, files beside tokenizer.json: the tokens at a start and at an end
+    "template": (True, {}, [320], 0),
+    "eos": (False, {"tokenizer_config.json": EOS | {"add_bos_token": True}}, [], 321),
+    "both": (True, {"tokenizer_config.json": EOS | {"add_bos_token": False}}, [320], 321),
+    "map": (True, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}}, [320], 323),
+    "config": (
+        None,
+        {"config.json": {"eos_token_id": [322, 0]}, "tokenizer_config.json": {"bos_token": "<s>"}},
+        [],
+        322,
+    ),
+}
+
+
+def publish(prepared, folder: Path, name: str) -> Path:
+    """A folder with the tokenizer `name` of PUBLISHED."""
+    template, files, *_ = PUBLISHED[name]
+    folder.mkdir()
+    for file, content in files.items():
+        (folder / file).write_text(json.dumps(content))
+    trained = (prepared / "bpe" / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(with_special_tokens(trained, 320, template))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_ids_are_those_of_transformers_whatever_begins_and_ends_a_text(prepared, tmp_path, name):
+    """Of prompts, of documents with and without special tokens, and of the files that a checkpoint has."""
+    transformers = pytest.importorskip("transformers")
+    folder, (start, end) = publish(prepared, tmp_path / "model", name), PUBLISHED[name][2:]
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    chat = "<|im_start|>user\nä <s> </s><|im_end|>"
+    tokenizer = find_tokenizer(folder)
+    assert (tokenizer.start_ids, tokenizer.end_id) == (start, end)
+    (tmp_path / "again").mkdir()
+    for file, content in tokenizer_files(tokenizer).items():
+        (tmp_path / "again" / file).write_bytes(content)
+    again = find_tokenizer(tmp_path / "again")
+    assert digest(again) == digest(tokenizer) == digest(pickle.loads(pickle.dumps(tokenizer)))
+    for text in (*TEXTS, chat, "a <|end|>"):
+        assert tokenizer.encode(text) == again.encode(text) == theirs(text).input_ids
+        for special in (True, False):
+            (found,) = encode_documents([text], again, special)
+            assert [*found.tokens_N] == [*theirs(text, split_special_tokens=not special).input_ids, end]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert num_bytes(tokenizer, found.tokens_N) == found.text_bytes
+
+
+def test_options_read_special_tokens_in_chats_as_one_id(prepared, tmp_path):
+    model, chat = publish(prepared, tmp_path / "model", "both"), tmp_path / "chat.jsonl"
+    chat.write_text("".join(json.dumps({"text": f"<|im_start|>{i}<|im_end|>" * 9}) + "\n" for i in range(9)))
+    for option, count in (([], 0), (["--special-tokens"], 81)):
+        out = tmp_path / f"out{count}"
+        command = ["data", "prepare", str(chat), "--out", str(out), "--tokenizer", str(model / "tokenizer.json")]
+        assert main([*command, *option]) == 0
+        text = load_data([str(chat), str(out)], 8, special_tokens=bool(option))
+        for source in text.sources:
+            whole = np.concatenate([source.train[:], source.held_out[:]])
+            assert [(whole == token).sum() for token in (320, 321, 322, 323)] == [9, 9, count, count]
+
+
+def test_a_published_model_without_tokenizer_json_is_named_and_takes_ids():
+    missing = UnknownTokenizer(9, "kimi/tokenizer.json")
+    assert missing.encode(" 17 4") == [17, 4] and UnknownTokenizer(9).encode("\n") == [0]
+    for tokenizer, reason in ((missing, "there is no kimi/tokenizer.json"), (UnknownTokenizer(9), "the tokenizer of")):
+        for text in ("Hello", "17 apples", *["\n"] * (tokenizer is missing)):
+            with pytest.raises(ValueError, match=rf"^cannot encode text: {reason}.* use token ids, such as '17 4' in"):
+                tokenizer.encode(text)
 
 
 def changed(prepared, path, **parts) -> Path:
