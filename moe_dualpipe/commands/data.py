@@ -23,7 +23,7 @@ class PrepareData:
 
     sources: Positional[Annotated[tuple[str, ...], Mark("SOURCE [SOURCE ...]")]]
     """Text: files, folders, globs, "stdlib", or hf:NAME for a dataset of the Hugging Face Hub.
-    Each row of .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow files is a document."""
+    Each row of .jsonl, .json, .csv, .tsv (also .gz, .zst), .parquet and .arrow files is a document."""
     out: Path
     """Folder to write: a new or an empty one."""
     tokenizer: str = "bpe"
