@@ -14,6 +14,7 @@ mode, every rank would download the data again at every start, and a change of t
 import os
 import stat
 import sysconfig
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,13 +22,12 @@ from pathlib import Path
 
 from ..messages import printable, quoted
 from .files import DataFile, FileStatus
-from .rows import PLAIN, read_rows, row_format
+from .rows import KINDS, PLAIN, read_rows, row_format
 from .strict_json import NOT_UTF8
 
 STANDARD_LIBRARY = "stdlib"
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_HUB, _WILD, NEWLINE = "hf:", {*"*?["}, b"\n"
-KNOWN = ".jsonl, .json, .csv, .tsv, each also with .gz or .zst, .parquet, .arrow"
+_HUB, _WILD, NEWLINE, _UTF_16 = "hf:", {*"*?["}, b"\n", (BOM_UTF16_LE, BOM_UTF16_BE)
 _START = 1 << 16  # bytes; a binary file has a zero in them, and is not read to its end
 
 
@@ -64,7 +64,7 @@ class Documents:
         alone = [*files] == [Path(source)]
         problems = {path: problem for path in files if (problem := _problem_of(path, "" if alone else field))}
         if problems and alone:
-            known = f"; other formats are {KNOWN}" if Path(source).suffix else ""
+            known = f"; other formats are {', '.join(KINDS)}" if Path(source).suffix else ""
             raise ValueError(f"{name} is not text: {problems[Path(source)]}{known}")
         kept = {path: status for path, status in files.items() if path not in problems}
         reasons = sorted((skipped | problems).items())
@@ -178,7 +178,8 @@ def _read_text(file: DataFile) -> str:
     if b"\0" not in content and len(content) < file.size:
         content = file.read(0, file.size)
     if (zero := content.find(b"\0")) >= 0:
-        raise NotTextError(f"zero byte in line {1 + content.count(NEWLINE, 0, zero)}")
+        hint = "; if it is UTF-16, convert it: iconv -f utf-16 -t utf-8 OLD > NEW" if content[:2] in _UTF_16 else ""
+        raise NotTextError(f"zero byte in line {1 + content.count(NEWLINE, 0, zero)}{hint}")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

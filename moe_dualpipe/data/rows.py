@@ -24,8 +24,9 @@ from ..messages import printable, quoted
 from .files import DataFile
 from .strict_json import NOT_UTF8, parse
 
-_LINES, PLAIN, TABLES = (".jsonl", ".jsonlines", ".ndjson"), (".json", ".csv", ".tsv"), (".parquet", ".arrow")
-FORMATS = (*(kind + packed for kind in (*_LINES, *PLAIN) for packed in ("", ".gz", ".zst")), *TABLES)
+PLAIN = (".json", ".csv", ".tsv")
+KINDS = (".jsonl", ".jsonlines", ".ndjson", *PLAIN, ".parquet", ".arrow")
+FORMATS = (*KINDS, *(kind + packed for kind in KINDS[:-2] for packed in (".gz", ".zst")))
 BATCH_ROWS = 256
 LONGEST_LINE = 1 << 28
 """Bytes of a line, or of a list of JSON: a longer one is not a document, and may not fit into memory."""

@@ -100,10 +100,8 @@ class UnknownTokenizer(Tokenizer):
     missing: the tokenizer.json that a published model should have; it has no blank texts.
     """
 
-    end_id = -1
-
-    def __init__(self, vocab_size: int, missing: str = ""):
-        self.vocab_size, self._missing = vocab_size, missing
+    def __init__(self, vocab_size: int, missing: str = "", end_id: int = -1):
+        self.vocab_size, self._missing, self.end_id = vocab_size, missing, end_id
 
     def encode(self, text: str) -> list[int]:
         words = text.split() or ["0"] * (not self._missing)
@@ -120,7 +118,8 @@ class UnknownTokenizer(Tokenizer):
         raise ValueError(f"cannot encode text: {reason} use token ids, such as '17 4' in a prompt")
 
     def to_json(self) -> bytes:
-        return json.dumps({"tokenizer": "ids", "vocab_size": self.vocab_size}).encode() + b"\n"
+        end = {"end_id": self.end_id} if self.end_id >= 0 else {}
+        return json.dumps({"tokenizer": "ids", "vocab_size": self.vocab_size, **end}).encode() + b"\n"
 
     def __str__(self) -> str:
         return f"{self.vocab_size:,} token ids without a tokenizer"
@@ -237,8 +236,8 @@ def tokenizer_from_json(content: bytes, where: str, config: Mapping[str, Any] | 
     match fields:
         case {"tokenizer": "bytes"}:
             return BYTES
-        case {"tokenizer": "ids", "vocab_size": int(size)} if 0 < size < 1 << 32 and size is not True:
-            return UnknownTokenizer(size)
+        case {"tokenizer": "ids", "vocab_size": int(size), **rest} if 0 < size < 1 << 32 and size is not True:
+            return UnknownTokenizer(size, end_id=int(rest.get("end_id", -1)))
         case {"model": dict()}:
             return BPETokenizer(content, where, config)
     raise ValueError(f"{where} is not a tokenizer: neither the tokenizers library nor moe-dualpipe wrote it")

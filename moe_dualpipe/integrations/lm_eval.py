@@ -53,7 +53,7 @@ class MoEDualPipe(LM):
         super().__init__()
         kind: Any = str(device).partition(":")[0]
         self.model, self.text = open_model(path, own_layers, kind)
-        if self.text.end_id < 0:
+        if not self.text.end_text:
             raise ValueError(f"{path} has {self.text}: tasks need its tokenizer.json")
         self.max_length, self.batch_size = int(max_length), int(batch_size)
         check_range("max_length", self.max_length, 2)

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -355,6 +356,65 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
     alone = load_data(str(tmp_path / "wide.bin"), 8, 1000, dtype="uint32")
     parts = [alone.sources[0].train[:], alone.sources[0].held_out[:]]
     assert [*map(len, parts)] == [2850, 150] and np.array_equal(np.concatenate(parts), tokens)
+
+
+INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def write_megatron(path: Path, kind: int, documents: list[list[list[int]]]) -> None:
+    """NAME.bin and NAME.idx as Megatron-LM writes them: documents, each of sequences."""
+    sequences, dtype = list(itertools.chain(*documents)), np.dtype(INTEGERS.get(kind, "<f4"))
+    path.write_bytes(np.array(list(itertools.chain(*sequences)), dtype).tobytes())
+    lengths, counts = [*map(len, sequences)], [*map(len, documents)]
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, kind, len(lengths), len(counts) + 1)
+    index += np.array(lengths, "<i4").tobytes() + (np.cumsum([0, *lengths])[:-1] * dtype.itemsize).tobytes()
+    index += np.cumsum([0, *counts]).tobytes()
+    path.with_suffix(".idx").write_bytes(index)
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_megatrons_files_are_read_by_their_index(prepared, tmp_path, kind):
+    """Of any integers, with the end token that all documents have; the option for bare files does not matter."""
+    documents = [[[i % 90 + 1] * (i % 4), [5, i % 90, 100]] for i in range(1, 41)]
+    path, stream = tmp_path / "a_text_document.bin", list(itertools.chain(*itertools.chain(*documents)))
+    write_megatron(path, kind, documents)
+    text = load_data(str(path), 8, vocab_size=101, dtype="uint32")
+    assert [*text.sources[0].train[:], *text.sources[0].held_out[:]] == stream
+    assert text.tokenizer.end_id == tokenizer_from_json(text.tokenizer.to_json(), "here").end_id == 100
+    with pytest.raises(ValueError, match="token 3 is 100, outside the vocabulary of 100"):
+        load_data(str(path), 8, vocab_size=100)
+    shutil.copy(prepared / "bpe" / "tokenizer.json", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"documents of .*bin do not end with token 0 of .*: write them .* --append-eod"
+    ):
+        load_data(str(path), 8)
+    write_megatron(path, kind, [[[7, 8, 0]]] * 40)
+    assert load_data(str(path), 8).tokenizer.end_id == 0
+    (tmp_path / "tokenizer.json").unlink()
+    write_megatron(path, kind, [[[7, 8, 7]]] * 40)
+    assert load_data(str(path), 8).tokenizer.end_id == -1
+
+
+@pytest.mark.parametrize("change,problem", [
+    (lambda index: index[:-9], "is not an index of integers that Megatron-LM wrote"),
+    (lambda index: index[:20], "is not an index"), (lambda index: b"TNTI" + index[4:], r"\(MMIDIDX\): move it away"),
+    (lambda index: index[:17] + b"\7" + index[18:], "is not an index of integers"),
+    (lambda index: index[:17] + b"\4" + index[18:], "is not an index of integers"),
+    (lambda index: index[:34] + b"\3" + index[35:], "is not an index"), (lambda index: index[:0], "is not an index"),
+])  # fmt: skip
+def test_an_index_that_does_not_fit_is_refused_until_it_is_moved_away(tmp_path, change, problem):
+    path = tmp_path / "a.bin"
+    write_megatron(path, 8, [[[1, 2], [3]]] * 30)
+    index = path.with_suffix(".idx").read_bytes()
+    path.with_suffix(".idx").write_bytes(change(index))
+    with pytest.raises(ValueError, match=problem):
+        load_data(str(path), 8)
+    path.with_suffix(".idx").write_bytes(index)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"a.bin has 89 uint16 token ids, but .*a.idx says 90"):
+        load_data(str(path), 8)
+    path.with_suffix(".idx").unlink()
+    assert len(load_data(str(path), 8).sources[0].train) > 50
 
 
 def test_sequences_of_a_file_too_large_to_scan_are_checked_when_drawn(tmp_path, monkeypatch):
