@@ -8,6 +8,7 @@ import torch
 
 from ..data import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, find_tokenizer
 from ..expert_parallel import ExpertParallel
+from ..messages import printable
 from ..models import ModelConfig, MoE, TransformerStage, build_model
 from ..models.expert_slots import names_by_expert
 from ..runtime.launch import choose_device, count_gpus
@@ -89,5 +90,5 @@ def load_spread_model(
 def start_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of the model in a folder or checkpoint. Unknown for a published model without tokenizer.json."""
     if is_published(folder) and not (folder / TOKENIZER_FILE).is_file():
-        return UnknownTokenizer(vocab_size)
+        return UnknownTokenizer(vocab_size, printable(folder / TOKENIZER_FILE))
     return find_tokenizer(folder)

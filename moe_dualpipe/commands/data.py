@@ -23,7 +23,7 @@ class PrepareData:
 
     sources: Positional[Annotated[tuple[str, ...], Mark("SOURCE [SOURCE ...]")]]
     """Text: files, folders, globs, "stdlib", or hf:NAME for a dataset of the Hugging Face Hub.
-    Each row of .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow files is a document."""
+    Each row of .jsonl, .json, .csv, .tsv (also .gz, .zst), .parquet and .arrow files is a document."""
     out: Path
     """Folder to write: a new or an empty one."""
     tokenizer: str = "bpe"
@@ -32,6 +32,8 @@ class PrepareData:
     """Maximum vocabulary size of the trained BPE."""
     field: str = "text"
     """Field of each row that has the text."""
+    special_tokens: bool = False
+    """Encode special tokens in the text, such as <|im_start|> in a chat, as one id. Otherwise, as characters."""
     workers: int | None = None
     """Processes that encode, each one file of rows or many small files of text. Default: one for each CPU core. The
     result is the same."""
@@ -41,6 +43,7 @@ class PrepareData:
             refuse_url(name)
         done = prepare_data(
             list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field,
+            special_tokens=self.special_tokens,
             workers=os.cpu_count() or 1 if self.workers is None else self.workers,
             show=True,
         )  # fmt: skip

@@ -24,10 +24,12 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
     """Folder or URL of a run (its newest checkpoint is used), or of a checkpoint.
     Or a published model in Hugging Face's format."""
     data: str | None = None
-    """Text: a file, a folder, a glob, a .jsonl file, or "stdlib".
+    """Text: a file, a folder, a glob, a table (.jsonl, .csv, .parquet), or "stdlib".
     Or token ids: a .bin file, or the held-out text of a folder written by `moe-dualpipe data prepare`."""
     data_field: str = "text"
-    """Field of a .jsonl line that holds the text."""
+    """Field of a JSON object, or column of a table, that holds the text."""
+    special_tokens: bool = False
+    """Encode special tokens in the text, such as <|im_start|> in a chat, as one id. Otherwise, as characters."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of a .bin file without a description file (little-endian)."""
     seq_len: int = 256
@@ -70,7 +72,8 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
             model, tokenizer, ranks = open_spread(
                 self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend
             )
-            tokens: Any = read_stream(self.data, tokenizer, self.data_field, self.data_dtype)
+            options = self.data_field, self.data_dtype, self.special_tokens
+            tokens: Any = read_stream(self.data, tokenizer, *options)
             if self.max_tokens and len(tokens) > self.max_tokens + 1:
                 tokens = tokens[: self.max_tokens + 1]
             found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size, ranks)

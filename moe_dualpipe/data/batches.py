@@ -157,7 +157,9 @@ class TextData:
         rows = np.stack([stream[start : start + seq_len + 1] for stream, start in windows]).astype(np.int64)
         for file in {stream.file for stream, _ in windows if isinstance(stream, TokensOnDisk)}:
             file.check_unchanged()  # checked after reading, so these tokens are those from the start of the run
-        if (invalid := (rows >= self.tokenizer.vocab_size).any(1)).any():  # the file was too large to scan
+        if (
+            invalid := ((rows < 0) | (rows >= self.tokenizer.vocab_size)).any(1)
+        ).any():  # the file was too large to scan
             row = int(np.argmax(invalid))
             stream, start = windows[row]
             name, first = (stream.file.path, stream.first) if isinstance(stream, TokensOnDisk) else ("the text", 0)

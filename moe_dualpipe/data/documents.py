@@ -14,18 +14,20 @@ mode, every rank would download the data again at every start, and a change of t
 import os
 import stat
 import sysconfig
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from ..messages import printable
+from ..messages import printable, quoted
 from .files import DataFile, FileStatus
-from .rows import FORMATS, read_rows, row_format
+from .rows import KINDS, PLAIN, read_rows, row_format
+from .strict_json import NOT_UTF8
 
 STANDARD_LIBRARY = "stdlib"
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_HUB, _WILD, NEWLINE = "hf:", {*"*?["}, b"\n"
+_HUB, _WILD, NEWLINE, _UTF_16 = "hf:", {*"*?["}, b"\n", (BOM_UTF16_LE, BOM_UTF16_BE)
 _START = 1 << 16  # bytes; a binary file has a zero in them, and is not read to its end
 
 
@@ -59,9 +61,10 @@ class Documents:
         found, skipped = (_load_dataset(source, name), {}) if is_dataset else _find_files(source, name)
         # Empty files, and those of the kernel, have no documents; an empty table would be a damaged one.
         files = {path: status for path, status in found.items() if status.size}
-        problems = {path: problem for path in files if not row_format(path) and (problem := _problem_of(path))}
-        if problems and [*files] == [Path(source)]:
-            known = f"; other formats are {', '.join(FORMATS)}" if Path(source).suffix else ""
+        alone = [*files] == [Path(source)]
+        problems = {path: problem for path in files if (problem := _problem_of(path, "" if alone else field))}
+        if problems and alone:
+            known = f"; other formats are {', '.join(KINDS)}" if Path(source).suffix else ""
             raise ValueError(f"{name} is not text: {problems[Path(source)]}{known}")
         kept = {path: status for path, status in files.items() if path not in problems}
         reasons = sorted((skipped | problems).items())
@@ -151,13 +154,21 @@ def _paths(source: str) -> Iterator[Path]:
             yield path
 
 
-def _problem_of(path: Path) -> str:
-    """Why a file is not text; "" if it is."""
+def _problem_of(path: Path, field: str) -> str:
+    """Why a file is not text; "" if it is.
+
+    field: of .json, .csv and .tsv files, which may be other things than documents; "": they must be documents.
+    """
     try:
         with DataFile(path) as file:
-            _read_text(file)
+            if not (kind := row_format(path)):
+                _read_text(file)
+            elif field and kind in PLAIN:
+                next(read_rows(file, field), None)
     except NotTextError as error:
         return str(error)
+    except ValueError:
+        return f"no documents with a field {quoted(field)}"
     return ""
 
 
@@ -167,11 +178,13 @@ def _read_text(file: DataFile) -> str:
     if b"\0" not in content and len(content) < file.size:
         content = file.read(0, file.size)
     if (zero := content.find(b"\0")) >= 0:
-        raise NotTextError(f"zero byte in line {1 + content.count(NEWLINE, 0, zero)}")
+        hint = "; if it is UTF-16, convert it: iconv -f utf-16 -t utf-8 OLD > NEW" if content[:2] in _UTF_16 else ""
+        raise NotTextError(f"zero byte in line {1 + content.count(NEWLINE, 0, zero)}{hint}")
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise NotTextError(f"not UTF-8 in line {1 + content.count(NEWLINE, 0, error.start)}: {error.reason}") from None
+        line = 1 + content.count(NEWLINE, 0, error.start)
+        raise NotTextError(f"line {line} is {NOT_UTF8.format(error.reason)}") from None
     file.check_unchanged()
     return text
 

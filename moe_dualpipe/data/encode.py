@@ -27,16 +27,23 @@ class EncodedDocument:
     text_bytes: int
 
 
-def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
-    """Encode documents. Memory holds the tokens of one of them, and the texts of a batch."""
+def encode_documents(
+    texts: Iterable[str], tokenizer: Tokenizer, special_tokens: bool = False
+) -> Iterator[EncodedDocument]:
+    """Encode documents, each between the tokenizer's start and end tokens. special_tokens: as for `encode_batch`.
+
+    Memory holds the tokens of one document, and the texts of a batch.
+    """
     pieces, parts = ((text, *piece) for text in texts for piece in split_lines(text)), list[np.ndarray]()
     while batch := [*islice(pieces, BATCH_PIECES)]:
-        for (text, _, is_last), tokens_N in zip(batch, tokenizer.encode_batch([p for _, p, _ in batch]), strict=True):
+        encoded = tokenizer.encode_batch([piece for _, piece, _ in batch], special_tokens)
+        for (text, _, is_last), tokens_N in zip(batch, encoded, strict=True):
             parts.append(tokens_N)
             if is_last:
-                content, end_1 = text.encode(), np.array([tokenizer.end_id], tokens_N.dtype)
+                content = text.encode()
+                start, end = (np.array(ids, tokens_N.dtype) for ids in (tokenizer.start_ids, [tokenizer.end_id]))
                 content_hash = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
-                yield EncodedDocument(content_hash, np.concatenate([*parts, end_1]), len(content) + 1)
+                yield EncodedDocument(content_hash, np.concatenate([start, *parts, end]), len(content) + 1)
                 parts.clear()
 
 

@@ -41,7 +41,17 @@ from .pool import run_in_processes
 from .rows import row_format
 from .synced_files import sync, write_synced
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar
-from .tokenizer import BYTES, TOKENIZER_FILE, BPETokenizer, Tokenizer, digest, dtype_for, num_bytes, read_tokenizer
+from .tokenizer import (
+    BYTES,
+    TOKENIZER_FILE,
+    BPETokenizer,
+    Tokenizer,
+    digest,
+    dtype_for,
+    num_bytes,
+    read_tokenizer,
+    tokenizer_files,
+)
 
 SHARDS = "shards"
 FILES = (TRAIN_FILE, HELD_OUT_FILES[0])
@@ -88,10 +98,11 @@ class ShardWriter:
     folder: Path
     tokenizer: Tokenizer
     field: str
+    special_tokens: bool = False
 
     def path(self, shard: Shard) -> Path:
         """The file of a shard. It exists if the shard is finished."""
-        return self.folder / f"{shard.key(digest(self.tokenizer), self.field)}.zip"
+        return self.folder / f"{shard.key(digest(self.tokenizer), self.field, str(self.special_tokens))}.zip"
 
     def write(self, shard: Shard) -> None:
         """Encode a shard, unless it is finished. Raises ValueError if its files are not text or have changed."""
@@ -101,7 +112,8 @@ class ShardWriter:
         try:
             with zipfile.ZipFile(unfinished, "w") as file:
                 with file.open(_TOKENS, "w", force_zip64=True) as tokens:
-                    for document in encode_documents(shard.documents(self.field), self.tokenizer):
+                    texts = shard.documents(self.field)
+                    for document in encode_documents(texts, self.tokenizer, self.special_tokens):
                         tokens.write(document.tokens_N.data)
                         table.append((document.hash, len(document.tokens_N), document.text_bytes))
                 file.writestr(_TABLE, np.array(table, np.uint64).tobytes())
@@ -193,7 +205,7 @@ class Prepared:
 
 def prepare_data(
     sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str, *,
-    workers: int = 1, show: bool = False,
+    special_tokens: bool = False, workers: int = 1, show: bool = False,
 ) -> Prepared:  # fmt: skip
     """Encode the documents of `sources` into a new folder `out`, which appears only when it is complete.
 
@@ -201,6 +213,7 @@ def prepare_data(
     shards that it finished are not encoded again.
 
     tokenizer: "bpe" (trained on the text, at most `vocab_size` tokens), "bytes", or the path of a tokenizer.json.
+    special_tokens: whether special tokens in a text are one id each, as in chats; otherwise, they are characters.
     workers: processes that encode, with one thread each. One file of rows is encoded by one process, and by more
     threads if there are fewer files than workers.
     show: a bar on standard error if that is a terminal.
@@ -215,7 +228,7 @@ def prepare_data(
         try:
             if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
                 raise ValueError(f"--out {printable(out)} already exists and is not empty: choose another folder")
-            return _prepare(sources, folder, tokenizer, vocab_size, field, workers, show)
+            return _prepare(sources, folder, tokenizer, vocab_size, field, special_tokens, workers, show)
         except BaseException:
             if not any(unfinished.rglob("*.zip")):
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -223,7 +236,7 @@ def prepare_data(
 
 
 def open_shards(
-    sources: list[str], out: Path, tokenizer: Tokenizer, field: str = "text"
+    sources: list[str], out: Path, tokenizer: Tokenizer, field: str = "text", special_tokens: bool = False
 ) -> tuple[ShardWriter, list[Shard]]:
     """For programs whose workers write the shards of `out` on other machines: a writer, and the shards.
 
@@ -231,12 +244,13 @@ def open_shards(
     ValueError if a source is not text, or if `out` cannot be written.
     """
     found = [Documents.find(source, field, option="") for source in sources]
-    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field), shards_of(found)
+    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field, special_tokens), shards_of(found)
 
 
 def _prepare(
-    sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str, workers: int, show: bool
-) -> Prepared:
+    sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str, special_tokens: bool, workers: int,
+    show: bool,
+) -> Prepared:  # fmt: skip
     found, unfinished = [Documents.find(source, field, option="") for source in sources], _unfinished(out)
     given = None if tokenizer == "bpe" else BYTES if tokenizer == "bytes" else read_tokenizer(Path(tokenizer))
     for documents in found:
@@ -245,7 +259,7 @@ def _prepare(
     shards = shards_of(found)
     pieces = (piece for shard in shards for text in shard.documents(field) for piece, _ in split_lines(text))
     chosen = given or BPETokenizer.train(pieces, vocab_size)
-    writer = ShardWriter(unfinished / SHARDS, chosen, field)
+    writer = ShardWriter(unfinished / SHARDS, chosen, field, special_tokens)
     paths = [writer.path(shard) for shard in shards]
     left = [shard for shard, path in zip(shards, paths, strict=True) if not path.exists()]
     size, hidden = sum(shard.size for shard in left), None if show else True
@@ -255,7 +269,8 @@ def _prepare(
     result = unfinished / "result"
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
-    (result / TOKENIZER_FILE).write_bytes(chosen.to_json())
+    for name, content in {TOKENIZER_FILE: chosen.to_json(), **tokenizer_files(chosen)}.items():
+        (result / name).write_bytes(content)
     sidecars = join(paths, result, chosen)
     result.replace(out)
     shutil.rmtree(unfinished)

@@ -1,4 +1,4 @@
-"""Files with a document in each row: .jsonl, also compressed with gzip or Zstandard, .parquet and .arrow.
+"""Files with a document in each row: JSON, CSV and TSV, also compressed with gzip or Zstandard, .parquet and .arrow.
 
 Each row gives a text, or an error that names the file and the row. pyarrow reads tables and Zstandard.
 
@@ -7,29 +7,36 @@ The streaming mode of Hugging Face's `datasets` reads the same formats, but gues
 No error names both the file and the row, and JSON takes four times as long.
 """
 
+import csv
 import gzip
 import io
-from collections.abc import Iterator
+import re
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from ..messages import printable, quoted
 from .files import DataFile
-from .strict_json import parse
+from .strict_json import NOT_UTF8, parse
 
-COMPRESSED, TABLES = (".jsonl.gz", ".jsonl.zst"), (".parquet", ".arrow")
-FORMATS = (".jsonl", *COMPRESSED, *TABLES)
+PLAIN = (".json", ".csv", ".tsv")
+KINDS = (".jsonl", ".jsonlines", ".ndjson", *PLAIN, ".parquet", ".arrow")
+FORMATS = (*KINDS, *(kind + packed for kind in KINDS[:-2] for packed in (".gz", ".zst")))
 BATCH_ROWS = 256
 LONGEST_LINE = 1 << 28
-"""Bytes of a line of JSON: a longer one is not a document, and may not fit into memory."""
+"""Bytes of a line, or of a list of JSON: a longer one is not a document, and may not fit into memory."""
 ARROW_MAGIC = b"ARROW1"  # of .arrow files with an index; Hugging Face's `datasets` writes those without
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def row_format(path: Path) -> str:
-    """Which of FORMATS a file has, by the end of its name; "" for other files, which are text."""
-    return next((ending for ending in FORMATS if path.name.endswith(ending)), "")
+    """Which of FORMATS a file has, by the end of its name in any case; "" for other files, which are text."""
+    return next((ending for ending in FORMATS if path.name.lower().endswith(ending)), "")
 
 
 class _InvalidError(Exception):
@@ -42,14 +49,18 @@ def read_rows(file: DataFile, field: str) -> Iterator[str]:
     Raises ValueError, with file and row, counted from 1, for an invalid row, and with the file if it is damaged or has
     changed, or if a library is missing.
     """
-    name, number = printable(file.path), 0
-    open_rows = _open_table if row_format(file.path) in TABLES else _lines
+    name, number, kind = printable(file.path), 0, row_format(file.path).split(".")[1]
+    others = {"json": _open_json, "csv": _open_csv, "tsv": _open_csv, "parquet": _open_table, "arrow": _open_table}
     try:
-        for row in open_rows(file, field):
-            number += 1
-            yield _text_of(row, field)
-    except _InvalidError as error:
+        texts, end = others.get(kind, _json_lines)(file, field), object()
+        for number in count(1):  # noqa: B007  of the row that is read
+            if (text := next(texts, end)) is end:
+                break
+            yield _checked(text, field)
+    except (_InvalidError, csv.Error) as error:
         raise ValueError(f"{name}{f':{number}' if number else ''}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}:{max(number, 1)}: it is {NOT_UTF8.format(error.reason)}") from None
     except ImportError as error:
         raise ValueError(f"reading {name} needs the {error.name} library: pip install 'moe-dualpipe[data]'") from None
     except Exception as error:  # of many types, of the libraries
@@ -59,49 +70,101 @@ def read_rows(file: DataFile, field: str) -> Iterator[str]:
     file.check_unchanged()
 
 
-def _text_of(row: Any, field: str) -> str:
-    """The text of a line of JSON or of a value of pyarrow; "" for an empty line."""
-    text = _of_line(row, field) if isinstance(row, bytes) else row.as_py()
+def _checked(text: object, field: str) -> str:
     if not isinstance(text, str):
         raise _InvalidError(f"field {quoted(field)} must be a string, got {type(text).__name__}")
-    if "\0" in text:
-        raise _InvalidError(f"field {quoted(field)} contains a zero character")
+    if found := _NO_TEXT.search(text):
+        what = "a zero character" if found[0] == "\0" else f"half of a character, \\u{ord(found[0]):x}"
+        raise _InvalidError(f"field {quoted(field)} contains {what}")
     return text
+
+
+def _missing(field: str, found: Iterable[str]) -> _InvalidError:
+    names = ", ".join(quoted(key, 50) for key in [*found][:5]) or "none"
+    options = "--field, or with --set batch.data_field=NAME of train.py"
+    return _InvalidError(f"no field {quoted(field)}; its fields are {names}: choose one with {options}")
+
+
+def _stream(file: DataFile) -> Any:
+    stream: Any = file.stream()
+    if (packed := row_format(file.path)).endswith("gz"):
+        return gzip.GzipFile(fileobj=stream)
+    if packed.endswith("zst"):
+        return io.BufferedReader(import_module("pyarrow").CompressedInputStream(stream, "zstd"), 1 << 17)
+    return stream
+
+
+def _lines(file: DataFile) -> Iterator[bytes]:
+    stream = _stream(file)
+    lines = iter(partial(stream.readline, LONGEST_LINE + 1), b"")
+    return chain((line.removeprefix(BOM_UTF8) for line in [next(lines, b"")]), lines)
+
+
+# ---- JSON ----
+
+
+def _json_lines(file: DataFile, field: str) -> Iterator[object]:
+    return (_of_line(line, field) for line in _lines(file))
+
+
+def _open_json(file: DataFile, field: str) -> Iterator[object]:
+    """The values of a list of objects, of one object, or of lines of them."""
+    first = next(filter(bytes.strip, _lines(file)), b"").strip()
+    if first.startswith(b"{") and first.endswith(b"}"):
+        return _json_lines(file, field)
+    whole = _stream(file).read(LONGEST_LINE + 1)
+    if len(whole) > LONGEST_LINE:
+        hint = "write each object on a line, as in jq -c '.[]' OLD.json > NEW.jsonl"
+        raise _InvalidError(f"a list of JSON has at most {LONGEST_LINE:,} bytes, but this one is longer: {hint}")
+    value = _parsed(whole.removeprefix(BOM_UTF8))
+    return (_of_object(row, field) for row in (value if isinstance(value, list) else [value]))
 
 
 def _of_line(line: bytes, field: str) -> object:
     if len(line) > LONGEST_LINE:
         raise _InvalidError(f"a line has at most {LONGEST_LINE:,} bytes, but this one is longer")
-    if not line.strip():
-        return ""
+    return _of_object(_parsed(line), field) if line.strip() else ""
+
+
+def _parsed(content: bytes) -> object:
+    """A value of JSON. NaN and halves of characters matter only in the text."""
+    with suppress(ValueError):
+        return parse(content)
     try:
-        value = parse(line)
+        return parse(content, allow_nan=True)
     except ValueError as error:
         raise _InvalidError(printable(error)) from None
+
+
+def _of_object(value: object, field: str) -> object:
     if not isinstance(value, dict):
         raise _InvalidError(f"expected an object, got {type(value).__name__}")
     if field not in value:
-        raise _missing(field, list(value))
+        raise _missing(field, value)
     return value[field]
 
 
-def _missing(field: str, found: list[str]) -> _InvalidError:
-    names = ", ".join(quoted(key, 50) for key in found[:5]) or "none"
-    options = "--field, or with --set batch.data_field=NAME of train.py"
-    return _InvalidError(f"no field {quoted(field)}; its fields are {names}: choose one with {options}")
+# ---- Tables ----
 
 
-def _lines(file: DataFile, _: str) -> Iterator[bytes]:
-    stream: Any = file.stream()
-    if row_format(file.path).endswith("gz"):
-        stream = gzip.GzipFile(fileobj=stream)
-    elif row_format(file.path).endswith("zst"):
-        stream = io.BufferedReader(import_module("pyarrow").CompressedInputStream(stream, "zstd"), 1 << 17)
-    return iter(partial(stream.readline, LONGEST_LINE + 1), b"")
+def _open_csv(file: DataFile, field: str) -> Iterator[str]:
+    """The cells of a column, after "" for the row of names. A row may have several lines, in quotes."""
+    csv.field_size_limit(LONGEST_LINE)
+    delimiter = "\t" if ".tsv" in row_format(file.path) else ","
+    rows = csv.reader(map(bytes.decode, _lines(file)), delimiter=delimiter, strict=True)
+    if field not in (names := next(rows, [])):
+        raise _missing(field, names)
+
+    def cell(row: list[str]) -> str:
+        if row and len(row) != len(names):
+            raise _InvalidError(f"a row has {len(names)} cells, but this one has {len(row)}")
+        return row[names.index(field)] if row else ""
+
+    return chain([""], map(cell, rows))
 
 
 def _open_table(file: DataFile, field: str) -> Iterator[Any]:
-    """Yield the values of the field, read in batches."""
+    """The values of the field, read in batches."""
     arrow, stream = import_module("pyarrow"), file.stream()
     if row_format(file.path) == ".parquet":
         table = import_module("pyarrow.parquet").ParquetFile(stream, buffer_size=1 << 17)
@@ -114,12 +177,15 @@ def _open_table(file: DataFile, field: str) -> Iterator[Any]:
         schema = table.schema
         batches = partial(map, table.get_batch, range(table.num_record_batches)) if indexed else partial(iter, table)
     if schema.get_field_index(field) < 0:
-        raise _missing(field, list(schema.names))
+        raise _missing(field, schema.names)
     kind = schema.field(field).type
     inner = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if inner not in (arrow.string(), arrow.large_string(), arrow.string_view()):
         raise _InvalidError(f"field {quoted(field)} must have strings, got {printable(kind)}")
-    for batch in batches():
-        column = batch.column(field)
-        column.validate(full=True)  # values of a damaged column might lie outside its memory
-        yield from column
+    return (value.as_py() for batch in batches() for value in _column(batch, field))
+
+
+def _column(batch: Any, field: str) -> Any:
+    column = batch.column(field)
+    column.validate(full=True)  # values of a damaged column might lie outside its memory
+    return column

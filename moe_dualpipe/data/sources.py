@@ -26,13 +26,14 @@ SAMPLE = 1 << 20
 
 def load_data(
     sources: str | Sequence[str], seq_len: int, vocab_size: int | None = None,
-    field: str = "text", dtype: str = "uint16", tokenizer: Tokenizer = BYTES,
+    field: str = "text", dtype: str = "uint16", tokenizer: Tokenizer = BYTES, special_tokens: bool = False,
 ) -> TextData:  # fmt: skip
     """Open `sources`, each "SOURCE" or "SOURCE=WEIGHT".
 
     A source is text (a file, a folder, a glob, or "stdlib"), a folder that `prepare_data` wrote, or a .bin file.
     field: the key of the text in .jsonl lines. dtype: of .bin files without a sidecar. vocab_size: of the model; None
-    accepts every tokenizer. tokenizer: of text, if no source has token ids.
+    accepts every tokenizer. tokenizer: of text, if no source has token ids. special_tokens:
+    whether special tokens in a text are one id each; otherwise, they are characters.
 
     Raises ValueError if a source is empty, broken or shorter than one sequence of `seq_len`, if the sources have
     different tokenizers, or if `vocab_size` is too small.
@@ -44,7 +45,7 @@ def load_data(
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs model.vocab_size {tokenizer.vocab_size}: got {vocab_size}")
     texts = {name: Documents.find(places[name], field) for name, files in opened.items() if not files}
-    encoded = {name: _encode(documents, tokenizer) for name, documents in texts.items()}
+    encoded = {name: _encode(documents, tokenizer, special_tokens) for name, documents in texts.items()}
     split = Split.of((((d.hash, len(d.tokens_N)) for d in text) for text in encoded.values()), seq_len + 1)
     loaded = []
     for name, weight in entries:
@@ -61,11 +62,13 @@ def load_data(
     return TextData(tuple(loaded), tokenizer)
 
 
-def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: str = "uint16") -> TokenStream:
+def read_stream(
+    source: str, tokenizer: Tokenizer, field: str = "text", dtype: str = "uint16", special_tokens: bool = False
+) -> TokenStream:
     """All token ids of one source in order, each document followed by the end token.
 
-    Text is encoded with `tokenizer`. A folder that `prepare_data` wrote gives its held-out tokens. field, dtype: as for
-    `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
+    Text is encoded with `tokenizer`. A folder that `prepare_data` wrote gives its held-out tokens. Other arguments are
+    those of `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
     """
     source = _locate(source)
     if files := list(_open_token_files(source, dtype)):
@@ -75,7 +78,7 @@ def read_stream(source: str, tokenizer: Tokenizer, field: str = "text", dtype: s
             raise ValueError(f"{printable(file.path)} has the tokenizer {found}, but the model has {tokenizer}")
         file.scan_if_small(tokenizer.vocab_size)
         return file.tokens_N
-    return np.concatenate([d.tokens_N for d in _encode(Documents.find(source, field), tokenizer)])
+    return np.concatenate([d.tokens_N for d in _encode(Documents.find(source, field), tokenizer, special_tokens)])
 
 
 def split_weight(entry: str) -> tuple[str, float]:
@@ -167,9 +170,9 @@ def _bytes_per_token(held_out: TokenStream, tokenizer: Tokenizer, file: TokenFil
     return None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, sample) / max(len(sample), 1)
 
 
-def _encode(documents: Documents, tokenizer: Tokenizer) -> list[EncodedDocument]:
+def _encode(documents: Documents, tokenizer: Tokenizer, special_tokens: bool) -> list[EncodedDocument]:
     """The documents of a source. Raises ValueError if there are none."""
-    if not (encoded := list(encode_documents(iter(documents), tokenizer))):
+    if not (encoded := list(encode_documents(iter(documents), tokenizer, special_tokens))):
         raise documents.empty_error()
     return encoded
 

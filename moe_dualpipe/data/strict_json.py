@@ -15,8 +15,10 @@ from typing import Any
 
 import msgspec
 
-from ..messages import printable
+from ..messages import printable, quoted
 
+NOT_UTF8 = "not UTF-8: {}; convert it, as in iconv -f latin1 -t utf-8 OLD > NEW"
+"""A message, with the reason. Latin-1 is the most common other encoding."""
 MAX_BYTES = 2**28  # five times the size of a tensors.json with a million tensors
 
 
@@ -26,13 +28,16 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
     allow_nan: also accept NaN and Infinity, which only Python's json does.
     """
     try:
-        return json.loads(text) if allow_nan else msgspec.json.decode(text)
+        return json.loads(text if isinstance(text, str) else text.decode()) if allow_nan else msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        rest = error.doc[error.pos :].strip()
+        raise ValueError(f"it is not JSON: {error.msg}, at {quoted(rest, 40) if rest else 'its end'}") from None
     except RecursionError:
         raise ValueError("its objects and lists are nested too deep") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8: {error.reason}") from None
+        raise ValueError(f"it is {NOT_UTF8.format(error.reason)}") from None
 
 
 def read_bytes(path: Path, follow_links: bool = True) -> bytes:

@@ -4,10 +4,13 @@
 so `prepare_data` writes a sidecar file, `name.bin.json`: dtype, counts, tokenizer, and a checksum of every chunk. Files
 up to SCAN_LIMIT are checked completely before a run. For larger files this would take too long, so their sequences are
 only checked when they are drawn (batches.py). Either way, a run never trains on an id outside the vocabulary.
+
+Megatron-LM writes `name.idx` beside `name.bin`: the type of the ids, and where documents end.
 """
 
 import os
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +27,9 @@ TRAIN_FILE, HELD_OUT_FILES = "train.bin", ("held_out.bin", "val.bin")
 _COUNT = msgspec.Meta(ge=0, le=2**63 - 1)
 CHUNK = 1 << 22  # tokens per checksum
 SCAN_LIMIT = 1 << 30  # bytes
+_INDEX = np.dtype([("magic", "S9"), ("version", "<u8"), ("kind", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
+_INDEX_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+"""Of an id, by the number of its type. The types of negative numbers are read as others: a negative id is too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +74,28 @@ TokenStream = np.ndarray | TokensOnDisk
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """An open file of token ids, and its sidecar if it has one."""
+    """An open file of token ids, and its sidecar if it has one.
+
+    ends_D: by document, the number of ids up to its end, from the index of Megatron-LM. None: unknown.
+    """
 
     path: Path
     tokens_N: TokensOnDisk
     sidecar: Sidecar | None
+    ends_D: np.ndarray | None = None
 
     @classmethod
     def open(cls, path: Path, dtype: str) -> "TokenFile":
-        """Open a file. dtype: of a file without a sidecar. Raises ValueError if the file's size does not fit."""
+        """Open a file. dtype: of a file without a sidecar or index. Raises ValueError if its size does not fit."""
         name, described = printable(path), path.with_name(path.name + ".json")
         sidecar = read_named(described, Sidecar) if os.path.lexists(described) else None
-        kind = np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<")
+        kind, ends_D, index = (
+            np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<"),
+            None,
+            path.with_suffix(".idx"),
+        )
+        if sidecar is None and os.path.lexists(index):
+            described, (kind, ends_D) = index, read_index(index)
         file = DataFile(path)
         count, rest = divmod(file.size, kind.itemsize)
         if rest:
@@ -87,21 +103,35 @@ class TokenFile:
                 f"{name} has {file.size} bytes, not a multiple of {kind.itemsize}, the size of {kind.name}: the file "
                 "is truncated, or has another dtype (batch.data_dtype of train.py)"
             )
-        if sidecar and sidecar.tokens != count:
+        expected = sidecar.tokens if sidecar else count if ends_D is None else int(ends_D[-1])
+        if expected != count:
             raise ValueError(
-                f"{name} has {count} {kind.name} token ids, but {printable(described.name)} says {sidecar.tokens}"
+                f"{name} has {count} {kind.name} token ids, but {printable(described.name)} says {expected}"
             )
-        return cls(path, TokensOnDisk(file, kind, 0, count), sidecar)
+        return cls(path, TokensOnDisk(file, kind, 0, count), sidecar, ends_D)
 
     def tokenizer(self, vocab_size: int) -> Tokenizer:
         """Read the tokenizer.json in the same folder. Raises ValueError if it differs from the one in the sidecar.
 
-        Without a tokenizer.json, a file with a sidecar holds bytes, and one without holds `vocab_size` unknown tokens.
+        Without a tokenizer.json, a file with a sidecar holds bytes, and one without holds `vocab_size` unknown tokens;
+        the end token is one that is at the end of each document of the index, and nowhere else.
         """
-        sidecar, where = self.sidecar, self.path.with_name(TOKENIZER_FILE)
+        sidecar, where, name = self.sidecar, self.path.with_name(TOKENIZER_FILE), printable(self.path)
         if sidecar is None:
-            return read_tokenizer(where) if os.path.lexists(where) else UnknownTokenizer(vocab_size)
-        found, name = find_tokenizer(self.path.parent), printable(self.path)
+            found = read_tokenizer(where) if os.path.lexists(where) else None
+            ends_D = np.array([], np.int64) if self.ends_D is None else np.unique(self.ends_D[self.ends_D <= CHUNK])
+            start_N, ends_D = self.tokens_N[:CHUNK], ends_D[ends_D > 0]
+            last_D = start_N[ends_D - 1]
+            if found is None:
+                one = len(last_D) > 1 and np.array_equal(np.flatnonzero(start_N == last_D[0]) + 1, ends_D)
+                return UnknownTokenizer(vocab_size, end_id=int(last_D[0]) if one else -1)
+            if (last_D != found.end_id).any():
+                hint = "write them again with --append-eod of Megatron-LM's preprocess_data.py"
+                raise ValueError(
+                    f"documents of {name} do not end with token {found.end_id} of {printable(where)}: {hint}"
+                )
+            return found
+        found = find_tokenizer(self.path.parent)
         if digest(found) != sidecar.tokenizer:
             place = ("the tokenizer in" if os.path.lexists(where) else "and there is no") + f" {printable(where)}"
             raise ValueError(f"{name} was not encoded with {found}, {place}")
@@ -125,6 +155,27 @@ class TokenFile:
             if chunk.max() >= vocab_size:
                 raise vocabulary_error(self.path, first, chunk, vocab_size)
         self.tokens_N.file.check_unchanged()
+
+
+def read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
+    """The type of the ids in NAME.bin, and how many there are up to each document's end, from Megatron-LM's NAME.idx.
+
+    After a header, it has the length of each sequence in ids (int32), its first byte (int64), and the first sequence of
+    each document, with one more at the end (int64). Raises ValueError if it is not such a file, or has ids as floats.
+    """
+    with DataFile(path) as file:
+        content = bytes(file.read(0, file.size))
+    with suppress(ValueError, LookupError):
+        ((magic, version, kind, sequences, documents),) = np.frombuffer(content, _INDEX, 1).tolist()
+        lengths = np.frombuffer(content, "<i4", sequences, _INDEX.itemsize)
+        first_bytes = np.frombuffer(content, "<i8", sequences, _INDEX.itemsize + 4 * sequences)
+        firsts = np.frombuffer(content, "<i8", documents, _INDEX.itemsize + 12 * sequences)
+        dtype, ends = np.dtype(f"<u{_INDEX_BYTES[kind]}"), np.append(0, np.cumsum(lengths, dtype=np.int64))
+        in_order = (np.diff(firsts, prepend=0, append=sequences) >= 0).all()
+        if (magic, version) == (b"MMIDIDX", 1) and in_order and np.array_equal(first_bytes, ends[:-1] * dtype.itemsize):
+            return dtype, ends[[*firsts[1:], sequences]]  # some writers leave out the last one
+    hint = f"move it away to read {path.with_suffix('.bin').name} as batch.data_dtype"
+    raise ValueError(f"{printable(path)} is not an index of integers that Megatron-LM wrote (MMIDIDX): {hint}")
 
 
 def vocabulary_error(path: object, first: int, tokens: np.ndarray, vocab_size: int) -> ValueError:

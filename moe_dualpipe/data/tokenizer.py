@@ -3,13 +3,17 @@
 A model is useless without its tokenizer, so each tokenizer is one JSON document, written next to the token ids and
 into every checkpoint. Bytes are the default and need no file. BPE uses the optional `tokenizers` library. Its
 tokenizer.json is only parsed, so loading a file from an untrusted source runs no code.
+
+Ids are those of transformers. The tokens that begin a text are in tokenizer.json. The one that ends a document may be
+named only by a file beside it; then, a tokenizer_config.json is written beside each copy.
 """
 
 import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +23,43 @@ from ..messages import check_range, printable, quoted
 from . import strict_json
 from .files import DataFile
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+CONFIGS = ("config.json", "special_tokens_map.json", TOKENIZER_CONFIG)
 END = "<|endoftext|>"
-# End-of-document tokens of published tokenizers: GPT-2 and others, Llama 3, DeepSeek, Llama 2 and Mixtral, Gemma.
+# End-of-document tokens of tokenizers without an eos_token: GPT-2 and others, Llama 3, DeepSeek, Llama 2, Gemma.
 ENDS = (END, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>")  # noqa: RUF001
 
 
 class Tokenizer(ABC):
-    """Maps text to token ids and back. `end_id` ends each document, and no text encodes to it; -1 if unknown.
+    """Maps text to token ids and back. `end_id` ends each document, -1 if unknown; `start_ids` begin each document.
 
-    end_text: the text of the end token in the tokenizer.json that other programs read.
+    end_text: the text of the end token in the tokenizer.json that other programs read. config: what
+    tokenizer_config.json must say, because tokenizer.json does not.
     """
 
     vocab_size: int
     end_id: int
     end_text = ""
+    start_ids: Sequence[int] = ()
+    config: Mapping[str, str] = {}
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0].tolist()
+        """The ids of a prompt: `start_ids`, then its text, in which special tokens (<|im_start|>) are one id."""
+        return [*self.start_ids, *self.encode_batch([text], special_tokens=True)[0].tolist()]
 
     @abstractmethod
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`. Ids outside the vocabulary become the replacement character or nothing."""
+        """The text of `tokens` after `start_ids`.
+
+        Ids outside the vocabulary become the replacement character or nothing.
+        """
 
     @abstractmethod
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, as `dtype_for(vocab_size)`."""
+    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
+        """The ids of each text, as `dtype_for(vocab_size)`.
+
+        special_tokens: whether special tokens in a text are one id each; otherwise, they are characters like others.
+        """
 
     @abstractmethod
     def to_json(self) -> bytes:
@@ -66,7 +81,7 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: list[int]) -> str:
         return b"".join(bytes([t]) if t < 256 else "\ufffd".encode() for t in tokens).decode(errors="replace")
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def to_json(self) -> bytes:
@@ -80,33 +95,44 @@ class ByteTokenizer(Tokenizer):
 
 
 class UnknownTokenizer(Tokenizer):
-    """Used if the tokenizer is unknown. The text of a token is its number: "17 4" is [17, 4]. No number gives [0]."""
+    """Used if the tokenizer is unknown. The text of a token is its number: "17 4" is [17, 4], and a blank text is [0].
 
-    end_id = -1
+    missing: the tokenizer.json that a published model should have; it has no blank texts.
+    """
 
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, missing: str = "", end_id: int = -1):
+        self.vocab_size, self._missing, self.end_id = vocab_size, missing, end_id
 
     def encode(self, text: str) -> list[int]:
-        return [int(number) for number in re.findall(r"[0-9]{1,9}", text)] or [0]
+        words = text.split() or ["0"] * (not self._missing)
+        if not words or not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
+            self.encode_batch([text])
+        return [int(word) for word in words]
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(f" {token}" for token in tokens)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        raise ValueError("cannot encode text: the tokenizer of these token ids is unknown")
+    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
+        unknown = "the tokenizer of these token ids is unknown:"
+        reason = f"there is no {self._missing}: add it, or" if self._missing else unknown
+        raise ValueError(f"cannot encode text: {reason} use token ids, such as '17 4' in a prompt")
 
     def to_json(self) -> bytes:
-        return json.dumps({"tokenizer": "ids", "vocab_size": self.vocab_size}).encode() + b"\n"
+        end = {"end_id": self.end_id} if self.end_id >= 0 else {}
+        return json.dumps({"tokenizer": "ids", "vocab_size": self.vocab_size, **end}).encode() + b"\n"
 
     def __str__(self) -> str:
         return f"{self.vocab_size:,} token ids without a tokenizer"
 
 
 class BPETokenizer(Tokenizer):
-    """A tokenizer.json of the `tokenizers` library. Text is never encoded to special tokens."""
+    """A tokenizer.json of the `tokenizers` library.
 
-    def __init__(self, content: bytes, where: str):
+    config: the keys of CONFIGS, of which eos_token or else eos_token_id names the token that ends a document. As in
+    transformers, the template in tokenizer.json says what begins a text, whatever add_bos_token is.
+    """
+
+    def __init__(self, content: bytes, where: str, config: Mapping[str, Any] | None = None):
         library, self._where = _library(), where
         self._tokenizer: Any = self._call("is not a tokenizer", lambda: library.Tokenizer.from_str(content.decode()))
         self._content = content
@@ -114,18 +140,22 @@ class BPETokenizer(Tokenizer):
         self._tokenizer.no_padding()
         if hasattr(self._tokenizer.model, "dropout"):
             self._tokenizer.model.dropout = None  # the same text has the same tokens, on every rank
-        self._tokenizer.encode_special_tokens = True  # encode "<|endoftext|>" in a text as ordinary characters
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=0) + 1
         special = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
-        ends = [special[name] for name in ENDS if name in special]
+        known = [special[name] for name in ENDS if name in special]
+        ends = [*self._named_end(config or {}), *known]
         if not ends:
             found = ", ".join(printable(name, 50) for name in list(special)[:8])
             raise ValueError(
-                f"{where} has no end-of-document token: its added_tokens must contain one of {', '.join(ENDS)} with "
-                f'"special": true; its special tokens are {found or "none"}'
+                f"{where} has no end-of-document token: name one as eos_token in a {TOKENIZER_CONFIG} beside it, as in "
+                f'{{"eos_token": "{END}"}}; its special tokens are {found or "none"}'
             )
         self.end_id = ends[0]
         self.end_text = self._tokenizer.id_to_token(self.end_id)
+        encoded = self._call("is not a tokenizer", self._tokenizer.encode, self.end_text)
+        in_text = zip(encoded.sequence_ids, encoded.ids, strict=True)
+        self.start_ids = [token for _, token in takewhile(lambda pair: pair[0] is None, in_text)]
+        self.config = {"eos_token": self.end_text} if ends[0] not in known[:1] else {}
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
@@ -146,14 +176,16 @@ class BPETokenizer(Tokenizer):
         return cls(tokenizer.to_str(pretty=True).encode(), "the trained tokenizer")
 
     def decode(self, tokens: list[int]) -> str:
-        return self._call("cannot decode tokens", self._tokenizer.decode, tokens, skip_special_tokens=False)
+        first = len(self.start_ids) if tokens[: len(self.start_ids)] == self.start_ids else 0
+        return self._call("cannot decode tokens", self._tokenizer.decode, tokens[first:], skip_special_tokens=False)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encode = self._tokenizer.encode_batch_fast
+    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
+        encode, self._tokenizer.encode_special_tokens = self._tokenizer.encode_batch_fast, not special_tokens
         found = self._call("cannot encode text", encode, list(texts), add_special_tokens=False)
         encoded = [np.array(one.ids, np.int64) for one in found]
         for text, ids in zip(texts, encoded, strict=True):
-            if ((ids >= self.vocab_size) | (ids == self.end_id)).any():
+            ends = text.count(self.end_text) if special_tokens else 0
+            if (ids >= self.vocab_size).any() or (ids == self.end_id).sum() > ends:
                 raise ValueError(
                     f"{self._where} encodes text to its end-of-document token, or outside its vocabulary: use another "
                     f"tokenizer; the text starts with {quoted(text, 60)}"
@@ -161,7 +193,17 @@ class BPETokenizer(Tokenizer):
         return [ids.astype(dtype_for(self.vocab_size)) for ids in encoded]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BPETokenizer, (self._content, self._where)
+        return BPETokenizer, (self._content, self._where, self.config)
+
+    def _named_end(self, config: Mapping[str, Any]) -> list[int]:
+        """The end token that `config` names by its text, or else by its id; [] if there is none."""
+        name, number = config.get("eos_token"), config.get("eos_token_id")
+        name = name.get("content") if isinstance(name, dict) else name
+        number = number[0] if isinstance(number, list) and number else number
+        found = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        if found is None and isinstance(number, int) and 0 <= number < self.vocab_size:
+            found = number if self._tokenizer.id_to_token(number) else None
+        return [] if found is None else [found]
 
     def _call(self, failure: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the library, whose errors are plain Exceptions, and whose bugs derive from BaseException."""
@@ -182,8 +224,11 @@ class BPETokenizer(Tokenizer):
 BYTES = ByteTokenizer()
 
 
-def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
-    """Build a tokenizer from its JSON. Raises ValueError, naming `where`, if it is not a tokenizer."""
+def tokenizer_from_json(content: bytes, where: str, config: Mapping[str, Any] | None = None) -> Tokenizer:
+    """Build a tokenizer from its JSON. Raises ValueError, naming `where`, if it is not a tokenizer.
+
+    config: as for `BPETokenizer`.
+    """
     try:
         fields = strict_json.parse(content)
     except ValueError as error:
@@ -191,17 +236,21 @@ def tokenizer_from_json(content: bytes, where: str) -> Tokenizer:
     match fields:
         case {"tokenizer": "bytes"}:
             return BYTES
-        case {"tokenizer": "ids", "vocab_size": int(size)} if 0 < size < 1 << 32 and size is not True:
-            return UnknownTokenizer(size)
+        case {"tokenizer": "ids", "vocab_size": int(size), **rest} if 0 < size < 1 << 32 and size is not True:
+            return UnknownTokenizer(size, end_id=int(rest.get("end_id", -1)))
         case {"model": dict()}:
-            return BPETokenizer(content, where)
+            return BPETokenizer(content, where, config)
     raise ValueError(f"{where} is not a tokenizer: neither the tokenizers library nor moe-dualpipe wrote it")
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises ValueError if it is missing or not a tokenizer."""
+    """Read a tokenizer.json and the CONFIGS beside it. Raises ValueError if it is missing or not a tokenizer."""
+    config: dict[str, Any] = {}
+    for beside in filter(Path.is_file, map(path.with_name, CONFIGS)):
+        with strict_json.reading(beside):
+            config |= strict_json.parse(strict_json.read_bytes(beside), allow_nan=True)
     with DataFile(path) as file:
-        return tokenizer_from_json(bytes(file.read(0, file.size)), printable(path))
+        return tokenizer_from_json(bytes(file.read(0, file.size)), printable(path), config)
 
 
 def find_tokenizer(folder: Path) -> Tokenizer:
@@ -211,7 +260,8 @@ def find_tokenizer(folder: Path) -> Tokenizer:
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files that make `find_tokenizer` find `tokenizer` in a folder: file name -> content."""
-    return {} if isinstance(tokenizer, ByteTokenizer) else {TOKENIZER_FILE: tokenizer.to_json()}
+    files = {} if isinstance(tokenizer, ByteTokenizer) else {TOKENIZER_FILE: tokenizer.to_json()}
+    return files | ({TOKENIZER_CONFIG: json.dumps(tokenizer.config).encode()} if tokenizer.config else {})
 
 
 def _byte_level_json() -> dict[str, Any]:
@@ -235,8 +285,9 @@ def _byte_level_json() -> dict[str, Any]:
 
 
 def digest(tokenizer: Tokenizer) -> str:
-    """A hash of the tokenizer's JSON; equal tokenizers have equal digests."""
-    return hashlib.blake2b(tokenizer.to_json(), digest_size=16).hexdigest()
+    """A hash of the tokenizer's files; equal tokenizers have equal digests."""
+    config = json.dumps(tokenizer.config, sort_keys=True).encode() if tokenizer.config else b""
+    return hashlib.blake2b(tokenizer.to_json() + config, digest_size=16).hexdigest()
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -245,11 +296,11 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 def num_bytes(tokenizer: Tokenizer, tokens: np.ndarray) -> int:
-    """Bytes of the text of `tokens`, counting the end of a document as one byte."""
+    """Bytes of the text of `tokens`, counting the end of a document as one byte, and its start as none."""
     if isinstance(tokenizer, ByteTokenizer):
         return len(tokens)
     ends = tokens == tokenizer.end_id
-    text = tokens[~ends]
+    text = tokens[~ends & ~np.isin(tokens, tokenizer.start_ids)]
     parts = (tokenizer.decode(text[i : i + (1 << 16)].tolist()) for i in range(0, len(text), 1 << 16))
     return int(ends.sum()) + sum(len(part.encode()) for part in parts)
 

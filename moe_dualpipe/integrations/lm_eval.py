@@ -53,7 +53,7 @@ class MoEDualPipe(LM):
         super().__init__()
         kind: Any = str(device).partition(":")[0]
         self.model, self.text = open_model(path, own_layers, kind)
-        if self.text.end_id < 0:
+        if not self.text.end_text:
             raise ValueError(f"{path} has {self.text}: tasks need its tokenizer.json")
         self.max_length, self.batch_size = int(max_length), int(batch_size)
         check_range("max_length", self.max_length, 2)
@@ -81,10 +81,13 @@ class MoEDualPipe(LM):
         return self._remembered("loglikelihood", requests, [found[i] for i in range(len(rows))])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """For each (text,): the log-likelihood of all its tokens. The first one follows an end-of-document token."""
+        """For each (text,): the log-likelihood of all its tokens. The first one follows the token that begins a text,
+        or else one that ends a document.
+        """
         found = []
         for (text,) in (request.args for request in requests):
-            tokens = torch.tensor([self.text.end_id, *self.text.encode(text)]).numpy()
+            first, ids = self._encode_pair("", text)
+            tokens = torch.tensor([*first, *ids]).numpy()
             losses = stream_losses(self.model, tokens, self.max_length, batch_size=self.batch_size)
             found.append(-sum(batch.double().sum().item() for batch in losses) if len(tokens) > 1 else 0.0)
         return self._remembered("loglikelihood_rolling", requests, found)
@@ -111,13 +114,11 @@ class MoEDualPipe(LM):
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Both as token ids. As in the harness's models, spaces at the end of a context move to the continuation."""
-        if not context:
-            return [self.text.end_id], self.text.encode(continuation)
         kept = context.rstrip()
         if kept:
             context, continuation = kept, context[len(kept) :] + continuation
         before = self.text.encode(context)
-        return before, self.text.encode(context + continuation)[len(before) :]
+        return before or [self.text.end_id], self.text.encode(context + continuation)[len(before) :]
 
     def _batches(self, lengths: Mapping[int, int]) -> Iterator[list[int]]:
         """The keys of rows with the same length, at most `batch_size` at a time."""

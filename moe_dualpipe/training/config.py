@@ -106,10 +106,12 @@ class BatchConfig:
 
     data: tuple[str, ...] = ("stdlib",)
     """Training data: one or more SOURCE or SOURCE=WEIGHT (docs/data.md).
-    A source is a text file, a folder, a glob, a table (.jsonl, .parquet), a .bin file of token ids, a dataset hf:NAME,
-    a folder written by `moe-dualpipe data prepare`, a URL of one of these, or stdlib: Python's standard library."""
+    A source is a text file, a folder, a glob, a table (.jsonl, .csv, .parquet), a .bin file of token ids, hf:NAME, a
+    folder written by `moe-dualpipe data prepare`, a URL of one of these, or stdlib: Python's standard library."""
     data_field: str = "text"
-    """Field of a .jsonl line, or column of a table, that holds the text."""
+    """Field of a JSON object, or column of a table, that holds the text."""
+    special_tokens: bool = False
+    """Encode special tokens in the text, such as <|im_start|> in a chat, as one id. Otherwise, as characters."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of a .bin file without a .json file beside it; little-endian."""
     seq_len: int = 256

@@ -357,7 +357,7 @@ def open_text(
     """What the run reads, and the options that follow from it. Raises ValueError."""
     text: TextData | GivenBatches
     if given.batches is None:
-        text = _load_text(config, start.folder, request)
+        config, text = _load_text(config, start.folder, request)
     else:
         config, text = _given_text(config, given, start)
     if config.batch.document_mask and text.tokenizer.end_id < 0:
@@ -378,14 +378,17 @@ def _given_text(config: TrainConfig, given: Given, start: Start) -> tuple[TrainC
     return config, text
 
 
-def _load_text(config: TrainConfig, start: Path | None, request: Request) -> TextData:
+def _load_text(config: TrainConfig, start: Path | None, request: Request) -> tuple[TrainConfig, TextData]:
+    """The text, and the options with a prompt for it: token ids without a tokenizer have no default prompt."""
     batch, vocab_size = config.batch, config.model.vocab_size
     unknown = start is not None and is_published(start) and not (start / TOKENIZER_FILE).is_file()
     tokenizer = start_tokenizer(start, vocab_size) if start else BYTES
     if isinstance(tokenizer, UnknownTokenizer) and not unknown:
         tokenizer = BYTES  # `check_tokenizer` says that it is another one
     try:
-        text = load_data(batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer)
+        text = load_data(
+            batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer, batch.special_tokens
+        )
     except ValueError as error:
         if request.saved is None or "batch.data" in request.typed:
             raise
@@ -393,9 +396,11 @@ def _load_text(config: TrainConfig, start: Path | None, request: Request) -> Tex
         raise ValueError(f"{error}; {where}") from None
     if start and not unknown:
         text.check_tokenizer(start)
+    if isinstance(text.tokenizer, UnknownTokenizer) and config.sample.prompt == TrainConfig().sample.prompt:
+        config = replace(config, sample=replace(config.sample, prompt="0"))
     if config.sample.sample_tokens:
         largest = max(text.tokenizer.encode(config.sample.prompt or "\n"), default=None)
         if largest is None or largest >= vocab_size:
             what = "has no token" if largest is None else f"has token {largest}, but model.vocab_size is {vocab_size}"
             raise ValueError(f"--prompt {config.sample.prompt!r} {what}: use another one, or --sample-tokens 0")
-    return text
+    return config, text

@@ -118,6 +118,10 @@ def option_rules(config: TrainConfig) -> Iterator[Rule]:
     yield Rule(
         seq_len <= mtp_layers, f"model.mtp_layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {seq_len}"
     )
+    yield Rule(
+        config.batch.document_mask and config.batch.special_tokens,
+        "--document-mask divides text at end tokens, which batch.special_tokens allows in a document: use one of them",
+    )
     yield Rule(config.batch.document_mask and mtp_layers, f"--document-mask needs model.mtp_layers 0: got {mtp_layers}")
 
 

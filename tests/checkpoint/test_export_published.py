@@ -12,11 +12,13 @@ from moe_dualpipe.checkpoint.huggingface import find_architecture, from_pretrain
 from moe_dualpipe.cli import main
 from moe_dualpipe.data import find_tokenizer
 from moe_dualpipe.data.tokenizer import BPETokenizer
+from moe_dualpipe.inference import printable_text
 from moe_dualpipe.models import preset
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.published import random_model, save, transformers_model
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, TEXT, change, settings, train, train_each
+from tests.support.runs import MODEL, TEXT, change, make_run, settings, train, train_each
+from tests.support.texts import with_special_tokens
 
 transformers = pytest.importorskip("transformers")
 PLAIN = dataclasses.replace(MODEL, num_shared_experts=0, num_dense_layers=0)
@@ -137,6 +139,34 @@ def published(tmp_path_factory):
     (folder / "tokenizer.json").write_bytes(BPETokenizer.train(texts, VOCAB).to_json())
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
+
+
+def test_text_begins_as_in_transformers_in_generation_evaluation_and_training(tmp_path, capsys):
+    """With <s>, as greedy text, the loss of a document and what a run trains on have it there."""
+    folder, text = tmp_path / "model", tmp_path / "a.txt"
+    save(random_model("mixtral", vocab_size=VOCAB + 4), folder)
+    trained = BPETokenizer.train([str(number) for number in range(999)], VOCAB).to_json()
+    (folder / "tokenizer.json").write_bytes(with_special_tokens(trained, VOCAB, begins=True))
+    text.write_text("12 <|im_start|> 345")
+    theirs, tokenizer = transformers_model(folder, torch.float32), transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("1<|im_start|>2", return_tensors="pt").input_ids
+    assert prompt[0, 0] == VOCAB and VOCAB + 2 in prompt
+    options = ["--prompt", "1<|im_start|>2", "--temperature", "0", "--sample-tokens", "9", "--device", "cpu"]
+    assert main(["generate", str(folder), *options]) == 0
+    expected = theirs.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=0)[0]
+    assert capsys.readouterr().out == printable_text(tokenizer.decode(expected[1:])) + "\n"
+    for option in ([], ["--special-tokens"]):
+        evaluate = ["eval", str(folder), "--data", str(text), "--json", "--device", "cpu", *option]
+        assert main(evaluate) == 0
+        ids = tokenizer(text.read_text(), split_special_tokens=not option, return_tensors="pt").input_ids
+        with torch.no_grad():
+            ids = torch.cat([ids, torch.tensor([[0]])], 1)
+            loss = theirs(ids, labels=ids).loss.item()
+        assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(loss, 1e-5)
+    (tmp_path / "rows.jsonl").write_text('{"text": "12 <|im_start|> 345"}\n' * 99)
+    config = started(folder, tmp_path / "run", data=(str(tmp_path / "rows.jsonl"),), special_tokens=True)
+    inputs_BS, labels_BS = make_run(config).text.batch(0, 0, 64, 8)
+    assert {VOCAB, VOCAB + 2} < {*inputs_BS.flatten().tolist()} == {*labels_BS.flatten().tolist()}
 
 
 def started(folder, out, **changes):

@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import pickle
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from moe_dualpipe.data import (
     read_stream,
     token_files,
 )
+from moe_dualpipe.data.encode import encode_documents
 from moe_dualpipe.data.one_writer import LOCK_FILE, only_writer
 from moe_dualpipe.data.tokenizer import (
     UnknownTokenizer,
@@ -28,10 +31,11 @@ from moe_dualpipe.data.tokenizer import (
     dtype_for,
     num_bytes,
     read_tokenizer,
+    tokenizer_files,
     tokenizer_from_json,
 )
 from tests.support.mutations import check_message, mutations
-from tests.support.texts import TEXTS
+from tests.support.texts import TEXTS, with_special_tokens
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +55,10 @@ def prepared(tmp_path_factory) -> Path:
 def test_text_survives_a_round_trip_and_never_encodes_to_the_end_token(prepared):
     for tokenizer, texts in ((BYTES, TEXTS), (find_tokenizer(prepared / "bpe"), [*TEXTS, "<|endoftext|>" * 3, ""])):
         for text in [*texts, "".join(map(chr, range(1, 900)))]:
-            tokens, (array,) = tokenizer.encode(text), tokenizer.encode_batch([text])
+            (array,) = tokenizer.encode_batch([text])
+            tokens = array.tolist()
             assert tokenizer.decode(tokens) == text and tokenizer.end_id not in tokens
-            assert array.tolist() == tokens and array.dtype == (np.uint8 if tokenizer is BYTES else np.uint16)
+            assert array.dtype == (np.uint8 if tokenizer is BYTES else np.uint16)
             two = np.array([*tokens, tokenizer.end_id, *tokens], array.dtype)
             assert num_bytes(tokenizer, two) == 2 * len(text.encode()) + 1
     assert (tokenizer.vocab_size, tokenizer.end_id, str(tokenizer)) == (320, 0, "BPE of 320 tokens")
@@ -69,6 +74,77 @@ def test_tokenizers_are_restored_from_their_json(prepared, tmp_path):
         assert restored.end_id == tokenizer.end_id
     assert find_tokenizer(tmp_path) is BYTES
     assert UnknownTokenizer(77).encode(UnknownTokenizer(77).decode([5, 0, 76])) == [5, 0, 76]
+
+
+EOS = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "<|end|>", "special": True}}
+PUBLISHED = {  # whether texts begin with <s>, files beside tokenizer.json: the tokens at a start and at an end
+    "template": (True, {}, [320], 0),
+    "eos": (False, {"tokenizer_config.json": EOS | {"add_bos_token": True}}, [], 321),
+    "both": (True, {"tokenizer_config.json": EOS | {"add_bos_token": False}}, [320], 321),
+    "map": (True, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}}, [320], 323),
+    "config": (
+        None,
+        {"config.json": {"eos_token_id": [322, 0]}, "tokenizer_config.json": {"bos_token": "<s>"}},
+        [],
+        322,
+    ),
+}
+
+
+def publish(prepared, folder: Path, name: str) -> Path:
+    """A folder with the tokenizer `name` of PUBLISHED."""
+    template, files, *_ = PUBLISHED[name]
+    folder.mkdir()
+    for file, content in files.items():
+        (folder / file).write_text(json.dumps(content))
+    trained = (prepared / "bpe" / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(with_special_tokens(trained, 320, template))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_ids_are_those_of_transformers_whatever_begins_and_ends_a_text(prepared, tmp_path, name):
+    """Of prompts, of documents with and without special tokens, and of the files that a checkpoint has."""
+    transformers = pytest.importorskip("transformers")
+    folder, (start, end) = publish(prepared, tmp_path / "model", name), PUBLISHED[name][2:]
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    chat = "<|im_start|>user\nä <s> </s><|im_end|>"
+    tokenizer = find_tokenizer(folder)
+    assert (tokenizer.start_ids, tokenizer.end_id) == (start, end)
+    (tmp_path / "again").mkdir()
+    for file, content in tokenizer_files(tokenizer).items():
+        (tmp_path / "again" / file).write_bytes(content)
+    again = find_tokenizer(tmp_path / "again")
+    assert digest(again) == digest(tokenizer) == digest(pickle.loads(pickle.dumps(tokenizer)))
+    for text in (*TEXTS, chat, "a <|end|>"):
+        assert tokenizer.encode(text) == again.encode(text) == theirs(text).input_ids
+        for special in (True, False):
+            (found,) = encode_documents([text], again, special)
+            assert [*found.tokens_N] == [*theirs(text, split_special_tokens=not special).input_ids, end]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert num_bytes(tokenizer, found.tokens_N) == found.text_bytes
+
+
+def test_options_read_special_tokens_in_chats_as_one_id(prepared, tmp_path):
+    model, chat = publish(prepared, tmp_path / "model", "both"), tmp_path / "chat.jsonl"
+    chat.write_text("".join(json.dumps({"text": f"<|im_start|>{i}<|im_end|>" * 9}) + "\n" for i in range(9)))
+    for option, count in (([], 0), (["--special-tokens"], 81)):
+        out = tmp_path / f"out{count}"
+        command = ["data", "prepare", str(chat), "--out", str(out), "--tokenizer", str(model / "tokenizer.json")]
+        assert main([*command, *option]) == 0
+        text = load_data([str(chat), str(out)], 8, special_tokens=bool(option))
+        for source in text.sources:
+            whole = np.concatenate([source.train[:], source.held_out[:]])
+            assert [(whole == token).sum() for token in (320, 321, 322, 323)] == [9, 9, count, count]
+
+
+def test_a_published_model_without_tokenizer_json_is_named_and_takes_ids():
+    missing = UnknownTokenizer(9, "kimi/tokenizer.json")
+    assert missing.encode(" 17 4") == [17, 4] and UnknownTokenizer(9).encode("\n") == [0]
+    for tokenizer, reason in ((missing, "there is no kimi/tokenizer.json"), (UnknownTokenizer(9), "the tokenizer of")):
+        for text in ("Hello", "17 apples", *["\n"] * (tokenizer is missing)):
+            with pytest.raises(ValueError, match=rf"^cannot encode text: {reason}.* use token ids, such as '17 4' in"):
+                tokenizer.encode(text)
 
 
 def changed(prepared, path, **parts) -> Path:
@@ -280,6 +356,65 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
     alone = load_data(str(tmp_path / "wide.bin"), 8, 1000, dtype="uint32")
     parts = [alone.sources[0].train[:], alone.sources[0].held_out[:]]
     assert [*map(len, parts)] == [2850, 150] and np.array_equal(np.concatenate(parts), tokens)
+
+
+INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def write_megatron(path: Path, kind: int, documents: list[list[list[int]]]) -> None:
+    """NAME.bin and NAME.idx as Megatron-LM writes them: documents, each of sequences."""
+    sequences, dtype = list(itertools.chain(*documents)), np.dtype(INTEGERS.get(kind, "<f4"))
+    path.write_bytes(np.array(list(itertools.chain(*sequences)), dtype).tobytes())
+    lengths, counts = [*map(len, sequences)], [*map(len, documents)]
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, kind, len(lengths), len(counts) + 1)
+    index += np.array(lengths, "<i4").tobytes() + (np.cumsum([0, *lengths])[:-1] * dtype.itemsize).tobytes()
+    index += np.cumsum([0, *counts]).tobytes()
+    path.with_suffix(".idx").write_bytes(index)
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_megatrons_files_are_read_by_their_index(prepared, tmp_path, kind):
+    """Of any integers, with the end token that all documents have; the option for bare files does not matter."""
+    documents = [[[i % 90 + 1] * (i % 4), [5, i % 90, 100]] for i in range(1, 41)]
+    path, stream = tmp_path / "a_text_document.bin", list(itertools.chain(*itertools.chain(*documents)))
+    write_megatron(path, kind, documents)
+    text = load_data(str(path), 8, vocab_size=101, dtype="uint32")
+    assert [*text.sources[0].train[:], *text.sources[0].held_out[:]] == stream
+    assert text.tokenizer.end_id == tokenizer_from_json(text.tokenizer.to_json(), "here").end_id == 100
+    with pytest.raises(ValueError, match="token 3 is 100, outside the vocabulary of 100"):
+        load_data(str(path), 8, vocab_size=100)
+    shutil.copy(prepared / "bpe" / "tokenizer.json", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"documents of .*bin do not end with token 0 of .*: write them .* --append-eod"
+    ):
+        load_data(str(path), 8)
+    write_megatron(path, kind, [[[7, 8, 0]]] * 40)
+    assert load_data(str(path), 8).tokenizer.end_id == 0
+    (tmp_path / "tokenizer.json").unlink()
+    write_megatron(path, kind, [[[7, 8, 7]]] * 40)
+    assert load_data(str(path), 8).tokenizer.end_id == -1
+
+
+@pytest.mark.parametrize("change,problem", [
+    (lambda index: index[:-9], "is not an index of integers that Megatron-LM wrote"),
+    (lambda index: index[:20], "is not an index"), (lambda index: b"TNTI" + index[4:], r"\(MMIDIDX\): move it away"),
+    (lambda index: index[:17] + b"\7" + index[18:], "is not an index of integers"),
+    (lambda index: index[:17] + b"\4" + index[18:], "is not an index of integers"),
+    (lambda index: index[:34] + b"\3" + index[35:], "is not an index"), (lambda index: index[:0], "is not an index"),
+])  # fmt: skip
+def test_an_index_that_does_not_fit_is_refused_until_it_is_moved_away(tmp_path, change, problem):
+    path = tmp_path / "a.bin"
+    write_megatron(path, 8, [[[1, 2], [3]]] * 30)
+    index = path.with_suffix(".idx").read_bytes()
+    path.with_suffix(".idx").write_bytes(change(index))
+    with pytest.raises(ValueError, match=problem):
+        load_data(str(path), 8)
+    path.with_suffix(".idx").write_bytes(index)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"a.bin has 89 uint16 token ids, but .*a.idx says 90"):
+        load_data(str(path), 8)
+    path.with_suffix(".idx").unlink()
+    assert len(load_data(str(path), 8).sources[0].train) > 50
 
 
 def test_sequences_of_a_file_too_large_to_scan_are_checked_when_drawn(tmp_path, monkeypatch):

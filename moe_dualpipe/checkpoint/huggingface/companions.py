@@ -75,7 +75,7 @@ def tokenizer_files(tokenizer: Tokenizer | None, alone: bool) -> dict[str, bytes
 
     Returns {} without a known tokenizer.
     """
-    if tokenizer is None or tokenizer.end_id < 0:
+    if tokenizer is None or not tokenizer.end_text:
         return {}
     content = {TOKENIZER_FILE: tokenizer.library_json()}
     if alone:
