@@ -8,6 +8,7 @@ On GPUs, each group has two backends: NCCL for CUDA tensors, and gloo for CPU te
 sent with gloo, because an NCCL kernel would wait for the queued computation and occupy multiprocessors (SMs).
 """
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ from ..schedule import Placement
 from .launch import Launch
 from .layout import Layout
 
+_meetings = itertools.count()
 MOST_CONNECTED = 64
 """In larger worlds, gloo connects two ranks when they first send to each other. Otherwise it connects all pairs of a
 group at once: each of 4,096 ranks would open 4,095 sockets and read the addresses of all ranks."""
@@ -39,26 +41,22 @@ def init_world(
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    if store is not None:
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **wait)
-    elif launch.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **wait)
-    elif launch.restarts == 0 or not _agents_share_store():
-        dist.init_process_group(backend, **wait)
-    else:
-        store = rendezvous(launch, timeout)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **wait)
+    if store is None:
+        store = dist.HashStore() if launch.world_size == 1 else rendezvous(launch, timeout)
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **wait)
 
 
 def rendezvous(launch: Launch, timeout: float | None) -> dist.Store:
     """The store where the processes of this attempt meet. timeout: seconds that an operation waits.
 
-    torchrun may use one store for all attempts, which still has the addresses of dead ranks. If it does not, machines
-    may differ in the number of restarts: one that was added has none.
+    A process may meet the others several times in one store. torchrun may use one store for all attempts, too, which
+    still has the addresses of dead ranks. If it does not, machines may differ in the number of restarts: one that was
+    added has none.
     """
     wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     store, _, _ = next(dist.rendezvous("env://", **wait))
-    return dist.PrefixStore(f"attempt {launch.restarts}", store) if _agents_share_store() else store
+    attempt = launch.restarts if _agents_share_store() else 0
+    return dist.PrefixStore(f"attempt {attempt}, meeting {next(_meetings)}", store)
 
 
 def _agents_share_store() -> bool:
