@@ -11,6 +11,7 @@ from ..expert_parallel import ExpertParallel
 from ..models import ModelConfig, MoE, TransformerStage, build_model
 from ..models.expert_slots import names_by_expert
 from ..runtime.launch import choose_device, count_gpus
+from .destinations import release
 from .huggingface.published import from_pretrained
 from .load import find_weights, is_published, load_state, load_weights, open_weights
 from .weights import PREFIX, OwnLayer, SavedModel, global_weights
@@ -47,12 +48,19 @@ def open_model(
     folder, config = find_model(path, own_layers)
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
     model = from_pretrained(folder, dtype) if is_published(folder) else load_model(folder, **(own_layers or {}))
-    return model.to(chosen, dtype), start_tokenizer(folder, config.vocab_size)
+    tokenizer = start_tokenizer(folder, config.vocab_size)
+    release()
+    return model.to(chosen, dtype), tokenizer
 
 
-def find_model(path: str, own_layers: Mapping[str, OwnLayer] | None = None) -> tuple[Path, ModelConfig]:
-    """The folder or checkpoint with a model, and its options. Arguments and errors are those of `open_model`."""
-    opened = open_weights(find_weights(path))
+def find_model(
+    path: str, own_layers: Mapping[str, OwnLayer] | None = None, newest: int | None = None
+) -> tuple[Path, ModelConfig]:  # fmt: skip
+    """The folder or checkpoint with a model, and its options. Arguments and errors are those of `open_model`.
+
+    newest: as in `find_checkpoint`.
+    """
+    opened = open_weights(find_weights(path, newest))
     return opened.where, opened.config_with(own_layers or {})
 
 
