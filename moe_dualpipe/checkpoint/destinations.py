@@ -90,8 +90,9 @@ def hold_newest(path: str | None) -> int | None:
 
     Ranks that read a run agree on it: it may save while they look for its newest one. Raises StorageError.
     """
-    has_runs = path and not path.startswith("hf://")
-    newest = next(hold_each(stores.local_path(path)), None) if has_runs else None
+    if not path or path.startswith("hf://"):  # which has no runs, and would be downloaded
+        return None
+    newest = next(hold_each(stores.local_path(path)), None)
     return None if newest is None else step_of(newest)
 
 
