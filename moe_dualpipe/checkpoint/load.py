@@ -38,8 +38,8 @@ _WHY_MISSING = "a frozen weight must stay frozen, and custom experts may need th
 def find_checkpoint(path: str, warn: Callable[[str], None] | None = None, newest: int | None = None) -> Path:
     """Return the checkpoint at `path`, or the newest intact one of the run at `path`.
 
-    The run may save meanwhile: in a local folder, the result is not removed until `release`, or until this process
-    finds another one. newest: ignore those of later steps, which other ranks may not have seen.
+    The run may save meanwhile: in a local folder, the result is not removed until this process has loaded it, finds
+    another one, or ends. newest: ignore those of later steps, which other ranks may not have seen.
     path: a folder, or a URL: then the result is a local folder that stands for it, with copies of the small files.
     Reads every file once to verify its checksum; on a store, only small files, and the sizes of the others, whose
     checksums are compared when they are loaded. Calls `warn` (default: one line on stderr of the first local rank) for
@@ -202,6 +202,7 @@ def load_state(
     with errors_on_all_ranks():
         opened.read(found)
     opened.close()  # the other ranks of this machine have read the copies, too
+    release()
     return result
 
 

@@ -11,7 +11,6 @@ from ..expert_parallel import ExpertParallel
 from ..models import ModelConfig, MoE, TransformerStage, build_model
 from ..models.expert_slots import names_by_expert
 from ..runtime.launch import choose_device, count_gpus
-from .destinations import release
 from .huggingface.published import from_pretrained
 from .load import find_weights, is_published, load_state, load_weights, open_weights
 from .weights import PREFIX, OwnLayer, SavedModel, global_weights
@@ -47,9 +46,8 @@ def open_model(
     chosen = torch.device(choose_device(device, count_gpus(), 1))
     folder, config = find_model(path, own_layers)
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
-    model = from_pretrained(folder, dtype) if is_published(folder) else load_model(folder, **(own_layers or {}))
     tokenizer = start_tokenizer(folder, config.vocab_size)
-    release()
+    model = from_pretrained(folder, dtype) if is_published(folder) else load_model(folder, **(own_layers or {}))
     return model.to(chosen, dtype), tokenizer
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 
-from ..checkpoint.routes import write_routes
+from ..checkpoint.routes import check_writable, write_routes
 from ..command_line import Mark, Positional
 from ..data import Tokenizer
 from ..data.strict_json import reading
@@ -22,6 +22,7 @@ from ..inference.spread import open_spread
 from ..messages import check_range, printable, typed_text
 from ..models import TransformerStage
 from ..runtime.world import current_launch, join_world
+from .data import refuse_url
 from .options import DeviceOption, OwnLayerOptions, check_ranges
 from .spread_options import SpreadOptions
 
@@ -74,6 +75,9 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
             raise ValueError("--record-routes is for one process: start without torchrun")
         if self.record_routes and (self.batch_size or self.prompts):
             raise ValueError("--record-routes needs texts of one prompt in one batch: no --batch-size, no --prompts")
+        if self.record_routes:
+            refuse_url(str(self.record_routes))
+            check_writable(self.record_routes.parent, "--record-routes")
         if self.prompts and self.prompt != Generate.prompt:
             raise ValueError("--prompts stands for --prompt: use one of them")
         typed = [self.prompt] if self.prompts is None else _lines(self.prompts)
@@ -114,8 +118,8 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
                 self.seed, end, first, self.batch_size, ranks,
             ).tolist()  # fmt: skip
         if self.record_routes:
-            samples_N = torch.arange(number)
-            write_routes(self.record_routes, {layer: (samples_N, found) for layer, found in routes.items()})
+            found = {layer: (torch.arange(number), experts_NSK) for layer, experts_NSK in routes.items()}
+            write_routes(self.record_routes, found, {"layers": sorted(routes)})
         texts = [tokens for of_rank in ranks.gather(mine) for tokens in of_rank]
         return [
             tokenizer.decode(prompt + text[: text.index(end) if end in text else None])

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import find_model, load_spread_model, open_model, start_tokenizer
-from ..checkpoint.destinations import hold_newest, release
+from ..checkpoint.destinations import hold_newest
 from ..checkpoint.expert_loads import LOADS_FILE, read_loads
 from ..checkpoint.weights import OwnLayer
 from ..data import Tokenizer
@@ -63,9 +63,8 @@ def open_spread(
         batches = plural(ranks.micro_batches(sequences), "micro-batch", "es")
         sys.stderr.write(f"{choice}; {batches} at a time\n")
     placed = dict(zip(layers, placement.experts, strict=True)) if placement else {}
-    model = load_spread_model(folder, config, ByChoice(choice.backend), placed)
     tokenizer = start_tokenizer(folder, config.vocab_size)
-    release()
+    model = load_spread_model(folder, config, ByChoice(choice.backend), placed)
     return model.to(world.device, dtype), tokenizer, ranks
 
 

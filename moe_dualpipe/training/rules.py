@@ -119,6 +119,11 @@ def option_rules(config: TrainConfig) -> Iterator[Rule]:
         seq_len <= mtp_layers, f"model.mtp_layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {seq_len}"
     )
     yield Rule(config.batch.document_mask and mtp_layers, f"--document-mask needs model.mtp_layers 0: got {mtp_layers}")
+    record, replay = config.batch.record_routes, config.batch.replay_routes
+    for name, folder in (("record_routes", record), ("replay_routes", replay)):
+        yield Rule(folder and stores.is_url(folder), f"{name} {printable(folder)} must be a local folder")
+    same = record and replay and Path(record) == Path(replay)
+    yield Rule(same, f"record_routes and replay_routes are both {printable(record)}: use two")
 
 
 def given_rules(config: TrainConfig, given: Given) -> Iterator[Rule]:

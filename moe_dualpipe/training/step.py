@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights
-from ..checkpoint.destinations import release
 from ..data.same_text import check_same_text
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
@@ -108,7 +107,6 @@ class Trainer:
             load_tensors(start.weights, self.state())
         else:
             return None
-        release()
         self.optimizer.after_load(start.first_step - int(self.skipped.total) if start.resume else 0)
         return partial
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...data import GivenBatches, TextData
 from ...health.heartbeat import Progress
 from ...models import TransformerStage
 from ...pipeline import Balance, Pipeline
@@ -63,10 +64,11 @@ class Extension:
 class Trained(Protocol):
     """The part of the trainer that extensions may use. first_step: steps that were done before the run.
 
-    own_sequences: the sequences of a step that this data-parallel rank runs.
+    own_sequences: the sequences of a step that this data-parallel rank runs. text: what the run reads.
     """
 
     config: TrainConfig
+    text: TextData | GivenBatches
     pipeline: Pipeline
     stages: dict[int, TransformerStage]
     layout: Layout
