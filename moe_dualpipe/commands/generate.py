@@ -21,14 +21,14 @@ from ..inference.generation import recorded_routes
 from ..inference.spread import open_spread
 from ..messages import check_range, printable, typed_text
 from ..models import TransformerStage
-from ..runtime.world import current_launch, join_world
+from ..runtime.world import current_launch
 from .data import refuse_url
-from .options import DeviceOption, OwnLayerOptions, check_ranges
+from .options import check_ranges
 from .spread_options import SpreadOptions
 
 
 @dataclass(frozen=True)
-class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
+class Generate(SpreadOptions):
     """Continue a prompt with the model of a run, which may still be training.
 
     With torchrun, the experts are spread over the processes.
@@ -68,7 +68,7 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
         check_ranges(self, 0, "sample_tokens", "copies", high=1_000_000)
         check_range("--seed", self.seed, -(2**63), 2**63 - 1)
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
-        self.check_backend(current_launch().world_size)
+        self.check_spread()
         if self.copies and current_launch().world_size == 1:
             raise ValueError(f"--copies {self.copies} needs several processes: start them with torchrun")
         if self.record_routes and current_launch().world_size > 1:
@@ -85,7 +85,7 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
         if not all(starts):
             what = "--prompt is empty" if self.prompts is None else f"{printable(self.prompts)} has an empty line"
             raise ValueError(f"{what}: use at least one character for each prompt")
-        with join_world(self.device) as world:  # also of one process: a layer may communicate
+        with self.joined() as world:
             most = -(-len(starts) // world.size)
             sizes = min(self.batch_size or most, most), self.seq_len
             model, tokenizer, ranks = open_spread(

@@ -13,8 +13,10 @@ CONSOLE_SCRIPT = "moe-dualpipe"
 
 
 def program_name() -> str:
-    """The program that trains, as messages name it."""
-    return f"{CONSOLE_SCRIPT} train" if _is_console_script() else "train.py"
+    """The program that trains, or another command, as messages name it."""
+    if not _is_console_script():
+        return "train.py"
+    return f"{CONSOLE_SCRIPT} train" if sys.argv[1:2] == ["train"] else CONSOLE_SCRIPT
 
 
 def training_command(processes: int | None) -> list[str]:
